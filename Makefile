@@ -60,7 +60,7 @@ test-environments: $(STAMP) ## environments of verifiers, reasoning_gym and text
 	$(BIN)/python scripts/test_environments.py
 
 lint: $(STAMP) ## ruff
-	$(BIN)/ruff check .
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 types: $(STAMP) ## mypy --strict over the package
 	$(BIN)/mypy

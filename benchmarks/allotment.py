@@ -1,9 +1,11 @@
-"""Would held-out samples allotted to problems near 0.5 conclude sooner than the same number for every problem?
+"""Would held-out samples allotted to problems near 0.5 conclude sooner than the same number for
+every problem?
 
     python benchmarks/allotment.py     # seconds
 
-Two arms answer the same problems with four samples each on average. Allotted: n_i in proportion to sqrt(p_i (1 - p_i)) (Neyman), from the
-base model's pass rate over four samples at step 0, one sample at least; each problem still counts alike, so pass@1 stays unbiased.
+Two arms answer the same problems with four samples each on average. Allotted: n_i in proportion to
+sqrt(p_i (1 - p_i)) (Neyman), from the base model's pass rate over four samples at step 0, one
+sample at least; each problem still counts alike, so pass@1 stays unbiased.
 """
 
 import argparse
@@ -34,9 +36,17 @@ def rows() -> Iterator[list[object]]:
                     logits = rng.normal(-1.0, spread, problems)
                     before, after = 1 / (1 + np.exp(-logits)), 1 / (1 + np.exp(-logits - gain))
                     samples = allotted(rng.binomial(SAMPLES, before), SAMPLES * problems)
-                    oracle = np.maximum(1, np.sqrt(after * (1 - after)) * SAMPLES * problems / np.sqrt(after * (1 - after)).sum())
+                    oracle = np.maximum(
+                        1,
+                        np.sqrt(after * (1 - after))
+                        * SAMPLES
+                        * problems
+                        / np.sqrt(after * (1 - after)).sum(),
+                    )
                     for index, counts in enumerate((np.full(problems, SAMPLES), samples, oracle)):
-                        variances[index] += 2 * (after * (1 - after) / counts).sum() / problems**2 / DRAWS
+                        variances[index] += (
+                            2 * (after * (1 - after) / counts).sum() / problems**2 / DRAWS
+                        )
                     variances[3] += samples.mean() / DRAWS
                 uniform, chosen, best = np.sqrt(variances[:3])
                 whole = np.sqrt((variances[1] + 2 * LUCK**2) / (variances[0] + 2 * LUCK**2))
@@ -53,7 +63,9 @@ def rows() -> Iterator[list[object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_output(parser)
     arguments = parser.parse_args()
     load = load_average()
@@ -67,8 +79,17 @@ def main() -> None:
         "sd of a difference, with luck of 2 pp per run",
         "samples per problem",
     ]
-    about = "Mean accuracy of the base 0.3 to 0.45; the sd of a difference of two arms from the sampling of answers alone."
-    publish("allotment", "Samples allotted to problems near 0.5", [about, table(head, rows())], load, arguments.output)
+    about = (
+        "Mean accuracy of the base 0.3 to 0.45; the sd of a difference of two arms from the"
+        " sampling of answers alone."
+    )
+    publish(
+        "allotment",
+        "Samples allotted to problems near 0.5",
+        [about, table(head, rows())],
+        load,
+        arguments.output,
+    )
 
 
 if __name__ == "__main__":

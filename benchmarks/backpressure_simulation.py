@@ -1,9 +1,11 @@
-"""The back-pressure controller on simulated machines whose law and noise are known: how soon it is at 0.85 p*, and whether it stays.
+"""The back-pressure controller on simulated machines whose law and noise are known: how soon it is
+at 0.85 p*, and whether it stays.
 
     python benchmarks/backpressure_simulation.py
 
-Throughput is X(p) (1 + noise), with X of the universal scalability law and normal noise. The controller holds every size between
-`increase_margin` of the target and the target, so a run may stay below 0.85 p* where throughput is flat.
+Throughput is X(p) (1 + noise), with X of the universal scalability law and normal noise. The
+controller holds every size between `increase_margin` of the target and the target, so a run may
+stay below 0.85 p* where throughput is flat.
 """
 
 import argparse
@@ -43,7 +45,9 @@ MACHINES = (
 )
 
 
-def simulate(machine: Machine, noise: float, seed: int, settings: Backpressure, steps: int = STEPS) -> list[Decision]:
+def simulate(
+    machine: Machine, noise: float, seed: int, settings: Backpressure, steps: int = STEPS
+) -> list[Decision]:
     """The decisions of a run that starts from 8 prompts per step."""
     draws = np.random.default_rng(seed)
     controller = BackpressureController(settings, 8, GROUP)
@@ -62,7 +66,8 @@ class Outcome:
     changes: int
     """After the sweep."""
     off: float
-    """Distance of the last size from the target as a fraction of it; an infinite p* has the largest size as its target."""
+    """Distance of the last size from the target as a fraction of it; an infinite p* has the largest
+    size as its target."""
     share: float
     """Throughput at the last size as a share of the best within the limits."""
 
@@ -70,9 +75,15 @@ class Outcome:
 def outcome(machine: Machine, decisions: list[Decision], settings: Backpressure) -> Outcome:
     sizes = [decision.next_batch_size for decision in decisions]
     sweep = sum(decision.regime == "warmup" for decision in decisions)
-    changed = [number + 1 for number in range(sweep - 1, len(sizes) - 1) if sizes[number] != sizes[number + 1]]
+    changed = [
+        number + 1
+        for number in range(sweep - 1, len(sizes) - 1)
+        if sizes[number] != sizes[number + 1]
+    ]
     limits = settings.min_batch_size, settings.max_batch_size
-    target = target_batch(machine.law.optimum if machine.law else math.inf, GROUP, settings.throttle_margin, *limits)
+    target = target_batch(
+        machine.law.optimum if machine.law else math.inf, GROUP, settings.throttle_margin, *limits
+    )
     best = max(machine.throughput(size * GROUP) for size in range(limits[0], limits[1] + 1))
     return Outcome(
         settled=changed[-1] + 1 if changed else sweep,
@@ -83,20 +94,36 @@ def outcome(machine: Machine, decisions: list[Decision], settings: Backpressure)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=SEEDS)
     seeds = parser.parse_args().seeds
     settings = Backpressure(enabled=True)
-    print(f"{seeds} seeds, {STEPS} steps, groups of {GROUP}, [backpressure] defaults, median and worst\n")
-    print("| machine | noise | settled at step | changes after the sweep | off the target | throughput, of the best |")
+    print(
+        f"{seeds} seeds, {STEPS} steps, groups of {GROUP}, [backpressure] defaults, median and"
+        " worst\n"
+    )
+    print(
+        "| machine | noise | settled at step | changes after the sweep | off the target |"
+        " throughput, of the best |"
+    )
     print("|---|---|---|---|---|---|")
     for machine in MACHINES:
         for noise in (0.0, 0.05, 0.15):
-            found = [outcome(machine, simulate(machine, noise, seed, settings), settings) for seed in range(seeds)]
-            settled, changes = ([getattr(one, name) for one in found] for name in ("settled", "changes"))
+            found = [
+                outcome(machine, simulate(machine, noise, seed, settings), settings)
+                for seed in range(seeds)
+            ]
+            settled, changes = (
+                [getattr(one, name) for one in found] for name in ("settled", "changes")
+            )
             off, share = ([getattr(one, name) for one in found] for name in ("off", "share"))
             times = f"{median(settled):.0f}, {max(settled)} | {median(changes):.0f}, {max(changes)}"
-            print(f"| {machine.name} | {noise:.0%} | {times} | {median(off):.0%}, {max(off):.0%} | {median(share):.1%}, {min(share):.1%} |")
+            print(
+                f"| {machine.name} | {noise:.0%} | {times} | {median(off):.0%}, {max(off):.0%} |"
+                f" {median(share):.1%}, {min(share):.1%} |"
+            )
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
     python benchmarks/collapses.py     # seconds
 
-One condition is better by a constant gain, but each of its runs collapses with a probability of 10%. Gain and collapses cancel, so that the
-mean difference is 0 and every verdict is false. If no run collapses, the data are those of a condition that is better by the gain
-and never collapses. A rule that is wrong in at most 5% of the first campaigns therefore finds at most 5% / 0.9^n of the second.
+One condition is better by a constant gain, but each of its runs collapses with a probability of
+10%. Gain and collapses cancel, so that the mean difference is 0 and every verdict is false. If no
+run collapses, the data are those of a condition that is better by the gain and never collapses. A
+rule that is wrong in at most 5% of the first campaigns therefore finds at most 5% / 0.9^n of the
+second.
 """
 
 from collections.abc import Iterator
@@ -39,19 +41,28 @@ def rows(campaigns: int) -> Iterator[list[object]]:
     for seeds in (6, 8, 12, 16):
         rng = np.random.default_rng(seeds)
         collapsed = rng.random((campaigns, seeds)) < RATE
-        differences = rng.normal(0, SD, (campaigns, seeds)) + np.where(collapsed, GAIN - DEPTH, GAIN)
+        differences = rng.normal(0, SD, (campaigns, seeds)) + np.where(
+            collapsed, GAIN - DEPTH, GAIN
+        )
         wrong, unseen = found_once(differences[:, np.newaxis]), ~collapsed.any(axis=1)
         power = found_once(rng.normal(GAIN, SD, (campaigns, 1, seeds))).mean()
         agreed = [wrong & agrees for agrees in companions(differences).values()]
-        shares = (wrong.mean(), (wrong & unseen).sum() / wrong.sum(), *(both.mean() for both in agreed), power, 0.05 / (1 - RATE) ** seeds)
+        shares = (
+            wrong.mean(),
+            (wrong & unseen).sum() / wrong.sum(),
+            *(both.mean() for both in agreed),
+            power,
+            0.05 / (1 - RATE) ** seeds,
+        )
         yield [seeds, *(f"{100 * share:.1f}%" for share in shares)]
 
 
 def paragraphs(campaigns: int) -> Iterator[str]:
     yield (
-        f"{campaigns} campaigns per row. Each run of the candidate collapses with a probability of {RATE:g} and then loses {DEPTH:g} "
-        f"points; everything else raises it by {GAIN:g}, so that the mean is 0; sd {SD:g}. Nearly all false verdicts come from campaigns "
-        "in which no run collapsed, which no test can tell from a true gain."
+        f"{campaigns} campaigns per row. Each run of the candidate collapses with a probability of"
+        f" {RATE:g} and then loses {DEPTH:g} points; everything else raises it by {GAIN:g}, so that"
+        f" the mean is 0; sd {SD:g}. Nearly all false verdicts come from campaigns in which no run"
+        " collapsed, which no test can tell from a true gain."
     )
     head = [
         "seeds",

@@ -1,9 +1,12 @@
-"""What the Triton kernels of a decoding step compile to for an NVIDIA GPU, without one: registers, stack, shared memory, widths of loads.
+"""What the Triton kernels of a decoding step compile to for an NVIDIA GPU, without one: registers,
+stack, shared memory, widths of loads.
 
-    PYTHONPATH=~/.cache/retrain/triton python benchmarks/compiled.py --capability 9.0    # where make test-kernels installs Triton
+    PYTHONPATH=~/.cache/retrain/triton python benchmarks/compiled.py --capability 9.0    # where
+    make test-kernels installs Triton
 
-The kernels are called as a step of Qwen3-4B's shapes calls them (bf16, LoRA of rank 16), and are compiled instead of launched. Triton
-brings NVIDIA's assembler, so what is read here is the machine code that such a GPU would run. Nothing is timed.
+The kernels are called as a step of Qwen3-4B's shapes calls them (bf16, LoRA of rank 16), and are
+compiled instead of launched. Triton brings NVIDIA's assembler, so what is read here is the machine
+code that such a GPU would run. Nothing is timed.
 """
 
 import argparse
@@ -68,8 +71,14 @@ class NoLaunch:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--capability", default="9.0", help="compute capability: 8.0 (A100), 8.9 (RTX 40), 9.0 (H100, H200), 10.0 (B200)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--capability",
+        default="9.0",
+        help="compute capability: 8.0 (A100), 8.9 (RTX 40), 9.0 (H100, H200), 10.0 (B200)",
+    )
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--json", action="store_true", help="print JSON lines and write nothing")
     add_output(parser)
@@ -79,16 +88,37 @@ def main() -> None:
     if given.json:
         print(*(json.dumps(one._asdict()) for one in found), sep="\n")
         return
-    work = f"One step of {given.rows} rows, compute capability {given.capability}, Triton {triton.__version__}."
-    head = ["kernel", "programs", "registers", "stack bytes", "shared KiB", "programs per SM", "loads: 16 bytes", "others", "matrix units"]
+    work = (
+        f"One step of {given.rows} rows, compute capability {given.capability}, Triton"
+        f" {triton.__version__}."
+    )
+    head = [
+        "kernel",
+        "programs",
+        "registers",
+        "stack bytes",
+        "shared KiB",
+        "programs per SM",
+        "loads: 16 bytes",
+        "others",
+        "matrix units",
+    ]
     rows = [
         [
-            one.kernel, one.programs, one.registers, one.stack_bytes, f"{one.shared_bytes / 1024:.1f}", one.resident,
-            one.loads.get("16", 0), sum(count for width, count in one.loads.items() if width != "16"), one.products,
+            one.kernel, one.programs, one.registers, one.stack_bytes,
+            f"{one.shared_bytes / 1024:.1f}", one.resident,
+            one.loads.get("16", 0), sum(count for width,
+            count in one.loads.items() if width != "16"), one.products,
         ]
         for one in found
     ]  # fmt: skip
-    publish(f"compiled-sm{capability}", "What the Triton kernels compile to", [work, table(head, rows)], load, given.output)
+    publish(
+        f"compiled-sm{capability}",
+        "What the Triton kernels compile to",
+        [work, table(head, rows)],
+        load,
+        given.output,
+    )
 
 
 def compiled(rows: int, capability: int) -> Iterator[Compiled]:
@@ -97,7 +127,9 @@ def compiled(rows: int, capability: int) -> Iterator[Compiled]:
     own = JITFunction.run
 
     def compile_only(kernel: Any, *args: Any, grid: Any, **named: Any) -> None:
-        launches.append((kernel.fn.__name__, own(kernel, *args, grid=grid, **named | {"warmup": True}), grid))
+        launches.append(
+            (kernel.fn.__name__, own(kernel, *args, grid=grid, **named | {"warmup": True}), grid)
+        )
 
     driver.set_active(NoLaunch(capability))
     JITFunction.run = compile_only
@@ -119,25 +151,45 @@ def call_all(rows: int) -> None:
         return half(rows, width + 16)[:, :width]
 
     pages = half(4, PAGE_TOKENS, HEADS[1], SIZE), half(4, PAGE_TOKENS, HEADS[1], SIZE)
-    index, ones, halves = torch.zeros(rows, dtype=torch.int64), torch.ones(rows), torch.full((rows,), 0.5, dtype=torch.float64)
+    index, ones, halves = (
+        torch.zeros(rows, dtype=torch.int64),
+        torch.ones(rows),
+        torch.full((rows,), 0.5, dtype=torch.float64),
+    )
     norm.add_norm(half(rows, HIDDEN), apart(HIDDEN), half(HIDDEN), 1e-6)
-    turning, heads_norm = (half(rows, 1, SIZE), half(rows, 1, SIZE)), (half(sum(HEADS[:2]), SIZE), 1e-6)
+    turning, heads_norm = (
+        (half(rows, 1, SIZE), half(rows, 1, SIZE)),
+        (half(sum(HEADS[:2]), SIZE), 1e-6),
+    )
     for of_qkv in (None, (apart(48), half(48, sum(HEADS) * SIZE))):
-        rotary.turn_and_store(apart(sum(HEADS) * SIZE), of_qkv, HEADS, turning, heads_norm, pages, index)
+        rotary.turn_and_store(
+            apart(sum(HEADS) * SIZE), of_qkv, HEADS, turning, heads_norm, pages, index
+        )
     for width in (4, 8):  # pages of rows of one part, and of two
-        attention.attend(half(rows, HEADS[0], SIZE), *pages, torch.zeros(rows, width, dtype=torch.int32), ones.int(), SIZE**-0.5, None)
+        attention.attend(
+            half(rows, HEADS[0], SIZE),
+            *pages,
+            torch.zeros(rows, width, dtype=torch.int32),
+            ones.int(),
+            SIZE**-0.5,
+            None,
+        )
     for of_gates in (None, (apart(32), half(32, 2 * INNER))):
         activation.gate(apart(2 * INNER), of_gates)
     call_learning(half, apart, turning, heads_norm)
     stack = AdapterStack.of({slot: (half(16, HIDDEN), half(16, HIDDEN)) for slot in range(2)}, 1)
-    adapters.add_row_updates(half(rows, HIDDEN), half(rows, 32), stack.up, stack.first, stack.counts, index)
+    adapters.add_row_updates(
+        half(rows, HIDDEN), half(rows, 32), stack.up, stack.first, stack.counts, index
+    )
     for inputs, outputs in ((INNER, HIDDEN), (HIDDEN, 2 * INNER)):
         float8.scaled_product(half(rows, inputs), *quantised(half(outputs, inputs)), None)
     sampler.draw(half(rows, VOCABULARY), ones, halves, None)
     sampler.draw(half(rows, VOCABULARY), ones, halves, (index, halves, halves))
 
 
-def call_learning(half: Any, apart: Any, turning: tuple[Tensor, Tensor], heads_norm: tuple[Tensor, float]) -> None:
+def call_learning(
+    half: Any, apart: Any, turning: tuple[Tensor, Tensor], heads_norm: tuple[Tensor, float]
+) -> None:
     """The kernels between the products of whole sequences."""
     rows, heads = len(turning[0]), sum(HEADS[:2])
     _, scale = norm.norm(half(rows, HIDDEN), half(HIDDEN), 1e-6)
@@ -155,20 +207,41 @@ def read(name: str, kernel: Any, grid: tuple[int, ...], capability: int) -> Comp
         file.write(kernel.asm["cubin"])
         file.flush()
         usage, code = (
-            subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
+            subprocess.run(
+                [tool, what, file.name], capture_output=True, text=True, check=True
+            ).stdout
             for what in ("--dump-resource-usage", "--dump-sass")
         )
-    numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
+    numbers = {
+        key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)
+    }
     threads, shared = 32 * kernel.metadata.num_warps, max(kernel.metadata.shared, numbers["SHARED"])
     resident = min(
-        REGISTERS_OF_SM // (numbers["REG"] * threads), THREADS_OF_SM // threads, 32, (SHARED_OF_SM[capability] << 10) // max(shared, 1024)
+        REGISTERS_OF_SM // (numbers["REG"] * threads),
+        THREADS_OF_SM // threads,
+        32,
+        (SHARED_OF_SM[capability] << 10) // max(shared, 1024),
     )
-    loads = Counter(str(int(bits or 32) // 8) for bits in re.findall(r"\bLDG(?:STS)?\.E(?:\.BYPASS|\.CONSTANT)*(?:\.(?:U|S)?(\d+))?", code))
+    loads = Counter(
+        str(int(bits or 32) // 8)
+        for bits in re.findall(
+            r"\bLDG(?:STS)?\.E(?:\.BYPASS|\.CONSTANT)*(?:\.(?:U|S)?(\d+))?", code
+        )
+    )
     programs = 1
     for count in grid:
         programs *= count
     products = len(re.findall(r"\b(?:HMMA|HGMMA|UTCHMMA)\b", code))
-    return Compiled(name, programs, numbers["REG"], numbers["STACK"] + numbers["LOCAL"], shared, resident, dict(loads), products)
+    return Compiled(
+        name,
+        programs,
+        numbers["REG"],
+        numbers["STACK"] + numbers["LOCAL"],
+        shared,
+        resident,
+        dict(loads),
+        products,
+    )
 
 
 if __name__ == "__main__":

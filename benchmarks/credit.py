@@ -1,7 +1,9 @@
-"""Time of credit assignment on one core: `python benchmarks/credit.py` prints a table and writes it under benchmarks/results/.
+"""Time of credit assignment on one core: `python benchmarks/credit.py` prints a table and writes it
+under benchmarks/results/.
 
-The step has 128 completions of 10,240 tokens (16 groups of 8) with random log-probs. The text for the detector is English words with a
-planning phrase about every hundred words. No operation uses more than one thread.
+The step has 128 completions of 10,240 tokens (16 groups of 8) with random log-probs. The text for
+the detector is English words with a planning phrase about every hundred words. No operation uses
+more than one thread.
 """
 
 import argparse
@@ -19,7 +21,10 @@ from retrain.advantages.transforms import TRANSFORMS
 from retrain.config import TrainConfig
 
 GROUPS, GROUP_SIZE, TOKENS = 16, 8, 10_240
-TEXT = "so we the first number and divide both sides by two which gives that x is then , let us now sum all of them . therefore"
+TEXT = (
+    "so we the first number and divide both sides by two which gives that x is then , let us now"
+    " sum all of them . therefore"
+)
 WORDS = TEXT.split()
 
 
@@ -36,7 +41,9 @@ def step_tokens(rng: np.random.Generator) -> StepTokens:
 
 
 def pieces(rng: np.random.Generator) -> list[str]:
-    """One completion of TOKENS pieces: phrases are split into words, and a third of the words into two pieces."""
+    """One completion of TOKENS pieces: phrases are split into words, and a third of the words into
+    two pieces.
+    """
     made: list[str] = []
     while len(made) < TOKENS:
         phrase = rng.random() < 0.01
@@ -68,15 +75,31 @@ def measure(repeats: int) -> str:
 
     for name, spec in TRANSFORMS.items():
         rho = 0.2 if spec.needs_rho else 0.0
-        config = TrainConfig.model_validate({"algorithm": {"transform_mode": name, "surprisal_mask_rho": rho}})
+        config = TrainConfig.model_validate(
+            {"algorithm": {"transform_mode": name, "surprisal_mask_rho": rho}}
+        )
         pipeline = CreditPipeline(config, lambda ids: [""] * len(ids))
-        add(f"{name}" + (f", rho = {rho}" if rho else ""), total, seconds(lambda p=pipeline: p.compute(tokens, 0, 0.5), repeats))  # type: ignore[misc]
+        add(
+            f"{name}" + (f", rho = {rho}" if rho else ""),
+            total,
+            seconds(lambda p=pipeline: p.compute(tokens, 0, 0.5), repeats),
+        )  # type: ignore[misc]
     completions = [pieces(rng) for _ in range(8)]
     detector = RegexDetector()
     count = sum(len(completion) for completion in completions)
-    add("planning phrases (18 grams)", count, seconds(lambda: [detector.detect(completion) for completion in completions], repeats))
-    accented = [[piece.replace("e", "\u00e9\u2019") for piece in completion] for completion in completions]
-    add("planning phrases, text beyond Latin-1", count, seconds(lambda: [detector.detect(completion) for completion in accented], repeats))
+    add(
+        "planning phrases (18 grams)",
+        count,
+        seconds(lambda: [detector.detect(completion) for completion in completions], repeats),
+    )
+    accented = [
+        [piece.replace("e", "\u00e9\u2019") for piece in completion] for completion in completions
+    ]
+    add(
+        "planning phrases, text beyond Latin-1",
+        count,
+        seconds(lambda: [detector.detect(completion) for completion in accented], repeats),
+    )
     return table(["what", "tokens", "CPU seconds (median)", "million tokens/s"], lines)
 
 
@@ -86,8 +109,13 @@ def main() -> None:
     add_output(parser)
     arguments = parser.parse_args()
     load = load_average()
-    about = f"One core; {GROUPS * GROUP_SIZE} completions of {TOKENS:,} tokens, maxrl. numpy {np.__version__}."
-    publish("credit", "Credit assignment", [about, measure(arguments.repeats)], load, arguments.output)
+    about = (
+        f"One core; {GROUPS * GROUP_SIZE} completions of {TOKENS:,} tokens, maxrl. numpy"
+        f" {np.__version__}."
+    )
+    publish(
+        "credit", "Credit assignment", [about, measure(arguments.repeats)], load, arguments.output
+    )
 
 
 if __name__ == "__main__":

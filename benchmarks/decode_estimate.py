@@ -1,10 +1,12 @@
-"""Kernels of one decoding step, counted without a GPU, and an estimate of its time from them and from the bytes that it moves.
+"""Kernels of one decoding step, counted without a GPU, and an estimate of its time from them and
+from the bytes that it moves.
 
     python benchmarks/decode_estimate.py
 
-The step of Qwen3-4B's shapes (bf16, LoRA of rank 16) runs on tensors without memory. An operator that computes counts as one kernel, and so
-do torch's RMS norm and flash attention, which are one on CUDA. The times are estimates: no kernel has been timed, and the rates below are
-assumptions, not measurements, but for the H200's bandwidth of copies, which others measured.
+The step of Qwen3-4B's shapes (bf16, LoRA of rank 16) runs on tensors without memory. An operator
+that computes counts as one kernel, and so do torch's RMS norm and flash attention, which are one on
+CUDA. The times are estimates: no kernel has been timed, and the rates below are assumptions, not
+measurements, but for the H200's bandwidth of copies, which others measured.
 """
 
 from collections import Counter
@@ -36,8 +38,32 @@ SHARE_OF_PRODUCTS, SHARE_OF_ATTENTION = 0.8, 0.7
 """Of the bandwidth, reading the weights and the pages."""
 SMALL_KERNEL = 2e-6
 """Seconds of every other kernel, within a graph."""
-FREE = {"empty", "empty_like", "new_empty", "empty_strided", "detach", "alias", "view", "_unsafe_view", "slice", "select", "transpose", "t"}
-FREE |= {"expand", "unsqueeze", "squeeze", "permute", "as_strided", "split", "split_with_sizes", "chunk", "unbind", "lift_fresh"}
+FREE = {
+    "empty",
+    "empty_like",
+    "new_empty",
+    "empty_strided",
+    "detach",
+    "alias",
+    "view",
+    "_unsafe_view",
+    "slice",
+    "select",
+    "transpose",
+    "t",
+}
+FREE |= {
+    "expand",
+    "unsqueeze",
+    "squeeze",
+    "permute",
+    "as_strided",
+    "split",
+    "split_with_sizes",
+    "chunk",
+    "unbind",
+    "lift_fresh",
+}
 
 
 class Counting(TorchDispatchMode):
@@ -64,7 +90,16 @@ class OneEach:
         self._counted["add_norm"] += 1
         return torch.empty_like(residual)
 
-    def turn_and_store(self, qkv: Tensor, pending: Any, heads: Sequence[int], rotary: Any, norm: Any, pages: Any, places: Tensor) -> Tensor:
+    def turn_and_store(
+        self,
+        qkv: Tensor,
+        pending: Any,
+        heads: Sequence[int],
+        rotary: Any,
+        norm: Any,
+        pages: Any,
+        places: Tensor,
+    ) -> Tensor:
         self._counted["turn_and_store"] += 1
         return qkv.new_empty(len(qkv), heads[0], pages[0].shape[-1])
 
@@ -103,7 +138,9 @@ def count(rows: int, length: int, *, joined: bool) -> tuple[Counter[str], dict[s
     `joined`: with the Triton kernels, and the adapter under the weights.
     """
     with torch.device("meta"):
-        config = Qwen3Config(**SHAPES["qwen3-4b"], tie_word_embeddings=True, max_position_embeddings=40_960)
+        config = Qwen3Config(
+            **SHAPES["qwen3-4b"], tie_word_embeddings=True, max_position_embeddings=40_960
+        )
         base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).requires_grad_(False)
         model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=16, target_modules=LAYERS))
     counting = Counting()
@@ -130,13 +167,23 @@ def count(rows: int, length: int, *, joined: bool) -> tuple[Counter[str], dict[s
     return counting.kernels, {"weights": weights, "pages": per_token * rows * length}
 
 
-def seconds(kernels: Counter[str], moved: dict[str, int], rows: int, card: str, *, joined: bool) -> float:
-    """The products with weights and the attention by their bytes, the sampler by its passes over the logits, all else by its number."""
+def seconds(
+    kernels: Counter[str], moved: dict[str, int], rows: int, card: str, *, joined: bool
+) -> float:
+    """The products with weights and the attention by their bytes, the sampler by its passes over
+    the logits, all else by its number.
+    """
     bandwidth = BANDWIDTH[card]
     large = 4 * SHAPES["qwen3-4b"]["num_hidden_layers"] + 1 + kernels["attention"]
-    passes = 4 if joined else 40  # bytes per logit: written and read once in bf16; or about ten tensors of float32
+    passes = (
+        4 if joined else 40
+    )  # bytes per logit: written and read once in bf16; or about ten tensors of float32
     logits = passes * rows * SHAPES["qwen3-4b"]["vocab_size"]
-    streamed = moved["weights"] / SHARE_OF_PRODUCTS + moved["pages"] / SHARE_OF_ATTENTION + logits / SHARE_OF_ATTENTION
+    streamed = (
+        moved["weights"] / SHARE_OF_PRODUCTS
+        + moved["pages"] / SHARE_OF_ATTENTION
+        + logits / SHARE_OF_ATTENTION
+    )
     return streamed / bandwidth + SMALL_KERNEL * (sum(kernels.values()) - large)
 
 
@@ -146,14 +193,25 @@ def main() -> None:
         for joined in (False, True):
             kernels, moved = count(rows, 512, joined=joined)
             if rows == 128:
-                name, most = "Triton kernels" if joined else "torch operators", dict(kernels.most_common(12))
+                name, most = (
+                    "Triton kernels" if joined else "torch operators",
+                    dict(kernels.most_common(12)),
+                )
                 print(f"{name}: {sum(kernels.values()):,} kernels, {most}\n")
             row = [rows, "Triton" if joined else "torch", f"{sum(kernels.values()):,}"]
             for card, bandwidth in BANDWIDTH.items():
                 estimate = seconds(kernels, moved, rows, card, joined=joined)
-                row += [f"{1e3 * sum(moved.values()) / bandwidth:.1f}", f"{1e3 * estimate:.1f}", f"{rows / estimate:,.0f}"]
+                row += [
+                    f"{1e3 * sum(moved.values()) / bandwidth:.1f}",
+                    f"{1e3 * estimate:.1f}",
+                    f"{rows / estimate:,.0f}",
+                ]
             lines.append(row)
-    columns = [f"{card}: {what}" for card in BANDWIDTH for what in ("ms by bandwidth", "ms (estimate)", "tok/s (estimate)")]
+    columns = [
+        f"{card}: {what}"
+        for card in BANDWIDTH
+        for what in ("ms by bandwidth", "ms (estimate)", "tok/s (estimate)")
+    ]
     print(table(["rows of 512 tokens", "step", "kernels", *columns], lines))
 
 

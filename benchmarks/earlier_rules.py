@@ -1,7 +1,8 @@
 """The rules of `retrain compare` at 68cde85, for the column "before" of benchmarks/calibration.py.
 
-A verdict needed a t interval that excludes 0 and a sign-flip p below alpha after Holm. Unjudged answers were left out of each run's own
-mean, IQM intervals drew runs within each task, and the interval for new problems was a bootstrap.
+A verdict needed a t interval that excludes 0 and a sign-flip p below alpha after Holm. Unjudged
+answers were left out of each run's own mean, IQM intervals drew runs within each task, and the
+interval for new problems was a bootstrap.
 """
 
 from collections.abc import Sequence
@@ -20,26 +21,37 @@ REPLICATES = 300
 def differs(family: Sequence[Floats], alpha: float = 0.05) -> list[bool]:
     """True for each contrast with a verdict other than inconclusive."""
     adjusted = holm([sign_flip_p(d) for d in family])
-    return [p < alpha and not low <= 0 <= high for p, (low, high) in zip(adjusted, map(t_interval, family), strict=True)]
+    return [
+        p < alpha and not low <= 0 <= high
+        for p, (low, high) in zip(adjusted, map(t_interval, family), strict=True)
+    ]
 
 
 def iqm_interval(scores: Floats) -> tuple[float, float]:
     """[runs, tasks]; runs drawn within each task."""
     rng = np.random.default_rng(0)
     runs, tasks = scores.shape
-    values = [iqm(scores[rng.integers(0, runs, size=(runs, tasks)), np.arange(tasks)]) for _ in range(REPLICATES)]
+    values = [
+        iqm(scores[rng.integers(0, runs, size=(runs, tasks)), np.arange(tasks)])
+        for _ in range(REPLICATES)
+    ]
     low, high = np.quantile(values, [0.025, 0.975])
     return float(low), float(high)
 
 
 def problem_interval(candidate: Counts, baseline: Counts, samples: int) -> tuple[float, float]:
-    """[seeds, problems] right answers of `samples`; seeds, then problems, then answers drawn anew, and percentiles widened."""
+    """[seeds, problems] right answers of `samples`; seeds, then problems, then answers drawn anew,
+    and percentiles widened.
+    """
     rng = np.random.default_rng(0)
     seeds, problems = candidate.shape
     values = np.empty(REPLICATES)
     for replicate in range(REPLICATES):
         cells = np.ix_(rng.integers(0, seeds, seeds), rng.integers(0, problems, problems))
-        drawn = [rng.binomial(samples, arm[cells] / samples) / samples if samples > 1 else arm[cells] for arm in (candidate, baseline)]
+        drawn = [
+            rng.binomial(samples, arm[cells] / samples) / samples if samples > 1 else arm[cells]
+            for arm in (candidate, baseline)
+        ]
         values[replicate] = np.mean(drawn[0]) - np.mean(drawn[1])
     differences = (candidate - baseline) / samples
     centre, variance = float(differences.mean()), float(values.var())

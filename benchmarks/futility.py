@@ -1,11 +1,12 @@
-"""How often what a campaign foretells comes true: the chance to decide by the last seed, and where a running pair ends.
+"""How often what a campaign foretells comes true: the chance to decide by the last seed, and where
+a running pair ends.
 
-    python benchmarks/futility.py                     # 2,000 campaigns per row; about a minute on one core
-    python benchmarks/futility.py --campaigns 200     # seconds
+    python benchmarks/futility.py                     # 2,000 campaigns per row; about a minute on
+    one core python benchmarks/futility.py --campaigns 200     # seconds
 
-Campaigns of at most 16 seeds with one comparison, none of them decided so far. The true effects are 0, 0.5, 1, 1.5 and 2 standard
-deviations of the differences in turn. A pair's difference at half of its steps is half of its final one, and noise: the correlation is the
-row's.
+Campaigns of at most 16 seeds with one comparison, none of them decided so far. The true effects are
+0, 0.5, 1, 1.5 and 2 standard deviations of the differences in turn. A pair's difference at half of
+its steps is half of its final one, and noise: the correlation is the row's.
 tests/test_campaign_looking.py does the same with fewer campaigns.
 """
 
@@ -26,7 +27,9 @@ EDGES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)
 Random = np.random.Generator
 LUCK: dict[str, Callable[[Random, int], Floats]] = {
     "normal": lambda rng, seeds: rng.standard_normal(seeds),
-    "heavy tails (t, 3 degrees of freedom)": lambda rng, seeds: rng.standard_t(3, seeds) / np.sqrt(3),
+    "heavy tails (t, 3 degrees of freedom)": lambda rng, seeds: (
+        rng.standard_t(3, seeds) / np.sqrt(3)
+    ),
     "skewed": lambda rng, seeds: 1 - rng.exponential(1.0, seeds),
 }
 
@@ -45,7 +48,13 @@ class Foretold:
     """Whether the pair's final difference lay in its 80% interval."""
 
 
-def foretold(rng: Random, luck: Callable[[Random, int], Floats], finished: int, correlation: float, effect: float) -> Foretold | None:
+def foretold(
+    rng: Random,
+    luck: Callable[[Random, int], Floats],
+    finished: int,
+    correlation: float,
+    effect: float,
+) -> Foretold | None:
     """None for a campaign that the finished seeds have decided."""
     final = effect + luck(rng, SEEDS)
     noise = 0.5 * np.sqrt(1 / correlation**2 - 1)
@@ -60,9 +69,14 @@ def foretold(rng: Random, luck: Callable[[Random, int], Floats], finished: int, 
     return Foretold(*chances, bool(capitals.max() >= BAR), bool(low <= final[finished] <= high))
 
 
-def sample(luck: Callable[[Random, int], Floats], finished: int, correlation: float, campaigns: int) -> list[Foretold]:
+def sample(
+    luck: Callable[[Random, int], Floats], finished: int, correlation: float, campaigns: int
+) -> list[Foretold]:
     rng = np.random.default_rng(finished)
-    drawn = (foretold(rng, luck, finished, correlation, EFFECTS[number % len(EFFECTS)]) for number in range(campaigns))
+    drawn = (
+        foretold(rng, luck, finished, correlation, EFFECTS[number % len(EFFECTS)])
+        for number in range(campaigns)
+    )
     return [item for item in drawn if item]
 
 
@@ -71,29 +85,53 @@ def rows(campaigns: int) -> Iterator[list[object]]:
         for finished, correlation in ((4, 0.8), (8, 0.8), (8, 0.4)):
             found = sample(luck, finished, correlation, campaigns)
             decided = np.array([item.decided for item in found])
-            errors = [np.mean((np.array(chances) - decided) ** 2) for chances in zip(*((f.between, f.within) for f in found), strict=True)]
+            errors = [
+                np.mean((np.array(chances) - decided) ** 2)
+                for chances in zip(*((f.between, f.within) for f in found), strict=True)
+            ]
             inside = 100 * np.mean([item.inside for item in found])
-            yield [name, finished, correlation, len(found), *(f"{error:.3f}" for error in errors), f"{inside:.1f}%"]
+            yield [
+                name,
+                finished,
+                correlation,
+                len(found),
+                *(f"{error:.3f}" for error in errors),
+                f"{inside:.1f}%",
+            ]
 
 
 def reliability(campaigns: int) -> Iterator[list[object]]:
     for name, luck in LUCK.items():
-        found = [item for finished in (4, 6, 8, 10) for item in sample(luck, finished, 0.8, campaigns)]
-        chances, decided = np.array([item.within for item in found]), np.array([item.decided for item in found])
+        found = [
+            item for finished in (4, 6, 8, 10) for item in sample(luck, finished, 0.8, campaigns)
+        ]
+        chances, decided = (
+            np.array([item.within for item in found]),
+            np.array([item.decided for item in found]),
+        )
         for low, high in pairwise(EDGES):
             inside = (chances >= low) & ((chances < high) | (high == 1.0))
-            means = (f"{100 * values[inside].mean():.0f}%" if inside.any() else "" for values in (chances, decided))
+            means = (
+                f"{100 * values[inside].mean():.0f}%" if inside.any() else ""
+                for values in (chances, decided)
+            )
             yield [name, f"{100 * low:.0f} to {100 * high:.0f}%", int(inside.sum()), *means]
 
 
 def paragraphs(campaigns: int) -> Iterator[str]:
     yield "## How often a chance comes true"
-    yield f"After 4, 6, 8 and 10 finished seeds, {campaigns} campaigns each, correlation 0.8: the chance with the running pair's curve."
-    yield table(["luck", "chance foretold", "campaigns", "mean chance", "decided by the last seed"], reliability(campaigns))
+    yield (
+        f"After 4, 6, 8 and 10 finished seeds, {campaigns} campaigns each, correlation 0.8: the"
+        " chance with the running pair's curve."
+    )
+    yield table(
+        ["luck", "chance foretold", "campaigns", "mean chance", "decided by the last seed"],
+        reliability(campaigns),
+    )
     yield "## What the running pair's curve adds"
     yield (
-        "Mean squared error of the chance (0.25 is that of saying 50% always), and how often the pair ended in the 80% interval that half "
-        "of its steps had given."
+        "Mean squared error of the chance (0.25 is that of saying 50% always), and how often the"
+        " pair ended in the 80% interval that half of its steps had given."
     )
     head = [
         "luck",

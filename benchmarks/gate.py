@@ -1,8 +1,10 @@
-"""How often the parity gate stops sound and faulty engines: `python benchmarks/gate.py` prints a table and writes it to results/.
+"""How often the parity gate stops sound and faulty engines: `python benchmarks/gate.py` prints a
+table and writes it to results/.
 
-The engines are those of tests/faulty_engines.py, on the lab model, in float32 and with the sampler's weights in bf16. With `--sound N` the
-sound engine alone passes N gates in mixed precision (bf16 sampler, fp32 learner), and each seed's answer is kept in `--state`, so that a
-run can be continued, or shared out by `--first`.
+The engines are those of tests/faulty_engines.py, on the lab model, in float32 and with the
+sampler's weights in bf16. With `--sound N` the sound engine alone passes N gates in mixed precision
+(bf16 sampler, fp32 learner), and each seed's answer is kept in `--state`, so that a run can be
+continued, or shared out by `--first`.
 """
 
 import argparse
@@ -26,56 +28,95 @@ import faulty_engines
 from runs import small
 
 ENGINES = (
-    "Served", "IgnoresTheAdapter", "HalvesTheScale", "DropsAProjection", "SwapsQAndK", "KeepsTheTrialAdapter", "KeepsOldKeysAndValues",
+    "Served", "IgnoresTheAdapter", "HalvesTheScale", "DropsAProjection", "SwapsQAndK",
+    "KeepsTheTrialAdapter", "KeepsOldKeysAndValues",
     "Hotter", "RawLogprobs", "StripsEOS", "CertainEOS", "OneSeed",
 )  # fmt: skip
 OPTIONS = {"auto": EngineOptions(), "bf16": EngineOptions(weights=torch.bfloat16)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=2, help="[training] max_tokens")
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--dtypes", nargs="+", choices=list(OPTIONS), default=list(OPTIONS))
-    parser.add_argument("--sound", type=int, default=0, help="count stops of so many sound gates in mixed precision instead")
+    parser.add_argument(
+        "--sound",
+        type=int,
+        default=0,
+        help="count stops of so many sound gates in mixed precision instead",
+    )
     parser.add_argument("--first", type=int, default=0, help="their first seed")
-    parser.add_argument("--state", type=Path, default=Path("gate-sound.jsonl"), help="where their answers are kept")
+    parser.add_argument(
+        "--state", type=Path, default=Path("gate-sound.jsonl"), help="where their answers are kept"
+    )
     add_output(parser)
     given = parser.parse_args()
     load = load_average()
     if given.sound:
         sound_gates(given, load)
         return
-    parts = load_parts(configuration(0, given.tokens, given.temperature, "auto"), None, say=lambda _: None)
+    parts = load_parts(
+        configuration(0, given.tokens, given.temperature, "auto"), None, say=lambda _: None
+    )
     rows = []
     for name in ENGINES:
         stopped = []
         for dtype in given.dtypes:
-            settings = [configuration(seed, given.tokens, given.temperature, dtype) for seed in range(given.seeds)]
+            settings = [
+                configuration(seed, given.tokens, given.temperature, dtype)
+                for seed in range(given.seeds)
+            ]
             stopped.append(sum(bool(stopped_by(parts, name, config)) for config in settings))
         rows.append([name, *(f"{count} of {given.seeds}" for count in stopped)])
         print(rows[-1], flush=True)
-    what = f"Runs stopped, of {given.seeds} seeds, temperature {given.temperature}, max_tokens = {given.tokens}; only Served is sound."
-    publish("gate", "The parity gate and faulty engines", [what, table(["engine", *given.dtypes], rows)], load, given.output)
+    what = (
+        f"Runs stopped, of {given.seeds} seeds, temperature {given.temperature}, max_tokens ="
+        f" {given.tokens}; only Served is sound."
+    )
+    publish(
+        "gate",
+        "The parity gate and faulty engines",
+        [what, table(["engine", *given.dtypes], rows)],
+        load,
+        given.output,
+    )
     parts.close()
 
 
 def sound_gates(given: argparse.Namespace, load: float) -> None:
-    parts = load_parts(configuration(0, given.tokens, given.temperature, "bf16"), None, say=lambda _: None)
+    parts = load_parts(
+        configuration(0, given.tokens, given.temperature, "bf16"), None, say=lambda _: None
+    )
     done = {answer["seed"] for answer in kept_answers(given.state)}
     for seed in range(given.first, given.first + given.sound):
         if seed in done:
             continue
-        told = stopped_by(parts, "ServedInProcess", configuration(seed, given.tokens, given.temperature, "bf16"))
+        told = stopped_by(
+            parts, "ServedInProcess", configuration(seed, given.tokens, given.temperature, "bf16")
+        )
         with given.state.open("a", encoding="utf-8") as answers:
-            answers.write(json.dumps({"seed": seed, "temperature": given.temperature, "tokens": given.tokens, "stopped": told}) + "\n")
+            answers.write(
+                json.dumps(
+                    {
+                        "seed": seed,
+                        "temperature": given.temperature,
+                        "tokens": given.tokens,
+                        "stopped": told,
+                    }
+                )
+                + "\n"
+            )
     answers = kept_answers(given.state)
     stops = [answer for answer in answers if answer["stopped"]]
     low, high = stats.binomtest(len(stops), len(answers)).proportion_ci(method="wilson")
     what = (
-        f"{len(stops)} of {len(answers)} sound gates stopped, temperature {given.temperature}, max_tokens = {given.tokens}, bf16 sampler "
-        f"over an fp32 learner; Wilson interval (95%) {100 * low:.2f}% to {100 * high:.2f}%."
+        f"{len(stops)} of {len(answers)} sound gates stopped, temperature {given.temperature},"
+        f" max_tokens = {given.tokens}, bf16 sampler over an fp32 learner; Wilson interval (95%)"
+        f" {100 * low:.2f}% to {100 * high:.2f}%."
     )
     named = [f"Seed {answer['seed']}: {answer['stopped']}" for answer in stops]
     publish("gate-sound", "Sound engines at the parity gate", [what, *named], load, given.output)
@@ -83,7 +124,11 @@ def sound_gates(given: argparse.Namespace, load: float) -> None:
 
 
 def kept_answers(state: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in state.read_text(encoding="utf-8").splitlines()] if state.exists() else []
+    return (
+        [json.loads(line) for line in state.read_text(encoding="utf-8").splitlines()]
+        if state.exists()
+        else []
+    )
 
 
 def configuration(seed: int, tokens: int, temperature: float, dtype: str) -> TrainConfig:
@@ -101,7 +146,9 @@ def stopped_by(parts: Parts, name: str, config: TrainConfig) -> str:
         engine = make.__new__(make)
         TorchEngine.__init__(engine, model, eos_ids, "cpu", options=options)
     else:
-        engine = type(name, (make,), {"options": options})(config, model=model, eos_ids=eos_ids, device="cpu")
+        engine = type(name, (make,), {"options": options})(
+            config, model=model, eos_ids=eos_ids, device="cpu"
+        )
     backend.engine = engine
     try:
         run_parity_gate(config, parts, 0)

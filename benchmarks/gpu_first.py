@@ -1,14 +1,19 @@
-"""The first minutes on a GPU: what runs, how fast, and whether it is right. One file, without the packages that a bare machine may lack.
+"""The first minutes on a GPU: what runs, how fast, and whether it is right. One file, without the
+packages that a bare machine may lack.
 
-    python benchmarks/gpu_first.py --output first.jsonl                    # Qwen3-4B's shapes and random weights, under ten minutes
-    python benchmarks/gpu_first.py --device cpu --shapes tiny              # the same code without a GPU
+    python benchmarks/gpu_first.py --output first.jsonl                    # Qwen3-4B's shapes and
+    random weights, under ten minutes python benchmarks/gpu_first.py --device cpu --shapes tiny
+    # the same code without a GPU
 
-Each probe prints one JSON line; one that fails says so in its line, and the others go on. The commands of a whole session of 30 minutes:
+Each probe prints one JSON line; one that fails says so in its line, and the others go on. The
+commands of a whole session of 30 minutes:
 
-    python benchmarks/gpu_first.py --output first.jsonl                                          # 8 minutes
-    python -m pytest -q tests/test_{cuda_device,decode_kernels,layer_kernels,engine_options}.py  # 8 minutes; needs pydantic
-    compute-sanitizer python benchmarks/gpu_first.py --shapes tiny --only kernels,replay,learn
-    python benchmarks/cuda.py --output benchmarks/results                                        # 9 minutes; needs pydantic
+    python benchmarks/gpu_first.py --output first.jsonl                                          # 8
+    minutes python -m pytest -q
+    tests/test_{cuda_device,decode_kernels,layer_kernels,engine_options}.py  # 8 minutes; needs
+    pydantic compute-sanitizer python benchmarks/gpu_first.py --shapes tiny --only
+    kernels,replay,learn python benchmarks/cuda.py --output benchmarks/results
+    # 9 minutes; needs pydantic
 """
 
 import argparse
@@ -46,16 +51,27 @@ from retrain.model.layer_kernels import differences as layer_differences
 from retrain.model.packing import PackedAttention, Segment
 from retrain.model.projection import AdapterStack, Pending
 from retrain.model.step_kernels import StepKernels, TorchKernels, TritonKernels, differences
-from retrain.model.varlen import PagedKernel, PagedRows, Spans, flash_paged, has_flash, plain, plain_paged, reads_pages
+from retrain.model.varlen import (
+    PagedKernel,
+    PagedRows,
+    Spans,
+    flash_paged,
+    has_flash,
+    plain,
+    plain_paged,
+    reads_pages,
+)
 
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-4b": {
-        "vocab_size": 151_936, "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "vocab_size": 151_936, "hidden_size": 2560, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8,
         "head_dim": 128, "intermediate_size": 9728,
     },
     "tiny": {
-        "vocab_size": 600, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "vocab_size": 600, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16,
         "intermediate_size": 96,
     },
 }  # fmt: skip
@@ -68,7 +84,11 @@ class Machine:
     """The device, the shapes, and the model once it is needed."""
 
     def __init__(self, device: str, shapes: str) -> None:
-        self.device, self.cuda, self.big = torch.device(device), device.startswith("cuda"), shapes == "qwen3-4b"
+        self.device, self.cuda, self.big = (
+            torch.device(device),
+            device.startswith("cuda"),
+            shapes == "qwen3-4b",
+        )
         self.shape = SHAPES[shapes]
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
         self.bandwidth = 0.0
@@ -82,10 +102,21 @@ class Machine:
             from transformers import AutoModelForCausalLM, Qwen3Config
 
             torch.manual_seed(0)
-            config = Qwen3Config(**self.shape, tie_word_embeddings=True, rope_theta=1e6, max_position_embeddings=40_960)
+            config = Qwen3Config(
+                **self.shape,
+                tie_word_embeddings=True,
+                rope_theta=1e6,
+                max_position_embeddings=40_960,
+            )
             with self.device:
-                model = AutoModelForCausalLM.from_config(config, dtype=self.dtype).requires_grad_(False).eval()
-            self._model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules=LAYERS)).eval()
+                model = (
+                    AutoModelForCausalLM.from_config(config, dtype=self.dtype)
+                    .requires_grad_(False)
+                    .eval()
+                )
+            self._model = get_peft_model(
+                model, LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules=LAYERS)
+            ).eval()
             for name, parameter in self._model.named_parameters():
                 if ".lora_B." in name:
                     torch.nn.init.normal_(parameter, 0, 0.01)
@@ -105,26 +136,47 @@ class Machine:
             torch.cuda.synchronize()
 
     def kernels(self, run: Callable[[], object]) -> Found:
-        """Kernels of a run on CUDA, operators on a CPU: how many, their milliseconds, and the five that take most."""
+        """Kernels of a run on CUDA, operators on a CPU: how many, their milliseconds, and the five
+        that take most.
+        """
         from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
-        with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])], acc_events=True) as found:
+        with profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])],
+            acc_events=True,
+        ) as found:
             run()
             self.wait()
         wanted = DeviceType.CUDA if self.cuda else DeviceType.CPU
         events = [event for event in found.key_averages() if event.device_type == wanted]
-        times = {event.key: (event.self_device_time_total if self.cuda else event.self_cpu_time_total) / 1e3 for event in events}
+        times = {
+            event.key: (
+                (event.self_device_time_total if self.cuda else event.self_cpu_time_total) / 1e3
+            )
+            for event in events
+        }
         top = sorted(times, key=lambda name: -times[name])[:5]
         total = {"kernels": sum(event.count for event in events), "kernel_ms": sum(times.values())}
         return total | {"top": {name[:60]: round(times[name], 3) for name in top}}
 
 
 def environment(machine: Machine) -> Found:
-    """Versions, and the ceilings of this device: bytes a second of a large copy, products in bf16."""
-    found: Found = {"torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-    found |= {"flash": has_flash(machine.device.type, torch.bfloat16), "flash_reads_pages": reads_pages()}
-    source = torch.zeros(2 << 30 if machine.cuda else 64 << 20, dtype=torch.uint8, device=machine.device)
+    """Versions, and the ceilings of this device: bytes a second of a large copy, products in
+    bf16.
+    """
+    found: Found = {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+    found |= {
+        "flash": has_flash(machine.device.type, torch.bfloat16),
+        "flash_reads_pages": reads_pages(),
+    }
+    source = torch.zeros(
+        2 << 30 if machine.cuda else 64 << 20, dtype=torch.uint8, device=machine.device
+    )
     target = torch.empty_like(source)
     target.copy_(source)
     machine.bandwidth = 2 * source.nbytes / machine.clock(lambda: target.copy_(source), 10) * 1e3
@@ -139,11 +191,19 @@ def environment(machine: Machine) -> Found:
 
 
 def attention(machine: Machine) -> Found:
-    """Flash kernels beside the plain form: whole rows, windows, and decoding over pages; a row alone gives the same bits."""
-    heads, key_heads, size = machine.shape["num_attention_heads"], machine.shape["num_key_value_heads"], machine.shape["head_dim"]
+    """Flash kernels beside the plain form: whole rows, windows, and decoding over pages; a row
+    alone gives the same bits.
+    """
+    heads, key_heads, size = (
+        machine.shape["num_attention_heads"],
+        machine.shape["num_key_value_heads"],
+        machine.shape["head_dim"],
+    )
     make = lambda *shape: torch.randn(*shape, device=machine.device, dtype=machine.dtype)  # noqa: E731
     found: Found = {}
-    over_pages: dict[str, PagedKernel] = {"triton": TritonKernels().attend} if machine.cuda else {"plain": plain_paged}
+    over_pages: dict[str, PagedKernel] = (
+        {"triton": TritonKernels().attend} if machine.cuda else {"plain": plain_paged}
+    )
     over_pages |= {"flash": flash_paged} if machine.cuda and reads_pages() else {}
     for window in (None, 100):
         spans = Spans.of([64, 1, 300], [164, 40, 300], machine.device)
@@ -158,19 +218,39 @@ def attention(machine: Machine) -> Found:
         expected = plain_paged(one.float(), keys.float(), values.float(), rows, 0.1, window)
         for name, paged in over_pages.items():
             together = paged(one, keys, values, rows, 0.1, window)
-            found[f"{name} over pages, window {window}"] = float((together.float() - expected).abs().max())
-            alone = paged(one[3:], keys, values, PagedRows.of(table[3:], lengths[3:], 256), 0.1, window)
-            found[f"{name} over pages, window {window}, a row alone has the same bits"] = bool(torch.equal(alone[0], together[3]))
+            found[f"{name} over pages, window {window}"] = float(
+                (together.float() - expected).abs().max()
+            )
+            alone = paged(
+                one[3:], keys, values, PagedRows.of(table[3:], lengths[3:], 256), 0.1, window
+            )
+            found[f"{name} over pages, window {window}, a row alone has the same bits"] = bool(
+                torch.equal(alone[0], together[3])
+            )
     return found
 
 
 def kernels(machine: Machine) -> Found:
-    """The Triton kernels of a step: whether they agree with torch's operators, and, one by one beside these, microseconds and bandwidth."""
+    """The Triton kernels of a step: whether they agree with torch's operators, and, one by one
+    beside these, microseconds and bandwidth.
+    """
     chosen: StepKernels = TritonKernels() if machine.cuda else TorchKernels()
-    found: Found = {"kernels": type(chosen).__name__, "wrong": differences(chosen, machine.device, machine.dtype, narrow=True)}
-    found |= {"wrong in layers": layer_differences(TritonLayers(), machine.device, machine.dtype)} if machine.cuda else {}
+    found: Found = {
+        "kernels": type(chosen).__name__,
+        "wrong": differences(chosen, machine.device, machine.dtype, narrow=True),
+    }
+    found |= (
+        {"wrong in layers": layer_differences(TritonLayers(), machine.device, machine.dtype)}
+        if machine.cuda
+        else {}
+    )
     rows, shape = 128 if machine.big else 4, machine.shape
-    hidden, inner, size, vocabulary = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"], shape["vocab_size"]
+    hidden, inner, size, vocabulary = (
+        shape["hidden_size"],
+        shape["intermediate_size"],
+        shape["head_dim"],
+        shape["vocab_size"],
+    )
     heads = shape["num_attention_heads"], shape["num_key_value_heads"], shape["num_key_value_heads"]
     make = lambda *of: torch.randn(*of, device=machine.device, dtype=machine.dtype)  # noqa: E731
     stream, update, gates, qkv = (
@@ -179,13 +259,25 @@ def kernels(machine: Machine) -> Found:
         make(rows, 2 * inner),
         make(rows, sum(heads) * size),
     )
-    rotary, pages = (make(rows, 1, size), make(rows, 1, size)), (make(rows, 16, heads[1], size), make(rows, 16, heads[1], size))
+    rotary, pages = (
+        (make(rows, 1, size), make(rows, 1, size)),
+        (make(rows, 16, heads[1], size), make(rows, 16, heads[1], size)),
+    )
     norm, head_norm = Norm.of(make(hidden), 1e-6), Norm.of(make(heads[0] + heads[1], size), 1e-6)
-    places, slots = torch.arange(rows, device=machine.device) * 16, torch.arange(rows, device=machine.device) % 4 - 1
+    places, slots = (
+        torch.arange(rows, device=machine.device) * 16,
+        torch.arange(rows, device=machine.device) % 4 - 1,
+    )
     stack = AdapterStack.of({slot: (make(16, hidden), make(16, hidden)) for slot in range(3)}, 2)
     reduced, logits = make(rows, 48), make(rows, vocabulary)
-    of_qkv, of_gates = Pending(reduced, make(48, sum(heads) * size)), Pending(reduced[:, :32], make(32, 2 * inner))
-    ones, halves = torch.ones(rows, device=machine.device), torch.full((rows,), 0.5, device=machine.device, dtype=torch.float64)
+    of_qkv, of_gates = (
+        Pending(reduced, make(48, sum(heads) * size)),
+        Pending(reduced[:, :32], make(32, 2 * inner)),
+    )
+    ones, halves = (
+        torch.ones(rows, device=machine.device),
+        torch.full((rows,), 0.5, device=machine.device, dtype=torch.float64),
+    )
     cuts = torch.full_like(places, 50), 0.9 * torch.ones_like(halves), torch.zeros_like(halves)
     weight, scale = quantised(make(2 * inner, hidden))
     asked, page = make(rows, heads[0], size), 256 if machine.big else 16
@@ -193,21 +285,38 @@ def kernels(machine: Machine) -> Found:
     short, few = (paged_rows(machine, count, rows * 2 // count, page) for count in (rows, 2))
     calls: dict[str, tuple[int, Callable[[StepKernels], object]]] = {
         "add_norm": (4 * stream.nbytes, lambda of: of.add_norm(stream, update, norm)),
-        "turn_and_store": (2 * qkv.nbytes, lambda of: of.turn_and_store(qkv, of_qkv, heads, rotary, head_norm, pages, places)),
+        "turn_and_store": (
+            2 * qkv.nbytes,
+            lambda of: of.turn_and_store(qkv, of_qkv, heads, rotary, head_norm, pages, places),
+        ),
         "gate": (gates.nbytes * 3 // 2, lambda of: of.gate(gates, of_gates)),
-        "add_row_updates": (2 * stream.nbytes + stack.up.nbytes, lambda of: of.add_row_updates(stream, reduced, stack, slots)),
+        "add_row_updates": (
+            2 * stream.nbytes + stack.up.nbytes,
+            lambda of: of.add_row_updates(stream, reduced, stack, slots),
+        ),
         "attend": (2 * held[0].nbytes, lambda of: of.attend(asked, *held, short, size**-0.5, None)),
-        "attend, 2 rows": (2 * held[0].nbytes, lambda of: of.attend(asked[:2], *held, few, size**-0.5, None)),
-        "scaled_product": (weight.nbytes, lambda of: of.scaled_product(stream, weight, scale, None)),
+        "attend, 2 rows": (
+            2 * held[0].nbytes,
+            lambda of: of.attend(asked[:2], *held, few, size**-0.5, None),
+        ),
+        "scaled_product": (
+            weight.nbytes,
+            lambda of: of.scaled_product(stream, weight, scale, None),
+        ),
         "draw": (logits.nbytes, lambda of: of.draw and of.draw(logits, ones, halves, None)),
-        "draw, truncated": (logits.nbytes, lambda of: of.draw and of.draw(logits, ones, halves, cuts)),
+        "draw, truncated": (
+            logits.nbytes,
+            lambda of: of.draw and of.draw(logits, ones, halves, cuts),
+        ),
     }
     for name, (moved, call) in calls.items():
         try:
             times = {}
             for kind, of in (("us", chosen), ("torch_us", TorchKernels())):
                 call(of)
-                times[kind] = 1e3 * machine.clock(lambda call=call, of=of: call(of), 50 if machine.cuda else 1)
+                times[kind] = 1e3 * machine.clock(
+                    lambda call=call, of=of: call(of), 50 if machine.cuda else 1
+                )
             found[name] = times | {"GB_per_s": moved / times["us"] / 1e3}
         except Exception as error:  # noqa: BLE001 - the other kernels go on
             found[name] = f"{type(error).__name__}: {str(error)[:300]}"
@@ -217,31 +326,60 @@ def kernels(machine: Machine) -> Found:
 def paged_rows(machine: Machine, rows: int, pages: int, page_tokens: int) -> PagedRows:
     """Rows of as many full pages."""
     table = torch.arange(rows * pages, device=machine.device, dtype=torch.int32).view(rows, pages)
-    return PagedRows.of(table, torch.full((rows,), pages * page_tokens, device=machine.device, dtype=torch.int32), page_tokens)
+    return PagedRows.of(
+        table,
+        torch.full((rows,), pages * page_tokens, device=machine.device, dtype=torch.int32),
+        page_tokens,
+    )
 
 
-def prepared(machine: Machine, rows: int, prompt: int, tokens: int) -> tuple[Decoder, PagedEngine, list[Job]]:
+def prepared(
+    machine: Machine, rows: int, prompt: int, tokens: int
+) -> tuple[Decoder, PagedEngine, list[Job]]:
     fused = FusedDecoder.of(machine.model.get_base_model(), merge=False)
     assert fused is not None, "the fused forward pass does not reproduce the model"
     decoder = Decoder(machine.model, has_flash(machine.device.type, machine.dtype), fused)
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(3, machine.shape["vocab_size"], prompt - 7 * (i % 5)).astype(np.int32) for i in range(-(-rows // 8))]
-    jobs = [Job(i // 8, SampleRequest(prompts[i // 8], 8, tokens, 1.0, NoiseKey(0, 0, 0, i // 8)), i % 8, tokens) for i in range(rows)]
+    prompts = [
+        rng.integers(3, machine.shape["vocab_size"], prompt - 7 * (i % 5)).astype(np.int32)
+        for i in range(-(-rows // 8))
+    ]
+    jobs = [
+        Job(
+            i // 8,
+            SampleRequest(prompts[i // 8], 8, tokens, 1.0, NoiseKey(0, 0, 0, i // 8)),
+            i % 8,
+            tokens,
+        )
+        for i in range(rows)
+    ]
     page = 256 if machine.big else 16
     most = (prompt + tokens + 2 * page) * (rows + 1)
-    return decoder, PagedEngine(decoder, DecodeLimits(rows, most), NO_END, prompt + tokens + 1, page, keeps_prompts=True), jobs
+    return (
+        decoder,
+        PagedEngine(
+            decoder, DecodeLimits(rows, most), NO_END, prompt + tokens + 1, page, keeps_prompts=True
+        ),
+        jobs,
+    )
 
 
 def replay(machine: Machine) -> Found:
-    """Milliseconds, kernels and share of the bandwidth of one step at many rows, called and, on CUDA, as a captured graph."""
+    """Milliseconds, kernels and share of the bandwidth of one step at many rows, called and, on
+    CUDA, as a captured graph.
+    """
     found: Found = {}
     for rows in (8, 32, 64, 128) if machine.big else (2, 4):
-        decoder, engine, jobs = prepared(machine, rows, 256 if machine.big else 40, 600 if machine.big else 40)
+        decoder, engine, jobs = prepared(
+            machine, rows, 256 if machine.big else 40, 600 if machine.big else 40
+        )
         with decoder.sampling({0}):
             run = PagedRun(decoder, jobs, engine)
             run._admit()
             run._find_pages()
-            called = machine.clock(lambda rows=rows, engine=engine: engine.step.step(rows, PLAIN), 3)
+            called = machine.clock(
+                lambda rows=rows, engine=engine: engine.step.step(rows, PLAIN), 3
+            )
             launched = lambda rows=rows, engine=engine: engine.step.launch(rows, PLAIN)  # noqa: E731
             capture = machine.clock(launched)
             replayed = machine.clock(launched, 30 if machine.big else 3)
@@ -251,14 +389,17 @@ def replay(machine: Machine) -> Found:
         cache = engine.pool.nbytes // (engine.pool.pages + 1) // engine.pool.tokens
         held = weights + cache * sum(len(job.request.prompt_ids) + 20 for job in jobs)
         found[f"{rows} rows"] = {
-            "called_ms": called, "capture_ms": capture, "replayed_ms": replayed, "tok_per_s": 1e3 * rows / replayed,
+            "called_ms": called, "capture_ms": capture, "replayed_ms": replayed,
+            "tok_per_s": 1e3 * rows / replayed,
             "share_of_bandwidth": held / (replayed / 1e3) / machine.bandwidth if machine.bandwidth else None, **counted,
         }  # fmt: skip
     return found
 
 
 def decode(machine: Machine) -> Found:
-    """Whole calls, ragged prompts, of the engine with pages and of the other: seconds of two turns, tokens until they differ."""
+    """Whole calls, ragged prompts, of the engine with pages and of the other: seconds of two turns,
+    tokens until they differ.
+    """
     rows, tokens = (32, 200) if machine.big else (6, 20)
     found: Found = {}
     drawn: dict[str, list[Any]] = {}
@@ -267,15 +408,35 @@ def decode(machine: Machine) -> Found:
         seconds = []
         for _ in range(2):
             limits = DecodeLimits(rows, 1 << 20)
-            run = PagedRun(decoder, jobs, engine) if name == "pages" else DecodeRun(decoder, jobs, limits, NO_END, None, None)
+            run = (
+                PagedRun(decoder, jobs, engine)
+                if name == "pages"
+                else DecodeRun(decoder, jobs, limits, NO_END, None, None)
+            )
             drawn[name] = []
             with decoder.sampling({0}):
-                seconds.append(machine.clock(lambda run=run, name=name: exhaust(run, drawn[name])) / 1e3)
-        found[name] = {"first_s": seconds[0], "second_s": seconds[1], "tok_per_s": rows * tokens / seconds[1]}
-    pairs = [(one, other) for one in drawn["pages"] for other in drawn["rows of one capacity"] if key(one) == key(other)]
-    same = [int((np.append(one.token_ids != other.token_ids, True)).argmax()) for one, other in pairs]
+                seconds.append(
+                    machine.clock(lambda run=run, name=name: exhaust(run, drawn[name])) / 1e3
+                )
+        found[name] = {
+            "first_s": seconds[0],
+            "second_s": seconds[1],
+            "tok_per_s": rows * tokens / seconds[1],
+        }
+    pairs = [
+        (one, other)
+        for one in drawn["pages"]
+        for other in drawn["rows of one capacity"]
+        if key(one) == key(other)
+    ]
+    same = [
+        int((np.append(one.token_ids != other.token_ids, True)).argmax()) for one, other in pairs
+    ]
     found["tokens until the two differ, of each"] = [min(same), float(np.mean(same)), tokens]
-    first = [abs(one.logprobs[:length] - other.logprobs[:length]).max(initial=0) for length, (one, other) in zip(same, pairs, strict=True)]
+    first = [
+        abs(one.logprobs[:length] - other.logprobs[:length]).max(initial=0)
+        for length, (one, other) in zip(same, pairs, strict=True)
+    ]
     found["largest log-prob difference until then"] = float(max(first))
     return found
 
@@ -290,41 +451,60 @@ def exhaust(run: Any, into: list[Any]) -> None:
 
 
 def learn(machine: Machine) -> Found:
-    """Forward and backward of a 16k row and of ragged groups, and whether bytes come twice: the flash kernel, the same with torch's
-    operators around it, and the masked attention.
+    """Forward and backward of a 16k row and of ragged groups, and whether bytes come twice: the
+    flash kernel, the same with torch's operators around it, and the masked attention.
     """
     fused = FusedDecoder.of(machine.model.get_base_model(), merge=False)
     assert fused is not None
     trained = [parameter for parameter in machine.model.parameters() if parameter.requires_grad]
     head = Head(machine.model.get_base_model().get_output_embeddings().weight)
-    long = [Segment(0, 256), Segment(256, 16_128, 0, 256)] if machine.big else [Segment(0, 16), Segment(16, 100, 0, 16)]
+    long = (
+        [Segment(0, 256), Segment(256, 16_128, 0, 256)]
+        if machine.big
+        else [Segment(0, 16), Segment(16, 100, 0, 16)]
+    )
     own = VarlenAttention() if machine.cuda else VarlenAttention(plain, lambda _: True)
-    found, gradients, of_layers = {"kernels": type(fused.norms[0].kernels).__name__}, {}, fused.norms[0].kernels
+    found, gradients, of_layers = (
+        {"kernels": type(fused.norms[0].kernels).__name__},
+        {},
+        fused.norms[0].kernels,
+    )
     for name, segments, checkpointed in (
         ("16k row", long, True),
         ("16k row, kept", long, False),
         ("ragged groups", ragged(machine), False),
     ):
-        for kind, kernel in (("flash", own), ("flash, torch's operators", own), ("masked", FusedAttention())):
+        for kind, kernel in (
+            ("flash", own),
+            ("flash, torch's operators", own),
+            ("masked", FusedAttention()),
+        ):
             for norm in fused.norms:
                 norm.kernels = of_layers if kind == "flash" else None
             if machine.cuda:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
-            run = lambda s=segments, k=kernel, c=checkpointed: one_pass(machine, fused, trained, head, s, k, checkpointed=c)  # noqa: E731
+
+            def run(s=segments, k=kernel, c=checkpointed):
+                return one_pass(machine, fused, trained, head, s, k, checkpointed=c)
+
             try:
                 first = machine.clock(run)
                 one = run()
                 milliseconds = machine.clock(run)
                 same = all(map(torch.equal, one, run()))
             except (RuntimeError, torch.OutOfMemoryError) as error:
-                found[f"{name}, {kind}"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+                found[f"{name}, {kind}"] = (
+                    f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+                )
                 continue
             flat = torch.cat([gradient.flatten() for gradient in one])
             base = gradients.setdefault(name, flat)
             found[f"{name}, {kind}"] = {
-                "first_ms": first, "ms": milliseconds, "tok_per_s": 1e3 * segments[-1].stop / milliseconds, "same_bytes_twice": same,
-                "finite": bool(flat.isfinite().all()), "difference": float((flat - base).norm() / base.norm()),
+                "first_ms": first, "ms": milliseconds,
+                "tok_per_s": 1e3 * segments[-1].stop / milliseconds, "same_bytes_twice": same,
+                "finite": bool(flat.isfinite().all()),
+                "difference": float((flat - base).norm() / base.norm()),
                 "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if machine.cuda else None,
             }  # fmt: skip
     return found
@@ -344,15 +524,26 @@ def ragged(machine: Machine) -> list[Segment]:
 
 
 def one_pass(
-    machine: Machine, fused: FusedDecoder, trained: list[Tensor], head: Head, segments: list[Segment], kernel: Kernel, *, checkpointed: bool
+    machine: Machine,
+    fused: FusedDecoder,
+    trained: list[Tensor],
+    head: Head,
+    segments: list[Segment],
+    kernel: Kernel,
+    *,
+    checkpointed: bool,
 ) -> list[Tensor]:
     """The adapter's gradients, with torch told to be deterministic as the learner tells it."""
     for parameter in trained:
         parameter.grad = None
     tokens = segments[-1].stop
     generator = torch.Generator().manual_seed(2)
-    ids = torch.randint(0, machine.shape["vocab_size"], (1, tokens), generator=generator).to(machine.device)
-    positions = torch.cat([torch.arange(s.prompt_length, s.prompt_length + s.length) for s in segments])[None].to(machine.device)
+    ids = torch.randint(0, machine.shape["vocab_size"], (1, tokens), generator=generator).to(
+        machine.device
+    )
+    positions = torch.cat(
+        [torch.arange(s.prompt_length, s.prompt_length + s.length) for s in segments]
+    )[None].to(machine.device)
     torch.use_deterministic_algorithms(True)
     try:
         fused.refresh()
@@ -365,12 +556,15 @@ def one_pass(
 
 
 PROBES: dict[str, Callable[[Machine], Found]] = {
-    "environment": environment, "attention": attention, "kernels": kernels, "replay": replay, "decode": decode, "learn": learn,
+    "environment": environment, "attention": attention, "kernels": kernels, "replay": replay,
+    "decode": decode, "learn": learn,
 }  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--shapes", choices=SHAPES, default="qwen3-4b")
     parser.add_argument("--only", default=",".join(PROBES), help="probes, separated by commas")
@@ -385,7 +579,10 @@ def main() -> None:
             found = PROBES[name](machine)
         except Exception:  # noqa: BLE001 - the other probes go on
             found = {"failed": traceback.format_exc()[-1500:]}
-        line = json.dumps({"probe": name, "seconds": round(time.perf_counter() - started, 1), **found}, default=float)
+        line = json.dumps(
+            {"probe": name, "seconds": round(time.perf_counter() - started, 1), **found},
+            default=float,
+        )
         print(line, flush=True)
         if arguments.output:
             with arguments.output.open("a") as file:

@@ -1,9 +1,11 @@
-"""Growth of time and memory with the number of completions and with their length: `python benchmarks/growth.py`.
+"""Growth of time and memory with the number of completions and with their length: `python
+benchmarks/growth.py`.
 
-The model has the lab model's shape, random weights and a sufficient context; lengths are forced, prompts have 64 tokens, groups 8
-completions. Each point is a fresh process that samples and learns once, after a small warm-up step. Memory is resident memory: before
-(libraries, weights), and the peaks of sampling and of learning. An exponent compares a point with the previous one; 1 is linear. Rows at
-once and micro-batch tokens are what retrain chose for the machine.
+The model has the lab model's shape, random weights and a sufficient context; lengths are forced,
+prompts have 64 tokens, groups 8 completions. Each point is a fresh process that samples and learns
+once, after a small warm-up step. Memory is resident memory: before (libraries, weights), and the
+peaks of sampling and of learning. An exponent compares a point with the previous one; 1 is linear.
+Rows at once and micro-batch tokens are what retrain chose for the machine.
 """
 
 import argparse
@@ -25,11 +27,31 @@ HEAD = [
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--completions", type=int, nargs="*", default=[8, 16, 32, 64, 128, 256, 512], help=f"multiples of {GROUP}")
-    parser.add_argument("--completions-at", type=int, default=128, metavar="TOKENS", help="length of each while their number grows")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--completions",
+        type=int,
+        nargs="*",
+        default=[8, 16, 32, 64, 128, 256, 512],
+        help=f"multiples of {GROUP}",
+    )
+    parser.add_argument(
+        "--completions-at",
+        type=int,
+        default=128,
+        metavar="TOKENS",
+        help="length of each while their number grows",
+    )
     parser.add_argument("--lengths", type=int, nargs="*", default=[128, 512, 2048, 5120, 10240])
-    parser.add_argument("--lengths-at", type=int, default=8, metavar="COMPLETIONS", help="their number while the length grows")
+    parser.add_argument(
+        "--lengths-at",
+        type=int,
+        default=8,
+        metavar="COMPLETIONS",
+        help="their number while the length grows",
+    )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     add_output(parser)
     arguments = parser.parse_args()
@@ -52,8 +74,14 @@ def rows(points: list[dict[str, Any]]) -> Iterator[list[str]]:
         for half in ("sampling", "learning"):
             seconds = point[half]["seconds"]
             line += [f"{seconds:.2f}", f"{count / seconds:,.0f}", _exponent(before, point, half)]
-        memory = (point["sampling"]["before_gib"], point["sampling"]["peak_gib"], point["learning"]["peak_gib"])
-        yield line + [f"{gib:.2f}" for gib in memory] + [point["rows_at_once"], point["micro_batch"]]
+        memory = (
+            point["sampling"]["before_gib"],
+            point["sampling"]["peak_gib"],
+            point["learning"]["peak_gib"],
+        )
+        yield (
+            line + [f"{gib:.2f}" for gib in memory] + [point["rows_at_once"], point["micro_batch"]]
+        )
         before = point
 
 
@@ -70,11 +98,16 @@ def main() -> None:
     longest = max([arguments.completions_at, *arguments.lengths])
     with tempfile.TemporaryDirectory() as folder:
         settings: dict[str, Any] = {
-            "model": folder, "rank": RANK, "group": GROUP, "prompt_tokens": PROMPT_TOKENS, "threads": arguments.threads,
+            "model": folder, "rank": RANK, "group": GROUP, "prompt_tokens": PROMPT_TOKENS,
+            "threads": arguments.threads,
         }  # fmt: skip
         with Worker(sys.executable, "prepare.py", settings) as prepare:
-            settings["vocabulary"] = prepare.ask(make="shape", folder=folder, context=longest + PROMPT_TOKENS)["vocabulary"]
-        wider = [measure(settings, count, arguments.completions_at) for count in arguments.completions]
+            settings["vocabulary"] = prepare.ask(
+                make="shape", folder=folder, context=longest + PROMPT_TOKENS
+            )["vocabulary"]
+        wider = [
+            measure(settings, count, arguments.completions_at) for count in arguments.completions
+        ]
         longer = [measure(settings, arguments.lengths_at, length) for length in arguments.lengths]
     points = [*wider, *longer]
     publish(
@@ -82,8 +115,9 @@ def main() -> None:
         "Growth with completions and with length",
         [
             (
-                f"The lab model's shape with random weights, fp32, LoRA r{RANK}, prompts of {PROMPT_TOKENS} tokens in groups of {GROUP}, "
-                f"{arguments.threads} threads. {versions_line(*(point['versions'] for point in points))}."
+                f"The lab model's shape with random weights, fp32, LoRA r{RANK}, prompts of"
+                f" {PROMPT_TOKENS} tokens in groups of {GROUP}, {arguments.threads} threads."
+                f" {versions_line(*(point['versions'] for point in points))}."
             ),
             table(HEAD, rows(wider)),
             table(HEAD, rows(longer)),

@@ -1,8 +1,10 @@
-"""Hostile completions through the math reward: `python benchmarks/hostile.py` prints a table and writes it under benchmarks/results/.
+"""Hostile completions through the math reward: `python benchmarks/hostile.py` prints a table and
+writes it under benchmarks/results/.
 
-A step of 128 completions is made of the hostile set of `retrain audit` (nested fractions, towers of powers, factorials, 1 MB outputs,
-10,000 boxes, ...) and submitted at once, as a training step does, with a reference that is a plain number and with one that lets every
-answer reach math-verify. Seconds are until the last verdict; `lost` counts completions without one.
+A step of 128 completions is made of the hostile set of `retrain audit` (nested fractions, towers of
+powers, factorials, 1 MB outputs, 10,000 boxes, ...) and submitted at once, as a training step does,
+with a reference that is a plain number and with one that lets every answer reach math-verify.
+Seconds are until the last verdict; `lost` counts completions without one.
 """
 
 import argparse
@@ -27,15 +29,30 @@ _PATIENCE_S = 600
 def step(responses: list[str], reference: str, deadline_s: float) -> list[object]:
     reward = {"type": "math", "workers": 2, "deadline_s": deadline_s, "max_failure_rate": 1.0}
     with build_scorer(config_from_mapping({"reward": reward})) as scorer:
-        scorer.submit(request(boxed(r"\frac{2}{4}"), r"\frac{1}{2}", 0)).result()  # the workers have started
+        scorer.submit(
+            request(boxed(r"\frac{2}{4}"), r"\frac{1}{2}", 0)
+        ).result()  # the workers have started
         began = time.perf_counter()
-        verdicts = [scorer.submit(request(response, reference, number)) for number, response in enumerate(responses)]
+        verdicts = [
+            scorer.submit(request(response, reference, number))
+            for number, response in enumerate(responses)
+        ]
         done, lost = wait(verdicts, _PATIENCE_S)
         seconds = time.perf_counter() - began
         counts = Counter(verdict.result().outcome for verdict in done)
         after = scorer.submit(request(boxed(r"\frac{3}{6}"), r"\frac{1}{2}", 0)).result().outcome
-    outcomes = [counts[outcome] for outcome in (Outcome.RIGHT, Outcome.WRONG, Outcome.COULD_NOT_JUDGE)]
-    return [reference, f"{deadline_s:g}", len(responses), f"{seconds:.1f}", *outcomes, len(lost), after.value]
+    outcomes = [
+        counts[outcome] for outcome in (Outcome.RIGHT, Outcome.WRONG, Outcome.COULD_NOT_JUDGE)
+    ]
+    return [
+        reference,
+        f"{deadline_s:g}",
+        len(responses),
+        f"{seconds:.1f}",
+        *outcomes,
+        len(lost),
+        after.value,
+    ]
 
 
 def request(response: str, reference: str, number: int) -> ScoreRequest:
@@ -49,8 +66,22 @@ def main() -> None:
     load = load_average()
     hostile = list(islice(cycle(attack("4") for attack in HOSTILE.values()), COMPLETIONS))
     beside = [*hostile[: COMPLETIONS - len(INTEGRALS)], *INTEGRALS]
-    rows = [step(hostile, "4", 5.0), step(beside, r"\int x dx", 5.0), step(beside, r"\int x dx", 1.0)]
-    head = ["reference", "deadline_s", "completions", "seconds", "right", "wrong", "could not judge", "lost", "the next answer"]
+    rows = [
+        step(hostile, "4", 5.0),
+        step(beside, r"\int x dx", 5.0),
+        step(beside, r"\int x dx", 1.0),
+    ]
+    head = [
+        "reference",
+        "deadline_s",
+        "completions",
+        "seconds",
+        "right",
+        "wrong",
+        "could not judge",
+        "lost",
+        "the next answer",
+    ]
     about = f"{len(HOSTILE)} hostile completions in turn, two workers, max_failure_rate = 1."
     publish("hostile", "Hostile completions", [about, table(head, rows)], load, output)
 

@@ -1,10 +1,12 @@
-"""What lies between the products of a learning pass, in bytes counted without a GPU, and an estimate of the pass's time.
+"""What lies between the products of a learning pass, in bytes counted without a GPU, and an
+estimate of the pass's time.
 
     python benchmarks/learn_estimate.py
 
-The layers of Qwen3-4B's shapes (bf16, LoRA of rank 16) run forward and backward over one row of 16,384 tokens on tensors without memory.
-Every operator but products and attention counts as the bytes that it reads and writes. The times are estimates from the rates below, which
-are assumptions; embedding, head, loss and optimizer are left out.
+The layers of Qwen3-4B's shapes (bf16, LoRA of rank 16) run forward and backward over one row of
+16,384 tokens on tensors without memory. Every operator but products and attention counts as the
+bytes that it reads and writes. The times are estimates from the rates below, which are assumptions;
+embedding, head, loss and optimizer are left out.
 """
 
 from collections import Counter
@@ -24,7 +26,11 @@ from retrain.model.fused import FusedDecoder
 
 TOKENS = 16_384
 PRODUCTS = {"mm", "addmm"}
-TERA_FLOPS, ATTENTION_TERA_FLOPS, BANDWIDTH = 600e12, {"forward": 400e12, "backward": 250e12}, 2.85e12
+TERA_FLOPS, ATTENTION_TERA_FLOPS, BANDWIDTH = (
+    600e12,
+    {"forward": 400e12, "backward": 250e12},
+    2.85e12,
+)
 """Of an H100."""
 
 
@@ -33,7 +39,12 @@ class Counting(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kind, self.moved, self.flops, self.kernels = "forward", Counter[str](), Counter[str](), Counter[str]()
+        self.kind, self.moved, self.flops, self.kernels = (
+            "forward",
+            Counter[str](),
+            Counter[str](),
+            Counter[str](),
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found, name = func(*args, **(kwargs or {})), func.__name__.partition(".")[0]
@@ -46,7 +57,9 @@ class Counting(TorchDispatchMode):
 
     def count(self, *tensors: Any) -> None:
         self.kernels[self.kind] += 1
-        self.moved[self.kind] += sum(tensor.nbytes for tensor in tree_leaves(tensors) if isinstance(tensor, Tensor))
+        self.moved[self.kind] += sum(
+            tensor.nbytes for tensor in tree_leaves(tensors) if isinstance(tensor, Tensor)
+        )
 
 
 class OneEach:
@@ -61,10 +74,16 @@ class OneEach:
     def norm_gradient(self, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         return self._made(torch.empty_like(x), grad, x)
 
-    def turn(self, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return self._made(x.new_empty(x.shape), x), x.new_empty(*x.shape[:2], 1, dtype=torch.float32)
+    def turn(
+        self, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return self._made(x.new_empty(x.shape), x), x.new_empty(
+            *x.shape[:2], 1, dtype=torch.float32
+        )
 
-    def turn_gradient(self, grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    def turn_gradient(
+        self, grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, scale: Tensor
+    ) -> Tensor:
         return self._made(x.new_empty(x.shape), grad, x)
 
     def gate(self, gates: Tensor) -> Tensor:
@@ -89,7 +108,11 @@ def count(*, kernels: bool) -> Counting:
     """Count one layer in the middle of the model."""
     counting, device = Counting(), torch.device("meta")
     with device:
-        config = Qwen3Config(**SHAPES["qwen3-4b"] | {"num_hidden_layers": 1}, tie_word_embeddings=True, max_position_embeddings=40_960)
+        config = Qwen3Config(
+            **SHAPES["qwen3-4b"] | {"num_hidden_layers": 1},
+            tie_word_embeddings=True,
+            max_position_embeddings=40_960,
+        )
         base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).requires_grad_(False)
         model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=16, target_modules=LAYERS))
     fused = FusedDecoder.of(model.get_base_model(), merge=False)
@@ -98,7 +121,9 @@ def count(*, kernels: bool) -> Counting:
     (layer,) = fused._layers
     for norm in layer.norms if kernels else ():
         norm.kernels = OneEach(counting)
-    hidden = torch.empty(TOKENS, config.hidden_size, dtype=torch.bfloat16, device=device, requires_grad=True)
+    hidden = torch.empty(
+        TOKENS, config.hidden_size, dtype=torch.bfloat16, device=device, requires_grad=True
+    )
     angles = torch.empty(TOKENS, 1, config.head_dim, dtype=torch.bfloat16, device=device)
     with counting:
         after = layer.forward(hidden, (angles, angles), 1, Free(), None, 0)
@@ -125,7 +150,14 @@ def main() -> None:
             + [f"{found.moved[kind] / 1e9:.1f}" for kind in seconds]
             + [f"{time:.2f} s, {TOKENS / time:,.0f} tok/s" for time in (total, checkpointed)]
         )
-    columns = ["operators forward", "backward", "GB forward", "backward", "36 layers (estimate, H100)", "checkpointed (estimate)"]
+    columns = [
+        "operators forward",
+        "backward",
+        "GB forward",
+        "backward",
+        "36 layers (estimate, H100)",
+        "checkpointed (estimate)",
+    ]
     print(table(["between products, one layer", *columns], lines))
 
 

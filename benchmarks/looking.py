@@ -1,10 +1,12 @@
-"""Looking after every seed: how often the e-process is wrong where nothing differs, and after how many seeds it concludes.
+"""Looking after every seed: how often the e-process is wrong where nothing differs, and after how
+many seeds it concludes.
 
-    python benchmarks/looking.py                      # 100,000 null campaigns; about four minutes on one core
-    python benchmarks/looking.py --campaigns 2000     # seconds
+    python benchmarks/looking.py                      # 100,000 null campaigns; about four minutes
+    on one core python benchmarks/looking.py --campaigns 2000     # seconds
 
-The differences of K conditions from one baseline are normal, with a standard deviation of 1 and a correlation of a half, unless a row says
-otherwise. All campaigns of a row are computed at once. tests/test_campaign_looking.py does the same with fewer campaigns.
+The differences of K conditions from one baseline are normal, with a standard deviation of 1 and a
+correlation of a half, unless a row says otherwise. All campaigns of a row are computed at once.
+tests/test_campaign_looking.py does the same with fewer campaigns.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +34,9 @@ def normal(rng: Random, campaigns: int, contrasts: int, seeds: int) -> Floats:
 
 
 def heavy_tails(rng: Random, campaigns: int, contrasts: int, seeds: int) -> Floats:
-    """Student's t with two degrees of freedom: now and then a run is far off, in every arm alike."""
+    """Student's t with two degrees of freedom: now and then a run is far off, in every arm
+    alike.
+    """
     return _from_runs(rng.standard_t(2, (campaigns, contrasts + 1, seeds)))
 
 
@@ -66,17 +70,23 @@ NULLS: dict[str, Callable[[Random, int, int, int], Floats]] = {
 
 
 def decided(differences: Floats) -> Bools:
-    """[campaigns, contrasts, seeds] whether a contrast is decided after that seed; decided contrasts go on running here."""
+    """[campaigns, contrasts, seeds] whether a contrast is decided after that seed; decided
+    contrasts go on running here.
+    """
     return adjust(capital(differences)) >= 1 / ALPHA
 
 
 def decided_with_drops(differences: Floats) -> Bools:
-    """The same where a contrast stops when it is decided, as in a campaign: its capital stays as it was."""
+    """The same where a contrast stops when it is decided, as in a campaign: its capital stays as it
+    was.
+    """
     capitals = capital(differences)
     done = np.zeros(capitals.shape, dtype=bool)
     for seed in range(1, capitals.shape[-1]):
         done[..., seed - 1] = adjust(capitals[..., :seed])[..., -1] >= 1 / ALPHA
-        capitals[..., seed] = np.where(done[..., seed - 1], capitals[..., seed - 1], capitals[..., seed])
+        capitals[..., seed] = np.where(
+            done[..., seed - 1], capitals[..., seed - 1], capitals[..., seed]
+        )
     done[..., -1] = adjust(capitals)[..., -1] >= 1 / ALPHA
     return np.maximum.accumulate(done, axis=-1)
 
@@ -92,12 +102,15 @@ def peeked(differences: Floats, first: int = 3) -> Bools:
 
 
 def found_once(differences: Floats, contrast: int = 0) -> Bools:
-    """[campaigns, contrasts, seeds] -> [campaigns] whether the fixed rule finds a contrast: its t interval excludes 0, and its sign-flip p
-    (adjusted by max-T over the family, the first step alone) is below ALPHA.
+    """[campaigns, contrasts, seeds] -> [campaigns] whether the fixed rule finds a contrast: its t
+    interval excludes 0, and its sign-flip p (adjusted by max-T over the family, the first step
+    alone) is below ALPHA.
     """
     seeds = differences.shape[-1]
     own = differences[:, contrast]
-    with np.errstate(divide="ignore", invalid="ignore"):  # equal differences: their interval is a point
+    with np.errstate(
+        divide="ignore", invalid="ignore"
+    ):  # equal differences: their interval is a point
         t = own.mean(axis=1) * np.sqrt(seeds) / own.std(axis=1, ddof=1)
     found = np.abs(t) > stdtrit(seeds - 1, 1 - ALPHA / 2)
     todo = np.flatnonzero(found)
@@ -115,16 +128,26 @@ def _significant(rows: Floats, contrast: int) -> Bools:
     return max_t_rows(np.swapaxes(rows[:, order], 1, 2)) < ALPHA
 
 
-def false_rate(draw: Callable[[Random, int, int, int], Floats], campaigns: int, contrasts: int, seeds: int) -> float:
+def false_rate(
+    draw: Callable[[Random, int, int, int], Floats], campaigns: int, contrasts: int, seeds: int
+) -> float:
     """Fraction of null campaigns in which any contrast is ever decided."""
     rng, wrong = np.random.default_rng(seeds + contrasts), 0
     for start in range(0, campaigns, _AT_ONCE):
-        wrong += int(decided(draw(rng, min(_AT_ONCE, campaigns - start), contrasts, seeds))[..., -1].any(axis=1).sum())
+        wrong += int(
+            decided(draw(rng, min(_AT_ONCE, campaigns - start), contrasts, seeds))[..., -1]
+            .any(axis=1)
+            .sum()
+        )
     return wrong / campaigns
 
 
-def false_rate_beside_a_winner(draw: Callable[[Random, int, int, int], Floats], campaigns: int, contrasts: int, seeds: int) -> float:
-    """The same for the contrasts beside the first, which is better by two typical sizes and dropped when it is decided."""
+def false_rate_beside_a_winner(
+    draw: Callable[[Random, int, int, int], Floats], campaigns: int, contrasts: int, seeds: int
+) -> float:
+    """The same for the contrasts beside the first, which is better by two typical sizes and dropped
+    when it is decided.
+    """
     rng, wrong = np.random.default_rng(seeds + contrasts), 0
     for start in range(0, campaigns, _AT_ONCE):
         drawn = draw(rng, min(_AT_ONCE, campaigns - start), contrasts, seeds)
@@ -133,8 +156,12 @@ def false_rate_beside_a_winner(draw: Callable[[Random, int, int, int], Floats], 
     return wrong / campaigns
 
 
-def seeds_used(effect: float, campaigns: int, contrasts: int, seeds: int) -> tuple[float, float, float]:
-    """Power for the first contrast, the only one that differs; mean and 90% quantile of the seeds that it took, `seeds` where undecided."""
+def seeds_used(
+    effect: float, campaigns: int, contrasts: int, seeds: int
+) -> tuple[float, float, float]:
+    """Power for the first contrast, the only one that differs; mean and 90% quantile of the seeds
+    that it took, `seeds` where undecided.
+    """
     rng = np.random.default_rng(int(100 * effect) + contrasts)
     drawn = normal(rng, campaigns, contrasts, seeds)
     drawn[:, 0] += effect
@@ -143,16 +170,29 @@ def seeds_used(effect: float, campaigns: int, contrasts: int, seeds: int) -> tup
     return float(found[:, -1].mean()), float(used.mean()), float(np.quantile(used, 0.9))
 
 
-# -- tables --------------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def false_verdicts(campaigns: int) -> Iterator[list[object]]:
     bound = ALPHA + 2 * np.sqrt(ALPHA * (1 - ALPHA) / campaigns)
     for name, draw in NULLS.items():
         for contrasts in (1, 4):
-            dropped = f"{100 * false_rate_beside_a_winner(draw, campaigns, contrasts, 16):.2f}%" if contrasts > 1 else ""
-            rates = (false_rate(draw, campaigns, contrasts, 16), false_rate(draw, campaigns // 4, contrasts, 64))
-            yield [name, contrasts, *(f"{100 * rate:.2f}%" for rate in rates), dropped, f"{100 * bound:.2f}%"]
+            dropped = (
+                f"{100 * false_rate_beside_a_winner(draw, campaigns, contrasts, 16):.2f}%"
+                if contrasts > 1
+                else ""
+            )
+            rates = (
+                false_rate(draw, campaigns, contrasts, 16),
+                false_rate(draw, campaigns // 4, contrasts, 64),
+            )
+            yield [
+                name,
+                contrasts,
+                *(f"{100 * rate:.2f}%" for rate in rates),
+                dropped,
+                f"{100 * bound:.2f}%",
+            ]
 
 
 def peeking(campaigns: int) -> Iterator[list[object]]:
@@ -173,26 +213,47 @@ def expected_seeds(campaigns: int) -> Iterator[list[object]]:
                 found, mean, most_used = seeds_used(effect, campaigns, contrasts, most)
                 at_mean = power.power_of(round(mean), effect, ALPHA, contrasts)
                 plan = f"{fixed} ({100 * same:.0f}%)"
-                yield [contrasts, effect, most, f"{100 * found:.1f}%", f"{mean:.1f}", f"{most_used:.0f}", plan, f"{100 * at_mean:.0f}%"]
+                yield [
+                    contrasts,
+                    effect,
+                    most,
+                    f"{100 * found:.1f}%",
+                    f"{mean:.1f}",
+                    f"{most_used:.0f}",
+                    plan,
+                    f"{100 * at_mean:.0f}%",
+                ]
 
 
 def paragraphs(campaigns: int) -> Iterator[str]:
     yield "## False verdicts where nothing differs"
     yield (
-        f"{campaigns:,} null campaigns per row with a look after every seed; any false verdict. The bound is 0.05 + 2 standard errors. "
-        "64 seeds: a quarter of the campaigns. Beside a winner: one condition is better and is dropped when it is decided; any false "
-        "verdict on the others, after at most 16 seeds."
+        f"{campaigns:,} null campaigns per row with a look after every seed; any false verdict. The"
+        " bound is 0.05 + 2 standard errors. 64 seeds: a quarter of the campaigns. Beside a"
+        " winner: one condition is better and is dropped when it is decided; any false verdict on"
+        " the others, after at most 16 seeds."
     )
-    head = ["differences", "comparisons", "at most 16 seeds", "at most 64 seeds", "beside a winner", "bound"]
+    head = [
+        "differences",
+        "comparisons",
+        "at most 16 seeds",
+        "at most 64 seeds",
+        "beside a winner",
+        "bound",
+    ]
     yield table(head, false_verdicts(campaigns))
     yield "## The fixed test with peeking"
-    yield "The rule of `compare` after every seed from the third on, stopped at its first verdict; normal differences."
+    yield (
+        "The rule of `compare` after every seed from the third on, stopped at its first verdict;"
+        " normal differences."
+    )
     yield table(["comparisons", "most seeds", "campaigns", "any false verdict"], peeking(campaigns))
     yield "## Seeds until the verdict"
     yield (
-        "One condition differs by so many standard deviations of the differences; an undecided campaign counts with all its seeds. The "
-        "fixed plan is the fewest seeds with 80% power. The last column is the power of a fixed plan with as many seeds as the e-process "
-        "takes on average: it needs the effect to be known beforehand, the e-process does not."
+        "One condition differs by so many standard deviations of the differences; an undecided"
+        " campaign counts with all its seeds. The fixed plan is the fewest seeds with 80% power."
+        " The last column is the power of a fixed plan with as many seeds as the e-process takes on"
+        " average: it needs the effect to be known beforehand, the e-process does not."
     )
     head = [
         "comparisons",
@@ -208,4 +269,11 @@ def paragraphs(campaigns: int) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    publish_simulation("looking", "Looking after every seed", __doc__, paragraphs, 100_000, "null campaigns per row")
+    publish_simulation(
+        "looking",
+        "Looking after every seed",
+        __doc__,
+        paragraphs,
+        100_000,
+        "null campaigns per row",
+    )

@@ -1,7 +1,8 @@
 """Coverage of the interval of one evaluation: `python benchmarks/one_evaluation.py` (a minute).
 
-The problems' pass rates are drawn from a Beta distribution, and so many answers to each; the interval should hold the distribution's
-mean in 95% of evaluations. Below 100 problems `clustered_interval` is exact, or Korn and Graubard's; "Wilson" is what it is from 100 on.
+The problems' pass rates are drawn from a Beta distribution, and so many answers to each; the
+interval should hold the distribution's mean in 95% of evaluations. Below 100 problems
+`clustered_interval` is exact, or Korn and Graubard's; "Wilson" is what it is from 100 on.
 """
 
 from collections.abc import Iterator
@@ -30,13 +31,17 @@ def wilson(means: Floats, samples: int) -> tuple[float, float]:
     return wilson_interval(p, min(p * (1 - p) / variance, samples) if variance > 0 else len(means))
 
 
-def coverage(problems: int, a: float, b: float, answers: int, evaluations: int) -> tuple[Floats, Floats]:
+def coverage(
+    problems: int, a: float, b: float, answers: int, evaluations: int
+) -> tuple[Floats, Floats]:
     """[Wilson, now] fraction of intervals that hold the mean, and their mean width."""
     rng, truth = np.random.default_rng(answers), a / (a + b)
     held, width = np.zeros(2), np.zeros(2)
     for _ in range(evaluations):
         means = rng.binomial(answers, rng.beta(a, b, problems)) / answers
-        both = np.array([wilson(means, problems * answers), clustered_interval(list(means), problems * answers)])
+        both = np.array(
+            [wilson(means, problems * answers), clustered_interval(list(means), problems * answers)]
+        )
         held += (both[:, 0] <= truth) & (truth <= both[:, 1])
         width += both[:, 1] - both[:, 0]
     return held / evaluations, width / evaluations
@@ -56,4 +61,11 @@ def paragraphs(evaluations: int) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    publish_simulation("one-evaluation", "The interval of one evaluation", __doc__, paragraphs, 2000, "evaluations per row")
+    publish_simulation(
+        "one-evaluation",
+        "The interval of one evaluation",
+        __doc__,
+        paragraphs,
+        2000,
+        "evaluations per row",
+    )

@@ -1,8 +1,10 @@
-"""Throughput of the planning detectors: `python benchmarks/planning.py --encoder FOLDER` prints a table and writes it to results/.
+"""Throughput of the planning detectors: `python benchmarks/planning.py --encoder FOLDER` prints a
+table and writes it to results/.
 
-The completions are English words with a planning phrase about every hundred words, as in credit.py, a third of the words cut into two
-tokens. Each detector sees them at two sizes, so the last column shows the growth of its time beside that of the tokens: 1 is linear.
-Without --encoder, a folder with a sentence-transformers model such as all-MiniLM-L6-v2, the regex detector alone is measured.
+The completions are English words with a planning phrase about every hundred words, as in credit.py,
+a third of the words cut into two tokens. Each detector sees them at two sizes, so the last column
+shows the growth of its time beside that of the tokens: 1 is linear. Without --encoder, a folder
+with a sentence-transformers model such as all-MiniLM-L6-v2, the regex detector alone is measured.
 """
 
 import argparse
@@ -46,7 +48,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Throughput of the planning detectors.")
     parser.add_argument("--encoder", help="folder of a sentence-transformers model")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--completions", type=int, default=4, help="of 10,240 tokens, in the larger step of the semantic detector")
+    parser.add_argument(
+        "--completions",
+        type=int,
+        default=4,
+        help="of 10,240 tokens, in the larger step of the semantic detector",
+    )
     add_output(parser)
     arguments = parser.parse_args()
     load = load_average()

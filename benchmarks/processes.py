@@ -1,4 +1,6 @@
-"""Measured processes. Each peer runs in its own process, with its own Python; peers take turns, and a waiting one is stopped by SIGSTOP."""
+"""Measured processes. Each peer runs in its own process, with its own Python; peers take turns, and
+a waiting one is stopped by SIGSTOP.
+"""
 
 import json
 import os
@@ -25,7 +27,16 @@ class WorkerFailed(RuntimeError):
 
     @property
     def out_of_memory(self) -> bool:
-        return any(sign in str(self) for sign in ("can't allocate memory", "not enough memory", "out of memory", "MemoryError", "signal 9"))
+        return any(
+            sign in str(self)
+            for sign in (
+                "can't allocate memory",
+                "not enough memory",
+                "out of memory",
+                "MemoryError",
+                "signal 9",
+            )
+        )
 
     @property
     def sentence(self) -> str:
@@ -47,10 +58,19 @@ def memory_limit_gib(share: float = 0.9) -> float:
 
 
 def start_child(command: list[str], **options: Any) -> subprocess.Popen[str]:
-    """Start a process that ends with this one: at once if this one is killed, and by `close` if this one is terminated."""
+    """Start a process that ends with this one: at once if this one is killed, and by `close` if
+    this one is terminated.
+    """
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # unwinds every `with`
-    return subprocess.Popen(command, text=True, preexec_fn=partial(die_with_parent, os.getpid()), **options)  # noqa: PLW1509 - no threads here
+        signal.signal(
+            signal.SIGTERM, lambda number, _: sys.exit(128 + number)
+        )  # unwinds every `with`
+    return subprocess.Popen(
+        command,
+        text=True,
+        preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509 - no threads here
+        **options,
+    )
 
 
 class ProcessGroup:
@@ -59,7 +79,10 @@ class ProcessGroup:
     def __init__(self, command: list[str], environment: Mapping[str, str], **streams: Any) -> None:
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in `close`
         self.process = start_child(
-            command, env={**os.environ, **environment}, start_new_session=True, **{"stdout": self.log, "stderr": self.log, **streams}
+            command,
+            env={**os.environ, **environment},
+            start_new_session=True,
+            **{"stdout": self.log, "stderr": self.log, **streams},
         )
 
     def pause(self) -> None:
@@ -86,21 +109,40 @@ class ProcessGroup:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
 class Worker(ProcessGroup):
-    """A script of workers/. It gets its settings at the start, then answers requests, each one line of JSON."""
+    """A script of workers/. It gets its settings at the start, then answers requests, each one line
+    of JSON.
+    """
 
-    def __init__(self, python: str, script: str, settings: Mapping[str, Any], *, seconds: float | None = None) -> None:
-        """`seconds` limits the start and all answers together; after that WorkerFailed is raised and the process is ended."""
+    def __init__(
+        self, python: str, script: str, settings: Mapping[str, Any], *, seconds: float | None = None
+    ) -> None:
+        """`seconds` limits the start and all answers together; after that WorkerFailed is raised
+        and the process is ended.
+        """
         self.script, self._seconds = script, seconds
         self._deadline = None if seconds is None else time.monotonic() + seconds
         threads = str(settings["threads"])
         super().__init__(
-            [python, str(WORKERS / script), json.dumps({"memory_limit_gib": memory_limit_gib(), **settings})],
-            {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"},
+            [
+                python,
+                str(WORKERS / script),
+                json.dumps({"memory_limit_gib": memory_limit_gib(), **settings}),
+            ],
+            {
+                "OMP_NUM_THREADS": threads,
+                "MKL_NUM_THREADS": threads,
+                "TOKENIZERS_PARALLELISM": "false",
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -122,7 +164,9 @@ class Worker(ProcessGroup):
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-        if not select.select([self.process.stdout], [], [], left)[0]:  # answers come one by one, so none waits in Python's buffer
+        if not select.select([self.process.stdout], [], [], left)[
+            0
+        ]:  # answers come one by one, so none waits in Python's buffer
             raise WorkerFailed(f"stopped at its limit of {self._seconds:.0f} s")
         line = self.process.stdout.readline()
         if not line:

@@ -1,4 +1,6 @@
-"""The dated result file of a benchmark: title, command, machine, versions, then its tables. Every benchmark publishes through it."""
+"""The dated result file of a benchmark: title, command, machine, versions, then its tables. Every
+benchmark publishes through it.
+"""
 
 import argparse
 import os
@@ -17,7 +19,9 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def load_average() -> float:
-    """Load average of the last minute; take it before the first measurement, since a benchmark is itself a load."""
+    """Load average of the last minute; take it before the first measurement, since a benchmark is
+    itself a load.
+    """
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
 
 
@@ -29,10 +33,14 @@ def machine_line(load: float) -> str:
     """Processor, memory, load before the run, and the revision of this repository."""
     found = describe_environment("cpu")
     git = found["git"]
-    revision = f"{git['revision'][:10]}{' with changes' if git['changed'] else ''}" if git else "no git revision"
+    revision = (
+        f"{git['revision'][:10]}{' with changes' if git['changed'] else ''}"
+        if git
+        else "no git revision"
+    )
     return (
-        f"{found['cpu']}, {found['cpu_count']} cores, {found['memory_gib']} GiB, load average {load:.1f} before the run; "
-        f"Python {found['python']}, {revision}"
+        f"{found['cpu']}, {found['cpu_count']} cores, {found['memory_gib']} GiB, load average"
+        f" {load:.1f} before the run; Python {found['python']}, {revision}"
     )
 
 
@@ -44,7 +52,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def versions_line(*found: Mapping[str, str]) -> str:
     """Names and versions of the packages of several environments, each once."""
-    return ", ".join(dict.fromkeys(f"{name} {version}" for versions in found for name, version in versions.items()))
+    return ", ".join(
+        dict.fromkeys(
+            f"{name} {version}" for versions in found for name, version in versions.items()
+        )
+    )
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +66,16 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 def publish(name: str, title: str, paragraphs: Sequence[str], load: float, folder: Path) -> Path:
     """Print the report and write it to `folder`/`name`-DATE.md."""
     today = datetime.now(UTC).date().isoformat()
-    text = "\n\n".join([f"# {title}, {today}", f"Command: `{command_line()}`\n\n{machine_line(load)}.", *paragraphs]) + "\n"
+    text = (
+        "\n\n".join(
+            [
+                f"# {title}, {today}",
+                f"Command: `{command_line()}`\n\n{machine_line(load)}.",
+                *paragraphs,
+            ]
+        )
+        + "\n"
+    )
     print(text, end="", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-{today}.md"
@@ -63,13 +84,25 @@ def publish(name: str, title: str, paragraphs: Sequence[str], load: float, folde
 
 
 def publish_simulation(
-    name: str, title: str, document: str | None, paragraphs: Callable[[int], Iterable[str]], campaigns: int, what: str = "campaigns per row"
+    name: str,
+    title: str,
+    document: str | None,
+    paragraphs: Callable[[int], Iterable[str]],
+    campaigns: int,
+    what: str = "campaigns per row",
 ) -> None:
-    """The command line of a benchmark that simulates campaigns: `paragraphs` takes their number, `campaigns` is its default."""
-    parser = argparse.ArgumentParser(description=document, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """The command line of a benchmark that simulates campaigns: `paragraphs` takes their number,
+    `campaigns` is its default.
+    """
+    parser = argparse.ArgumentParser(
+        description=document, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--campaigns", type=int, default=campaigns, help=f"simulated {what}")
     add_output(parser)
     arguments = parser.parse_args()
     load, started = load_average(), time.monotonic()
-    found = [*paragraphs(arguments.campaigns), f"numpy {np.__version__}, one core; {time.monotonic() - started:.0f} s in all."]
+    found = [
+        *paragraphs(arguments.campaigns),
+        f"numpy {np.__version__}, one core; {time.monotonic() - started:.0f} s in all.",
+    ]
     publish(name, title, found, load, arguments.output)

@@ -1,7 +1,9 @@
-"""Answers judged per second: `python benchmarks/rewards.py` prints a table and writes it under benchmarks/results/.
+"""Answers judged per second: `python benchmarks/rewards.py` prints a table and writes it under
+benchmarks/results/.
 
-Every answer is distinct, so that no cache holds it, and stands in a completion of 500 words; half of the answers are right. Times are
-wall time with all answers submitted at once, after the workers have started. Answers "decided by strings" need no worker.
+Every answer is distinct, so that no cache holds it, and stands in a completion of 500 words; half
+of the answers are right. Times are wall time with all answers submitted at once, after the workers
+have started. Answers "decided by strings" need no worker.
 """
 
 import argparse
@@ -15,7 +17,10 @@ from retrain.config import TrainConfig
 from retrain.rewards import Scorer, ScoreRequest, build_scorer
 from retrain.types import Example, Outcome
 
-TEXT = "so we divide both sides by two and then add the first number to what is left which gives the answer"
+TEXT = (
+    "so we divide both sides by two and then add the first number to what is left which gives the"
+    " answer"
+)
 WORDS = TEXT.split()
 SEED = 5
 
@@ -25,7 +30,10 @@ def integers(number: int, right: bool) -> tuple[str, str]:
 
 
 def fractions(number: int, right: bool) -> tuple[str, str]:
-    return rf"\frac{{{2 * number + (not right)}}}{{{2 * number + 14}}}", rf"\frac{{{number}}}{{{number + 7}}}"
+    return (
+        rf"\frac{{{2 * number + (not right)}}}{{{2 * number + 14}}}",
+        rf"\frac{{{number}}}{{{number + 7}}}",
+    )
 
 
 def slashes(number: int, right: bool) -> tuple[str, str]:
@@ -54,7 +62,17 @@ def requests(answers: Answers, count: int) -> list[ScoreRequest]:
     made = []
     for index in range(count):
         answer, reference = answers(1000 + index, index % 2 == 0)
-        made.append(ScoreRequest(f"{text} \\boxed{{{answer}}}.", reference, text, Example(text, reference), 0, index, 0))
+        made.append(
+            ScoreRequest(
+                f"{text} \\boxed{{{answer}}}.",
+                reference,
+                text,
+                Example(text, reference),
+                0,
+                index,
+                0,
+            )
+        )
     return made
 
 
@@ -72,7 +90,9 @@ def measure(kind: str, answers: Answers, count: int, workers: int) -> tuple[floa
     """Answers per second, and the fraction found right."""
     asked = requests(answers, count)
     with scorer_of(kind, workers) as scorer:
-        for future in [scorer.submit(request) for request in requests(fractions, 8 * max(1, workers))]:
+        for future in [
+            scorer.submit(request) for request in requests(fractions, 8 * max(1, workers))
+        ]:
             future.result()  # every worker has started and answered
         started = time.perf_counter()
         scores = [future.result() for future in [scorer.submit(request) for request in asked]]

@@ -1,9 +1,11 @@
-"""What a verdict is worth where runs fail or collapse, and the second line that counts them at their worst: its errors and its price.
+"""What a verdict is worth where runs fail or collapse, and the second line that counts them at
+their worst: its errors and its price.
 
     python benchmarks/robust.py      # a minute
 
-Rates in points, of two arms that do not differ in the mean unless a row says so; every verdict is then false. The luck of a run has a
-standard deviation of 1.8 points (2.5 for a difference). `once` is the exact test after all seeds, `looks` the e-process after each of 16.
+Rates in points, of two arms that do not differ in the mean unless a row says so; every verdict is
+then false. The luck of a run has a standard deviation of 1.8 points (2.5 for a difference). `once`
+is the exact test after all seeds, `looks` the e-process after each of 16.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +32,9 @@ def arms(rng: Random, campaigns: int, seeds: int, gain: float = 0.0) -> Arms:
 
 
 def collapsing(rng: Random, campaigns: int, seeds: int, rate: float = 0.1) -> Arms:
-    """A tenth of the candidate's runs fall to 0; the others are better by as much as makes the means equal."""
+    """A tenth of the candidate's runs fall to 0; the others are better by as much as makes the
+    means equal.
+    """
     candidate, baseline = arms(rng, campaigns, seeds, LEVEL / (1 - rate) - LEVEL)
     return np.where(rng.random((campaigns, seeds)) < rate, 0.0, candidate), baseline
 
@@ -53,7 +57,9 @@ def losing_the_worst(rng: Random, campaigns: int, seeds: int) -> Arms:
 
 
 def skewed(rng: Random, campaigns: int, seeds: int) -> Arms:
-    """The differences have a long tail downwards and a mean of 0: the candidate's luck is exponential."""
+    """The differences have a long tail downwards and a mean of 0: the candidate's luck is
+    exponential.
+    """
     _, baseline = arms(rng, campaigns, seeds)
     return baseline + 2.5 * (1 - rng.exponential(1.0, (campaigns, seeds))), baseline
 
@@ -94,9 +100,13 @@ def looks(differences: Floats) -> Bools:
 
 
 def second_line(both: Arms, first: Bools, again: Callable[[Floats], Bools]) -> Bools:
-    """[campaigns] whether improvements that a test finds stand on the second line; `again` is that test."""
+    """[campaigns] whether improvements that a test finds stand on the second line; `again` is that
+    test.
+    """
     fallen_arms = [np.isnan(arm) | (arm < 0.5 * _median(arm)) for arm in both]
-    candidate, baseline = (np.where(fallen, 0.0, arm) for fallen, arm in zip(fallen_arms, both, strict=True))
+    candidate, baseline = (
+        np.where(fallen, 0.0, arm) for fallen, arm in zip(fallen_arms, both, strict=True)
+    )
     fallen, seeds = fallen_arms[0].sum(axis=1), candidate.shape[1]
     differences = candidate - baseline
     undoing = differences.mean(axis=1) * (seeds - fallen) / np.maximum(candidate.sum(axis=1), 1.0)
@@ -124,7 +134,9 @@ def _median(arm: Floats) -> Floats:
 
 
 def rates(draw: Callable[[Random, int, int], Arms], campaigns: int) -> Iterator[str]:
-    """Improvements of the exact test at each number of seeds, of the e-process, and those that stand on the second line of each."""
+    """Improvements of the exact test at each number of seeds, of the e-process, and those that
+    stand on the second line of each.
+    """
     second = []
     for seeds in SEEDS:
         both = draw(np.random.default_rng(seeds), campaigns, seeds)
@@ -142,16 +154,33 @@ def prices(campaigns: int) -> Iterator[list[object]]:
         for gain in (5.0, 10.0, 20.0, 30.0):
             both = arms(np.random.default_rng(seeds), campaigns, seeds, gain)
             found = once(both[0] - both[1])
-            yield [seeds, f"{gain:g}", f"{100 * found.mean():.1f}%", f"{100 * second_line(both, found, once).mean():.1f}%"]
+            yield [
+                seeds,
+                f"{gain:g}",
+                f"{100 * found.mean():.1f}%",
+                f"{100 * second_line(both, found, once).mean():.1f}%",
+            ]
 
 
 def paragraphs(campaigns: int) -> Iterator[str]:
     yield "## False improvements"
-    yield f"{campaigns} campaigns per cell. The second line of the exact test is the largest over the numbers of seeds."
-    head = ["scenario", *(f"once, {seeds} seeds" for seeds in SEEDS), "looks, at most 16", "second line, once", "second line, looks"]
+    yield (
+        f"{campaigns} campaigns per cell. The second line of the exact test is the largest over the"
+        " numbers of seeds."
+    )
+    head = [
+        "scenario",
+        *(f"once, {seeds} seeds" for seeds in SEEDS),
+        "looks, at most 16",
+        "second line, once",
+        "second line, looks",
+    ]
     yield table(head, ([name, *rates(draw, campaigns)] for name, draw in SCENARIOS.items()))
     yield "## The price of the second line"
-    yield "Improvements found where the candidate is better by so many points and nothing fails or collapses."
+    yield (
+        "Improvements found where the candidate is better by so many points and nothing fails or"
+        " collapses."
+    )
     yield table(["seeds", "gain", "exact test", "second line"], prices(campaigns))
 
 

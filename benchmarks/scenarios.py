@@ -1,6 +1,8 @@
-"""Simulated campaigns in which something goes wrong: what `retrain compare` meets outside the textbook.
+"""Simulated campaigns in which something goes wrong: what `retrain compare` meets outside the
+textbook.
 
-A campaign is the held-out answers of several arms. Nothing differs between the arms unless a scenario says so: each verdict is false.
+A campaign is the held-out answers of several arms. Nothing differs between the arms unless a
+scenario says so: each verdict is false.
 """
 
 from collections.abc import Callable
@@ -34,7 +36,9 @@ class Campaign:
     def rates(self) -> Floats:
         """[arms, seeds] accuracy over each run's own judged answers."""
         with np.errstate(invalid="ignore"):
-            rates: Floats = np.nanmean(np.where(self.judged > 0, self.right / self.judged, np.nan), axis=2)
+            rates: Floats = np.nanmean(
+                np.where(self.judged > 0, self.right / self.judged, np.nan), axis=2
+            )
         return rates
 
     def family(self) -> list[Paired]:
@@ -44,7 +48,10 @@ class Campaign:
 
     def _paired(self, arm: int, confidence: float) -> Paired:
         seeds = np.flatnonzero(self.finished[0] & self.finished[arm])
-        found = {int(seed): AnswerDifference.between(self._answers(arm, seed), self._answers(0, seed), 1) for seed in seeds}
+        found = {
+            int(seed): AnswerDifference.between(self._answers(arm, seed), self._answers(0, seed), 1)
+            for seed in seeds
+        }
         bounded = any(difference.unjudged for difference in found.values())
         table = TwoWay.of(np.array([difference.by_problem for difference in found.values()]))
         few = self.right.shape[2] < FEW_PROBLEMS
@@ -70,11 +77,17 @@ def draw(
     luck: Callable[[tuple[int, int]], Floats] | None = None,
     effect: Floats | float = 0.0,
 ) -> Campaign:
-    """`luck` gives the runs' shifts [arms, seeds] in logits; `effect` [problems] shifts every arm but the first."""
+    """`luck` gives the runs' shifts [arms, seeds] in logits; `effect` [problems] shifts every arm
+    but the first.
+    """
     shape = (arms, seeds)
     shifts = rng.normal(0, RUN_SD, shape) if luck is None else luck(shape)
     difficulty = rng.normal(0, PROBLEM_SD, problems)
-    logits = difficulty + shifts[..., np.newaxis] + np.where(np.arange(arms) > 0, 1.0, 0.0)[:, np.newaxis, np.newaxis] * effect
+    logits = (
+        difficulty
+        + shifts[..., np.newaxis]
+        + np.where(np.arange(arms) > 0, 1.0, 0.0)[:, np.newaxis, np.newaxis] * effect
+    )
     right = rng.binomial(samples, 1 / (1 + np.exp(-logits)))
     return Campaign(right, np.full(right.shape, samples), samples, np.ones(shape, dtype=bool))
 
@@ -90,11 +103,18 @@ def asymmetric(rng: Random, arms: int, seeds: int) -> Campaign:
 
 def collapsing(rng: Random, arms: int, seeds: int) -> Campaign:
     """One run in ten of every arm collapses."""
-    return draw(rng, arms, seeds, luck=lambda shape: rng.normal(0, RUN_SD, shape) - 4.0 * (rng.random(shape) < 0.1))
+    return draw(
+        rng,
+        arms,
+        seeds,
+        luck=lambda shape: rng.normal(0, RUN_SD, shape) - 4.0 * (rng.random(shape) < 0.1),
+    )
 
 
 def one_arm_collapsing(rng: Random, arms: int, seeds: int) -> Campaign:
-    """One run in ten of the candidates collapses, and the others are so much better that the means are equal."""
+    """One run in ten of the candidates collapses, and the others are so much better that the means
+    are equal.
+    """
 
     def luck(shape: tuple[int, int]) -> Floats:
         shifts = rng.normal(0, RUN_SD, shape)
@@ -107,7 +127,13 @@ def one_arm_collapsing(rng: Random, arms: int, seeds: int) -> Campaign:
 def unequal(rng: Random, arms: int, seeds: int) -> Campaign:
     """The candidates' luck varies four times as much as the baseline's."""
     return draw(
-        rng, arms, seeds, luck=lambda shape: rng.normal(0, RUN_SD, shape) * np.where(np.arange(shape[0]) > 0, 4.0, 1.0)[:, np.newaxis]
+        rng,
+        arms,
+        seeds,
+        luck=lambda shape: (
+            rng.normal(0, RUN_SD, shape)
+            * np.where(np.arange(shape[0]) > 0, 4.0, 1.0)[:, np.newaxis]
+        ),
     )
 
 
@@ -149,7 +175,9 @@ def counting_them_as_the_worst(rng: Random, arms: int, seeds: int) -> Campaign:
 
 
 def forty_problems(rng: Random, arms: int, seeds: int) -> Campaign:
-    """An effect that differs from problem to problem, with a mean of 0 over all problems; 40 of them are asked."""
+    """An effect that differs from problem to problem, with a mean of 0 over all problems; 40 of
+    them are asked.
+    """
     return draw(rng, arms, seeds, problems=40, samples=4, effect=rng.normal(0, 1.0, 40))
 
 

@@ -1,6 +1,8 @@
-"""Time of `retrain --help` and of a refused flag, each in a fresh process: `python benchmarks/startup.py`.
+"""Time of `retrain --help` and of a refused flag, each in a fresh process: `python
+benchmarks/startup.py`.
 
-`retrain --help` is meant to take less than 0.3 s; the exit code is 1 if it does not. Best and median of 20, since other work disturbs some.
+`retrain --help` is meant to take less than 0.3 s; the exit code is 1 if it does not. Best and
+median of 20, since other work disturbs some.
 """
 
 import argparse
@@ -18,7 +20,12 @@ _COMMANDS = (["--help"], ["version"], ["init", "--help"], ["nowhere.toml", "--lr
 
 def measure(arguments: list[str]) -> list[float]:
     """Seconds of each repeat."""
-    command = [sys.executable, "-c", "import sys; from retrain.cli.main import main; sys.exit(main())", *arguments]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from retrain.cli.main import main; sys.exit(main())",
+        *arguments,
+    ]
     seconds = []
     for _ in range(_REPEATS):
         began = time.perf_counter()
@@ -33,8 +40,17 @@ def main() -> int:
     output = parser.parse_args().output
     load = load_average()
     found = {" ".join(["retrain", *arguments]): measure(arguments) for arguments in _COMMANDS}
-    rows = [[f"`{name}`", f"{min(seconds):.3f}", f"{statistics.median(seconds):.3f}"] for name, seconds in found.items()]
-    publish("startup", "Start-up of the command line", [table(["command", "best s", "median s"], rows)], load, output)
+    rows = [
+        [f"`{name}`", f"{min(seconds):.3f}", f"{statistics.median(seconds):.3f}"]
+        for name, seconds in found.items()
+    ]
+    publish(
+        "startup",
+        "Start-up of the command line",
+        [table(["command", "best s", "median s"], rows)],
+        load,
+        output,
+    )
     return 0 if min(found["retrain --help"]) < LIMIT_S else 1
 
 

@@ -1,8 +1,10 @@
-"""One step of the lab's size on one core and on all cores, on a quiet machine and beside a busy process.
+"""One step of the lab's size on one core and on all cores, on a quiet machine and beside a busy
+process.
 
     python benchmarks/threads.py
 
-Each line is a process of its own, limited by OMP_NUM_THREADS. Seconds of the best and the worst of --repeats steps after a warm-up step.
+Each line is a process of its own, limited by OMP_NUM_THREADS. Seconds of the best and the worst of
+--repeats steps after a warm-up step.
 """
 
 import argparse
@@ -22,7 +24,9 @@ from retrain.backends.local.backend import LocalBackend
 from retrain.config import config_from_mapping
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.types import Row
-config = config_from_mapping({"model": {"model": "lab", "lora_rank": 16}, "training": {"seed": 0, "temperature": 1.0}})
+config = config_from_mapping(
+    {"model": {"model": "lab", "lora_rank": 16}, "training": {"seed": 0, "temperature": 1.0}}
+)
 backend = LocalBackend(config, eos_ids=(10**6,))  # no token ends a completion: every row has 80
 requests = [SampleRequest(np.arange(5, 35, dtype=np.int32), 8, 80, 1.0, NoiseKey(0, 0, 0, slot)) for slot in range(16)]
 for step in range(1 + int(sys.argv[1])):
@@ -52,7 +56,10 @@ def measure(cores: int, beside: bool, repeats: int) -> list[str]:
             other.kill()
             other.wait()
     steps = [[float(part) for part in line.split()] for line in done.stdout.splitlines()[1:]]
-    parts = [f"{min(part):.2f} to {max(part):.2f}" for part in (*zip(*steps, strict=True), [sum(step) for step in steps])]
+    parts = [
+        f"{min(part):.2f} to {max(part):.2f}"
+        for part in (*zip(*steps, strict=True), [sum(step) for step in steps])
+    ]
     return [str(cores), "busy" if beside else "quiet", *parts]
 
 
@@ -63,7 +70,11 @@ def main() -> None:
     arguments = parser.parse_args()
     load = load_average()
     every = len(os.sched_getaffinity(0))
-    rows = [measure(cores, beside, arguments.repeats) for beside in (False, True) for cores in sorted({1, every})]
+    rows = [
+        measure(cores, beside, arguments.repeats)
+        for beside in (False, True)
+        for cores in sorted({1, every})
+    ]
     head = ["cores", "machine", "sampling s", "learning s", "step s (best to worst)"]
     publish("threads", "A step on several cores", [table(head, rows)], load, arguments.output)
 

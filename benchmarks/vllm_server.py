@@ -1,4 +1,6 @@
-"""A vLLM server as a peer of decode.py: started from its own environment, or already running at a given address."""
+"""A vLLM server as a peer of decode.py: started from its own environment, or already running at a
+given address.
+"""
 
 import json
 import os
@@ -20,7 +22,9 @@ _KV_GIB = 4
 
 
 class VllmServer:
-    """`sample` requests a job as a trainer would: token ids in, token ids with log-probs of the sampled distribution out."""
+    """`sample` requests a job as a trainer would: token ids in, token ids with log-probs of the
+    sampled distribution out.
+    """
 
     def __init__(self, url: str, group: ProcessGroup | None = None) -> None:
         self.url, self.group = url.rstrip("/"), group
@@ -28,10 +32,12 @@ class VllmServer:
 
     @classmethod
     def start(
-        cls, python: str, model: str, adapter: str, *, dtype: str, compiled: bool, rows: int, context: int, threads: int,
+        cls, python: str, model: str, adapter: str, *, dtype: str, compiled: bool, rows: int,
+        context: int, threads: int,
         seconds: float = _START_S,
     ) -> Self:  # fmt: skip
-        """Start a server that decodes `rows` sequences together; on a CPU it binds one thread to each of the first `threads` cores.
+        """Start a server that decodes `rows` sequences together; on a CPU it binds one thread to
+        each of the first `threads` cores.
 
         Raises WorkerFailed if it is not ready after `seconds`.
         """
@@ -40,9 +46,12 @@ class VllmServer:
             port = free.getsockname()[1]
         processors = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
         command = [
-            python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "base",
-            "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, "--max-model-len", str(context), "--max-num-seqs", str(rows),
-            "--enable-lora", "--max-lora-rank", "16", "--max-loras", "1", "--lora-modules", f"{ADAPTER}={adapter}",
+            python, "-m", "vllm.entrypoints.openai.api_server", "--model", model,
+            "--served-model-name", "base",
+            "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, "--max-model-len",
+            str(context), "--max-num-seqs", str(rows),
+            "--enable-lora", "--max-lora-rank", "16", "--max-loras", "1", "--lora-modules",
+            f"{ADAPTER}={adapter}",
             "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
             *([] if compiled else ["--enforce-eager"]),
         ]  # fmt: skip
@@ -79,11 +88,16 @@ class VllmServer:
             return {"vllm": json.load(answer)["version"]}
 
     def sample(self, job: Job) -> float:
-        """Seconds until all completions have arrived. All requests are sent at once: one per group if lengths are equal, else per row."""
+        """Seconds until all completions have arrived. All requests are sent at once: one per group
+        if lengths are equal, else per row.
+        """
         if job.uniform:
             asked = [(prompt.tolist(), job.group, job.lengths[0]) for prompt in job.prompts]
         else:
-            asked = [(job.prompts[row // job.group].tolist(), 1, length) for row, length in enumerate(job.lengths)]
+            asked = [
+                (job.prompts[row // job.group].tolist(), 1, length)
+                for row, length in enumerate(job.lengths)
+            ]
         with ExitStack() as stack:
             pool = stack.enter_context(ThreadPoolExecutor(len(asked)))
             start = time.perf_counter()
@@ -105,7 +119,11 @@ class VllmServer:
             "logprobs": 0,
             "return_token_ids": True,
         }
-        request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
         with urllib.request.urlopen(request, timeout=3600) as answer:
             return sum(len(choice["token_ids"]) for choice in json.load(answer)["choices"])
 
@@ -120,6 +138,11 @@ class VllmServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self.group is not None:
             self.group.close()

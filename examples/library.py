@@ -1,9 +1,11 @@
-r"""The library in one page: the same loop as rl_loop.py from retrain's own parts, with token-level credit.
+r"""The library in one page: the same loop as rl_loop.py from retrain's own parts, with token-level
+credit.
 
     python examples/library.py --steps 10
 
-`rollout = draw(...)`, `rows = assign(...).rows()`, `result = train(...)`: the nouns of `retrain/types.py` go from call to call. What
-`retrain my.toml` adds is the run around them: its folder, checkpoints, evaluation, parity gate and signals.
+`rollout = draw(...)`, `rows = assign(...).rows()`, `result = train(...)`: the nouns of
+`retrain/types.py` go from call to call. What `retrain my.toml` adds is the run around them: its
+folder, checkpoints, evaluation, parity gate and signals.
 """
 
 import argparse
@@ -35,16 +37,26 @@ def main(steps: int = 10, **training: int) -> list[float]:
     prompts = encode_prompts(config.training, text, load_examples(config, "train"))
     credit = CreditPipeline(config, text.vocabulary.pieces)
     history, watcher = [], Watcher(check=lambda: None, completion=lambda completion: None)
-    with build_scorer(config) as scorer, closing(build_backend(config, text.eos_ids, None, say=print)) as backend:
+    with (
+        build_scorer(config) as scorer,
+        closing(build_backend(config, text.eos_ids, None, say=print)) as backend,
+    ):
         sampler = Sampler(backend.engine, scorer, text.vocabulary.text)
         for step in range(steps):
-            batch = prompts.batch(step * config.training.batch_size, config.training.batch_size, config.training.seed)
-            rollout = sampler.draw(batch, step, training_plan(config.training), watcher)  # groups: token ids, log-probs, texts, scores
-            rows = credit.assign(rollout.usable_groups, step, sepa_lambda=0.0).rows()  # one advantage per token
-            result = backend.train(rows, step)  # one optimizer step, normalised once
+            batch = prompts.batch(
+                step * config.training.batch_size, config.training.batch_size, config.training.seed
+            )
+            # Groups of token ids, log-probs, texts and scores; then one advantage per token; then
+            # one optimizer step, normalised once.
+            rollout = sampler.draw(batch, step, training_plan(config.training), watcher)
+            rows = credit.assign(rollout.usable_groups, step, sepa_lambda=0.0).rows()
+            result = backend.train(rows, step)
             rewards = [reward for group in rollout.groups for reward in group.judged().rewards]
             history.append(sum(rewards) / len(rewards))
-            print(f"Step {step} | reward={history[-1]:.3f} | loss={result.loss} | ratio_max={result.ratio_max} | rows={len(rows)}")
+            print(
+                f"Step {step} | reward={history[-1]:.3f} | loss={result.loss} |"
+                f" ratio_max={result.ratio_max} | rows={len(rows)}"
+            )
     return history
 
 

@@ -1,7 +1,7 @@
 """retrain: reinforcement learning with verifiable rewards for language models.
 
-`load_config` reads a TOML, `train` runs it, `load_runs` gives the metrics of runs as a pandas frame. All are imported when first
-used, so that `import retrain` is cheap.
+`load_config` reads a TOML, `train` runs it, `load_runs` gives the metrics of runs as a pandas
+frame. All are imported when first used, so that `import retrain` is cheap.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,12 @@ if TYPE_CHECKING:
 __version__ = "0.9.0"
 __all__ = ["Run", "__version__", "load_config", "load_runs", "train"]
 
-_HOMES = {"load_config": "config", "load_runs": "analysis.runs", "Run": "run.loop", "train": "run.loop"}
+_HOMES = {
+    "load_config": "config",
+    "load_runs": "analysis.runs",
+    "Run": "run.loop",
+    "train": "run.loop",
+}
 
 
 def __getattr__(name: str) -> Any:

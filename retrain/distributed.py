@@ -1,8 +1,9 @@
 """Data parallelism: the processes that torchrun started act as one run.
 
-Each rank samples and scores its share of the prompts and learns its share of the rows. Little is exchanged: scored groups as objects,
-and one vector of adapter gradients per update. Every rank then holds the same groups, computes the same credit and takes the same
-optimizer step, so the state is replicated and rank 0 alone writes it down.
+Each rank samples and scores its share of the prompts and learns its share of the rows. Little is
+exchanged: scored groups as objects, and one vector of adapter gradients per update. Every rank then
+holds the same groups, computes the same credit and takes the same optimizer step, so the state is
+replicated and rank 0 alone writes it down.
 """
 
 import os
@@ -19,7 +20,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of a run. The methods are collective: every rank calls the same ones in the same order."""
+    """The ranks of a run. The methods are collective: every rank calls the same ones in the same
+    order.
+    """
 
     rank: int = 0
     size: int = 1
@@ -32,7 +35,9 @@ class World:
         return self.rank == 0
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
-        """Return this rank's part of `items`, which every rank holds. Each item belongs to one rank. Not collective."""
+        """Return this rank's part of `items`, which every rank holds. Each item belongs to one
+        rank. Not collective.
+        """
         return items[self.rank :: self.size]
 
     def gather(self, item: T) -> list[T]:
@@ -66,7 +71,9 @@ class World:
         return bool(seen.item())
 
     def in_lockstep(self, items: Iterable[T]) -> Iterator[T | None]:
-        """Yield the items of this rank, then None until every rank has used up its own, so that all ranks iterate equally often."""
+        """Yield the items of this rank, then None until every rank has used up its own, so that all
+        ranks iterate equally often.
+        """
         for item in items:
             self.any_rank(True)
             yield item
@@ -74,14 +81,18 @@ class World:
             yield None
 
     def sum(self, tensors: "Sequence[Tensor]") -> None:
-        """Replace each tensor by its sum over the ranks, in one message; the sums are the same bytes on every rank."""
+        """Replace each tensor by its sum over the ranks, in one message; the sums are the same
+        bytes on every rank.
+        """
         if self.size == 1:
             return
         import torch
 
         flat = torch.cat([tensor.detach().float().reshape(-1) for tensor in tensors])
         torch.distributed.all_reduce(flat)
-        for tensor, summed in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+        for tensor, summed in zip(
+            tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True
+        ):
             tensor.detach().copy_(summed.view_as(tensor))
 
 
@@ -90,7 +101,9 @@ ALONE = World()
 
 @contextmanager
 def joined() -> Iterator[World]:
-    """Join the world that torchrun describes in RANK, WORLD_SIZE and LOCAL_RANK until the block ends; yield `ALONE` without torchrun."""
+    """Join the world that torchrun describes in RANK, WORLD_SIZE and LOCAL_RANK until the block
+    ends; yield `ALONE` without torchrun.
+    """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         yield ALONE

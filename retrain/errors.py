@@ -1,6 +1,7 @@
 """Every error that a user can meet, with the exit code that the command line gives for it.
 
-A message is one sentence: what is wrong, where (file, section, key, value), what is allowed, what to do next.
+A message is one sentence: what is wrong, where (file, section, key, value), what is allowed, what
+to do next.
 """
 
 from collections.abc import Sequence
@@ -16,10 +17,12 @@ class RetrainError(Exception):
 
 
 class ConfigurationError(RetrainError, ValueError):
-    """Wrong usage or configuration: anything the user can fix in a file or flag before step 0 (exit 2).
+    """Wrong usage or configuration: anything the user can fix in a file or flag before step 0 (exit
+    2).
 
-    `problems` holds one sentence each, so that the mistakes of a file are reported together: MOST_SENTENCES of them, then how many more
-    there are. `unsaid` counts further problems that have no sentence.
+    `problems` holds one sentence each, so that the mistakes of a file are reported together:
+    MOST_SENTENCES of them, then how many more there are. `unsaid` counts further problems that have
+    no sentence.
     """
 
     exit_code = 2
@@ -43,19 +46,27 @@ class EnvironmentFailure(RetrainError, RuntimeError):
 
 
 class ServerFailure(EnvironmentFailure):
-    """A server that the run depends on does not answer, or refuses. Between two steps the run is saved first."""
+    """A server that the run depends on does not answer, or refuses. Between two steps the run is
+    saved first.
+    """
 
 
 class NotReached(ServerFailure):
-    """A service was not there when something was to be sent to it, of which it got no byte: what it was asked for has not happened."""
+    """A service was not there when something was to be sent to it, of which it got no byte: what it
+    was asked for has not happened.
+    """
 
 
 class RunFailed(RetrainError, RuntimeError):
-    """The run started and cannot continue (exit 1): a failed parity gate, rewards that cannot be judged, non-finite updates."""
+    """The run started and cannot continue (exit 1): a failed parity gate, rewards that cannot be
+    judged, non-finite updates.
+    """
 
 
 class Interrupted(RetrainError):
-    """A signal asked the run to stop; its state was saved first. Exit 130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP."""
+    """A signal asked the run to stop; its state was saved first. Exit 130 for SIGINT, 143 for
+    SIGTERM, 129 for SIGHUP.
+    """
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)
@@ -63,9 +74,11 @@ class Interrupted(RetrainError):
 
 
 class StoppedAtOnce(KeyboardInterrupt):
-    """A second signal arrived: the run ends where it stands and saves nothing. The exit codes are those of Interrupted.
+    """A second signal arrived: the run ends where it stands and saves nothing. The exit codes are
+    those of Interrupted.
 
-    It is raised between any two bytecodes, so it is not an Exception: code that catches what a plugin raises must not take it for that.
+    It is raised between any two bytecodes, so it is not an Exception: code that catches what a
+    plugin raises must not take it for that.
     """
 
     def __init__(self, signal_number: int) -> None:
@@ -74,5 +87,7 @@ class StoppedAtOnce(KeyboardInterrupt):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's text, for the middle of a sentence, or its type if it has no text."""
+    """Return the first line of an exception's text, for the middle of a sentence, or its type if it
+    has no text.
+    """
     return str(error).strip().split("\n", 1)[0] or type(error).__name__

@@ -1,6 +1,7 @@
 """The command that installs an extra, from how this retrain is installed.
 
-`pip install "retrain[x]"` would take what the package index has under that name, which is an older, other program.
+`pip install "retrain[x]"` would take what the package index has under that name, which is an older,
+other program.
 """
 
 import json
@@ -10,11 +11,13 @@ from urllib.parse import unquote, urlsplit
 
 _SOURCE = Path(__file__).resolve().parents[1]
 _CORE = "retrain-core"
-"""The same package without torch, made by core/. An environment holds this or retrain, never both."""
+"""The same package without torch, made by core/. An environment holds this or retrain, never
+both."""
 
 
 def install_hint(extra: str = "") -> str:
-    """Return the shell command that adds an extra: `pip install -e ".[x]"` in a checkout, and what does the same elsewhere.
+    """Return the shell command that adds an extra: `pip install -e ".[x]"` in a checkout, and what
+    does the same elsewhere.
 
     Without an extra it is the command that installs retrain itself, with what its core leaves out.
     """
@@ -27,7 +30,9 @@ def install_hint(extra: str = "") -> str:
 
 
 def _target(name: str, extra: str, installed: Distribution | None) -> str:
-    """What pip shall install: a folder, the repository that the package came from, or its version in an index."""
+    """What pip shall install: a folder, the repository that the package came from, or its version
+    in an index.
+    """
     extras = f"[{extra}]" if extra else ""
     origin = json.loads((installed and installed.read_text("direct_url.json")) or "{}")
     url = origin.get("url", "")
@@ -45,7 +50,9 @@ def _target(name: str, extra: str, installed: Distribution | None) -> str:
 
 
 def _folder(checkout: Path, name: str, extras: str, editable: str = "") -> str:
-    """A folder as pip takes it: "." where the current folder is the checkout, else its whole path."""
+    """A folder as pip takes it: "." where the current folder is the checkout, else its whole
+    path.
+    """
     base = "." if Path.cwd() == checkout else str(checkout)
     if name == _CORE:
         base += "/core"

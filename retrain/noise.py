@@ -1,7 +1,9 @@
-"""Counter-based noise: every random number of a run is a pure function of its coordinates, so nothing has state.
+"""Counter-based noise: every random number of a run is a pure function of its coordinates, so
+nothing has state.
 
-Philox4x32-10 (Salmon et al., SC 2011) with key (seed, stream) and a counter of four 32-bit words. The same seed gives every
-condition the same prompts and the same noise, whatever else is in the batch, and resuming needs no generator state.
+Philox4x32-10 (Salmon et al., SC 2011) with key (seed, stream) and a counter of four 32-bit words.
+The same seed gives every condition the same prompts and the same noise, whatever else is in the
+batch, and resuming needs no generator state.
 """
 
 from enum import IntEnum
@@ -21,7 +23,8 @@ class Stream(IntEnum):
     SAMPLING = 0
     """Counter (step, prompt slot, sample, position)."""
     EVALUATION = 1
-    """Counter (0, example index, sample, position): every evaluation of a run sees the same noise."""
+    """Counter (0, example index, sample, position): every evaluation of a run sees the same
+    noise."""
     PARITY = 2
     REWARD = 3
     """Counter (step, prompt slot, sample, 0)."""
@@ -40,8 +43,12 @@ class Stream(IntEnum):
 Counter = int | npt.NDArray[np.integer]
 
 
-def philox(seed: int, stream: int, counter: tuple[Counter, Counter, Counter, Counter]) -> npt.NDArray[np.uint64]:
-    """Run ten rounds of Philox4x32. The counter's words broadcast against each other; returns [4, ...] words below 2**32."""
+def philox(
+    seed: int, stream: int, counter: tuple[Counter, Counter, Counter, Counter]
+) -> npt.NDArray[np.uint64]:
+    """Run ten rounds of Philox4x32. The counter's words broadcast against each other; returns [4,
+    ...] words below 2**32.
+    """
     words = np.broadcast_arrays(*(np.asarray(word, dtype=np.uint64) & _MASK for word in counter))
     x0, x1, x2, x3 = (word.copy() for word in words)
     key = [seed & 0xFFFFFFFF, int(stream) & 0xFFFFFFFF]
@@ -57,8 +64,12 @@ def philox(seed: int, stream: int, counter: tuple[Counter, Counter, Counter, Cou
     return np.stack([x0, x1, x2, x3])
 
 
-def uniform(seed: int, stream: int, a: Counter, b: Counter, c: Counter, d: Counter) -> npt.NDArray[np.float64]:
-    """Return uniforms in (0, 1) with 53 random bits, one per broadcast element of the counter (a, b, c, d)."""
+def uniform(
+    seed: int, stream: int, a: Counter, b: Counter, c: Counter, d: Counter
+) -> npt.NDArray[np.float64]:
+    """Return uniforms in (0, 1) with 53 random bits, one per broadcast element of the counter (a,
+    b, c, d).
+    """
     words = philox(seed, stream, (a, b, c, d))
     high, low = words[0] >> np.uint64(5), words[1] >> np.uint64(6)
     bits = (high.astype(np.float64) * 67108864.0) + low.astype(np.float64)

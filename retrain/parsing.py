@@ -1,7 +1,9 @@
-"""TOML, JSON and paths: texts from outside become data whose depth and numbers every later step can hold, and values become TOML.
+"""TOML, JSON and paths: texts from outside become data whose depth and numbers every later step can
+hold, and values become TOML.
 
-The standard parsers raise RecursionError for deep nesting and a bare ValueError for an integer of more than 4,300 digits, and they let
-through nesting and integers on which a later step would fail. Here everything that is wrong with a text is one ParseError.
+The standard parsers raise RecursionError for deep nesting and a bare ValueError for an integer of
+more than 4,300 digits, and they let through nesting and integers on which a later step would fail.
+Here everything that is wrong with a text is one ParseError.
 """
 
 import json
@@ -21,7 +23,9 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class ParseError(ValueError):
-    """The reason why a text is not TOML or JSON: the end of a sentence that names the text, without its full stop."""
+    """The reason why a text is not TOML or JSON: the end of a sentence that names the text, without
+    its full stop.
+    """
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -35,7 +39,8 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a file that holds one JSON object. Anybody may have changed it, so the caller checks its fields.
+    """Read a file that holds one JSON object. Anybody may have changed it, so the caller checks its
+    fields.
 
     Raises RunFailed for a file that holds no JSON object; an OSError passes through.
     """
@@ -44,22 +49,36 @@ def read_object(path: Path) -> dict[str, Any]:
     except ParseError as error:
         raise RunFailed(f"{path} {error}: the file was changed or the disk is damaged.") from error
     if not isinstance(content, dict):
-        raise RunFailed(f"{path} holds {json_kind(content)} where an object is expected: the file was changed or another program wrote it.")
+        raise RunFailed(
+            f"{path} holds {json_kind(content)} where an object is expected: the file was changed"
+            " or another program wrote it."
+        )
     return content
 
 
 def is_path_text(value: Any) -> bool:
-    """Return True if a value from a file can name a file: a string without NUL, and without a name that no file system holds."""
-    return isinstance(value, str) and "\0" not in value and all(len(name.encode(errors="replace")) <= 255 for name in value.split("/"))
+    """Return True if a value from a file can name a file: a string without NUL, and without a name
+    that no file system holds.
+    """
+    return (
+        isinstance(value, str)
+        and "\0" not in value
+        and all(len(name.encode(errors="replace")) <= 255 for name in value.split("/"))
+    )
 
 
 def expanded(path: str, key: str) -> Path:
-    """Expand ~ and ~user in the path given by `key`. Raises ConfigurationError for a user that this machine does not have."""
+    """Expand ~ and ~user in the path given by `key`. Raises ConfigurationError for a user that this
+    machine does not have.
+    """
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
         user = path.partition("/")[0]
-        raise ConfigurationError(f"{key} = {path!r}: this machine has no user {user.removeprefix('~')!r}; write the whole path.") from error
+        raise ConfigurationError(
+            f"{key} = {path!r}: this machine has no user {user.removeprefix('~')!r}; write the"
+            " whole path."
+        ) from error
 
 
 def json_kind(value: Any) -> str:
@@ -67,7 +86,15 @@ def json_kind(value: Any) -> str:
     return _KINDS[type(value)]
 
 
-_KINDS = {type(None): "null", bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "an object"}
+_KINDS = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
 
 
 def _parse(loads: Callable[[Any], Any], text: str | bytes, language: str) -> Any:
@@ -79,14 +106,18 @@ def _parse(loads: Callable[[Any], Any], text: str | bytes, language: str) -> Any
         reason = str(error)
         raise ParseError(f"is not valid {language}: {reason[:1].lower()}{reason[1:]}") from error
     except ValueError:  # Python converts no longer digits to an integer
-        raise ParseError("holds an integer of more than 4,300 digits; integers have at most 64 bits") from None
+        raise ParseError(
+            "holds an integer of more than 4,300 digits; integers have at most 64 bits"
+        ) from None
     if problem := unholdable(value):
         raise ParseError(problem)
     return value
 
 
 def unholdable(value: Any, depth: int = 0) -> str:
-    """Say what is too deep or too large for later steps in a parsed value, as the end of a sentence; "" if nothing is."""
+    """Say what is too deep or too large for later steps in a parsed value, as the end of a
+    sentence; "" if nothing is.
+    """
     if isinstance(value, int) and not -MAX_INTEGER <= value <= MAX_INTEGER:
         return "holds an integer of more than 64 bits"
     if not isinstance(value, dict | list):
@@ -100,7 +131,9 @@ def unholdable(value: Any, depth: int = 0) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Write a value on one line of TOML; a value that TOML has no form for is written as Python writes it."""
+    """Write a value on one line of TOML; a value that TOML has no form for is written as Python
+    writes it.
+    """
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -111,7 +144,9 @@ def toml_value(value: Any) -> str:
         return (
             "{"
             + ", ".join(
-                f"{name if _BARE_KEY.fullmatch(str(name)) else _string(str(name))} = {toml_value(item)}" for name, item in value.items()
+                f"{name if _BARE_KEY.fullmatch(str(name)) else _string(str(name))} ="
+                f" {toml_value(item)}"
+                for name, item in value.items()
             )
             + "}"
         )

@@ -1,7 +1,8 @@
 """Plugins: one way for every kind to be found, loaded and checked.
 
-A name is built in, an installed entry point (group `retrain.plugins`), or a dotted path "module.function". For a dotted path the
-prefixes of `[plugins] search_paths` are tried first; the current folder and the folder of the TOML file are importable.
+A name is built in, an installed entry point (group `retrain.plugins`), or a dotted path
+"module.function". For a dotted path the prefixes of `[plugins] search_paths` are tried first; the
+current folder and the folder of the TOML file are importable.
 """
 
 import hashlib
@@ -54,18 +55,44 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {
-    "advantage": Kind("[algorithm] advantage_mode", ("rewards",), ("params",), True, "[algorithm.advantage_params]"),
-    "transform": Kind("[algorithm] transform_mode", (), ("params",), True, "[algorithm.transform_params]"),
-    "uncertainty": Kind("[algorithm] uncertainty_kind", ("logprobs",), ("params",), True, "[algorithm.uncertainty_params]"),
-    "algorithm": Kind("[algorithm] algorithm_mode", ("ctx",), ("params",), True, "[algorithm.params]"),
-    "reward": Kind("[reward] type", ("response", "reference"), ("prompt", "example", "params"), False, "[reward] params"),
+    "advantage": Kind(
+        "[algorithm] advantage_mode",
+        ("rewards",),
+        ("params",),
+        True,
+        "[algorithm.advantage_params]",
+    ),
+    "transform": Kind(
+        "[algorithm] transform_mode", (), ("params",), True, "[algorithm.transform_params]"
+    ),
+    "uncertainty": Kind(
+        "[algorithm] uncertainty_kind",
+        ("logprobs",),
+        ("params",),
+        True,
+        "[algorithm.uncertainty_params]",
+    ),
+    "algorithm": Kind(
+        "[algorithm] algorithm_mode", ("ctx",), ("params",), True, "[algorithm.params]"
+    ),
+    "reward": Kind(
+        "[reward] type",
+        ("response", "reference"),
+        ("prompt", "example", "params"),
+        False,
+        "[reward] params",
+    ),
     "data": Kind("[data] source", (), (), False, "[data] params"),
     "engine": Kind("[inference] engine", (), base="retrain.inference_engine.base.InferenceEngine"),
     "backend": Kind("[backend] backend", (), base="retrain.backends.base.Backend"),
     "environment": Kind("[environment] provider", (), base="retrain.environments.base.Environment"),
     "loss": Kind("[loss] mode", ("tokens",), ("params",), False, "[loss] params"),
-    "correction": Kind("[loss] correction", ("tokens",), ("params",), False, "[loss] correction_params"),
-    "aggregation": Kind("[loss] aggregation", ("counts", "group"), ("params",), False, "[loss] aggregation_params"),
+    "correction": Kind(
+        "[loss] correction", ("tokens",), ("params",), False, "[loss] correction_params"
+    ),
+    "aggregation": Kind(
+        "[loss] aggregation", ("counts", "group"), ("params",), False, "[loss] aggregation_params"
+    ),
 }
 _CONTEXT_NAMES = ("ctx", "context")
 
@@ -79,18 +106,35 @@ class Call:
     """The optional inputs of its kind that its signature has."""
 
 
-def load_plugin(kind: str, name: str, config: "TrainConfig", builtins: Mapping[str, Any] | None = None) -> Any:
+def load_plugin(
+    kind: str, name: str, config: "TrainConfig", builtins: Mapping[str, Any] | None = None
+) -> Any:
     """Return the callable, class or built-in object that `name` means for this kind.
 
-    `builtins` holds the kind's own names. Raises ConfigurationError, one sentence naming what was tried, for a name that is not found
-    or found twice, code that cannot be loaded, a signature that is not of the kind, or params that it cannot take.
+    `builtins` holds the kind's own names. Raises ConfigurationError, one sentence naming what was
+    tried, for a name that is not found or found twice, code that cannot be loaded, a signature that
+    is not of the kind, or params that it cannot take.
     """
-    found: list[tuple[str, Any]] = [("built in", builtins[name])] if builtins and name in builtins else []
+    found: list[tuple[str, Any]] = (
+        [("built in", builtins[name])] if builtins and name in builtins else []
+    )
     points = [point for point in entry_points(group=PLUGIN_GROUP) if point.name == name]
-    found.extend((f"entry point {point.value} of {point.dist.name if point.dist else 'an installed package'}", point) for point in points)
+    found.extend(
+        (
+            (
+                f"entry point {point.value} of"
+                f" {point.dist.name if point.dist else 'an installed package'}"
+            ),
+            point,
+        )
+        for point in points
+    )
     where = _where(kind, name, config)
     if len(found) > 1:
-        raise ConfigurationError(f"{where} is found twice ({' and '.join(place for place, _ in found)}); rename or uninstall one.")
+        raise ConfigurationError(
+            f"{where} is found twice ({' and '.join(place for place, _ in found)}); rename or"
+            " uninstall one."
+        )
     if found and not isinstance(found[0][1], EntryPoint):
         return found[0][1]
     if found:
@@ -98,12 +142,17 @@ def load_plugin(kind: str, name: str, config: "TrainConfig", builtins: Mapping[s
             plugin = found[0][1].load()
     elif "." in name:
         if config._provenance.foreign:
-            raise ConfigurationError(f"{where} is code that a run's folder names, and looking at a run does not execute it.")
+            raise ConfigurationError(
+                f"{where} is code that a run's folder names, and looking at a run does not"
+                " execute it."
+            )
         plugin = _load_dotted(name, where, config)
     else:
         names = [*(builtins or ()), *(point.name for point in entry_points(group=PLUGIN_GROUP))]
         hint = f'; did you mean "{close}"?' if (close := nearest(name, names)) else "."
-        allowed = f"it can be {', '.join(sorted(names))}, or a dotted path such as my_module.my_function"
+        allowed = (
+            f"it can be {', '.join(sorted(names))}, or a dotted path such as my_module.my_function"
+        )
         raise ConfigurationError(f"{where} is not known; {allowed}{hint}")
     _check(kind, plugin, where, config)
     return plugin
@@ -115,18 +164,30 @@ def _dotted_names(config: "TrainConfig") -> list[tuple[str, str]]:
 
     reward = config.reward
     values = [(key.path, config.value(key.path)) for key in all_keys() if key.takes_plugin]
-    given = [(path, name) for path, value in values for name in (value if isinstance(value, list) else [value])]
-    given += [("reward.custom_module", f"{reward.custom_module}.{reward.custom_function}")] * ("custom" in reward.types)
+    given = [
+        (path, name)
+        for path, value in values
+        for name in (value if isinstance(value, list) else [value])
+    ]
+    given += [("reward.custom_module", f"{reward.custom_module}.{reward.custom_function}")] * (
+        "custom" in reward.types
+    )
     return [(path, name) for path, name in given if is_dotted(name) and not is_data_location(name)]
 
 
 def plugin_hashes(config: "TrainConfig") -> dict[str, str]:
-    """Dotted name -> sha256 (hex) of the file with the plugin, for every one that the configuration names by its path.
+    """Dotted name -> sha256 (hex) of the file with the plugin, for every one that the configuration
+    names by its path.
 
-    No code is run: a reward is loaded in its workers alone. A name whose file is not found has no entry.
+    No code is run: a reward is loaded in its workers alone. A name whose file is not found has no
+    entry.
     """
     files = {name: _file_of(name, config) for _, name in _dotted_names(config)}
-    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items() if file is not None}
+    return {
+        name: hashlib.sha256(file.read_bytes()).hexdigest()
+        for name, file in files.items()
+        if file is not None
+    }
 
 
 def _file_of(name: str, config: "TrainConfig") -> Path | None:
@@ -136,7 +197,11 @@ def _file_of(name: str, config: "TrainConfig") -> Path | None:
         spec = None
         parts = (f"{prefix}.{module}" if prefix else module).split(".")
         for depth in range(len(parts)):
-            spec = PathFinder.find_spec(".".join(parts[: depth + 1]), where) if where is not None else None
+            spec = (
+                PathFinder.find_spec(".".join(parts[: depth + 1]), where)
+                if where is not None
+                else None
+            )
             where = spec.submodule_search_locations if spec is not None else None
         if spec is not None and spec.origin is not None and Path(spec.origin).is_file():
             return Path(spec.origin)
@@ -144,48 +209,70 @@ def _file_of(name: str, config: "TrainConfig") -> Path | None:
 
 
 def _plugin_folders(config: "TrainConfig") -> list[Path]:
-    """The folders where plugins are looked for before sys.path: the current one, and that of the configuration's file."""
+    """The folders where plugins are looked for before sys.path: the current one, and that of the
+    configuration's file.
+    """
     beside = [config.source_path.resolve().parent] if config.source_path is not None else []
     return list(dict.fromkeys([Path.cwd(), *beside]))
 
 
 def named_code(config: "TrainConfig") -> list[str]:
-    """List every place of a configuration that names Python code outside of retrain and installed plugins, as `[section] key = value`."""
+    """List every place of a configuration that names Python code outside of retrain and installed
+    plugins, as `[section] key = value`.
+    """
     model, environment = config.model, config.environment
     named = _dotted_names(config)
-    if environment.provider == "verifiers":  # whose id is a module's name, or with auto_install what is fetched from a hub
+    if (
+        environment.provider == "verifiers"
+    ):  # whose id is a module's name, or with auto_install what is fetched from a hub
         named.append(("environment.id", environment.id))
     sentences = ["[{}] {} = {}".format(*path.split("."), toml_value(name)) for path, name in named]
-    return [f"[model] trust_remote_code = true (of {model.model})"] * model.trust_remote_code + sentences
+    return [
+        f"[model] trust_remote_code = true (of {model.model})"
+    ] * model.trust_remote_code + sentences
 
 
 def inspect_call(kind: str, function: Callable[..., Any]) -> Call:
-    """Determine the call of a plugin function of this kind. Raises ValueError saying which signatures are allowed."""
+    """Determine the call of a plugin function of this kind. Raises ValueError saying which
+    signatures are allowed.
+    """
     expected = KINDS[kind]
     parameters = _parameters(function)
     if parameters is None:  # a function written in C tells nothing
         return Call(takes_context=False, keywords=frozenset())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    keywords = frozenset(key for key in expected.keywords if anything or any(p.name == key for p in parameters))
+    keywords = frozenset(
+        key for key in expected.keywords if anything or any(p.name == key for p in parameters)
+    )
     inputs = [p for p in positional if p.name not in expected.keywords]
     takes_context = False
     if expected.context and inputs:
         annotation = inputs[0].annotation
-        type_name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+        type_name = (
+            annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+        )
         takes_context = inputs[0].name in _CONTEXT_NAMES or type_name.endswith("Context")
     wanted = 1 if takes_context else len(expected.inputs)
     required = [p for p in inputs if p.default is p.empty]
     star = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    demanded = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in expected.keywords]
+    demanded = [
+        p.name
+        for p in parameters
+        if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in expected.keywords
+    ]
     if demanded or len(required) > wanted or (len(inputs) < wanted and not star):
         names = ", ".join(p.name for p in parameters)
-        raise ValueError(f"its signature is ({names}), and a plugin of this kind must be {expected.forms}")
+        raise ValueError(
+            f"its signature is ({names}), and a plugin of this kind must be {expected.forms}"
+        )
     return Call(takes_context, keywords)
 
 
 def params_of(kind: str, config: "TrainConfig") -> dict[str, Any]:
-    """Return the table of parameters of a kind. `uncertainty_kind` in a transform's table is read by retrain, so it is left out."""
+    """Return the table of parameters of a kind. `uncertainty_kind` in a transform's table is read
+    by retrain, so it is left out.
+    """
     tables: dict[str, Mapping[str, Any]] = {
         "advantage": config.algorithm.advantage_params,
         "transform": config.algorithm.transform_params,
@@ -203,34 +290,45 @@ def params_of(kind: str, config: "TrainConfig") -> dict[str, Any]:
     return table
 
 
-def refuse_unknown_params(kind: str, name: str, known: frozenset[str], config: "TrainConfig") -> None:
-    """Raise ConfigurationError for a params table with a name that the built-in `name` does not know."""
+def refuse_unknown_params(
+    kind: str, name: str, known: frozenset[str], config: "TrainConfig"
+) -> None:
+    """Raise ConfigurationError for a params table with a name that the built-in `name` does not
+    know.
+    """
     unknown = [param for param in params_of(kind, config) if param not in known]
     if unknown:
         allowed = f"it knows {', '.join(sorted(known))}" if known else "it has no parameters"
         raise ConfigurationError(
-            f'{_file(config.source_path)}{KINDS[kind].params_key} {unknown[0]} is not a parameter of the built-in "{name}"; {allowed}.'
+            f"{_file(config.source_path)}{KINDS[kind].params_key} {unknown[0]} is not a parameter"
+            f' of the built-in "{name}"; {allowed}.'
         )
 
 
 def report_probe(kind: str, name: str, problem: str, config: "TrainConfig") -> str:
-    """Report that a plugin gave something of the wrong shape on a small example: raise ConfigurationError, or return a warning if
-    `[plugins] strict = false`.
+    """Report that a plugin gave something of the wrong shape on a small example: raise
+    ConfigurationError, or return a warning if `[plugins] strict = false`.
     """
     sentence = f"{_where(kind, name, config)} {problem}"
     if config.plugins.strict:
-        raise ConfigurationError(f"{sentence}; fix it, or set [plugins] strict = false to be warned only.")
+        raise ConfigurationError(
+            f"{sentence}; fix it, or set [plugins] strict = false to be warned only."
+        )
     return f"{sentence}; the run continues because [plugins] strict = false."
 
 
 @contextmanager
 def user_code(what: str, failure: type[RetrainError]) -> Iterator[None]:
-    """Run a plugin's code: whatever it raises becomes `failure`, one sentence that begins with `what`; the cause stays attached."""
+    """Run a plugin's code: whatever it raises becomes `failure`, one sentence that begins with
+    `what`; the cause stays attached.
+    """
     try:
         yield
     except (RetrainError, KeyboardInterrupt, GeneratorExit):
         raise
-    except BaseException as error:  # the one place where anything may come, SystemExit too: the code is not ours
+    except (
+        BaseException
+    ) as error:  # the one place where anything may come, SystemExit too: the code is not ours
         if type(error).__module__.startswith("retrain."):  # an alarm of our own
             raise
         raise failure(f"{what} failed with {describe(error)}.") from error
@@ -242,7 +340,7 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {message[0].rstrip('.')}" if message else type(error).__name__
 
 
-# -- dotted paths ----------------------------------------------------------------------------------------------------
+# -- dotted paths ----------------------------------------------------------------------------------
 
 
 def _load_dotted(name: str, where: str, config: "TrainConfig") -> Any:
@@ -252,13 +350,21 @@ def _load_dotted(name: str, where: str, config: "TrainConfig") -> Any:
     for prefix in [*config.plugins.search_paths, ""]:
         candidate = f"{prefix}.{module_path}" if prefix else module_path
         if not all(part.isidentifier() for part in candidate.split(".")):
-            tried.append(f"{candidate} (not a module's name; search_paths holds prefixes such as plugins)")
+            tried.append(
+                f"{candidate} (not a module's name; search_paths holds prefixes such as plugins)"
+            )
             continue
         relative = Path(*candidate.split("."))
-        files = [folder / tail for folder in folders for tail in (relative.with_suffix(".py"), relative / "__init__.py")]
+        files = [
+            folder / tail
+            for folder in folders
+            for tail in (relative.with_suffix(".py"), relative / "__init__.py")
+        ]
         existing = [file for file in files if file.is_file()]
         if len(existing) > 1:
-            raise ConfigurationError(f"{where} is found twice, in {existing[0]} and {existing[1]}; rename one.")
+            raise ConfigurationError(
+                f"{where} is found twice, in {existing[0]} and {existing[1]}; rename one."
+            )
         with _importable(folders), user_code(f"{where}: importing {candidate}", ConfigurationError):
             try:
                 module = importlib.import_module(candidate)
@@ -272,14 +378,19 @@ def _load_dotted(name: str, where: str, config: "TrainConfig") -> Any:
         public = [item for item in vars(module) if not item.startswith("_")]
         close = nearest(attribute, public)
         tried.append(f"{candidate} (has no {attribute}" + (f", but {close})" if close else ")"))
-    raise ConfigurationError(f"{where} cannot be loaded: tried {', '.join(tried)} in {', '.join(map(str, folders))} and sys.path.")
+    raise ConfigurationError(
+        f"{where} cannot be loaded: tried {', '.join(tried)} in {', '.join(map(str, folders))} and"
+        " sys.path."
+    )
 
 
 @contextmanager
 def _importable(folders: Sequence[Path]) -> Iterator[None]:
-    """Put the folders first on sys.path while a plugin is imported; afterwards they stay at its end, for what the plugin imports later.
+    """Put the folders first on sys.path while a plugin is imported; afterwards they stay at its
+    end, for what the plugin imports later.
 
-    They do not stay first: a `datasets` package in the user's folder must not replace the library that retrain imports lazily.
+    They do not stay first: a `datasets` package in the user's folder must not replace the library
+    that retrain imports lazily.
     """
     importlib.invalidate_caches()  # the file may be newer than the last look at its folder
     names = [str(folder) for folder in folders]
@@ -292,7 +403,7 @@ def _importable(folders: Sequence[Path]) -> Iterator[None]:
         sys.path.extend(name for name in names if name not in sys.path)
 
 
-# -- checks ----------------------------------------------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def _check(kind: str, plugin: Any, where: str, config: "TrainConfig") -> None:
@@ -300,21 +411,40 @@ def _check(kind: str, plugin: Any, where: str, config: "TrainConfig") -> None:
         module, _, name = KINDS[kind].base.rpartition(".")
         base: type = getattr(importlib.import_module(module), name)
         if not (inspect.isclass(plugin) and issubclass(plugin, base)):
-            raise ConfigurationError(f"{where} is {_a(plugin)}, and must be a subclass of {base.__module__}.{base.__qualname__}.")
+            raise ConfigurationError(
+                f"{where} is {_a(plugin)}, and must be a subclass of"
+                f" {base.__module__}.{base.__qualname__}."
+            )
         if inspect.isabstract(plugin):
-            missing = ", ".join(sorted(name for name, item in inspect.getmembers(plugin) if getattr(item, "__isabstractmethod__", False)))
-            raise ConfigurationError(f"{where} does not define {missing} of {base.__module__}.{base.__qualname__}.")
+            missing = ", ".join(
+                sorted(
+                    name
+                    for name, item in inspect.getmembers(plugin)
+                    if getattr(item, "__isabstractmethod__", False)
+                )
+            )
+            raise ConfigurationError(
+                f"{where} does not define {missing} of {base.__module__}.{base.__qualname__}."
+            )
         return
     if not callable(plugin):
-        raise ConfigurationError(f"{where} is {_a(plugin)}, and must be a function: {KINDS[kind].forms}.")
+        raise ConfigurationError(
+            f"{where} is {_a(plugin)}, and must be a function: {KINDS[kind].forms}."
+        )
     params = params_of(kind, config)
     if kind == "data":
-        split = {"split": "train"} if any(parameter.name == "split" for parameter in _parameters(plugin) or ()) else {}
+        split = (
+            {"split": "train"}
+            if any(parameter.name == "split" for parameter in _parameters(plugin) or ())
+            else {}
+        )
         try:  # `split` is given by the data part
             if _parameters(plugin) is not None:  # a function written in C tells nothing
                 inspect.signature(plugin).bind(**{**params, **split})
         except TypeError as error:
-            raise ConfigurationError(f"{where} cannot be called with [data] params {sorted(params)}: {error}.") from error
+            raise ConfigurationError(
+                f"{where} cannot be called with [data] params {sorted(params)}: {error}."
+            ) from error
         return
     try:
         call = inspect_call(kind, plugin)
@@ -322,8 +452,8 @@ def _check(kind: str, plugin: Any, where: str, config: "TrainConfig") -> None:
         raise ConfigurationError(f"{where}: {error}.") from error
     if params and not call.takes_context and "params" not in call.keywords:
         raise ConfigurationError(
-            f"{where} takes no params, but {KINDS[kind].params_key} gives {', '.join(params)}; give the function a `params` argument or "
-            "empty the table."
+            f"{where} takes no params, but {KINDS[kind].params_key} gives {', '.join(params)}; give"
+            " the function a `params` argument or empty the table."
         )
 
 
@@ -334,7 +464,7 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
         return None
 
 
-# -- words -----------------------------------------------------------------------------------------------------------
+# -- words -----------------------------------------------------------------------------------------
 
 
 def _file(source: Path | None) -> str:
@@ -346,4 +476,8 @@ def _where(kind: str, name: str, config: "TrainConfig") -> str:
 
 
 def _a(thing: object) -> str:
-    return f"the class {thing.__name__}" if isinstance(thing, type) else f"of type {type(thing).__name__}"
+    return (
+        f"the class {thing.__name__}"
+        if isinstance(thing, type)
+        else f"of type {type(thing).__name__}"
+    )

@@ -1,4 +1,5 @@
-"""The process and its children, as the operating system sees them: threads that wait, death with the parent, resident memory.
+"""The process and its children, as the operating system sees them: threads that wait, death with
+the parent, resident memory.
 
 Imported by every process at its start, so nothing heavy is imported here.
 """
@@ -16,17 +17,23 @@ _ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
 
 def prepare_torch() -> None:
-    """Set the variables that torch reads when it is imported, unless the user has set them; call this before importing torch."""
+    """Set the variables that torch reads when it is imported, unless the user has set them; call
+    this before importing torch.
+    """
     if "OMP_WAIT_POLICY" not in os.environ:
-        # Idle OpenMP threads spin for a moment only, so that processes which share the cores do not starve each other.
+        # Idle OpenMP threads spin for a moment only, so that processes which share the cores do not
+        # starve each other.
         os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
     if not _ALLOCATOR & os.environ.keys():
-        # Segments of a fixed size that the KV cache leaves behind are no use to activations: out of memory would depend on what ran before.
+        # Segments of a fixed size that the KV cache leaves behind are no use to activations: out of
+        # memory would depend on what ran before.
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def die_with_parent(parent: int) -> None:
-    """In a child: have the kernel kill this process when `parent`, which forked it, dies (Linux)."""
+    """In a child: have the kernel kill this process when `parent`, which forked it, dies
+    (Linux).
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call

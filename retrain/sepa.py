@@ -1,4 +1,6 @@
-"""The promised import `retrain.sepa.SEPAController`; the controller lives in `retrain.advantages.sepa`."""
+"""The promised import `retrain.sepa.SEPAController`; the controller lives in
+`retrain.advantages.sepa`.
+"""
 
 from retrain.advantages.sepa import SEPAController
 

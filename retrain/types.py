@@ -1,7 +1,7 @@
 """The nouns of one training step, from an example to a gradient.
 
-Shape letters: P prompt tokens, T action tokens (sampled, the sampled EOS included), G completions of a group.
-Token ids are the record and text is a view: nothing here is ever re-encoded.
+Shape letters: P prompt tokens, T action tokens (sampled, the sampled EOS included), G completions
+of a group. Token ids are the record and text is a view: nothing here is ever re-encoded.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,9 @@ Float32Array = npt.NDArray[np.float32]
 
 
 class ChatMessage(TypedDict):
-    """A message of a chat. A tool's message may have further keys that the model's template knows."""
+    """A message of a chat. A tool's message may have further keys that the model's template
+    knows.
+    """
 
     role: str
     content: str
@@ -35,7 +37,8 @@ class Example:
     info: dict[str, Any] | None = None
     """Everything else in the source, such as the subject: columns that retrain does not read."""
     example_id: str = ""
-    """A name that is stable over runs; if a source leaves it empty, it becomes "<source>-<index>"."""
+    """A name that is stable over runs; if a source leaves it empty, it becomes
+    "<source>-<index>"."""
 
 
 @dataclass(frozen=True)
@@ -71,17 +74,21 @@ class Completion:
     token_ids: Int32Array
     """[T] sampled tokens, the sampled EOS included; nothing comes after it."""
     logprobs: Float32Array
-    """[T] natural log-probabilities of the sampled distribution: softmax(logits / temperature), renormalised where it is truncated."""
+    """[T] natural log-probabilities of the sampled distribution: softmax(logits / temperature),
+    renormalised where it is truncated."""
     entropies: Float32Array | None
-    """[T] Shannon entropy in nats of the distribution each token was drawn from; None where the engine has only log-probs."""
+    """[T] Shannon entropy in nats of the distribution each token was drawn from; None where the
+    engine has only log-probs."""
     finish_reason: FinishReason
     kept: Int32Array | None = None
-    """[T] the number of most probable tokens that each token was drawn from; None if that was the whole vocabulary."""
+    """[T] the number of most probable tokens that each token was drawn from; None if that was the
+    whole vocabulary."""
     kept_ids: tuple[Int32Array, ...] | None = None
     """[T] the ids of those tokens, if the engine returns them for a trainer elsewhere."""
     text: str | None = None
-    """In an evaluation, the text from a server that returns no token ids: `token_ids` are this text encoded again, for counting, and
-    `logprobs` are NaN. None otherwise, since an engine knows token ids only."""
+    """In an evaluation, the text from a server that returns no token ids: `token_ids` are this text
+    encoded again, for counting, and `logprobs` are NaN. None otherwise, since an engine knows token
+    ids only."""
 
 
 _NO_TOKENS = np.zeros(0, np.int32)
@@ -93,14 +100,18 @@ class Turn:
 
     completion: Completion
     context: Int32Array = field(default_factory=lambda: _NO_TOKENS)
-    """[C] the environment's tokens before the reply, which continue the tokens so far; empty in a first turn, which follows the prompt."""
+    """[C] the environment's tokens before the reply, which continue the tokens so far; empty in a
+    first turn, which follows the prompt."""
     restarts: bool = False
-    """True if the history was rewritten: `context` is the whole prompt of this turn, and the model saw nothing from before."""
+    """True if the history was rewritten: `context` is the whole prompt of this turn, and the model
+    saw nothing from before."""
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One episode after its prompt, of one turn or several. T counts the action tokens of all turns."""
+    """One episode after its prompt, of one turn or several. T counts the action tokens of all
+    turns.
+    """
 
     turns: tuple[Turn, ...]
     """The turns in order, at least one."""
@@ -158,12 +169,22 @@ class Trajectory:
     @cached_property
     def kept_ids(self) -> tuple[Int32Array, ...] | None:
         """[T] the ids of those tokens; None if an engine did not return them."""
-        known = [completion.kept_ids for completion in self.completions if completion.kept_ids is not None]
+        known = [
+            completion.kept_ids
+            for completion in self.completions
+            if completion.kept_ids is not None
+        ]
         return tuple(chain.from_iterable(known)) if len(known) == len(self.turns) else None
 
     def parts(self) -> list[tuple[Turn, ...]]:
-        """Group the turns by what continues: one part, and another one for every later turn that restarts."""
-        starts = [0, *(number for number, turn in enumerate(self.turns) if number and turn.restarts), len(self.turns)]
+        """Group the turns by what continues: one part, and another one for every later turn that
+        restarts.
+        """
+        starts = [
+            0,
+            *(number for number, turn in enumerate(self.turns) if number and turn.restarts),
+            len(self.turns),
+        ]
         return [self.turns[start:stop] for start, stop in pairwise(starts)]
 
 
@@ -187,7 +208,9 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class JudgeUsage:
-    """The requests, tokens and cost that the judge's language model took for one verdict, or for all of a step."""
+    """The requests, tokens and cost that the judge's language model took for one verdict, or for
+    all of a step.
+    """
 
     requests: int = 0
     """HTTP requests sent, retries included."""
@@ -196,7 +219,8 @@ class JudgeUsage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cost: float | None = None
-    """The price by `[reward] judge_prices`, or as the server reports it; None if neither is known."""
+    """The price by `[reward] judge_prices`, or as the server reports it; None if neither is
+    known."""
 
     def __add__(self, other: "JudgeUsage") -> "JudgeUsage":
         costs = [usage.cost for usage in (self, other) if usage.cost is not None]
@@ -226,7 +250,9 @@ class Score:
 
     @classmethod
     def of(cls, reward: float, correct_threshold: float) -> "Score":
-        """Make the verdict on a completion that could be judged: it is right above the threshold."""
+        """Make the verdict on a completion that could be judged: it is right above the
+        threshold.
+        """
         return cls(Outcome.RIGHT if reward > correct_threshold else Outcome.WRONG, reward)
 
 
@@ -236,7 +262,8 @@ class Scored:
 
     trajectory: Trajectory
     text: str
-    """The text after the prompt; with several turns it shows special tokens, so that one sees who speaks."""
+    """The text after the prompt; with several turns it shows special tokens, so that one sees who
+    speaks."""
     score: Score
 
 
@@ -252,7 +279,14 @@ class Group:
 
     def judged(self) -> "Group":
         """Return the group without the trajectories that could not be judged."""
-        return replace(self, members=[member for member in self.members if member.score.outcome is not Outcome.COULD_NOT_JUDGE])
+        return replace(
+            self,
+            members=[
+                member
+                for member in self.members
+                if member.score.outcome is not Outcome.COULD_NOT_JUDGE
+            ],
+        )
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -282,9 +316,11 @@ class Row:
     """One sequence as the learner sees it. T counts the tokens inside `spans`."""
 
     token_ids: Int32Array
-    """[P + T] prompt and actions, and with several turns the environment's tokens between the actions."""
+    """[P + T] prompt and actions, and with several turns the environment's tokens between the
+    actions."""
     spans: tuple[tuple[int, int], ...]
-    """Half-open ranges of action positions in `token_ids`, in order and disjoint; the first starts at 1 or later."""
+    """Half-open ranges of action positions in `token_ids`, in order and disjoint; the first starts
+    at 1 or later."""
     logprobs: Float32Array
     """[T] log-probs as the sampler recorded them, at the sampling temperature."""
     advantages: Float32Array
@@ -296,11 +332,14 @@ class Row:
     part: int = 0
     """Number of its part of the trajectory: 0 unless a history was rewritten."""
     trained: bool = True
-    """True if the loss has a term for the row. It is False for a row that only counts in the divisor of aggregation = "constant"."""
+    """True if the loss has a term for the row. It is False for a row that only counts in the
+    divisor of aggregation = "constant"."""
     counted: int | None = None
-    """Number of tokens that count in a mean of the policy term; None means all T, and 0 a row with KL and entropy terms only."""
+    """Number of tokens that count in a mean of the policy term; None means all T, and 0 a row with
+    KL and entropy terms only."""
     kept: Int32Array | None = None
-    """[T] the number of most probable tokens that each action was drawn from; None if that was the whole vocabulary."""
+    """[T] the number of most probable tokens that each action was drawn from; None if that was the
+    whole vocabulary."""
     kept_ids: tuple[Int32Array, ...] | None = None
     """[T] the ids of those tokens, if the engine returns them."""
 
@@ -314,9 +353,11 @@ class Row:
         counts: npt.NDArray[np.bool_] | None = None,
         trained: bool = True,
     ) -> "list[Row]":
-        """Make a row for each part of the trajectory: the sampled tokens are actions, the sampled EOS included.
+        """Make a row for each part of the trajectory: the sampled tokens are actions, the sampled
+        EOS included.
 
-        `advantages` [T]; `counts` [T] the tokens that count in a mean of the policy term, None for all.
+        `advantages` [T]; `counts` [T] the tokens that count in a mean of the policy term, None for
+        all.
         """
         rows, done = [], 0
         for number, turns in enumerate(trajectory.parts()):
@@ -357,8 +398,12 @@ class Row:
             yield from range(start, stop)
 
 
-def _sequence(prompt: Prompt, turns: Sequence[Turn]) -> tuple[Int32Array, tuple[tuple[int, int], ...]]:
-    """Return the token ids of turns that continue each other, prompt included, and the spans of their actions."""
+def _sequence(
+    prompt: Prompt, turns: Sequence[Turn]
+) -> tuple[Int32Array, tuple[tuple[int, int], ...]]:
+    """Return the token ids of turns that continue each other, prompt included, and the spans of
+    their actions.
+    """
     pieces: list[Int32Array] = [] if turns[0].restarts else [prompt.token_ids]
     spans: list[tuple[int, int]] = []
     for turn in turns:
@@ -371,11 +416,13 @@ def _sequence(prompt: Prompt, turns: Sequence[Turn]) -> tuple[Int32Array, tuple[
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one call to `Backend.train`. Ratio statistics count each action token of the trained rows once.
+    """The result of one call to `Backend.train`. Ratio statistics count each action token of the
+    trained rows once.
 
-    Ratio statistics count each action token of the trained rows once. Where old log-probs are recomputed, they are taken before the first
-    optimizer step; elsewhere in the first pass, whose later minibatches already contain the updates of the earlier ones. `log_ratio_*`
-    count the rows of the first minibatch alone, which no update of the step has moved.
+    Ratio statistics count each action token of the trained rows once. Where old log-probs are
+    recomputed, they are taken before the first optimizer step; elsewhere in the first pass, whose
+    later minibatches already contain the updates of the earlier ones. `log_ratio_*` count the rows
+    of the first minibatch alone, which no update of the step has moved.
     """
 
     loss: float | None
@@ -396,7 +443,8 @@ class StepResult:
     nonfinite_tensor: str = ""
     """Name of the first tensor that was not finite."""
     log_ratio_mean: float | None = None
-    """Mean of |learner - sampler log-prob|, in nats; the next fields are its quantiles and the number of tokens."""
+    """Mean of |learner - sampler log-prob|, in nats; the next fields are its quantiles and the
+    number of tokens."""
     log_ratio_p50: float | None = None
     log_ratio_p90: float | None = None
     log_ratio_p99: float | None = None
@@ -405,15 +453,18 @@ class StepResult:
     """True where an asynchronous backend reports a number that is not this step's loss."""
     ratio_min: float | None = None
     clip_fraction: float | None = None
-    """Tokens (gspo: sequences) whose policy gradient the clip removed, or whose weight it bounded (cispo), as a fraction of those with an
-    advantage, over all updates of the step."""
+    """Tokens (gspo: sequences) whose policy gradient the clip removed, or whose weight it bounded
+    (cispo), as a fraction of those with an advantage, over all updates of the step."""
     loss_metrics: dict[str, float] | None = None
-    """Mean of each quantity that a loss of one's own reports, over the tokens (or sequences) of all updates of the step."""
+    """Mean of each quantity that a loss of one's own reports, over the tokens (or sequences) of all
+    updates of the step."""
 
 
 @dataclass(frozen=True)
 class MachineChoices:
-    """Settings chosen from the machine before the first step. A resumed run uses the stored choices, so that it stays byte-exact."""
+    """Settings chosen from the machine before the first step. A resumed run uses the stored
+    choices, so that it stays byte-exact.
+    """
 
     threads: int
     """Intra-op threads of torch."""
@@ -425,9 +476,11 @@ class MachineChoices:
     """Most tokens in one forward and backward pass of the learner."""
     gradient_checkpointing: bool
     offload_activations: bool = False
-    """With gradient checkpointing, the layers' inputs wait in the host's memory for the backward pass."""
+    """With gradient checkpointing, the layers' inputs wait in the host's memory for the backward
+    pass."""
     merge_adapter: bool = False
-    """True if sampler and learner compute with a scratch copy of the weights that contains the adapter."""
+    """True if sampler and learner compute with a scratch copy of the weights that contains the
+    adapter."""
     workers: int = field(default=1, compare=False)
-    """Number of processes that share the pieces of a step, with `threads` each. Results do not depend on it, so a resumed run may choose
-    another."""
+    """Number of processes that share the pieces of a step, with `threads` each. Results do not
+    depend on it, so a resumed run may choose another."""

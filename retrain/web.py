@@ -1,6 +1,8 @@
-"""One exchange with a server over HTTP, bounded in time and in size, and what the server says in it.
+"""One exchange with a server over HTTP, bounded in time and in size, and what the server says in
+it.
 
-Whoever asks decides what is tried again: `inference_engine/http.py` for servers that sample, `rewards/chat.py` for judges.
+Whoever asks decides what is tried again: `inference_engine/http.py` for servers that sample,
+`rewards/chat.py` for judges.
 """
 
 import asyncio
@@ -22,7 +24,9 @@ _SHOWN = 300
 _SHOWN_UNREAD = 80
 """Characters of an answer in an unknown form, such as a page of HTML."""
 
-logging.getLogger("stamina").addHandler(logging.NullHandler())  # else every retry prints a line; a failure says how many there were
+logging.getLogger("stamina").addHandler(
+    logging.NullHandler()
+)  # else every retry prints a line; a failure says how many there were
 
 
 class TooLong(Exception):
@@ -46,31 +50,48 @@ class Answer:
             return self.body.decode(errors="replace")
 
     def said(self, *secrets: str) -> str:
-        """Return what the server itself says about an error, in the few forms that servers have for it, as one line without `secrets`."""
+        """Return what the server itself says about an error, in the few forms that servers have for
+        it, as one line without `secrets`.
+        """
         content = self.content
         for name in ("error", "message", "detail"):
             while isinstance(content, dict) and name in content:
                 content = content[name]
-        text = masked(" ".join(str(content).split()), *secrets)  # before the cut, which may fall into one
+        text = masked(
+            " ".join(str(content).split()), *secrets
+        )  # before the cut, which may fall into one
         return (text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "...").rstrip(".")
 
     def begins(self, *secrets: str) -> str:
-        """Return the beginning of the body as one line without `secrets`, for a sentence on an answer that could not be read."""
+        """Return the beginning of the body as one line without `secrets`, for a sentence on an
+        answer that could not be read.
+        """
         text = masked(" ".join(self.body.decode(errors="replace").split()), *secrets)
         return text if len(text) <= _SHOWN_UNREAD else text[:_SHOWN_UNREAD] + "..."
 
     @property
     def leads_to(self) -> str:
-        """The host that a redirection names; it is never followed, since what is sent is meant for one host alone."""
-        return urlsplit(self.headers.get("location", "")).netloc.rpartition("@")[2] or "another path"
+        """The host that a redirection names; it is never followed, since what is sent is meant for
+        one host alone.
+        """
+        return (
+            urlsplit(self.headers.get("location", "")).netloc.rpartition("@")[2] or "another path"
+        )
 
 
 async def exchange(
-    client: httpx.AsyncClient, method: str, url: str, body: Mapping[str, Any] | None, *, seconds: float, most_bytes: int
+    client: httpx.AsyncClient,
+    method: str,
+    url: str,
+    body: Mapping[str, Any] | None,
+    *,
+    seconds: float,
+    most_bytes: int,
 ) -> Answer:
     """Send `body` as JSON and read the whole answer, whatever its status.
 
-    Raises TimeoutError after `seconds` from the first byte to the last, TooLong after `most_bytes`, and what httpx raises.
+    Raises TimeoutError after `seconds` from the first byte to the last, TooLong after `most_bytes`,
+    and what httpx raises.
     """
     received = bytearray()
     async with asyncio.timeout(seconds), client.stream(method, url, json=body) as response:
@@ -82,12 +103,14 @@ async def exchange(
 
 
 def key_from(variable: str) -> str:
-    """Return the key in an environment variable; "" if it is not set. Raises EnvironmentFailure for one that no request can carry."""
+    """Return the key in an environment variable; "" if it is not set. Raises EnvironmentFailure for
+    one that no request can carry.
+    """
     key = os.environ.get(variable, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise EnvironmentFailure(
-            f"The environment variable {variable} holds a key with a line break or a character beyond ASCII, which no request can carry; "
-            "set it to the key alone."
+            f"The environment variable {variable} holds a key with a line break or a character"
+            " beyond ASCII, which no request can carry; set it to the key alone."
         )
     return key
 

@@ -1,7 +1,9 @@
-"""Check the documents: `make docs-check`; with --write, write those that are made from the code: `make docs`.
+"""Check the documents: `make docs-check`; with --write, write those that are made from the code:
+`make docs`.
 
-Generated files must equal what the code generates. In every Markdown file links must lead to existing files, `make` targets must exist,
-`retrain` command lines must parse, TOML blocks load, and Python blocks compile. Prints one line per problem; exit code 1 if there is any.
+Generated files must equal what the code generates. In every Markdown file links must lead to
+existing files, `make` targets must exist, `retrain` command lines must parse, TOML blocks load, and
+Python blocks compile. Prints one line per problem; exit code 1 if there is any.
 """
 
 import ast
@@ -28,7 +30,9 @@ from scripts.docs_metrics import metrics_document
 from scripts.docs_papers import papers_document
 
 ROOT = Path(__file__).resolve().parents[1]
-FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[\w-]*)[^\n]*\n(?P<body>.*?)^ *```", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<language>[\w-]*)[^\n]*\n(?P<body>.*?)^ *```", re.MULTILINE | re.DOTALL
+)
 _LINK = re.compile(r"\]\((?!https?://|mailto:|#)([^)#\s]+)")
 SHELL = {"bash", "sh", "shell", "console"}
 
@@ -58,7 +62,17 @@ def main(arguments: list[str]) -> int:
 
 def documents() -> list[Path]:
     """The Markdown files that git knows or would add."""
-    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "--", "*.md"]
+    command = [
+        "git",
+        "-C",
+        str(ROOT),
+        "ls-files",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+        "--",
+        "*.md",
+    ]
     names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     return [ROOT / name for name in names if (ROOT / name).is_file()]
 
@@ -88,7 +102,9 @@ def check_document(path: Path) -> Iterator[Problem]:
             yield Problem(path, _line(text, match.start()), f"{match.group(1)} does not exist")
     for block in FENCE.finditer(text):
         line = _line(text, block.start("body"))
-        for offset, problem in _check_block(block.group("language"), textwrap.dedent(block.group("body"))):
+        for offset, problem in _check_block(
+            block.group("language"), textwrap.dedent(block.group("body"))
+        ):
             yield Problem(path, line + offset, problem)
 
 
@@ -123,28 +139,52 @@ def _check_toml(body: str) -> Iterator[tuple[int, str]]:
 
 
 def check_command(command: str) -> str | None:
-    """The problem with a shell line that calls retrain, make or a script of this repository; None if there is none."""
+    """The problem with a shell line that calls retrain, make or a script of this repository; None
+    if there is none.
+    """
     try:
-        words = shlex.split(command.partition(" | ")[-1] if " | retrain" in command else command.partition(" | ")[0], comments=True)
+        words = shlex.split(
+            (
+                command.partition(" | ")[-1]
+                if " | retrain" in command
+                else command.partition(" | ")[0]
+            ),
+            comments=True,
+        )
     except ValueError:  # part of a here-document, or output
         return None
-    words = words[next((index for index, word in enumerate(words) if "=" not in word), len(words)) :]  # VARIABLE=value in front
+    words = words[
+        next((index for index, word in enumerate(words) if "=" not in word), len(words)) :
+    ]  # VARIABLE=value in front
     match words:
         case ["make", *targets]:
             return _first_unknown(targets, make_targets(), "target of the Makefile")
         case [program, *arguments] if Path(program).name == "retrain":
             return _check_retrain(arguments)
-        case [program, script, *_] if Path(program).name.startswith("python") and script.endswith(".py"):
+        case [program, script, *_] if Path(program).name.startswith("python") and script.endswith(
+            ".py"
+        ):
             return None if (ROOT / script).is_file() else f"{script} does not exist"
     return None
 
 
 def _first_unknown(names: list[str], known: set[str], kind: str) -> str | None:
-    return next((f"{name} is no {kind}" for name in names if not name.startswith("-") and "=" not in name and name not in known), None)
+    return next(
+        (
+            f"{name} is no {kind}"
+            for name in names
+            if not name.startswith("-") and "=" not in name and name not in known
+        ),
+        None,
+    )
 
 
 def make_targets() -> set[str]:
-    return set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    return set(
+        re.findall(
+            r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+        )
+    )
 
 
 def _check_retrain(arguments: list[str]) -> str | None:
@@ -162,13 +202,17 @@ def _check_retrain(arguments: list[str]) -> str | None:
 
 
 def _first_unknown_flag(name: str, arguments: list[str]) -> str | None:
-    """The problem with a flag that is neither the command's nor, where the command takes those, the configuration's."""
+    """The problem with a flag that is neither the command's nor, where the command takes those, the
+    configuration's.
+    """
     command = command_named(name)
     known = {flag for parameter in command.params for flag in parameter.opts} | {"--help"}
     if command.context_settings.get("ignore_unknown_options"):
         known |= set(flags())
     given = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
-    return next((f"{flag} is no flag of `retrain {name}`" for flag in given if flag not in known), None)
+    return next(
+        (f"{flag} is no flag of `retrain {name}`" for flag in given if flag not in known), None
+    )
 
 
 if __name__ == "__main__":

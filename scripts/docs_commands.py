@@ -1,4 +1,6 @@
-"""docs/commands.md: every command with an example, its arguments and options, made from the commands themselves."""
+"""docs/commands.md: every command with an example, its arguments and options, made from the
+commands themselves.
+"""
 
 from collections.abc import Iterator
 
@@ -26,8 +28,9 @@ Made from the commands by `make docs`. `retrain COMMAND --help` prints the same.
 
 ## retrain [FILE.toml] [flags]
 
-Does what the file describes: a training run, a campaign if it has `[campaign]`, or a squeeze job if it has `[squeeze] adapter_path`.
-Without a file it reads ./retrain.toml. A file named `.env` in the current folder is loaded first, for keys and tokens.
+Does what the file describes: a training run, a campaign if it has `[campaign]`, or a squeeze job if
+it has `[squeeze] adapter_path`. Without a file it reads ./retrain.toml. A file named `.env` in the
+current folder is loaded first, for keys and tokens.
 
 ```bash
 retrain examples/lab.toml --seed 42 --lr 1e-4 --log-dir logs/lab_s42
@@ -49,9 +52,20 @@ EXIT_CODES = """\
 
 def commands_document() -> str:
     """The text of docs/commands.md."""
-    flags = _table(("flag", "what it does"), ((f"`{flag}`", text) for flag, text in {**SWITCHES, **FLAGS}.items()))
-    every = "The most used flags; every key of the configuration has one, in [its table](configuration-keys.md)."
-    return "\n\n".join([INTRODUCTION.rstrip(), every, flags, *map(_command, COMMANDS), EXIT_CODES.rstrip()]) + "\n"
+    flags = _table(
+        ("flag", "what it does"),
+        ((f"`{flag}`", text) for flag, text in {**SWITCHES, **FLAGS}.items()),
+    )
+    every = (
+        "The most used flags; every key of the configuration has one, in [its"
+        " table](configuration-keys.md)."
+    )
+    return (
+        "\n\n".join(
+            [INTRODUCTION.rstrip(), every, flags, *map(_command, COMMANDS), EXIT_CODES.rstrip()]
+        )
+        + "\n"
+    )
 
 
 def _command(name: str) -> str:

@@ -1,4 +1,6 @@
-"""The files that are made from the schema: examples/all_keys.toml, the tables of docs/configuration-keys.md, the JSON Schema."""
+"""The files that are made from the schema: examples/all_keys.toml, the tables of
+docs/configuration-keys.md, the JSON Schema.
+"""
 
 import json
 import textwrap
@@ -39,16 +41,29 @@ def _annotated_section(section: str) -> Iterator[str]:
         unsaid = ":" not in key.doc and any(choice not in key.doc for choice in key.choices)
         yield from _comment(f"{key.doc[:-1]}: {', '.join(key.choices)}." if unsaid else key.doc)
         example = (key.field.examples or [None])[0] if key.default is None else key.default
-        yield f"{off or ('# ' if key.traits.meaningful_unset else '')}{key.name} = {toml_value(example)}"
+        yield (
+            f"{off or ('# ' if key.traits.meaningful_unset else '')}{key.name} ="
+            f" {toml_value(example)}"
+        )
     if section == "campaign":
         yield "# The conditions; without any, these five."
         for condition in DEFAULT_CONDITIONS:
             yield "# [[campaign.conditions]]"
-            yield from (f"# {name} = {toml_value(value)}" for name, value in condition.model_dump(exclude_unset=True).items())
+            yield from (
+                f"# {name} = {toml_value(value)}"
+                for name, value in condition.model_dump(exclude_unset=True).items()
+            )
 
 
 def _comment(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False, break_long_words=False)
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent="# ",
+        subsequent_indent="# ",
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 def _keys_of(section: str) -> list[Key]:
@@ -65,10 +80,23 @@ def markdown_tables() -> str:
     for section in section_models():
         parts.append(f"## [{section}]\n\n{_doc_of_section(section)}")
         rows = [_row(key) for key in _keys_of(section)]
-        parts.append("\n".join(["| key | type | default | flag | what it does | allowed |", "|---|---|---|---|---|---|", *rows]))
+        parts.append(
+            "\n".join(
+                [
+                    "| key | type | default | flag | what it does | allowed |",
+                    "|---|---|---|---|---|---|",
+                    *rows,
+                ]
+            )
+        )
         if section == "backend":
             parts.extend(_options_table(backend) for backend in BACKEND_OPTIONS)
-    parts.append("## Other names\n\n" + "\n".join(f"- `{bracketed(a)}` is another name of `{bracketed(c)}`." for a, c in ALIASES.items()))
+    parts.append(
+        "## Other names\n\n"
+        + "\n".join(
+            f"- `{bracketed(a)}` is another name of `{bracketed(c)}`." for a, c in ALIASES.items()
+        )
+    )
     return "\n\n".join(parts) + "\n"
 
 
@@ -80,9 +108,17 @@ def _row(key: Key) -> str:
 def _options_table(backend: str) -> str:
     fields = BACKEND_OPTIONS[backend].model_fields.items()
     options = [Key("backend.options", name, field, field.get_default()) for name, field in fields]
-    rows = [_cells(f"`{key.name}`", key.type_name, f"`{toml_value(key.default)}`", key.doc, key.allowed) for key in options]
+    rows = [
+        _cells(f"`{key.name}`", key.type_name, f"`{toml_value(key.default)}`", key.doc, key.allowed)
+        for key in options
+    ]
     return "\n".join(
-        [f"### [backend.options] of {backend}\n", "| key | type | default | what it does | allowed |", "|---|---|---|---|---|", *rows]
+        [
+            f"### [backend.options] of {backend}\n",
+            "| key | type | default | what it does | allowed |",
+            "|---|---|---|---|---|",
+            *rows,
+        ]
     )
 
 
@@ -101,7 +137,11 @@ def json_schema() -> dict[str, Any]:
             **schema["$defs"][target.capitalize()]["properties"][target_name],
             "description": f"Another name of {bracketed(canonical)}.",
         }
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "retrain configuration"}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **schema,
+        "title": "retrain configuration",
+    }
 
 
 def _plain(value: Any) -> Any:
@@ -112,7 +152,9 @@ def _plain(value: Any) -> Any:
 
 
 def artefacts() -> dict[str, str]:
-    """Paths in the repository and what they must hold. retrain.toml is what `retrain init` writes."""
+    """Paths in the repository and what they must hold. retrain.toml is what `retrain init`
+    writes.
+    """
     return {
         "retrain.toml": template_text("quickstart"),
         "examples/all_keys.toml": annotated_toml(),

@@ -1,4 +1,6 @@
-"""docs/metrics.md: every field of the lines that a run writes, made from the dataclasses of entries.py and their field docstrings."""
+"""docs/metrics.md: every field of the lines that a run writes, made from the dataclasses of
+entries.py and their field docstrings.
+"""
 
 import ast
 import inspect
@@ -18,16 +20,23 @@ RECORDS = {
 INTRODUCTION = """\
 # What a run records
 
-Made from `retrain/records/entries.py` by `make docs`. Each file holds one JSON object per line. A value that a step lacks is `null`,
-never 0. Entropies, surprisals, log-probs and log-ratios are in nats, times in seconds, memory in GiB. "better" says which direction of a
-number `retrain compare --metric NAME` takes for an improvement; a dash means that neither is one, and that it only says whether there is a
-difference. [Reading a run](reading-a-run.md) says which of them to look at, and when to worry.
+Made from `retrain/records/entries.py` by `make docs`. Each file holds one JSON object per line. A
+value that a step lacks is `null`, never 0. Entropies, surprisals, log-probs and log-ratios are in
+nats, times in seconds, memory in GiB. "better" says which direction of a number
+`retrain compare --metric NAME` takes for an improvement; a dash means that neither is one, and that
+it only says whether there is a difference. [Reading a run](reading-a-run.md) says which of them to
+look at, and when to worry.
 """
 
 
 def metrics_document() -> str:
     """The text of docs/metrics.md: one table per file, one row per field."""
-    return "\n\n".join([INTRODUCTION.rstrip(), *(_table(file, record) for file, record in RECORDS.items())]) + "\n"
+    return (
+        "\n\n".join(
+            [INTRODUCTION.rstrip(), *(_table(file, record) for file, record in RECORDS.items())]
+        )
+        + "\n"
+    )
 
 
 def field_docs(record: type) -> dict[str, str]:

@@ -1,4 +1,6 @@
-"""docs/papers.md: the papers of examples/papers, made from the comment at the head of each TOML file, its settings and its plugin."""
+"""docs/papers.md: the papers of examples/papers, made from the comment at the head of each TOML
+file, its settings and its plugin.
+"""
 
 import re
 from collections.abc import Iterator
@@ -18,24 +20,29 @@ _PART = re.compile(r"^(Formula|Not reproduced|At the paper's scale|Source):\n", 
 INTRODUCTION = """\
 # Papers
 
-Made from `examples/papers/*.toml` by `make docs`. Each file runs as it stands, in less than a minute on two CPU cores, and its
-gradient on one fixed batch is compared with the paper's formula, written out in float64 (`tests/test_papers.py`):
+Made from `examples/papers/*.toml` by `make docs`. Each file runs as it stands, in less than a
+minute on two CPU cores, and its gradient on one fixed batch is compared with the paper's formula,
+written out in float64 (`tests/test_papers.py`):
 
 ```bash
 retrain examples/papers/dapo.toml
 ```
 
-In the formulas oᵢ is a completion of |oᵢ| tokens with the reward Rᵢ, G the number of completions of a prompt, μ the policy that sampled,
-π the one that learns, ρᵢₜ = π(oᵢₜ)/μ(oᵢₜ) the ratio of a token, and Aᵢ the advantage. J is maximised. What holds for all of them:
+In the formulas oᵢ is a completion of |oᵢ| tokens with the reward Rᵢ, G the number of completions of
+a prompt, μ the policy that sampled, π the one that learns, ρᵢₜ = π(oᵢₜ)/μ(oᵢₜ) the ratio of a
+token, and Aᵢ the advantage. J is maximised. What holds for all of them:
 
-- They run on the [lab](lab.md) instead of the paper's model and data, with rewards of 0 and 1, and a LoRA adapter learns instead of all
-  weights. "At the paper's scale" has what the paper says of its own runs, for a file that you change.
-- A prompt whose completions all have the same reward has no advantage, and is left out of the means, as DAPO's filter does
-  ([what is divided by what](losses.md#what-is-divided-by-what)). Papers without a filter count it, which makes their steps smaller by the
-  fraction of such prompts. `constant` counts it too.
+- They run on the [lab](lab.md) instead of the paper's model and data, with rewards of 0 and 1, and
+  a LoRA adapter learns instead of all weights. "At the paper's scale" has what the paper says of
+  its own runs, for a file that you change.
+- A prompt whose completions all have the same reward has no advantage, and is left out of the
+  means, as DAPO's filter does ([what is divided by what](losses.md#what-is-divided-by-what)).
+  Papers without a filter count it, which makes their steps smaller by the fraction of such prompts.
+  `constant` counts it too.
 - The learning rate, the clip of the gradient's norm and the number of steps are the lab's.
 
-A paper that is not here is often one function away: [from a paper to a run](#a-loss-of-ones-own-from-a-paper-to-a-run).
+A paper that is not here is often one function away:
+[from a paper to a run](#a-loss-of-ones-own-from-a-paper-to-a-run).
 """
 
 FROM_A_PAPER = """\
@@ -43,24 +50,30 @@ FROM_A_PAPER = """\
 
 TOPR above took one function of eight lines. The way there, for any loss:
 
-1. **Leave the mean to `aggregation`.** `1/G Σᵢ 1/|oᵢ| Σₜ` is `sequence_mean`, `1/Σᵢ|oᵢ| Σᵢ Σₜ` is `token_mean` (or `prompt_mean`, where the
-   sum is over one prompt's completions), and `1/G Σᵢ Σₜ` is `constant`, up to the factor `max_tokens`. What is left under the sums is the
-   term of a token.
-2. **Turn the sign, and mark what has no gradient.** J is maximised and a loss is minimised. A weight in front of ∇log π is detached:
-   `-weight.detach() * tokens.advantages * tokens.new`. A ratio under the gradient is `(tokens.new - tokens.old).exp()`.
-3. **Does a term read its whole completion?** `tokens.lengths` says where each ends, and the function declares `f.sequence_level = True`.
-4. **Constants go to `[loss.params]`**, so that they are stored with the run, and a campaign can vary them.
-5. **Put the function beside the TOML file** and name it: `mode = "topr.topr"` is `topr` in `topr.py`. `retrain explain FILE` and the run's
-   first lines say what was [proved of it](losses.md#a-loss-of-ones-own), or in a sentence what does not hold.
-6. **Compare it with the formula once.** A reference of ten lines beside those of `tests/test_papers.py`, written as the paper writes it,
-   finds a wrong sign, a missing detach and a mean too many.
+1. **Leave the mean to `aggregation`.** `1/G Σᵢ 1/|oᵢ| Σₜ` is `sequence_mean`, `1/Σᵢ|oᵢ| Σᵢ Σₜ` is
+   `token_mean` (or `prompt_mean`, where the sum is over one prompt's completions), and `1/G Σᵢ Σₜ`
+   is `constant`, up to the factor `max_tokens`. What is left under the sums is the term of a token.
+2. **Turn the sign, and mark what has no gradient.** J is maximised and a loss is minimised. A
+   weight in front of ∇log π is detached: `-weight.detach() * tokens.advantages * tokens.new`. A
+   ratio under the gradient is `(tokens.new - tokens.old).exp()`.
+3. **Does a term read its whole completion?** `tokens.lengths` says where each ends, and the
+   function declares `f.sequence_level = True`.
+4. **Constants go to `[loss.params]`**, so that they are stored with the run, and a campaign can
+   vary them.
+5. **Put the function beside the TOML file** and name it: `mode = "topr.topr"` is `topr` in
+   `topr.py`. `retrain explain FILE` and the run's first lines say what was
+   [proved of it](losses.md#a-loss-of-ones-own), or in a sentence what does not hold.
+6. **Compare it with the formula once.** A reference of ten lines beside those of
+   `tests/test_papers.py`, written as the paper writes it, finds a wrong sign, a missing detach and
+   a mean too many.
 
 ```bash
 retrain explain examples/papers/topr.toml
 retrain examples/papers/topr.toml --max-steps 2
 ```
 
-What the function returns beside the terms is in metrics.jsonl as `loss_metrics`: for TOPR the mean weight over the updates of a step.
+What the function returns beside the terms is in metrics.jsonl as `loss_metrics`: for TOPR the mean
+weight over the updates of a step.
 """
 
 
@@ -86,14 +99,25 @@ class Paper:
 
 
 def papers() -> list[Paper]:
-    """Read the files, oldest paper first. Raises ValueError naming a file whose comment lacks a part."""
+    """Read the files, oldest paper first. Raises ValueError naming a file whose comment lacks a
+    part.
+    """
     return sorted((_paper(path) for path in FOLDER.glob("*.toml")), key=lambda paper: paper.arxiv)
 
 
 def papers_document() -> str:
     """The text of docs/papers.md."""
     found = papers()
-    return "\n".join([INTRODUCTION, *_table(found), "", *(line for paper in found for line in _section(paper)), FROM_A_PAPER.rstrip(), ""])
+    return "\n".join(
+        [
+            INTRODUCTION,
+            *_table(found),
+            "",
+            *(line for paper in found for line in _section(paper)),
+            FROM_A_PAPER.rstrip(),
+            "",
+        ]
+    )
 
 
 def _paper(path: Path) -> Paper:
@@ -104,7 +128,10 @@ def _paper(path: Path) -> Paper:
     pieces = _PART.split(comment)
     parts = {name: text.strip("\n") for name, text in zip(pieces[1::2], pieces[2::2], strict=True)}
     if title is None or not parts.keys() >= {"Formula", "Not reproduced", "Source"}:
-        raise ValueError(f"{path} must begin with a comment: name (arXiv id), title, Formula, Not reproduced, Source")
+        raise ValueError(
+            f"{path} must begin with a comment: name (arXiv id), title, Formula, Not reproduced,"
+            " Source"
+        )
     plugin = path.with_suffix(".py")
     return Paper(
         stem=path.stem,
@@ -120,7 +147,9 @@ def _paper(path: Path) -> Paper:
 
 
 def _settings(text: str) -> Iterator[str]:
-    """Yield [algorithm], [loss] and their tables, and of [training] the keys in METHOD, as the file has them."""
+    """Yield [algorithm], [loss] and their tables, and of [training] the keys in METHOD, as the file
+    has them.
+    """
     for table in re.findall(r"^\[.+?(?=^\[|\Z)", text, re.MULTILINE | re.DOTALL):
         header, *lines = table.splitlines()
         section = header.strip("[]").partition(".")[0]
@@ -140,11 +169,19 @@ def _table(found: list[Paper]) -> Iterator[str]:
         advantage = recipe.advantage if recipe else algorithm.algorithm_mode
         anchor = re.sub(r"[^\w -]", "", paper.name).lower().replace(" ", "-")
         cells = f"`{advantage}` | `{loss.mode}` | `{loss.aggregation}`"
-        yield f"| [{paper.name}](#{anchor}) | {cells} | [{paper.stem}.toml](../examples/papers/{paper.stem}.toml) |"
+        yield (
+            f"| [{paper.name}](#{anchor}) | {cells} |"
+            f" [{paper.stem}.toml](../examples/papers/{paper.stem}.toml) |"
+        )
 
 
 def _section(paper: Paper) -> Iterator[str]:
-    yield from (f"## {paper.name}", "", f"{paper.title}, [arXiv {paper.arxiv}](https://arxiv.org/abs/{paper.arxiv}).", "")
+    yield from (
+        f"## {paper.name}",
+        "",
+        f"{paper.title}, [arXiv {paper.arxiv}](https://arxiv.org/abs/{paper.arxiv}).",
+        "",
+    )
     yield from _block("text", _unindented(paper.formula))
     yield from _block("toml", paper.settings)
     if paper.plugin:

@@ -2,8 +2,9 @@
 
     python scripts/five_campaigns.py --output logs/five
 
-The campaigns are simulated and written in the real format: a clear winner, a null, a condition of which one run collapses, one whose
-answers could not all be judged, and one that loses runs. docs/verdicts.md shows the texts.
+The campaigns are simulated and written in the real format: a clear winner, a null, a condition of
+which one run collapses, one whose answers could not all be judged, and one that loses runs.
+docs/verdicts.md shows the texts.
 """
 
 import argparse
@@ -37,14 +38,22 @@ def campaign(
     unjudged: Mapping[str, float] | None = None,
     failed: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Path:
-    """`effects` are in logits; `unjudged` is the fraction of a condition's wrong answers that were lost, `failed` its failed seeds."""
+    """`effects` are in logits; `unjudged` is the fraction of a condition's wrong answers that were
+    lost, `failed` its failed seeds.
+    """
     rng = np.random.default_rng(7)
     difficulty = rng.normal(0.3, 1.3, PROBLEMS)
     entries = []
     for seed in SEEDS:
         shared = rng.normal(0, 0.1)
         for label, effect in effects.items():
-            logits = difficulty + shared + effect + rng.normal(0, 0.1) - (5.0 if collapsed == (label, seed) else 0.0)
+            logits = (
+                difficulty
+                + shared
+                + effect
+                + rng.normal(0, 0.1)
+                - (5.0 if collapsed == (label, seed) else 0.0)
+            )
             right = rng.binomial(SAMPLES, 1 / (1 + np.exp(-logits)))
             lost = rng.binomial(SAMPLES - right, (unjudged or {}).get(label, 0.0))
             advantage, _, transform = label.partition("+")
@@ -58,7 +67,11 @@ def campaign(
                 algorithm={"advantage_mode": advantage, "transform_mode": transform},
                 evaluation={"samples": SAMPLES},
             )
-            status = {"status": "failed", "reason": "out of memory"} if seed in (failed or {}).get(label, ()) else {}
+            status = (
+                {"status": "failed", "reason": "out of memory"}
+                if seed in (failed or {}).get(label, ())
+                else {}
+            )
             entries.append({"condition": label, "seed": seed, **status})
     return write_manifest(folder, entries)
 
@@ -66,18 +79,38 @@ def campaign(
 def _answers(right: np.ndarray, lost: np.ndarray) -> Iterator[EvaluationRecord]:
     for index, (count, missing) in enumerate(zip(right.tolist(), lost.tolist(), strict=True)):
         judged = SAMPLES - missing
-        yield EvaluationRecord(0, f"problem-{index}", "math", judged, count, missing, count / judged if judged else None)
+        yield EvaluationRecord(
+            0,
+            f"problem-{index}",
+            "math",
+            judged,
+            count,
+            missing,
+            count / judged if judged else None,
+        )
 
 
 def five(folder: Path) -> dict[str, Path]:
     """Title -> the campaign's folder."""
-    family = {BASE: 0.0, OTHER: 0.55, "maxrl+gtpo": 0.05, "maxrl+gtpo_hicra": -0.02, "maxrl+gtpo_sepa": 0.03}
+    family = {
+        BASE: 0.0,
+        OTHER: 0.55,
+        "maxrl+gtpo": 0.05,
+        "maxrl+gtpo_hicra": -0.02,
+        "maxrl+gtpo_sepa": 0.03,
+    }
     return {
         "A clear winner": campaign(folder / "winner", family),
         "A null": campaign(folder / "null", {BASE: 0.0, OTHER: 0.0}),
-        "One run collapses": campaign(folder / "collapse", {BASE: 0.0, OTHER: 0.15}, collapsed=(OTHER, 606)),
-        "Answers that could not be judged": campaign(folder / "unjudged", {BASE: 0.0, OTHER: 0.0}, unjudged={OTHER: 0.3}),
-        "Failed runs": campaign(folder / "failed", {BASE: 0.0, OTHER: 0.45}, failed={OTHER: (202, 404)}),
+        "One run collapses": campaign(
+            folder / "collapse", {BASE: 0.0, OTHER: 0.15}, collapsed=(OTHER, 606)
+        ),
+        "Answers that could not be judged": campaign(
+            folder / "unjudged", {BASE: 0.0, OTHER: 0.0}, unjudged={OTHER: 0.3}
+        ),
+        "Failed runs": campaign(
+            folder / "failed", {BASE: 0.0, OTHER: 0.45}, failed={OTHER: (202, 404)}
+        ),
     }
 
 
@@ -88,8 +121,12 @@ def texts(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("logs/five"), help="folder for the campaigns")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("logs/five"), help="folder for the campaigns"
+    )
     for title, text in texts(parser.parse_args().output):
         print(f"## {title}\n\n```text\n{text}```\n")
 

@@ -1,9 +1,11 @@
-"""How the package is laid out, counted: `python scripts/house.py [ROOT]` prints one Markdown table, and with `--once` the private
-functions that have one caller: file, line, length, name, and who calls it.
+"""How the package is laid out, counted: `python scripts/house.py [ROOT]` prints one Markdown table,
+and with `--once` the private functions that have one caller: file, line, length, name, and who
+calls it.
 
-A room is a package folder, or a module at the top of `retrain/`. An arrow is one room that imports another, at any depth of a
-function; a circle is a set of rooms that import each other; the floors are the longest chain of arrows, with each circle counted as one.
-tests/test_architecture.py checks the direction of the same arrows.
+A room is a package folder, or a module at the top of `retrain/`. An arrow is one room that imports
+another, at any depth of a function; a circle is a set of rooms that import each other; the floors
+are the longest chain of arrows, with each circle counted as one. tests/test_architecture.py checks
+the direction of the same arrows.
 """
 
 import ast
@@ -29,13 +31,22 @@ def main(root: Path) -> None:
     arrows = room_arrows(root, trees)
     circles = strong_components(arrows)
     rows = {
-        "function length, mean / median / longest (lines)": f"{mean(lengths):.1f} / {median(lengths):g} / {max(lengths)}",
-        "private functions with one caller (of these at most 4 lines)": f"{len(once)} of {private} ({tiny})",
-        "files in the package, median lines, under 60 lines": f"{len(sizes)}, {median(sizes):g}, {sum(size < 60 for size in sizes)}",
+        "function length, mean / median / longest (lines)": (
+            f"{mean(lengths):.1f} / {median(lengths):g} / {max(lengths)}"
+        ),
+        "private functions with one caller (of these at most 4 lines)": (
+            f"{len(once)} of {private} ({tiny})"
+        ),
+        "files in the package, median lines, under 60 lines": (
+            f"{len(sizes)}, {median(sizes):g}, {sum(size < 60 for size in sizes)}"
+        ),
         "loose files at the top of retrain/": str(len(list((root / "retrain").glob("*.py")))),
-        "functions outside config/ that take the whole TrainConfig": str(sum(1 for _ in whole_configuration(root, trees))),
+        "functions outside config/ that take the whole TrainConfig": str(
+            sum(1 for _ in whole_configuration(root, trees))
+        ),
         "rooms / floors / import arrows / circles": (
-            f"{len(arrows)} / {floors(arrows, circles)} / {sum(map(len, arrows.values()))} / {sum(len(circle) > 1 for circle in circles)}"
+            f"{len(arrows)} / {floors(arrows, circles)} / {sum(map(len, arrows.values()))} /"
+            f" {sum(len(circle) > 1 for circle in circles)}"
         ),
     }
     print("| measure | value |\n|---|---|")
@@ -56,7 +67,7 @@ def parse_package(root: Path) -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text(encoding="utf-8")) for path in files(root)}
 
 
-# -- functions -----------------------------------------------------------------------------------------------------------
+# -- functions -------------------------------------------------------------------------------------
 
 
 def functions(trees: dict[Path, ast.Module]) -> Iterator[tuple[Path, Function]]:
@@ -72,40 +83,71 @@ def lines_of(function: Function) -> int:
     return (function.end_lineno or function.lineno) - function.lineno + 1
 
 
-def private_functions(texts: Iterable[str], trees: dict[Path, ast.Module]) -> tuple[int, list[tuple[Path, Function]]]:
-    """The number of private functions, and those that are mentioned once beside their definition, each with its file."""
+def nodes_of(tree: ast.AST) -> int:
+    """Syntax nodes, which no formatter moves."""
+    return sum(1 for _ in ast.walk(tree))
+
+
+def private_functions(
+    texts: Iterable[str], trees: dict[Path, ast.Module]
+) -> tuple[int, list[tuple[Path, Function]]]:
+    """The number of private functions, and those that are mentioned once beside their definition,
+    each with its file.
+    """
     mentions = Counter(name for text in texts for name in re.findall(r"\b_[a-z]\w*", text))
-    private = [found for found in functions(trees) if found[1].name.startswith("_") and not found[1].name.startswith("__")]
-    return len(private), [(path, function) for path, function in private if mentions[function.name] <= 2]
+    private = [
+        found
+        for found in functions(trees)
+        if found[1].name.startswith("_") and not found[1].name.startswith("__")
+    ]
+    return len(private), [
+        (path, function) for path, function in private if mentions[function.name] <= 2
+    ]
 
 
 def list_once(root: Path) -> None:
-    """Print the private functions with one caller. One that is mentioned outside functions is an entry of a table, or called there."""
+    """Print the private functions with one caller. One that is mentioned outside functions is an
+    entry of a table, or called there.
+    """
     trees = parse_package(root)
     _, once = private_functions([path.read_text(encoding="utf-8") for path in trees], trees)
     for path, function in sorted(once, key=lambda found: (found[0], found[1].lineno)):
-        callers = [other for _, other in functions({path: trees[path]}) if other is not function and function.name in names_in(other)]
+        callers = [
+            other
+            for _, other in functions({path: trees[path]})
+            if other is not function and function.name in names_in(other)
+        ]
         caller = min(callers, key=lines_of, default=None)
         by = f"{caller.name} ({lines_of(caller)})" if caller else "outside functions"
-        print(f"{path.relative_to(root)}:{function.lineno}\t{lines_of(function)}\t{function.name}\t{by}")
+        print(
+            f"{path.relative_to(root)}:{function.lineno}\t{lines_of(function)}\t{function.name}\t{by}"
+        )
 
 
 def names_in(function: Function) -> set[str]:
     """Names and attributes that a function's body mentions."""
     nodes = list(ast.walk(function))
-    return {node.id for node in nodes if isinstance(node, ast.Name)} | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return {node.id for node in nodes if isinstance(node, ast.Name)} | {
+        node.attr for node in nodes if isinstance(node, ast.Attribute)
+    }
 
 
 def whole_configuration(root: Path, trees: dict[Path, ast.Module]) -> Iterator[Function]:
-    """The functions with a parameter of type TrainConfig, where a section or two might do; in `config/` it is the subject."""
+    """The functions with a parameter of type TrainConfig, where a section or two might do; in
+    `config/` it is the subject.
+    """
     for path, function in functions(trees):
         given = function.args.posonlyargs + function.args.args + function.args.kwonlyargs
-        types = {ast.unparse(parameter.annotation).strip("'\"") for parameter in given if parameter.annotation}
+        types = {
+            ast.unparse(parameter.annotation).strip("'\"")
+            for parameter in given
+            if parameter.annotation
+        }
         if "TrainConfig" in types and path.relative_to(root / "retrain").parts[0] != "config":
             yield function
 
 
-# -- imports -------------------------------------------------------------------------------------------------------------
+# -- imports ---------------------------------------------------------------------------------------
 
 
 def module_of(root: Path, path: Path) -> str:
@@ -121,7 +163,9 @@ def room_of(root: Path, path: Path) -> str:
 
 
 def imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """Dotted names that these nodes import: `from a.b import c` gives a.b.c, whether c is a module or a name in a.b."""
+    """Dotted names that these nodes import: `from a.b import c` gives a.b.c, whether c is a module
+    or a name in a.b.
+    """
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -141,7 +185,9 @@ def file_arrows(root: Path, trees: dict[Path, ast.Module]) -> Iterator[tuple[Pat
     rooms = {room_of(root, path) for path in trees}
     for path, tree in trees.items():
         for name in imported(ast.walk(tree)):
-            other = enclosing(name, rooms) if name != "retrain.__version__" else ""  # which runs nothing of retrain/__init__.py
+            other = (
+                enclosing(name, rooms) if name != "retrain.__version__" else ""
+            )  # which runs nothing of retrain/__init__.py
             if other and other != room_of(root, path):
                 yield path, other
 

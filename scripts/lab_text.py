@@ -1,8 +1,10 @@
-r"""The pre-training text of the lab's model: conversations with worked arithmetic, and number-guessing dialogues.
+r"""The pre-training text of the lab's model: conversations with worked arithmetic, and
+number-guessing dialogues.
 
-The arithmetic has the right form, and partial results are wrong with some probability: a smaller one in a second try, which follows a
-planning phrase. A model trained on it is often wrong when sampled at temperature 1, mostly right when greedy, and more often right when it
-checks. Reinforcement learning has to discover that. Problems are from the lab's training split only.
+The arithmetic has the right form, and partial results are wrong with some probability: a smaller
+one in a second try, which follows a planning phrase. A model trained on it is often wrong when
+sampled at temperature 1, mostly right when greedy, and more often right when it checks.
+Reinforcement learning has to discover that. Problems are from the lab's training split only.
 """
 
 import random
@@ -58,7 +60,9 @@ def solution(problem: Problem, rng: random.Random, errors: ErrorRates) -> str:
 
 
 def _work(problem: Problem, rng: random.Random, error_rate: float) -> tuple[str, int]:
-    """The steps as text, and their final value. Later steps use a wrong partial result, as a person would."""
+    """The steps as text, and their final value. Later steps use a wrong partial result, as a person
+    would.
+    """
     value, lines = problem.first, []
     for operation, operand in problem.steps:
         result = Problem(problem.family, value, ((operation, operand),)).values[-1]
@@ -70,7 +74,9 @@ def _work(problem: Problem, rng: random.Random, error_rate: float) -> tuple[str,
 
 
 def guessing_dialogue(rng: random.Random) -> list[ChatMessage]:
-    """A game of two to six guesses, each with the remaining range; guesses near its middle are more likely."""
+    """A game of two to six guesses, each with the remaining range; guesses near its middle are more
+    likely.
+    """
     while True:
         highest = rng.choice(GUESSING_RANGES)
         secret, low, high = rng.randint(1, highest), 1, highest

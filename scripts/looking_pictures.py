@@ -2,7 +2,8 @@
 
     python scripts/looking_pictures.py
 
-Reads the runs logs/lab_s0 to logs/lab_s4; the page gives the commands that make them. Needs the extra `report`.
+Reads the runs logs/lab_s0 to logs/lab_s4; the page gives the commands that make them. Needs the
+extra `report`.
 """
 
 import os
@@ -25,7 +26,12 @@ def blocks() -> list[str]:
 def main() -> None:
     os.chdir(ROOT)
     os.environ["SOURCE_DATE_EPOCH"] = "0"  # the same runs give the same bytes
-    matplotlib.rcParams |= {"svg.hashsalt": "retrain", "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": "medium"}
+    matplotlib.rcParams |= {
+        "svg.hashsalt": "retrain",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlesize": "medium",
+    }
     names: dict[str, object] = {}
     for block in blocks():
         exec(compile(block, str(PAGE), "exec"), names)

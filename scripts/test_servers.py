@@ -1,8 +1,10 @@
-"""`make test-servers`: real inference servers, each in an environment of its own under the cache folder, and the tests marked `servers`.
+"""`make test-servers`: real inference servers, each in an environment of its own under the cache
+folder, and the tests marked `servers`.
 
     python scripts/test_servers.py [arguments of pytest]
 
-What is installed stays. An installation that fails or takes too long is one sentence with the end of its log, and exit code 3.
+What is installed stays. An installation that fails or takes too long is one sentence with the end
+of its log, and exit code 3.
 """
 
 import os
@@ -15,14 +17,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SERVERS = Path(os.environ.get("RETRAIN_CACHE") or Path.home() / ".cache" / "retrain").resolve() / "servers"
+SERVERS = (
+    Path(os.environ.get("RETRAIN_CACHE") or Path.home() / ".cache" / "retrain").resolve()
+    / "servers"
+)
 INSTALL_S = 1200
 AT_ONCE = 2
 """Installations; each waits for the network and for the disk in turn."""
 ALSO = "tinker-client.sh"
 """Installed too; the tests of Tinker run it again for the newest package."""
 BESIDE = {"test_tinker.py"}
-"""Files that run while the others do, for about as long. Not by pytest-xdist: its groups have no effect under pytest 9.2."""
+"""Files that run while the others do, for about as long. Not by pytest-xdist: its groups have no
+effect under pytest 9.2."""
 NOTHING_SELECTED = 5
 """pytest's exit code, for instance for a -k that means the other group."""
 
@@ -34,7 +40,13 @@ def install(setup: Path) -> str:
     began = time.monotonic()
     with log.open("wb") as output:
         environment = {"PYTHON": sys.executable} | os.environ
-        process = subprocess.Popen([setup, SERVERS / name], stdout=output, stderr=output, env=environment, start_new_session=True)
+        process = subprocess.Popen(
+            [setup, SERVERS / name],
+            stdout=output,
+            stderr=output,
+            env=environment,
+            start_new_session=True,
+        )
         try:
             code: int | None = process.wait(INSTALL_S)
         except subprocess.TimeoutExpired:
@@ -46,14 +58,19 @@ def install(setup: Path) -> str:
         return ""
     end = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
     what = f"did not end within {INSTALL_S} s" if code is None else f"ended with {code}"
-    return f"{end}\nThe installation of {name} ({setup.relative_to(ROOT)}) {what}; the end of {log} stands above."
+    return (
+        f"{end}\nThe installation of {name} ({setup.relative_to(ROOT)}) {what}; the end of {log}"
+        " stands above."
+    )
 
 
 def main(arguments: list[str]) -> int:
     SERVERS.mkdir(parents=True, exist_ok=True)
     scripts = ROOT / "scripts" / "servers"
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        failed = [*filter(None, pool.map(install, [*sorted(scripts.glob("*-setup.sh")), scripts / ALSO]))]
+        failed = [
+            *filter(None, pool.map(install, [*sorted(scripts.glob("*-setup.sh")), scripts / ALSO]))
+        ]
     if failed:
         print("\n".join(failed), file=sys.stderr)
         return 3
@@ -63,13 +80,26 @@ def main(arguments: list[str]) -> int:
 def tested(arguments: list[str]) -> list[int]:
     """Exit codes of the two groups of files; the output of the second follows that of the first."""
     files = {path.name for path in (ROOT / "tests" / "servers").glob("test_*.py")}
-    command = [sys.executable, "-m", "pytest", "-m", "servers", "-rP", "--durations=20", "-p", "no:cacheprovider", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "servers",
+        "-rP",
+        "--durations=20",
+        "-p",
+        "no:cacheprovider",
+        *arguments,
+    ]
     environment = os.environ | {"RETRAIN_SERVERS": str(SERVERS)}
     with tempfile.TemporaryFile() as later:
         running = []
         for names, output in ((files - BESIDE, None), (BESIDE, later)):
             paths = [f"tests/servers/{name}" for name in sorted(names)]
-            running.append(subprocess.Popen([*command, *paths], cwd=ROOT, env=environment, stdout=output))
+            running.append(
+                subprocess.Popen([*command, *paths], cwd=ROOT, env=environment, stdout=output)
+            )
         codes = [process.wait() for process in running]
         later.seek(0)
         print(later.read().decode(errors="replace"), flush=True)

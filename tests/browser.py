@@ -1,4 +1,6 @@
-"""A headless Chromium for tests, spoken to over its debugging pipe: a page at a width and colour scheme, scripts in it, pictures of it."""
+"""A headless Chromium for tests, spoken to over its debugging pipe: a page at a width and colour
+scheme, scripts in it, pictures of it.
+"""
 
 import base64
 import json
@@ -12,7 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
+    None,
+)
 """None where no Chromium is installed."""
 
 _START = """
@@ -30,7 +35,9 @@ class BrowserError(Exception):
 
 
 class Browser:
-    """One tab. `requested` lists every address that a page asked for, and `said` what it wrote on the console, violations included."""
+    """One tab. `requested` lists every address that a page asked for, and `said` what it wrote on
+    the console, violations included.
+    """
 
     def __init__(self) -> None:
         assert CHROMIUM
@@ -39,7 +46,14 @@ class Browser:
         self._profile = tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True)
         to_browser, self._write = os.pipe()
         self._read, from_browser = os.pipe()
-        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run"]
+        flags = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--hide-scrollbars",
+            "--no-first-run",
+        ]
         pipes = [str(to_browser), str(from_browser)]
         command = [
             sys.executable,
@@ -51,19 +65,32 @@ class Browser:
             "--remote-debugging-pipe",
             f"--user-data-dir={self._profile.name}",
         ]
-        self._process = subprocess.Popen(command, pass_fds=(to_browser, from_browser), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            command,
+            pass_fds=(to_browser, from_browser),
+            stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
         os.close(to_browser)
         os.close(from_browser)
         self._buffer, self._number, self._session = b"", 0, ""
         self._events: list[str] = []
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Network", "Log", "Runtime"):
             self._call(f"{domain}.enable")
 
     def open(self, address: str, width: int, *, height: int = 900, dark: bool = False) -> None:
         """Load a page and wait for it."""
-        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self._call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
         self._events.clear()
@@ -72,7 +99,9 @@ class Browser:
             self._receive()
 
     def evaluate(self, script: str) -> Any:
-        result = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        result = self._call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         if "exceptionDetails" in result:
             raise BrowserError(str(result["exceptionDetails"]))
         return result["result"].get("value")
@@ -104,7 +133,12 @@ class Browser:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _call(self, method: str, **params: Any) -> dict[str, Any]:

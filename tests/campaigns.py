@@ -1,4 +1,6 @@
-"""Campaigns written in the real format without training: what a comparison reads, with numbers that a test chooses."""
+"""Campaigns written in the real format without training: what a comparison reads, with numbers that
+a test chooses.
+"""
 
 import hashlib
 import json
@@ -24,7 +26,15 @@ JUDGED = {"reward": {"type": "match"}}
 def problems(right: Sequence[int], samples: int = 1, tasks: int = 1) -> list[EvaluationRecord]:
     """One held-out problem for each number of right answers."""
     return [
-        EvaluationRecord(0, f"problem-{index}", f"task-{index % tasks}", samples, count, 0, count / samples if samples else None)
+        EvaluationRecord(
+            0,
+            f"problem-{index}",
+            f"task-{index % tasks}",
+            samples,
+            count,
+            0,
+            count / samples if samples else None,
+        )
         for index, count in enumerate(right)
     ]
 
@@ -43,40 +53,78 @@ def write_run(
     before: Mapping[int, Sequence[EvaluationRecord]] | None = None,
     **sections: dict[str, Any],
 ) -> Path:
-    """A run with these correct rates, evaluated at its last step, and `before` it at others (step -> answers); it replaces one there.
+    """A run with these correct rates, evaluated at its last step, and `before` it at others (step
+    -> answers); it replaces one there.
 
-    In a campaign's `runs` it has the label that its folder's name gives. No two folders' runs have equal metrics.
+    In a campaign's `runs` it has the label that its folder's name gives. No two folders' runs have
+    equal metrics.
     """
     training = {"seed": seed, "max_steps": max_steps or len(rates)} | sections.pop("training", {})
     label = folder.name.rpartition("_s")[0] if folder.parent.name == "runs" else ""
     logging = {"label": label} if label else {}
-    config = small(folder, **{**JUDGED, **sections, "training": training, "logging": logging | sections.pop("logging", {})})
+    config = small(
+        folder,
+        **{
+            **JUDGED,
+            **sections,
+            "training": training,
+            "logging": logging | sections.pop("logging", {}),
+        },
+    )
     files = RunFolder(folder)
     files.create()
     files.metrics.unlink(missing_ok=True)
     files.config.write_text(dump_toml(config), encoding="utf-8")
-    files.environment.write_text(json.dumps({"data_sha256": "the lab's"} | (environment or {})), encoding="utf-8")
+    files.environment.write_text(
+        json.dumps({"data_sha256": "the lab's"} | (environment or {})), encoding="utf-8"
+    )
     norm = zlib.crc32(folder.name.encode()) / 2**32
     records = [
-        StepRecord(step, config.condition_label, correct_rate=rate, mean_reward=rate, grad_norm=norm) for step, rate in enumerate(rates)
+        StepRecord(
+            step, config.condition_label, correct_rate=rate, mean_reward=rate, grad_norm=norm
+        )
+        for step, rate in enumerate(rates)
     ]
     _write_lines(files.metrics, [record.to_json() for record in records])
     evaluations = {**(before or {}), **({len(rates): held_out} if held_out else {})}
     if evaluations:
-        _write_lines(files.evaluation, [item.to_json() | {"step": step} for step, items in evaluations.items() for item in items])
+        _write_lines(
+            files.evaluation,
+            [
+                item.to_json() | {"step": step}
+                for step, items in evaluations.items()
+                for item in items
+            ],
+        )
     if finished:
         summary = RunSummary(
-            "done", config.condition_label, seed, len(rates), seconds, tokens, None, None, records[-1], "checkpoints/final"
+            "done",
+            config.condition_label,
+            seed,
+            len(rates),
+            seconds,
+            tokens,
+            None,
+            None,
+            records[-1],
+            "checkpoints/final",
         )
         files.summary.write_text(json.dumps(summary.to_json()), encoding="utf-8")
     return folder
 
 
 def seal(folder: Path, **state: Any) -> None:
-    """Record the files of a run in trainer_state.json, as a real run does at its end; `state` replaces what the run itself would write."""
+    """Record the files of a run in trainer_state.json, as a real run does at its end; `state`
+    replaces what the run itself would write.
+    """
     files, summary = RunFolder(folder), json.loads(RunFolder(folder).summary.read_text())
-    found = {path.name: path.read_bytes() for path in (files.metrics, files.evaluation) if path.is_file()}
-    extents = {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in found.items()}
+    found = {
+        path.name: path.read_bytes() for path in (files.metrics, files.evaluation) if path.is_file()
+    }
+    extents = {
+        name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        for name, data in found.items()
+    }
     content = {"seed": summary["seed"], "step": summary["steps"], "files": extents} | state
     files.trainer_state.write_text(json.dumps(content), encoding="utf-8")
 
@@ -92,7 +140,17 @@ def write_manifest(folder: Path, entries: Sequence[Mapping[str, Any]]) -> Path:
     runs = []
     for entry in entries:
         name = f"{entry['condition']}_s{entry['seed']}"
-        runs.append({"name": name, "status": "done", "dir": f"runs/{name}", "started": None, "ended": None, "reason": None, **entry})
+        runs.append(
+            {
+                "name": name,
+                "status": "done",
+                "dir": f"runs/{name}",
+                "started": None,
+                "ended": None,
+                "reason": None,
+                **entry,
+            }
+        )
     folder.mkdir(parents=True, exist_ok=True)
     content = {
         "timestamp": "20261121_120000",
@@ -104,7 +162,9 @@ def write_manifest(folder: Path, entries: Sequence[Mapping[str, Any]]) -> Path:
     return folder
 
 
-def write_campaign(folder: Path, arms: Mapping[str, Sequence[int]], asked: int = 100, **sections: dict[str, Any]) -> Path:
+def write_campaign(
+    folder: Path, arms: Mapping[str, Sequence[int]], asked: int = 100, **sections: dict[str, Any]
+) -> Path:
     """Condition "advantage+transform" -> right answers of `asked` problems, for seeds 1, 2, ..."""
     entries = []
     for condition, right in arms.items():
@@ -112,18 +172,34 @@ def write_campaign(folder: Path, arms: Mapping[str, Sequence[int]], asked: int =
         algorithm = {"advantage_mode": advantage, "transform_mode": transform}
         for seed, count in enumerate(right, start=1):
             answers = problems([1] * count + [0] * (asked - count))
-            write_run(folder / "runs" / f"{condition}_s{seed}", seed, held_out=answers, algorithm=algorithm, **sections)
+            write_run(
+                folder / "runs" / f"{condition}_s{seed}",
+                seed,
+                held_out=answers,
+                algorithm=algorithm,
+                **sections,
+            )
             entries.append({"condition": condition, "seed": seed})
     return write_manifest(folder, entries)
 
 
-def write_planned(folder: Path, arms: Mapping[str, Sequence[int]], asked: int = 100, **campaign: Any) -> Path:
-    """A campaign as `retrain` leaves it, with its plan: condition -> right answers of `asked` problems, for seeds 1, 2, ..."""
+def write_planned(
+    folder: Path, arms: Mapping[str, Sequence[int]], asked: int = 100, **campaign: Any
+) -> Path:
+    """A campaign as `retrain` leaves it, with its plan: condition -> right answers of `asked`
+    problems, for seeds 1, 2, ...
+    """
     from retrain.campaign import Manifest, Status, plan_campaign
 
     seeds = list(range(1, 1 + len(next(iter(arms.values())))))
-    conditions = [{"advantage_mode": label.partition("+")[0], "transform_mode": label.partition("+")[2]} for label in arms]
-    plan = plan_campaign(planned_config({"seeds": seeds, "max_steps": 2, "conditions": conditions} | campaign), folder)
+    conditions = [
+        {"advantage_mode": label.partition("+")[0], "transform_mode": label.partition("+")[2]}
+        for label in arms
+    ]
+    plan = plan_campaign(
+        planned_config({"seeds": seeds, "max_steps": 2, "conditions": conditions} | campaign),
+        folder,
+    )
     manifest = Manifest.of_plan(plan, datetime(2026, 11, 21, 12))
     for run in plan.runs:
         right = arms[run.condition][run.seed - 1]
@@ -149,17 +225,25 @@ def planned_config(campaign: Mapping[str, Any], **sections: dict[str, Any]) -> T
 
 
 def timed_pilot(folder: Path) -> Path:
-    """Six seeds of grpo+none and maxrl+none that do not differ, with 50 problems x 4 samples and their times."""
+    """Six seeds of grpo+none and maxrl+none that do not differ, with 50 problems x 4 samples and
+    their times.
+    """
     rng = np.random.default_rng(0)
     difficulty, entries = rng.uniform(0.2, 0.8, 50), []
     for seed in range(1, 7):
         for label in ("grpo+none", "maxrl+none"):
             rates = np.clip(difficulty + rng.normal(0, 0.05), 0, 1)
             run = write_run(
-                folder / "runs" / f"{label}_s{seed}", seed, held_out=problems(rng.binomial(4, rates).tolist(), samples=4), seconds=800.0
+                folder / "runs" / f"{label}_s{seed}",
+                seed,
+                held_out=problems(rng.binomial(4, rates).tolist(), samples=4),
+                seconds=800.0,
             )
             timed = {"time_sample_s": 6.4, "step_time_s": 8.0, "batch_size": 2, "group_size": 4}
-            metrics = [json.loads(line) | timed for line in (run / "metrics.jsonl").read_text().splitlines()]
+            metrics = [
+                json.loads(line) | timed
+                for line in (run / "metrics.jsonl").read_text().splitlines()
+            ]
             (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
             entries.append({"condition": label, "seed": seed})
     return write_manifest(folder, entries)

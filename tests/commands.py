@@ -1,8 +1,10 @@
-"""Command lines of Python in processes that are forked from a server which has imported what a run imports.
+"""Command lines of Python in processes that are forked from a server which has imported what a run
+imports.
 
-`run` and `Command` stand for `subprocess.run` and `subprocess.Popen` where a command imports torch, which takes seconds: a process of its
-own, with its own environment, folder, output, signals and exit code. What libraries read from the environment when they are imported is
-what the server found; a test whose subject that is, or the start of Python itself, starts Python.
+`run` and `Command` stand for `subprocess.run` and `subprocess.Popen` where a command imports torch,
+which takes seconds: a process of its own, with its own environment, folder, output, signals and
+exit code. What libraries read from the environment when they are imported is what the server found;
+a test whose subject that is, or the start of Python itself, starts Python.
 """
 
 import atexit
@@ -20,16 +22,21 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 
-# Nothing here may start a thread, which a fork would lose: no operation of torch, no pandas (its allocator has one).
+# Nothing here may start a thread, which a fork would lose: no operation of torch, no pandas (its
+# allocator has one).
 _IMPORTED = [
-    "tests.commands", "tests.stops", "retrain.cli.run", "retrain.run.loop", "retrain.campaign", "retrain.backends.local.backend",
-    "retrain.inference_engine.torch_engine", "transformers", "transformers.models.qwen3.modeling_qwen3", "peft",
+    "tests.commands", "tests.stops", "retrain.cli.run", "retrain.run.loop", "retrain.campaign",
+    "retrain.backends.local.backend",
+    "retrain.inference_engine.torch_engine", "transformers",
+    "transformers.models.qwen3.modeling_qwen3", "peft",
 ]  # fmt: skip
 _READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "PYTORCH_", "TORCH_", "TRITON_", "PYTHON")
 
 
 def forked(target: Callable[..., None], *arguments: Any) -> Any:
-    """A started process that calls `target`, forked from the server. It is killed if it outlives the tests."""
+    """A started process that calls `target`, forked from the server. It is killed if it outlives
+    the tests.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     process = context.Process(target=target, args=arguments)
@@ -39,7 +46,9 @@ def forked(target: Callable[..., None], *arguments: Any) -> Any:
 
 
 class Command:
-    """A started `python -m MODULE ...` or `python FILE ...`. Its output is kept in files, so that it never waits for a reader."""
+    """A started `python -m MODULE ...` or `python FILE ...`. Its output is kept in files, so that
+    it never waits for a reader.
+    """
 
     def __init__(
         self,
@@ -51,16 +60,29 @@ class Command:
         start_new_session: bool = False,
         terminal: int | None = None,
     ) -> None:
-        """`stderr`: PIPE or STDOUT. `terminal`: the descriptor of a terminal, which the process gets for its own in place of the files."""
+        """`stderr`: PIPE or STDOUT. `terminal`: the descriptor of a terminal, which the process
+        gets for its own in place of the files.
+        """
         assert arguments[0] == sys.executable, "a command line of Python"
         environment = dict(os.environ if env is None else env)
-        changed = {name for name, value in {*environment.items()} ^ {*os.environ.items()} if name.startswith(_READ_AT_IMPORT)}
+        changed = {
+            name
+            for name, value in {*environment.items()} ^ {*os.environ.items()}
+            if name.startswith(_READ_AT_IMPORT)
+        }
         assert not changed, f"{changed} are read when libraries are imported; start Python"
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the command
         self._error = self._output if stderr == subprocess.STDOUT else tempfile.TemporaryFile()  # noqa: SIM115
         files = (self._output.fileno(), self._error.fileno()) if terminal is None else (terminal,)
         session = start_new_session
-        self._process = forked(_become, list(arguments[1:]), environment, os.fspath(cwd or Path.cwd()), session, _Passed(files))
+        self._process = forked(
+            _become,
+            list(arguments[1:]),
+            environment,
+            os.fspath(cwd or Path.cwd()),
+            session,
+            _Passed(files),
+        )
         self.pid: int = self._process.pid
 
     @property
@@ -77,7 +99,9 @@ class Command:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """All that the process wrote, once it has ended: standard output and standard error, which is empty if it went to the former."""
+        """All that the process wrote, once it has ended: standard output and standard error, which
+        is empty if it went to the former.
+        """
         self.wait(timeout)
         return _all_of(self._output), "" if self._error is self._output else _all_of(self._error)
 
@@ -92,8 +116,12 @@ class Command:
         self.send_signal(signal.SIGKILL)
 
 
-def run(arguments: Sequence[str], *, timeout: float = 240, check: bool = False, **options: Any) -> "subprocess.CompletedProcess[str]":
-    """Run a command line to its end and capture its output; one that takes longer than `timeout` seconds is killed."""
+def run(
+    arguments: Sequence[str], *, timeout: float = 240, check: bool = False, **options: Any
+) -> "subprocess.CompletedProcess[str]":
+    """Run a command line to its end and capture its output; one that takes longer than `timeout`
+    seconds is killed.
+    """
     command = Command(arguments, **options)
     try:
         output, error = command.communicate(timeout)
@@ -106,16 +134,30 @@ def run(arguments: Sequence[str], *, timeout: float = 240, check: bool = False, 
 
 
 class Ranks:
-    """The processes of a shared run that torchrun would start with `--standalone`; they meet at a store of this process."""
+    """The processes of a shared run that torchrun would start with `--standalone`; they meet at a
+    store of this process.
+    """
 
     def __init__(self, arguments: Sequence[str], count: int = 2) -> None:
         from torch.distributed import TCPStore
 
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "WORLD_SIZE": str(count)}
-        meeting |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "OMP_NUM_THREADS": "1"}
+        meeting = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "WORLD_SIZE": str(count),
+        }
+        meeting |= {
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "OMP_NUM_THREADS": "1",
+        }
         self._ranks = [
-            Command(arguments, env=os.environ | meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.STDOUT)
+            Command(
+                arguments,
+                env=os.environ | meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stderr=subprocess.STDOUT,
+            )
             for rank in range(count)
         ]
 
@@ -124,7 +166,9 @@ class Ranks:
         return [rank.poll() for rank in self._ranks]
 
     def communicate(self, timeout: float) -> tuple[str, list[int | None]]:
-        """Output and exit codes, once all have ended or the time is up, when those that run are killed."""
+        """Output and exit codes, once all have ended or the time is up, when those that run are
+        killed.
+        """
         deadline = time.monotonic() + timeout
         while None in self.codes() and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -152,10 +196,12 @@ def _received(*passed: Any) -> list[int]:
     return [one.detach() for one in passed]
 
 
-# ---- in the forked process ---------------------------------------------------------------------------------------------------------
+# ---- in the forked process -----------------------------------------------------------------------
 
 
-def _become(arguments: list[str], environment: dict[str, str], folder: str, session: bool, files: list[int]) -> None:
+def _become(
+    arguments: list[str], environment: dict[str, str], folder: str, session: bool, files: list[int]
+) -> None:
     """Do what `python ARGUMENTS` does, from the environment to the exit code."""
     os.environ.clear()
     os.environ.update(environment)
@@ -164,7 +210,9 @@ def _become(arguments: list[str], environment: dict[str, str], folder: str, sess
     import torch
 
     cores = os.cpu_count() or 1
-    torch.set_num_threads(min(int(environment.get("OMP_NUM_THREADS", cores)), cores))  # its library read the server's variable
+    torch.set_num_threads(
+        min(int(environment.get("OMP_NUM_THREADS", cores)), cores)
+    )  # its library read the server's variable
     try:
         _call(arguments)
     except SystemExit:
@@ -180,14 +228,18 @@ def _redirect(files: list[int], session: bool) -> None:
     if session:
         os.setsid()
     if len(files) == 1:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests that nohup started would pass on that hangups are ignored
+        signal.signal(
+            signal.SIGHUP, signal.SIG_DFL
+        )  # tests that nohup started would pass on that hangups are ignored
         os.login_tty(files[0])
     else:
         for standard, file in zip((1, 2), files, strict=True):
             os.dup2(file, standard)
     # The server's streams remember what kind of file they had.
     sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stderr = sys.__stderr__ = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(  # noqa: SIM115
+        2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False
+    )
 
 
 def _call(arguments: list[str]) -> None:
@@ -202,7 +254,9 @@ def _call(arguments: list[str]) -> None:
 
 
 def _end() -> None:
-    """As Python ends: its threads first, then what was registered for the exit, which a process of multiprocessing leaves out."""
+    """As Python ends: its threads first, then what was registered for the exit, which a process of
+    multiprocessing leaves out.
+    """
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()

@@ -11,11 +11,13 @@ from hypothesis import settings
 
 from tests.stops import MOMENTS
 
-# The suite runs in as many processes as there are cores. Threads of one process that meet at every operator would wait for those of
-# another; child processes inherit the setting, so what they compute is the same to the last bit.
+# The suite runs in as many processes as there are cores. Threads of one process that meet at every
+# operator would wait for those of another; child processes inherit the setting, so what they
+# compute is the same to the last bit.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Triton reads this when it is first imported, which transformers does. Where there is no GPU, its kernels run in its interpreter.
+# Triton reads this when it is first imported, which transformers does. Where there is no GPU, its
+# kernels run in its interpreter.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -27,12 +29,24 @@ settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--kills", type=int, default=2, help="how often a run is killed at a random moment and resumed (test_run_resume.py)")
-    parser.addoption("--stops", type=int, default=3, help="at how many of 50 moments two signals stop a run (test_run_resume.py)")
+    parser.addoption(
+        "--kills",
+        type=int,
+        default=2,
+        help="how often a run is killed at a random moment and resumed (test_run_resume.py)",
+    )
+    parser.addoption(
+        "--stops",
+        type=int,
+        default=3,
+        help="at how many of 50 moments two signals stop a run (test_run_resume.py)",
+    )
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """A million objects, of libraries and of tests, stay until the end: the garbage collector need not visit them again and again."""
+    """A million objects, of libraries and of tests, stay until the end: the garbage collector need
+    not visit them again and again.
+    """
     gc.freeze()
     gc.enable()
 

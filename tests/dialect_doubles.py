@@ -1,7 +1,8 @@
 """Servers in this process that answer as SGLang, MLX-LM and MAX do, with the lab model behind them.
 
-SGLang's is written from its documented API and the source of 0.5.23, MAX's adapters from the source of 26.7.0; what MLX-LM 0.32 and MAX's
-base model answer was observed. `make test-servers` runs the mlx engine against the real one.
+SGLang's is written from its documented API and the source of 0.5.23, MAX's adapters from the source
+of 26.7.0; what MLX-LM 0.32 and MAX's base model answer was observed. `make test-servers` runs the
+mlx engine against the real one.
 """
 
 import json
@@ -42,7 +43,9 @@ class SGLangDouble(VLLMDouble):
 
     def get(self, path: str) -> Answer:
         if path == "/v1/models":
-            return 200, {"data": [{"id": "default", "root": "default", "max_model_len": self.context}]}
+            return 200, {
+                "data": [{"id": "default", "root": "default", "max_model_len": self.context}]
+            }
         return super().get(path) if path == "/health" else (404, {"detail": "Not Found"})
 
     def post(self, path: str, body: Any) -> Answer:
@@ -74,17 +77,34 @@ class SGLangDouble(VLLMDouble):
             return error(400, "Got LoRA adapter that has never been loaded")
         found = []
         with self.lock:
-            for prompt, settings, name in zip(body["input_ids"], body["sampling_params"], names, strict=True):
+            for prompt, settings, name in zip(
+                body["input_ids"], body["sampling_params"], names, strict=True
+            ):
                 self.calls = settings["sampling_seed"]
-                (one,) = self.sample(name or "base", prompt, settings | {"n": 1, "max_tokens": settings["max_new_tokens"]})
+                (one,) = self.sample(
+                    name or "base",
+                    prompt,
+                    settings | {"n": 1, "max_tokens": settings["max_new_tokens"]},
+                )
                 found.append(self.one(one, len(prompt)))
         return 200, found
 
     def one(self, one: Completion, prompt: int) -> Any:
         ids, stopped = one.token_ids.tolist(), one.finish_reason is FinishReason.STOP
-        pairs = [[float(logprob), token, None] for logprob, token in zip(one.logprobs, ids, strict=True)]
-        reason = {"type": "stop", "matched": ids[-1]} if stopped else {"type": "length", "length": len(ids)}
-        about = {"finish_reason": reason, "prompt_tokens": prompt, "output_token_logprobs": pairs, "weight_version": "default"}
+        pairs = [
+            [float(logprob), token, None] for logprob, token in zip(one.logprobs, ids, strict=True)
+        ]
+        reason = (
+            {"type": "stop", "matched": ids[-1]}
+            if stopped
+            else {"type": "length", "length": len(ids)}
+        )
+        about = {
+            "finish_reason": reason,
+            "prompt_tokens": prompt,
+            "output_token_logprobs": pairs,
+            "weight_version": "default",
+        }
         return {"text": "", "output_ids": ids[:-1] if stopped else ids, "meta_info": about}
 
 
@@ -101,13 +121,19 @@ class RawDouble(VLLMDouble):
 
 
 class MAXDouble(RawDouble):
-    """Raw log-probs, one sample whatever `n` says, names of adapters without folders. `on_a_cpu`: without adapters."""
+    """Raw log-probs, one sample whatever `n` says, names of adapters without folders. `on_a_cpu`:
+    without adapters.
+    """
 
     on_a_cpu = False
 
     def get(self, path: str) -> Answer:
         if path == "/v1/models":
-            return 200, {"data": [{"id": name, "max_model_len": self.context} for name in ("base", *self.adapters)]}
+            return 200, {
+                "data": [
+                    {"id": name, "max_model_len": self.context} for name in ("base", *self.adapters)
+                ]
+            }
         return super().get(path) if path == "/health" else (404, {"detail": "Not Found"})
 
     def post(self, path: str, body: Any) -> Answer:
@@ -122,11 +148,15 @@ class MAXDouble(RawDouble):
         if not 1 <= settings["logprobs"] <= 7:
             return error(400, "`logprobs` must be in [0, 7]")
         assert not settings["ignore_eos"], "the real server would not stop at stop_token_ids either"
-        return super().complete(body, prompt, {**settings, "n": 1, "logprobs": 0, "own_seed": settings["seed"]})
+        return super().complete(
+            body, prompt, {**settings, "n": 1, "logprobs": 0, "own_seed": settings["seed"]}
+        )
 
 
 class MLXDouble(RawDouble):
-    """Text in, ids out, raw log-probs, adapters in MLX's format: one that it has loaded from a folder is never read again."""
+    """Text in, ids out, raw log-probs, adapters in MLX's format: one that it has loaded from a
+    folder is never read again.
+    """
 
     def __init__(self, port: int = 0) -> None:
         super().__init__(port)
@@ -142,7 +172,11 @@ class MLXDouble(RawDouble):
         for fault in list(self.faults):
             if (answer := fault(path, body)) is not None:
                 return answer
-        if path != "/v1/completions" or body["model"] != str(LAB_MODEL) or not isinstance(body["prompt"], str):
+        if (
+            path != "/v1/completions"
+            or body["model"] != str(LAB_MODEL)
+            or not isinstance(body["prompt"], str)
+        ):
             return 404, {"error": "text input must be of type `str`"}
         prompt, folder = self.tokenizer.encode(body["prompt"]), body.get("adapters")
         with self.lock:
@@ -153,10 +187,19 @@ class MLXDouble(RawDouble):
         return 200, self.one(one, len(prompt))
 
     def one(self, one: Completion, prompt: int) -> Any:
-        content = [{"id": token, "logprob": float(logprob)} for token, logprob in zip(one.token_ids.tolist(), one.logprobs, strict=True)]
+        content = [
+            {"id": token, "logprob": float(logprob)}
+            for token, logprob in zip(one.token_ids.tolist(), one.logprobs, strict=True)
+        ]
         reason = "stop" if one.finish_reason is FinishReason.STOP else "length"
         choice = {"index": 0, "finish_reason": reason, "text": "", "logprobs": {"content": content}}
-        return {"choices": [choice], "usage": {"prompt_tokens": prompt + self.extra_tokens, "completion_tokens": len(content)}}
+        return {
+            "choices": [choice],
+            "usage": {
+                "prompt_tokens": prompt + self.extra_tokens,
+                "completion_tokens": len(content),
+            },
+        }
 
     def in_peft(self, folder: str) -> Path:
         """What W x + scale (x A) B means to the lab model."""
@@ -169,8 +212,13 @@ class MLXDouble(RawDouble):
         weights: dict[str, torch.Tensor] = {}
         for name, value in load_file(Path(folder) / "adapters.safetensors").items():
             module, _, factor = name.rpartition(".lora_")
-            assert module.partition(".layers.")[2].partition(".")[2] in settings["lora_parameters"]["keys"]
-            weights[f"base_model.model.{module}.lora_{factor.upper()}.weight"] = (value.T * (scale if factor == "b" else 1)).contiguous()
+            assert (
+                module.partition(".layers.")[2].partition(".")[2]
+                in settings["lora_parameters"]["keys"]
+            )
+            weights[f"base_model.model.{module}.lora_{factor.upper()}.weight"] = (
+                value.T * (scale if factor == "b" else 1)
+            ).contiguous()
         assert len(weights) == 2 * len(own)
         self.read[folder] = TemporaryDirectory()
         save_file(weights, Path(self.read[folder].name) / "adapter_model.safetensors")

@@ -1,4 +1,6 @@
-"""Engines as plugins: one that serves a copy of the model by the adapter's files, as a server does, and what can be wrong with it."""
+"""Engines as plugins: one that serves a copy of the model by the adapter's files, as a server does,
+and what can be wrong with it.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
@@ -12,7 +14,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from retrain.inference_engine.base import EngineCapabilities, InferenceEngine, SampleRequest, Truncation
+from retrain.inference_engine.base import (
+    EngineCapabilities,
+    InferenceEngine,
+    SampleRequest,
+    Truncation,
+)
 from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.model.devices import EngineOptions
 from retrain.noise import Stream
@@ -24,7 +31,9 @@ Weights = dict[str, Tensor]
 class Served(InferenceEngine):
     """Sound."""
 
-    capabilities = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampled", noise="counter", entropy=True)
+    capabilities = EngineCapabilities(
+        in_process=False, adapter_reload=True, logprobs="sampled", noise="counter", entropy=True
+    )
     syncs: ClassVar[list[int]] = []
     """Steps, over all engines."""
     options = EngineOptions()
@@ -54,7 +63,9 @@ class Served(InferenceEngine):
             if ".lora_" in name:
                 parameter.copy_(weights[name.replace(".default.", ".")])
         if self.engine._copy is not None:
-            for parameter, own in zip(self.engine._copy.model.parameters(), self.model.parameters(), strict=True):
+            for parameter, own in zip(
+                self.engine._copy.model.parameters(), self.model.parameters(), strict=True
+            ):
                 parameter.copy_(own)
 
     def takes(self) -> bool:
@@ -78,12 +89,16 @@ class Hotter(Served):
     """Its temperature is too high by a tenth."""
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        return super().sample([replace(request, temperature=1.1 * request.temperature) for request in requests])
+        return super().sample(
+            [replace(request, temperature=1.1 * request.temperature) for request in requests]
+        )
 
 
 class RaisesTheScale(Served):
     def changed(self, weights: Weights) -> Weights:
-        return {name: 1.35 * value if "lora_B" in name else value for name, value in weights.items()}
+        return {
+            name: 1.35 * value if "lora_B" in name else value for name, value in weights.items()
+        }
 
 
 class DropsAProjection(Served):
@@ -105,18 +120,24 @@ class HotterInBf16(Hotter):
 
 class DropsTheLastLayer(Served):
     def changed(self, weights: Weights) -> Weights:
-        return {name: 0 * value if ".layers.3." in name else value for name, value in weights.items()}
+        return {
+            name: 0 * value if ".layers.3." in name else value for name, value in weights.items()
+        }
 
 
 class SwapsQAndK(Served):
     def changed(self, weights: Weights) -> Weights:
-        """k has fewer outputs than q: it takes as many of q's, and leaves the others without an adapter."""
+        """k has fewer outputs than q: it takes as many of q's, and leaves the others without an
+        adapter.
+        """
         swapped = dict(weights)
         for name, value in weights.items():
             if "q_proj.lora_B" in name:
                 other = name.replace("q_proj", "k_proj")
                 swapped[other] = value[: len(weights[other])]
-                swapped[name] = torch.cat([weights[other], torch.zeros(len(value) - len(weights[other]), value.shape[1])])
+                swapped[name] = torch.cat(
+                    [weights[other], torch.zeros(len(value) - len(weights[other]), value.shape[1])]
+                )
             elif "q_proj.lora_A" in name:
                 other = name.replace("q_proj", "k_proj")
                 swapped[name], swapped[other] = weights[other], value
@@ -153,14 +174,20 @@ class KeepsOldKeysAndValues(TorchEngine):
 
 
 class RoundsItsLogits(TorchEngine):
-    """Sound: its logits differ by 6e-5 from the learner's, and its log-probs by so much divided by the temperature."""
+    """Sound: its logits differ by 6e-5 from the learner's, and its log-probs by so much divided by
+    the temperature.
+    """
 
     def __init__(self, config: Any, *, model: Any, eos_ids: Sequence[int], device: Any) -> None:
         super().__init__(model, eos_ids, device)
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         for completion in super().sample(requests):
-            rounding = 6e-5 / requests[completion.request].temperature * (-1.0) ** np.arange(len(completion.logprobs))
+            rounding = (
+                6e-5
+                / requests[completion.request].temperature
+                * (-1.0) ** np.arange(len(completion.logprobs))
+            )
             yield replace(completion, logprobs=(completion.logprobs + rounding).astype(np.float32))
 
 
@@ -171,13 +198,25 @@ class Drifts(TorchEngine):
         super().__init__(model, eos_ids, device)
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        shift = 0.01 if requests and requests[0].noise.stream == Stream.SAMPLING and requests[0].noise.step > 0 else 0.0
+        shift = (
+            0.01
+            if requests
+            and requests[0].noise.stream == Stream.SAMPLING
+            and requests[0].noise.step > 0
+            else 0.0
+        )
         for completion in super().sample(requests):
             yield replace(completion, logprobs=completion.logprobs + shift) if shift else completion
 
 
 class TextOnly(Served):
-    capabilities = replace(Served.capabilities, token_ids_out=False, logprobs="none", adapter_reload=False, entropy=False)
+    capabilities = replace(
+        Served.capabilities,
+        token_ids_out=False,
+        logprobs="none",
+        adapter_reload=False,
+        entropy=False,
+    )
 
 
 class DeclaresNothing(InferenceEngine):
@@ -191,7 +230,9 @@ class RawLogprobs(Served):
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         for completion in super().sample(requests):
             request = requests[completion.request]
-            own = np.float32(request.temperature) * completion.logprobs  # not normalised again, as good as raw for a fault
+            own = (
+                np.float32(request.temperature) * completion.logprobs
+            )  # not normalised again, as good as raw for a fault
             yield replace(completion, logprobs=own.astype(np.float32))
 
 
@@ -223,9 +264,19 @@ class NeverEnds(StripsEOS):
                 yield completion
                 continue
             space = requests[completion.request].max_tokens - len(completion.token_ids)
-            ids = np.append(completion.token_ids[:-1], np.full(space + 1, 48, np.int32)).astype(np.int32)
-            logprobs = np.append(completion.logprobs[:-1], np.full(space + 1, -1, np.float32)).astype(np.float32)
-            yield replace(completion, token_ids=ids, logprobs=logprobs, entropies=None, finish_reason=FinishReason.LENGTH)
+            ids = np.append(completion.token_ids[:-1], np.full(space + 1, 48, np.int32)).astype(
+                np.int32
+            )
+            logprobs = np.append(
+                completion.logprobs[:-1], np.full(space + 1, -1, np.float32)
+            ).astype(np.float32)
+            yield replace(
+                completion,
+                token_ids=ids,
+                logprobs=logprobs,
+                entropies=None,
+                finish_reason=FinishReason.LENGTH,
+            )
 
 
 class CertainEOS(StripsEOS):
@@ -255,7 +306,10 @@ class AnotherTopP(StripsEOS):
     top_p = 0.8
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        changed = [replace(request, truncation=replace(request.truncation, top_p=self.top_p)) for request in requests]
+        changed = [
+            replace(request, truncation=replace(request.truncation, top_p=self.top_p))
+            for request in requests
+        ]
         return TorchEngine.sample(self, changed)
 
 
@@ -265,8 +319,12 @@ class IgnoresTopP(StripsEOS):
     vocabulary = 259
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        for completion in TorchEngine.sample(self, [replace(request, truncation=Truncation()) for request in requests]):
-            yield replace(completion, kept=np.full(len(completion.token_ids), self.vocabulary, np.int32))
+        for completion in TorchEngine.sample(
+            self, [replace(request, truncation=Truncation()) for request in requests]
+        ):
+            yield replace(
+                completion, kept=np.full(len(completion.token_ids), self.vocabulary, np.int32)
+            )
 
 
 def _cut(completion: Completion) -> Completion:

@@ -1,4 +1,6 @@
-"""A proxy on this machine that answers some requests with an error instead of passing them on, and counts samples that are under way."""
+"""A proxy on this machine that answers some requests with an error instead of passing them on, and
+counts samples that are under way.
+"""
 
 import http.client
 import json
@@ -54,10 +56,17 @@ class Traffic:
 
     def withheld(self, path: str, request: bytes) -> tuple[int, str] | None:
         """The refusal of a service of text alone."""
-        absent = [*["_lora_adapter"] * (self.text_alone or self.chat_alone), *["/v1/completions"] * self.chat_alone]
+        absent = [
+            *["_lora_adapter"] * (self.text_alone or self.chat_alone),
+            *["/v1/completions"] * self.chat_alone,
+        ]
         if path.endswith(tuple(absent)):
             return 404, "Not Found"
-        if self.text_alone and path.endswith("/completions") and isinstance(json.loads(request)["prompt"], list):
+        if (
+            self.text_alone
+            and path.endswith("/completions")
+            and isinstance(json.loads(request)["prompt"], list)
+        ):
             return 400, "the prompt is no text"
         return None
 
@@ -65,7 +74,10 @@ class Traffic:
         if not (self.text_alone and path.endswith("/completions")):
             return answer
         content = json.loads(answer)
-        choices = [{name: choice[name] for name in ("index", "text", "finish_reason")} for choice in content["choices"]]
+        choices = [
+            {name: choice[name] for name in ("index", "text", "finish_reason")}
+            for choice in content["choices"]
+        ]
         return json.dumps(content | {"choices": choices}).encode()
 
     def note(self, path: str, request: bytes, status: int, answer: bytes) -> None:
@@ -75,7 +87,9 @@ class Traffic:
             if path.endswith("/asample"):
                 self.sampling.add(str(json.loads(answer)["request_id"]))
                 self.most_sampling = max(self.most_sampling, len(self.sampling))
-            elif path.endswith("/retrieve_future") and (found := re.search(rb'"request_id"\s*:\s*"([^"]+)"', request)):
+            elif path.endswith("/retrieve_future") and (
+                found := re.search(rb'"request_id"\s*:\s*"([^"]+)"', request)
+            ):
                 self.sampling.discard(found.group(1).decode())
 
 
@@ -94,13 +108,23 @@ def faulty_proxy(upstream: str, *faults: Fault) -> Iterator[tuple[str, Traffic]]
                 self.close_connection = True
                 return
             if status := traffic.fault_for(path):
-                self.answer(status, [("content-type", "application/json")], json.dumps({"detail": f"injected {status}"}).encode())
+                self.answer(
+                    status,
+                    [("content-type", "application/json")],
+                    json.dumps({"detail": f"injected {status}"}).encode(),
+                )
                 return
             if refusal := traffic.withheld(path, request):
-                self.answer(refusal[0], [("content-type", "application/json")], json.dumps({"detail": refusal[1]}).encode())
+                self.answer(
+                    refusal[0],
+                    [("content-type", "application/json")],
+                    json.dumps({"detail": refusal[1]}).encode(),
+                )
                 return
             connection = http.client.HTTPConnection(target, timeout=120)
-            headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
+            headers = {
+                name: value for name, value in self.headers.items() if name.lower() not in _HOP
+            }
             try:
                 connection.request(self.command, self.path, request, headers)
                 response = connection.getresponse()
@@ -108,7 +132,11 @@ def faulty_proxy(upstream: str, *faults: Fault) -> Iterator[tuple[str, Traffic]]
             finally:
                 connection.close()
             traffic.note(path, request, response.status, answer)
-            self.answer(response.status, [(n, v) for n, v in response.getheaders() if n.lower() not in _HOP], traffic.shown(path, answer))
+            self.answer(
+                response.status,
+                [(n, v) for n, v in response.getheaders() if n.lower() not in _HOP],
+                traffic.shown(path, answer),
+            )
 
         def answer(self, status: int, headers: list[tuple[str, str]], body: bytes) -> None:
             self.send_response(status)
@@ -124,7 +152,9 @@ def faulty_proxy(upstream: str, *faults: Fault) -> Iterator[tuple[str, Traffic]]
     class Server(ThreadingHTTPServer):
         daemon_threads = True
 
-        def handle_error(self, *_: Any) -> None: ...  # a client that went away, or an upstream that is dead
+        def handle_error(
+            self, *_: Any
+        ) -> None: ...  # a client that went away, or an upstream that is dead
 
     server = Server(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()

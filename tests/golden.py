@@ -1,7 +1,8 @@
-"""Runs numeric cases against the public functions: `python tests/golden.py FILE...` prints the mismatches and exits 1 if there are any.
+"""Runs numeric cases against the public functions: `python tests/golden.py FILE...` prints the
+mismatches and exits 1 if there are any.
 
-A file holds {"default_tol": {rtol, atol}, "cases": [{id, op, inputs, expected, tol?}]}; an expected {"error": "ValueError"} must raise it.
-An operation that is not known is a mismatch.
+A file holds {"default_tol": {rtol, atol}, "cases": [{id, op, inputs, expected, tol?}]}; an expected
+{"error": "ValueError"} must raise it. An operation that is not known is a mismatch.
 """
 
 import json
@@ -44,21 +45,30 @@ Rows = list[list[float]]
 
 
 def expected_gradient_coefficient(mode: str, N: int, p: float, eps: float) -> float:
-    """E[mean_i A_i score_i] / (p (1 - p)) over K ~ Bin(N, p) successes, where the score is 1 - p for a success and -p for a failure."""
+    """E[mean_i A_i score_i] / (p (1 - p)) over K ~ Bin(N, p) successes, where the score is 1 - p
+    for a success and -p for a failure.
+    """
     builtin = ADVANTAGES[mode]
     params = {"eps": eps} if "eps" in builtin.parameters else {}
     total = 0.0
     for successes in range(N + 1):
         rewards = [1.0] * successes + [0.0] * (N - successes)
-        advantages: Any = builtin.function([rewards], **params)[0] if builtin.batch_level else builtin.function(rewards, **params)
+        advantages: Any = (
+            builtin.function([rewards], **params)[0]
+            if builtin.batch_level
+            else builtin.function(rewards, **params)
+        )
         scores = [1.0 - p] * successes + [-p] * (N - successes)
         probability = math.comb(N, successes) * p**successes * (1.0 - p) ** (N - successes)
         total += probability * math.fsum(a * s for a, s in zip(advantages, scores, strict=True)) / N
     return total / (p * (1.0 - p))
 
 
-def shannon_entropy_from_logits(logits: Sequence[float], temperature: float = 1.0, cap: float = uncertainty.CAP) -> float:
-    """Entropy in nats of softmax(logits / temperature), [V] -> a float; a logit of -inf is a token that cannot come.
+def shannon_entropy_from_logits(
+    logits: Sequence[float], temperature: float = 1.0, cap: float = uncertainty.CAP
+) -> float:
+    """Entropy in nats of softmax(logits / temperature), [V] -> a float; a logit of -inf is a token
+    that cannot come.
 
     Raises ValueError on no logits, NaN, +inf, all -inf, or a temperature that is not positive.
     """
@@ -77,7 +87,9 @@ def shannon_entropy_from_logits(logits: Sequence[float], temperature: float = 1.
 def sepa(change: transforms.FlatEntropyTransform) -> Callable[..., list[float]]:
     def operation(uncertainty: list[float], mask: list[int], lam: float, cap: float) -> list[float]:
         h = capped(uncertainty, cap)
-        changed: list[float] = change(h, np.array(mask, dtype=np.bool_), Segments([len(h)]), lam).tolist()
+        changed: list[float] = change(
+            h, np.array(mask, dtype=np.bool_), Segments([len(h)]), lam
+        ).tolist()
         return changed
 
     return operation
@@ -87,7 +99,9 @@ def capped(values: list[float], cap: float) -> Any:
     return uncertainty.capped(np.array(values, dtype=np.float64), cap)
 
 
-def gtpo(advantage: float, uncertainty: list[float], beta: float, cap: float = uncertainty.CAP) -> list[float]:
+def gtpo(
+    advantage: float, uncertainty: list[float], beta: float, cap: float = uncertainty.CAP
+) -> list[float]:
     """A_t = A w_t for one completion, its uncertainty [T] capped first."""
     if not math.isfinite(advantage):
         raise ValueError(f"the advantage is {advantage}, it must be a finite number")
@@ -96,7 +110,9 @@ def gtpo(advantage: float, uncertainty: list[float], beta: float, cap: float = u
 
 
 def hicra(token_advantages: list[float], mask: list[int], alpha: float) -> list[float]:
-    result: list[float] = transforms.hicra(np.array(token_advantages, dtype=np.float64), np.array(mask, dtype=np.bool_), alpha).tolist()
+    result: list[float] = transforms.hicra(
+        np.array(token_advantages, dtype=np.float64), np.array(mask, dtype=np.bool_), alpha
+    ).tolist()
     return result
 
 
@@ -150,7 +166,11 @@ def pipeline(
 def surprisal_mask(uncertainty: Rows, rho: float, scope: str) -> dict[str, Any]:
     segments = Segments([len(row) for row in uncertainty])
     single = scope != "completion"
-    pools = np.zeros(segments.total, dtype=np.int64) if single else np.repeat(np.arange(len(segments)), segments.lengths)
+    pools = (
+        np.zeros(segments.total, dtype=np.int64)
+        if single
+        else np.repeat(np.arange(len(segments)), segments.lengths)
+    )
     result = transforms.top_rho(flatten(uncertainty), pools, 1 if single else len(segments), rho)
     keep = [row.astype(int).tolist() for row in segments.split(result.keep.astype(np.float64))]
     return {"keep": keep, "threshold": result.thresholds[0] if single else result.thresholds}
@@ -172,7 +192,12 @@ def token_weights(lengths: Sequence[int], aggregation: Any, max_tokens: int = 0)
 
 
 def whole_batch_loss(
-    new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, lengths: Sequence[int], max_tokens: int = 0, **settings: Any
+    new: torch.Tensor,
+    old: torch.Tensor,
+    advantages: torch.Tensor,
+    lengths: Sequence[int],
+    max_tokens: int = 0,
+    **settings: Any,
 ) -> torch.Tensor:
     """The scalar loss of flat [N] tensors under `[loss]` with these settings."""
     chosen = Loss(**settings)
@@ -183,7 +208,11 @@ def whole_batch_loss(
 def policy(mode: str) -> Callable[..., float]:
     def operation(new: Rows, old: Rows, adv: Rows, max_tokens: int = 0, **settings: Any) -> float:
         values, lengths = batch(new)
-        return float(whole_batch_loss(values, batch(old)[0], batch(adv)[0], lengths, max_tokens, mode=mode, **settings))
+        return float(
+            whole_batch_loss(
+                values, batch(old)[0], batch(adv)[0], lengths, max_tokens, mode=mode, **settings
+            )
+        )
 
     return operation
 
@@ -219,7 +248,11 @@ def usl_throughput(p: float, sigma: float, kappa: float, **scale: float) -> floa
 def usl_fit(p: list[float], throughput: list[float], **options: Any) -> dict[str, Any]:
     fit = fit_scaling_law(p, throughput, **options)
     law = fit.law
-    numbers = {"lambda": law.lam, "sigma": law.sigma, "kappa": law.kappa, "p_star": law.optimum} if law else {}
+    numbers = (
+        {"lambda": law.lam, "sigma": law.sigma, "kappa": law.kappa, "p_star": law.optimum}
+        if law
+        else {}
+    )
     return {"status": fit.status, "r2": fit.r2, "superlinear": fit.superlinear, **numbers}
 
 
@@ -228,24 +261,51 @@ def usl_target_batch(p_star: float | None, **settings: Any) -> int:
 
 
 def squeeze_layer(lora_A: Rows, lora_B: Rows, target_ranks: list[int]) -> dict[str, Any]:
-    layer = layer_spectrum(torch.tensor(lora_A, dtype=torch.float64), torch.tensor(lora_B, dtype=torch.float64))
-    # A layer may be of a lower rank than its adapter, so the largest target stands for the adapter's.
-    ranks = checked_ranks(target_ranks, max(layer.rank, *target_ranks)) if target_ranks else powers_of_two(layer.rank)
+    layer = layer_spectrum(
+        torch.tensor(lora_A, dtype=torch.float64), torch.tensor(lora_B, dtype=torch.float64)
+    )
+    # A layer may be of a lower rank than its adapter, so the largest target stands for the
+    # adapter's.
+    ranks = (
+        checked_ranks(target_ranks, max(layer.rank, *target_ranks))
+        if target_ranks
+        else powers_of_two(layer.rank)
+    )
     variance = None if layer.is_zero else {str(k): layer.retained(k) for k in ranks}
-    return {"singular_values": layer.singular_values, "variance": variance, "status": "zero" if layer.is_zero else "ok"}
+    return {
+        "singular_values": layer.singular_values,
+        "variance": variance,
+        "status": "zero" if layer.is_zero else "ok",
+    }
 
 
 def squeeze_compress(lora_A: Rows, lora_B: Rows, rank: int) -> dict[str, Any]:
     a, b = torch.tensor(lora_A, dtype=torch.float64), torch.tensor(lora_B, dtype=torch.float64)
-    layer = LoraLayer("layer", a, b, alpha=compressed_alpha(1.0, len(lora_A), rank), use_rslora=False)
+    layer = LoraLayer(
+        "layer", a, b, alpha=compressed_alpha(1.0, len(lora_A), rank), use_rslora=False
+    )
     short_a, short_b = truncated(layer, factorise(a, b, "layer"), rank)
-    return {"product": (short_b @ short_a).tolist(), "relative_frobenius_error": math.sqrt(layer_spectrum(a, b).lost(rank))}
+    return {
+        "product": (short_b @ short_a).tolist(),
+        "relative_frobenius_error": math.sqrt(layer_spectrum(a, b).lost(rank)),
+    }
 
 
 def squeeze_recommend(
-    layers: list[dict[str, float] | None], ranks: list[int], min_variance_retention: float, rule: Any, source_rank: int | None = None
+    layers: list[dict[str, float] | None],
+    ranks: list[int],
+    min_variance_retention: float,
+    rule: Any,
+    source_rank: int | None = None,
 ) -> int:
-    retained = [{int(k): v for k, v in layer.items()} if layer and not math.isnan(min(layer.values())) else None for layer in layers]
+    retained = [
+        (
+            {int(k): v for k, v in layer.items()}
+            if layer and not math.isnan(min(layer.values()))
+            else None
+        )
+        for layer in layers
+    ]
     return recommend_rank(retained, ranks, min_variance_retention, rule, source_rank)
 
 
@@ -264,11 +324,17 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "transform.sepa_amp_clamped": sepa(transforms.sepa_amplify_clamped),
     "sepa.trace": sepa_trace,
     "pipeline": pipeline,
-    "uncertainty.surprisal": lambda logprobs, cap=uncertainty.CAP: uncertainty.surprisal(logprobs, cap).tolist(),
-    "uncertainty.predictive_variance": lambda logprobs: uncertainty.predictive_variance(logprobs).tolist(),
+    "uncertainty.surprisal": (
+        lambda logprobs, cap=uncertainty.CAP: uncertainty.surprisal(logprobs, cap).tolist()
+    ),
+    "uncertainty.predictive_variance": (
+        lambda logprobs: uncertainty.predictive_variance(logprobs).tolist()
+    ),
     "uncertainty.shannon_entropy_from_logits": shannon_entropy_from_logits,
     "transform.surprisal_mask": surprisal_mask,
-    "transform.surprisal_mask_count": lambda n, rho: [transforms.kept_count(*pair) for pair in zip(n, rho, strict=True)],
+    "transform.surprisal_mask_count": lambda n, rho: [
+        transforms.kept_count(*pair) for pair in zip(n, rho, strict=True)
+    ],
     "loss.importance_sampling": policy("importance_sampling"),
     "loss.ppo_clip": policy("ppo"),
     "loss.gspo_ratio": gspo_ratio,
@@ -305,20 +371,35 @@ def numeric(value: Any) -> Any:
 
 
 def difference(expected: Any, got: Any, rtol: float, atol: float, path: str = "") -> str:
-    """Where and how the two differ first; "" if they agree. Keys that are not expected do not matter."""
+    """Where and how the two differ first; "" if they agree. Keys that are not expected do not
+    matter.
+    """
     if isinstance(expected, dict) and isinstance(got, dict):
         pairs = [(f"{path}.{key}", value, got.get(key)) for key, value in expected.items()]
     elif isinstance(expected, list) and isinstance(got, list | tuple):
         if len(expected) != len(got):
             return f"{path or 'result'}: {len(got)} items, expected {len(expected)}"
-        pairs = [(f"{path}[{index}]", *pair) for index, pair in enumerate(zip(expected, got, strict=True))]
+        pairs = [
+            (f"{path}[{index}]", *pair)
+            for index, pair in enumerate(zip(expected, got, strict=True))
+        ]
     else:
-        return "" if same(expected, got, rtol, atol) else f"{path or 'result'}: {got!r}, expected {expected!r}"
-    return next((found for where, e, g in pairs if (found := difference(e, g, rtol, atol, where))), "")
+        return (
+            ""
+            if same(expected, got, rtol, atol)
+            else f"{path or 'result'}: {got!r}, expected {expected!r}"
+        )
+    return next(
+        (found for where, e, g in pairs if (found := difference(e, g, rtol, atol, where))), ""
+    )
 
 
 def same(expected: Any, got: Any, rtol: float, atol: float) -> bool:
-    expected = FLOATS.get(expected, expected) if isinstance(expected, str) and not isinstance(got, str) else expected
+    expected = (
+        FLOATS.get(expected, expected)
+        if isinstance(expected, str) and not isinstance(got, str)
+        else expected
+    )
     if expected is None:
         return got is None or got == math.inf  # JSON has no infinity
     if isinstance(expected, bool) or isinstance(got, bool) or isinstance(expected, str):
@@ -332,14 +413,21 @@ def same(expected: Any, got: Any, rtol: float, atol: float) -> bool:
 
 def check(case: dict[str, Any], tolerance: dict[str, float]) -> str:
     """The mismatch of one case in words; "" if there is none."""
-    inputs = {key: value if key in TEXT_INPUTS else numeric(value) for key, value in case["inputs"].items()}
+    inputs = {
+        key: value if key in TEXT_INPUTS else numeric(value)
+        for key, value in case["inputs"].items()
+    }
     expected = case["expected"]
     error = expected.get("error") if isinstance(expected, dict) else None
     try:
         got = OPERATIONS[case["op"]](**inputs)
     except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError) as raised:
         kinds = {kind.__name__ for kind in type(raised).__mro__}
-        return "" if error in kinds else f"raised {type(raised).__name__}: {raised}, expected {error or expected!r}"
+        return (
+            ""
+            if error in kinds
+            else f"raised {type(raised).__name__}: {raised}, expected {error or expected!r}"
+        )
     if error:
         return f"gave {got!r}, expected {error}"
     return difference(expected, got, tolerance["rtol"], tolerance["atol"])
@@ -350,7 +438,11 @@ def run(path: Path) -> tuple[int, int]:
     document = json.loads(path.read_text())
     mismatches = 0
     for case in document["cases"]:
-        problem = check(case, document["default_tol"] | case.get("tol", {})) if case["op"] in OPERATIONS else "unknown operation"
+        problem = (
+            check(case, document["default_tol"] | case.get("tol", {}))
+            if case["op"] in OPERATIONS
+            else "unknown operation"
+        )
         if problem:
             mismatches += 1
             print(f"{path}: {case['id']} ({case['op']}): {problem}")

@@ -1,4 +1,6 @@
-"""An OpenAI-compatible chat server in this process, whose answers a test scripts, faults among them."""
+"""An OpenAI-compatible chat server in this process, whose answers a test scripts, faults among
+them.
+"""
 
 import json
 import threading
@@ -50,11 +52,19 @@ class Handler(BaseHTTPRequestHandler):
 
     def reply(self, text: str | None, **more: Any) -> None:
         usage = {"prompt_tokens": 100, "completion_tokens": 2} | more
-        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": text},
+            "finish_reason": "stop",
+        }
         self.send(200, json.dumps({"choices": [choice], "usage": usage}).encode())
 
     def error(self, status: int, message: str, param: str = "", **headers: str) -> None:
-        self.send(status, json.dumps({"error": {"message": message, "param": param or None}}).encode(), **headers)
+        self.send(
+            status,
+            json.dumps({"error": {"message": message, "param": param or None}}).encode(),
+            **headers,
+        )
 
     def log_message(self, *_: object) -> None: ...
 
@@ -81,7 +91,9 @@ class JudgeServer(ThreadingHTTPServer):
 @contextmanager
 def serving(answer: Answer) -> Iterator[JudgeServer]:
     with JudgeServer(answer) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread = threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        )
         thread.start()
         try:
             yield server
@@ -90,7 +102,7 @@ def serving(answer: Answer) -> Iterator[JudgeServer]:
             thread.join()
 
 
-# -- answers -------------------------------------------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------
 
 
 def fair(handler: Handler) -> None:

@@ -44,9 +44,13 @@ def model_folder(family: str) -> str:
     configs: dict[str, Any] = {
         "qwen3": lambda: transformers.Qwen3Config(**shape, tie_word_embeddings=True),
         "llama": lambda: transformers.LlamaConfig(**shape, tie_word_embeddings=False),
-        "gemma2": lambda: transformers.Gemma2Config(**shape, final_logit_softcapping=2.0, sliding_window=6),
+        "gemma2": lambda: transformers.Gemma2Config(
+            **shape, final_logit_softcapping=2.0, sliding_window=6
+        ),
         "cohere": lambda: transformers.CohereConfig(
-            **{key: value for key, value in shape.items() if key != "head_dim"}, logit_scale=0.25, use_qk_norm=False
+            **{key: value for key, value in shape.items() if key != "head_dim"},
+            logit_scale=0.25,
+            use_qk_norm=False,
         ),
         "opt": lambda: transformers.OPTConfig(
             **{k: v for k, v in shape.items() if k not in ("head_dim", "intermediate_size")},
@@ -54,14 +58,18 @@ def model_folder(family: str) -> str:
             word_embed_proj_dim=32,
             dropout=0.3,
         ),
-        "granite": lambda: transformers.GraniteConfig(**{k: v for k, v in shape.items() if k != "head_dim"}, logits_scaling=3.0),
+        "granite": lambda: transformers.GraniteConfig(
+            **{k: v for k, v in shape.items() if k != "head_dim"}, logits_scaling=3.0
+        ),
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(configs[family]())
         for name, parameter in model.named_parameters():
             if "norm" not in name:
-                parameter.data.normal_(0, 0.3)  # logits far from uniform, so that a wrong formula shows
+                parameter.data.normal_(
+                    0, 0.3
+                )  # logits far from uniform, so that a wrong formula shows
     folder = Path(mkdtemp(prefix="retrain-test-"))
     atexit.register(partial(shutil.rmtree, folder, ignore_errors=True))
     model.save_pretrained(folder / family)
@@ -91,13 +99,17 @@ def make_learner(
     fused: bool = True,
     merge: bool = False,
 ) -> Learner:
-    """`untouched` leaves the adapter's B at zero; otherwise both matrices hold numbers, so that both have gradients."""
+    """`untouched` leaves the adapter's B at zero; otherwise both matrices hold numbers, so that
+    both have gradients.
+    """
     base = load_base_model(config, config.model.model, torch.device("cpu"))
     adapter = Adapter(base, config.model, config.lora, config.training.seed)
     if not untouched:
         rng = np.random.default_rng(5)
         for parameter in adapter.parameters.values():
-            parameter.data = torch.from_numpy(rng.normal(0, 0.1, parameter.shape).astype(np.float32))
+            parameter.data = torch.from_numpy(
+                rng.normal(0, 0.1, parameter.shape).astype(np.float32)
+            )
     choices = MachineChoices(
         threads=1,
         decode_rows=8,
@@ -106,7 +118,9 @@ def make_learner(
         gradient_checkpointing=checkpointing,
         offload_activations=offloading,
     )
-    return Learner(base, adapter, config, choices, FusedDecoder.of(base.model, merge=merge) if fused else None)
+    return Learner(
+        base, adapter, config, choices, FusedDecoder.of(base.model, merge=merge) if fused else None
+    )
 
 
 def make_rows(count: int = 7, seed: int = 0, longest: int = 12) -> list[Row]:
@@ -136,23 +150,32 @@ def make_rows(count: int = 7, seed: int = 0, longest: int = 12) -> list[Row]:
     return rows
 
 
-def with_logprobs(rows: Sequence[Row], logprobs: Sequence[Float32Array], noise: float = 0.0, seed: int = 1) -> list[Row]:
+def with_logprobs(
+    rows: Sequence[Row], logprobs: Sequence[Float32Array], noise: float = 0.0, seed: int = 1
+) -> list[Row]:
     """The rows as if a sampler near the learner had recorded them."""
     rng = np.random.default_rng(seed)
     return [
-        replace(row, logprobs=(own + noise * rng.normal(size=len(own))).astype(np.float32)) for row, own in zip(rows, logprobs, strict=True)
+        replace(row, logprobs=(own + noise * rng.normal(size=len(own))).astype(np.float32))
+        for row, own in zip(rows, logprobs, strict=True)
     ]
 
 
 def gradients(learner: Learner) -> dict[str, torch.Tensor]:
     """Of the last update."""
-    return {name: parameter.grad.clone() for name, parameter in learner.adapter.parameters.items() if parameter.grad is not None}
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in learner.adapter.parameters.items()
+        if parameter.grad is not None
+    }
 
 
 def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
     """||ours - theirs|| / ||theirs|| over all adapter parameters."""
     assert ours.keys() == theirs.keys()
-    difference = sum(float((ours[name].double() - theirs[name].double()).square().sum()) for name in ours)
+    difference = sum(
+        float((ours[name].double() - theirs[name].double()).square().sum()) for name in ours
+    )
     size = sum(float(theirs[name].double().square().sum()) for name in ours)
     assert size > 0
     return float((difference / size) ** 0.5)

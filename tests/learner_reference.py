@@ -1,6 +1,7 @@
 """The policy loss written out token by token over full logits, for the learner to be compared with.
 
-Nothing here is shared with retrain/backends/local: one row at a time, no padding, no chunks, autograd through log_softmax.
+Nothing here is shared with retrain/backends/local: one row at a time, no padding, no chunks,
+autograd through log_softmax.
 """
 
 import math
@@ -12,9 +13,16 @@ import torch
 from retrain.types import Row
 
 
-def row_scores(model: Any, row: Row, temperature: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def row_scores(
+    model: Any, row: Row, temperature: float
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Log-prob and entropy of each action token of one row, from the model's own full logits."""
-    logits = model(input_ids=torch.tensor(row.token_ids.tolist()).unsqueeze(0), use_cache=False).logits[0].float() / temperature
+    logits = (
+        model(input_ids=torch.tensor(row.token_ids.tolist()).unsqueeze(0), use_cache=False)
+        .logits[0]
+        .float()
+        / temperature
+    )
     logprobs, entropies = [], []
     for start, stop in row.spans:
         for position in range(start, stop):
@@ -30,7 +38,9 @@ def row_scores(model: Any, row: Row, temperature: float) -> tuple[list[torch.Ten
 
 def _kept_tokens(z: torch.Tensor, token: int, count: int) -> list[int]:
     """`token` and the count - 1 most probable others, equal ones by rising id."""
-    return sorted(range(len(z)), key=lambda other: (other != token, -float(z[other]), other))[:count]
+    return sorted(range(len(z)), key=lambda other: (other != token, -float(z[other]), other))[
+        :count
+    ]
 
 
 def reference_loss(
@@ -63,12 +73,18 @@ def reference_loss(
                 term = -min(max(math.exp(log_ratios[t].item()), low), high) * advantage * lp
             else:
                 rho = torch.exp(log_ratios[t])
-                if mode == "gspo":  # the value of the sequence's ratio, the gradient of the token's log-prob times it
+                if (
+                    mode == "gspo"
+                    # the value of the sequence's ratio, the gradient of the token's
+                    # log-prob times it
+                ):
                     rho = whole * torch.exp(lp - lp.detach())
                 if mode == "importance_sampling":
                     term = -rho * advantage
                 else:
-                    gain = torch.minimum(rho * advantage, torch.clamp(rho, 1 - low, 1 + high) * advantage)
+                    gain = torch.minimum(
+                        rho * advantage, torch.clamp(rho, 1 - low, 1 + high) * advantage
+                    )
                     if dual_clip and advantage < 0:
                         gain = torch.maximum(gain, torch.tensor(dual_clip * advantage))
                     term = -gain
@@ -78,7 +94,10 @@ def reference_loss(
             elif correction == "icepop":
                 term = term * (w if 0.5 <= w <= 5.0 else 0.0)
             d = lp - row_reference[t]
-            term = term + kl_coef * {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[kl_estimator]
+            term = (
+                term
+                + kl_coef * {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[kl_estimator]
+            )
             terms.append(term - entropy_coef * entropies[t])
         sequences.append(torch.stack(terms))
     tokens = sum(len(sequence) for sequence in sequences)
@@ -91,30 +110,49 @@ def reference_loss(
     return torch.cat(sequences).sum()
 
 
-def sapo_objective(sequences: Sequence[tuple[torch.Tensor, torch.Tensor, float]], tau_pos: float, tau_neg: float) -> torch.Tensor:
-    """2511.20347: mean over sequences of the mean over tokens of f(r_t) A, f(x) = sigmoid(tau (x - 1)) 4 / tau. (new, old, A) each."""
+def sapo_objective(
+    sequences: Sequence[tuple[torch.Tensor, torch.Tensor, float]], tau_pos: float, tau_neg: float
+) -> torch.Tensor:
+    """2511.20347: mean over sequences of the mean over tokens of f(r_t) A, f(x) = sigmoid(tau (x -
+    1)) 4 / tau. (new, old, A) each.
+    """
     means = []
     for new, old, advantage in sequences:
         tau = tau_pos if advantage > 0 else tau_neg
         means.append(
-            sum(4 / tau / (1 + torch.exp(-tau * (torch.exp(n - o) - 1))) * advantage for n, o in zip(new, old, strict=True)) / len(new)
+            sum(
+                4 / tau / (1 + torch.exp(-tau * (torch.exp(n - o) - 1))) * advantage
+                for n, o in zip(new, old, strict=True)
+            )
+            / len(new)
         )
     return torch.stack(means).mean()
 
 
-def gmpo_objective(sequences: Sequence[tuple[torch.Tensor, torch.Tensor, float]], low: float, high: float) -> torch.Tensor:
-    """2507.20673: mean over sequences of (prod_t |min(r_t A, clip(r_t, e^-low, e^high) A)|)^(1/T) sign(A)."""
+def gmpo_objective(
+    sequences: Sequence[tuple[torch.Tensor, torch.Tensor, float]], low: float, high: float
+) -> torch.Tensor:
+    """2507.20673: mean over sequences of (prod_t |min(r_t A, clip(r_t, e^-low, e^high) A)|)^(1/T)
+    sign(A).
+    """
     means = []
     for new, old, advantage in sequences:
         ratios = torch.exp(new - old)
-        smaller = torch.minimum(ratios * advantage, ratios.clamp(math.exp(-low), math.exp(high)) * advantage)
+        smaller = torch.minimum(
+            ratios * advantage, ratios.clamp(math.exp(-low), math.exp(high)) * advantage
+        )
         means.append(math.copysign(1, advantage) * smaller.abs().prod() ** (1 / len(new)))
     return torch.stack(means).mean()
 
 
-def dppo_objective(sequences: Sequence[tuple[torch.Tensor, torch.Tensor, float]], low: float, high: float, cap: float) -> torch.Tensor:
-    """2602.04879 with the binary total variation: mean over tokens of M_t min(r_t, cap) A log pi_t, M_t = 0 where the probability has
-    moved out of the trust region in the advantage's direction.
+def dppo_objective(
+    sequences: Sequence[tuple[torch.Tensor, torch.Tensor, float]],
+    low: float,
+    high: float,
+    cap: float,
+) -> torch.Tensor:
+    """2602.04879 with the binary total variation: mean over tokens of M_t min(r_t, cap) A log pi_t,
+    M_t = 0 where the probability has moved out of the trust region in the advantage's direction.
     """
     terms = []
     for new, old, advantage in sequences:

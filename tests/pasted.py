@@ -1,8 +1,9 @@
 """The blocks of a document, pasted into a shell in a checkout as `make run` left it.
 
-bash runs them, so that loops, variables, globs and redirections are what they are. Its `retrain` asks this process, which forks the command
-from the server of tests/commands.py; this module is the program that it becomes there. What takes long ends at once: a training and a
-campaign open their folder as real ones do, and are given the files of a run that has ended. Nothing asks the hub.
+bash runs them, so that loops, variables, globs and redirections are what they are. Its `retrain`
+asks this process, which forks the command from the server of tests/commands.py; this module is the
+program that it becomes there. What takes long ends at once: a training and a campaign open their
+folder as real ones do, and are given the files of a run that has ended. Nothing asks the hub.
 """
 
 import os
@@ -40,14 +41,20 @@ class Paste:
         """`ended`: a run that has ended."""
         self.checkout = checkout
         self.problems: list[str] = []
-        """Of each command that neither succeeded nor said what this machine lacks, its line and its last line of output."""
+        """Of each command that neither succeeded nor said what this machine lacks, its line and its
+        last line of output."""
         self._environment = os.environ | {_ENDED: str(ended), "HOME": str(checkout / "home")}
 
     def shell(self, block: str) -> None:
         with _answering(self._retrain) as port:
             environment = self._environment | {"PASTED_PORT": str(port)}
             done = subprocess.run(
-                ["bash", "-c", _SHELL + block], cwd=self.checkout, env=environment, capture_output=True, text=True, timeout=240
+                ["bash", "-c", _SHELL + block],
+                cwd=self.checkout,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=240,
             )
         if (done.returncode and not self.problems) or done.stderr:
             self.problems.append(f"{block}: exit code {done.returncode} {done.stderr}")
@@ -62,7 +69,9 @@ class Paste:
     def _forked(self, what: str, folder: str, *arguments: str) -> tuple[int, str]:
         from tests import commands
 
-        done = commands.run([sys.executable, __file__, what, *arguments], cwd=Path(folder), env=self._environment)
+        done = commands.run(
+            [sys.executable, __file__, what, *arguments], cwd=Path(folder), env=self._environment
+        )
         if done.returncode not in (0, 3):
             said = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]
             self.problems.append(f"{what} {' '.join(arguments)}: {said[-1]}")
@@ -71,7 +80,9 @@ class Paste:
 
 @contextmanager
 def _answering(answer: Any) -> Iterator[int]:
-    """Serve the shell's questions: the number of words, then the words, each ended by a NUL. Yields the port."""
+    """Serve the shell's questions: the number of words, then the words, each ended by a NUL. Yields
+    the port.
+    """
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self) -> None:
@@ -85,7 +96,9 @@ def _answering(answer: Any) -> Iterator[int]:
             return text.decode()
 
     with socketserver.TCPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread = threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        )
         thread.start()
         try:
             yield server.server_address[1]
@@ -93,7 +106,7 @@ def _answering(answer: Any) -> Iterator[int]:
             server.shutdown()
 
 
-# ---- in the forked process ---------------------------------------------------------------------------------------------------------
+# ---- in the forked process -----------------------------------------------------------------------
 
 
 def _train(config: Any, *, overwrite: bool = False, **_: Any) -> None:
@@ -102,7 +115,12 @@ def _train(config: Any, *, overwrite: bool = False, **_: Any) -> None:
 
     with open_run(config, overwrite=overwrite) as opened:
         if opened.checkpoint is None:
-            shutil.copytree(os.environ[_ENDED], opened.folder.path, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".lock*"))
+            shutil.copytree(
+                os.environ[_ENDED],
+                opened.folder.path,
+                dirs_exist_ok=True,
+                ignore=shutil.ignore_patterns(".lock*"),
+            )
             opened.folder.config.write_text(dump_toml(opened.config), encoding="utf-8")
 
 
@@ -115,7 +133,12 @@ def _run_campaign(config: Any, **_: Any) -> Any:
     with open_campaign(config, datetime.now().astimezone()) as (plan, manifest):
         for run in plan.runs:
             right = [int(index < 60 + run.seed * len(run.condition) % 4) for index in range(100)]
-            folder = write_run(plan.folder / manifest[run.name].dir, run.seed, [0.5] * plan.max_steps, problems(right))
+            folder = write_run(
+                plan.folder / manifest[run.name].dir,
+                run.seed,
+                [0.5] * plan.max_steps,
+                problems(right),
+            )
             (folder / "config.toml").write_text(dump_toml(run.config), encoding="utf-8")
         return manifest
 
@@ -128,9 +151,14 @@ def _become(what: str, *arguments: str) -> int:
     from retrain.cli.main import main
 
     if "--probe" in arguments:  # a step of it is measured
-        os.environ |= {"RETRAIN_TRAINING_BATCH_SIZE": "2", "RETRAIN_TRAINING_GROUP_SIZE": "2", "RETRAIN_TRAINING_MAX_TOKENS": "8"}
+        os.environ |= {
+            "RETRAIN_TRAINING_BATCH_SIZE": "2",
+            "RETRAIN_TRAINING_GROUP_SIZE": "2",
+            "RETRAIN_TRAINING_MAX_TOKENS": "8",
+        }
     os.environ["HF_HUB_OFFLINE"], constants.HF_HUB_OFFLINE = "1", True
-    retrain.run.loop.train, retrain.campaign.run_campaign = _train, _run_campaign  # type: ignore[assignment]
+    retrain.run.loop.train = _train  # type: ignore[assignment]
+    retrain.campaign.run_campaign = _run_campaign  # type: ignore[assignment]
     if "--serve" in arguments:
         from retrain.report.serve import ReportServer
 

@@ -1,9 +1,12 @@
-"""CUDA devices that are pretended: their tensors say `cuda:0` and hold their numbers on the CPU, so code for a GPU runs without one.
+"""CUDA devices that are pretended: their tensors say `cuda:0` and hold their numbers on the CPU, so
+code for a GPU runs without one.
 
-They show that every branch for CUDA runs, that no operator mixes devices, and that a captured step reads nothing but its buffers: a capture
-keeps the operators, puts back what they wrote and makes NaN of what they returned, as on a GPU, where nothing has run by then, and a copy
-between host and device in it is refused, as is what the host waits for. So is, under `torch.use_deterministic_algorithms`, what raises.
-They do not show kernels, their rounding or order, streams, or memory.
+They show that every branch for CUDA runs, that no operator mixes devices, and that a captured step
+reads nothing but its buffers: a capture keeps the operators, puts back what they wrote and makes
+NaN of what they returned, as on a GPU, where nothing has run by then, and a copy between host and
+device in it is refused, as is what the host waits for. So is, under
+`torch.use_deterministic_algorithms`, what raises. They do not show kernels, their rounding or
+order, streams, or memory.
 """
 
 import ctypes
@@ -31,13 +34,29 @@ _FPGA = 7
 _COPIES = {"aten::_to_copy", "aten::copy_"}
 _INDEXED_BY_HOST = {"aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put"}
 """Operators that copy indices from the host by themselves."""
-_WAITED_FOR = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::equal"}
+_WAITED_FOR = {
+    "aten::_local_scalar_dense",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::_unique2",
+    "aten::unique_dim",
+    "aten::equal",
+}
 """Operators whose result, or its shape, the host reads."""
 _BY_CHANCE = {"aten::put_", "aten::put", "aten::histc", "aten::kthvalue"}
-"""Operators that raise on CUDA under `torch.use_deterministic_algorithms`; those that do so by their arguments are in `_is_by_chance`."""
+"""Operators that raise on CUDA under `torch.use_deterministic_algorithms`; those that do so by
+their arguments are in `_is_by_chance`."""
 
-_PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::linear"}
-"""Operators that autocast computes in half precision, and which meet two dtypes nowhere else; autocast itself does not know the device."""
+_PRODUCTS = {
+    "aten::mm",
+    "aten::addmm",
+    "aten::addmm_",
+    "aten::bmm",
+    "aten::baddbmm",
+    "aten::linear",
+}
+"""Operators that autocast computes in half precision, and which meet two dtypes nowhere else;
+autocast itself does not know the device."""
 
 
 class OnDevice(Tensor):
@@ -45,7 +64,11 @@ class OnDevice(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor, index: int) -> Self:
-        layout = {"strides": held.stride(), "storage_offset": held.storage_offset(), "dtype": held.dtype}
+        layout = {
+            "strides": held.stride(),
+            "storage_offset": held.storage_offset(),
+            "dtype": held.dtype,
+        }
         inside = torch.device(_INSIDE, index)
         return torch.Tensor._make_wrapper_subclass(cls, held.shape, device=inside, **layout)  # type: ignore[attr-defined, no-any-return]
 
@@ -64,8 +87,14 @@ class OnDevice(Tensor):
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
         """Return itself where nothing changes; torch's own code would see two devices."""
-        device, dtype, *_ = torch._C._nn._parse_to(*args, **{name: value for name, value in kwargs.items() if name != "copy"})
-        stays = device in (None, torch.device("cuda"), self.device) and dtype in (None, self.dtype) and not kwargs.get("copy")
+        device, dtype, *_ = torch._C._nn._parse_to(
+            *args, **{name: value for name, value in kwargs.items() if name != "copy"}
+        )
+        stays = (
+            device in (None, torch.device("cuda"), self.device)
+            and dtype in (None, self.dtype)
+            and not kwargs.get("copy")
+        )
         return self if stays else super().to(*args, **kwargs)
 
     def tolist(self) -> Any:
@@ -103,7 +132,9 @@ class Factories(TorchDispatchMode):
 
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator on the numbers that its tensors hold; its results are on the device that a GPU's would be on."""
+    """Run an operator on the numbers that its tensors hold; its results are on the device that a
+    GPU's would be on.
+    """
     tensors = _tensors((args, kwargs))
     wrapped = [tensor for tensor in tensors if isinstance(tensor, OnDevice)]
     named = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
@@ -113,12 +144,21 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     name = func._schema.name
     reads_host = any(tensor.dim() and not isinstance(tensor, OnDevice) for tensor in tensors)
-    mixes = len({tensor.index for tensor in wrapped}) > 1 or (bool(wrapped) and reads_host and name not in _INDEXED_BY_HOST)
+    mixes = len({tensor.index for tensor in wrapped}) > 1 or (
+        bool(wrapped) and reads_host and name not in _INDEXED_BY_HOST
+    )
     if mixes and name not in _COPIES:
-        raise RuntimeError(f"{name}: tensors on two devices, of shapes {[tuple(tensor.shape) for tensor in tensors]}")
-    to_host = (named is not None and named.type == "cpu") or (name == "aten::copy_" and not isinstance(args[0], OnDevice))
+        raise RuntimeError(
+            f"{name}: tensors on two devices, of shapes"
+            f" {[tuple(tensor.shape) for tensor in tensors]}"
+        )
+    to_host = (named is not None and named.type == "cpu") or (
+        name == "aten::copy_" and not isinstance(args[0], OnDevice)
+    )
     graph = Graph.capturing()
-    if graph is not None and (mixes or reads_host or to_host or name in _WAITED_FOR or _picks_by_mask(name, args)):
+    if graph is not None and (
+        mixes or reads_host or to_host or name in _WAITED_FOR or _picks_by_mask(name, args)
+    ):
         raise RuntimeError(f"{name}: not permitted while a step is captured")
     if torch.are_deterministic_algorithms_enabled() and _is_by_chance(name, args, kwargs):
         raise RuntimeError(f"{name}: has no deterministic implementation")
@@ -126,19 +166,32 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     own = {id(tensor.held): tensor for tensor in wrapped}
     args, kwargs = tree_map_only(OnDevice, lambda tensor: tensor.held, (args, dict(kwargs)))
     kwargs |= {"device": torch.device("cpu")} if named is not None else {}
-    if name in _PRODUCTS and {tensor.dtype for tensor in tensors} == {torch.bfloat16, torch.float32}:
+    if name in _PRODUCTS and {tensor.dtype for tensor in tensors} == {
+        torch.bfloat16,
+        torch.float32,
+    }:
         args = tree_map_only(Tensor, lambda tensor: tensor.bfloat16(), args)
     compute = KERNELS.get(name, func)
-    written = [value for argument, value in zip(func._schema.arguments, args, strict=False) if argument.is_write]
-    found = compute(*args, **kwargs) if graph is None else graph.record(compute, written, args, kwargs)
+    written = [
+        value
+        for argument, value in zip(func._schema.arguments, args, strict=False)
+        if argument.is_write
+    ]
+    found = (
+        compute(*args, **kwargs) if graph is None else graph.record(compute, written, args, kwargs)
+    )
     if to_host:
         return found
-    return tree_map_only(Tensor, lambda out: own[id(out)] if id(out) in own else OnDevice(out, index), found)
+    return tree_map_only(
+        Tensor, lambda out: own[id(out)] if id(out) in own else OnDevice(out, index), found
+    )
 
 
 def _picks_by_mask(name: str, args: Any) -> bool:
     """Return True for an index that is a mask: how many it picks is read by the host."""
-    return name in _INDEXED_BY_HOST and any(tensor.dtype == torch.bool for tensor in _tensors(args[1]))
+    return name in _INDEXED_BY_HOST and any(
+        tensor.dtype == torch.bool for tensor in _tensors(args[1])
+    )
 
 
 def _is_by_chance(name: str, args: Any, kwargs: Any) -> bool:
@@ -151,7 +204,9 @@ def _is_by_chance(name: str, args: Any, kwargs: Any) -> bool:
 
 
 class Graph:
-    """Stands for `torch.cuda.CUDAGraph`: the operators of a capture and the memory that each read and wrote."""
+    """Stands for `torch.cuda.CUDAGraph`: the operators of a capture and the memory that each read
+    and wrote.
+    """
 
     _of_thread = threading.local()
 
@@ -168,14 +223,18 @@ class Graph:
     def pool(self) -> tuple[int, int]:
         return 0, 0
 
-    def record(self, compute: Callable[..., Any], written: list[Tensor], args: Any, kwargs: Any) -> Any:
+    def record(
+        self, compute: Callable[..., Any], written: list[Tensor], args: Any, kwargs: Any
+    ) -> Any:
         """Compute, and keep what a replay needs; `written` are the tensors that it writes to."""
         inputs = _tensors((args, kwargs))
         self._before += [(value, value.clone()) for value in written]
         found = compute(*args, **kwargs)
         outputs = _tensors(found)
         held = {value.untyped_storage().data_ptr() for value in inputs}
-        self._returned += [value for value in outputs if value.untyped_storage().data_ptr() not in held]
+        self._returned += [
+            value for value in outputs if value.untyped_storage().data_ptr() not in held
+        ]
         self._calls.append((compute, args, kwargs, outputs))
         return found
 
@@ -204,8 +263,10 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _flash(  # noqa: PLR0913 - torch's signature
-    query: Tensor, key: Tensor, value: Tensor, queries: Tensor, keys: Tensor, most: int, longest: int, causal: bool, scale: float,
-    window_size: list[int], grouped: bool = False, lengths: Tensor | None = None, table: Tensor | None = None, splits: int | None = None,
+    query: Tensor, key: Tensor, value: Tensor, queries: Tensor, keys: Tensor, most: int,
+    longest: int, causal: bool, scale: float,
+    window_size: list[int], grouped: bool = False, lengths: Tensor | None = None,
+    table: Tensor | None = None, splits: int | None = None,
 ) -> Any:  # fmt: skip
     """torch_attn::_varlen_attn by matrix products."""
     spans, window = Spans(queries, keys, most, longest), _window(window_size)
@@ -213,14 +274,21 @@ def _flash(  # noqa: PLR0913 - torch's signature
         out = plain(query, key, value, spans, scale, window)
     else:
         out = plain_paged(query, key, value, PagedRows(table, lengths, spans), scale, window)
-    return out, query.new_zeros(query.shape[1], len(query), dtype=torch.float32), torch.zeros(2, dtype=torch.uint64)
+    return (
+        out,
+        query.new_zeros(query.shape[1], len(query), dtype=torch.float32),
+        torch.zeros(2, dtype=torch.uint64),
+    )
 
 
 def _flash_backward(  # noqa: PLR0913 - torch's signature
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, queries: Tensor, keys: Tensor, most: int,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
+    queries: Tensor, keys: Tensor, most: int,
     longest: int, causal: bool, rng_state: Tensor, scale: float, window_size: list[int],
 ) -> Any:  # fmt: skip
-    """torch_attn::_varlen_attn_backward, by differentiating the same, in a thread: here autograd is switched off."""
+    """torch_attn::_varlen_attn_backward, by differentiating the same, in a thread: here autograd is
+    switched off.
+    """
 
     def differentiated() -> tuple[Tensor, ...]:
         leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
@@ -237,12 +305,17 @@ def _window(window_size: list[int]) -> int | None:
     return None if before < 0 else before + 1
 
 
-KERNELS: dict[str, Callable[..., Any]] = {"torch_attn::_varlen_attn": _flash, "torch_attn::_varlen_attn_backward": _flash_backward}
+KERNELS: dict[str, Callable[..., Any]] = {
+    "torch_attn::_varlen_attn": _flash,
+    "torch_attn::_varlen_attn_backward": _flash_backward,
+}
 """Operators that have no form for the CPU."""
 
 
 def _interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make Triton's interpreter take tensors of the device; it multiplies in float32, since it knows no product in bfloat16."""
+    """Make Triton's interpreter take tensors of the device; it multiplies in float32, since it
+    knows no product in bfloat16.
+    """
     import triton.language as tl
     from triton.runtime.interpreter import InterpretedFunction
 
@@ -250,7 +323,9 @@ def _interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
         if not all(isinstance(tensor, OnDevice) for tensor in _tensors((args, named))):
-            raise RuntimeError(f"{kernel.__name__}: Triton's kernels cannot read tensors on the CPU")
+            raise RuntimeError(
+                f"{kernel.__name__}: Triton's kernels cannot read tensors on the CPU"
+            )
         named |= {"FACTORS": tl.float32} if "FACTORS" in named else {}
         held = [arg.held if isinstance(arg, OnDevice) else arg for arg in args]
 
@@ -274,22 +349,39 @@ class _Event:
 
 
 @contextmanager
-def pretended(monkeypatch: pytest.MonkeyPatch, *, devices: int = 1, interprets: bool = False, gib: int = 24) -> Iterator[None]:
-    """Make torch say that there are `devices` of compute capability 9.0. `interprets`: with Triton's kernels, in the interpreter."""
+def pretended(
+    monkeypatch: pytest.MonkeyPatch, *, devices: int = 1, interprets: bool = False, gib: int = 24
+) -> Iterator[None]:
+    """Make torch say that there are `devices` of compute capability 9.0. `interprets`: with
+    Triton's kernels, in the interpreter.
+    """
     library = ctypes.CDLL(str(next(Path(torch.__file__).parent.glob("lib/libc10.*"))))
-    guards = (ctypes.c_void_p * (_FPGA + 1)).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    guards = (ctypes.c_void_p * (_FPGA + 1)).in_dll(
+        library, "_ZN3c104impl26device_guard_impl_registryE"
+    )
     guards[_FPGA] = guards[0]  # the CPU's, which guards nothing
-    card = SimpleNamespace(total_memory=gib << 30, name="pretended", multi_processor_count=132, major=9, minor=0)
+    card = SimpleNamespace(
+        total_memory=gib << 30, name="pretended", multi_processor_count=132, major=9, minor=0
+    )
     answers = {
-        "is_available": True, "device_count": devices, "current_device": 0, "get_device_properties": card, "get_device_capability": (9, 0),
-        "get_device_name": card.name, "mem_get_info": (gib << 30, gib << 30), "max_memory_allocated": 0, "memory_allocated": 0,
-        "memory_reserved": 0, "reset_peak_memory_stats": None, "synchronize": None, "empty_cache": None, "_lazy_init": None,
-        "is_bf16_supported": True, "manual_seed_all": None, "device": nullcontext(), "stream": nullcontext(), "current_stream": _Stream(),
+        "is_available": True, "device_count": devices, "current_device": 0,
+        "get_device_properties": card, "get_device_capability": (9, 0),
+        "get_device_name": card.name, "mem_get_info": (gib << 30, gib << 30),
+        "max_memory_allocated": 0, "memory_allocated": 0,
+        "memory_reserved": 0, "reset_peak_memory_stats": None, "synchronize": None,
+        "empty_cache": None, "_lazy_init": None,
+        "is_bf16_supported": True, "manual_seed_all": None, "device": nullcontext(),
+        "stream": nullcontext(), "current_stream": _Stream(),
         "is_current_stream_capturing": False,
     }  # fmt: skip
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
-    for name, stand_in in {"Stream": _Stream, "Event": _Event, "CUDAGraph": Graph, "graph": lambda graph, **_: graph.captured()}.items():
+    for name, stand_in in {
+        "Stream": _Stream,
+        "Event": _Event,
+        "CUDAGraph": Graph,
+        "graph": lambda graph, **_: graph.captured(),
+    }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(projection, "WEIGHTS", {OnDevice})
     if interprets:

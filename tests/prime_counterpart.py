@@ -1,4 +1,5 @@
-"""PRIME-RL's side of the wire, written from its field lists: a receiver, a trainer that learns and broadcasts, and an inference server.
+"""PRIME-RL's side of the wire, written from its field lists: a receiver, a trainer that learns and
+broadcasts, and an inference server.
 
 Nothing here uses the encoder or the paths of retrain.backends.prime_rl.
 """
@@ -48,11 +49,20 @@ FIELDS: list[tuple[Any, ...]] = [
 """Of a micro-batch, in the order of the wire."""
 V090 = FIELDS[:16]
 """As v0.9.0 knew them."""
-PER_TOKEN = ("loss_mask", "advantages", "inference_logprobs", "position_ids", "temperatures", "env_names")
+PER_TOKEN = (
+    "loss_mask",
+    "advantages",
+    "inference_logprobs",
+    "position_ids",
+    "temperatures",
+    "env_names",
+)
 
 
 def decode(payload: bytes, fields: list[tuple[Any, ...]] = FIELDS) -> list[Any]:
-    """The micro-batches of one rank, with every stream as long as the tokens. Raises where a type or a length is wrong."""
+    """The micro-batches of one rank, with every stream as long as the tokens. Raises where a type
+    or a length is wrong.
+    """
     struct = msgspec.defstruct("MicroBatch", fields, array_like=True)
     batches: list[Any] = msgspec.msgpack.decode(payload, type=list[struct])  # type: ignore[valid-type]
     for batch in batches:
@@ -63,13 +73,17 @@ def decode(payload: bytes, fields: list[tuple[Any, ...]] = FIELDS) -> list[Any]:
 
 
 def rows_of(batch: Any) -> Iterator[Row]:
-    """The sequences of a packed micro-batch as rows of the local learner; those without an action are left out."""
+    """The sequences of a packed micro-batch as rows of the local learner; those without an action
+    are left out.
+    """
     start = 0
     counts = np.frombuffer(batch.sampling_mask[1], "<i4") if batch.sampling_mask else None
     for length in batch.sequence_lengths:
         part = slice(start, start + length)
         mask = np.array(batch.loss_mask[part])
-        edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(int))).reshape(-1, 2)
+        edges = np.flatnonzero(
+            np.diff(np.concatenate([[False], mask, [False]]).astype(int))
+        ).reshape(-1, 2)
         start += length
         if len(edges):
             yield Row(
@@ -82,7 +96,7 @@ def rows_of(batch: Any) -> Iterator[Row]:
             )
 
 
-# -- receivers -----------------------------------------------------------------------------------------------------------
+# -- receivers -------------------------------------------------------------------------------------
 
 
 class FileReceiver:
@@ -128,7 +142,7 @@ class ZmqReceiver:
         self.context.term()
 
 
-# -- the trainer ---------------------------------------------------------------------------------------------------------
+# -- the trainer -----------------------------------------------------------------------------------
 
 
 class Broadcaster:
@@ -160,9 +174,13 @@ class Broadcaster:
 
 
 class Trainer(threading.Thread):
-    """Learns from each batch with the local learner and broadcasts the adapter; an exception ends it and is kept in `error`."""
+    """Learns from each batch with the local learner and broadcasts the adapter; an exception ends
+    it and is kept in `error`.
+    """
 
-    def __init__(self, learner: LocalBackend, output_dir: Path, receiver: Any, *, steps: int, first: int = 1) -> None:
+    def __init__(
+        self, learner: LocalBackend, output_dir: Path, receiver: Any, *, steps: int, first: int = 1
+    ) -> None:
         super().__init__(daemon=True)
         self.learner, self.receiver, self.steps, self.first = learner, receiver, steps, first
         self.sender = Broadcaster(output_dir)
@@ -171,7 +189,8 @@ class Trainer(threading.Thread):
         self.stopped = False
         self.error: BaseException | None = None
         self.differences: list[float] = []
-        """The largest |sampler - learner| log-prob of each batch, in nats, before its optimizer step."""
+        """The largest |sampler - learner| log-prob of each batch, in nats, before its optimizer
+        step."""
 
     def run(self) -> None:
         try:
@@ -184,7 +203,12 @@ class Trainer(threading.Thread):
                 rows = [row for batch in self.batches[step] for row in rows_of(batch)]
                 if rows:
                     own = self.learner.logprobs(rows)
-                    self.differences.append(max(float(np.abs(a - row.logprobs).max()) for a, row in zip(own, rows, strict=True)))
+                    self.differences.append(
+                        max(
+                            float(np.abs(a - row.logprobs).max())
+                            for a, row in zip(own, rows, strict=True)
+                        )
+                    )
                     self.learner.train(rows, step - 1)
                 self.sender.broadcast(step, self.learner.save_adapter)
         except BaseException as error:  # noqa: BLE001 - shown by the test
@@ -197,17 +221,22 @@ class Trainer(threading.Thread):
         self.join()
 
 
-# -- the inference server ------------------------------------------------------------------------------------------------
+# -- the inference server --------------------------------------------------------------------------
 
 
 class InferenceServer:
-    """The lab model behind the routes that PRIME-RL's server has, with a prefix cache that it never resets.
+    """The lab model behind the routes that PRIME-RL's server has, with a prefix cache that it never
+    resets.
 
     `stale` counts requests whose salt would have found keys and values of another policy.
     """
 
-    def __init__(self, config: TrainConfig, learner: LocalBackend, eos_ids: tuple[int, ...]) -> None:
-        self.engine = Served(config, model=learner._adapter.peft_model, eos_ids=eos_ids, device="cpu")
+    def __init__(
+        self, config: TrainConfig, learner: LocalBackend, eos_ids: tuple[int, ...]
+    ) -> None:
+        self.engine = Served(
+            config, model=learner._adapter.peft_model, eos_ids=eos_ids, device="cpu"
+        )
         self.calls: list[tuple[str, Any]] = []
         self.fail: dict[str, int] = {}
         """Path -> status that its next call answers."""
@@ -248,7 +277,10 @@ class InferenceServer:
         return {"status": "ok"}
 
     def _load_lora_adapter(self, body: Any) -> Any:
-        self.engine.sync(lambda folder: shutil.copytree(body["lora_path"], folder, dirs_exist_ok=True) and None, 0)
+        self.engine.sync(
+            lambda folder: shutil.copytree(body["lora_path"], folder, dirs_exist_ok=True) and None,
+            0,
+        )
         self.policy = body["lora_path"]
         return {"status": "ok"}
 
@@ -259,7 +291,9 @@ class InferenceServer:
         if settings.get("top_k") == 2:  # the check of the log-probs
             two = [{"token_id": token, "logprob": float(np.log(0.5))} for token in (3, 4)]
             return {"choices": [{"logprobs": {"content": [{"top_logprobs": two}]}}]}
-        self.stale += self._cache.setdefault((body["cache_salt"], prompt), self.policy) != self.policy
+        self.stale += (
+            self._cache.setdefault((body["cache_salt"], prompt), self.policy) != self.policy
+        )
         request = SampleRequest(
             np.array(prompt, np.int32),
             settings["n"],
@@ -268,12 +302,20 @@ class InferenceServer:
             NoiseKey(seed=1, stream=0, step=self.requests, prompt=0),
         )
         completions = sorted(self.engine.sample([request]), key=lambda item: item.sample)
-        return {"request_id": "r", "choices": [self._choice(completion) for completion in completions]}
+        return {
+            "request_id": "r",
+            "choices": [self._choice(completion) for completion in completions],
+        }
 
     def _choice(self, completion: Any) -> Any:
         content = [{"logprob": value} for value in completion.logprobs.tolist()]
         ids, reason = completion.token_ids.tolist(), completion.finish_reason.value
-        return {"index": completion.sample, "token_ids": ids, "logprobs": {"content": content}, "finish_reason": reason}
+        return {
+            "index": completion.sample,
+            "token_ids": ids,
+            "logprobs": {"content": content},
+            "finish_reason": reason,
+        }
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         server = self
@@ -285,7 +327,11 @@ class InferenceServer:
                 self._reply(None)
 
             def do_POST(self) -> None:
-                self._reply(json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"null"))
+                self._reply(
+                    json.loads(
+                        self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"null"
+                    )
+                )
 
             def _reply(self, body: Any) -> None:
                 status, answer = server.answer(self.path, body)

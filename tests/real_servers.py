@@ -1,7 +1,8 @@
-"""Real servers for the tests marked `servers`: started by scripts/servers/<name>-start.sh from what <name>-setup.sh installed.
+"""Real servers for the tests marked `servers`: started by scripts/servers/<name>-start.sh from what
+<name>-setup.sh installed.
 
-`make test-servers` installs them and sets RETRAIN_SERVERS to the folder that holds an environment for each. A server that is missing or
-does not start fails the test.
+`make test-servers` installs them and sets RETRAIN_SERVERS to the folder that holds an environment
+for each. A server that is missing or does not start fails the test.
 """
 
 import os
@@ -28,25 +29,44 @@ _SETTINGS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULT
 
 
 class RealServer:
-    """A server process that leads a session of its own, so that its workers end with it; it ends when the tests do, however they end."""
+    """A server process that leads a session of its own, so that its workers end with it; it ends
+    when the tests do, however they end.
+    """
 
     model = LAB
 
-    def __init__(self, name: str, log: Path, model: Path = LAB, flags: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, name: str, log: Path, model: Path = LAB, flags: tuple[str, ...] = ()
+    ) -> None:
         self.place(name, log)
         self.model = model
-        environment, script = Path(os.environ["RETRAIN_SERVERS"]) / name, ROOT / "scripts" / "servers" / f"{name}-start.sh"
-        self.start([*map(str, (script, environment, model, self.port)), *_FLAGS.get(name, ()), *flags])
+        environment, script = (
+            Path(os.environ["RETRAIN_SERVERS"]) / name,
+            ROOT / "scripts" / "servers" / f"{name}-start.sh",
+        )
+        self.start(
+            [*map(str, (script, environment, model, self.port)), *_FLAGS.get(name, ()), *flags]
+        )
 
     def place(self, name: str, log: Path) -> None:
         self.name, self.log, self.port = name, log, free_port()
         self.url = f"http://127.0.0.1:{self.port}"
 
     def start(self, command: list[str]) -> None:
-        guarded = [sys.executable, "-m", "retrain.inference_engine.guard", str(os.getpid()), *command]
+        guarded = [
+            sys.executable,
+            "-m",
+            "retrain.inference_engine.guard",
+            str(os.getpid()),
+            *command,
+        ]
         with self.log.open("w") as output:
             self.process = subprocess.Popen(
-                guarded, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=_SETTINGS | os.environ
+                guarded,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=_SETTINGS | os.environ,
             )
 
     def wait(self) -> None:
@@ -57,8 +77,15 @@ class RealServer:
                 if httpx.get(health, timeout=5, trust_env=False).status_code == 200:
                     return
             time.sleep(0.5)
-        found = f"was not healthy within {_START_S} s" if self.process.poll() is None else f"ended with {self.process.poll()}"
-        raise AssertionError(f"the {self.name} server {found}; its last lines:\n{self.log.read_text(errors='replace')[-3000:]}")
+        found = (
+            f"was not healthy within {_START_S} s"
+            if self.process.poll() is None
+            else f"ended with {self.process.poll()}"
+        )
+        raise AssertionError(
+            f"the {self.name} server {found}; its last"
+            f" lines:\n{self.log.read_text(errors='replace')[-3000:]}"
+        )
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
@@ -73,9 +100,21 @@ class Printed(RealServer):
         self.place(engine, folder / "server.log")
         config = folder / "lab.toml"
         inference = f'[inference]\nengine = "{engine}"\nurl = "{self.url}"\n'
-        config.write_text(f'{inference}[model]\nmodel = "lab"\nlora_rank = 12\n[training]\nmax_tokens = 64\n[data]\nsource = "lab"\n')
+        config.write_text(
+            f'{inference}[model]\nmodel = "lab"\nlora_rank = 12\n[training]\nmax_tokens ='
+            ' 64\n[data]\nsource = "lab"\n'
+        )
         python = Path(os.environ["RETRAIN_SERVERS"]) / engine / "bin" / "python"
-        arguments = [sys.executable, "-m", "retrain", "serve", engine, str(config), "--python", str(python)]
+        arguments = [
+            sys.executable,
+            "-m",
+            "retrain",
+            "serve",
+            engine,
+            str(config),
+            "--python",
+            str(python),
+        ]
         self.printed = subprocess.run(arguments, capture_output=True, text=True, check=True).stdout
         self.start(["bash", "-c", self.printed])
 
@@ -92,7 +131,9 @@ def ended(server: RealServer) -> Iterator[RealServer]:
 
 @contextmanager
 def started(name: str, *variants: tuple[Path, tuple[str, ...]]) -> Iterator[list[RealServer]]:
-    """Servers of (model, further flags), started together; LAB without flags where no variant is given."""
+    """Servers of (model, further flags), started together; LAB without flags where no variant is
+    given.
+    """
     with TemporaryDirectory() as folder, ExitStack() as undo:
         found = []
         for number, (model, flags) in enumerate(variants or [(LAB, ())]):

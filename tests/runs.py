@@ -10,7 +10,8 @@ from retrain.config.overrides import deep_merge
 SMALL: dict[str, Any] = {
     "model": {"model": "lab", "lora_rank": 4},
     "data": {"source": "lab"},
-    # Half of the completions are right whatever the model writes, so that every step learns something.
+    # Half of the completions are right whatever the model writes, so that every step learns
+    # something.
     "reward": {"type": "random"},
     "algorithm": {"advantage_mode": "maxrl", "transform_mode": "none"},
     "training": {
@@ -31,7 +32,9 @@ SMALL: dict[str, Any] = {
 
 def small(folder: Path, **sections: dict[str, Any]) -> TrainConfig:
     """A configuration of a small run in `folder`, with `sections` on top."""
-    return config_from_mapping(deep_merge(deep_merge(SMALL, {"logging": {"log_dir": str(folder)}}), sections))
+    return config_from_mapping(
+        deep_merge(deep_merge(SMALL, {"logging": {"log_dir": str(folder)}}), sections)
+    )
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -40,5 +43,16 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def timeless(path: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what the clock and the machine say."""
-    measured = {"time_sample_s", "time_reward_s", "time_credit_s", "time_learn_s", "step_time_s", "tokens_per_s", "peak_memory_gib"}
-    return [{name: value for name, value in line.items() if name not in measured} for line in lines(path)]
+    measured = {
+        "time_sample_s",
+        "time_reward_s",
+        "time_credit_s",
+        "time_learn_s",
+        "step_time_s",
+        "tokens_per_s",
+        "peak_memory_gib",
+    }
+    return [
+        {name: value for name, value in line.items() if name not in measured}
+        for line in lines(path)
+    ]

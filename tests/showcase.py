@@ -1,4 +1,6 @@
-"""A campaign with something for every part of a report: curves, evaluations, SEPA, a squeeze table, and completions that mean harm."""
+"""A campaign with something for every part of a report: curves, evaluations, SEPA, a squeeze table,
+and completions that mean harm.
+"""
 
 import json
 from pathlib import Path
@@ -28,18 +30,34 @@ SQUEEZE = {
     "threshold": 0.95,
     "table": [
         {"rank": rank, "mean": mean, "min": low, "max": high, "energy": mean, "error": 0.1}
-        for rank, mean, low, high in ((1, 0.41, 0.2, 0.7), (2, 0.62, 0.4, 0.86), (4, 0.83, 0.66, 0.95), (8, 0.96, 0.9, 0.99), (16, 1, 1, 1))
+        for rank, mean, low, high in (
+            (1, 0.41, 0.2, 0.7),
+            (2, 0.62, 0.4, 0.86),
+            (4, 0.83, 0.66, 0.95),
+            (8, 0.96, 0.9, 0.99),
+            (16, 1, 1, 1),
+        )
     ],
 }
 
 
-def write_showcase(folder: Path, *, seeds: int = 6, steps: int = 24, conditions: int = 3, problems: int = 40) -> Path:
+def write_showcase(
+    folder: Path, *, seeds: int = 6, steps: int = 24, conditions: int = 3, problems: int = 40
+) -> Path:
     rng = np.random.default_rng(0)
     entries = []
     for place, condition in enumerate(CONDITIONS[-conditions:]):
         for seed in range(1, seeds + 1):
             name = f"{condition}_s{seed}"
-            _write_run(RunFolder(folder / "runs" / name), condition, seed, steps, 0.06 * place, problems, rng)
+            _write_run(
+                RunFolder(folder / "runs" / name),
+                condition,
+                seed,
+                steps,
+                0.06 * place,
+                problems,
+                rng,
+            )
             entries.append({"condition": condition, "seed": seed})
     write_manifest(folder, entries)
     manifest = folder / "manifest.json"
@@ -47,7 +65,15 @@ def write_showcase(folder: Path, *, seeds: int = 6, steps: int = 24, conditions:
     return folder
 
 
-def _write_run(folder: RunFolder, condition: str, seed: int, steps: int, gain: float, problems: int, rng: np.random.Generator) -> None:
+def _write_run(
+    folder: RunFolder,
+    condition: str,
+    seed: int,
+    steps: int,
+    gain: float,
+    problems: int,
+    rng: np.random.Generator,
+) -> None:
     advantage, _, transform = condition.partition("+")
     config = small(
         folder.path,
@@ -58,20 +84,35 @@ def _write_run(folder: RunFolder, condition: str, seed: int, steps: int, gain: f
     folder.create()
     folder.config.write_text(dump_toml(config))
     luck = rng.normal(0, 0.02)
-    rates = [0.36 + (0.35 + gain + luck) * (1 - np.exp(-step / (0.4 * steps))) + rng.normal(0, 0.03) for step in range(steps)]
+    rates = [
+        0.36 + (0.35 + gain + luck) * (1 - np.exp(-step / (0.4 * steps))) + rng.normal(0, 0.03)
+        for step in range(steps)
+    ]
     records = [_step(step, steps, condition, rate, rng) for step, rate in enumerate(rates)]
     folder.metrics.write_bytes(b"".join(encode_line(record.to_json()) for record in records))
-    answers = [answer for step in (0, steps // 2, steps) for answer in _answers(step, rates[max(0, step - 1)], problems, rng)]
+    answers = [
+        answer
+        for step in (0, steps // 2, steps)
+        for answer in _answers(step, rates[max(0, step - 1)], problems, rng)
+    ]
     folder.evaluation.write_bytes(b"".join(encode_line(answer.to_json()) for answer in answers))
     folder.generations.parent.mkdir()
     folder.generations.write_bytes(
-        b"".join(encode_line(_generation(step, sample).to_json()) for step in range(steps) for sample in range(6))
+        b"".join(
+            encode_line(_generation(step, sample).to_json())
+            for step in range(steps)
+            for sample in range(6)
+        )
     )
-    summary = RunSummary("done", condition, seed, steps, 1.0, 1, None, None, records[-1], "checkpoints/final")
+    summary = RunSummary(
+        "done", condition, seed, steps, 1.0, 1, None, None, records[-1], "checkpoints/final"
+    )
     folder.summary.write_text(json.dumps(summary.to_json()))
 
 
-def _step(step: int, steps: int, condition: str, rate: float, rng: np.random.Generator) -> StepRecord:
+def _step(
+    step: int, steps: int, condition: str, rate: float, rng: np.random.Generator
+) -> StepRecord:
     planning = "hicra" in condition or "sepa" in condition
     return StepRecord(
         step,
@@ -94,13 +135,29 @@ def _step(step: int, steps: int, condition: str, rate: float, rng: np.random.Gen
     )
 
 
-def _answers(step: int, rate: float, problems: int, rng: np.random.Generator) -> list[EvaluationRecord]:
+def _answers(
+    step: int, rate: float, problems: int, rng: np.random.Generator
+) -> list[EvaluationRecord]:
     right = rng.random(problems) < rate
-    return [EvaluationRecord(step, f"problem-{index}", "lab", 1, int(one), 0, float(one)) for index, one in enumerate(right)]
+    return [
+        EvaluationRecord(step, f"problem-{index}", "lab", 1, int(one), 0, float(one))
+        for index, one in enumerate(right)
+    ]
 
 
 def _generation(step: int, sample: int) -> GenerationRecord:
     outcome = ("right", "wrong", "could_not_judge")[sample % 3]
     reward = {"right": 1.0, "wrong": 0.0, "could_not_judge": None}[outcome]
     text = HOSTILE[sample % len(HOSTILE)]
-    return GenerationRecord(step, f"<b>lab-{sample}</b>", sample, f"prompt {text}", text, reward, outcome, reward, "stop", 7)
+    return GenerationRecord(
+        step,
+        f"<b>lab-{sample}</b>",
+        sample,
+        f"prompt {text}",
+        text,
+        reward,
+        outcome,
+        reward,
+        "stop",
+        7,
+    )

@@ -64,7 +64,9 @@ class Random:
         def wait_and_fire() -> None:
             rng, metrics = random.Random(self.seed), folder / "metrics.jsonl"
             wanted = rng.randrange(0, 7)
-            while not (folder / ".retrain.json").exists() or (wanted and (not metrics.exists() or count(metrics) < wanted)):
+            while not (folder / ".retrain.json").exists() or (
+                wanted and (not metrics.exists() or count(metrics) < wanted)
+            ):
                 time.sleep(0.002)
             time.sleep(rng.uniform(0, 0.3))
             fire()
@@ -77,7 +79,9 @@ def count(path: Path) -> int:
 
 
 _PLACED = (
-    Placed("retrain.backends.local.learner", "Learner._update", 6),  # the second of the second step's four updates
+    Placed(
+        "retrain.backends.local.learner", "Learner._update", 6
+    ),  # the second of the second step's four updates
     Placed("retrain.run.observer", "StepObserver.observe", 4),
     Placed("retrain.records.jsonl", "JsonlWriter.write", 60),
     Placed("retrain.backends.local.optimizer", "AdapterOptimizer.step", 15, after=True),
@@ -94,7 +98,9 @@ MOMENTS = (*_PLACED[:2], *_RANDOM[:2], *_PLACED[2:], *_RANDOM[2:])
 
 
 def stop_twice(file: Path, folder: Path, moment: Placed | Random, threads: int) -> int:
-    """Run a configuration, send two Ctrl-C 20 ms apart at the moment, and return the exit code of the command line."""
+    """Run a configuration, send two Ctrl-C 20 ms apart at the moment, and return the exit code of
+    the command line.
+    """
     process = forked(_run_until_stopped, str(file), str(folder), moment, threads)
     process.join(240)
     assert process.exitcode is not None
@@ -102,10 +108,15 @@ def stop_twice(file: Path, folder: Path, moment: Placed | Random, threads: int) 
 
 
 def killed(file: Path, folder: Path, steps: int, seconds: float) -> int | None:
-    """Run a configuration, or resume what is in the folder, and kill it after `seconds` past its `steps`-th step; None if it was killed,
-    else its exit code. Steps take the time that they are told, so that back pressure decides the same in every process.
+    """Run a configuration, or resume what is in the folder, and kill it after `seconds` past its
+    `steps`-th step; None if it was killed, else its exit code. Steps take the time that they are
+    told, so that back pressure decides the same in every process.
     """
-    process = forked(_run_with_told_time, str(file), ["--resume", str(folder)] if (folder / "config.toml").exists() else [])
+    process = forked(
+        _run_with_told_time,
+        str(file),
+        ["--resume", str(folder)] if (folder / "config.toml").exists() else [],
+    )
     metrics = folder / "metrics.jsonl"
     while process.is_alive() and (count(metrics) if metrics.exists() else 0) < steps:
         time.sleep(0.005)
@@ -129,7 +140,11 @@ def _run_with_told_time(file: str, arguments: list[str]) -> None:
 def hang_up(file: Path, folder: Path) -> int:
     """The exit code of a command line whose terminal closes after the second step."""
     terminal, its_end = pty.openpty()
-    command = Command([sys.executable, "-m", "retrain", str(file)], env=os.environ | {"OMP_NUM_THREADS": "1"}, terminal=its_end)
+    command = Command(
+        [sys.executable, "-m", "retrain", str(file)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        terminal=its_end,
+    )
     os.close(its_end)
     os.set_blocking(terminal, False)
     while not (folder / "metrics.jsonl").exists() or count(folder / "metrics.jsonl") < 2:

@@ -1,4 +1,6 @@
-"""Several adapters in one decode batch: every row is sampled as by a model that carries its adapter alone."""
+"""Several adapters in one decode batch: every row is sampled as by a model that carries its adapter
+alone.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,12 @@ from retrain.types import Completion
 ADAPTERS: dict[int, dict[str, Any]] = {
     0: {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
     1: {"r": 8, "lora_alpha": 8, "target_modules": "all-linear", "use_rslora": True},
-    2: {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"], "rank_pattern": {"down_proj": 5}},
+    2: {
+        "r": 2,
+        "lora_alpha": 6,
+        "target_modules": ["q_proj", "down_proj"],
+        "rank_pattern": {"down_proj": 5},
+    },
 }
 """By slot. The last leaves layers alone, k and v of a fused projection among them."""
 
@@ -61,7 +68,9 @@ def request(slot: int, prompt: int) -> SampleRequest:
     return SampleRequest(ids, 3, 10, 0.8, NoiseKey(5, 0, 2, prompt), adapter_slot=slot)
 
 
-def by_sample(engine: TorchEngine, requests: list[SampleRequest]) -> dict[tuple[int, int], Completion]:
+def by_sample(
+    engine: TorchEngine, requests: list[SampleRequest]
+) -> dict[tuple[int, int], Completion]:
     return {(each.request, each.sample): each for each in engine.sample(requests)}
 
 
@@ -71,11 +80,15 @@ def engine_of(model: Any, **options: Any) -> TorchEngine:
 
 @pytest.mark.parametrize("rows", [128, 4], ids=["all at once", "rows that are taken over"])
 @pytest.mark.parametrize("merge", [False, True])
-def test_a_row_of_a_mixed_batch_is_sampled_under_its_own_adapter(folders: dict[int, Path], merge: bool, rows: int) -> None:
+def test_a_row_of_a_mixed_batch_is_sampled_under_its_own_adapter(
+    folders: dict[int, Path], merge: bool, rows: int
+) -> None:
     from retrain.model.fused import FusedDecoder
 
     model = carrying(folders[0])
-    engine = engine_of(model, decode_rows=rows, fused=FusedDecoder.of(model.get_base_model(), merge=merge))
+    engine = engine_of(
+        model, decode_rows=rows, fused=FusedDecoder.of(model.get_base_model(), merge=merge)
+    )
     for slot in (1, 2):
         engine.load_adapter(slot, read_adapter(folders[slot]).layers)
     slots = [2, BASE_MODEL, 0, 1, 2]
@@ -106,6 +119,8 @@ def test_what_cannot_be_served_is_said(folders: dict[int, Path]) -> None:
         engine.load_adapter(0, adapter.layers)
     with pytest.raises(ConfigurationError, match="Gemma2ForCausalLM"):
         engine_of(base_model("gemma2")).load_adapter(1, adapter.layers)
-    (first, *_) = adapter.layers
+    first, *_ = adapter.layers
     with pytest.raises(ConfigurationError, match=r"changes lm_head"):
-        engine.load_adapter(1, [type(first)("lm_head", first.a, first.b, first.alpha, first.use_rslora)])
+        engine.load_adapter(
+            1, [type(first)("lm_head", first.a, first.b, first.alpha, first.use_rslora)]
+        )

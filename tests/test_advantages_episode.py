@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.advantages.episode import ADVANTAGES, checked_groups, grpo, grpo_std, maxrl, reinforce, reinforce_pp, rloo
+from retrain.advantages.episode import (
+    ADVANTAGES,
+    checked_groups,
+    grpo,
+    grpo_std,
+    maxrl,
+    reinforce,
+    reinforce_pp,
+    rloo,
+)
 
 REWARDS = st.lists(st.floats(0, 1), min_size=1, max_size=16)
 CENTRED: list[Callable[[list[float]], list[float]]] = [grpo, maxrl, rloo, grpo_std]
@@ -20,7 +29,9 @@ def step(groups: list[list[float]]) -> list[float]:
 
 @pytest.mark.parametrize("advantage", CENTRED)
 @given(rewards=REWARDS)
-def test_group_relative_advantages_sum_to_zero(advantage: Callable[[list[float]], list[float]], rewards: list[float]) -> None:
+def test_group_relative_advantages_sum_to_zero(
+    advantage: Callable[[list[float]], list[float]], rewards: list[float]
+) -> None:
     values = advantage(rewards)
     assert len(values) == len(rewards)
     assert abs(math.fsum(values)) <= 1e-9 * max(1.0, *map(abs, values))
@@ -32,13 +43,17 @@ def test_permuted_rewards_give_permuted_advantages(advantage, rewards, random) -
     order = list(range(len(rewards)))
     random.shuffle(order)
     values = advantage(rewards)
-    assert advantage([rewards[i] for i in order]) == pytest.approx([values[i] for i in order], rel=1e-6, abs=1e-9)
+    assert advantage([rewards[i] for i in order]) == pytest.approx(
+        [values[i] for i in order], rel=1e-6, abs=1e-9
+    )
 
 
 @pytest.mark.parametrize("advantage", CENTRED)
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1.0, 1 / 3])
 @pytest.mark.parametrize("size", [1, 3, 7])
-def test_a_constant_group_gives_exact_zeros(advantage: Callable[[list[float]], list[float]], reward: float, size: int) -> None:
+def test_a_constant_group_gives_exact_zeros(
+    advantage: Callable[[list[float]], list[float]], reward: float, size: int
+) -> None:
     assert advantage([reward] * size) == [0.0] * size
 
 
@@ -93,7 +108,9 @@ def test_reinforce_pp_is_standardised_over_the_step(groups: list[list[float]]) -
 
 
 def test_reinforce_pp_counts_members_that_are_zero() -> None:
-    """A group whose rewards are all equal has zeros, which belong to the mean and the deviation of the step."""
+    """A group whose rewards are all equal has zeros, which belong to the mean and the deviation of
+    the step.
+    """
     values = reinforce_pp([[1.0, 0.0], [1.0, 1.0]], eps=0.0)
     assert values == [pytest.approx([math.sqrt(2), -math.sqrt(2)]), [0.0, 0.0]]
 
@@ -120,11 +137,17 @@ def test_a_reward_that_is_not_finite_is_named(bad: float) -> None:
 
 @pytest.mark.parametrize(("samples", "p"), [(2, 0.3), (4, 0.3), (8, 0.05), (8, 0.9)])
 def test_maxrl_is_unbiased_for_one_order_below_the_group_size(samples: int, p: float) -> None:
-    """E = grad p (1 - (1-p)^(N-1)) / p: a group without a success contributes nothing, which costs one order."""
+    """E = grad p (1 - (1-p)^(N-1)) / p: a group without a success contributes nothing, which costs
+    one order.
+    """
     from golden import expected_gradient_coefficient
 
-    assert expected_gradient_coefficient("maxrl", samples, p, 0.0) == pytest.approx((1 - (1 - p) ** (samples - 1)) / p)
-    assert expected_gradient_coefficient("grpo", samples, p, 0.0) == pytest.approx((samples - 1) / samples)
+    assert expected_gradient_coefficient("maxrl", samples, p, 0.0) == pytest.approx(
+        (1 - (1 - p) ** (samples - 1)) / p
+    )
+    assert expected_gradient_coefficient("grpo", samples, p, 0.0) == pytest.approx(
+        (samples - 1) / samples
+    )
     assert expected_gradient_coefficient("rloo", samples, p, 0.0) == pytest.approx(1.0)
 
 

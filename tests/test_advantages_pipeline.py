@@ -1,4 +1,6 @@
-"""From scored groups to token advantages: the order of the stages, and what holds for every condition."""
+"""From scored groups to token advantages: the order of the stages, and what holds for every
+condition.
+"""
 
 from dataclasses import replace
 
@@ -27,7 +29,18 @@ from retrain.advantages.transforms import (
 from retrain.config import TrainConfig
 from retrain.config.names import builtin_names
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.types import Completion, Example, FinishReason, Float32Array, Group, Int32Array, Prompt, Score, Scored, Trajectory
+from retrain.types import (
+    Completion,
+    Example,
+    FinishReason,
+    Float32Array,
+    Group,
+    Int32Array,
+    Prompt,
+    Score,
+    Scored,
+    Trajectory,
+)
 
 # Token ids stand for these pieces.
 VOCABULARY = ["so ", "let ", "me ", "check ", "x", ""]
@@ -37,21 +50,38 @@ def pieces(token_ids: Int32Array) -> list[str]:
     return [VOCABULARY[token] for token in token_ids]
 
 
-def config(transform: str = "gtpo_sepa", advantage: str = "maxrl", **sections: dict[str, object]) -> TrainConfig:
-    algorithm = {"transform_mode": transform, "advantage_mode": advantage, **sections.pop("algorithm", {})}
+def config(
+    transform: str = "gtpo_sepa", advantage: str = "maxrl", **sections: dict[str, object]
+) -> TrainConfig:
+    algorithm = {
+        "transform_mode": transform,
+        "advantage_mode": advantage,
+        **sections.pop("algorithm", {}),
+    }
     return TrainConfig.model_validate({"algorithm": algorithm, **sections})
 
 
-def completion(tokens: list[int], logprobs: list[float], finish: FinishReason = FinishReason.STOP) -> Completion:
+def completion(
+    tokens: list[int], logprobs: list[float], finish: FinishReason = FinishReason.STOP
+) -> Completion:
     entropies: Float32Array = np.array([-2 * value for value in logprobs], np.float32)
-    return Completion(0, 0, np.array(tokens, np.int32), np.array(logprobs, np.float32), entropies, finish)
+    return Completion(
+        0, 0, np.array(tokens, np.int32), np.array(logprobs, np.float32), entropies, finish
+    )
 
 
 def group(rewards: list[float], completions: list[Completion], threshold: float = 0.5) -> Group:
     scores = [Score.of(reward, threshold) for reward in rewards]
     prompt = Prompt(Example("q", "a", example_id="q"), "q", np.array([7, 8], np.int32))
     pairs = zip(completions, scores, strict=True)
-    return Group(prompt, 0, [Scored(Trajectory.of(replace(c, sample=i)), "", score) for i, (c, score) in enumerate(pairs)])
+    return Group(
+        prompt,
+        0,
+        [
+            Scored(Trajectory.of(replace(c, sample=i)), "", score)
+            for i, (c, score) in enumerate(pairs)
+        ],
+    )
 
 
 def replies(of: Group) -> list[Completion]:
@@ -60,12 +90,24 @@ def replies(of: Group) -> list[Completion]:
 
 def without_entropies(of: Group) -> Group:
     return replace(
-        of, members=[replace(m, trajectory=Trajectory.of(replace(m.trajectory.completions[0], entropies=None))) for m in of.members]
+        of,
+        members=[
+            replace(
+                m, trajectory=Trajectory.of(replace(m.trajectory.completions[0], entropies=None))
+            )
+            for m in of.members
+        ],
     )
 
 
 def mixed() -> Group:
-    return group([1.0, 0.0], [completion([0, 1, 2, 3, 4], [-0.1, -2.0, -0.3, -1.0, -0.5]), completion([4, 0], [-1.5, -0.25])])
+    return group(
+        [1.0, 0.0],
+        [
+            completion([0, 1, 2, 3, 4], [-0.1, -2.0, -0.3, -1.0, -0.5]),
+            completion([4, 0], [-1.5, -0.25]),
+        ],
+    )
 
 
 def assign(configuration: TrainConfig, groups: list[Group], lam: float = 0.5) -> Credit:
@@ -76,18 +118,28 @@ def tokens_of(credit: Credit) -> list[list[list[float]]]:
     return [[row.tolist() for row in given.token_advantages] for given in credit.groups]
 
 
-# -- properties of the stages ----------------------------------------------------------------------------------------
+# -- properties of the stages ----------------------------------------------------------------------
 
-COMPLETIONS = st.lists(st.lists(st.tuples(st.floats(0, 50), st.booleans()), max_size=12), min_size=1, max_size=6)
+COMPLETIONS = st.lists(
+    st.lists(st.tuples(st.floats(0, 50), st.booleans()), max_size=12), min_size=1, max_size=6
+)
 
 
-def arrays(completions: list[list[tuple[float, bool]]]) -> tuple[Float64Array, np.ndarray, Segments]:
+def arrays(
+    completions: list[list[tuple[float, bool]]],
+) -> tuple[Float64Array, np.ndarray, Segments]:
     h = flatten([[value for value, _ in row] for row in completions])
-    return h, np.array([mark for row in completions for _, mark in row], np.bool_), Segments(map(len, completions))
+    return (
+        h,
+        np.array([mark for row in completions for _, mark in row], np.bool_),
+        Segments(map(len, completions)),
+    )
 
 
 @given(COMPLETIONS, st.floats(0, 1))
-def test_gtpo_weights_of_a_completion_sum_to_its_length(completions: list[list[tuple[float, bool]]], beta: float) -> None:
+def test_gtpo_weights_of_a_completion_sum_to_its_length(
+    completions: list[list[tuple[float, bool]]], beta: float
+) -> None:
     h, _, segments = arrays(completions)
     weights = gtpo_weights(h, segments, beta)
     assert segments.sums(weights) == pytest.approx(segments.lengths, rel=1e-9, abs=1e-9)
@@ -95,13 +147,18 @@ def test_gtpo_weights_of_a_completion_sum_to_its_length(completions: list[list[t
 
 
 @given(st.floats(0, 50), st.integers(1, 20), st.floats(0, 5))
-def test_equal_uncertainty_gives_weights_of_exactly_one(value: float, length: int, beta: float) -> None:
+def test_equal_uncertainty_gives_weights_of_exactly_one(
+    value: float, length: int, beta: float
+) -> None:
     assert gtpo(2.0, [value] * length, beta) == [2.0] * length
 
 
 def test_gtpo_edge_cases() -> None:
     assert gtpo(1.0, [], 0.1) == []
-    assert gtpo(1.0, [1e-8, 3e-8], 0.5) == [1.0, 1.0], "a completion as good as deterministic is uniform"
+    assert gtpo(1.0, [1e-8, 3e-8], 0.5) == [
+        1.0,
+        1.0,
+    ], "a completion as good as deterministic is uniform"
     assert gtpo(1.0, [0.0, 2.0], 2.0) == [0.0, 3.0], "above 1 beta clips at 0"
     assert gtpo(1.0, [float("inf"), 50.0], 0.5) == [1.0, 1.0], "the cap comes before the mean"
     for bad in (-0.1, float("nan")):
@@ -110,7 +167,9 @@ def test_gtpo_edge_cases() -> None:
 
 
 @given(COMPLETIONS, st.floats(0, 1))
-def test_pooling_and_amplifying_keep_the_mean_of_a_completion(completions: list[list[tuple[float, bool]]], lam: float) -> None:
+def test_pooling_and_amplifying_keep_the_mean_of_a_completion(
+    completions: list[list[tuple[float, bool]]], lam: float
+) -> None:
     h, planning, segments = arrays(completions)
     for change in (sepa_pool, sepa_amplify):
         changed = change(h, planning, segments, lam)
@@ -119,7 +178,9 @@ def test_pooling_and_amplifying_keep_the_mean_of_a_completion(completions: list[
 
 
 @given(COMPLETIONS)
-def test_full_pooling_leaves_one_value_on_execution_tokens(completions: list[list[tuple[float, bool]]]) -> None:
+def test_full_pooling_leaves_one_value_on_execution_tokens(
+    completions: list[list[tuple[float, bool]]],
+) -> None:
     h, planning, segments = arrays(completions)
     pooled = segments.split(sepa_pool(h, planning, segments, 1.0))
     for row, marks in zip(pooled, segments.split(planning.astype(float)), strict=True):
@@ -138,7 +199,9 @@ def test_lambda_is_clamped_and_zero_changes_nothing() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(-10, 10), st.booleans()), max_size=20), st.floats(0, 1))
-def test_hicra_raises_planning_tokens_and_never_flips_a_sign(tokens: list[tuple[float, bool]], alpha: float) -> None:
+def test_hicra_raises_planning_tokens_and_never_flips_a_sign(
+    tokens: list[tuple[float, bool]], alpha: float
+) -> None:
     before, planning = np.array([a for a, _ in tokens]), np.array([m for _, m in tokens], np.bool_)
     after = hicra(before, planning, alpha)
     assert (after[~planning] == before[~planning]).all()
@@ -167,7 +230,7 @@ def test_inverse_weighting_punishes_confident_mistakes_more() -> None:
     assert weights == pytest.approx([0.5, 1.5, 1.5, 0.5])
 
 
-# -- the pipeline ----------------------------------------------------------------------------------------------------
+# -- the pipeline ----------------------------------------------------------------------------------
 
 
 def test_every_built_in_name_of_the_configuration_is_built() -> None:
@@ -204,12 +267,19 @@ def test_hicra_comes_after_the_weights_and_acts_on_planning_tokens_only() -> Non
 
 def test_a_recipe_equals_its_parts() -> None:
     for name, recipe in RECIPES.items():
-        whole, parts = config(algorithm={"algorithm_mode": name}), config(recipe.transform, recipe.advantage)
+        whole, parts = (
+            config(algorithm={"algorithm_mode": name}),
+            config(recipe.transform, recipe.advantage),
+        )
         assert tokens_of(assign(whole, [mixed()])) == tokens_of(assign(parts, [mixed()])), name
 
 
 def test_recipes_pass_recorded_entropies_and_rho_through() -> None:
-    settings = {"algorithm_mode": "maxrl_gtpo", "uncertainty_kind": "shannon_entropy", "surprisal_mask_rho": 0.3}
+    settings = {
+        "algorithm_mode": "maxrl_gtpo",
+        "uncertainty_kind": "shannon_entropy",
+        "surprisal_mask_rho": 0.3,
+    }
     credit = assign(config(algorithm=settings), [mixed()], 0.0)
     assert credit.assigned.uncertainty is not None
     assert credit.assigned.uncertainty[1] == pytest.approx(4.0)
@@ -218,21 +288,34 @@ def test_recipes_pass_recorded_entropies_and_rho_through() -> None:
 
 @pytest.mark.parametrize("transform", sorted(TRANSFORMS))
 @settings(max_examples=15, deadline=None)
-@given(rho=st.floats(0.05, 1.0), scope=st.sampled_from(["batch", "group", "completion"]), seed=st.integers(0, 1000))
+@given(
+    rho=st.floats(0.05, 1.0),
+    scope=st.sampled_from(["batch", "group", "completion"]),
+    seed=st.integers(0, 1000),
+)
 def test_rho_masks_under_every_transform(transform: str, rho: float, scope: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     groups = [
         group(
             [1.0, 0.0, 0.0],
-            [completion([int(t) for t in rng.integers(0, 6, n)], (-rng.random(n) * 3).tolist()) for n in rng.integers(1, 9, 3)],
+            [
+                completion([int(t) for t in rng.integers(0, 6, n)], (-rng.random(n) * 3).tolist())
+                for n in rng.integers(1, 9, 3)
+            ],
         )
         for _ in range(2)
     ]
     settings_ = {"surprisal_mask_rho": rho, "surprisal_mask_scope": scope}
     credit = assign(config(transform, algorithm=settings_), groups)
     lengths = [[len(c.token_ids) for c in g.trajectories] for g in groups]
-    pools = {"batch": [sum(map(sum, lengths))], "group": [sum(row) for row in lengths], "completion": [n for row in lengths for n in row]}
-    assert credit.statistics.surprisal_kept_fraction == pytest.approx(sum(kept_count(n, rho) for n in pools[scope]) / pools["batch"][0])
+    pools = {
+        "batch": [sum(map(sum, lengths))],
+        "group": [sum(row) for row in lengths],
+        "completion": [n for row in lengths for n in row],
+    }
+    assert credit.statistics.surprisal_kept_fraction == pytest.approx(
+        sum(kept_count(n, rho) for n in pools[scope]) / pools["batch"][0]
+    )
     before = list(credit.assigned.stages.values())[-2]
     after = credit.assigned.final
     assert ((after == 0) | (after == before)).all()
@@ -245,11 +328,16 @@ def test_rho_masks_under_every_transform(transform: str, rho: float, scope: str,
 def test_the_kept_denominator_counts_the_kept_tokens_of_each_row() -> None:
     base = {"surprisal_mask_rho": 0.3}
     every = assign(config("none", algorithm=base), [mixed()]).rows()
-    kept = assign(config("none", algorithm={**base, "surprisal_mask_denominator": "kept"}), [mixed()]).rows()
+    kept = assign(
+        config("none", algorithm={**base, "surprisal_mask_denominator": "kept"}), [mixed()]
+    ).rows()
     assert [row.num_counted for row in every] == [row.num_actions for row in every]
     assert [row.num_counted for row in kept] == [int((row.advantages != 0).sum()) for row in kept]
     assert sum(row.num_counted for row in kept) == 2
-    assert all(np.array_equal(one.advantages, other.advantages) for one, other in zip(every, kept, strict=True))
+    assert all(
+        np.array_equal(one.advantages, other.advantages)
+        for one, other in zip(every, kept, strict=True)
+    )
 
 
 def test_groups_without_advantage_do_not_set_the_threshold() -> None:
@@ -263,7 +351,14 @@ def test_completions_that_the_loss_leaves_out_do_not_set_the_threshold() -> None
     cut_off = completion([4, 4], [-9.0, -9.0], FinishReason.LENGTH)
     groups = [group([1.0, 0.0, 0.0], [*replies(mixed()), cut_off])]
     for mask_truncated, tau in ((False, 9.0), (True, 1.5)):
-        credit = assign(config("none", algorithm={"surprisal_mask_rho": 0.3}, loss={"mask_truncated": mask_truncated}), groups)
+        credit = assign(
+            config(
+                "none",
+                algorithm={"surprisal_mask_rho": 0.3},
+                loss={"mask_truncated": mask_truncated},
+            ),
+            groups,
+        )
         assert credit.statistics.surprisal_tau == pytest.approx(tau)
 
 
@@ -283,12 +378,21 @@ def test_uniform_groups_have_no_policy_term_and_are_counted_by_cause() -> None:
     pair = [completion([4], [-0.5]), completion([4, 4], [-0.5, -0.1])]
     groups = [group(rewards, pair) for rewards in ([1.0, 1.0], [0.0, 0.0], [0.5, 0.5], [0.7, 0.2])]
     credit = assign(config("none", "grpo"), groups)
-    assert [given.skip_reason for given in credit.groups] == ["all_correct", "all_wrong", "all_wrong", ""]
+    assert [given.skip_reason for given in credit.groups] == [
+        "all_correct",
+        "all_wrong",
+        "all_wrong",
+        "",
+    ]
     rows = credit.rows()
     assert [row.num_counted for row in rows] == [0, 0, 0, 0, 0, 0, 1, 2]
     assert not any(row.advantages.any() for row in rows if row.group != 3)
     s = credit.statistics
-    assert (s.groups_skipped_all_correct, s.groups_skipped_all_wrong, s.groups_skipped_other) == (1, 2, 0)
+    assert (s.groups_skipped_all_correct, s.groups_skipped_all_wrong, s.groups_skipped_other) == (
+        1,
+        2,
+        0,
+    )
     assert s.informative_fraction == 0.25
 
 
@@ -300,7 +404,10 @@ def test_a_group_that_maxrl_cannot_use_is_skipped_for_another_reason() -> None:
 
 def test_reinforce_trains_on_uniform_groups() -> None:
     pair = [completion([4], [-0.5]), completion([4], [-0.1])]
-    assert [row.num_counted for row in assign(config("none", "reinforce"), [group([1.0, 1.0], pair)]).rows()] == [1, 1]
+    assert [
+        row.num_counted
+        for row in assign(config("none", "reinforce"), [group([1.0, 1.0], pair)]).rows()
+    ] == [1, 1]
 
 
 def test_rows_hold_prompt_and_actions_in_float32() -> None:
@@ -317,9 +424,17 @@ def test_a_completion_without_tokens_is_counted_and_not_trained() -> None:
     assert [row.trained for row in credit.rows()] == [False, True]
 
 
-@pytest.mark.parametrize(("loss", "silent"), [({}, False), ({"kl_coef": 0.1}, True), ({"entropy_coef": 0.1}, True)], ids=str)
-def test_a_row_is_trained_where_the_loss_has_a_term_for_it(loss: dict[str, object], silent: bool) -> None:
-    """Rows without an advantage have terms of KL and entropy alone; completions that the loss leaves out have none."""
+@pytest.mark.parametrize(
+    ("loss", "silent"),
+    [({}, False), ({"kl_coef": 0.1}, True), ({"entropy_coef": 0.1}, True)],
+    ids=str,
+)
+def test_a_row_is_trained_where_the_loss_has_a_term_for_it(
+    loss: dict[str, object], silent: bool
+) -> None:
+    """Rows without an advantage have terms of KL and entropy alone; completions that the loss
+    leaves out have none.
+    """
     cut_off = completion([4, 4], [-9.0, -9.0], FinishReason.LENGTH)
     uniform = group([1.0, 1.0], [completion([4], [-0.5]), cut_off])
     settings = {**loss, "mask_truncated": True}
@@ -379,17 +494,28 @@ def test_negative_rewards_stop_maxrl_by_name() -> None:
 
 def test_shannon_entropy_without_recorded_entropies_is_refused() -> None:
     with pytest.raises(RunFailed, match="engine records none"):
-        assign(config(algorithm={"uncertainty_kind": "shannon_entropy"}), [without_entropies(mixed())])
+        assign(
+            config(algorithm={"uncertainty_kind": "shannon_entropy"}), [without_entropies(mixed())]
+        )
 
 
 @given(st.permutations(range(3)))
 @settings(max_examples=6, deadline=None)
 def test_the_order_of_completions_and_groups_does_not_matter(order: list[int]) -> None:
-    completions = [completion([0, 1, 2, 3], [-0.1, -2.0, -0.3, -1.0]), completion([4, 0], [-1.5, -0.25]), completion([4], [-0.7])]
+    completions = [
+        completion([0, 1, 2, 3], [-0.1, -2.0, -0.3, -1.0]),
+        completion([4, 0], [-1.5, -0.25]),
+        completion([4], [-0.7]),
+    ]
     rewards = [1.0, 0.0, 0.25]
     configuration = config("gtpo_sepa", algorithm={"surprisal_mask_rho": 0.5})
     straight = tokens_of(assign(configuration, [group(rewards, completions), mixed()]))
-    permuted = tokens_of(assign(configuration, [mixed(), group([rewards[i] for i in order], [completions[i] for i in order])]))
+    permuted = tokens_of(
+        assign(
+            configuration,
+            [mixed(), group([rewards[i] for i in order], [completions[i] for i in order])],
+        )
+    )
     for got, expected in zip(permuted[0], straight[1], strict=True):
         assert got == pytest.approx(expected)
     for place, index in enumerate(order):
@@ -397,23 +523,43 @@ def test_the_order_of_completions_and_groups_does_not_matter(order: list[int]) -
 
 
 def test_the_inputs_are_never_edited() -> None:
-    tokens = StepTokens([[1.0, 0.0]], Segments([2, 1]), -np.ones(3), np.ones(3), np.array([True, False, True]), np.ones(2, np.bool_))
+    tokens = StepTokens(
+        [[1.0, 0.0]],
+        Segments([2, 1]),
+        -np.ones(3),
+        np.ones(3),
+        np.array([True, False, True]),
+        np.ones(2, np.bool_),
+    )
     copies = [array.copy() for array in (tokens.logprobs, tokens.planning)]
     for name in TRANSFORMS:
-        CreditPipeline(config(name, algorithm={"surprisal_mask_rho": 0.5}), pieces).compute(tokens, 0, 0.5)
+        CreditPipeline(config(name, algorithm={"surprisal_mask_rho": 0.5}), pieces).compute(
+            tokens, 0, 0.5
+        )
         assert tokens.rewards == [[1.0, 0.0]]
         assert (tokens.logprobs == copies[0]).all() and (tokens.planning == copies[1]).all()
 
 
 def test_dr_grpo_means_the_constant_aggregation() -> None:
     assert config(algorithm={"algorithm_mode": "dr_grpo"}).loss.aggregation == "constant"
-    assert config(algorithm={"algorithm_mode": "grpo_none"}, loss={"aggregation": "sum"}).loss.aggregation == "sum"
+    assert (
+        config(
+            algorithm={"algorithm_mode": "grpo_none"}, loss={"aggregation": "sum"}
+        ).loss.aggregation
+        == "sum"
+    )
 
 
 def test_unknown_parameters_of_built_ins_are_refused() -> None:
     for table, message in (
-        ({"advantage_params": {"scale": 2.0}}, r"scale is not a parameter of the built-in \"maxrl\"; it knows eps"),
-        ({"transform_params": {"cap": 0.2}}, r"cap is not a parameter of the built-in \"gtpo_sepa\"; it has no parameters"),
+        (
+            {"advantage_params": {"scale": 2.0}},
+            r"scale is not a parameter of the built-in \"maxrl\"; it knows eps",
+        ),
+        (
+            {"transform_params": {"cap": 0.2}},
+            r"cap is not a parameter of the built-in \"gtpo_sepa\"; it has no parameters",
+        ),
         ({"uncertainty_params": {"x": 1}}, "x is not a parameter"),
         ({"algorithm_mode": "grpo_none", "params": {"x": 1}}, "x is not a parameter"),
         ({"advantage_params": {"eps": -1.0}}, "eps is -1.0"),

@@ -15,11 +15,17 @@ GAP = r"[\s,;:\-‐-―]+"
 
 def marked(pieces: list[str], grams: tuple[str, ...] = ()) -> list[str]:
     """The pieces that were marked."""
-    return [piece for piece, mark in zip(pieces, RegexDetector(grams).detect(pieces), strict=True) if mark]
+    return [
+        piece
+        for piece, mark in zip(pieces, RegexDetector(grams).detect(pieces), strict=True)
+        if mark
+    ]
 
 
 def brute_force(pieces: list[str], grams: tuple[str, ...]) -> list[int]:
-    """Every gram as a regular expression, tried at every character; a token is marked through any character that is not white space."""
+    """Every gram as a regular expression, tried at every character; a token is marked through any
+    character that is not white space.
+    """
     text = normalised("".join(pieces))
     inside = set()
     for gram in grams:
@@ -32,18 +38,46 @@ def brute_force(pieces: list[str], grams: tuple[str, ...]) -> list[int]:
     marks, start = [], 0
     for piece in pieces:
         span = range(start, start + len(piece))
-        marks.append(int(any(position in inside and not text[position].isspace() for position in span)))
+        marks.append(
+            int(any(position in inside and not text[position].isspace() for position in span))
+        )
         start += len(piece)
     return marks
 
 
-ALPHABET = ["wait", "let", "me", "the", "key", "is", "insight", "land", "that's", "that’s", "not", "Right", "double", "a"]
+ALPHABET = [
+    "wait",
+    "let",
+    "me",
+    "the",
+    "key",
+    "is",
+    "insight",
+    "land",
+    "that's",
+    "that’s",
+    "not",
+    "Right",
+    "double",
+    "a",
+]
 SEPARATORS = [" ", "  ", ", ", "-", "–", "\n", ".", "? ", "", "\u00a0", "; "]
-GRAMS = ("wait let me", "the key is", "the key insight", "that's not right", "double-check", "a a", "let me")
+GRAMS = (
+    "wait let me",
+    "the key is",
+    "the key insight",
+    "that's not right",
+    "double-check",
+    "a a",
+    "let me",
+)
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(ALPHABET), st.sampled_from(SEPARATORS)), max_size=14), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.tuples(st.sampled_from(ALPHABET), st.sampled_from(SEPARATORS)), max_size=14),
+    st.randoms(use_true_random=False),
+)
 def test_planning_equals_the_brute_force_reference(words, random) -> None:  # type: ignore[no-untyped-def]
     text = "".join(word + separator for word, separator in words)
     cuts = sorted(random.sample(range(len(text) + 1), k=min(len(text), random.randint(0, 12))))
@@ -55,7 +89,9 @@ def test_planning_equals_the_brute_force_reference(words, random) -> None:  # ty
 @given(st.text(alphabet=st.sampled_from("waitletme keyhs’İIΣß-,.\n1"), max_size=60))
 def test_any_text_equals_the_brute_force_reference(text: str) -> None:
     pieces = [text[start : start + 3] for start in range(0, len(text), 3)]
-    assert RegexDetector(("let me", "the key", "i")).detect(pieces).tolist() == brute_force(pieces, ("let me", "the key", "i"))
+    assert RegexDetector(("let me", "the key", "i")).detect(pieces).tolist() == brute_force(
+        pieces, ("let me", "the key", "i")
+    )
 
 
 @given(st.lists(st.integers(1, 5), max_size=30))
@@ -64,9 +100,15 @@ def test_how_a_phrase_is_cut_into_tokens_does_not_matter(lengths: list[int]) -> 
     edges = [0, *np.cumsum(lengths).tolist()]
     edges = [edge for edge in edges if edge < len(text)] + [len(text)]
     pieces = [text[start:stop] for start, stop in pairwise(edges)]
-    expected = {position for phrase in ("wait, let me check", "the key insight", "that's not right") for position in _span(text, phrase)}
+    expected = {
+        position
+        for phrase in ("wait, let me check", "the key insight", "that's not right")
+        for position in _span(text, phrase)
+    }
     for piece, mark, start in zip(pieces, RegexDetector().detect(pieces), edges, strict=False):
-        assert bool(mark) == any(p in expected and not text[p].isspace() for p in range(start, start + len(piece)))
+        assert bool(mark) == any(
+            p in expected and not text[p].isspace() for p in range(start, start + len(piece))
+        )
 
 
 def _span(text: str, phrase: str) -> range:
@@ -81,34 +123,57 @@ def test_a_word_cut_into_sub_words_is_found() -> None:
     assert marked([" not", "ice", " th", "at"]) == [" not", "ice", " th", "at"]
 
 
-@pytest.mark.parametrize("pieces", [["the", " key", " is", "land"], ["out", "let", " me", " think"], ["let", "me", "think"]])
+@pytest.mark.parametrize(
+    "pieces",
+    [["the", " key", " is", "land"], ["out", "let", " me", " think"], ["let", "me", "think"]],
+)
 def test_a_phrase_must_end_at_word_boundaries(pieces: list[str]) -> None:
     assert marked(pieces) == []
 
 
-@pytest.mark.parametrize("text", ["double-check", "Double – check", "double\ncheck", "DOUBLE, check", "double :; check"])
+@pytest.mark.parametrize(
+    "text", ["double-check", "Double – check", "double\ncheck", "DOUBLE, check", "double :; check"]
+)
 def test_gaps_may_hold_spaces_commas_colons_and_dashes(text: str) -> None:
     assert marked([text]) == [text]
 
 
-@pytest.mark.parametrize("text", ["wait. let me", "wait? let me", "wait! let me", "wait/let me", "wait_let me"])
+@pytest.mark.parametrize(
+    "text", ["wait. let me", "wait? let me", "wait! let me", "wait/let me", "wait_let me"]
+)
 def test_the_end_of_a_sentence_parts_a_phrase(text: str) -> None:
     assert marked([text]) == []
 
 
 def test_straight_and_curly_apostrophes_are_the_same() -> None:
     for apostrophe in ("'", "’", "ʼ"):
-        assert marked(["that", f"{apostrophe}s", " not", " right"], (f"that{apostrophe}s not right",))
+        assert marked(
+            ["that", f"{apostrophe}s", " not", " right"], (f"that{apostrophe}s not right",)
+        )
         assert marked(["that", f"{apostrophe}s", " not", " right"], ("that's not right",))
 
 
 def test_overlapping_phrases_are_all_marked() -> None:
-    assert marked(["let", " me", " check", " the", " key"], ("let me check", "check the key")) == ["let", " me", " check", " the", " key"]
+    assert marked(["let", " me", " check", " the", " key"], ("let me check", "check the key")) == [
+        "let",
+        " me",
+        " check",
+        " the",
+        " key",
+    ]
     assert marked(["a", " a", " a"], ("a a",)) == ["a", " a", " a"]
 
 
 def test_white_space_and_empty_tokens_inside_a_phrase_are_not_marked() -> None:
-    assert RegexDetector().detect(["wait", ",", " ", "", "let", "\n", "me"]).tolist() == [1, 1, 0, 0, 1, 0, 1]
+    assert RegexDetector().detect(["wait", ",", " ", "", "let", "\n", "me"]).tolist() == [
+        1,
+        1,
+        0,
+        0,
+        1,
+        0,
+        1,
+    ]
 
 
 def test_lower_case_that_changes_the_length_keeps_the_offsets() -> None:

@@ -22,7 +22,15 @@ def sepa(**changes: Any) -> Sepa:
 
 def test_the_ramp_starts_after_the_delay_and_ends_at_one() -> None:
     controller = SEPAController(sepa())
-    assert [controller.resolve(step) for step in (0, 1, 2, 3, 7, 12, 100)] == [0.0, 0.0, 0.0, 0.1, 0.5, 1.0, 1.0]
+    assert [controller.resolve(step) for step in (0, 1, 2, 3, 7, 12, 100)] == [
+        0.0,
+        0.0,
+        0.0,
+        0.1,
+        0.5,
+        1.0,
+        1.0,
+    ]
 
 
 def test_a_gate_that_opens_acts_from_the_next_resolve_and_stays_open() -> None:
@@ -74,7 +82,10 @@ def test_a_policy_that_is_sure_from_the_start_gives_no_division_by_zero() -> Non
     assert controller.resolve(0) == 1.0
 
 
-EVENTS = st.lists(st.tuples(st.one_of(st.none(), st.floats(0, 1)), st.lists(st.floats(0, 50), max_size=4)), max_size=12)
+EVENTS = st.lists(
+    st.tuples(st.one_of(st.none(), st.floats(0, 1)), st.lists(st.floats(0, 50), max_size=4)),
+    max_size=12,
+)
 
 
 @given(EVENTS, st.integers(0, 12), st.sampled_from(["linear", "auto"]))
@@ -127,7 +138,9 @@ def test_an_impossible_state_is_refused_and_changes_nothing(field: str, value: o
 def test_a_changed_setting_is_told_at_resume() -> None:
     stored = SEPAController(sepa(steps=10)).state_dict()
     notes = SEPAController(sepa(steps=20)).load_state_dict(stored)
-    assert notes == ["[sepa] steps = 20 differs from 10, with which the checkpoint's controller ran."]
+    assert notes == [
+        "[sepa] steps = 20 differs from 10, with which the checkpoint's controller ran."
+    ]
 
 
 def test_a_linear_schedule_without_steps_is_refused() -> None:

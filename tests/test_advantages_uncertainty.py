@@ -24,7 +24,9 @@ def test_surprisal_is_clamped_to_its_cap_and_to_zero() -> None:
 
 
 def test_predictive_variance_is_that_of_a_coin() -> None:
-    assert predictive_variance([math.log(0.5), math.log(0.25), 0.0, 0.1, -math.inf]) == pytest.approx([0.25, 0.1875, 0.0, 0.0, 0.0])
+    assert predictive_variance(
+        [math.log(0.5), math.log(0.25), 0.0, 0.1, -math.inf]
+    ) == pytest.approx([0.25, 0.1875, 0.0, 0.0, 0.0])
 
 
 def test_nan_is_refused_by_every_kind_with_its_position() -> None:
@@ -71,11 +73,17 @@ def test_aliases_name_the_three_kinds() -> None:
 
 def masked(values: list[float], rho: float, pools: list[int] | None = None) -> list[int]:
     numbers = np.array(pools if pools is not None else [0] * len(values), dtype=np.int64)
-    return top_rho(np.array(values), numbers, int(max(numbers, default=0)) + 1, rho).keep.astype(int).tolist()
+    return (
+        top_rho(np.array(values), numbers, int(max(numbers, default=0)) + 1, rho)
+        .keep.astype(int)
+        .tolist()
+    )
 
 
 def test_the_count_is_the_floor_without_float_noise() -> None:
-    assert [kept_count(n, rho) for n, rho in ((100, 0.29), (10, 0.2), (3, 0.2), (0, 0.5), (7, 1.0))] == [29, 2, 1, 0, 7]
+    assert [
+        kept_count(n, rho) for n, rho in ((100, 0.29), (10, 0.2), (3, 0.2), (0, 0.5), (7, 1.0))
+    ] == [29, 2, 1, 0, 7]
 
 
 def test_ties_at_the_threshold_are_all_kept() -> None:
@@ -107,7 +115,11 @@ def test_rho_outside_the_unit_interval_is_refused(rho: float) -> None:
         masked([1.0], rho)
 
 
-@given(st.lists(st.floats(0, 50), min_size=1, max_size=40), st.floats(0.01, 1.0), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.floats(0, 50), min_size=1, max_size=40),
+    st.floats(0.01, 1.0),
+    st.randoms(use_true_random=False),
+)
 def test_the_mask_does_not_depend_on_the_order_of_tokens(values, rho, random) -> None:  # type: ignore[no-untyped-def]
     order = list(range(len(values)))
     random.shuffle(order)

@@ -31,17 +31,27 @@ LAW = ScalingLaw(50.0, 0.02, 1e-5)  # p* = 313
 GROUP = 16
 
 
-# -- the law and its fit -------------------------------------------------------------------------------------------------
+# -- the law and its fit ---------------------------------------------------------------------------
 
 
-@given(st.floats(0, 0.9), st.floats(1e-6, 1e-2), st.floats(0.1, 1e5), st.sampled_from(["relative", "none"]))
+@given(
+    st.floats(0, 0.9),
+    st.floats(1e-6, 1e-2),
+    st.floats(0.1, 1e5),
+    st.sampled_from(["relative", "none"]),
+)
 @settings(max_examples=60, deadline=None)
-def test_a_law_is_recovered_from_what_it_gives(sigma: float, kappa: float, lam: float, weights: str) -> None:
+def test_a_law_is_recovered_from_what_it_gives(
+    sigma: float, kappa: float, lam: float, weights: str
+) -> None:
     law = ScalingLaw(lam, sigma, kappa)
     fit = fit_scaling_law(SIZES, [law.throughput(p) for p in SIZES], weights, 0.0)  # type: ignore[arg-type]
     assert fit.status == "ok" and fit.law is not None and fit.r2 == pytest.approx(1.0, abs=1e-6)
     assert fit.law.lam == pytest.approx(lam, rel=1e-6)
-    assert (fit.law.sigma, fit.law.kappa) == (pytest.approx(sigma, abs=1e-6), pytest.approx(kappa, rel=1e-5, abs=1e-9))
+    assert (fit.law.sigma, fit.law.kappa) == (
+        pytest.approx(sigma, abs=1e-6),
+        pytest.approx(kappa, rel=1e-5, abs=1e-9),
+    )
 
 
 def test_the_optimum_is_where_throughput_is_highest() -> None:
@@ -73,13 +83,18 @@ def test_a_parabola_that_bends_down_is_fitted_again_as_a_line() -> None:
 
 def test_relative_weights_are_those_of_multiplicative_noise() -> None:
     p = np.array(SIZES)
-    throughput = np.array([LAW.throughput(value) for value in p]) * np.array([1.1, 0.9, 1.05, 0.97, 1.02, 0.93, 1.04])
+    throughput = np.array([LAW.throughput(value) for value in p]) * np.array(
+        [1.1, 0.9, 1.05, 0.97, 1.02, 0.93, 1.04]
+    )
     y = p / throughput
     for weights, w in (("relative", 1 / y), ("none", np.ones_like(y))):
         c, b, a = np.polyfit(p, y, 2, w=w)
         fit = fit_scaling_law(SIZES, list(throughput), weights, 0.0)  # type: ignore[arg-type]
         assert fit.law is not None
-        assert (fit.law.lam, fit.law.kappa) == (pytest.approx(1 / (a + b + c), rel=1e-6), pytest.approx(c / (a + b + c), rel=1e-6))
+        assert (fit.law.lam, fit.law.kappa) == (
+            pytest.approx(1 / (a + b + c), rel=1e-6),
+            pytest.approx(c / (a + b + c), rel=1e-6),
+        )
 
 
 def test_superlinear_scaling_is_clamped_and_flagged() -> None:
@@ -90,10 +105,17 @@ def test_superlinear_scaling_is_clamped_and_flagged() -> None:
 def test_what_is_no_law_is_not_given_as_one() -> None:
     assert fit_scaling_law([16, 32] * 40, [10.0, 20.0] * 40).status == "insufficient"
     assert fit_scaling_law([], []).status == "insufficient"
-    noise = fit_scaling_law([16, 32, 64, 128] * 5, list(np.random.default_rng(0).uniform(1, 100, 20)))
+    noise = fit_scaling_law(
+        [16, 32, 64, 128] * 5, list(np.random.default_rng(0).uniform(1, 100, 20))
+    )
     assert noise.status == "unknown" and noise.r2 is not None and noise.r2 < 0.5
     assert fit_scaling_law([10, 20, 30], [100.0, 4.0, 3.0], "none").status == "rejected"
-    for p, x in (([1.0, 2.0], [1.0]), ([0.5, 2, 3], [1.0] * 3), ([1, 2, 3], [1.0, 0.0, 1.0]), ([1, 2, 3], [1.0, math.nan, 1.0])):
+    for p, x in (
+        ([1.0, 2.0], [1.0]),
+        ([0.5, 2, 3], [1.0] * 3),
+        ([1, 2, 3], [1.0, 0.0, 1.0]),
+        ([1, 2, 3], [1.0, math.nan, 1.0]),
+    ):
         with pytest.raises(ValueError):
             fit_scaling_law(p, x)
 
@@ -105,15 +127,19 @@ def test_a_fit_forgets_what_is_older_than_its_window() -> None:
     assert fit.law is not None and fit.law.lam == pytest.approx(50, rel=1e-6)
 
 
-# -- the controller ------------------------------------------------------------------------------------------------------
+# -- the controller --------------------------------------------------------------------------------
 
 
-def drive(controller: BackpressureController, throughput: Callable[[float], float], steps: int) -> list[Decision]:
+def drive(
+    controller: BackpressureController, throughput: Callable[[float], float], steps: int
+) -> list[Decision]:
     """Steps of a machine that gives `throughput(p)` tokens a second."""
     decisions = []
     for _ in range(steps):
         tokens = 100 * controller.batch_size * GROUP
-        decisions.append(controller.observe(tokens, tokens / throughput(controller.batch_size * GROUP)))
+        decisions.append(
+            controller.observe(tokens, tokens / throughput(controller.batch_size * GROUP))
+        )
     return decisions
 
 
@@ -148,13 +174,19 @@ def test_a_batch_below_its_target_on_a_clean_law_is_not_called_retrograde() -> N
     decisions = drive(one, LAW.throughput, one.sweep_steps + 20)[one.sweep_steps :]
     assert Regime.RETROGRADE not in {decision.regime for decision in decisions}
     assert all(decision.anomaly is None for decision in decisions)
-    assert decisions[-1].utilization == pytest.approx(LAW.throughput(256) / LAW.throughput(LAW.optimum), rel=1e-6)
+    assert decisions[-1].utilization == pytest.approx(
+        LAW.throughput(256) / LAW.throughput(LAW.optimum), rel=1e-6
+    )
 
 
 def test_growth_doubles_at_most_and_waits_between_changes() -> None:
     one = controller(1, cooldown=4)
-    decisions = drive(one, ScalingLaw(50, 0.001, 1e-7).throughput, one.sweep_steps + 40)[one.sweep_steps :]
-    changes = [index for index, decision in enumerate(decisions) if decision.action is not Action.HOLD]
+    decisions = drive(one, ScalingLaw(50, 0.001, 1e-7).throughput, one.sweep_steps + 40)[
+        one.sweep_steps :
+    ]
+    changes = [
+        index for index, decision in enumerate(decisions) if decision.action is not Action.HOLD
+    ]
     assert len(changes) >= 4 and min(np.diff(changes)) == 4 and changes[0] == 3
     assert all(decision.next_batch_size <= 2 * decision.batch_size for decision in decisions)
     assert one.batch_size == 64
@@ -163,7 +195,9 @@ def test_growth_doubles_at_most_and_waits_between_changes() -> None:
 @pytest.mark.parametrize(("sigma", "last"), [(0.0001, 64), (0.9, 4)])
 def test_without_an_optimum_the_batch_grows_while_that_pays(sigma: float, last: int) -> None:
     one = controller(4)
-    decisions = drive(one, ScalingLaw(50, sigma, 0.0).throughput, one.sweep_steps + 60)[one.sweep_steps :]
+    decisions = drive(one, ScalingLaw(50, sigma, 0.0).throughput, one.sweep_steps + 60)[
+        one.sweep_steps :
+    ]
     assert {decision.regime for decision in decisions} == {Regime.UNBOUNDED}
     assert one.batch_size == last
     assert decisions[-1].utilization is not None and 0.5 < decisions[-1].utilization <= 1.0 + 1e-9
@@ -173,9 +207,14 @@ def test_without_an_optimum_the_batch_grows_while_that_pays(sigma: float, last: 
 def test_measurements_that_no_law_explains_change_nothing() -> None:
     noise = np.random.default_rng(1)
     one = controller(8)
-    decisions = drive(one, lambda p: float(noise.uniform(10, 1000)), one.sweep_steps + 60)[one.sweep_steps :]
+    decisions = drive(one, lambda p: float(noise.uniform(10, 1000)), one.sweep_steps + 60)[
+        one.sweep_steps :
+    ]
     unexplained = [decision for decision in decisions if decision.r2 is None or decision.r2 < 0.5]
-    assert unexplained and all(decision.regime is Regime.UNKNOWN and decision.action is Action.HOLD for decision in unexplained)
+    assert unexplained and all(
+        decision.regime is Regime.UNKNOWN and decision.action is Action.HOLD
+        for decision in unexplained
+    )
 
 
 def test_a_slow_stretch_is_reported_and_throttles_nothing() -> None:
@@ -189,7 +228,10 @@ def test_a_slow_stretch_is_reported_and_throttles_nothing() -> None:
 def test_smoothing_starts_anew_at_another_concurrency() -> None:
     one = controller(8, warmup_steps=1)
     decisions = drive(one, LAW.throughput, one.sweep_steps)
-    assert all(decision.throughput == pytest.approx(LAW.throughput(decision.batch_size * GROUP)) for decision in decisions)
+    assert all(
+        decision.throughput == pytest.approx(LAW.throughput(decision.batch_size * GROUP))
+        for decision in decisions
+    )
 
 
 def test_bounds_hold_for_every_change() -> None:
@@ -205,7 +247,9 @@ def test_a_restored_controller_goes_on_as_the_first_would_have(cut: int, seed: i
     rates = np.random.default_rng(seed).uniform(0.8, 1.2, 60)
 
     def run(one: BackpressureController, part: np.ndarray) -> list[Decision]:
-        return [drive(one, lambda p, factor=factor: factor * LAW.throughput(p), 1)[0] for factor in part]  # type: ignore[misc]
+        return [
+            drive(one, lambda p, factor=factor: factor * LAW.throughput(p), 1)[0] for factor in part
+        ]  # type: ignore[misc]
 
     whole = run(controller(), rates)
     first, second = controller(), controller()
@@ -231,7 +275,7 @@ def test_a_step_without_tokens_or_time_is_an_error() -> None:
             controller().observe(tokens, seconds)
 
 
-# -- the roofline --------------------------------------------------------------------------------------------------------
+# -- the roofline ----------------------------------------------------------------------------------
 
 
 def test_the_ridge_separates_memory_from_compute() -> None:
@@ -241,11 +285,15 @@ def test_the_ridge_separates_memory_from_compute() -> None:
     assert low is not None and high is not None
     assert (low.bound, high.bound) == ("memory_bound", "compute_bound")
     assert low.ridge == pytest.approx(295.5, abs=0.1) and low.intensity == pytest.approx(100)
-    assert low.utilization == pytest.approx(100_000 / (100 * 3350)) and high.utilization == pytest.approx(100_000 / 990_000)
+    assert low.utilization == pytest.approx(
+        100_000 / (100 * 3350)
+    ) and high.utilization == pytest.approx(100_000 / 990_000)
     assert step_flops(10, 3, 2) == 2 * 10 * 3 + 6 * 10 * 2
 
 
 def test_an_unknown_peak_gives_no_hint() -> None:
-    assert roofline(1e12, 1e10, 1.0, 0, 3350) is None and roofline(1e12, 1e10, 1.0, 990_000, 0) is None
+    assert (
+        roofline(1e12, 1e10, 1.0, 0, 3350) is None and roofline(1e12, 1e10, 1.0, 990_000, 0) is None
+    )
     with pytest.raises(ValueError):
         roofline(1e12, 0, 1.0, 1, 1)

@@ -1,4 +1,6 @@
-"""The controller on simulated machines: the figures of docs/backpressure.md, from the benchmark that prints them."""
+"""The controller on simulated machines: the figures of docs/backpressure.md, from the benchmark
+that prints them.
+"""
 
 from pathlib import Path
 from statistics import median
@@ -23,17 +25,24 @@ def simulation(monkeypatch: pytest.MonkeyPatch) -> Any:
 def outcomes(simulation: Any, machine: int, noise: float) -> list[Any]:
     one = simulation.MACHINES[machine]
     seeds = SEEDS if noise else SEEDS[:1]
-    return [simulation.outcome(one, simulation.simulate(one, noise, seed, SETTINGS), SETTINGS) for seed in seeds]
+    return [
+        simulation.outcome(one, simulation.simulate(one, noise, seed, SETTINGS), SETTINGS)
+        for seed in seeds
+    ]
 
 
 @pytest.mark.parametrize("machine", [0, 1, 2])
-def test_without_noise_the_batch_reaches_the_target_by_step_24_and_stays(simulation: Any, machine: int) -> None:
+def test_without_noise_the_batch_reaches_the_target_by_step_24_and_stays(
+    simulation: Any, machine: int
+) -> None:
     (found,) = outcomes(simulation, machine, 0.0)
     assert found.settled <= 24 and found.off <= 0.05 and found.share > 0.99
 
 
 @pytest.mark.parametrize("machine", [0, 1, 2])
-def test_with_noise_it_settles_near_the_best_and_does_not_oscillate(simulation: Any, machine: int) -> None:
+def test_with_noise_it_settles_near_the_best_and_does_not_oscillate(
+    simulation: Any, machine: int
+) -> None:
     found = outcomes(simulation, machine, 0.05)
     assert median(one.settled for one in found) <= 60 and max(one.changes for one in found) <= 5
     assert min(one.share for one in found) > 0.9 and median(one.share for one in found) > 0.97

@@ -1,4 +1,6 @@
-"""Benchmarks: memory of the measured block alone, the same work for every peer, failures that are reported."""
+"""Benchmarks: memory of the measured block alone, the same work for every peer, failures that are
+reported.
+"""
 
 import os
 import signal
@@ -12,7 +14,9 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is read from Linux's /proc")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="memory is read from Linux's /proc"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +46,9 @@ def test_every_peer_gets_the_same_job_with_new_prompts_at_each_step() -> None:
     assert len(one.lengths) == 12 and len(set(one.lengths)) > 1
 
 
-def test_a_worker_that_ends_says_what_it_wrote_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_worker_that_ends_says_what_it_wrote_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     import processes
 
     (tmp_path / "broken.py").write_text("raise MemoryError('no room for the batch')")
@@ -52,7 +58,9 @@ def test_a_worker_that_ends_says_what_it_wrote_last(monkeypatch: pytest.MonkeyPa
     assert failure.value.out_of_memory
 
 
-def test_a_worker_answers_each_request_and_what_it_prints_is_no_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_worker_answers_each_request_and_what_it_prints_is_no_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     import processes
 
     (tmp_path / "echo.py").write_text(
@@ -67,7 +75,9 @@ def test_a_worker_answers_each_request_and_what_it_prints_is_no_answer(monkeypat
         assert worker.versions["numpy"] == np.__version__
 
 
-def test_a_worker_that_outlasts_its_seconds_is_ended_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_worker_that_outlasts_its_seconds_is_ended_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     import processes
 
     (tmp_path / "slow.py").write_text("import time; time.sleep(60)")
@@ -77,12 +87,16 @@ def test_a_worker_that_outlasts_its_seconds_is_ended_and_says_so(monkeypatch: py
     assert failure.value.sentence == "stopped at its limit of 0 s"
 
 
-def test_a_part_that_fails_leaves_a_sentence_and_the_other_parts_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_part_that_fails_leaves_a_sentence_and_the_other_parts_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     import cuda
     import processes
     from cuda_parts import SIZES, Bench
 
-    (tmp_path / "growth_point.py").write_text("raise RuntimeError('CUDA out of memory. Tried to allocate 9 GiB')")
+    (tmp_path / "growth_point.py").write_text(
+        "raise RuntimeError('CUDA out of memory. Tried to allocate 9 GiB')"
+    )
     monkeypatch.setattr(processes, "WORKERS", tmp_path)
     bench = Bench(SIZES["tiny"], {"device": "cpu", "dtype": "fp32", "threads": 1}, None, None, 60)
     sections = cuda.sections(bench, ["learn", "profile"])
@@ -91,13 +105,33 @@ def test_a_part_that_fails_leaves_a_sentence_and_the_other_parts_go_on(monkeypat
 
 
 def test_the_gpu_benchmark_runs_in_small_on_a_cpu(tmp_path: Path) -> None:
-    command = [sys.executable, str(FOLDER / "cuda.py"), "--device", "cpu", "--shapes", "tiny", "--only", "learn", "--output", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(FOLDER.parent)})
+    command = [
+        sys.executable,
+        str(FOLDER / "cuda.py"),
+        "--device",
+        "cpu",
+        "--shapes",
+        "tiny",
+        "--only",
+        "learn",
+        "--output",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(FOLDER.parent)},
+    )
     assert done.returncode == 0, done.stderr
     (file,) = tmp_path.glob("cuda-tiny-cpu-*.md")
     text = file.read_text(encoding="utf-8")
     assert "Failed" not in text
-    assert text.count("| retrain, ") == 5 and text.count("| 1.000000 |") == 5 and "published, not measured here" in text
+    assert (
+        text.count("| retrain, ") == 5
+        and text.count("| 1.000000 |") == 5
+        and "published, not measured here" in text
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -108,7 +142,9 @@ def test_a_paused_worker_ends_with_the_benchmark_however_that_ends(number: signa
         "with ProcessGroup([sys.executable, '-c', 'import time; time.sleep(60)'], {}) as group:\n"
         "    group.pause()\n    print(group.process.pid, flush=True)\n    time.sleep(60)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", benchmark], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", benchmark], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         worker = int(process.stdout.readline())
         process.send_signal(number)

@@ -24,13 +24,19 @@ class Terminal(io.StringIO):
 def write_steps(folder: Path, count: int) -> None:
     with JsonlWriter(RunFolder(folder).metrics) as writer:
         for step in range(count):
-            writer.write(StepRecord(step, "c", correct_rate=1.0, running_correct_rate=0.453, step_time_s=2.0).to_json())
+            writer.write(
+                StepRecord(
+                    step, "c", correct_rate=1.0, running_correct_rate=0.453, step_time_s=2.0
+                ).to_json()
+            )
 
 
 @pytest.fixture
 def campaign(tmp_path: Path) -> tuple[CampaignPlan, Manifest]:
     """One run done, one running, one failed, the others pending."""
-    plan = plan_campaign(config_from_mapping({"campaign": {"seeds": [1, 2], "max_steps": 50}}), tmp_path)
+    plan = plan_campaign(
+        config_from_mapping({"campaign": {"seeds": [1, 2], "max_steps": 50}}), tmp_path
+    )
     manifest = Manifest.of_plan(plan, datetime.now())
     done, running, failed = plan.runs[:3]
     for run, steps in ((done, 50), (running, 12), (failed, 0)):
@@ -55,24 +61,43 @@ def test_the_table_tells_each_run_and_the_campaign(campaign: tuple[CampaignPlan,
     assert "running" in rows["maxrl+none_s1"] and "12/50" in rows["maxrl+none_s1"]
     assert "45.3%" in rows["maxrl+none_s1"] and "1 min 16 s" in rows["maxrl+none_s1"]
     assert "done" in rows["grpo+none_s1"] and "50/50" in rows["grpo+none_s1"]
-    assert "failed" in rows["maxrl+gtpo_s1"] and reason.rstrip() == "maxrl+gtpo_s1: [lora] init_from is nowhere", "harmless text"
-    assert "1 running, 1 failed, 1 done, 7 pending | step 62 of 500 | 12 min 56 s left" in text.replace("\n", "")
+    assert (
+        "failed" in rows["maxrl+gtpo_s1"]
+        and reason.rstrip() == "maxrl+gtpo_s1: [lora] init_from is nowhere"
+    ), "harmless text"
+    assert (
+        "1 running, 1 failed, 1 done, 7 pending | step 62 of 500 | 12 min 56 s left"
+        in text.replace("\n", "")
+    )
 
 
 @pytest.mark.parametrize("width", [80, 200])
-def test_long_labels_and_reasons_leave_room_for_every_number_and_seed(width: int, tmp_path: Path) -> None:
+def test_long_labels_and_reasons_leave_room_for_every_number_and_seed(
+    width: int, tmp_path: Path
+) -> None:
     label = "importance-weighted-with-a-clip-that-is-wide_and_slow"
     condition = {"advantage_mode": "grpo", "transform_mode": "none", "label": label}
-    plan = plan_campaign(config_from_mapping({"campaign": {"seeds": [101, 202], "max_steps": 500, "conditions": [condition]}}), tmp_path)
+    plan = plan_campaign(
+        config_from_mapping(
+            {"campaign": {"seeds": [101, 202], "max_steps": 500, "conditions": [condition]}}
+        ),
+        tmp_path,
+    )
     manifest = Manifest.of_plan(plan, datetime.now())
     for run in plan.runs:
         run.folder.mkdir(parents=True)
         write_steps(run.folder, 123)
         manifest.started(run.name)
-    manifest.ended(plan.runs[0].name, Status.FAILED, "16 of 16 completions of the last step could not be judged, " + "and so on " * 40)
+    manifest.ended(
+        plan.runs[0].name,
+        Status.FAILED,
+        "16 of 16 completions of the last step could not be judged, " + "and so on " * 40,
+    )
     lines = [line.rstrip() for line in render(Board(plan, manifest, workers=1), width).splitlines()]
     assert max(map(len, lines)) <= width
-    running, failed, *_ = lines[next(number for number, line in enumerate(lines) if line.startswith("run ")) + 1 :]
+    running, failed, *_ = lines[
+        next(number for number, line in enumerate(lines) if line.startswith("run ")) + 1 :
+    ]
     assert "_s101" in failed and "_s202" in running
     for row in (failed, running):
         assert "123/500" in row and "45.3%" in row
@@ -92,7 +117,9 @@ def test_a_large_campaign_fits_the_terminal_and_shows_what_runs(tmp_path: Path) 
     assert plan.runs[-1].name in text and "more" in text
 
 
-def test_a_terminal_gets_a_table_that_is_drawn_again(campaign: tuple[CampaignPlan, Manifest]) -> None:
+def test_a_terminal_gets_a_table_that_is_drawn_again(
+    campaign: tuple[CampaignPlan, Manifest],
+) -> None:
     out = Terminal()
     with Board(*campaign, workers=1, out=out) as board:
         board.say("a line above it " + "that is longer than a terminal is wide " * 9)
@@ -102,7 +129,9 @@ def test_a_terminal_gets_a_table_that_is_drawn_again(campaign: tuple[CampaignPla
     assert out.getvalue().endswith("a line below it\n")
 
 
-def test_elsewhere_a_run_is_a_line_at_its_start_and_at_its_end(campaign: tuple[CampaignPlan, Manifest]) -> None:
+def test_elsewhere_a_run_is_a_line_at_its_start_and_at_its_end(
+    campaign: tuple[CampaignPlan, Manifest],
+) -> None:
     plan, manifest = campaign
     out = io.StringIO()
     with Board(plan, manifest, workers=1, out=out) as board:
@@ -112,11 +141,15 @@ def test_elsewhere_a_run_is_a_line_at_its_start_and_at_its_end(campaign: tuple[C
     started, done, failed = out.getvalue().splitlines()
     assert started == "[ 2/10] maxrl+none_s1 started"
     assert done == "[ 1/10] grpo+none_s1 done: step 50/50, correct 45.3%"
-    assert failed.startswith("[ 3/10] maxrl+gtpo_s1 failed: step 0/50 | [lora] init_from is nowhere | ")
+    assert failed.startswith(
+        "[ 3/10] maxrl+gtpo_s1 failed: step 0/50 | [lora] init_from is nowhere | "
+    )
     assert failed.endswith("runs/maxrl+gtpo_s1/output.log")
 
 
-def test_elsewhere_running_runs_print_a_line_now_and_then(campaign: tuple[CampaignPlan, Manifest], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elsewhere_running_runs_print_a_line_now_and_then(
+    campaign: tuple[CampaignPlan, Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("retrain.campaign.board.REFRESH_S", 0.01)
     monkeypatch.setattr("retrain.campaign.board.LINES_EVERY_S", 0.01)
     out = io.StringIO()
@@ -125,7 +158,10 @@ def test_elsewhere_running_runs_print_a_line_now_and_then(campaign: tuple[Campai
             if out.getvalue():
                 break
             board._closing.wait(0.01)
-    assert out.getvalue().splitlines()[0] == "[ 2/10] maxrl+none_s1 step 12/50, correct 45.3%, 1 min 16 s left"
+    assert (
+        out.getvalue().splitlines()[0]
+        == "[ 2/10] maxrl+none_s1 step 12/50, correct 45.3%, 1 min 16 s left"
+    )
 
 
 def test_quiet_is_quiet(campaign: tuple[CampaignPlan, Manifest]) -> None:
@@ -143,9 +179,14 @@ def test_a_run_without_steps_has_no_rate(campaign: tuple[CampaignPlan, Manifest]
     assert (progress.steps, progress.correct, progress.remaining_s) == (0, None, None)
 
 
-def test_a_campaign_whose_words_are_a_secrets_value_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_campaign_whose_words_are_a_secrets_value_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("A_TOKEN", "random")
-    config = {"reward": {"type": "random", "params": {}}, "campaign": {"seeds": [1, 2], "max_steps": 50}}
+    config = {
+        "reward": {"type": "random", "params": {}},
+        "campaign": {"seeds": [1, 2], "max_steps": 50},
+    }
     plan = plan_campaign(config_from_mapping(config), tmp_path)
     Manifest.of_plan(plan, datetime.now()).write()
     Manifest.read(tmp_path).resumed_with(plan)

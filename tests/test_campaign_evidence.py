@@ -1,4 +1,6 @@
-"""Campaigns that are looked at after every seed: what a look decides, and that a kill changes nothing."""
+"""Campaigns that are looked at after every seed: what a look decides, and that a kill changes
+nothing.
+"""
 
 import json
 import re
@@ -34,7 +36,10 @@ CONDITIONS = [
     {"advantage_mode": "maxrl", "transform_mode": "none"},
     {"advantage_mode": "rloo", "transform_mode": "none"},
 ]
-BETTER = {"grpo+none": [10, 12, 9, 11, 10, 13, 10, 8, 12, 11], "maxrl+none": [30, 33, 31, 29, 32, 34, 31, 30, 30, 33]}
+BETTER = {
+    "grpo+none": [10, 12, 9, 11, 10, 13, 10, 8, 12, 11],
+    "maxrl+none": [30, 33, 31, 29, 32, 34, 31, 30, 30, 33],
+}
 LIKE_THE_BASELINE = {"rloo+none": [11, 10, 10, 10, 12, 11, 11, 9, 11, 12]}
 ASKED = 40
 
@@ -65,10 +70,18 @@ class Simulated:
             return EndedJob(RunOutcome(Status.FAILED, "out of memory"))
         count = self.right[run.condition][run.seed - 1]
         half = {1: answers(count // 2)} if self.halfway else {}
-        write_run(run.folder, run.seed, held_out=answers(count), before=half, algorithm=_modes(run.condition))
+        write_run(
+            run.folder,
+            run.seed,
+            held_out=answers(count),
+            before=half,
+            algorithm=_modes(run.condition),
+        )
         if self.identical:
             metrics = run.folder / "metrics.jsonl"
-            metrics.write_text(re.sub(r'"grad_norm": [\d.]+', f'"grad_norm": {run.seed}', metrics.read_text()))
+            metrics.write_text(
+                re.sub(r'"grad_norm": [\d.]+', f'"grad_norm": {run.seed}', metrics.read_text())
+            )
         return EndedJob(RunOutcome(Status.DONE))
 
     def close(self) -> None: ...
@@ -102,7 +115,13 @@ class NotInterrupted:
 
 
 def planned(folder: Path, **campaign: Any) -> CampaignPlan:
-    values = {"seeds": [1, 2, 3], "max_seeds": 10, "stop": "evidence", "max_steps": 2, "conditions": CONDITIONS[:2]} | campaign
+    values = {
+        "seeds": [1, 2, 3],
+        "max_seeds": 10,
+        "stop": "evidence",
+        "max_steps": 2,
+        "conditions": CONDITIONS[:2],
+    } | campaign
     return plan_campaign(planned_config(values, evaluation={"at_end": True}), folder)
 
 
@@ -141,30 +160,48 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Simulated, 
 
 
 @pytest.fixture
-def decided(stopped: tuple[Path, Simulated, list[str]], tmp_path: Path) -> tuple[Path, Simulated, list[str]]:
+def decided(
+    stopped: tuple[Path, Simulated, list[str]], tmp_path: Path
+) -> tuple[Path, Simulated, list[str]]:
     """A copy of it."""
     shutil.copytree(stopped[0], tmp_path / "c")
     return tmp_path / "c", *stopped[1:]
 
 
-def test_a_clear_difference_stops_the_campaign_and_the_rest_is_skipped(decided: tuple[Path, Simulated, list[str]]) -> None:
+def test_a_clear_difference_stops_the_campaign_and_the_rest_is_skipped(
+    decided: tuple[Path, Simulated, list[str]],
+) -> None:
     folder, launcher, said = decided
     taken = looks(folder)
     assert 6 <= len(taken) < 10 and len(launcher.started) == 2 * len(taken)
     assert [bool(look["decided"]) for look in taken] == [False] * (len(taken) - 1) + [True]
-    assert taken[-1]["decided"] == {"maxrl+none": "improvement"} and taken[-1]["evidence"]["maxrl+none"] >= 20
-    assert statuses(folder)["maxrl+none_s10"] is Status.SKIPPED and statuses(folder)["maxrl+none_s1"] is Status.DONE
+    assert (
+        taken[-1]["decided"] == {"maxrl+none": "improvement"}
+        and taken[-1]["evidence"]["maxrl+none"] >= 20
+    )
+    assert (
+        statuses(folder)["maxrl+none_s10"] is Status.SKIPPED
+        and statuses(folder)["maxrl+none_s1"] is Status.DONE
+    )
     assert said[-1] == f"Decided after {len(taken)} seeds of at most 10."
 
 
-def test_compare_takes_the_evidence_of_the_looks_and_says_as_planned(decided: tuple[Path, Simulated, list[str]]) -> None:
+def test_compare_takes_the_evidence_of_the_looks_and_says_as_planned(
+    decided: tuple[Path, Simulated, list[str]],
+) -> None:
     folder, _, _ = decided
     comparison = compare_campaign(folder, TestSettings())
     (contrast,) = comparison.contrasts
     assert contrast.conclusion.verdict is Verdict.IMPROVEMENT and comparison.to_come == 0
-    assert contrast.conclusion.p_adjusted == pytest.approx(1 / looks(folder)[-1]["evidence"]["maxrl+none"], rel=1e-3)
+    assert contrast.conclusion.p_adjusted == pytest.approx(
+        1 / looks(folder)[-1]["evidence"]["maxrl+none"], rel=1e-3
+    )
     text = to_text(comparison, 200)
-    assert "As planned before the first run" in text and "looked at after every seed" in text and "e-process" in text
+    assert (
+        "As planned before the first run" in text
+        and "looked at after every seed" in text
+        and "e-process" in text
+    )
     assert "exact sign flips" not in text
 
 
@@ -178,9 +215,14 @@ def test_compare_takes_the_evidence_of_the_looks_and_says_as_planned(decided: tu
         ({"test": TestSettings(margin=0.1)}, "margin (0.1, none planned)"),
     ],
 )
-def test_another_comparison_is_exploratory(decided: tuple[Path, Simulated, list[str]], options: dict[str, Any], what: str) -> None:
+def test_another_comparison_is_exploratory(
+    decided: tuple[Path, Simulated, list[str]], options: dict[str, Any], what: str
+) -> None:
     comparison = compare_campaign(decided[0], options.pop("test", TestSettings()), **options)
-    assert comparison.planned.startswith("Exploratory: differs from the plan") and what in comparison.planned
+    assert (
+        comparison.planned.startswith("Exploratory: differs from the plan")
+        and what in comparison.planned
+    )
     assert "p is too small" in comparison.planned and comparison.test.rule != "evidence"
 
 
@@ -189,7 +231,10 @@ def test_an_edited_plan_shows(decided: tuple[Path, Simulated, list[str]]) -> Non
     content = json.loads(path.read_text())
     content["plan"]["alpha"] = 0.2
     path.write_text(json.dumps(content))
-    assert "edited after it was hashed" in compare_campaign(decided[0], TestSettings(alpha=0.2)).planned
+    assert (
+        "edited after it was hashed"
+        in compare_campaign(decided[0], TestSettings(alpha=0.2)).planned
+    )
 
 
 def test_a_look_that_is_struck_shows(decided: tuple[Path, Simulated, list[str]]) -> None:
@@ -201,7 +246,9 @@ def test_a_look_that_is_struck_shows(decided: tuple[Path, Simulated, list[str]])
     assert planned.startswith("Exploratory") and "its looks (at seeds 1, 2, 4, 5, 6" in planned
 
 
-def test_a_campaign_killed_at_any_run_decides_the_same_after_a_resume(decided: tuple[Path, Simulated, list[str]], tmp_path: Path) -> None:
+def test_a_campaign_killed_at_any_run_decides_the_same_after_a_resume(
+    decided: tuple[Path, Simulated, list[str]], tmp_path: Path
+) -> None:
     whole, undisturbed, _ = decided
     for until in (1, len(undisturbed.started) // 2, len(undisturbed.started) - 1):
         plan = planned(tmp_path / f"killed-{until}")
@@ -212,7 +259,9 @@ def test_a_campaign_killed_at_any_run_decides_the_same_after_a_resume(decided: t
         assert statuses(plan.folder) == statuses(whole)
 
 
-def test_a_kill_between_a_run_and_its_look_changes_nothing(decided: tuple[Path, Simulated, list[str]]) -> None:
+def test_a_kill_between_a_run_and_its_look_changes_nothing(
+    decided: tuple[Path, Simulated, list[str]],
+) -> None:
     folder = decided[0]
     before = looks(folder)
     content = json.loads((folder / "manifest.json").read_text())
@@ -230,36 +279,72 @@ def test_a_decided_condition_is_dropped_and_the_others_go_on(tmp_path: Path) -> 
     taken = looks(plan.folder)
     last = next(number for number, look in enumerate(taken, start=1) if look["decided"])
     assert last < 10 == len(taken)
-    assert launcher.started.count(f"maxrl+none_s{last}") == 1 and f"maxrl+none_s{last + 1}" not in launcher.started
-    assert "rloo+none_s10" in launcher.started and said[-1] == "All 10 seeds were looked at; not decided: rloo+none."
-    verdicts = {item.condition: item.conclusion for item in compare_campaign(plan.folder, TestSettings()).contrasts}
-    assert verdicts["maxrl+none"].verdict is Verdict.IMPROVEMENT and verdicts["maxrl+none"].pairs == last
-    assert verdicts["rloo+none"].verdict is Verdict.INCONCLUSIVE and verdicts["rloo+none"].pairs == 10
+    assert (
+        launcher.started.count(f"maxrl+none_s{last}") == 1
+        and f"maxrl+none_s{last + 1}" not in launcher.started
+    )
+    assert (
+        "rloo+none_s10" in launcher.started
+        and said[-1] == "All 10 seeds were looked at; not decided: rloo+none."
+    )
+    verdicts = {
+        item.condition: item.conclusion
+        for item in compare_campaign(plan.folder, TestSettings()).contrasts
+    }
+    assert (
+        verdicts["maxrl+none"].verdict is Verdict.IMPROVEMENT
+        and verdicts["maxrl+none"].pairs == last
+    )
+    assert (
+        verdicts["rloo+none"].verdict is Verdict.INCONCLUSIVE and verdicts["rloo+none"].pairs == 10
+    )
 
 
 def test_a_resume_tries_a_failed_run_again_and_looks_at_its_seed_once_more(tmp_path: Path) -> None:
     few = planned(tmp_path / "c", max_seeds=4)
     execute(few, Simulated(BETTER, failing=frozenset({"maxrl+none_s2"})))
-    assert [(look["seed"], look["missing"]) for look in looks(few.folder)] == [(1, []), (2, ["maxrl+none"]), (3, []), (4, [])]
+    assert [(look["seed"], look["missing"]) for look in looks(few.folder)] == [
+        (1, []),
+        (2, ["maxrl+none"]),
+        (3, []),
+        (4, []),
+    ]
     before = evidence_of(few.folder)
     assert before[1] == before[0]  # nothing is bet on a missing pair
     launcher = Simulated(BETTER)
     said = execute(few, launcher)
     assert launcher.started == ["maxrl+none_s2"] and evidence_of(few.folder)[:4] == before
-    assert [look["seed"] for look in looks(few.folder)] == [1, 2, 3, 4, 2] and "whose failed run was tried again" in said[0]
-    in_this_order = dict(enumerate([(BETTER["maxrl+none"][seed - 1] - BETTER["grpo+none"][seed - 1]) / ASKED for seed in (1, 3, 4, 2)]))
+    assert [look["seed"] for look in looks(few.folder)] == [
+        1,
+        2,
+        3,
+        4,
+        2,
+    ] and "whose failed run was tried again" in said[0]
+    in_this_order = dict(
+        enumerate(
+            [
+                (BETTER["maxrl+none"][seed - 1] - BETTER["grpo+none"][seed - 1]) / ASKED
+                for seed in (1, 3, 4, 2)
+            ]
+        )
+    )
     assert evidence_of(few.folder)[-1] == pytest.approx(evidence([in_this_order], 4)[0], rel=1e-4)
     (contrast,) = compare_campaign(few.folder, TestSettings()).contrasts
     assert list(contrast.differences) == [1, 3, 4, 2]
     assert execute(few, Simulated(BETTER))[-1:] == [] and len(looks(few.folder)) == 5
 
 
-def test_a_run_that_fails_again_stays_missing_and_one_of_a_decided_condition_is_not_tried(tmp_path: Path) -> None:
+def test_a_run_that_fails_again_stays_missing_and_one_of_a_decided_condition_is_not_tried(
+    tmp_path: Path,
+) -> None:
     plan = planned(tmp_path / "c", conditions=CONDITIONS)
     failing = frozenset({"maxrl+none_s2", "rloo+none_s2"})
     execute(plan, Simulated({**BETTER, **LIKE_THE_BASELINE}, failing=failing))
     taken = looks(plan.folder)
-    assert taken[1]["missing"] == ["maxrl+none", "rloo+none"] and any("maxrl+none" in look["decided"] for look in taken)
+    assert taken[1]["missing"] == ["maxrl+none", "rloo+none"] and any(
+        "maxrl+none" in look["decided"] for look in taken
+    )
     launcher = Simulated({**BETTER, **LIKE_THE_BASELINE}, failing=failing)
     execute(plan, launcher)
     assert launcher.started == ["rloo+none_s2"] and looks(plan.folder) == taken
@@ -271,7 +356,10 @@ def test_a_campaign_whose_runs_all_failed_starts_over_at_a_resume(tmp_path: Path
     everything = frozenset(run.name for run in plan.runs if run.condition == "grpo+none")
     said = execute(plan, Simulated(BETTER, failing=everything))
     assert said[0] == "Look 1 (seed 1): no pair yet, since runs failed."
-    assert "(10 done, 10 failed)" in (status := " ".join(lines(overview(plan.folder)))) and "failed (out of memory)" in status
+    assert (
+        "(10 done, 10 failed)" in (status := " ".join(lines(overview(plan.folder))))
+        and "failed (out of memory)" in status
+    )
     execute(plan, Simulated(BETTER))
     assert any(look["decided"] == {"maxrl+none": "improvement"} for look in looks(plan.folder))
 
@@ -280,9 +368,16 @@ def test_a_run_that_failed_and_was_tried_again_keeps_its_attempts(tmp_path: Path
     plan = planned(tmp_path / "c", max_seeds=3)
     for failing in (frozenset({"maxrl+none_s2"}), frozenset({"maxrl+none_s2"}), frozenset[str]()):
         execute(plan, Simulated(BETTER, failing=failing))
-    assert {entry.name: entry.attempts for entry in Manifest.read(plan.folder).runs if entry.attempts > 1} == {"maxrl+none_s2": 3}
+    assert {
+        entry.name: entry.attempts
+        for entry in Manifest.read(plan.folder).runs
+        if entry.attempts > 1
+    } == {"maxrl+none_s2": 3}
     assert "maxrl+none_s2: 3 attempts." in lines(overview(plan.folder))
-    assert "Tried again after a failure: maxrl+none_s2 (3 attempts)." in compare_campaign(plan.folder, TestSettings()).notes
+    assert (
+        "Tried again after a failure: maxrl+none_s2 (3 attempts)."
+        in compare_campaign(plan.folder, TestSettings()).notes
+    )
 
 
 def test_a_resume_does_not_take_another_seeds_run_for_a_finished_one(tmp_path: Path) -> None:
@@ -301,14 +396,23 @@ def test_a_resume_does_not_take_another_seeds_run_for_a_finished_one(tmp_path: P
 def test_conditions_that_are_one_run_are_said_to_be_after_their_first_pair(tmp_path: Path) -> None:
     plan = planned(tmp_path / "c", stop="seeds", max_seeds=0)
     said = execute(plan, Simulated(dict.fromkeys(BETTER, BETTER["grpo+none"]), identical=True))
-    expected = "maxrl+none_s1 is the same run as grpo+none_s1, byte for byte: what maxrl+none sets changes nothing."
+    expected = (
+        "maxrl+none_s1 is the same run as grpo+none_s1, byte for byte: what maxrl+none sets changes"
+        " nothing."
+    )
     assert [line for line in said if "byte for byte" in line] == [expected]
     text = to_text(compare_campaign(plan.folder, TestSettings()), 200)
-    assert "all 3 pairs are the same run, byte for byte: what the two set differently changes nothing." in " ".join(text.split())
+    assert (
+        "all 3 pairs are the same run, byte for byte: what the two set differently changes nothing."
+        in " ".join(text.split())
+    )
 
 
 def test_a_kill_before_the_second_look_at_a_seed_changes_nothing(tmp_path: Path) -> None:
-    whole, killed = planned(tmp_path / "whole", max_seeds=5), planned(tmp_path / "killed", max_seeds=5)
+    whole, killed = (
+        planned(tmp_path / "whole", max_seeds=5),
+        planned(tmp_path / "killed", max_seeds=5),
+    )
     for plan in (whole, killed):
         execute(plan, Simulated(BETTER, failing=frozenset({"maxrl+none_s2"})))
         execute(plan, Simulated(BETTER))
@@ -324,7 +428,10 @@ def test_a_kill_before_the_second_look_at_a_seed_changes_nothing(tmp_path: Path)
 
 
 def test_what_a_run_in_progress_foretells_is_recorded_and_decides_nothing(tmp_path: Path) -> None:
-    with_curves, without = planned(tmp_path / "curves", max_seeds=6), planned(tmp_path / "none", max_seeds=6)
+    with_curves, without = (
+        planned(tmp_path / "curves", max_seeds=6),
+        planned(tmp_path / "none", max_seeds=6),
+    )
     execute(with_curves, Simulated(BETTER, halfway=True))
     execute(without, Simulated(BETTER))
     taken = looks(with_curves.folder)
@@ -334,25 +441,48 @@ def test_what_a_run_in_progress_foretells_is_recorded_and_decides_nothing(tmp_pa
     assert foreseen["step"] == 1 and foreseen["difference"] == (32 // 2 - 10 // 2) / ASKED
     assert foreseen["interval"][0] < foreseen["expected"] < foreseen["interval"][1]
     text = to_text(compare_campaign(with_curves.folder, TestSettings()), 200)
-    assert re.search(r"Look 5 \(seed 5\): maxrl\+none: evidence .* \(after 1 step \+\d+\.\d pp were foreseen and \d+%", text)
+    assert re.search(
+        r"Look 5 \(seed 5\): maxrl\+none: evidence .* \(after 1 step \+\d+\.\d pp were foreseen and"
+        r" \d+%",
+        text,
+    )
 
 
 def test_status_and_report_say_what_the_running_seed_foretells(tmp_path: Path) -> None:
     plan = planned(tmp_path / "c")
     with pytest.raises(Killed):
-        execute(plan, Simulated(BETTER, halfway=True, until=9))  # the baseline of seed 5 has ended, its partner runs
+        execute(
+            plan, Simulated(BETTER, halfway=True, until=9)
+        )  # the baseline of seed 5 has ended, its partner runs
     run = next(run for run in plan.runs if run.name == "maxrl+none_s5")
-    write_run(run.folder, 5, rates=[0.5], before={1: answers(16)}, finished=False, max_steps=2, algorithm=_modes(run.condition))
+    write_run(
+        run.folder,
+        5,
+        rates=[0.5],
+        before={1: answers(16)},
+        finished=False,
+        max_steps=2,
+        algorithm=_modes(run.condition),
+    )
     before = (plan.folder / "manifest.json").read_bytes()
-    assert "undecided" in (text := to_text(compare_campaign(plan.folder, TestSettings()))) and "cannot conclude" not in text
+    assert (
+        "undecided" in (text := to_text(compare_campaign(plan.folder, TestSettings())))
+        and "cannot conclude" not in text
+    )
     said = " ".join(lines(overview(plan.folder)))
-    assert re.search(r"Foreseen: maxrl\+none, seed 5, \+27\.5 pp after 1 step; at the end \+\d+\.\d pp .* It stops nothing\.", said)
+    assert re.search(
+        r"Foreseen: maxrl\+none, seed 5, \+27\.5 pp after 1 step; at the end \+\d+\.\d pp .* It"
+        r" stops nothing\.",
+        said,
+    )
     write_report(ReportRequest(plan.folder), tmp_path / "report.html")
     assert "Foreseen: maxrl+none, seed 5" in (tmp_path / "report.html").read_text(encoding="utf-8")
     assert (plan.folder / "manifest.json").read_bytes() == before
 
 
-def test_more_workers_than_conditions_take_later_seeds_and_the_looks_stay_in_order(tmp_path: Path) -> None:
+def test_more_workers_than_conditions_take_later_seeds_and_the_looks_stay_in_order(
+    tmp_path: Path,
+) -> None:
     plan = planned(tmp_path / "c")
     execute(plan, Simulated(BETTER, workers=6))
     alone = planned(tmp_path / "alone")
@@ -364,7 +494,10 @@ def test_seeds_added_later_are_named_and_the_exact_test_is_no_longer_exact(tmp_p
     plan = planned(tmp_path / "c", stop="seeds", max_seeds=0, seeds=[1, 2, 3, 4, 5, 6])
     execute(plan, Simulated(BETTER))
     assert "tested once" in compare_campaign(plan.folder, TestSettings()).planned
-    execute(planned(tmp_path / "c", stop="seeds", max_seeds=0, seeds=[1, 2, 3, 4, 5, 6, 7, 8]), Simulated(BETTER))
+    execute(
+        planned(tmp_path / "c", stop="seeds", max_seeds=0, seeds=[1, 2, 3, 4, 5, 6, 7, 8]),
+        Simulated(BETTER),
+    )
     line = compare_campaign(plan.folder, TestSettings()).planned
     assert re.search(r"Added after the plan: seeds 7, 8\. .*no longer exact", line)
     assert CampaignRecord.read(plan.folder).plan.seeds == (1, 2, 3, 4, 5, 6)  # type: ignore[union-attr]
@@ -397,11 +530,15 @@ def test_a_campaign_that_was_to_be_tested_once_is_not_looked_at(tmp_path: Path) 
 def test_seeds_beyond_those_named_count_on_from_the_largest() -> None:
     config = config_from_toml('[campaign]\nseeds = [42, 7]\nstop = "evidence"\nmax_seeds = 5')
     assert config.campaign and planned_seeds(config.campaign) == (42, 7, 43, 44, 45)
-    with pytest.raises(ConfigurationError, match="max_seeds = 2 is below the 3 seeds that are named"):
+    with pytest.raises(
+        ConfigurationError, match="max_seeds = 2 is below the 3 seeds that are named"
+    ):
         config_from_toml('[campaign]\nseeds = [1, 2, 3]\nstop = "evidence"\nmax_seeds = 2')
 
 
-def test_the_report_shows_the_comparison_as_planned(decided: tuple[Path, Simulated, list[str]]) -> None:
+def test_the_report_shows_the_comparison_as_planned(
+    decided: tuple[Path, Simulated, list[str]],
+) -> None:
     written = write_report(ReportRequest(decided[0]), decided[0] / "report.html")
     page = written.page.read_text(encoding="utf-8")
     assert "As planned before the first run" in page and "looked at after every seed" in page

@@ -1,4 +1,6 @@
-"""Looking after every seed: the e-process is a fair game at every look, and benchmarks/looking.py in seconds."""
+"""Looking after every seed: the e-process is a fair game at every look, and benchmarks/looking.py
+in seconds.
+"""
 
 from itertools import product
 
@@ -12,8 +14,12 @@ from retrain.analysis.futility import Prediction, chance_to_decide
 from retrain.analysis.headline import p_words
 
 
-@pytest.mark.parametrize("sizes", [[1.0, 2.0, 0.5, 2.0, 0.0, 3.0, 1e-9], [0.1] * 7, [5.0, 1.0, 0.2, 0.1, 9.0, 9.0, 1.0]])
-def test_over_all_signs_of_any_sizes_the_capital_is_1_on_average_at_every_look(sizes: list[float]) -> None:
+@pytest.mark.parametrize(
+    "sizes", [[1.0, 2.0, 0.5, 2.0, 0.0, 3.0, 1e-9], [0.1] * 7, [5.0, 1.0, 0.2, 0.1, 9.0, 9.0, 1.0]]
+)
+def test_over_all_signs_of_any_sizes_the_capital_is_1_on_average_at_every_look(
+    sizes: list[float],
+) -> None:
     signs = np.array(list(product([1, -1], repeat=len(sizes))))
     after = capital(signs * np.array(sizes))
     assert (after >= 0).all() and after.mean(axis=0) == pytest.approx(np.ones(len(sizes)))
@@ -55,7 +61,9 @@ def test_a_decided_contrast_stays_decided_and_p_is_one_over_the_evidence() -> No
     assert anytime_p(found[0][0]) < 0.05 and anytime_p(0.2) == 1.0
 
 
-def test_of_null_campaigns_with_a_look_after_every_seed_no_more_than_alpha_end_in_a_verdict() -> None:
+def test_of_null_campaigns_with_a_look_after_every_seed_no_more_than_alpha_end_in_a_verdict() -> (
+    None
+):
     trials = 4000
     for draw in (looking.normal, looking.heavy_tails, looking.growing):
         for contrasts in (1, 4):
@@ -78,7 +86,9 @@ def test_the_confidence_sequence_covers_the_centre_at_all_looks_together() -> No
     rng, missed, trials = np.random.default_rng(3), 0, 40
     for _ in range(trials):
         d = rng.normal(1.0, 1.0, 9)
-        intervals = [interval for count in (6, 7, 8, 9) if (interval := confidence_sequence(d[:count]))]
+        intervals = [
+            interval for count in (6, 7, 8, 9) if (interval := confidence_sequence(d[:count]))
+        ]
         missed += any(not low <= 1.0 <= high for low, high in intervals)
         assert not intervals or intervals[-1][0] < np.median(d) < intervals[-1][1]
     assert missed <= stats.binom.ppf(0.999, trials, 0.05)
@@ -91,7 +101,15 @@ def test_the_chance_to_decide_rises_with_the_effect() -> None:
 
 
 @pytest.mark.parametrize(
-    ("p", "words"), [(0.0497, "0.0497"), (0.04999, "0.04999"), (0.05, "0.05"), (0.0504, "0.05"), (0.0078125, "0.0078"), (1.0, "1")]
+    ("p", "words"),
+    [
+        (0.0497, "0.0497"),
+        (0.04999, "0.04999"),
+        (0.05, "0.05"),
+        (0.0504, "0.05"),
+        (0.0078125, "0.0078"),
+        (1.0, "1"),
+    ],
 )
 def test_rounding_carries_no_p_across_the_level(p: float, words: str) -> None:
     assert p_words(p) == words
@@ -99,22 +117,34 @@ def test_rounding_carries_no_p_across_the_level(p: float, words: str) -> None:
 
 def test_what_a_campaign_foretells_comes_true_as_often_as_it_says() -> None:
     found = futility.sample(futility.LUCK["normal"], 8, 0.8, 200)
-    decided, within, between = (np.array([getattr(item, name) for item in found]) for name in ("decided", "within", "between"))
+    decided, within, between = (
+        np.array([getattr(item, name) for item in found])
+        for name in ("decided", "within", "between")
+    )
     for unsure in (within < 0.5, within >= 0.5):
         assert abs(within[unsure].mean() - decided[unsure].mean()) < 0.15
-    assert np.mean((within - decided) ** 2) < np.mean((between - decided) ** 2) < 0.15  # the running pair's curve adds to the seeds
+    assert (
+        np.mean((within - decided) ** 2) < np.mean((between - decided) ** 2) < 0.15
+    )  # the running pair's curve adds to the seeds
     inside = sum(item.inside for item in found)
-    assert stats.binom.ppf(0.0005, len(found), 0.8) <= inside <= stats.binom.ppf(0.9995, len(found), 0.8)
+    assert (
+        stats.binom.ppf(0.0005, len(found), 0.8)
+        <= inside
+        <= stats.binom.ppf(0.9995, len(found), 0.8)
+    )
 
 
 def test_a_running_pair_is_predicted_by_the_regression_of_ends_on_curves() -> None:
     rng = np.random.default_rng(5)
     at_step, final = rng.normal(0, 1, 9), rng.normal(0, 1, 9)
     found = Prediction.of(at_step[:-1].tolist(), final[:-1].tolist(), at_step[-1])
-    # Dropping in a dummy for the new pair makes least squares say the same: its coefficient's t is the prediction's.
+    # Dropping in a dummy for the new pair makes least squares say the same: its coefficient's t is
+    # the prediction's.
     design = np.stack([np.ones(9), at_step, np.arange(9) == 8], axis=1)
     coefficients, squares, *_ = np.linalg.lstsq(design, final, rcond=None)
     error = np.sqrt(squares[0] / 6 * np.linalg.inv(design.T @ design)[2, 2])
-    assert (final[-1] - found.centre, found.scale, found.freedom) == pytest.approx((coefficients[2], error, 6))
+    assert (final[-1] - found.centre, found.scale, found.freedom) == pytest.approx(
+        (coefficients[2], error, 6)
+    )
     equal = Prediction.of([0.1] * 4, [0.1, 0.3, 0.2, 0.4], 0.9)
     assert (equal.centre, equal.freedom) == (pytest.approx(0.25), 3)

@@ -1,4 +1,6 @@
-"""From a campaign's file to its runs: names, folders, what each of them trains with, and what is refused."""
+"""From a campaign's file to its runs: names, folders, what each of them trains with, and what is
+refused.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,13 @@ def test_an_empty_campaign_is_five_conditions_by_eight_seeds_of_500_steps() -> N
     runs = plan("[campaign]").runs
     assert len(runs) == 40
     assert {run.seed for run in runs} == {42, 101, 202, 303, 404, 505, 606, 707}
-    assert [run.condition for run in runs[:5]] == ["grpo+none", "maxrl+none", "maxrl+gtpo", "maxrl+gtpo_hicra", "maxrl+gtpo_sepa"]
+    assert [run.condition for run in runs[:5]] == [
+        "grpo+none",
+        "maxrl+none",
+        "maxrl+gtpo",
+        "maxrl+gtpo_hicra",
+        "maxrl+gtpo_sepa",
+    ]
     assert {run.config.training.max_steps for run in runs} == {500}
 
 
@@ -53,15 +61,28 @@ def test_every_run_is_named_and_lives_by_its_condition_and_seed() -> None:
 
 def test_a_seeds_conditions_start_before_the_next_seed() -> None:
     """What is finished when a campaign is cut are pairs."""
-    assert [(run.seed, run.condition) for run in plan(TWO_PPO).runs] == [(1, "grpo+none"), (1, "ppo"), (2, "grpo+none"), (2, "ppo")]
+    assert [(run.seed, run.condition) for run in plan(TWO_PPO).runs] == [
+        (1, "grpo+none"),
+        (1, "ppo"),
+        (2, "grpo+none"),
+        (2, "ppo"),
+    ]
 
 
 @pytest.mark.parametrize(
     ("text", "steps"),
-    [("[campaign]\nmax_steps = 3\n[training]\nmax_steps = 9", 3), ("[campaign]\n[training]\nmax_steps = 9", 9), ("[campaign]", 500)],
+    [
+        ("[campaign]\nmax_steps = 3\n[training]\nmax_steps = 9", 3),
+        ("[campaign]\n[training]\nmax_steps = 9", 9),
+        ("[campaign]", 500),
+    ],
 )
 def test_the_campaigns_steps_win_over_the_trainings(text: str, steps: int) -> None:
-    assert {run.config.training.max_steps for run in plan(text).runs} == {steps} == {plan(text).max_steps}
+    assert (
+        {run.config.training.max_steps for run in plan(text).runs}
+        == {steps}
+        == {plan(text).max_steps}
+    )
 
 
 def test_a_condition_sets_any_key_dotted_as_a_table_or_bare() -> None:
@@ -77,7 +98,10 @@ def test_conditions_survive_being_stored_and_changed() -> None:
 
 
 def test_a_random_reward_is_a_control_arm() -> None:
-    control = 'label = "control"\nadvantage_mode = "maxrl"\ntransform_mode = "none"\nreward.type = "random"'
+    control = (
+        'label = "control"\nadvantage_mode = "maxrl"\ntransform_mode = "none"\nreward.type ='
+        ' "random"'
+    )
     runs = plan(f"{TWO_PPO}\n[[campaign.conditions]]\n{control}").runs
     assert [run.config.reward.types for run in runs[:3]] == [["match"], ["match"], ["random"]]
 
@@ -89,24 +113,44 @@ MINE = '[reward]\ntype = "custom"\ncustom_module = "mine"\n'
 @pytest.mark.parametrize(
     ("base", "changed", "judges"),
     [
-        ('[reward]\ntype = "match"', 'reward.type = "random"', [("match", ""), ("random", "match")]),
+        (
+            '[reward]\ntype = "match"',
+            'reward.type = "random"',
+            [("match", ""), ("random", "match")],
+        ),
         (MINE, 'reward.type = "random"', [("custom", ""), ("random", "custom")]),
-        (MINE + '[evaluation]\nreward = "match"', 'reward.type = "random"', [("custom", "match"), ("random", "match")]),
+        (
+            MINE + '[evaluation]\nreward = "match"',
+            'reward.type = "random"',
+            [("custom", "match"), ("random", "match")],
+        ),
         ("", 'reward.normalize = "hendrycks"', [("match", ""), ("match", "")]),
         ('[reward]\ntype = "random"', 'reward.type = "match"', [("random", ""), ("match", "")]),
-        ('[reward]\ntype = ["match", "math"]', 'reward.type = "random"', [("match + math", ""), ("random", "")]),
+        (
+            '[reward]\ntype = ["match", "math"]',
+            'reward.type = "random"',
+            [("match + math", ""), ("random", "")],
+        ),
     ],
 )
 def test_a_condition_with_another_reward_has_its_held_out_answers_judged_by_the_bases(
     base: str, changed: str, judges: list[tuple[str, str]]
 ) -> None:
-    conditions = f'[[campaign.conditions]]\n{MODES}[[campaign.conditions]]\n{MODES}label = "other"\n{changed}\n'
+    conditions = (
+        f"[[campaign.conditions]]\n{MODES}[[campaign.conditions]]\n{MODES}label ="
+        f' "other"\n{changed}\n'
+    )
     runs = plan(f"[campaign]\nseeds = [1]\n{conditions}{base}\n").runs
-    assert [(" + ".join(run.config.reward.types), run.config.evaluation.reward) for run in runs] == judges
+    assert [
+        (" + ".join(run.config.reward.types), run.config.evaluation.reward) for run in runs
+    ] == judges
 
 
 def test_an_algorithm_replaces_the_modes_of_the_base() -> None:
-    run = plan('[campaign]\n[[campaign.conditions]]\nalgorithm_mode = "dr_grpo"\n[algorithm]\nadvantage_mode = "grpo"').runs[0]
+    run = plan(
+        "[campaign]\n[[campaign.conditions]]\nalgorithm_mode ="
+        ' "dr_grpo"\n[algorithm]\nadvantage_mode = "grpo"'
+    ).runs[0]
     assert run.name == "dr_grpo_s42"
     assert run.config.loss.aggregation == "constant"
     assert not run.config.is_set("algorithm.advantage_mode")
@@ -117,37 +161,70 @@ def test_an_algorithm_replaces_the_modes_of_the_base() -> None:
     [
         ("lr = 1e-3", "lr = 1e-4", ["grpo+none~lr=0.001", "grpo+none~lr=0.0001"]),
         ("", 'loss.mode = "gspo"', ["grpo+none", "grpo+none~mode=gspo"]),
-        ("lr = 1e-3\nloss.mode = 'ppo'", "lr = 1e-3", ["grpo+none~mode=ppo", "grpo+none"]),  # what they share tells nothing apart
+        (
+            "lr = 1e-3\nloss.mode = 'ppo'",
+            "lr = 1e-3",
+            ["grpo+none~mode=ppo", "grpo+none"],
+        ),  # what they share tells nothing apart
         ("lr = 1e-3\nlabel = 'mine'", "lr = 1e-4", ["mine", "grpo+none"]),
     ],
 )
-def test_conditions_that_differ_in_a_further_key_are_labelled_by_it(first: str, second: str, labels: list[str]) -> None:
-    runs = plan(f"[campaign]\nseeds = [1]\n[[campaign.conditions]]\n{MODES}{first}\n[[campaign.conditions]]\n{MODES}{second}\n").runs
+def test_conditions_that_differ_in_a_further_key_are_labelled_by_it(
+    first: str, second: str, labels: list[str]
+) -> None:
+    runs = plan(
+        "[campaign]\nseeds ="
+        f" [1]\n[[campaign.conditions]]\n{MODES}{first}\n[[campaign.conditions]]\n{MODES}{second}\n"
+    ).runs
     assert [run.condition for run in runs] == labels
-    assert len({run.folder for run in runs}) == 2 and [run.config.condition_label for run in runs] == labels
+    assert (
+        len({run.folder for run in runs}) == 2
+        and [run.config.condition_label for run in runs] == labels
+    )
 
 
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ('loss.mod = "ppo"', "number 2: loss.mod is not a key of a condition; did you mean loss.mode?"),
+        (
+            'loss.mod = "ppo"',
+            "number 2: loss.mod is not a key of a condition; did you mean loss.mode?",
+        ),
         ('loss.mode = "pp"', 'number 2: [loss] mode = "pp" is not known'),
-        ("training.group_size = 1", "number 2: [training] group_size = 1 gives every completion an advantage of 0"),
+        (
+            "training.group_size = 1",
+            "number 2: [training] group_size = 1 gives every completion an advantage of 0",
+        ),
         ("training.seed = 5", "training.seed is not for a condition; [campaign] seeds gives it"),
-        ("max_steps = 5", "training.max_steps is not for a condition; conditions are compared after the same steps"),
+        (
+            "max_steps = 5",
+            (
+                "training.max_steps is not for a condition; conditions are compared after the same"
+                " steps"
+            ),
+        ),
         ("squeeze.per_layer = true", "[squeeze] belongs to the whole campaign"),
         ('label = "a/b"', "cannot name a folder"),
         ('label = "grpo+none"', 'numbers 1 and 2 are both called "grpo+none"'),
-        ('label = "GRPO+none"', 'numbers 1 and 2 are called "grpo+none" and "GRPO+none", so their runs would share folders'),
+        (
+            'label = "GRPO+none"',
+            (
+                'numbers 1 and 2 are called "grpo+none" and "GRPO+none", so their runs would share'
+                " folders"
+            ),
+        ),
         ('model = "x"', "model is a key of several sections; write model.model or planning.model"),
     ],
 )
-def test_a_condition_that_sets_something_wrong_is_refused_with_its_number(line: str, sentence: str) -> None:
+def test_a_condition_that_sets_something_wrong_is_refused_with_its_number(
+    line: str, sentence: str
+) -> None:
     label = "" if "label" in line else 'label = "other"\n'
     condition = f'advantage_mode = "grpo"\ntransform_mode = "none"\n{label}{line}'
     with pytest.raises(ConfigurationError) as caught:
         config_from_toml(
-            f'[campaign]\n[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\n[[campaign.conditions]]\n{condition}'
+            '[campaign]\n[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode ='
+            f' "none"\n[[campaign.conditions]]\n{condition}'
         )
     assert len(caught.value.problems) == 1
     assert sentence in caught.value.problems[0]
@@ -163,7 +240,10 @@ def test_a_key_is_unused_only_where_no_condition_uses_it() -> None:
     assert unused_keys(config_from_toml(f"{TWO_PPO}\n[loss]\nclip_low = 0.1")) == [
         'Condition "ppo": [sepa] steps = 100 is unused here: no transform here uses SEPA.'
     ]
-    assert "[loss] dual_clip = 2.0 is unused here" in unused_keys(config_from_toml("[campaign]\n[loss]\ndual_clip = 2.0"))[0]
+    assert (
+        "[loss] dual_clip = 2.0 is unused here"
+        in unused_keys(config_from_toml("[campaign]\n[loss]\ndual_clip = 2.0"))[0]
+    )
 
 
 def section(run: Any, name: str) -> Any:
@@ -178,8 +258,14 @@ def test_trackers_get_name_group_and_tags_and_the_users_stay() -> None:
     assert logging.tags == ["mine", "maxrl+gtpo_sepa", "seed42"]
     assert section(plan(text + 'wandb_group = "g"').runs[0], "logging").wandb_group == "g"
     assert section(plan("[campaign]").runs[0], "logging").wandb_run_name == ""
-    local = section(plan('[campaign]\n[logging]\ntrackers = ["trackio"]\n').runs[4], "logging")  # which has names and groups, and no tags
-    assert (local.wandb_run_name, local.wandb_group, local.tags) == ("maxrl+gtpo_sepa_s42", "maxrl+gtpo_sepa", [])
+    local = section(
+        plan('[campaign]\n[logging]\ntrackers = ["trackio"]\n').runs[4], "logging"
+    )  # which has names and groups, and no tags
+    assert (local.wandb_run_name, local.wandb_group, local.tags) == (
+        "maxrl+gtpo_sepa_s42",
+        "maxrl+gtpo_sepa",
+        [],
+    )
 
 
 def test_no_two_runs_share_a_folder_of_checkpoints() -> None:
@@ -190,10 +276,16 @@ def test_no_two_runs_share_a_folder_of_checkpoints() -> None:
 
 def test_a_campaign_evaluates_at_the_end_unless_it_says_no() -> None:
     assert section(plan("[campaign]").runs[0], "evaluation").at_end
-    assert not section(plan("[campaign]\n[evaluation]\nat_end = false").runs[0], "evaluation").at_end
+    assert not section(
+        plan("[campaign]\n[evaluation]\nat_end = false").runs[0], "evaluation"
+    ).at_end
 
 
 def test_tinker_workers_share_their_locks_and_others_have_none() -> None:
     tinker = plan('[campaign]\n[backend]\nbackend = "tinker"')
-    assert {section(run, "backend").throttle_dir for run in tinker.runs} == {str(FOLDER / "tinker_throttle")} == {str(tinker.throttle_dir)}
+    assert (
+        {section(run, "backend").throttle_dir for run in tinker.runs}
+        == {str(FOLDER / "tinker_throttle")}
+        == {str(tinker.throttle_dir)}
+    )
     assert section(plan("[campaign]").runs[0], "backend").throttle_dir == ""

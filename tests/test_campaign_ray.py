@@ -44,8 +44,15 @@ def test_a_cluster_that_is_not_there_is_said_at_once(scheme: str, tmp_path: Path
         listener.bind(("127.0.0.1", 0))
         address = f"{scheme}127.0.0.1:{listener.getsockname()[1]}"
         began = time.monotonic()
-        with pytest.raises(EnvironmentFailure, match=f"ray_address = '{address}': no Ray cluster answers .*refused"):
-            run_campaign(config_from_mapping(sections(tmp_path / "c", {"launcher": "ray", "ray_address": address})), quiet=True)
+        with pytest.raises(
+            EnvironmentFailure, match=f"ray_address = '{address}': no Ray cluster answers .*refused"
+        ):
+            run_campaign(
+                config_from_mapping(
+                    sections(tmp_path / "c", {"launcher": "ray", "ray_address": address})
+                ),
+                quiet=True,
+            )
     assert time.monotonic() - began < 30
     assert not (tmp_path / "c").exists()
 
@@ -67,8 +74,12 @@ def test_a_local_cluster_runs_the_campaign_brings_failures_back_and_leaves_nothi
     from retrain.errors import RunFailed
 
     made: list[str] = []
-    monkeypatch.setattr(ray_cluster, "mkdtemp", lambda **options: made.append(mkdtemp(**options)) or made[-1])
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # a cluster of someone else, which a local one has nothing to do with
+    monkeypatch.setattr(
+        ray_cluster, "mkdtemp", lambda **options: made.append(mkdtemp(**options)) or made[-1]
+    )
+    monkeypatch.setenv(
+        "RAY_ADDRESS", "127.0.0.1:1"
+    )  # a cluster of someone else, which a local one has nothing to do with
     monkeypatch.delenv("RAY_USAGE_STATS_ENABLED", raising=False)
     good = {"advantage_mode": "grpo", "transform_mode": "none"}
     broken = good | {"label": "broken", "lora.init_from": "nowhere"}

@@ -1,4 +1,6 @@
-"""Running campaigns: sequential in this process, parallel as subprocesses; stopped, killed and resumed."""
+"""Running campaigns: sequential in this process, parallel as subprocesses; stopped, killed and
+resumed.
+"""
 
 import errno
 import json
@@ -29,7 +31,12 @@ from tests import commands
 from tests.runs import SMALL, lines, timeless
 
 BASE: dict[str, Any] = deep_merge(
-    SMALL, {"reward": {"type": "match"}, "evaluation": {"max_examples": 4}, "training": {"save_every": 1, "max_tokens": 96}}
+    SMALL,
+    {
+        "reward": {"type": "match"},
+        "evaluation": {"max_examples": 4},
+        "training": {"save_every": 1, "max_tokens": 96},
+    },
 )
 BASE["training"].pop("seed")
 BASE["training"].pop("max_steps")
@@ -38,13 +45,20 @@ CAMPAIGN: dict[str, Any] = {
     "max_steps": 2,
     "conditions": [
         {"advantage_mode": "grpo", "transform_mode": "none"},
-        {"advantage_mode": "maxrl", "transform_mode": "gtpo", "label": "weighted", "gtpo.beta": 0.3},
+        {
+            "advantage_mode": "maxrl",
+            "transform_mode": "gtpo",
+            "label": "weighted",
+            "gtpo.beta": 0.3,
+        },
     ],
 }
 NAMES = ["grpo+none_s1", "weighted_s1", "grpo+none_s2", "weighted_s2"]
 
 
-def sections(folder: Path, campaign: dict[str, Any] | None = None, **others: dict[str, Any]) -> dict[str, Any]:
+def sections(
+    folder: Path, campaign: dict[str, Any] | None = None, **others: dict[str, Any]
+) -> dict[str, Any]:
     there = {"campaign": CAMPAIGN | (campaign or {}), "logging": {"log_dir": str(folder)}}
     return deep_merge(deep_merge(BASE, there), others)
 
@@ -73,7 +87,7 @@ def sequential(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return Finished(folder, "\n".join(said))
 
 
-# -- what a campaign leaves ----------------------------------------------------------------------------------------------
+# -- what a campaign leaves ------------------------------------------------------------------------
 
 
 def test_the_manifest_tells_the_whole_campaign(sequential: Finished) -> None:
@@ -91,35 +105,67 @@ def test_the_manifest_tells_the_whole_campaign(sequential: Finished) -> None:
         "looks",
     }
     assert re.fullmatch(r"\d{8}_\d{6}", manifest["timestamp"])
-    assert (manifest["conditions"], manifest["seeds"], manifest["max_steps"]) == (["grpo+none", "weighted"], [1, 2], 2)
+    assert (manifest["conditions"], manifest["seeds"], manifest["max_steps"]) == (
+        ["grpo+none", "weighted"],
+        [1, 2],
+        2,
+    )
     assert [run["name"] for run in manifest["runs"]] == NAMES
     for run in manifest["runs"]:
-        assert run.keys() == {"name", "condition", "seed", "status", "dir", "started", "ended", "reason", "attempts"}
+        assert run.keys() == {
+            "name",
+            "condition",
+            "seed",
+            "status",
+            "dir",
+            "started",
+            "ended",
+            "reason",
+            "attempts",
+        }
         assert run["status"] == "done" and run["reason"] is None and run["started"] <= run["ended"]
         assert (sequential.folder / run["dir"] / "summary.json").is_file()
     assert config_from_mapping(manifest["config"]).conditions[1].sets == {"gtpo.beta": 0.3}
 
 
 def test_every_run_has_its_own_log_and_adapter(sequential: Finished) -> None:
-    adapters = [sequential.folder / "runs" / name / "checkpoints/final/adapter_model.safetensors" for name in NAMES]
+    adapters = [
+        sequential.folder / "runs" / name / "checkpoints/final/adapter_model.safetensors"
+        for name in NAMES
+    ]
     assert len({adapter.read_bytes() for adapter in adapters}) == 4
     for name in NAMES:
         metrics = lines(sequential.folder / "runs" / name / "metrics.jsonl")
-        assert [(record["step"], record["condition"]) for record in metrics] == [(0, name[:-3]), (1, name[:-3])]
-        assert "Parity gate passed" in (sequential.folder / "runs" / name / "output.log").read_text()
+        assert [(record["step"], record["condition"]) for record in metrics] == [
+            (0, name[:-3]),
+            (1, name[:-3]),
+        ]
+        assert (
+            "Parity gate passed" in (sequential.folder / "runs" / name / "output.log").read_text()
+        )
 
 
 def test_one_seed_gives_every_condition_the_same_prompts_and_noise(sequential: Finished) -> None:
     def drawn(name: str) -> list[tuple[Any, ...]]:
         records = lines(sequential.folder / "runs" / name / "emergence/generations.jsonl")
-        return [(record["prompt_id"], record["sample"], record["completion"]) for record in records if record["step"] == 0]
+        return [
+            (record["prompt_id"], record["sample"], record["completion"])
+            for record in records
+            if record["step"] == 0
+        ]
 
     assert drawn("grpo+none_s1") == drawn("weighted_s1") != drawn("grpo+none_s2")
 
 
-def test_a_run_that_shared_the_loaded_model_is_the_run_alone(sequential: Finished, tmp_path: Path) -> None:
+def test_a_run_that_shared_the_loaded_model_is_the_run_alone(
+    sequential: Finished, tmp_path: Path
+) -> None:
     """The last run's model had three adapters before."""
-    (planned,) = [run for run in plan_campaign(config_from_mapping(sections(tmp_path / "c")), tmp_path).runs if run.name == NAMES[3]]
+    (planned,) = [
+        run
+        for run in plan_campaign(config_from_mapping(sections(tmp_path / "c")), tmp_path).runs
+        if run.name == NAMES[3]
+    ]
     train(planned.config, quiet=True)
     alone, shared = tmp_path / "runs" / NAMES[3], sequential.folder / "runs" / NAMES[3]
     assert timeless(alone / "metrics.jsonl") == timeless(shared / "metrics.jsonl")
@@ -129,14 +175,21 @@ def test_a_run_that_shared_the_loaded_model_is_the_run_alone(sequential: Finishe
 
 def test_runs_are_evaluated_at_the_end_without_being_told(sequential: Finished) -> None:
     for name in NAMES:
-        assert {record["step"] for record in lines(sequential.folder / "runs" / name / "evaluation.jsonl")} == {2}
+        assert {
+            record["step"]
+            for record in lines(sequential.folder / "runs" / name / "evaluation.jsonl")
+        } == {2}
 
 
-def test_the_first_adapter_is_squeezed_printed_and_kept_in_the_manifest(sequential: Finished) -> None:
+def test_the_first_adapter_is_squeezed_printed_and_kept_in_the_manifest(
+    sequential: Finished,
+) -> None:
     from retrain.squeeze import analyze_adapter
 
     squeeze = json.loads((sequential.folder / "manifest.json").read_text())["squeeze"]
-    analysis = analyze_adapter(sequential.folder / "runs" / NAMES[0] / "checkpoints/final", min_variance_retention=0.9)
+    analysis = analyze_adapter(
+        sequential.folder / "runs" / NAMES[0] / "checkpoints/final", min_variance_retention=0.9
+    )
     assert squeeze == json.loads(json.dumps(analysis.to_json()))
     assert f"Recommended rank: {analysis.recommended_rank}" in sequential.printed
 
@@ -153,22 +206,43 @@ def test_reading_runs_finds_the_campaigns_and_no_checkpoint(sequential: Finished
     assert len(frame) == 8 and set(frame["condition"]) == {"grpo+none", "weighted"}
 
 
-def test_a_finished_campaign_taken_up_again_runs_nothing(sequential: Finished, capsys: pytest.CaptureFixture[str]) -> None:
-    before = {name: (sequential.folder / "runs" / name / "metrics.jsonl").stat().st_mtime_ns for name in NAMES}
-    run_campaign(config_from_mapping(sections(sequential.folder, resume={"from": str(sequential.folder)})))
-    assert {name: (sequential.folder / "runs" / name / "metrics.jsonl").stat().st_mtime_ns for name in NAMES} == before
+def test_a_finished_campaign_taken_up_again_runs_nothing(
+    sequential: Finished, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {
+        name: (sequential.folder / "runs" / name / "metrics.jsonl").stat().st_mtime_ns
+        for name in NAMES
+    }
+    run_campaign(
+        config_from_mapping(sections(sequential.folder, resume={"from": str(sequential.folder)}))
+    )
+    assert {
+        name: (sequential.folder / "runs" / name / "metrics.jsonl").stat().st_mtime_ns
+        for name in NAMES
+    } == before
     printed = capsys.readouterr().out
     assert "4 of them finished before" in printed and "started" not in printed
 
 
-# -- runs that fail ------------------------------------------------------------------------------------------------------
+# -- runs that fail --------------------------------------------------------------------------------
 
 
-def test_a_failing_run_does_not_stop_the_others_and_is_told_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    broken = {"advantage_mode": "grpo", "transform_mode": "none", "label": "broken", "lora.init_from": "nowhere"}
+def test_a_failing_run_does_not_stop_the_others_and_is_told_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = {
+        "advantage_mode": "grpo",
+        "transform_mode": "none",
+        "label": "broken",
+        "lora.init_from": "nowhere",
+    }
     conditions = [broken, CAMPAIGN["conditions"][0]]
     with pytest.raises(RunFailed, match=r"1 of 2 runs did not finish.*broken_s1") as caught:
-        run_campaign(config_from_mapping(sections(tmp_path / "c", {"seeds": [1], "conditions": conditions, "max_steps": 1})))
+        run_campaign(
+            config_from_mapping(
+                sections(tmp_path / "c", {"seeds": [1], "conditions": conditions, "max_steps": 1})
+            )
+        )
     assert caught.value.exit_code == 1
     failed, done = Manifest.read(tmp_path / "c").runs
     assert (failed.status, done.status) == (Status.FAILED, Status.DONE)
@@ -180,39 +254,65 @@ def test_a_failing_run_does_not_stop_the_others_and_is_told_at_the_end(tmp_path:
 
 def test_a_bug_in_one_run_is_that_runs_failure(tmp_path: Path) -> None:
     (tmp_path / "badreward.py").write_text("raise TypeError('not a reward')")
-    conditions = [{"advantage_mode": "grpo", "transform_mode": "badplugin.make", "label": "bug"}, CAMPAIGN["conditions"][0]]
+    conditions = [
+        {"advantage_mode": "grpo", "transform_mode": "badplugin.make", "label": "bug"},
+        CAMPAIGN["conditions"][0],
+    ]
     (tmp_path / "badplugin.py").write_text("def make():\n    raise TypeError('a bug')\n")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RunFailed, match="bug_s1"):
         patch.syspath_prepend(str(tmp_path))
-        run_campaign(config_from_mapping(sections(tmp_path / "c", {"seeds": [1], "conditions": conditions, "max_steps": 1})), quiet=True)
-    assert [entry.status for entry in Manifest.read(tmp_path / "c").runs] == [Status.FAILED, Status.DONE]
+        run_campaign(
+            config_from_mapping(
+                sections(tmp_path / "c", {"seeds": [1], "conditions": conditions, "max_steps": 1})
+            ),
+            quiet=True,
+        )
+    assert [entry.status for entry in Manifest.read(tmp_path / "c").runs] == [
+        Status.FAILED,
+        Status.DONE,
+    ]
 
 
 def no_room(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_run_whose_output_cannot_be_written_fails_and_the_next_one_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_output_cannot_be_written_fails_and_the_next_one_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("retrain.campaign.launch.output_to", no_room)
     with pytest.raises(RunFailed, match="4 of 4 runs did not finish"):
-        run_campaign(config_from_mapping(sections(tmp_path / "c", {"stagger_seconds": 3600})), quiet=True)  # which is for workers
+        run_campaign(
+            config_from_mapping(sections(tmp_path / "c", {"stagger_seconds": 3600})), quiet=True
+        )  # which is for workers
     for entry in Manifest.read(tmp_path / "c").runs:
         assert entry.status is Status.FAILED
-        assert entry.reason == f"{tmp_path}/c/runs/{entry.name}/output.log cannot be written: No space left on device; free space there"
+        assert (
+            entry.reason
+            == f"{tmp_path}/c/runs/{entry.name}/output.log cannot be written: No space left on"
+            " device; free space there"
+        )
 
 
-def test_a_manifest_that_cannot_be_written_now_is_written_with_the_next_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest = Manifest.of_plan(plan_campaign(config_from_mapping(sections(tmp_path)), tmp_path), datetime.now())
+def test_a_manifest_that_cannot_be_written_now_is_written_with_the_next_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = Manifest.of_plan(
+        plan_campaign(config_from_mapping(sections(tmp_path)), tmp_path), datetime.now()
+    )
     manifest.write()
     with monkeypatch.context() as full:
         full.setattr("retrain.campaign.manifest.replace_file", no_room)
         manifest.ended(NAMES[0], Status.DONE)
     assert Manifest.read(tmp_path)[NAMES[0]].status is Status.PENDING
     manifest.started(NAMES[1])
-    assert [entry.status for entry in Manifest.read(tmp_path).runs[:2]] == [Status.DONE, Status.RUNNING]
+    assert [entry.status for entry in Manifest.read(tmp_path).runs[:2]] == [
+        Status.DONE,
+        Status.RUNNING,
+    ]
 
 
-# -- refusals before anything is made ------------------------------------------------------------------------------------
+# -- refusals before anything is made --------------------------------------------------------------
 
 
 def refused(folder: Path, campaign: dict[str, Any] | None = None, **others: dict[str, Any]) -> str:
@@ -228,10 +328,17 @@ def test_a_campaign_never_starts_in_anothers_folder(sequential: Finished) -> Non
 
 def test_what_would_change_the_campaign_is_refused_at_resume(sequential: Finished) -> None:
     resume = {"from": str(sequential.folder)}
-    assert re.search(r"lr = 0\.5 differs from 0\.001", refused(sequential.folder, training={"lr": 0.5}, resume=resume))
-    assert "which the file no longer plans" in refused(sequential.folder, {"seeds": [1]}, resume=resume)
+    assert re.search(
+        r"lr = 0\.5 differs from 0\.001",
+        refused(sequential.folder, training={"lr": 0.5}, resume=resume),
+    )
+    assert "which the file no longer plans" in refused(
+        sequential.folder, {"seeds": [1]}, resume=resume
+    )
     conditions = [CAMPAIGN["conditions"][0], CAMPAIGN["conditions"][1] | {"gtpo.beta": 0.1}]
-    assert "beta = 0.1 differs from 0.3" in refused(sequential.folder, {"conditions": conditions}, resume=resume)
+    assert "beta = 0.1 differs from 0.3" in refused(
+        sequential.folder, {"conditions": conditions}, resume=resume
+    )
 
 
 def test_a_folder_without_a_campaign_cannot_be_resumed(tmp_path: Path) -> None:
@@ -242,7 +349,9 @@ def test_what_is_refused_leaves_no_folder(tmp_path: Path) -> None:
     problems = tmp_path / "problems.jsonl"
     problems.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
     data = {"source": str(problems)}
-    assert "has no held-out split" in refused(tmp_path / "c", data=data, evaluation={"at_end": True})
+    assert "has no held-out split" in refused(
+        tmp_path / "c", data=data, evaluation={"at_end": True}
+    )
     assert not (tmp_path / "c").exists()
 
 
@@ -252,15 +361,24 @@ def test_a_campaign_is_no_single_run(tmp_path: Path) -> None:
 
 
 def test_a_run_never_starts_in_a_campaigns_folder(sequential: Finished) -> None:
-    run = plan_campaign(config_from_mapping(sections(sequential.folder)), sequential.folder).runs[0].config
-    for change in ({"resume.from": str(sequential.folder)}, {"logging.log_dir": str(sequential.folder)}):
+    run = (
+        plan_campaign(config_from_mapping(sections(sequential.folder)), sequential.folder)
+        .runs[0]
+        .config
+    )
+    for change in (
+        {"resume.from": str(sequential.folder)},
+        {"logging.log_dir": str(sequential.folder)},
+    ):
         with pytest.raises(ConfigurationError, match="holds a campaign, not a single run"):
             train(replaced(run, change), quiet=True)
 
 
 def test_a_campaign_with_an_algorithm_can_be_resumed(tmp_path: Path) -> None:
     """Its base and its condition differ in the loss's aggregation, which neither was given."""
-    config = config_from_mapping(sections(tmp_path, {"conditions": [{"algorithm_mode": "dr_grpo"}]}))
+    config = config_from_mapping(
+        sections(tmp_path, {"conditions": [{"algorithm_mode": "dr_grpo"}]})
+    )
     plan = plan_campaign(config, tmp_path)
     manifest = Manifest.of_plan(plan, datetime.now())
     manifest.write()
@@ -273,10 +391,19 @@ def test_seeds_conditions_and_steps_may_be_added(tmp_path: Path) -> None:
     manifest = Manifest.of_plan(before, datetime.now())
     manifest.ended(NAMES[0], Status.DONE)
     more = CAMPAIGN["conditions"] + [{"advantage_mode": "rloo", "transform_mode": "none"}]
-    after = plan_campaign(config_from_mapping(sections(tmp_path, {"seeds": [1, 2, 3], "conditions": more, "max_steps": 3})), tmp_path)
+    after = plan_campaign(
+        config_from_mapping(
+            sections(tmp_path, {"seeds": [1, 2, 3], "conditions": more, "max_steps": 3})
+        ),
+        tmp_path,
+    )
     manifest.resumed_with(after)
     assert [entry.name for entry in manifest.runs] == [run.name for run in after.runs]
-    assert (len(manifest.runs), manifest.max_steps, manifest[NAMES[0]].status) == (9, 3, Status.DONE)
+    assert (len(manifest.runs), manifest.max_steps, manifest[NAMES[0]].status) == (
+        9,
+        3,
+        Status.DONE,
+    )
 
 
 def test_the_default_evaluation_is_left_out_where_nothing_is_held_out(tmp_path: Path) -> None:
@@ -284,26 +411,38 @@ def test_the_default_evaluation_is_left_out_where_nothing_is_held_out(tmp_path: 
 
     problems = tmp_path / "problems.jsonl"
     problems.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
-    plan = plan_campaign(config_from_mapping(sections(tmp_path / "c", data={"source": str(problems)})), tmp_path)
+    plan = plan_campaign(
+        config_from_mapping(sections(tmp_path / "c", data={"source": str(problems)})), tmp_path
+    )
     checked = check(plan)
     assert any("No held-out evaluation at the end" in line for line in checked.lines)
-    assert not any(run.config.evaluation.asked_for for run in evaluated_where_possible(plan, checked).runs)
+    assert not any(
+        run.config.evaluation.asked_for for run in evaluated_where_possible(plan, checked).runs
+    )
 
 
-def test_folders_made_in_one_second_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_made_in_one_second_are_numbered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from retrain.campaign.manifest import open_campaign
 
     monkeypatch.chdir(tmp_path)
     values = sections(tmp_path)
     values.pop("logging")
     now = datetime(2026, 11, 21, 12, 0, 0)
-    for name in ("campaign_20261121_120000", "campaign_20261121_120000-2", "campaign_20261121_120000-3"):
+    for name in (
+        "campaign_20261121_120000",
+        "campaign_20261121_120000-2",
+        "campaign_20261121_120000-3",
+    ):
         with open_campaign(config_from_mapping(values), now) as (plan, manifest):
             assert plan.folder == Path("logs") / name
-            assert [entry.status for entry in Manifest.read(plan.folder).runs] == [Status.PENDING] * 4 and manifest.timestamp
+            assert [entry.status for entry in Manifest.read(plan.folder).runs] == [
+                Status.PENDING
+            ] * 4 and manifest.timestamp
 
 
-# -- devices -------------------------------------------------------------------------------------------------------------
+# -- devices ---------------------------------------------------------------------------------------
 
 
 def slots(monkeypatch: pytest.MonkeyPatch, gpus: int, **campaign: Any) -> list[tuple[str, ...]]:
@@ -316,14 +455,25 @@ def slots(monkeypatch: pytest.MonkeyPatch, gpus: int, **campaign: Any) -> list[t
 def test_parallel_runs_take_the_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slots(monkeypatch, 2) == [("cuda:0",), ("cuda:1",)]
     assert slots(monkeypatch, 4, devices_per_run=2) == [("cuda:0", "cuda:1"), ("cuda:2", "cuda:3")]
-    assert slots(monkeypatch, 2, workers_per_device=2) == [("cuda:0",), ("cuda:1",), ("cuda:0",), ("cuda:1",)]
+    assert slots(monkeypatch, 2, workers_per_device=2) == [
+        ("cuda:0",),
+        ("cuda:1",),
+        ("cuda:0",),
+        ("cuda:1",),
+    ]
     assert slots(monkeypatch, 2, max_workers=1) == [("cuda:0",)]
 
 
-def test_more_workers_than_gpus_are_refused_unless_the_file_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigurationError, match=r"max_workers = 4 exceeds the 2 runs.*set workers_per_device = 2"):
+def test_more_workers_than_gpus_are_refused_unless_the_file_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"max_workers = 4 exceeds the 2 runs.*set workers_per_device = 2"
+    ):
         slots(monkeypatch, 2, max_workers=4)
-    with pytest.raises(ConfigurationError, match="devices_per_run = 2 exceeds the number of devices"):
+    with pytest.raises(
+        ConfigurationError, match="devices_per_run = 2 exceeds the number of devices"
+    ):
         slots(monkeypatch, 1, devices_per_run=2)
 
 
@@ -332,7 +482,7 @@ def test_without_gpus_every_run_may_have_a_worker(monkeypatch: pytest.MonkeyPatc
     assert slots(monkeypatch, 0, max_workers=3) == [()] * 3
 
 
-# -- processes: parallel, stopped, killed --------------------------------------------------------------------------------
+# -- processes: parallel, stopped, killed ----------------------------------------------------------
 
 
 @dataclass
@@ -366,49 +516,72 @@ def command(file: Path, *flags: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """The last bits of a sum depend on the number of threads, so the processes have as many as this one."""
+    """The last bits of a sum depend on the number of threads, so the processes have as many as this
+    one.
+    """
     return os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
 
 
 def start(folder: Path, *flags: str, **campaign: Any) -> Started:
     file = write_toml(folder.with_suffix(".toml"), sections(folder, campaign))
-    return Started(folder, commands.Command(command(file, *flags), env=environment(), stderr=subprocess.STDOUT))
+    return Started(
+        folder, commands.Command(command(file, *flags), env=environment(), stderr=subprocess.STDOUT)
+    )
 
 
 def assert_same_runs(folder: Path, undisturbed: Path, names: list[str]) -> None:
     for name in names:
-        assert timeless(folder / "runs" / name / "metrics.jsonl") == timeless(undisturbed / "runs" / name / "metrics.jsonl"), name
+        assert timeless(folder / "runs" / name / "metrics.jsonl") == timeless(
+            undisturbed / "runs" / name / "metrics.jsonl"
+        ), name
         for file in ("evaluation.jsonl", "checkpoints/final/adapter_model.safetensors"):
-            assert (folder / "runs" / name / file).read_bytes() == (undisturbed / "runs" / name / file).read_bytes(), (name, file)
+            assert (folder / "runs" / name / file).read_bytes() == (
+                undisturbed / "runs" / name / file
+            ).read_bytes(), (name, file)
 
 
 def resume(folder: Path, *flags: str) -> str:
-    return commands.run(command(folder.with_suffix(".toml"), "--resume", str(folder), *flags), env=environment(), check=True).stdout
+    return commands.run(
+        command(folder.with_suffix(".toml"), "--resume", str(folder), *flags),
+        env=environment(),
+        check=True,
+    ).stdout
 
 
-def test_a_lost_worker_starts_again_and_a_killed_campaign_loses_nothing(sequential: Finished, tmp_path: Path) -> None:
+def test_a_lost_worker_starts_again_and_a_killed_campaign_loses_nothing(
+    sequential: Finished, tmp_path: Path
+) -> None:
     names = NAMES[:2]
     campaign = start(tmp_path / "c", "--seed", "1", parallel=True)
-    campaign.wait_for(lambda: campaign.worker(names[1]) and campaign.steps(names[1]))  # the first may have ended on a busy machine
+    campaign.wait_for(
+        lambda: campaign.worker(names[1]) and campaign.steps(names[1])
+    )  # the first may have ended on a busy machine
     lost = campaign.worker(names[1])
     os.kill(lost, signal.SIGKILL)
     campaign.wait_for(lambda: campaign.worker(names[1]) not in (0, lost))
     workers = [Writer.of(RunFolder(campaign.folder / "runs" / name)) for name in names]
     campaign.process.kill()
     printed, _ = campaign.process.communicate()
-    assert f"{names[1]}: its process was killed by SIGKILL; restarting it from its last checkpoint" in printed
+    assert (
+        f"{names[1]}: its process was killed by SIGKILL; restarting it from its last checkpoint"
+        in printed
+    )
     deadline = time.monotonic() + 10
     while any(worker and worker.liveness() is Liveness.ALIVE for worker in workers):
         assert time.monotonic() < deadline, "workers outlive their campaign"
         time.sleep(0.05)
     assert [entry.name for entry in campaign.manifest.runs] == names
-    assert re.search(r"^condition +pairs +difference", resume(tmp_path / "c", "--seed", "1"), re.MULTILINE)
+    assert re.search(
+        r"^condition +pairs +difference", resume(tmp_path / "c", "--seed", "1"), re.MULTILINE
+    )
     assert_same_runs(tmp_path / "c", sequential.folder, names)
     assert {entry.status for entry in campaign.manifest.runs} == {Status.DONE}
 
 
 def test_a_worker_whose_campaign_is_gone_ends_at_once(tmp_path: Path) -> None:
-    run = plan_campaign(config_from_mapping(sections(tmp_path, {"max_steps": 500})), tmp_path).runs[0]
+    run = plan_campaign(config_from_mapping(sections(tmp_path, {"max_steps": 500})), tmp_path).runs[
+        0
+    ]
     worker = start_worker(run, threads=1)
     try:
         deadline = time.monotonic() + 120
@@ -435,11 +608,15 @@ raise ImportError("on purpose " * 20_000)
 """
 
 
-def test_a_child_that_a_plugin_leaves_does_not_hold_up_the_campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_a_plugin_leaves_does_not_hold_up_the_campaign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "leaving.py").write_text(FORKS_AND_LEAVES)
     condition = {"advantage_mode": "leaving.advantage", "transform_mode": "none"}
-    run = plan_campaign(config_from_mapping(sections(tmp_path / "c", {"conditions": [condition]})), tmp_path / "c").runs[0]
+    run = plan_campaign(
+        config_from_mapping(sections(tmp_path / "c", {"conditions": [condition]})), tmp_path / "c"
+    ).runs[0]
     worker = start_worker(run, threads=1)
     try:
         deadline = time.monotonic() + 60
@@ -449,21 +626,30 @@ def test_a_child_that_a_plugin_leaves_does_not_hold_up_the_campaign(tmp_path: Pa
         began = time.monotonic()
         outcome = worker.poll()
         assert time.monotonic() - began < 1
-        assert outcome is not None and outcome.status is Status.FAILED and "on purpose" in outcome.reason
+        assert (
+            outcome is not None
+            and outcome.status is Status.FAILED
+            and "on purpose" in outcome.reason
+        )
     finally:
         worker.kill()
         os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("parallel", [False, True], ids=["sequential", "parallel"])
-def test_ctrl_c_saves_and_ends_with_130(parallel: bool, sequential: Finished, tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_ends_with_130(
+    parallel: bool, sequential: Finished, tmp_path: Path
+) -> None:
     campaign = start(tmp_path / "c", "--seed", "1", "--max-steps", "20", parallel=parallel)
     name = NAMES[0]
     campaign.wait_for(lambda: campaign.steps(name) >= 2)
     campaign.process.send_signal(signal.SIGINT)
     printed, _ = campaign.process.communicate()
     assert campaign.process.returncode == 130, printed
-    assert f"continue with `retrain {campaign.folder.parent}" in printed and f"--resume {campaign.folder}`" in printed
+    assert (
+        f"continue with `retrain {campaign.folder.parent}" in printed
+        and f"--resume {campaign.folder}`" in printed
+    )
     assert campaign.manifest[name].status is Status.INTERRUPTED
     saved = max((campaign.folder / "runs" / name / "checkpoints").glob("step_*"))
     assert int(saved.name.removeprefix("step_")) == campaign.steps(name)

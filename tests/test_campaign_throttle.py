@@ -1,4 +1,6 @@
-"""The semaphore of Tinker campaigns: never more than the limit, over processes, whatever becomes of the holders."""
+"""The semaphore of Tinker campaigns: never more than the limit, over processes, whatever becomes of
+the holders.
+"""
 
 import multiprocessing
 import os
@@ -16,7 +18,9 @@ from retrain.config import config_from_mapping
 FORK = multiprocessing.get_context("fork")
 
 
-def call_often(folder: Path, inside: "Synchronized[int]", most: "Synchronized[int]", calls: "Synchronized[int]") -> None:
+def call_often(
+    folder: Path, inside: "Synchronized[int]", most: "Synchronized[int]", calls: "Synchronized[int]"
+) -> None:
     throttle = Throttle(folder, 4)
     for _ in range(5):
         with throttle.slot():
@@ -25,7 +29,9 @@ def call_often(folder: Path, inside: "Synchronized[int]", most: "Synchronized[in
                 most.value = max(most.value, inside.value)
                 calls.value += 1
             patience = time.monotonic() + 30
-            while most.value < 4 and time.monotonic() < patience:  # until others have come in, however busy the machine is
+            while (
+                most.value < 4 and time.monotonic() < patience
+            ):  # until others have come in, however busy the machine is
                 time.sleep(0.005)
             time.sleep(0.01)
             with inside.get_lock():
@@ -39,9 +45,13 @@ def hold(folder: Path, limit: int, held: "Synchronized[int]") -> None:
         time.sleep(60)
 
 
-def test_twelve_processes_never_hold_more_than_four_slots_and_use_all_of_them(tmp_path: Path) -> None:
+def test_twelve_processes_never_hold_more_than_four_slots_and_use_all_of_them(
+    tmp_path: Path,
+) -> None:
     inside, most, calls = FORK.Value("i", 0), FORK.Value("i", 0), FORK.Value("i", 0)
-    workers = [FORK.Process(target=call_often, args=(tmp_path, inside, most, calls)) for _ in range(12)]
+    workers = [
+        FORK.Process(target=call_often, args=(tmp_path, inside, most, calls)) for _ in range(12)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -97,6 +107,10 @@ def test_an_exception_gives_the_slot_back(tmp_path: Path) -> None:
 
 
 def test_a_run_of_its_own_is_not_throttled(tmp_path: Path) -> None:
-    assert isinstance(throttle_of(config_from_mapping({"backend": {"backend": "tinker"}}).backend), Unthrottled)
-    shared = config_from_mapping({"backend": {"backend": "tinker", "throttle_dir": str(tmp_path), "max_concurrent": 2}}).backend
+    assert isinstance(
+        throttle_of(config_from_mapping({"backend": {"backend": "tinker"}}).backend), Unthrottled
+    )
+    shared = config_from_mapping(
+        {"backend": {"backend": "tinker", "throttle_dir": str(tmp_path), "max_concurrent": 2}}
+    ).backend
     assert isinstance(throttle_of(shared), Throttle)

@@ -20,13 +20,17 @@ def test_the_catalogue_has_every_engine_and_backend_once() -> None:
     )
 
 
-def test_it_says_what_is_installed_what_is_not_and_what_each_was_verified_against(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_says_what_is_installed_what_is_not_and_what_each_was_verified_against(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["backends"]) == 0
     shown = capsys.readouterr().out
     assert f"torch {version('torch')}" in shown
     for entry in CATALOGUE:
         block = shown.partition(f"  {entry.name}: ")[2]
-        assert entry.what in block.splitlines()[0] and entry.verified in block and entry.words in block
+        assert (
+            entry.what in block.splitlines()[0] and entry.verified in block and entry.words in block
+        )
         if entry.packages and not any(entry.installed.values()):
             assert f"install   {entry.install}" in block
 
@@ -34,27 +38,47 @@ def test_it_says_what_is_installed_what_is_not_and_what_each_was_verified_agains
 def test_json_has_versions_capabilities_and_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["backends", "--json"]) == 0
     entries = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
-    assert entries["local"]["installed"]["torch"] == version("torch") and entries["local"]["capabilities"]["exact_resume"] is True
-    assert {"key": "loss.kl_coef", "use": "refused", "because": "Tinker's losses have no KL term; leave it at 0", "values": []} in (
-        entries["tinker"]["keys"]
+    assert (
+        entries["local"]["installed"]["torch"] == version("torch")
+        and entries["local"]["capabilities"]["exact_resume"] is True
     )
+    assert {
+        "key": "loss.kl_coef",
+        "use": "refused",
+        "because": "Tinker's losses have no KL term; leave it at 0",
+        "values": [],
+    } in (entries["tinker"]["keys"])
 
 
 def test_one_of_them_shows_what_becomes_of_each_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["backends", "tinker"]) == 0
     lines = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
-    assert "[optimizer] beta1 used" in lines and "[backend] devices unused Tinker holds the model" in lines
+    assert (
+        "[optimizer] beta1 used" in lines
+        and "[backend] devices unused Tinker holds the model" in lines
+    )
     assert main(["backends", "tinkr"]) == 2
     assert "'tinkr' is not a built-in engine or backend" in capsys.readouterr().err
 
 
 def test_nothing_of_what_they_run_on_is_imported() -> None:
     heavy = {"torch", "transformers", "peft", "vllm", "mlx", "httpx", "datasets", "msgspec"}
-    code = "import sys; from retrain.cli.main import main; main(['backends']); sys.stderr.write('\\n'.join(sys.modules))"
-    assert not heavy & set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr.split())
+    code = (
+        "import sys; from retrain.cli.main import main; main(['backends']);"
+        " sys.stderr.write('\\n'.join(sys.modules))"
+    )
+    assert not heavy & set(
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stderr.split()
+    )
 
 
-def test_the_documents_have_the_tables_that_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_documents_have_the_tables_that_the_command_prints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["backends", "--format", "markdown"]) == 0
     page = (Path(__file__).parents[1] / "docs" / "engines.md").read_text(encoding="utf-8")
-    assert capsys.readouterr().out in page, "retrain backends --format markdown prints what docs/engines.md must end with"
+    assert capsys.readouterr().out in page, (
+        "retrain backends --format markdown prints what docs/engines.md must end with"
+    )

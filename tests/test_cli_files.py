@@ -44,7 +44,11 @@ def test_templates_load(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert load_config().evaluation.at_end
 
 
-@pytest.mark.parametrize("path", [*(ROOT / "retrain/assets/templates").glob("*.toml"), ROOT / "examples/lab.toml"], ids=str)
+@pytest.mark.parametrize(
+    "path",
+    [*(ROOT / "retrain/assets/templates").glob("*.toml"), ROOT / "examples/lab.toml"],
+    ids=str,
+)
 def test_the_first_and_the_last_step_of_a_first_run_can_be_inspected(path: Path) -> None:
     config = load_config(path, environ={})
     stored = range(0, config.training.max_steps, config.logging.tokens_every)
@@ -58,12 +62,16 @@ def test_quickstart_and_lab_are_the_templates() -> None:
 def test_init_never_overwrites(capsys: pytest.CaptureFixture[str]) -> None:
     Path("retrain.toml").write_text("mine")
     assert main(["init"]) == 2
-    assert Path("retrain.toml").read_text() == "mine" and "not overwritten" in capsys.readouterr().err
+    assert (
+        Path("retrain.toml").read_text() == "mine" and "not overwritten" in capsys.readouterr().err
+    )
     assert main(["init", "--output", "other.toml"]) == 0
     assert Path("other.toml").exists()
 
 
-def test_the_checkout_has_what_init_writes_and_init_beside_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_checkout_has_what_init_writes_and_init_beside_it_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["init"]) == 0
     assert Path("retrain.toml").read_bytes() == (ROOT / "retrain.toml").read_bytes()
     capsys.readouterr()
@@ -71,13 +79,19 @@ def test_the_checkout_has_what_init_writes_and_init_beside_it_says_so(capsys: py
     assert main(["init", "--template", "lab"]) == 2
 
 
-@pytest.mark.parametrize("arguments", [["--template", "quickstrat"], ["--output", "no/folder/x.toml"]])
-def test_init_explains_what_is_wrong(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments", [["--template", "quickstrat"], ["--output", "no/folder/x.toml"]]
+)
+def test_init_explains_what_is_wrong(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["init", *arguments]) == 2
     assert arguments[1] in capsys.readouterr().err
 
 
-def test_preview_shows_the_difference_and_writes_nothing(legacy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_preview_shows_the_difference_and_writes_nothing(
+    legacy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["migrate-config", "old.toml"]) == 0
     shown = capsys.readouterr().out
     assert '-prime_rl_transport = "filesystem"' in shown and "+[backend.options]" in shown
@@ -94,16 +108,27 @@ def test_check_exits_with_1_until_the_file_is_migrated(legacy: Path) -> None:
     assert config.backend.options["transport"] == "filesystem"
 
 
-def test_as_json_it_says_what_would_change_and_what_was_written(legacy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_as_json_it_says_what_would_change_and_what_was_written(
+    legacy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = legacy.read_text()
     assert main(["migrate-config", str(legacy), "--json"]) == 0
     seen = json.loads(capsys.readouterr().out)
-    assert seen["needs_migration"] and "-prime_rl_" in seen["difference"] and seen["wrote"] is None and legacy.read_text() == before
+    assert (
+        seen["needs_migration"]
+        and "-prime_rl_" in seen["difference"]
+        and seen["wrote"] is None
+        and legacy.read_text() == before
+    )
     assert main(["migrate-config", str(legacy), "--check", "--json"]) == 1
     assert json.loads(capsys.readouterr().out) == seen
     assert main(["migrate-config", str(legacy), "--write", "--backup", "--json"]) == 0
     done = json.loads(capsys.readouterr().out)
-    assert done["wrote"] == str(legacy) and Path(done["backup"]).read_text() == before and legacy.read_text() == done["migrated"]
+    assert (
+        done["wrote"] == str(legacy)
+        and Path(done["backup"]).read_text() == before
+        and legacy.read_text() == done["migrated"]
+    )
 
 
 def test_write_keeps_comments_mode_and_a_backup(legacy: Path) -> None:
@@ -119,10 +144,14 @@ def test_write_keeps_comments_mode_and_a_backup(legacy: Path) -> None:
 def test_an_older_backup_is_kept(legacy: Path) -> None:
     Path("old.toml.bak").write_text("older")
     assert main(["migrate-config", "old.toml", "--write", "--backup"]) == 0
-    assert Path("old.toml.bak").read_text() == "older" and Path("old.toml.bak2").read_text() == LEGACY
+    assert (
+        Path("old.toml.bak").read_text() == "older" and Path("old.toml.bak2").read_text() == LEGACY
+    )
 
 
-def test_output_leaves_the_source_and_other_files_alone(legacy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_leaves_the_source_and_other_files_alone(
+    legacy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for _ in range(2):
         assert main(["migrate-config", "old.toml", "--output", "new.toml"]) == 0
     assert legacy.read_text() == LEGACY and "[backend.options]" in Path("new.toml").read_text()
@@ -131,7 +160,9 @@ def test_output_leaves_the_source_and_other_files_alone(legacy: Path, capsys: py
     assert Path("new.toml").read_text() == "mine"
 
 
-def test_stream_mode_is_a_filter(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stream_mode_is_a_filter(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(LEGACY))
     assert main(["migrate-config", "--stdin", "--stdout"]) == 0
     once = capsys.readouterr().out
@@ -154,7 +185,9 @@ def test_stream_mode_is_a_filter(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         ["binary.toml"],
     ],
 )
-def test_wrong_usage_is_one_sentence_and_changes_nothing(arguments: list[str], legacy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_one_sentence_and_changes_nothing(
+    arguments: list[str], legacy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("broken.toml").write_text("[backend\n")
     Path("binary.toml").write_bytes(b"\xff\xfe")
     assert main(["migrate-config", *arguments]) == 2

@@ -13,7 +13,8 @@ from retrain.config.keys import all_keys
 from retrain.config.overrides import flag_table
 
 HEAVY = (
-    "torch", "transformers", "peft", "datasets", "wandb", "scipy", "pandas", "numpy", "pydantic", "rich", "tomlkit", "typer", "httpx",
+    "torch", "transformers", "peft", "datasets", "wandb", "scipy", "pandas", "numpy", "pydantic",
+    "rich", "tomlkit", "typer", "httpx",
 )  # fmt: skip
 
 
@@ -25,8 +26,15 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def imported_by(*arguments: str) -> set[str]:
     """The modules that a fresh process has after running the command."""
-    code = f"import sys; from retrain.cli.main import main; main({list(arguments)!r}); sys.stderr.write('\\n'.join(sys.modules))"
-    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr.split("\n"))
+    code = (
+        f"import sys; from retrain.cli.main import main; main({list(arguments)!r});"
+        " sys.stderr.write('\\n'.join(sys.modules))"
+    )
+    return set(
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stderr.split("\n")
+    )
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -34,10 +42,20 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_commands_import_no_model_library() -> None:
-    assert not {"torch", "transformers", "peft", "datasets", "wandb", "pandas", "scipy"} & imported_by("version")
+    assert not {
+        "torch",
+        "transformers",
+        "peft",
+        "datasets",
+        "wandb",
+        "pandas",
+        "scipy",
+    } & imported_by("version")
 
 
-def test_help_lists_ten_flags_that_exist_and_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_ten_flags_that_exist_and_every_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert len(FLAGS) == 10 and set(FLAGS) <= {row.flag for row in flag_table()}
@@ -78,7 +96,11 @@ def test_a_mistyped_command_gets_its_nearest_name(capsys: pytest.CaptureFixture[
 def test_every_wrong_flag_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["x.toml", "--lrr", "1", "--batchsize", "2"]) == 2
     errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 2 and "did you mean --lr?" in errors[0] and "did you mean --batch-size?" in errors[1]
+    assert (
+        len(errors) == 2
+        and "did you mean --lr?" in errors[0]
+        and "did you mean --batch-size?" in errors[1]
+    )
 
 
 def test_a_missing_file_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +126,10 @@ def test_the_reference_shows_every_flag_and_one_section(capsys: pytest.CaptureFi
 
 
 def test_a_reader_that_goes_away_gets_no_traceback() -> None:
-    command = f'{sys.executable} -c \'from retrain.cli.main import main; raise SystemExit(main(["help", "config"]))\' | true'
+    command = (
+        f'{sys.executable} -c \'from retrain.cli.main import main; raise SystemExit(main(["help",'
+        ' "config"]))\' | true'
+    )
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert result.stderr == ""
 
@@ -115,18 +140,27 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_switches_flags_and_the_file_come_in_any_order() -> None:
-    parsed = parse_arguments(["--quiet", "--lr", "1e-4", "run.toml", "--overwrite", "--batch-size=4"])
+    parsed = parse_arguments(
+        ["--quiet", "--lr", "1e-4", "run.toml", "--overwrite", "--batch-size=4"]
+    )
     assert parsed.path == Path("run.toml") and parsed.quiet and parsed.overwrite
-    assert {override.path: override.value for override in parsed.overrides.given} == {"training.lr": 1e-4, "training.batch_size": 4}
+    assert {override.path: override.value for override in parsed.overrides.given} == {
+        "training.lr": 1e-4,
+        "training.batch_size": 4,
+    }
 
 
 @pytest.mark.parametrize("arguments", [["a.toml", "b.toml"], ["a.toml", "--quiet=1"]])
-def test_what_cannot_be_understood_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_understood_is_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith("retrain: ")
 
 
-def test_an_error_masks_secrets(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_masks_secrets(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MY_API_KEY", "open-sesame")
     assert main(["open-sesame"]) == 2
     assert "open-sesame" not in capsys.readouterr().err
@@ -140,7 +174,11 @@ def test_a_bug_prints_a_masked_traceback_and_exits_with_1() -> None:
         "sys.exit(cli.main(['x']))"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={"MY_API_KEY": "open-sesame", "PATH": ""}, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={"MY_API_KEY": "open-sesame", "PATH": ""},
+        check=False,
     )
     assert result.returncode == 1
     assert "ZeroDivisionError: with ***" in result.stderr and "bug in retrain" in result.stderr
@@ -154,7 +192,9 @@ def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["x"]) == 130
 
 
-def test_dotenv_is_read_and_never_overrides(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dotenv_is_read_and_never_overrides(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import os
 
     monkeypatch.setenv("FROM_SHELL", "shell")
@@ -179,28 +219,49 @@ def test_a_broken_dotenv_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_streams_change_no_exit_code_and_no_file_takes_their_place(closed: str) -> None:
-    """Descriptors 0 to 2 are taken before any file of the run is opened, else what a library prints would land in that file."""
+    """Descriptors 0 to 2 are taken before any file of the run is opened, else what a library prints
+    would land in that file.
+    """
     code = (
-        "import os, sys; from retrain.cli.main import main; code = main(['version']); "
-        "free = os.open('free', os.O_CREAT); raise SystemExit(code if free > 2 else 'a file became a standard stream')"
+        "import os, sys; from retrain.cli.main import main; code = main(['version']); free ="
+        " os.open('free', os.O_CREAT); raise SystemExit(code if free > 2 else 'a file became a"
+        " standard stream')"
     )
-    assert subprocess.run(["bash", "-c", f'{sys.executable} -c "{code}" {closed}'], check=False).returncode == 0
+    assert (
+        subprocess.run(
+            ["bash", "-c", f'{sys.executable} -c "{code}" {closed}'], check=False
+        ).returncode
+        == 0
+    )
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
 def test_a_full_disk_under_standard_output_is_named() -> None:
     command = f"{sys.executable} -m retrain help config > /dev/full"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    assert result.returncode == 3 and "Standard output, or a file, cannot be used: No space left" in result.stderr
+    assert (
+        result.returncode == 3
+        and "Standard output, or a file, cannot be used: No space left" in result.stderr
+    )
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))
-def test_a_help_page_fits_80_columns(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_help_page_fits_80_columns(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert main([name, "--help"]) == 0
     page = capsys.readouterr().out
-    assert page.count("Usage:") == 1 and f"Usage: retrain {name}" in page and "Example: retrain" in page
-    assert not [form for form in ("[[", "<list", "<str", "[x>=", "[default", "--as-json", "--form ") if form in page]
+    assert (
+        page.count("Usage:") == 1
+        and f"Usage: retrain {name}" in page
+        and "Example: retrain" in page
+    )
+    assert not [
+        form
+        for form in ("[[", "<list", "<str", "[x>=", "[default", "--as-json", "--form ")
+        if form in page
+    ]
     assert all(len(line) <= 80 for line in page.split("\nExample:")[0].splitlines())
 
 
@@ -211,17 +272,30 @@ def test_a_help_page_fits_80_columns(name: str, capsys: pytest.CaptureFixture[st
         ("init --outputt x", "did you mean --output?"),
         ("init --output", "--output of `retrain init` takes a path"),
         ("status --watch=3", "--watch of `retrain status` takes no value"),
-        ("status --interval 0", "--interval of `retrain status` takes a number of at least 0.1, and got '0'"),
+        (
+            "status --interval 0",
+            "--interval of `retrain status` takes a number of at least 0.1, and got '0'",
+        ),
         ("power --effect=abc", "--effect of `retrain power` takes a number, and got 'abc'"),
-        ("backends --format x", "--format of `retrain backends` takes text, json or markdown, and got 'x'"),
+        (
+            "backends --format x",
+            "--format of `retrain backends` takes text, json or markdown, and got 'x'",
+        ),
         ("backends a b", "`retrain backends [NAME] [options]` has no place for 'b'"),
         ("report", "`retrain report` needs DIR: a run's folder"),
     ],
 )
-def test_a_wrong_use_of_a_command_is_one_sentence_of_ours(line: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_use_of_a_command_is_one_sentence_of_ours(
+    line: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(line.split()) == 2
     shown = capsys.readouterr()
-    assert shown.out == "" and shown.err.count("\n") == 1 and shown.err.startswith("retrain: ") and sentence in shown.err
+    assert (
+        shown.out == ""
+        and shown.err.count("\n") == 1
+        and shown.err.startswith("retrain: ")
+        and sentence in shown.err
+    )
 
 
 @pytest.mark.parametrize(
@@ -237,7 +311,9 @@ def test_a_wrong_use_of_a_command_is_one_sentence_of_ours(line: str, sentence: s
         ("versoin", "did you mean `retrain version`?"),
     ],
 )
-def test_first_words_that_people_type_are_answered_with_the_command(line: str, advice: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_first_words_that_people_type_are_answered_with_the_command(
+    line: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("mine.toml").touch()
     for name in ("train", "mine"):  # a folder of that name changes nothing
         Path(name).mkdir()
@@ -250,12 +326,18 @@ def test_first_words_that_people_type_are_answered_with_the_command(line: str, a
     ("flag", "ours"),
     [
         ("--bp-ema-decay", "--backpressure-ema-decay"), ("--bp-enabled", "--backpressure-enabled"),
-        ("--bp-max-batch-size", "--backpressure-max-batch-size"), ("--optim-beta1", "--beta1"), ("--optim-eps", "--eps"),
-        ("--backend-opt", "--options"), ("--attention-kernel", "--inference-attention-kernel"), ("--resume-from", "--resume"),
-        ("--kv-cache-dtype", "--inference-kv-cache-dtype"), ("--prefix-caching", "--inference-prefix-caching"),
-        ("--tinker-max-concurrent", "--max-concurrent"), ("--tinker-throttle-dir", "--throttle-dir"),
+        ("--bp-max-batch-size", "--backpressure-max-batch-size"), ("--optim-beta1", "--beta1"),
+        ("--optim-eps", "--eps"),
+        ("--backend-opt", "--options"), ("--attention-kernel", "--inference-attention-kernel"),
+        ("--resume-from", "--resume"),
+        ("--kv-cache-dtype", "--inference-kv-cache-dtype"), ("--prefix-caching",
+        "--inference-prefix-caching"),
+        ("--tinker-max-concurrent", "--max-concurrent"), ("--tinker-throttle-dir",
+        "--throttle-dir"),
     ],
 )  # fmt: skip
-def test_flags_of_the_earlier_project_are_answered_with_ours(flag: str, ours: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_of_the_earlier_project_are_answered_with_ours(
+    flag: str, ours: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["x.toml", flag, "1"]) == 2
     assert f"did you mean {ours}?" in capsys.readouterr().err

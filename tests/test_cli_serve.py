@@ -11,7 +11,14 @@ from retrain.cli.main import main
 from retrain.config import TrainConfig, config_from_mapping
 from retrain.config.support import ENGINE_KEYS
 from retrain.errors import ConfigurationError
-from retrain.inference_engine.commands import COMMANDS, VLLM_RANKS, ServerCommand, ServerNeeds, Variable, server_command
+from retrain.inference_engine.commands import (
+    COMMANDS,
+    VLLM_RANKS,
+    ServerCommand,
+    ServerNeeds,
+    Variable,
+    server_command,
+)
 from retrain.model.budget import PROMPT_ALLOWANCE
 
 CPU = ServerNeeds("/models/m", "float32", "cpu", 700, 1024)
@@ -23,7 +30,9 @@ def command(engine: str, needs: ServerNeeds = GPU, **sections: dict[str, Any]) -
 
 
 def config_of(**sections: dict[str, Any]) -> TrainConfig:
-    return config_from_mapping({"training": {"batch_size": 4, "group_size": 4, "max_tokens": 600}} | sections)
+    return config_from_mapping(
+        {"training": {"batch_size": 4, "group_size": 4, "max_tokens": 600}} | sections
+    )
 
 
 def test_vllm_is_told_everything_that_a_run_relies_on() -> None:
@@ -76,10 +85,17 @@ CHANGES: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize("engine", list(COMMANDS))
 @pytest.mark.parametrize(("name", "value"), CHANGES)
-def test_every_key_that_serve_passes_on_changes_the_command_or_is_refused(engine: str, name: str, value: Any) -> None:
+def test_every_key_that_serve_passes_on_changes_the_command_or_is_refused(
+    engine: str, name: str, value: Any
+) -> None:
     """Both keys that a run leaves to the server, and those that it only allows rounding for."""
-    needs = CPU if engine == "max" and name == "prefix_caching" else GPU  # with adapters, MAX has no prefix cache
-    assert any(row.covers(f"inference.{name}") and row.use in ("serve", "used") for row in ENGINE_KEYS[engine])
+    needs = (
+        CPU if engine == "max" and name == "prefix_caching" else GPU
+    )  # with adapters, MAX has no prefix cache
+    assert any(
+        row.covers(f"inference.{name}") and row.use in ("serve", "used")
+        for row in ENGINE_KEYS[engine]
+    )
     try:
         changed = command(engine, needs, inference={name: value})
     except ConfigurationError as error:
@@ -89,40 +105,76 @@ def test_every_key_that_serve_passes_on_changes_the_command_or_is_refused(engine
 
 
 def test_a_truncated_run_asks_vllm_for_kept_sets() -> None:
-    assert "--return-sampling-mask" in command("vllm", training={"top_k": 20}) and "--return-sampling-mask" not in command("vllm")
+    assert "--return-sampling-mask" in command(
+        "vllm", training={"top_k": 20}
+    ) and "--return-sampling-mask" not in command("vllm")
 
 
-def test_the_first_url_gives_host_and_port_and_a_key_stays_in_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_url_gives_host_and_port_and_a_key_stays_in_its_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("SERVER_KEY", "do-not-show")
-    inference = {"url": ["http://localhost:9001", "http://other:1"], "api_key_env": "SERVER_KEY", "served_model": "my model"}
+    inference = {
+        "url": ["http://localhost:9001", "http://other:1"],
+        "api_key_env": "SERVER_KEY",
+        "served_model": "my model",
+    }
     shown = command("vllm", inference=inference)
-    assert "--host 127.0.0.1" in shown and "--port 9001" in shown and "--served-model-name 'my model'" in shown
+    assert (
+        "--host 127.0.0.1" in shown
+        and "--port 9001" in shown
+        and "--served-model-name 'my model'" in shown
+    )
     assert 'VLLM_API_KEY="$SERVER_KEY"' in shown and "do-not-show" not in shown
     assert '--api-key "$SERVER_KEY"' in command("sglang", inference=inference)
 
 
 def test_run_replaces_the_process_with_the_server(tmp_path: Path) -> None:
     code = (
-        "from retrain.inference_engine.commands import ServerCommand, Variable\n"
-        "ServerCommand(['/bin/sh', '-c', 'echo $PART $KEY'], {'PART': 'a b', 'KEY': Variable('SECRET')}).run()"
+        "from retrain.inference_engine.commands import ServerCommand,"
+        " Variable\nServerCommand(['/bin/sh', '-c', 'echo $PART $KEY'], {'PART': 'a b', 'KEY':"
+        " Variable('SECRET')}).run()"
     )
-    found = subprocess.run([sys.executable, "-c", code], env={"SECRET": "s"}, capture_output=True, text=True, cwd=tmp_path)
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"SECRET": "s"},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
     assert found.stdout == "a b s\n", found.stderr
 
 
 def test_the_printed_command_is_a_shell_command() -> None:
-    shown = ServerCommand(["/bin/echo", "--name", "two words", "--key", Variable("HOME")], {"A": "1 2"}).shell()
+    shown = ServerCommand(
+        ["/bin/echo", "--name", "two words", "--key", Variable("HOME")], {"A": "1 2"}
+    ).shell()
     assert (
-        subprocess.run(["/bin/sh", "-c", shown], capture_output=True, text=True, env={"HOME": "/h"}).stdout == "--name two words --key /h\n"
+        subprocess.run(
+            ["/bin/sh", "-c", shown], capture_output=True, text=True, env={"HOME": "/h"}
+        ).stdout
+        == "--name two words --key /h\n"
     )
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["vlm"], 2, "'vlm' is not a server that retrain can start; name one of vllm, sglang, mlx, max."),
-        (["mlx", "--inference-attention-kernel", "tk"], 2, '[inference] attention_kernel = "tk": a server of mlx has no such setting'),
-        (["mlx", "--prompt-tokens", "50", "--run", "--python", "/nowhere/python"], 3, "/nowhere/python cannot be started"),
+        (
+            ["vlm"],
+            2,
+            "'vlm' is not a server that retrain can start; name one of vllm, sglang, mlx, max.",
+        ),
+        (
+            ["mlx", "--inference-attention-kernel", "tk"],
+            2,
+            '[inference] attention_kernel = "tk": a server of mlx has no such setting',
+        ),
+        (
+            ["mlx", "--prompt-tokens", "50", "--run", "--python", "/nowhere/python"],
+            3,
+            "/nowhere/python cannot be started",
+        ),
     ],
 )
 def test_mistakes_are_answered_in_a_sentence(
@@ -136,9 +188,13 @@ def test_mistakes_are_answered_in_a_sentence(
     assert says in shown.err and not shown.out
 
 
-def test_the_context_is_that_of_the_longest_prompt_and_completion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_context_is_that_of_the_longest_prompt_and_completion(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "lab.toml"
-    file.write_text('[model]\nmodel = "lab"\n[data]\nsource = "lab"\n[training]\nmax_tokens = 900\n')
+    file.write_text(
+        '[model]\nmodel = "lab"\n[data]\nsource = "lab"\n[training]\nmax_tokens = 900\n'
+    )
     assert main(["serve", "vllm", str(file)]) == 0
     counted = int(capsys.readouterr().out.partition("--max-model-len ")[2].split()[0])
     assert 900 < counted < 1100
@@ -148,7 +204,11 @@ def test_the_context_is_that_of_the_longest_prompt_and_completion(tmp_path: Path
 
 @pytest.mark.parametrize(("positions", "context"), [(0, 512), (300, 300), (4096, 512)])
 def test_the_context_has_room_for_the_gates_long_prompt_where_the_model_has(
-    positions: int, context: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    positions: int,
+    context: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """0 positions: the model names no limit."""
     monkeypatch.setattr("retrain.model.text.context_length", lambda config: positions)
@@ -158,15 +218,25 @@ def test_the_context_has_room_for_the_gates_long_prompt_where_the_model_has(
     assert f"--max-model-len {context} " in capsys.readouterr().out
 
 
-def test_a_dialogues_context_has_room_for_what_its_environment_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The environment's own prompts are counted, or --prompt-tokens says how long they are; its answers have an allowance beside them."""
+def test_a_dialogues_context_has_room_for_what_its_environment_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The environment's own prompts are counted, or --prompt-tokens says how long they are; its
+    answers have an allowance beside them.
+    """
     file = tmp_path / "guess.toml"
-    game = '[environment]\nprovider = "retrain.environments.lab.NumberGuessing"\nargs = { examples = 2 }\n'
+    game = (
+        '[environment]\nprovider = "retrain.environments.lab.NumberGuessing"\nargs = { examples ='
+        " 2 }\n"
+    )
     file.write_text(f'[model]\nmodel = "lab"\n{game}[training]\nmax_tokens = 500\n')
     assert main(["serve", "vllm", str(file)]) == 0
     counted = int(capsys.readouterr().out.partition("--max-model-len ")[2].split()[0])
     assert 500 + PROMPT_ALLOWANCE < counted < 700 + PROMPT_ALLOWANCE
     assert main(["serve", "vllm", str(file), "--prompt-tokens", "300"]) == 0
     assert f"--max-model-len {800 + PROMPT_ALLOWANCE} " in capsys.readouterr().out
-    assert main(["serve", "vllm", str(file), "--prompt-tokens", "300", "--environment-max-turns", "1"]) == 0
+    assert (
+        main(["serve", "vllm", str(file), "--prompt-tokens", "300", "--environment-max-turns", "1"])
+        == 0
+    )
     assert "--max-model-len 800 " in capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""What was changed between the runs and the verdict shows in `retrain compare`: each trick, and the words that notice it."""
+"""What was changed between the runs and the verdict shows in `retrain compare`: each trick, and the
+words that notice it.
+"""
 
 import json
 import re
@@ -38,7 +40,7 @@ def replace_in(path: Path, pattern: str, by: str) -> None:
     path.write_text(re.sub(pattern, by, text))
 
 
-# -- the tricks ------------------------------------------------------------------------------------------------------------
+# -- the tricks ------------------------------------------------------------------------------------
 
 
 def strike_seeds(campaign: Path) -> None:
@@ -110,7 +112,10 @@ def swap_labels(campaign: Path) -> None:
 
 def swap_the_folders_of_two_runs(campaign: Path) -> None:
     def swap(content: dict[str, Any]) -> None:
-        one, other = (next(e for e in content["runs"] if e["name"] == f"{label}_s3") for label in (BASE, BETTER))
+        one, other = (
+            next(e for e in content["runs"] if e["name"] == f"{label}_s3")
+            for label in (BASE, BETTER)
+        )
         one["dir"], other["dir"] = other["dir"], one["dir"]
 
     edit_manifest(campaign, swap)
@@ -139,7 +144,15 @@ def add_seed(campaign: Path, seed: int) -> None:
     def add(content: dict[str, Any]) -> None:
         for condition in (BASE, BETTER):
             name = f"{condition}_s{seed}"
-            content["runs"].append({"name": name, "condition": condition, "seed": seed, "status": "done", "dir": f"runs/{name}"})
+            content["runs"].append(
+                {
+                    "name": name,
+                    "condition": condition,
+                    "seed": seed,
+                    "status": "done",
+                    "dir": f"runs/{name}",
+                }
+            )
         content["seeds"].append(seed)
 
     edit_manifest(campaign, add)
@@ -187,16 +200,22 @@ def damage_a_byte(campaign: Path) -> None:
 
 
 def take_the_evaluation_of_another_run(campaign: Path) -> None:
-    shutil.copy(run(campaign, BETTER, 4) / "evaluation.jsonl", run(campaign, BASE, 3) / "evaluation.jsonl")
+    shutil.copy(
+        run(campaign, BETTER, 4) / "evaluation.jsonl", run(campaign, BASE, 3) / "evaluation.jsonl"
+    )
 
 
 def edit_the_training_metrics(campaign: Path) -> list[str]:
-    replace_in(run(campaign, BETTER, 3) / "metrics.jsonl", '"correct_rate": 0.5', '"correct_rate": 0.9')
+    replace_in(
+        run(campaign, BETTER, 3) / "metrics.jsonl", '"correct_rate": 0.5', '"correct_rate": 0.9'
+    )
     return ["--metric", "correct_rate"]
 
 
 def call_a_bad_run_failed(campaign: Path) -> None:
-    edit_manifest(campaign, lambda content: content["runs"][5].update(status="failed", reason="a bad one"))
+    edit_manifest(
+        campaign, lambda content: content["runs"][5].update(status="failed", reason="a bad one")
+    )
 
 
 def call_a_bad_run_skipped(campaign: Path) -> None:
@@ -210,13 +229,22 @@ def try_a_run_again(campaign: Path) -> None:
 def add_seeds_afterwards(campaign: Path) -> None:
     add_seed(campaign, 9)
     for condition in (BASE, BETTER):
-        write_run(run(campaign, condition, 9), 9, held_out=problems([1] * 55 + [0] * 45), algorithm=_modes(condition))
+        write_run(
+            run(campaign, condition, 9),
+            9,
+            held_out=problems([1] * 55 + [0] * 45),
+            algorithm=_modes(condition),
+        )
         seal(run(campaign, condition, 9))
 
 
 def take_the_folders_of_good_seeds(campaign: Path) -> list[str]:
     seeds = (1, 2, 4, 5, 6, 8)
-    return [*(str(run(campaign, BETTER, seed)) for seed in seeds), "--baseline", *(str(run(campaign, BASE, seed)) for seed in seeds)]
+    return [
+        *(str(run(campaign, BETTER, seed)) for seed in seeds),
+        "--baseline",
+        *(str(run(campaign, BASE, seed)) for seed in seeds),
+    ]
 
 
 def mix_learning_rates_in_loose_folders(campaign: Path) -> list[str]:
@@ -224,8 +252,14 @@ def mix_learning_rates_in_loose_folders(campaign: Path) -> list[str]:
     for condition in (BASE, BETTER):
         for seed in range(1, 9):
             training = {"lr": 3e-4 if seed < 5 or condition == BASE else 1e-3}
-            write_run(loose / f"{condition}{seed}", seed, algorithm=_modes(condition), training=training)
-    return [*(str(loose / f"{BETTER}{seed}") for seed in range(1, 9)), "--baseline", *(str(loose / f"{BASE}{s}") for s in range(1, 9))]
+            write_run(
+                loose / f"{condition}{seed}", seed, algorithm=_modes(condition), training=training
+            )
+    return [
+        *(str(loose / f"{BETTER}{seed}") for seed in range(1, 9)),
+        "--baseline",
+        *(str(loose / f"{BASE}{s}") for s in range(1, 9)),
+    ]
 
 
 def _modes(condition: str) -> dict[str, str]:
@@ -234,40 +268,111 @@ def _modes(condition: str) -> dict[str, str]:
 
 CHANGED = "the file was changed or the disk is damaged"
 TRICKS: list[tuple[Edit, str]] = [
-    (strike_seeds, r"Exploratory: .* its runs \(planned and not counted: seeds 3, 7 of grpo\+none; seeds 3, 7 of maxrl\+none\)"),
-    (strike_seeds_and_leave_their_folders, r"maxrl\+none_s3 is not listed in manifest\.json, so it is not counted"),
+    (
+        strike_seeds,
+        (
+            r"Exploratory: .* its runs \(planned and not counted: seeds 3, 7 of grpo\+none; seeds"
+            r" 3, 7 of maxrl\+none\)"
+        ),
+    ),
+    (
+        strike_seeds_and_leave_their_folders,
+        r"maxrl\+none_s3 is not listed in manifest\.json, so it is not counted",
+    ),
     (strike_a_seed_and_forge_the_plan, "edited after it was hashed"),
     (choose_a_margin_afterwards, r"Exploratory: .* margin \(0\.1, none planned\)"),
     (write_a_margin_into_the_plan, "edited after it was hashed"),
-    (turn_the_direction, r"metric \(grad_norm, planned pass@1\); direction \(lower is better, planned higher is better\)"),
+    (
+        turn_the_direction,
+        (
+            r"metric \(grad_norm, planned pass@1\); direction \(lower is better, planned higher is"
+            r" better\)"
+        ),
+    ),
     (turn_the_direction_in_the_plan, "edited after it was hashed"),
-    (put_another_seeds_run_into_a_folder, r"maxrl\+none_s3 holds a run of seed 4, and seed 3 is planned"),
-    (put_another_conditions_run_into_a_folder, r"maxrl\+none_s3 holds a run of grpo\+none, and maxrl\+none is planned"),
+    (
+        put_another_seeds_run_into_a_folder,
+        r"maxrl\+none_s3 holds a run of seed 4, and seed 3 is planned",
+    ),
+    (
+        put_another_conditions_run_into_a_folder,
+        r"maxrl\+none_s3 holds a run of grpo\+none, and maxrl\+none is planned",
+    ),
     (swap_labels, r"grpo\+none_s1 holds a run of grpo\+none, and maxrl\+none is planned"),
     (swap_the_folders_of_two_runs, r"Exploratory: .* seed 3 of grpo\+none; seed 3 of maxrl\+none"),
     (copy_a_pair_as_a_new_seed, r"maxrl\+none_s9 holds a run of seed 1, and seed 9 is planned"),
-    (copy_a_pair_as_a_new_seed_and_edit_its_configuration, r"has seed 9 in config\.toml and 1 in summary\.json"),
-    (copy_a_pair_as_a_new_seed_and_edit_every_seed, r"maxrl\+none_s1 and maxrl\+none_s9 hold the same numbers in every step"),
-    (train_one_run_otherwise, r"maxrl\+none_s3 was trained with training\.lr = 0\.003, and 0\.001 is planned"),
-    (relabel_a_run, r'maxrl\+none_s3 was trained with algorithm\.advantage_mode = "grpo", and "maxrl" is planned'),
-    (edit_an_answer, rf"maxrl\+none_s3: evaluation\.jsonl differs from its sha256, as trainer_state\.json recorded it: {CHANGED}"),
-    (edit_an_answer_and_its_hash, r"maxrl\+none_s3: trainer_state\.json differs from the one in step_000002"),
-    (remove_the_plan, "Exploratory: the manifest holds no plan, which every campaign writes before its first run"),
+    (
+        copy_a_pair_as_a_new_seed_and_edit_its_configuration,
+        r"has seed 9 in config\.toml and 1 in summary\.json",
+    ),
+    (
+        copy_a_pair_as_a_new_seed_and_edit_every_seed,
+        r"maxrl\+none_s1 and maxrl\+none_s9 hold the same numbers in every step",
+    ),
+    (
+        train_one_run_otherwise,
+        r"maxrl\+none_s3 was trained with training\.lr = 0\.003, and 0\.001 is planned",
+    ),
+    (
+        relabel_a_run,
+        (
+            r'maxrl\+none_s3 was trained with algorithm\.advantage_mode = "grpo", and "maxrl" is'
+            r" planned"
+        ),
+    ),
+    (
+        edit_an_answer,
+        (
+            r"maxrl\+none_s3: evaluation\.jsonl differs from its sha256, as trainer_state\.json"
+            rf" recorded it: {CHANGED}"
+        ),
+    ),
+    (
+        edit_an_answer_and_its_hash,
+        r"maxrl\+none_s3: trainer_state\.json differs from the one in step_000002",
+    ),
+    (
+        remove_the_plan,
+        "Exploratory: the manifest holds no plan, which every campaign writes before its first run",
+    ),
     (append_an_evaluation, rf"evaluation\.jsonl has \d+ bytes instead of \d+, as .*{CHANGED}"),
     (cut_an_evaluation, rf"evaluation\.jsonl has \d+ bytes instead of \d+, as .*{CHANGED}"),
     (damage_a_byte, f"evaluation.jsonl differs from its sha256.*{CHANGED}"),
-    (take_the_evaluation_of_another_run, r"grpo\+none_s3: evaluation\.jsonl differs from its sha256"),
-    (edit_the_training_metrics, rf"maxrl\+none_s3: metrics\.jsonl differs from its sha256, .*{CHANGED}"),
-    (call_a_bad_run_failed, r"maxrl\+none_s3 failed, says manifest\.json, and is done, says its own summary\.json, so it is not counted"),
-    (call_a_bad_run_skipped, r"Exploratory: .* its runs \(planned and not counted: seed 3 of maxrl\+none\)"),
+    (
+        take_the_evaluation_of_another_run,
+        r"grpo\+none_s3: evaluation\.jsonl differs from its sha256",
+    ),
+    (
+        edit_the_training_metrics,
+        rf"maxrl\+none_s3: metrics\.jsonl differs from its sha256, .*{CHANGED}",
+    ),
+    (
+        call_a_bad_run_failed,
+        (
+            r"maxrl\+none_s3 failed, says manifest\.json, and is done, says its own summary\.json,"
+            r" so it is not counted"
+        ),
+    ),
+    (
+        call_a_bad_run_skipped,
+        r"Exploratory: .* its runs \(planned and not counted: seed 3 of maxrl\+none\)",
+    ),
     (try_a_run_again, r"maxrl\+none_s3 \(3 attempts\)"),
     (add_seeds_afterwards, r"Added after the plan: seed 9\..*no longer exact"),
     (take_the_folders_of_good_seeds, r"seeds 3, 7 of maxrl\+none"),
-    (mix_learning_rates_in_loose_folders, r"not one condition: training\.lr differs between seeds 1 to 4 and 5 to 8"),
+    (
+        mix_learning_rates_in_loose_folders,
+        r"not one condition: training\.lr differs between seeds 1 to 4 and 5 to 8",
+    ),
 ]
 
 
-AS_PLANNED = (try_a_run_again, add_seeds_afterwards, copy_a_pair_as_a_new_seed, copy_a_pair_as_a_new_seed_and_edit_its_configuration)
+AS_PLANNED = (
+    try_a_run_again,
+    add_seeds_afterwards,
+    copy_a_pair_as_a_new_seed,
+    copy_a_pair_as_a_new_seed_and_edit_its_configuration,
+)
 """Of these the planned seeds are whole; what was added is named."""
 
 
@@ -285,14 +390,22 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     return " ".join((shown.out + shown.err).split())
 
 
-def test_what_was_not_bent_is_as_planned_and_nothing_is_left_out(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_not_bent_is_as_planned_and_nothing_is_left_out(
+    campaign: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = said(capsys, campaign)
-    assert re.search(r"As planned before the first run \(\w{8}\): pass@1, higher is better, at 0\.05, 8 seeds, tested once\.", text)
+    assert re.search(
+        r"As planned before the first run \(\w{8}\): pass@1, higher is better, at 0\.05, 8 seeds,"
+        r" tested once\.",
+        text,
+    )
     assert "Left out" not in text and "attempts" not in text and "Known limits" not in text
 
 
 @pytest.mark.parametrize(("trick", "noticed"), TRICKS, ids=[trick.__name__ for trick, _ in TRICKS])
-def test_a_trick_is_noticed(trick: Edit, noticed: str, campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trick_is_noticed(
+    trick: Edit, noticed: str, campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     copy = Path(shutil.copytree(campaign, tmp_path / "campaign"))
     arguments = list(trick(copy) or [])
     loose = bool(arguments) and not arguments[0].startswith("-")
@@ -301,10 +414,12 @@ def test_a_trick_is_noticed(trick: Edit, noticed: str, campaign: Path, tmp_path:
     assert "As planned" not in text or trick in AS_PLANNED
 
 
-# -- what the other readers say, and what may be planned -------------------------------------------------------------------
+# -- what the other readers say, and what may be planned -------------------------------------------
 
 
-def test_every_reader_of_an_evaluation_looks_at_its_seal(campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_reader_of_an_evaluation_looks_at_its_seal(
+    campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     copy = Path(shutil.copytree(campaign, tmp_path / "campaign"))
     edit_an_answer(copy)
     for command in ("compare", "power", "status", "report"):
@@ -313,7 +428,9 @@ def test_every_reader_of_an_evaluation_looks_at_its_seal(campaign: Path, tmp_pat
         assert "evaluation.jsonl differs from its sha256" in text, command
 
 
-def test_a_run_that_still_writes_may_be_longer_than_its_seal(campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_still_writes_may_be_longer_than_its_seal(
+    campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     copy = Path(shutil.copytree(campaign, tmp_path / "campaign"))
     append_an_evaluation(copy)
     (run(copy, BETTER, 3) / "summary.json").unlink()
@@ -321,21 +438,41 @@ def test_a_run_that_still_writes_may_be_longer_than_its_seal(campaign: Path, tmp
     assert "sha256" not in capsys.readouterr().out
 
 
-def test_a_planned_margin_is_taken_and_hashed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_planned_margin_is_taken_and_hashed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = write_planned(tmp_path / "campaign", {BASE: EIGHT, BETTER: ALIKE}, margin=0.05)
     text = said(capsys, folder)
-    assert "maxrl+none is equivalent to grpo+none within 5.0 pp" in text and "at 0.05, equivalent within 0.05, 8 seeds" in text
+    assert (
+        "maxrl+none is equivalent to grpo+none within 5.0 pp" in text
+        and "at 0.05, equivalent within 0.05, 8 seeds" in text
+    )
     assert "margin (0.1, 0.05 planned)" in said(capsys, folder, "--margin", "0.1")
 
 
-def test_code_that_differs_within_an_arm_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_that_differs_within_an_arm_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folders = {}
     for arm in ("new", "base"):
         for seed in range(1, 5):
             late = arm == "new" and seed > 2
-            code = {"revision": "def" if late else "abc", "plugins": {"my_losses.sapo": "22" if late else "11"}}
-            folders[arm, seed] = write_run(tmp_path / f"{arm}{seed}", seed, environment={"code": code})
-    text = said(capsys, *(folders["new", s] for s in range(1, 5)), "--baseline", *(folders["base", s] for s in range(1, 5)))
+            code = {
+                "revision": "def" if late else "abc",
+                "plugins": {"my_losses.sapo": "22" if late else "11"},
+            }
+            folders[arm, seed] = write_run(
+                tmp_path / f"{arm}{seed}", seed, environment={"code": code}
+            )
+    text = said(
+        capsys,
+        *(folders["new", s] for s in range(1, 5)),
+        "--baseline",
+        *(folders["base", s] for s in range(1, 5)),
+    )
     assert "maxrl+none ran on different revisions of retrain: seeds 1, 2 and 3, 4 differ." in text
-    assert "maxrl+none ran with different files of the plugin my_losses.sapo: seeds 1, 2 and 3, 4 differ." in text
+    assert (
+        "maxrl+none ran with different files of the plugin my_losses.sapo: seeds 1, 2 and 3, 4"
+        " differ." in text
+    )
     assert "retrain's revision (def, abc), the plugin my_losses.sapo" in text

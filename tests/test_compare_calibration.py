@@ -1,7 +1,8 @@
 """How often the rule of `compare` is wrong where nothing differs, and how often it finds what does.
 
-On the campaigns of benchmarks/calibration.py, which does the same with more of them: each seed has its own prompts, shared by all arms,
-and each run its own luck (a standard deviation of 0.3 logit between runs), which makes completions of one run agree with each other.
+On the campaigns of benchmarks/calibration.py, which does the same with more of them: each seed has
+its own prompts, shared by all arms, and each run its own luck (a standard deviation of 0.3 logit
+between runs), which makes completions of one run agree with each other.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,15 @@ import pytest
 import scenarios
 from scipy import stats
 
-from benchmarks.calibration import COMPLETIONS, PROMPTS, RULES, false_rates, fisher_rejects, right_answers, verdicts
+from benchmarks.calibration import (
+    COMPLETIONS,
+    PROMPTS,
+    RULES,
+    false_rates,
+    fisher_rejects,
+    right_answers,
+    verdicts,
+)
 from retrain.analysis import power, verdict
 from retrain.analysis.verdict import Paired, Verdict, conclude
 
@@ -19,14 +28,18 @@ SEEDS = 8
 
 
 def at_most(count: int, trials: int, rate: float) -> bool:
-    """Whether `count` of `trials` is what a rate no higher than `rate` gives, Monte Carlo error (99.9%) aside."""
+    """Whether `count` of `trials` is what a rate no higher than `rate` gives, Monte Carlo error
+    (99.9%) aside.
+    """
     return count <= stats.binom.ppf(0.999, trials, rate)
 
 
 def test_where_nothing_differs_a_verdict_is_given_at_most_as_often_as_alpha_says() -> None:
     rng = np.random.default_rng(0)
     trials = 800
-    wrong = sum(verdicts(right_answers(rng, 2, SEEDS)) != [Verdict.INCONCLUSIVE] for _ in range(trials))
+    wrong = sum(
+        verdicts(right_answers(rng, 2, SEEDS)) != [Verdict.INCONCLUSIVE] for _ in range(trials)
+    )
     assert at_most(wrong, trials, RULES.alpha)
     assert wrong > 0  # a rule that never speaks would pass as well
 
@@ -34,12 +47,16 @@ def test_where_nothing_differs_a_verdict_is_given_at_most_as_often_as_alpha_says
 def test_over_a_family_the_chance_of_any_false_verdict_stays_below_alpha() -> None:
     rng = np.random.default_rng(1)
     trials = 400
-    wrong = sum(set(verdicts(right_answers(rng, 5, SEEDS))) != {Verdict.INCONCLUSIVE} for _ in range(trials))
+    wrong = sum(
+        set(verdicts(right_answers(rng, 5, SEEDS))) != {Verdict.INCONCLUSIVE} for _ in range(trials)
+    )
     assert at_most(wrong, trials, RULES.alpha)
 
 
 def test_fisher_on_pooled_completions_is_wrong_far_more_often() -> None:
-    """The reason for the unit of inference: the same null campaigns, completions taken for independent."""
+    """The reason for the unit of inference: the same null campaigns, completions taken for
+    independent.
+    """
     rng = np.random.default_rng(0)
     trials = 400
     wrong = sum(fisher_rejects(right_answers(rng, 2, SEEDS)) for _ in range(trials))
@@ -47,13 +64,18 @@ def test_fisher_on_pooled_completions_is_wrong_far_more_often() -> None:
 
 
 def test_equivalence_is_claimed_wrongly_at_most_as_often_as_alpha_says() -> None:
-    """True differences at the margin, which may be improvements as well; then true differences of 0."""
+    """True differences at the margin, which may be improvements as well; then true differences of
+    0.
+    """
     rng = np.random.default_rng(2)
     test = verdict.TestSettings(margin=1.0)
     at_margin = [conclude([Paired.of(list(rng.normal(1.0, 0.4, 6)))], test)[0] for _ in range(2000)]
     wrong = sum(found.within_margin or found.verdict is Verdict.EQUIVALENT for found in at_margin)
     assert at_most(wrong, 2000, RULES.alpha) and not at_most(wrong, 2000, 0.5 * RULES.alpha)
-    at_zero = [conclude([Paired.of(list(rng.normal(0.0, 0.4, SEEDS)))], test)[0].verdict for _ in range(400)]
+    at_zero = [
+        conclude([Paired.of(list(rng.normal(0.0, 0.4, SEEDS)))], test)[0].verdict
+        for _ in range(400)
+    ]
     assert at_zero.count(Verdict.EQUIVALENT) > 0.9 * len(at_zero)
 
 
@@ -71,13 +93,16 @@ def test_real_effects_are_found_as_often_as_the_power_predicts() -> None:
 def test_the_interval_covers_the_true_difference() -> None:
     rng = np.random.default_rng(4)
     intervals = [
-        conclude([Paired.of(list(arms[1] - arms[0]))], RULES)[0].interval for arms in (right_answers(rng, 2, SEEDS) for _ in range(600))
+        conclude([Paired.of(list(arms[1] - arms[0]))], RULES)[0].interval
+        for arms in (right_answers(rng, 2, SEEDS) for _ in range(600))
     ]
-    covered = sum(interval is not None and interval[0] <= 0 <= interval[1] for interval in intervals)
+    covered = sum(
+        interval is not None and interval[0] <= 0 <= interval[1] for interval in intervals
+    )
     assert at_most(600 - covered, 600, RULES.alpha) and at_most(covered, 600, 0.97)
 
 
-# -- outside the textbook, as in benchmarks/calibration.py ------------------------------------------------------------------
+# -- outside the textbook, as in benchmarks/calibration.py -----------------------------------------
 
 
 @pytest.mark.parametrize(

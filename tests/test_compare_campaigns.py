@@ -1,4 +1,6 @@
-"""`retrain compare` and `retrain power`: verdicts, what they refuse to say, and what is left out in the open."""
+"""`retrain compare` and `retrain power`: verdicts, what they refuse to say, and what is left out in
+the open.
+"""
 
 import json
 import re
@@ -24,7 +26,9 @@ def compared(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict
     return result
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path, command: str = "compare") -> str:
+def refused(
+    capsys: pytest.CaptureFixture[str], *arguments: str | Path, command: str = "compare"
+) -> str:
     assert main([command, *map(str, arguments)]) == 2
     errors = capsys.readouterr().err
     assert errors.count("\n") == 1
@@ -47,7 +51,9 @@ def campaign(tmp_path: Path) -> Path:
     return write_campaign(tmp_path / "campaign", arms)
 
 
-def test_verdicts_follow_the_interval_and_the_adjusted_p(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verdicts_follow_the_interval_and_the_adjusted_p(
+    campaign: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = compared(capsys, campaign)
     assert result["baseline"] == BASE and result["metric"] == "pass@1"
     by_condition = {contrast["condition"]: contrast for contrast in result["contrasts"]}
@@ -60,53 +66,78 @@ def test_verdicts_follow_the_interval_and_the_adjusted_p(campaign: Path, capsys:
     assert better["mean_difference"] == pytest.approx(np.mean([6, 9, 7, 8, 5, 7, 9, 6]) / 100)
     assert better["p"] == 2 / 2**8 and better["p_adjusted"] == 2 / 2**8
     assert by_condition["rloo+none"]["interval"][0] < 0 < by_condition["rloo+none"]["interval"][1]
-    assert 0 < by_condition["rloo+none"]["detectable"][0] < by_condition["rloo+none"]["detectable"][1]
+    assert (
+        0 < by_condition["rloo+none"]["detectable"][0] < by_condition["rloo+none"]["detectable"][1]
+    )
 
 
-def test_another_baseline_turns_the_difference_round(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_baseline_turns_the_difference_round(
+    campaign: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = compared(capsys, campaign, "--baseline", BETTER)
     found = next(item for item in result["contrasts"] if item["condition"] == BASE)
     assert found["verdict"] == "worse" and found["mean_difference"] < 0
-    lower = compared(capsys, campaign, "--baseline", BETTER, "--metric", "grad_norm", "--lower-is-better")
+    lower = compared(
+        capsys, campaign, "--baseline", BETTER, "--metric", "grad_norm", "--lower-is-better"
+    )
     assert lower["better"] == "lower"
 
 
-def test_three_seeds_are_never_significant_however_large_the_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_three_seeds_are_never_significant_however_large_the_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     campaign = write_campaign(tmp_path, {BASE: [10, 11, 12], BETTER: [90, 91, 92]})
     (found,) = compared(capsys, campaign)["contrasts"]
     assert found["verdict"] == "inconclusive" and not found["can_conclude"]
     assert found["smallest_p_adjusted"] == 0.25 and found["interval"][0] > 0
     assert main(["compare", str(campaign)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "No result of 3 pairs could be significant" in shown and "at least 6 seeds are needed" in shown
+    assert (
+        "No result of 3 pairs could be significant" in shown
+        and "at least 6 seeds are needed" in shown
+    )
     assert "no effect" not in shown and "improvement" not in shown
 
 
-def test_six_seeds_conclude_in_a_family_by_joint_flips_and_by_holm_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_six_seeds_conclude_in_a_family_by_joint_flips_and_by_holm_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arms = {BASE: [10] * 6, BETTER: [30, 31, 32, 33, 34, 35]}
     alone = compared(capsys, write_campaign(tmp_path / "one", arms))
     assert alone["contrasts"][0]["verdict"] == "improvement" and alone["seeds_to_conclude"] == 6
     others = {name: [30, 31, 32, 33, 34, 35] for name in (WORSE, "rloo+none", "rloo+gtpo")}
     four = write_campaign(tmp_path / "four", {**arms, **others})
     family = compared(capsys, four)
-    assert {item["verdict"] for item in family["contrasts"]} == {"improvement"} and family["seeds_to_conclude"] == 6
+    assert {item["verdict"] for item in family["contrasts"]} == {"improvement"} and family[
+        "seeds_to_conclude"
+    ] == 6
     holm = compared(capsys, four, "--correction", "holm")
-    assert {(item["verdict"], item["word"]) for item in holm["contrasts"]} == {("inconclusive", "cannot conclude")}
+    assert {(item["verdict"], item["word"]) for item in holm["contrasts"]} == {
+        ("inconclusive", "cannot conclude")
+    }
     assert holm["seeds_to_conclude"] == 8 and holm["answer"].startswith("Cannot conclude: 6 seeds")
 
 
-def test_equivalent_needs_a_stated_margin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equivalent_needs_a_stated_margin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     campaign = write_campaign(tmp_path, {BASE: EIGHT, BETTER: shifted([1, -1, 0, 1, 0, -1, 0, 0])})
     assert compared(capsys, campaign)["contrasts"][0]["verdict"] == "inconclusive"
     assert compared(capsys, campaign, "--margin", "0.02")["contrasts"][0]["verdict"] == "equivalent"
-    assert compared(capsys, campaign, "--margin", "0.002")["contrasts"][0]["verdict"] == "inconclusive"
+    assert (
+        compared(capsys, campaign, "--margin", "0.002")["contrasts"][0]["verdict"] == "inconclusive"
+    )
 
 
-def test_runs_that_did_not_finish_are_left_out_and_named(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_that_did_not_finish_are_left_out_and_named(
+    campaign: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     manifest = json.loads((campaign / "manifest.json").read_text())
     manifest["runs"][0] |= {"status": "failed", "reason": "out of memory"}
     (campaign / "runs" / f"{BASE}_s1" / "summary.json").unlink()
-    manifest["runs"].append({"name": "x", "condition": BASE, "seed": 9, "status": "pending", "dir": "runs/x"})
+    manifest["runs"].append(
+        {"name": "x", "condition": BASE, "seed": 9, "status": "pending", "dir": "runs/x"}
+    )
     (campaign / "manifest.json").write_text(json.dumps(manifest))
     (campaign / "runs" / f"{BETTER}_s2" / "summary.json").unlink()
     config = campaign / "runs" / f"{BETTER}_s2" / "config.toml"
@@ -121,79 +152,131 @@ def test_runs_that_did_not_finish_are_left_out_and_named(campaign: Path, capsys:
     assert any(f"{BETTER} (1)" in note for note in result["notes"])
 
 
-def test_held_out_accuracy_comes_first_and_its_absence_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_held_out_accuracy_comes_first_and_its_absence_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for seed in (1, 2, 3):
         write_run(tmp_path / f"a{seed}", seed, rates=[0.1, 0.3])
         write_run(tmp_path / f"b{seed}", seed, rates=[0.1, 0.2 + seed / 100])
-    arguments = [*(tmp_path / f"a{seed}" for seed in (1, 2, 3)), "--baseline", *(tmp_path / f"b{seed}" for seed in (1, 2, 3))]
+    arguments = [
+        *(tmp_path / f"a{seed}" for seed in (1, 2, 3)),
+        "--baseline",
+        *(tmp_path / f"b{seed}" for seed in (1, 2, 3)),
+    ]
     result = compared(capsys, *arguments)
-    assert result["metric"] == "correct_rate" and "No run has a held-out accuracy" in result["notes"][0]
+    assert (
+        result["metric"] == "correct_rate"
+        and "No run has a held-out accuracy" in result["notes"][0]
+    )
     assert result["contrasts"][0]["mean_difference"] == pytest.approx((0.4 - 0.32) / 2)
     for seed in (1, 2, 3):
         for arm, right in (("a", 3), ("b", 1)):
-            write_run(tmp_path / f"{arm}{seed}", seed, held_out=problems([1] * right + [0] * (4 - right)))
+            write_run(
+                tmp_path / f"{arm}{seed}", seed, held_out=problems([1] * right + [0] * (4 - right))
+            )
     result = compared(capsys, *arguments)
     assert result["metric"] == "pass@1" and result["notes"] == []
     assert result["contrasts"][0]["mean_difference"] == pytest.approx(0.5)
     assert result["baseline"] == "maxrl+none (baseline)"
 
 
-def test_rates_of_runs_that_recorded_only_what_redraws_left_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rates_of_runs_that_recorded_only_what_redraws_left_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Before the first draws were averaged; later runs say how many groups were redrawn."""
     for seed in (1, 2, 3):
         write_run(tmp_path / f"a{seed}", seed, training={"dynamic_sampling": 4})
         write_run(tmp_path / f"b{seed}", seed)
-    arguments = [*(tmp_path / f"a{seed}" for seed in (1, 2, 3)), "--baseline", *(tmp_path / f"b{seed}" for seed in (1, 2, 3))]
+    arguments = [
+        *(tmp_path / f"a{seed}" for seed in (1, 2, 3)),
+        "--baseline",
+        *(tmp_path / f"b{seed}" for seed in (1, 2, 3)),
+    ]
     for metric in ("correct_rate", "mean_reward", "auc"):
         error = refused(capsys, *arguments, "--metric", metric)
-        assert "is judged by match in the last of up to 5 draws of each group, and the baseline by match" in error
+        assert (
+            "is judged by match in the last of up to 5 draws of each group, and the baseline by"
+            " match" in error
+        )
         assert "--metric pass@1" in error
     for seed in (1, 2, 3):
         metrics = tmp_path / f"a{seed}" / "metrics.jsonl"
-        metrics.write_text(metrics.read_text().replace('"groups_redrawn": null', '"groups_redrawn": 3'))
+        metrics.write_text(
+            metrics.read_text().replace('"groups_redrawn": null', '"groups_redrawn": 3')
+        )
     assert compared(capsys, *arguments, "--metric", "correct_rate")["contrasts"][0]["pairs"] == 3
 
 
-def test_an_evaluation_of_untrained_weights_is_no_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_evaluation_of_untrained_weights_is_no_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for arm in "ab":
         folder = write_run(tmp_path / arm, 1, held_out=problems([1, 0]))
         evaluation = folder / "evaluation.jsonl"
         evaluation.write_text(evaluation.read_text().replace('"step": 2', '"step": 0'))
-    assert compared(capsys, tmp_path / "a", "--baseline", tmp_path / "b")["metric"] == "correct_rate"
+    assert (
+        compared(capsys, tmp_path / "a", "--baseline", tmp_path / "b")["metric"] == "correct_rate"
+    )
 
 
-def test_what_weakens_a_comparison_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_weakens_a_comparison_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     unjudged = EvaluationRecord(0, "problem-2", "task", 0, 0, 1, None)
     one = write_run(tmp_path / "one", 1, rates=[0.5] * 3, held_out=[*problems([1, 0]), unjudged])
     two = write_run(tmp_path / "two", 1, held_out=[*problems([1, 1]), unjudged])
-    (one / "evaluation.jsonl").write_text((one / "evaluation.jsonl").read_text().replace('"step": 3', '"step": 2'))
+    (one / "evaluation.jsonl").write_text(
+        (one / "evaluation.jsonl").read_text().replace('"step": 3', '"step": 2')
+    )
     notes = compared(capsys, one, "--baseline", two)["notes"]
-    for said in ("different steps (2 to 3)", "1 of 2 runs trained on", "2 held-out answers could not be judged"):
+    for said in (
+        "different steps (2 to 3)",
+        "1 of 2 runs trained on",
+        "2 held-out answers could not be judged",
+    ):
         assert sum(said in note for note in notes) == 1, said
 
 
-def test_the_last_fifty_steps_count_and_are_aligned_by_their_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rising = [0.0] * 30 + [0.5] * 25 + [None] * 10 + [1.0] * 15  # steps without a rate are not counted
+def test_the_last_fifty_steps_count_and_are_aligned_by_their_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rising = (
+        [0.0] * 30 + [0.5] * 25 + [None] * 10 + [1.0] * 15
+    )  # steps without a rate are not counted
     write_run(tmp_path / "a", 1, rates=rising)
     write_run(tmp_path / "b", 1, rates=[0.2] * 80)
     arguments = (tmp_path / "a", "--baseline", tmp_path / "b", "--metric")
     late = (25 * 0.5 + 15 * 1.0) / 40
-    assert compared(capsys, *arguments, "correct_rate")["contrasts"][0]["mean_difference"] == pytest.approx(late - 0.2)
+    assert compared(capsys, *arguments, "correct_rate")["contrasts"][0][
+        "mean_difference"
+    ] == pytest.approx(late - 0.2)
     area = learning_curve_mean(np.array([[0, 10, 20], [0.0, 0.5, 1.0]]))
-    assert area == pytest.approx(learning_curve_mean(np.array([[0, 20], [0.0, 1.0]]))) == pytest.approx(0.5)
+    assert (
+        area
+        == pytest.approx(learning_curve_mean(np.array([[0, 20], [0.0, 1.0]])))
+        == pytest.approx(0.5)
+    )
     assert 0 < compared(capsys, *arguments, "auc")["arms"][1]["mean"] < late
 
 
-def test_shared_noise_is_what_the_engines_and_prompts_of_a_pair_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shared_noise_is_what_the_engines_and_prompts_of_a_pair_give(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for seed in (1, 2):
         write_run(tmp_path / f"base{seed}", seed)
         write_run(tmp_path / f"same{seed}", seed, algorithm={"transform_mode": "gtpo"})
-        write_run(tmp_path / f"server{seed}", seed, inference={"engine": "vllm", "url": "http://127.0.0.1:8000"})
+        write_run(
+            tmp_path / f"server{seed}",
+            seed,
+            inference={"engine": "vllm", "url": "http://127.0.0.1:8000"},
+        )
         write_run(tmp_path / f"batch{seed}", seed, training={"batch_size": 4})
     found = {}
     for arm in ("same", "server", "batch"):
         arms = [tmp_path / f"{arm}{seed}" for seed in (1, 2)]
-        found[arm] = compared(capsys, *arms, "--baseline", tmp_path / "base1", tmp_path / "base2")["contrasts"][0]
+        found[arm] = compared(capsys, *arms, "--baseline", tmp_path / "base1", tmp_path / "base2")[
+            "contrasts"
+        ][0]
     shared = {arm: (item["same_prompts"], item["shared_noise"]) for arm, item in found.items()}
     assert shared == {"same": (2, 2), "server": (2, 0), "batch": (0, 0)}
     assert found["same"]["differing_keys"] == ["algorithm.transform_mode"]
@@ -208,14 +291,27 @@ def test_the_control_is_the_random_reward_arm_and_compared_by_its_held_out_answe
         for label, section in ((BASE, {"type": "match"}), ("control", {"type": "random"})):
             rates = [0.3, 0.6 if label == BASE else 0.5 + seed / 1000]
             right = 15 if label == BASE else 10 + seed % 3
-            write_run(tmp_path / f"runs/{label}_s{seed}", seed, rates, problems([1] * right + [0] * (20 - right)), reward=section)
+            write_run(
+                tmp_path / f"runs/{label}_s{seed}",
+                seed,
+                rates,
+                problems([1] * right + [0] * (20 - right)),
+                reward=section,
+            )
             entries.append({"condition": label, "seed": seed})
     write_manifest(tmp_path, entries)
     result = compared(capsys, tmp_path, "--control")
     assert (result["baseline"], result["metric"], result["judge"]) == ("control", "pass@1", "match")
-    assert result["contrasts"][0]["verdict"] == "improvement" and "control, trained on random rewards" in result["notes"][0]
+    assert (
+        result["contrasts"][0]["verdict"] == "improvement"
+        and "control, trained on random rewards" in result["notes"][0]
+    )
     said = refused(capsys, tmp_path, "--control", "--metric", "correct_rate")
-    assert "control by match" not in said and "judged by match, and the baseline by random" in said and "--metric pass@1" in said
+    assert (
+        "control by match" not in said
+        and "judged by match, and the baseline by random" in said
+        and "--metric pass@1" in said
+    )
 
 
 CUSTOM = {"type": "custom", "custom_module": "mine"}
@@ -224,9 +320,15 @@ CUSTOM = {"type": "custom", "custom_module": "mine"}
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"reward": CUSTOM}, 'grpo+none is judged by custom (custom_module = "mine"), and the baseline by match'),
+        (
+            {"reward": CUSTOM},
+            'grpo+none is judged by custom (custom_module = "mine"), and the baseline by match',
+        ),
         ({"reward": CUSTOM, "evaluation": {"reward": "match"}}, ""),
-        ({"reward": {"type": "match", "normalize": "hendrycks"}}, 'judged by match (normalize = "hendrycks"), and the baseline by match'),
+        (
+            {"reward": {"type": "match", "normalize": "hendrycks"}},
+            'judged by match (normalize = "hendrycks"), and the baseline by match',
+        ),
         ({"reward": {"type": "match"}}, ""),
     ],
 )
@@ -237,7 +339,9 @@ def test_held_out_answers_that_different_rewards_judged_are_not_compared(
     entries = []
     for label, own in arms.items():
         for seed in (1, 2):
-            write_run(tmp_path / f"runs/{label}_s{seed}", seed, held_out=problems([1, seed - 1]), **own)
+            write_run(
+                tmp_path / f"runs/{label}_s{seed}", seed, held_out=problems([1, seed - 1]), **own
+            )
             entries.append({"condition": label, "seed": seed})
     result = compared(capsys, write_manifest(tmp_path, entries), "--control")
     compared_conditions = [contrast["condition"] for contrast in result["contrasts"]]
@@ -245,23 +349,37 @@ def test_held_out_answers_that_different_rewards_judged_are_not_compared(
     assert (words in result["left_out"][0]) if words else not result["left_out"]
 
 
-def test_several_tasks_get_an_iqm_beside_the_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_tasks_get_an_iqm_beside_the_mean(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     entries = []
     for seed in (1, 2, 3):
         for label, right in ((BASE, [2, 1, 0, 4]), (BETTER, [3, 1, 1, 4])):
-            write_run(tmp_path / f"runs/{label}_s{seed}", seed, held_out=problems(right, samples=4, tasks=4))
+            write_run(
+                tmp_path / f"runs/{label}_s{seed}",
+                seed,
+                held_out=problems(right, samples=4, tasks=4),
+            )
             entries.append({"condition": label, "seed": seed})
     result = compared(capsys, write_manifest(tmp_path, entries))
     assert result["arms"][0]["tasks"]["iqm"] == pytest.approx((0.25 + 0.5) / 2)
     assert result["contrasts"][0]["tasks"]["iqm_difference"] == pytest.approx(0.5 - 0.375)
-    assert result["contrasts"][0]["tasks"]["probability_of_improvement"] == pytest.approx((1 + 0.5 + 1 + 0.5) / 4)
-    assert result["contrasts"][0]["problem_interval"][0] < 0.125 < result["contrasts"][0]["problem_interval"][1]
+    assert result["contrasts"][0]["tasks"]["probability_of_improvement"] == pytest.approx(
+        (1 + 0.5 + 1 + 0.5) / 4
+    )
+    assert (
+        result["contrasts"][0]["problem_interval"][0]
+        < 0.125
+        < result["contrasts"][0]["problem_interval"][1]
+    )
     assert main(["compare", str(tmp_path), "--format", "markdown"]) == 0
     shown = capsys.readouterr().out
     assert "a run beats the baseline's" in shown and "interval for new runs" in shown
 
 
-def test_markdown_shows_every_condition_and_its_verdict(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_markdown_shows_every_condition_and_its_verdict(
+    campaign: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["compare", str(campaign), "--effect", "0.02", "--format", "markdown"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"\| maxrl\+none +\| 8 +\| \+7\.1 pp .*\*\*improvement\*\*", shown)
@@ -280,9 +398,18 @@ def test_text_fits_the_terminal_and_says_all_that_markdown_does(
         shown[form] = capsys.readouterr().out
     assert max(map(len, shown["text"].splitlines())) <= width
     text = " ".join(shown["text"].split())
-    sentences = [line.lstrip("- ").replace("**", "") for line in shown["markdown"].splitlines() if line.startswith(("- ", "  "))]
+    sentences = [
+        line.lstrip("- ").replace("**", "")
+        for line in shown["markdown"].splitlines()
+        if line.startswith(("- ", "  "))
+    ]
     assert len(sentences) > 6 and not [sentence for sentence in sentences if sentence not in text]
-    cells = {cell.strip() for line in shown["markdown"].splitlines() if line.startswith("| ") for cell in line.split("|")}
+    cells = {
+        cell.strip()
+        for line in shown["markdown"].splitlines()
+        if line.startswith("| ")
+        for cell in line.split("|")
+    }
     assert not [cell for cell in cells if cell.replace("*", "") not in text]
 
 
@@ -290,13 +417,24 @@ def test_an_interval_that_leaves_zero_out_is_no_verdict_where_the_family_does_no
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     by = [9, 2, 7, 1, 8, 3, 6, -1]
-    arms = {BASE: EIGHT, BETTER: shifted(by), WORSE: shifted(by[::-1]), "rloo+none": shifted([0, 1, -1, 0, 2, -2, 1, -1])}
+    arms = {
+        BASE: EIGHT,
+        BETTER: shifted(by),
+        WORSE: shifted(by[::-1]),
+        "rloo+none": shifted([0, 1, -1, 0, 2, -2, 1, -1]),
+    }
     found = compared(capsys, write_campaign(tmp_path, arms))["contrasts"][0]
-    assert found["verdict"] == "inconclusive" and found["interval"][0] > 0 and found["p"] < 0.05 < found["p_adjusted"]
-    assert "Its own interval excludes 0, but the adjusted p over 3 comparisons" in found["explanation"]
+    assert (
+        found["verdict"] == "inconclusive"
+        and found["interval"][0] > 0
+        and found["p"] < 0.05 < found["p_adjusted"]
+    )
+    assert (
+        "Its own interval excludes 0, but the adjusted p over 3 comparisons" in found["explanation"]
+    )
 
 
-# -- refusals ------------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -311,7 +449,10 @@ def test_an_interval_that_leaves_zero_out_is_no_verdict_where_the_family_does_no
         (["--alpha", "1.5"], "between 0 and 1"),
         (["--control"], "random"),
         (["--control", "--baseline", BASE], "give one of them"),
-        (["--lower-is-better"], "--lower-is-better is not for pass@1, a rate of right answers: more is better"),
+        (
+            ["--lower-is-better"],
+            "--lower-is-better is not for pass@1, a rate of right answers: more is better",
+        ),
         (["--metric", "auc", "--lower-is-better"], "is not for auc"),
     ],
 )
@@ -321,8 +462,14 @@ def test_what_cannot_be_compared_is_refused_in_a_sentence(
     assert says in refused(capsys, campaign, *arguments)
 
 
-def test_runs_that_make_no_pair_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, two, other = write_run(tmp_path / "one", 1), write_run(tmp_path / "two", 2), write_run(tmp_path / "other", 1)
+def test_runs_that_make_no_pair_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two, other = (
+        write_run(tmp_path / "one", 1),
+        write_run(tmp_path / "two", 2),
+        write_run(tmp_path / "other", 1),
+    )
     assert "no pair" in refused(capsys, one, "--baseline", two)
     assert "are both maxrl+none with seed 1" in refused(capsys, one, other, "--baseline", two)
     assert "both sides" in refused(capsys, one, "--baseline", one)
@@ -331,14 +478,23 @@ def test_runs_that_make_no_pair_are_refused(tmp_path: Path, capsys: pytest.Captu
     assert "is not a folder" in refused(capsys, tmp_path / "nowhere")
 
 
-def test_different_held_out_problems_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_different_held_out_problems_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one = write_run(tmp_path / "one", 1, held_out=problems([1, 0]))
     two = write_run(tmp_path / "two", 1, held_out=problems([1, 0, 1]))
-    assert "different held-out problems (3 and 2, 2 shared)" in refused(capsys, one, "--baseline", two)
+    assert "different held-out problems (3 and 2, 2 shared)" in refused(
+        capsys, one, "--baseline", two
+    )
 
 
-def test_a_baseline_without_a_finished_run_is_no_matter_of_judges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    entries = [{"condition": BASE, "seed": 1, "status": "failed", "reason": "out of memory"}, {"condition": BETTER, "seed": 1}]
+def test_a_baseline_without_a_finished_run_is_no_matter_of_judges(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = [
+        {"condition": BASE, "seed": 1, "status": "failed", "reason": "out of memory"},
+        {"condition": BETTER, "seed": 1},
+    ]
     write_run(tmp_path / "runs" / f"{BETTER}_s1", 1, held_out=problems([1, 0]))
     said = refused(capsys, write_manifest(tmp_path, entries))
     assert "seeds of grpo+none: none" in said and "judged" not in said and "out of memory" in said
@@ -346,10 +502,19 @@ def test_a_baseline_without_a_finished_run_is_no_matter_of_judges(tmp_path: Path
 
 def test_a_baseline_flag_takes_all_that_follow_it() -> None:
     given = ["a", "--baseline", "b", "c", "--metric", "auc", "--baseline=d"]
-    assert repeated(given, "--baseline") == ["a", "--baseline", "b", "--baseline", "c", "--metric", "auc", "--baseline=d"]
+    assert repeated(given, "--baseline") == [
+        "a",
+        "--baseline",
+        "b",
+        "--baseline",
+        "c",
+        "--metric",
+        "auc",
+        "--baseline=d",
+    ]
 
 
-# -- planning ------------------------------------------------------------------------------------------------------------
+# -- planning --------------------------------------------------------------------------------------
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
@@ -361,38 +526,73 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[
 def test_power_of_a_given_spread(capsys: pytest.CaptureFixture[str]) -> None:
     assert planned(capsys, "--sd", "0.02", "--effect", "0.013")["seeds_needed"] == 21
     more = planned(capsys, "--sd", "0.02", "--effect", "0.013", "--comparisons", "4")
-    assert more["seeds_needed"] > 21 and more["detectable"]["6"] is not None and more["detectable"]["4"] is None
-    holm = planned(capsys, "--sd", "0.02", "--effect", "0.013", "--comparisons", "4", "--correction", "holm")
+    assert (
+        more["seeds_needed"] > 21
+        and more["detectable"]["6"] is not None
+        and more["detectable"]["4"] is None
+    )
+    holm = planned(
+        capsys, "--sd", "0.02", "--effect", "0.013", "--comparisons", "4", "--correction", "holm"
+    )
     assert holm["seeds_needed"] >= more["seeds_needed"] and holm["detectable"]["6"] is None
 
 
-def test_power_of_a_pilot_takes_the_spread_of_its_differences(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_power_of_a_pilot_takes_the_spread_of_its_differences(
+    campaign: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = planned(capsys, campaign, "--effect", "0.02")
-    variances = [np.var(d, ddof=1) for d in ([6, 9, 7, 8, 5, 7, 9, 6], [-6, -9, -7, -8, -5, -7, -9, -6], [3, -4, 2, -1, 4, -3, 1, 0])]
+    variances = [
+        np.var(d, ddof=1)
+        for d in (
+            [6, 9, 7, 8, 5, 7, 9, 6],
+            [-6, -9, -7, -8, -5, -7, -9, -6],
+            [3, -4, 2, -1, 4, -3, 1, 0],
+        )
+    ]
     assert result["sd"] == pytest.approx(np.sqrt(np.mean(variances)) / 100)
     assert result["comparisons"] == 3
-    assert result["seeds_needed_interval"][0] <= result["seeds_needed"] <= result["seeds_needed_interval"][1]
+    assert (
+        result["seeds_needed_interval"][0]
+        <= result["seeds_needed"]
+        <= result["seeds_needed_interval"][1]
+    )
     assert result["held_out_problems"] == 100 and result["held_out_problems_needed"] > 100
 
 
-def test_a_pilot_that_recorded_its_times_gives_the_cheapest_design(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The runs have luck of their own: beyond some evaluation only seeds help, and an answer costs a thousandth of a run."""
+def test_a_pilot_that_recorded_its_times_gives_the_cheapest_design(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The runs have luck of their own: beyond some evaluation only seeds help, and an answer costs
+    a thousandth of a run.
+    """
     timed_pilot(tmp_path)
-    small, large = (planned(capsys, tmp_path, "--effect", effect)["cheapest"] for effect in ("0.08", "0.2"))
+    small, large = (
+        planned(capsys, tmp_path, "--effect", effect)["cheapest"] for effect in ("0.08", "0.2")
+    )
     assert small["detectable"] <= 0.08 and small["seeds"] > large["seeds"] >= 6
-    assert small["hours"] == pytest.approx(2 * small["seeds"] * (800 + 0.8 * small["problems"] * small["samples"]) / 3600)
+    assert small["hours"] == pytest.approx(
+        2 * small["seeds"] * (800 + 0.8 * small["problems"] * small["samples"]) / 3600
+    )
 
 
-def test_power_of_a_pilot_with_one_condition_assumes_independent_arms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_power_of_a_pilot_with_one_condition_assumes_independent_arms(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for seed, rate in enumerate([0.50, 0.54, 0.52, 0.60]):
         write_run(tmp_path / f"s{seed}", seed, rates=[rate, rate])
-    assert planned(capsys, tmp_path)["sd"] == pytest.approx(np.sqrt(2) * np.std([0.50, 0.54, 0.52, 0.60], ddof=1))
+    assert planned(capsys, tmp_path)["sd"] == pytest.approx(
+        np.sqrt(2) * np.std([0.50, 0.54, 0.52, 0.60], ddof=1)
+    )
 
 
-def test_power_refuses_what_shows_no_spread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_power_refuses_what_shows_no_spread(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_run(tmp_path / "only", 1)
     assert "at least two seeds" in refused(capsys, tmp_path, command="power")
     assert "give one of them" in refused(capsys, command="power")
     assert "give one of them" in refused(capsys, tmp_path, "--sd", "0.1", command="power")
-    assert "needs infinitely many seeds" in refused(capsys, "--sd", "0.1", "--effect", "0", command="power")
+    assert "needs infinitely many seeds" in refused(
+        capsys, "--sd", "0.1", "--effect", "0", command="power"
+    )
     assert "is not a positive number" in refused(capsys, "--sd", "-0.1", command="power")

@@ -1,4 +1,6 @@
-"""What a run's own files contradict is not asserted: unjudged answers, failed runs, other data, other evaluations, few pairs."""
+"""What a run's own files contradict is not asserted: unjudged answers, failed runs, other data,
+other evaluations, few pairs.
+"""
 
 import json
 import re
@@ -20,7 +22,17 @@ from retrain.records.entries import EvaluationRecord, StepRecord
 from retrain.run.dialogues import Watcher
 from retrain.run.evaluation import Evaluator
 from retrain.run.rollout import Rollout
-from retrain.types import Completion, Example, FinishReason, Group, Outcome, Prompt, Score, Scored, Trajectory
+from retrain.types import (
+    Completion,
+    Example,
+    FinishReason,
+    Group,
+    Outcome,
+    Prompt,
+    Score,
+    Scored,
+    Trajectory,
+)
 
 BASE, BETTER = "grpo+none", "maxrl+none"
 EIGHT = [50, 48, 53, 51, 49, 52, 50, 47]
@@ -42,12 +54,17 @@ def shifted(by: Sequence[int]) -> list[int]:
 
 
 def judged(right: int, wrong: int, unjudged: int) -> list[EvaluationRecord]:
-    """One answer to each problem: right ones first, then wrong ones, then those that could not be judged."""
+    """One answer to each problem: right ones first, then wrong ones, then those that could not be
+    judged.
+    """
     counts = [(1, 1, 0)] * right + [(1, 0, 0)] * wrong + [(0, 0, 1)] * unjudged
-    return [EvaluationRecord(0, f"problem-{index}", "task", n, c, lost, None) for index, (n, c, lost) in enumerate(counts)]
+    return [
+        EvaluationRecord(0, f"problem-{index}", "task", n, c, lost, None)
+        for index, (n, c, lost) in enumerate(counts)
+    ]
 
 
-# -- answers that could not be judged --------------------------------------------------------------------------------------
+# -- answers that could not be judged --------------------------------------------------------------
 
 
 def unjudged_campaign(folder: Path, lost: int) -> Path:
@@ -55,36 +72,59 @@ def unjudged_campaign(folder: Path, lost: int) -> Path:
     entries = []
     for seed, right in enumerate(EIGHT, start=1):
         for label, unjudged in ((BASE, 0), (BETTER, lost)):
-            answers = judged(right + seed % 2 * (label == BETTER), 100 - right - seed % 2 * (label == BETTER) - unjudged, unjudged)
+            answers = judged(
+                right + seed % 2 * (label == BETTER),
+                100 - right - seed % 2 * (label == BETTER) - unjudged,
+                unjudged,
+            )
             write_run(folder / f"runs/{label}_s{seed}", seed, held_out=answers)
             entries.append({"condition": label, "seed": seed})
     return write_manifest(folder, entries)
 
 
-def test_wrong_answers_that_could_not_be_judged_make_no_improvement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_answers_that_could_not_be_judged_make_no_improvement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = compared(capsys, unjudged_campaign(tmp_path, 25))
     (found,) = result["contrasts"]
     low, high = found["unjudged_bounds"]
     assert found["mean_difference"] > 0 and low < found["mean_difference"] < high
     assert found["verdict"] == "inconclusive"
-    assert [arm["unjudged"] for arm in result["arms"]] == [0, 200] and result["arms"][1]["answered"] == 800
+    assert [arm["unjudged"] for arm in result["arms"]] == [0, 200] and result["arms"][1][
+        "answered"
+    ] == 800
     assert "200 of 800" in shown(capsys, tmp_path)
 
 
-def test_a_difference_is_taken_on_the_problems_that_both_runs_of_a_pair_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The base got the problems wrong that the candidate's judge lost: alone, their absence would look like a gain."""
+def test_a_difference_is_taken_on_the_problems_that_both_runs_of_a_pair_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The base got the problems wrong that the candidate's judge lost: alone, their absence would
+    look like a gain.
+    """
     for seed in (1, 2):
         write_run(tmp_path / f"base{seed}", seed, held_out=judged(60, 40, 0))
         write_run(tmp_path / f"new{seed}", seed, held_out=judged(60, 20, 20), training={"lr": 2e-3})
-    (found,) = compared(capsys, tmp_path / "new1", tmp_path / "new2", "--baseline", tmp_path / "base1", tmp_path / "base2")["contrasts"]
+    (found,) = compared(
+        capsys,
+        tmp_path / "new1",
+        tmp_path / "new2",
+        "--baseline",
+        tmp_path / "base1",
+        tmp_path / "base2",
+    )["contrasts"]
     assert found["mean_difference"] == 0.0 and found["unjudged_bounds"] == [0.0, pytest.approx(0.2)]
 
 
-def test_a_clear_improvement_outlives_a_few_unjudged_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_clear_improvement_outlives_a_few_unjudged_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     entries = []
     for seed in range(1, 9):
         for label, right in ((BASE, 30 + seed % 3), (BETTER, 60 + seed % 2)):
-            write_run(tmp_path / f"runs/{label}_s{seed}", seed, held_out=judged(right, 98 - right, 2))
+            write_run(
+                tmp_path / f"runs/{label}_s{seed}", seed, held_out=judged(right, 98 - right, 2)
+            )
             entries.append({"condition": label, "seed": seed})
     (found,) = compared(capsys, write_manifest(tmp_path, entries))["contrasts"]
     assert found["verdict"] == "improvement" and found["unjudged_bounds"][0] > 0.2
@@ -105,11 +145,17 @@ class Silent:
     """A sampler whose reward judges some answers and none of the others."""
 
     def __init__(self, unjudged: int, total: int) -> None:
-        completion = Completion(0, 0, np.zeros(1, np.int32), np.zeros(1, np.float32), None, FinishReason.STOP)
+        completion = Completion(
+            0, 0, np.zeros(1, np.int32), np.zeros(1, np.float32), None, FinishReason.STOP
+        )
         lost, right = Score(Outcome.COULD_NOT_JUDGE, None, "the worker died"), Score.of(1.0, 0.5)
         prompt = Prompt(Example("", "", example_id="p"), "", np.zeros(1, np.int32))
         only = Trajectory.of(completion)
-        self.group = Group(prompt, 0, [Scored(only, "", lost if index < unjudged else right) for index in range(total)])
+        self.group = Group(
+            prompt,
+            0,
+            [Scored(only, "", lost if index < unjudged else right) for index in range(total)],
+        )
 
     def draw(self, *_: object) -> Rollout:
         return Rollout([self.group], [self.group])
@@ -122,15 +168,23 @@ def test_an_evaluation_with_too_many_unjudged_answers_fails_as_training_does() -
         evaluator = Evaluator(Silent(unjudged, 40), [], None, [1], limit)  # type: ignore[arg-type]
         return evaluator.run(3, watcher).problems[0].could_not_judge
 
-    with pytest.raises(RunFailed, match=r"9 of 40 held-out answers could not be judged \(9 times: the worker died\), more than .*0\.1"):
+    with pytest.raises(
+        RunFailed,
+        match=(
+            r"9 of 40 held-out answers could not be judged \(9 times: the worker died\), more than"
+            r" .*0\.1"
+        ),
+    ):
         evaluated(9, 0.1)
     assert evaluated(4, 0.1) == 4 and evaluated(1, 0.0) == 1 and evaluated(40, 1.0) == 40
 
 
-# -- what two runs had in common -------------------------------------------------------------------------------------------
+# -- what two runs had in common -------------------------------------------------------------------
 
 
-def test_same_prompts_and_an_a_a_comparison_are_what_the_runs_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_same_prompts_and_an_a_a_comparison_are_what_the_runs_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     machines = {
         "same": {},
         "data": {"data_sha256": "another file"},
@@ -144,12 +198,27 @@ def test_same_prompts_and_an_a_a_comparison_are_what_the_runs_recorded(tmp_path:
             write_run(tmp_path / f"{name}{seed}", seed, environment=environment)
     bases = [tmp_path / "base1", tmp_path / "base2"]
     found = {
-        name: compared(capsys, tmp_path / f"{name}1", tmp_path / f"{name}2", "--baseline", *bases)["contrasts"][0] for name in machines
+        name: compared(capsys, tmp_path / f"{name}1", tmp_path / f"{name}2", "--baseline", *bases)[
+            "contrasts"
+        ][0]
+        for name in machines
     }
-    assert {name: item["same_prompts"] for name, item in found.items()} == {"same": 2, "data": 0, "torch": 2, "device": 2, "silent": 0}
-    said = {name: shown(capsys, tmp_path / f"{name}1", tmp_path / f"{name}2", "--baseline", *bases) for name in machines}
+    assert {name: item["same_prompts"] for name, item in found.items()} == {
+        "same": 2,
+        "data": 0,
+        "torch": 2,
+        "device": 2,
+        "silent": 0,
+    }
+    said = {
+        name: shown(capsys, tmp_path / f"{name}1", tmp_path / f"{name}2", "--baseline", *bases)
+        for name in machines
+    }
     assert [name for name, text in said.items() if "an A/A comparison" in text] == ["same"]
-    assert "torch (2.12.0, not recorded)" in said["torch"] and "device (cuda:0, not recorded)" in said["device"]
+    assert (
+        "torch (2.12.0, not recorded)" in said["torch"]
+        and "device (cuda:0, not recorded)" in said["device"]
+    )
     assert "training data" in said["data"] and "was not recorded" in said["silent"]
 
 
@@ -159,17 +228,29 @@ def test_held_out_answers_sampled_in_different_ways_are_compared_only_on_request
     ways: dict[str, dict[str, Any]] = {
         "hot": {"training": {"temperature": 0.7}},
         "short": {"evaluation": {"max_tokens": 12}},
-        "alike": {"training": {"temperature": 0.7, "max_tokens": 48}, "evaluation": {"temperature": 1.0, "max_tokens": 24}},
+        "alike": {
+            "training": {"temperature": 0.7, "max_tokens": 48},
+            "evaluation": {"temperature": 1.0, "max_tokens": 24},
+        },
     }
     entries = []
     for seed in (1, 2):
         for label, sections in {BASE: {}, **ways}.items():
-            write_run(tmp_path / f"runs/{label}_s{seed}", seed, held_out=problems([1, seed - 1]), **sections)
+            write_run(
+                tmp_path / f"runs/{label}_s{seed}",
+                seed,
+                held_out=problems([1, seed - 1]),
+                **sections,
+            )
             entries.append({"condition": label, "seed": seed})
     result = compared(capsys, write_manifest(tmp_path, entries))
     assert [contrast["condition"] for contrast in result["contrasts"]] == ["alike"]
     left_out = " ".join(result["left_out"])
-    assert "hot was evaluated at temperature 0.7" in left_out and "at most 12 tokens" in left_out and "--metric pass@1" in left_out
+    assert (
+        "hot was evaluated at temperature 0.7" in left_out
+        and "at most 12 tokens" in left_out
+        and "--metric pass@1" in left_out
+    )
     insisted = compared(capsys, tmp_path, "--metric", "pass@1")
     assert len(insisted["contrasts"]) == 3 and not insisted["left_out"]
     assert any("hot was evaluated at temperature 0.7" in note for note in insisted["notes"])
@@ -184,7 +265,13 @@ def test_a_campaign_measures_every_condition_as_its_base_is_measured(tmp_path: P
             "label": "cold",
             "training": {"temperature": 0.6, "max_tokens": 12, "top_p": 0.9},
         },
-        {"advantage_mode": "grpo", "transform_mode": "none", "label": "own", "training.temperature": 0.6, "evaluation.temperature": 0.2},
+        {
+            "advantage_mode": "grpo",
+            "transform_mode": "none",
+            "label": "own",
+            "training.temperature": 0.6,
+            "evaluation.temperature": 0.2,
+        },
     ]
     config = config_from_mapping(
         {
@@ -197,26 +284,43 @@ def test_a_campaign_measures_every_condition_as_its_base_is_measured(tmp_path: P
     )
     base, cold, own = (run.config for run in plan_campaign(config, tmp_path).runs)
     assert base.evaluation.temperature is None and base.evaluation.max_tokens is None
-    assert (cold.evaluation.temperature, cold.evaluation.max_tokens, cold.evaluation.top_p) == (1.0, 48, 1.0)
+    assert (cold.evaluation.temperature, cold.evaluation.max_tokens, cold.evaluation.top_p) == (
+        1.0,
+        48,
+        1.0,
+    )
     assert cold.training.temperature == 0.6 and own.evaluation.temperature == 0.2
 
 
-# -- equivalence -----------------------------------------------------------------------------------------------------------
+# -- equivalence -----------------------------------------------------------------------------------
 
 
 def test_two_pairs_are_never_equivalent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     campaign = write_campaign(tmp_path, {BASE: [50, 50], BETTER: [50, 50]}, asked=1000)
-    assert compared(capsys, campaign, "--margin", "0.5", "--alpha", "0.3")["contrasts"][0]["verdict"] == "inconclusive"
+    assert (
+        compared(capsys, campaign, "--margin", "0.5", "--alpha", "0.3")["contrasts"][0]["verdict"]
+        == "inconclusive"
+    )
 
 
-def test_equal_and_nearly_equal_differences_are_equivalent_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arms = {BASE: EIGHT, BETTER: EIGHT, "rloo+none": shifted([0, 0, 0, 0, 0, 0, 0, 1]), "maxrl+gtpo": EIGHT, "rloo+gtpo": EIGHT}
+def test_equal_and_nearly_equal_differences_are_equivalent_alike(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arms = {
+        BASE: EIGHT,
+        BETTER: EIGHT,
+        "rloo+none": shifted([0, 0, 0, 0, 0, 0, 0, 1]),
+        "maxrl+gtpo": EIGHT,
+        "rloo+gtpo": EIGHT,
+    }
     found = compared(capsys, write_campaign(tmp_path, arms), "--margin", "0.02")["contrasts"]
     assert {item["verdict"] for item in found} == {"equivalent"}
     assert len({item["equivalence_p_adjusted"] for item in found}) == 1
 
 
-def test_an_improvement_within_the_margin_says_both_and_shows_tosts_p(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_improvement_within_the_margin_says_both_and_shows_tosts_p(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     campaign = write_campaign(tmp_path, {BASE: EIGHT, BETTER: shifted([7, 8, 7, 8, 7, 8, 7, 8])})
     (found,) = compared(capsys, campaign, "--margin", "0.2")["contrasts"]
     assert found["verdict"] == "improvement" and found["within_margin"]
@@ -225,15 +329,22 @@ def test_an_improvement_within_the_margin_says_both_and_shows_tosts_p(tmp_path: 
     assert "largest difference of a pair is 8.0 pp" in text and "up to 31% of runs" in text
 
 
-# -- which direction is better ---------------------------------------------------------------------------------------------
+# -- which direction is better ---------------------------------------------------------------------
 
 
 def test_every_number_of_a_step_declares_which_direction_is_better() -> None:
     numeric = [item for item in fields(StepRecord) if item.type in (int | None, float | None)]
-    assert [item.name for item in numeric if item.metadata.get("better", "undeclared") not in ("higher", "lower", None)] == []
+    assert [
+        item.name
+        for item in numeric
+        if item.metadata.get("better", "undeclared") not in ("higher", "lower", None)
+    ] == []
 
 
-@pytest.mark.parametrize(("metric", "verdict"), [("step_time_s", "worse"), ("loss", "different"), ("tokens_per_s", "improvement")])
+@pytest.mark.parametrize(
+    ("metric", "verdict"),
+    [("step_time_s", "worse"), ("loss", "different"), ("tokens_per_s", "improvement")],
+)
 def test_more_is_no_improvement_of_a_cost_or_of_what_has_no_direction(
     metric: str, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -241,35 +352,64 @@ def test_more_is_no_improvement_of_a_cost_or_of_what_has_no_direction(
     for seed in range(1, 9):
         for label, value in ((BASE, 1.0 + seed / 100), (BETTER, 2.0 + seed / 50)):
             folder = write_run(tmp_path / f"runs/{label}_s{seed}", seed)
-            lines = [json.loads(line) | {metric: value} for line in (folder / "metrics.jsonl").read_text().splitlines()]
-            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            lines = [
+                json.loads(line) | {metric: value}
+                for line in (folder / "metrics.jsonl").read_text().splitlines()
+            ]
+            (folder / "metrics.jsonl").write_text(
+                "".join(json.dumps(line) + "\n" for line in lines)
+            )
             entries.append({"condition": label, "seed": seed})
-    assert compared(capsys, write_manifest(tmp_path, entries), "--metric", metric)["contrasts"][0]["verdict"] == verdict
+    assert (
+        compared(capsys, write_manifest(tmp_path, entries), "--metric", metric)["contrasts"][0][
+            "verdict"
+        ]
+        == verdict
+    )
 
 
-def test_pass_at_k_comes_from_the_stored_samples_whatever_k_was_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pass_at_k_comes_from_the_stored_samples_whatever_k_was_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for arm, right in (("one", [1, 0, 4]), ("two", [2, 0, 4])):
         write_run(tmp_path / arm, 1, held_out=problems(right, samples=4))
-    result = compared(capsys, tmp_path / "one", "--baseline", tmp_path / "two", "--metric", "pass@2")
+    result = compared(
+        capsys, tmp_path / "one", "--baseline", tmp_path / "two", "--metric", "pass@2"
+    )
     assert result["arms"][1]["mean"] == pytest.approx((0.5 + 0 + 1) / 3)
 
 
-@pytest.mark.parametrize(("baseline", "candidate", "said"), [(50, 60, True), (40, 50, True), (20, 60, False)])
+@pytest.mark.parametrize(
+    ("baseline", "candidate", "said"), [(50, 60, True), (40, 50, True), (20, 60, False)]
+)
 def test_an_improvement_says_which_collapse_rate_would_undo_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], baseline: int, candidate: int, said: bool
 ) -> None:
     shifts = [-2, 1, 0, 2, -1, 1, -1, 0]
-    text = shown(capsys, write_campaign(tmp_path / "c", {BASE: [baseline] * 8, BETTER: [candidate + shift for shift in shifts]}))
+    text = shown(
+        capsys,
+        write_campaign(
+            tmp_path / "c", {BASE: [baseline] * 8, BETTER: [candidate + shift for shift in shifts]}
+        ),
+    )
     assert f"{BETTER} beats {BASE}" in text
-    found = re.search(r"if (\d+)% of the runs of maxrl\+none fell to 0, .* and 8 pairs do not rule out up to (\d+)%", text)
+    found = re.search(
+        r"if (\d+)% of the runs of maxrl\+none fell to 0, .* and 8 pairs do not rule out up to"
+        r" (\d+)%",
+        text,
+    )
     assert bool(found) is said
     if found:
         undoing, unseen = (int(percent) / 100 for percent in found.groups())
-        assert candidate * (1 - undoing) == pytest.approx(baseline, abs=0.006 * candidate)  # what is left of it equals the baseline
-        assert (1 - unseen) ** 8 == pytest.approx(0.05, abs=0.01)  # so many collapses show none in 8 pairs once in twenty campaigns
+        assert candidate * (1 - undoing) == pytest.approx(
+            baseline, abs=0.006 * candidate
+        )  # what is left of it equals the baseline
+        assert (1 - unseen) ** 8 == pytest.approx(
+            0.05, abs=0.01
+        )  # so many collapses show none in 8 pairs once in twenty campaigns
 
 
-# -- what a verdict may not be made of ------------------------------------------------------------------------------------
+# -- what a verdict may not be made of -------------------------------------------------------------
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
@@ -279,22 +419,38 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
 
 def test_one_problem_makes_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, write_campaign(tmp_path / "c", {BASE: [0] * 8, BETTER: [1] * 8}, asked=1))
-    assert text.startswith("Undecided on this one problem") and "have no interval for new problems. Evaluate on more." in text
+    assert (
+        text.startswith("Undecided on this one problem")
+        and "have no interval for new problems. Evaluate on more." in text
+    )
 
 
-def test_of_pairs_without_two_finished_runs_nothing_is_said_to_be_shared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_pairs_without_two_finished_runs_nothing_is_said_to_be_shared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     entries: list[dict[str, Any]] = []
     for seed in range(1, 9):
         write_run(tmp_path / f"runs/{BASE}_s{seed}", seed, held_out=problems([1] * 50 + [0] * 50))
-        entries += [{"condition": BASE, "seed": seed}, {"condition": BETTER, "seed": seed, "status": "failed", "reason": "no memory"}]
+        entries += [
+            {"condition": BASE, "seed": seed},
+            {"condition": BETTER, "seed": seed, "status": "failed", "reason": "no memory"},
+        ]
     text = shown(capsys, write_manifest(tmp_path, entries), "--failed", "worst")
-    assert "No pair has two runs that finished." in text and "A/A" not in text and "same prompts" not in text
+    assert (
+        "No pair has two runs that finished." in text
+        and "A/A" not in text
+        and "same prompts" not in text
+    )
     message = refused(capsys, "compare", tmp_path)
     assert message.count("failed (no memory)") == 3 and "And 5 more runs." in message
 
 
-def test_the_first_line_says_that_an_improvement_lies_within_the_margin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write_campaign(tmp_path / "c", {BASE: EIGHT, BETTER: [right + 10 for right in EIGHT[:-1]] + [58]})
+def test_the_first_line_says_that_an_improvement_lies_within_the_margin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_campaign(
+        tmp_path / "c", {BASE: EIGHT, BETTER: [right + 10 for right in EIGHT[:-1]] + [58]}
+    )
     assert ", within the margin of 20.0 pp." in shown(capsys, folder, "--margin", "0.2")
     assert "within the margin" not in shown(capsys, folder, "--margin", "0.05")
 
@@ -302,45 +458,102 @@ def test_the_first_line_says_that_an_improvement_lies_within_the_margin(tmp_path
 def test_a_contrast_is_named_once_and_a_campaign_of_one_condition_is_not_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = write_campaign(tmp_path / "c", {BASE: EIGHT, BETTER: EIGHT, "rloo+none": [right + 10 for right in EIGHT]})
+    folder = write_campaign(
+        tmp_path / "c", {BASE: EIGHT, BETTER: EIGHT, "rloo+none": [right + 10 for right in EIGHT]}
+    )
     both = [f"--contrast={BETTER}:{BASE}", f"--contrast={BASE}:{BETTER}"]
-    assert f"--contrast {BASE}:{BETTER} compares two conditions for the second time" in refused(capsys, "compare", folder, *both)
-    text = shown(capsys, folder, f"--contrast=rloo+none:{BASE}", f"--contrast=rloo+none:{BETTER}", f"--contrast={BETTER}:{BASE}")
+    assert f"--contrast {BASE}:{BETTER} compares two conditions for the second time" in refused(
+        capsys, "compare", folder, *both
+    )
+    text = shown(
+        capsys,
+        folder,
+        f"--contrast=rloo+none:{BASE}",
+        f"--contrast=rloo+none:{BETTER}",
+        f"--contrast={BETTER}:{BASE}",
+    )
     assert text.startswith("2 of 3 conditions beat their baselines")
     alone = write_campaign(tmp_path / "alone", {BASE: EIGHT})
-    assert "has one condition, grpo+none, and a comparison takes two or more" in refused(capsys, "compare", alone)
+    assert "has one condition, grpo+none, and a comparison takes two or more" in refused(
+        capsys, "compare", alone
+    )
 
 
-def test_equal_differences_and_impossible_effects_plan_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_differences_and_impossible_effects_plan_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     equal = write_campaign(tmp_path / "equal", {BASE: EIGHT, BETTER: EIGHT})
-    assert "all equal, so they show no spread" in refused(capsys, "power", equal, "--effect", "0.02")
-    other = write_campaign(tmp_path / "other", {BASE: EIGHT, BETTER: shifted([1, 2, 3, 4, 5, 6, 7, 8])})
-    assert "--effect 1.5 is not a possible difference in pass@1" in refused(capsys, "power", other, "--effect", "1.5")
+    assert "all equal, so they show no spread" in refused(
+        capsys, "power", equal, "--effect", "0.02"
+    )
+    other = write_campaign(
+        tmp_path / "other", {BASE: EIGHT, BETTER: shifted([1, 2, 3, 4, 5, 6, 7, 8])}
+    )
+    assert "--effect 1.5 is not a possible difference in pass@1" in refused(
+        capsys, "power", other, "--effect", "1.5"
+    )
     assert "--sd 0 is not a positive number" in refused(capsys, "power", "--sd", "0")
 
 
-# -- the second line -------------------------------------------------------------------------------------------------------
+# -- the second line -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("baseline", "candidate", "fallen", "words"),
     [
-        (20, 60, {}, r"\(none was seen\) at 0, and as many collapses of maxrl\+none .*31% of them\): improvement\."),
-        (50, 60, {}, r"\(none was seen\) at 0, .*: undecided\. 17 pairs without a collapse would rule out enough\."),
-        (10, 60, {4: 20}, r"\(seed 4 of maxrl\+none\) at 0, and as many further collapses of maxrl\+none .*: improvement\."),
+        (
+            20,
+            60,
+            {},
+            (
+                r"\(none was seen\) at 0, and as many collapses of maxrl\+none .*31% of them\):"
+                r" improvement\."
+            ),
+        ),
+        (
+            50,
+            60,
+            {},
+            (
+                r"\(none was seen\) at 0, .*: undecided\. 17 pairs without a collapse would rule"
+                r" out enough\."
+            ),
+        ),
+        (
+            10,
+            60,
+            {4: 20},
+            (
+                r"\(seed 4 of maxrl\+none\) at 0, and as many further collapses of maxrl\+none .*:"
+                r" improvement\."
+            ),
+        ),
     ],
     ids=["a gain of two thirds", "a gain of a sixth", "a collapse that was seen"],
 )
 def test_the_second_line_counts_collapses_at_their_worst_seen_and_unseen(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], baseline: int, candidate: int, fallen: dict[int, int], words: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    baseline: int,
+    candidate: int,
+    fallen: dict[int, int],
+    words: str,
 ) -> None:
     shifts = [-2, 1, 0, 2, -1, 1, -1, 0]
     values = [fallen.get(seed, candidate + shift) for seed, shift in enumerate(shifts, start=1)]
     text = shown(capsys, write_campaign(tmp_path / "c", {BASE: [baseline] * 8, BETTER: values}))
     assert re.search(words, text), text
-    assert "Known limits: - In simulated campaigns whose arms have equal means, the test says improvement in" in text
+    assert (
+        "Known limits: - In simulated campaigns whose arms have equal means, the test says"
+        " improvement in" in text
+    )
 
 
-def test_no_verdict_has_no_second_line_and_no_known_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(capsys, write_campaign(tmp_path / "c", {BASE: EIGHT, BETTER: shifted([1, -1, 2, -2, 0, 1, -1, 0])}))
+def test_no_verdict_has_no_second_line_and_no_known_limits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = shown(
+        capsys,
+        write_campaign(tmp_path / "c", {BASE: EIGHT, BETTER: shifted([1, -1, 2, -2, 0, 1, -1, 0])}),
+    )
     assert "at 0, and as many" not in text and "Known limits" not in text

@@ -1,4 +1,6 @@
-"""The formulas behind a comparison, against independent ones: brute force, scipy's own tests, and simulation."""
+"""The formulas behind a comparison, against independent ones: brute force, scipy's own tests, and
+simulation.
+"""
 
 from itertools import product
 
@@ -18,17 +20,27 @@ TENTHS = st.lists(st.integers(-9, 9).map(lambda k: k / 10), min_size=1, max_size
 def brute_force_p(differences: list[float]) -> float:
     """Over all 2^n flips, in whole tenths, where equal sums are equal."""
     tenths = [round(10 * d) for d in differences]
-    sums = [abs(sum(s * d for s, d in zip(signs, tenths, strict=True))) for signs in product((1, -1), repeat=len(tenths))]
+    sums = [
+        abs(sum(s * d for s, d in zip(signs, tenths, strict=True)))
+        for signs in product((1, -1), repeat=len(tenths))
+    ]
     return sum(value >= abs(sum(tenths)) for value in sums) / len(sums)
 
 
 @given(TENTHS)
 @settings(deadline=None)  # a busy machine may take a second over 2^9 flips
-def test_the_sign_flip_p_counts_every_flip_and_ties_of_decimals_are_ties(differences: list[float]) -> None:
-    assert statistics.sign_flip_p(differences) == pytest.approx(brute_force_p(differences), abs=1e-15)
+def test_the_sign_flip_p_counts_every_flip_and_ties_of_decimals_are_ties(
+    differences: list[float],
+) -> None:
+    assert statistics.sign_flip_p(differences) == pytest.approx(
+        brute_force_p(differences), abs=1e-15
+    )
 
 
-@pytest.mark.parametrize(("seeds", "smallest"), [(1, 1.0), (3, 0.25), (5, 0.0625), (6, 0.03125), (8, 0.0078125), (16, 2 / 2**16)])
+@pytest.mark.parametrize(
+    ("seeds", "smallest"),
+    [(1, 1.0), (3, 0.25), (5, 0.0625), (6, 0.03125), (8, 0.0078125), (16, 2 / 2**16)],
+)
 def test_the_smallest_p_is_two_in_all_flips(seeds: int, smallest: float) -> None:
     assert statistics.sign_flip_p([1.0] * seeds) == statistics.smallest_p(seeds) == smallest
 
@@ -37,7 +49,11 @@ def test_beyond_twenty_seeds_a_sample_of_flips_agrees_and_is_never_zero() -> Non
     rng = np.random.default_rng(1)
     differences = rng.normal(0.3, 1, 24)
     reference = stats.permutation_test(
-        (differences,), np.mean, permutation_type="samples", n_resamples=50_000, rng=np.random.default_rng(2)
+        (differences,),
+        np.mean,
+        permutation_type="samples",
+        n_resamples=50_000,
+        rng=np.random.default_rng(2),
     ).pvalue
     assert statistics.sign_flip_p(differences) == pytest.approx(reference, abs=0.01)
     assert statistics.sign_flip_p([1.0] * 40) == pytest.approx(1e-5, rel=1e-3)
@@ -64,7 +80,10 @@ def test_the_interval_and_tost_are_those_of_paired_t_tests() -> None:
 def test_differences_without_spread_claim_no_more_than_their_number_allows() -> None:
     assert statistics.tost([0.0] * 3, 0.01) == 1 / 8
     assert statistics.tost([0.02] * 8, 0.01) == 1.0
-    assert statistics.corrected_dz([0.1] * 3) == np.inf and statistics.corrected_dz([-0.1] * 3) == -np.inf
+    assert (
+        statistics.corrected_dz([0.1] * 3) == np.inf
+        and statistics.corrected_dz([-0.1] * 3) == -np.inf
+    )
     assert statistics.corrected_dz([0.0] * 3) == 0.0
     assert statistics.t_interval([0.1] * 3) == pytest.approx((0.1, 0.1))
 
@@ -91,7 +110,9 @@ def test_numbers_of_any_size_have_a_mean_a_spread_and_an_effect(scale: float) ->
 
 def test_differences_that_are_equal_but_for_rounding_have_no_spread() -> None:
     d = [0.3 - 0.2, 0.2 - 0.1, 0.6 - 0.5]
-    assert len(set(d)) > 1 and statistics.sample_sd(d) == 0.0 and statistics.corrected_dz(d) == np.inf
+    assert (
+        len(set(d)) > 1 and statistics.sample_sd(d) == 0.0 and statistics.corrected_dz(d) == np.inf
+    )
 
 
 def test_hedges_correction_removes_the_bias_of_small_campaigns() -> None:
@@ -116,7 +137,12 @@ def test_holm_lies_between_the_raw_p_and_bonferroni_and_keeps_the_order(p: list[
 
 @pytest.mark.parametrize("values", [[], [float("nan")], [float("inf"), 1.0]])
 def test_what_is_no_number_is_refused(values: list[float]) -> None:
-    for function in (statistics.sign_flip_p, statistics.corrected_dz, statistics.t_interval, tasks.iqm):
+    for function in (
+        statistics.sign_flip_p,
+        statistics.corrected_dz,
+        statistics.t_interval,
+        tasks.iqm,
+    ):
         with pytest.raises(ValueError, match="finite"):
             function(values)  # type: ignore[operator]
 
@@ -143,7 +169,7 @@ def test_the_standard_error_is_scipys() -> None:
     assert statistics.standard_error(values) == pytest.approx(float(stats.sem(values)), rel=1e-12)
 
 
-# -- tasks ----------------------------------------------------------------------------------------------------------
+# -- tasks -----------------------------------------------------------------------------------------
 
 
 def test_the_probability_of_improvement_is_the_fraction_of_pairs_won() -> None:
@@ -168,24 +194,40 @@ def test_the_interval_of_an_iqm_difference_is_narrower_for_paired_arms() -> None
 
 
 @pytest.mark.parametrize(("runs", "tasks_asked"), [(3, 4), (12, 8)])
-def test_the_iqms_interval_covers_the_truth_where_a_runs_luck_is_in_all_of_its_tasks(runs: int, tasks_asked: int) -> None:
+def test_the_iqms_interval_covers_the_truth_where_a_runs_luck_is_in_all_of_its_tasks(
+    runs: int, tasks_asked: int
+) -> None:
     rng = np.random.default_rng(0)
     covered, trials = 0, 150
     for _ in range(trials):
-        scores = np.linspace(0.1, 0.9, tasks_asked) + rng.normal(0, 0.05, (runs, 1)) + rng.normal(0, 0.02, (runs, tasks_asked))
+        scores = (
+            np.linspace(0.1, 0.9, tasks_asked)
+            + rng.normal(0, 0.05, (runs, 1))
+            + rng.normal(0, 0.02, (runs, tasks_asked))
+        )
         low, high = tasks.run_interval(scores)
         covered += low <= 0.5 <= high
     assert covered / trials >= 0.88
 
 
-def table_of(rng: np.random.Generator, seeds: int, problems: int, luck: float, spread: float, noise: float) -> np.ndarray:
-    return luck * rng.normal(size=(seeds, 1)) + spread * rng.normal(size=problems) + noise * rng.normal(size=(seeds, problems))
+def table_of(
+    rng: np.random.Generator, seeds: int, problems: int, luck: float, spread: float, noise: float
+) -> np.ndarray:
+    return (
+        luck * rng.normal(size=(seeds, 1))
+        + spread * rng.normal(size=problems)
+        + noise * rng.normal(size=(seeds, problems))
+    )
 
 
 @pytest.mark.parametrize(("luck", "spread"), [(0.03, 0.25), (0.0, 0.25), (0.05, 0.0), (0.0, 0.0)])
-def test_the_two_way_interval_covers_new_problems_and_is_not_much_wider_than_it_must_be(luck: float, spread: float) -> None:
+def test_the_two_way_interval_covers_new_problems_and_is_not_much_wider_than_it_must_be(
+    luck: float, spread: float
+) -> None:
     rng = np.random.default_rng(0)
-    intervals = np.array([TwoWay.of(table_of(rng, 8, 40, luck, spread, 0.5)).interval() for _ in range(1000)])  # type: ignore[union-attr]
+    intervals = np.array(
+        [TwoWay.of(table_of(rng, 8, 40, luck, spread, 0.5)).interval() for _ in range(1000)]
+    )  # type: ignore[union-attr]
     covered = np.mean((intervals[:, 0] <= 0) & (intervals[:, 1] >= 0))
     ideal = 2 * 1.96 * np.sqrt(luck**2 / 8 + spread**2 / 40 + 0.25 / 320)
     assert 0.93 <= covered <= 0.995
@@ -195,42 +237,73 @@ def test_the_two_way_interval_covers_new_problems_and_is_not_much_wider_than_it_
 def test_the_two_way_parts_are_the_evaluations_noise_and_the_runs_luck() -> None:
     rng = np.random.default_rng(0)
     found = [TwoWay.of(table_of(rng, 12, 60, 0.05, 0.2, 0.5)) for _ in range(300)]
-    assert np.mean([table.noise_variance for table in found if table]) == pytest.approx(0.25 / 60, rel=0.08)
-    assert np.mean([table.luck_variance for table in found if table]) == pytest.approx(0.0025, rel=0.15)
+    assert np.mean([table.noise_variance for table in found if table]) == pytest.approx(
+        0.25 / 60, rel=0.08
+    )
+    assert np.mean([table.luck_variance for table in found if table]) == pytest.approx(
+        0.0025, rel=0.15
+    )
 
 
-def test_a_covariate_that_explains_the_effect_narrows_the_interval_and_a_useless_one_is_found_out() -> None:
+def test_a_covariate_that_explains_the_effect_narrows_the_interval_and_a_useless_one_is_found_out() -> (
+    None
+):
     rng = np.random.default_rng(0)
     difficulty = rng.random(60)
     table = table_of(rng, 8, 60, 0.02, 0.0, 0.2) + difficulty - difficulty.mean()
     whole = TwoWay.of(table)
-    explained, useless = covaried_square(table, difficulty), covaried_square(table, np.full(60, 0.5))
-    assert whole and explained is not None and explained < 0.1 * whole.problem_square and useless is None
+    explained, useless = (
+        covaried_square(table, difficulty),
+        covaried_square(table, np.full(60, 0.5)),
+    )
+    assert (
+        whole
+        and explained is not None
+        and explained < 0.1 * whole.problem_square
+        and useless is None
+    )
 
 
-# -- joint sign flips ------------------------------------------------------------------------------------------------------
+# -- joint sign flips ------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(-9, 9).map(lambda k: k / 10), min_size=1, max_size=9))
 @settings(deadline=None)
 def test_a_family_of_one_has_the_p_of_the_mean(differences: list[float]) -> None:
-    assert max_t([dict(enumerate(differences))])[0] == pytest.approx(brute_force_p(differences), abs=1e-15)
+    assert max_t([dict(enumerate(differences))])[0] == pytest.approx(
+        brute_force_p(differences), abs=1e-15
+    )
 
 
 def test_max_t_by_brute_force_on_contrasts_with_seeds_of_their_own() -> None:
-    family = [{1: 0.3, 2: 0.1, 3: 0.4, 4: 0.2, 5: 0.3}, {2: -0.2, 3: 0.1, 4: 0.3, 5: -0.1, 6: 0.2}, {1: 0.1, 6: 0.1}]
+    family = [
+        {1: 0.3, 2: 0.1, 3: 0.4, 4: 0.2, 5: 0.3},
+        {2: -0.2, 3: 0.1, 4: 0.3, 5: -0.1, 6: 0.2},
+        {1: 0.1, 6: 0.1},
+    ]
     seeds = sorted({seed for contrast in family for seed in contrast})
     norms = [np.sqrt(sum(d * d for d in contrast.values())) for contrast in family]
 
     def statistics_of(signs: dict[int, int]) -> list[float]:
-        return [abs(sum(signs[s] * d for s, d in contrast.items())) / norm for contrast, norm in zip(family, norms, strict=True)]
+        return [
+            abs(sum(signs[s] * d for s, d in contrast.items())) / norm
+            for contrast, norm in zip(family, norms, strict=True)
+        ]
 
     observed = statistics_of(dict.fromkeys(seeds, 1))
     order = sorted(range(3), key=lambda index: -observed[index])
-    flips = [statistics_of(dict(zip(seeds, signs, strict=True))) for signs in product((1, -1), repeat=len(seeds))]
+    flips = [
+        statistics_of(dict(zip(seeds, signs, strict=True)))
+        for signs in product((1, -1), repeat=len(seeds))
+    ]
     expected, largest = [0.0] * 3, 0.0
     for step, index in enumerate(order):
-        p = np.mean([max(values[other] for other in order[step:]) >= observed[index] - 1e-9 for values in flips])
+        p = np.mean(
+            [
+                max(values[other] for other in order[step:]) >= observed[index] - 1e-9
+                for values in flips
+            ]
+        )
         largest = max(largest, float(p))
         expected[index] = largest
     assert max_t(family) == pytest.approx(expected)
@@ -249,19 +322,26 @@ def test_a_contrast_without_any_difference_has_a_p_of_one() -> None:
     assert max_t([]) == []
 
 
-# -- power ---------------------------------------------------------------------------------------------------------------
+# -- power -----------------------------------------------------------------------------------------
 
 
 def found(differences: np.ndarray, comparisons: int = 1) -> float:
     """How often the rule of `compare` finds an improvement in rows of differences."""
     p = np.array([comparisons * statistics.sign_flip_p(row) for row in differences])
-    return float(np.mean([low > 0 for low, _ in map(statistics.t_interval, differences)] & (p < 0.05)))
+    return float(
+        np.mean([low > 0 for low, _ in map(statistics.t_interval, differences)] & (p < 0.05))
+    )
 
 
-@pytest.mark.parametrize(("seeds", "effect", "comparisons"), [(6, 1.8, 1), (8, 1.2, 1), (8, 1.9, 4), (13, 0.85, 1), (14, 1.0, 4)])
+@pytest.mark.parametrize(
+    ("seeds", "effect", "comparisons"),
+    [(6, 1.8, 1), (8, 1.2, 1), (8, 1.9, 4), (13, 0.85, 1), (14, 1.0, 4)],
+)
 def test_power_is_as_predicted(seeds: int, effect: float, comparisons: int) -> None:
     simulated = found(np.random.default_rng(5).normal(effect, 1, (600, seeds)), comparisons)
-    assert power.power_of(seeds, effect, comparisons=comparisons, correction="holm") == pytest.approx(simulated, abs=0.05)
+    assert power.power_of(
+        seeds, effect, comparisons=comparisons, correction="holm"
+    ) == pytest.approx(simulated, abs=0.05)
 
 
 def test_the_minimal_detectable_effect_is_found_four_times_in_five() -> None:
@@ -292,13 +372,19 @@ def test_power_under_joint_flips_is_as_predicted(seeds: int, effect: float) -> N
     for _ in range(500):
         runs = rng.normal(0, np.sqrt(0.5), (5, seeds))
         differences = runs[1:] - runs[0] + effect * np.eye(4)[:, :1]
-        hits += max_t([dict(enumerate(row)) for row in differences])[0] < 0.05 and statistics.t_interval(differences[0])[0] > 0
+        hits += (
+            max_t([dict(enumerate(row)) for row in differences])[0] < 0.05
+            and statistics.t_interval(differences[0])[0] > 0
+        )
     assert power.power_of(seeds, effect, comparisons=4) == pytest.approx(hits / 500, abs=0.06)
 
 
 def test_too_few_seeds_have_no_power_whatever_the_effect() -> None:
     assert power.power_of(5, 100.0) == 0.0 and power.minimal_detectable_effect(5, 0.01) is None
-    assert power.minimal_detectable_effect(6, 0.01) is not None and power.minimal_detectable_effect(5, 0.01, comparisons=4) is None
+    assert (
+        power.minimal_detectable_effect(6, 0.01) is not None
+        and power.minimal_detectable_effect(5, 0.01, comparisons=4) is None
+    )
     assert power.minimal_detectable_effect(6, 0.01, comparisons=4, correction="holm") is None
     assert statistics.seeds_to_reach(0.05) == 6 and statistics.seeds_to_reach(0.05, 4) == 8
     assert power.seeds_needed(1.0, 0.0) == 6
@@ -306,10 +392,15 @@ def test_too_few_seeds_have_no_power_whatever_the_effect() -> None:
 
 def test_the_interval_of_a_pilots_sd_covers_it() -> None:
     rng = np.random.default_rng(0)
-    low, high = zip(*(power.sd_interval(statistics.sample_sd(rng.normal(0, 1, 4)), 3) for _ in range(2000)), strict=True)
+    low, high = zip(
+        *(power.sd_interval(statistics.sample_sd(rng.normal(0, 1, 4)), 3) for _ in range(2000)),
+        strict=True,
+    )
     assert np.mean((np.array(low) <= 1) & (np.array(high) >= 1)) == pytest.approx(0.95, abs=0.02)
 
 
 def test_more_samples_help_only_as_far_as_the_problems_differ() -> None:
-    one, four, many = (power.problems_needed(0.03, between=0.05, within=0.3, samples=k) for k in (1, 4, 10_000))
+    one, four, many = (
+        power.problems_needed(0.03, between=0.05, within=0.3, samples=k) for k in (1, 4, 10_000)
+    )
     assert one > four > many == pytest.approx(power.normal_seeds(0.03, np.sqrt(0.05)), abs=2)

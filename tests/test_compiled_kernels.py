@@ -1,4 +1,6 @@
-"""Triton's kernels compile for GPUs of two generations, without one, to machine code that hardly spills and reads in wide pieces."""
+"""Triton's kernels compile for GPUs of two generations, without one, to machine code that hardly
+spills and reads in wide pieces.
+"""
 
 import importlib.util
 import json
@@ -10,7 +12,9 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs the package triton"
+)
 BENCHMARK = Path(__file__).resolve().parents[1] / "benchmarks" / "compiled.py"
 KERNELS = {
     "add_norm",
@@ -35,11 +39,15 @@ SMALL_FRAME = 32
 
 
 @pytest.mark.parametrize("capability", ["8.0", "9.0"])
-def test_kernels_compile_to_code_that_keeps_tiles_in_registers(capability: str, tmp_path: Path) -> None:
+def test_kernels_compile_to_code_that_keeps_tiles_in_registers(
+    capability: str, tmp_path: Path
+) -> None:
     """In a process of its own: in this one Triton interprets."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, str(BENCHMARK), "--capability", capability, "--json"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
     assert {kernel["kernel"] for kernel in found} == KERNELS

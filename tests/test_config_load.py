@@ -1,4 +1,6 @@
-"""Precedence, flags, variables, provenance; kinds of files; drawn seeds; resuming; keys without effect; migration."""
+"""Precedence, flags, variables, provenance; kinds of files; drawn seeds; resuming; keys without
+effect; migration.
+"""
 
 from pathlib import Path
 
@@ -30,11 +32,13 @@ from retrain.errors import ConfigurationError
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
-    path.write_text('[training]\nlr = 1e-4\nseed = 7\n[algorithm]\ntransform_params = { cap = 1, kind = "a" }\n')
+    path.write_text(
+        '[training]\nlr = 1e-4\nseed = 7\n[algorithm]\ntransform_params = { cap = 1, kind = "a" }\n'
+    )
     return path
 
 
-# -- precedence ----------------------------------------------------------------------------------------------------------
+# -- precedence ------------------------------------------------------------------------------------
 
 
 def test_flags_win_over_variables_over_the_file_over_defaults(file: Path) -> None:
@@ -42,11 +46,18 @@ def test_flags_win_over_variables_over_the_file_over_defaults(file: Path) -> Non
     assert load_config(file, environ={}).training.lr == 1e-4
     assert load_config(file, environ=environ).training.lr == 2e-4
     config = load_config(file, ["--lr", "3e-4"], environ)
-    assert (config.training.lr, config.training.max_steps, config.training.seed, config.training.batch_size) == (3e-4, 9, 7, 8)
+    assert (
+        config.training.lr,
+        config.training.max_steps,
+        config.training.seed,
+        config.training.batch_size,
+    ) == (3e-4, 9, 7, 8)
 
 
 def test_each_value_says_where_it_came_from(file: Path) -> None:
-    config = load_config(file, ["--sepa.steps=10", "--transform-param", "cap=2"], {"RETRAIN_MODEL_LORA_RANK": "4"})
+    config = load_config(
+        file, ["--sepa.steps=10", "--transform-param", "cap=2"], {"RETRAIN_MODEL_LORA_RANK": "4"}
+    )
     origins = config.origins
     assert origins["training.lr"] == "file"
     assert origins["model.lora_rank"] == "environment RETRAIN_MODEL_LORA_RANK"
@@ -58,7 +69,9 @@ def test_each_value_says_where_it_came_from(file: Path) -> None:
 
 
 def test_an_alias_says_where_it_came_from_under_the_canonical_key() -> None:
-    config = config_from_mapping({}, ["--entropy-mask-rho", "0.2", "--strategic-grams", "wait, hold on"])
+    config = config_from_mapping(
+        {}, ["--entropy-mask-rho", "0.2", "--strategic-grams", "wait, hold on"]
+    )
     assert config.algorithm.surprisal_mask_rho == 0.2
     assert config.planning.grams == ["wait", "hold on"]
     assert config.origins["algorithm.surprisal_mask_rho"] == "flag --entropy-mask-rho"
@@ -66,36 +79,53 @@ def test_an_alias_says_where_it_came_from_under_the_canonical_key() -> None:
 
 def test_a_flag_over_the_alias_in_a_file_wins() -> None:
     assert (
-        config_from_mapping({"algorithm": {"entropy_mask_rho": 0.5}}, ["--surprisal-mask-rho", "0.2"]).algorithm.surprisal_mask_rho == 0.2
+        config_from_mapping(
+            {"algorithm": {"entropy_mask_rho": 0.5}}, ["--surprisal-mask-rho", "0.2"]
+        ).algorithm.surprisal_mask_rho
+        == 0.2
     )
     assert (
-        config_from_mapping({"algorithm": {"surprisal_mask_rho": 0.5}}, ["--entropy-mask-rho", "0.2"]).algorithm.surprisal_mask_rho == 0.2
+        config_from_mapping(
+            {"algorithm": {"surprisal_mask_rho": 0.5}}, ["--entropy-mask-rho", "0.2"]
+        ).algorithm.surprisal_mask_rho
+        == 0.2
     )
 
 
 def test_errors_name_the_flag_or_the_variable(file: Path) -> None:
     with pytest.raises(ConfigurationError) as caught:
         load_config(file, ["--lr", "fast"], {"RETRAIN_TRAINING_BATCH_SIZE": "0"})
-    assert any(problem.startswith('flag --lr: [training] lr = "fast" is a string') for problem in caught.value.problems)
     assert any(
-        problem.startswith("environment RETRAIN_TRAINING_BATCH_SIZE: [training] batch_size = 0") for problem in caught.value.problems
+        problem.startswith('flag --lr: [training] lr = "fast" is a string')
+        for problem in caught.value.problems
+    )
+    assert any(
+        problem.startswith("environment RETRAIN_TRAINING_BATCH_SIZE: [training] batch_size = 0")
+        for problem in caught.value.problems
     )
 
 
 def test_variables_that_look_like_keys_and_are_none_are_refused() -> None:
-    for name, near in (("RETRAIN_TRAINING_LRR", "RETRAIN_TRAINING_LR"), ("RETRAIN_TRANING_MAX_STEPS", "RETRAIN_TRAINING_MAX_STEPS")):
-        with pytest.raises(ConfigurationError, match=f"environment {name} sets no key; did you mean {near}?"):
+    for name, near in (
+        ("RETRAIN_TRAINING_LRR", "RETRAIN_TRAINING_LR"),
+        ("RETRAIN_TRANING_MAX_STEPS", "RETRAIN_TRAINING_MAX_STEPS"),
+    ):
+        with pytest.raises(
+            ConfigurationError, match=f"environment {name} sets no key; did you mean {near}?"
+        ):
             load_config("examples/lab.toml", environ={name: "1"})
     load_config("examples/lab.toml", environ={"RETRAIN_HOME": "/x", "LR": "1"})
 
 
-def test_a_stored_configuration_does_not_see_variables(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stored_configuration_does_not_see_variables(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RETRAIN_TRAINING_LR", "1.0")
     assert load_config(file).training.lr == 1.0
     assert load_stored(file).training.lr == 1e-4
 
 
-# -- flags ---------------------------------------------------------------------------------------------------------------
+# -- flags -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -123,10 +153,18 @@ def test_a_stored_configuration_does_not_see_variables(file: Path, monkeypatch: 
         (["--evaluation-k=[1, 4]", "--evaluation-samples", "4"], "evaluation.k", [1, 4]),
         (["--lora-target-modules", "q_proj,v_proj"], "lora.target_modules", ["q_proj", "v_proj"]),
         (["--reward-type", "math"], "reward.type", "math"),
-        (["--reward-type", "match,math", "--reward-weights", "1,0.5"], "reward.type", ["match", "math"]),
+        (
+            ["--reward-type", "match,math", "--reward-weights", "1,0.5"],
+            "reward.type",
+            ["match", "math"],
+        ),
         (["--wandb-tags", "a,b"], "logging.wandb_tags", "a,b"),
         (["--transform-param", "cap=0.1"], "algorithm.transform_params", {"cap": 0.1}),
-        (["--advantage-param", "scale=2.0", "--advantage-param", "n=3"], "algorithm.advantage_params", {"scale": 2.0, "n": 3}),
+        (
+            ["--advantage-param", "scale=2.0", "--advantage-param", "n=3"],
+            "algorithm.advantage_params",
+            {"scale": 2.0, "n": 3},
+        ),
         (["--algorithm-param", "name=fast lane"], "algorithm.params", {"name": "fast lane"}),
         (["--algorithm-param", "day=2026-01-01"], "algorithm.params", {"day": "2026-01-01"}),
         (["--algorithm-param", 'five="5"'], "algorithm.params", {"five": "5"}),
@@ -146,8 +184,13 @@ def test_flags_set_keys(argv: list[str], path: str, value: object) -> None:
 
 
 def test_a_table_flag_adds_to_the_table_of_the_file(file: Path) -> None:
-    assert load_config(file, ["--transform-param", "cap=2"], {}).algorithm.transform_params == {"cap": 2, "kind": "a"}
-    assert load_config(file, ["--transform-params", "{cap = 2}"], {}).algorithm.transform_params == {"cap": 2}
+    assert load_config(file, ["--transform-param", "cap=2"], {}).algorithm.transform_params == {
+        "cap": 2,
+        "kind": "a",
+    }
+    assert load_config(
+        file, ["--transform-params", "{cap = 2}"], {}
+    ).algorithm.transform_params == {"cap": 2}
 
 
 @pytest.mark.parametrize(
@@ -180,15 +223,23 @@ def test_all_wrong_flags_are_told_at_once() -> None:
 
 
 def test_what_is_no_flag_of_the_configuration_is_passed_on_in_order() -> None:
-    parsed = parse_overrides(["a.toml", "--quiet", "--lr", "1", "--format", "json", "--", "--b"], {"--quiet": False, "--format": True})
+    parsed = parse_overrides(
+        ["a.toml", "--quiet", "--lr", "1", "--format", "json", "--", "--b"],
+        {"--quiet": False, "--format": True},
+    )
     assert parsed.rest == ("a.toml", "--quiet", "--format", "json", "--b")
     assert [(override.path, override.value) for override in parsed.given] == [("training.lr", 1.0)]
 
 
-@given(st.sampled_from(all_keys()), st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=20))
+@given(
+    st.sampled_from(all_keys()),
+    st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=20),
+)
 def test_any_text_as_a_value_is_taken_or_refused_in_sentences(key: Key, text: str) -> None:
     try:
-        config_from_mapping({"campaign": {}} if key.section == "campaign" else {}, [f"{key.flag}={text}"])
+        config_from_mapping(
+            {"campaign": {}} if key.section == "campaign" else {}, [f"{key.flag}={text}"]
+        )
     except ConfigurationError as error:
         assert all(problem.endswith((".", "?")) for problem in error.problems)
 
@@ -202,7 +253,7 @@ def test_every_flag_reaches_its_key() -> None:
         assert flag in str(caught.value), path
 
 
-# -- kinds of files ------------------------------------------------------------------------------------------------------
+# -- kinds of files --------------------------------------------------------------------------------
 
 
 def test_the_kind_of_a_file_follows_from_its_sections() -> None:
@@ -213,8 +264,12 @@ def test_the_kind_of_a_file_follows_from_its_sections() -> None:
 
 
 def test_a_file_that_squeezes_nothing_trains_nothing(tmp_path: Path) -> None:
-    (tmp_path / "squeeze.toml").write_text("[squeeze]\nmin_variance_retention = 0.9\n[model]\nlora_rank = 8")
-    with pytest.raises(ConfigurationError, match=r"squeeze.toml: \[squeeze\] needs adapter_path, the folder"):
+    (tmp_path / "squeeze.toml").write_text(
+        "[squeeze]\nmin_variance_retention = 0.9\n[model]\nlora_rank = 8"
+    )
+    with pytest.raises(
+        ConfigurationError, match=r"squeeze.toml: \[squeeze\] needs adapter_path, the folder"
+    ):
         load_config(tmp_path / "squeeze.toml", environ={})
     assert load_config(tmp_path / "squeeze.toml", ["--lr", "1e-4"], environ={}).kind == "run"
 
@@ -224,7 +279,11 @@ def test_on_a_campaign_steps_and_seed_mean_the_campaigns(tmp_path: Path) -> None
     path.write_text("[campaign]\nmax_steps = 50\nseeds = [1, 2]\n")
     config = load_config(path, ["--max-steps", "5", "--seed", "9", "--log-dir", "logs/c"], {})
     assert config.campaign is not None
-    assert (config.campaign.max_steps, config.campaign.seeds, config.logging.log_dir) == (5, [9], "logs/c")
+    assert (config.campaign.max_steps, config.campaign.seeds, config.logging.log_dir) == (
+        5,
+        [9],
+        "logs/c",
+    )
     with pytest.raises(ConfigurationError, match="flag --seed"):
         load_config(path, ["--seed", "-1"], {})
 
@@ -237,17 +296,28 @@ def test_a_campaigns_flag_needs_a_campaign(file: Path) -> None:
 
 def test_a_campaign_without_conditions_has_the_five_of_the_ablation() -> None:
     labels = [condition.label for condition in config_from_toml("[campaign]").conditions]
-    assert labels == ["grpo+none", "maxrl+none", "maxrl+gtpo", "maxrl+gtpo_hicra", "maxrl+gtpo_sepa"]
+    assert labels == [
+        "grpo+none",
+        "maxrl+none",
+        "maxrl+gtpo",
+        "maxrl+gtpo_hicra",
+        "maxrl+gtpo_sepa",
+    ]
 
 
 def test_labels_take_the_last_part_of_a_path() -> None:
     config = config_from_toml('[algorithm]\nadvantage_mode = "a.b.mine"\ntransform_mode = "none"')
     assert config.condition_label == "mine+none"
-    assert config_from_toml('[algorithm]\nalgorithm_mode = "maxrl_gtpo"').condition_label == "maxrl_gtpo"
+    assert (
+        config_from_toml('[algorithm]\nalgorithm_mode = "maxrl_gtpo"').condition_label
+        == "maxrl_gtpo"
+    )
 
 
 def test_dr_grpo_brings_its_aggregation_along() -> None:
-    assert config_from_toml('[algorithm]\nalgorithm_mode = "dr_grpo"').loss.aggregation == "constant"
+    assert (
+        config_from_toml('[algorithm]\nalgorithm_mode = "dr_grpo"').loss.aggregation == "constant"
+    )
     assert config_from_mapping({}, ["--algorithm-mode", "dr_grpo"]).loss.aggregation == "constant"
     assert TrainConfig().loss.aggregation == "token_mean"
 
@@ -256,18 +326,29 @@ def test_a_source_that_python_registered_is_known() -> None:
     with pytest.raises(ConfigurationError):
         config_from_mapping({"data": {"source": "my_registered_source"}})
     register_name("data", "my_registered_source")
-    assert config_from_mapping({"data": {"source": "my_registered_source"}}).data.source == "my_registered_source"
+    assert (
+        config_from_mapping({"data": {"source": "my_registered_source"}}).data.source
+        == "my_registered_source"
+    )
 
 
 @pytest.mark.parametrize(
     ("alias", "kind"),
-    [("nll", "surprisal"), ("neg_logprob", "surprisal"), ("entropy", "shannon_entropy"), ("pred_var", "predictive_variance")],
+    [
+        ("nll", "surprisal"),
+        ("neg_logprob", "surprisal"),
+        ("entropy", "shannon_entropy"),
+        ("pred_var", "predictive_variance"),
+    ],
 )
 def test_an_uncertainty_by_another_name_is_stored_under_its_own(alias: str, kind: str) -> None:
-    assert config_from_mapping({"algorithm": {"uncertainty_kind": alias}}).algorithm.uncertainty_kind == kind
+    assert (
+        config_from_mapping({"algorithm": {"uncertainty_kind": alias}}).algorithm.uncertainty_kind
+        == kind
+    )
 
 
-# -- seeds and changed values --------------------------------------------------------------------------------------------
+# -- seeds and changed values ----------------------------------------------------------------------
 
 
 def test_a_seed_is_drawn_once_and_is_then_ordinary() -> None:
@@ -280,14 +361,16 @@ def test_a_seed_is_drawn_once_and_is_then_ordinary() -> None:
 
 
 def test_replaced_values_are_validated_and_unset_keys_stay_unset(file: Path) -> None:
-    config = replaced(load_config(file, environ={}), {"backend.devices": "cpu", "resume.from": "logs/a"})
+    config = replaced(
+        load_config(file, environ={}), {"backend.devices": "cpu", "resume.from": "logs/a"}
+    )
     assert config.is_set("backend.devices") and not config.is_set("backend.adapter_path")
     assert config.source_path == file and config.resume.from_ == "logs/a"
     with pytest.raises(ConfigurationError, match="lr = -1 is out of range"):
         replaced(config, {"training.lr": -1})
 
 
-# -- resuming ------------------------------------------------------------------------------------------------------------
+# -- resuming --------------------------------------------------------------------------------------
 
 MAY_CHANGE = {
     "resume": {"from": "logs/a"},
@@ -306,7 +389,12 @@ def test_what_may_change_at_resume_is_neither_a_difference_nor_in_the_hash() -> 
 
 
 def test_every_other_difference_is_refused_with_both_values() -> None:
-    stored, current = TrainConfig(), config_from_mapping({"training": {"lr": 1.0}, "loss": {"clip_low": 0.1}, "data": {"params": {"a": 1}}})
+    stored, current = (
+        TrainConfig(),
+        config_from_mapping(
+            {"training": {"lr": 1.0}, "loss": {"clip_low": 0.1}, "data": {"params": {"a": 1}}}
+        ),
+    )
     differences = resume_differences(stored, current)
     assert len(differences) == 3
     assert differences[0].startswith("[training] lr = 1.0 differs from 4e-05, the run's own value")
@@ -316,20 +404,37 @@ def test_every_other_difference_is_refused_with_both_values() -> None:
 
 @pytest.mark.parametrize(
     ("stored", "current", "same"),
-    [("gpu:0", "cuda:3", True), ("gpu:0", "cpu", False), ("gpu:0", "gpu:0,gpu:1", False), (None, "cpu", True), ("cpu", None, True)],
+    [
+        ("gpu:0", "cuda:3", True),
+        ("gpu:0", "cpu", False),
+        ("gpu:0", "gpu:0,gpu:1", False),
+        (None, "cpu", True),
+        ("cpu", None, True),
+    ],
 )
-def test_devices_may_change_within_their_kind(stored: str | None, current: str | None, same: bool) -> None:
-    old, new = (config_from_mapping({"backend": {"devices": name}} if name else {}) for name in (stored, current))
+def test_devices_may_change_within_their_kind(
+    stored: str | None, current: str | None, same: bool
+) -> None:
+    old, new = (
+        config_from_mapping({"backend": {"devices": name}} if name else {})
+        for name in (stored, current)
+    )
     assert (resume_differences(old, new) == []) is same
 
 
-# -- keys without effect -----------------------------------------------------------------------------
+# -- keys without effect ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        ({"inference": {"url": "http://x"}}, '[inference] url = "http://x" is unused here: engine "pytorch" samples in this process.'),
+        (
+            {"inference": {"url": "http://x"}},
+            (
+                '[inference] url = "http://x" is unused here: engine "pytorch" samples in this'
+                " process."
+            ),
+        ),
         (
             {"backend": {"backend": "tinker"}, "inference": {"dtype": "bf16"}},
             '[inference] dtype = "bf16" is unused here: Tinker samples by itself.',
@@ -348,24 +453,39 @@ def test_devices_may_change_within_their_kind(stored: str | None, current: str |
         ),
         (
             {"backend": {"options": {"trainer_ranks": 2}}},
-            '[backend.options] trainer_ranks = 2 is unused here: it is an option of prime_rl, and backend is "local".',
+            (
+                "[backend.options] trainer_ranks = 2 is unused here: it is an option of prime_rl,"
+                ' and backend is "local".'
+            ),
         ),
         (
             {"algorithm": {"transform_mode": "gtpo"}, "sepa": {"steps": 9}},
             "[sepa] steps = 9 is unused here: no transform here uses SEPA.",
         ),
-        ({"hicra": {"alpha": 0.5}}, "[hicra] alpha = 0.5 is unused here: no transform here uses HICRA."),
+        (
+            {"hicra": {"alpha": 0.5}},
+            "[hicra] alpha = 0.5 is unused here: no transform here uses HICRA.",
+        ),
         (
             {"squeeze": {"per_layer": True}, "training": {"lr": 1e-4}},
-            "[squeeze] per_layer = true is unused here: a single run has no adapter_path to squeeze.",
+            (
+                "[squeeze] per_layer = true is unused here: a single run has no adapter_path to"
+                " squeeze."
+            ),
         ),
         (
             {"squeeze": {"adapter_path": "a", "compress_to": 4}},
-            "[squeeze] compress_to = 4 is unused here: no output_path is given, so nothing is compressed.",
+            (
+                "[squeeze] compress_to = 4 is unused here: no output_path is given, so nothing is"
+                " compressed."
+            ),
         ),
         (
             {"squeeze": {"adapter_path": "a"}, "sepa": {"steps": 9}},
-            "[sepa] steps = 9 is unused here: a squeeze job without evaluate reads [squeeze] alone.",
+            (
+                "[sepa] steps = 9 is unused here: a squeeze job without evaluate reads [squeeze]"
+                " alone."
+            ),
         ),
         (
             {
@@ -377,13 +497,25 @@ def test_devices_may_change_within_their_kind(stored: str | None, current: str |
         ),
         (
             {"squeeze": {"adapter_path": "a", "evaluate": True}},
-            "[squeeze] evaluate = true is unused here: no output_path is given, so nothing is compressed.",
+            (
+                "[squeeze] evaluate = true is unused here: no output_path is given, so nothing is"
+                " compressed."
+            ),
         ),
-        ({"loss": {"clip_low": 0.1}}, "[loss] clip_low = 0.1 is unused here: importance_sampling does not clip."),
-        ({"model": {"base_url": "http://x"}}, '[model] base_url = "http://x" is unused here: it belongs to the tinker backend.'),
+        (
+            {"loss": {"clip_low": 0.1}},
+            "[loss] clip_low = 0.1 is unused here: importance_sampling does not clip.",
+        ),
+        (
+            {"model": {"base_url": "http://x"}},
+            '[model] base_url = "http://x" is unused here: it belongs to the tinker backend.',
+        ),
         (
             {"campaign": {}, "algorithm": {"advantage_mode": "grpo"}},
-            '[algorithm] advantage_mode = "grpo" is unused here: the conditions of the campaign say it.',
+            (
+                '[algorithm] advantage_mode = "grpo" is unused here: the conditions of the campaign'
+                " say it."
+            ),
         ),
         ({"campaign": {}, "hicra": {"alpha": 0.5}}, ""),
         ({"algorithm": {"transform_mode": "my.plugin"}, "hicra": {"alpha": 0.5}}, ""),
@@ -398,20 +530,28 @@ def test_devices_may_change_within_their_kind(stored: str | None, current: str |
         ),
     ],
 )
-def test_a_key_without_effect_is_said_in_one_sentence(data: dict[str, dict[str, object]], sentence: str) -> None:
+def test_a_key_without_effect_is_said_in_one_sentence(
+    data: dict[str, dict[str, object]], sentence: str
+) -> None:
     assert unused_keys(config_from_mapping(data)) == ([sentence] if sentence else [])
 
 
-@pytest.mark.parametrize("transform", ["gtpo", "gtpo_sepa", "entropy_mask", "my_module.my_transform"])
-def test_a_backend_of_one_advantage_a_completion_takes_no_token_varying_transform(transform: str) -> None:
-    config = config_from_mapping({"algorithm": {"transform_mode": transform, "surprisal_mask_rho": 0.2}})
+@pytest.mark.parametrize(
+    "transform", ["gtpo", "gtpo_sepa", "entropy_mask", "my_module.my_transform"]
+)
+def test_a_backend_of_one_advantage_a_completion_takes_no_token_varying_transform(
+    transform: str,
+) -> None:
+    config = config_from_mapping(
+        {"algorithm": {"transform_mode": transform, "surprisal_mask_rho": 0.2}}
+    )
     assert len(per_token_refusals(config, per_token_advantages=False)) == 2
     assert per_token_refusals(config, per_token_advantages=True) == []
     plain = config_from_mapping({"algorithm": {"algorithm_mode": "grpo_none"}})
     assert per_token_refusals(plain, per_token_advantages=False) == []
 
 
-# -- migration -----------------------------------------------------------------------------------------------------------
+# -- migration -------------------------------------------------------------------------------------
 
 LEGACY = """\
 # my run
@@ -430,7 +570,12 @@ def test_legacy_keys_move_and_everything_else_stays() -> None:
     config = config_from_toml(new)
     assert config.backend.options == {"transport": "zmq", "zmq_port": 6000}
     assert "prime_rl_" not in new
-    for kept in ("# my run\n", 'backend = "prime_rl"     # external\n', "lr = 1e-4   # tuned\n", "# fast\n"):
+    for kept in (
+        "# my run\n",
+        'backend = "prime_rl"     # external\n',
+        "lr = 1e-4   # tuned\n",
+        "# fast\n",
+    ):
         assert kept in new
     assert migrate_text(new) == new
     assert "-prime_rl_zmq_port = 6000\n" in unified_diff(LEGACY, new, "a.toml")
@@ -466,7 +611,10 @@ def test_a_migrated_file_of_crlf_lines_stays_one() -> None:
 
 
 def test_contradicting_legacy_keys_are_not_decided_for_the_user() -> None:
-    with pytest.raises(ConfigurationError, match=r"prime_rl_zmq_port = 1 and \[backend.options\] zmq_port = 2 contradict each other"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"prime_rl_zmq_port = 1 and \[backend.options\] zmq_port = 2 contradict each other",
+    ):
         migrate_text("[backend]\nprime_rl_zmq_port = 1\noptions = { zmq_port = 2 }\n", "a.toml")
 
 

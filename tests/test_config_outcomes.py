@@ -22,9 +22,14 @@ CAMPAIGN: dict[str, Any] = {"campaign": {"seeds": [1, 2]}}
 def test_squeeze_keys_that_do_nothing_in_a_campaign_are_said_to_be_unused() -> None:
     squeeze = {"adapter_path": "a", "compress_to": 4, "evaluate": True}
     said = "\n".join(unused_keys(config_from_mapping(CAMPAIGN | {"squeeze": squeeze})))
-    assert '[squeeze] adapter_path = "a" is unused here: a campaign squeezes the adapter of its own first run.' in said
+    assert (
+        '[squeeze] adapter_path = "a" is unused here: a campaign squeezes the adapter of its own'
+        " first run." in said
+    )
     assert all(f"[squeeze] {name} = " in said for name in ("compress_to", "evaluate"))
-    with_output = "\n".join(unused_keys(config_from_mapping(CAMPAIGN | {"squeeze": squeeze | {"output_path": "out"}})))
+    with_output = "\n".join(
+        unused_keys(config_from_mapping(CAMPAIGN | {"squeeze": squeeze | {"output_path": "out"}}))
+    )
     assert "compress_to" not in with_output and "evaluate" not in with_output
 
 
@@ -38,19 +43,28 @@ def test_squeeze_keys_that_do_nothing_in_a_campaign_are_said_to_be_unused() -> N
         {"training": {"group_size": 1}},
     ],
 )
-def test_a_squeeze_job_is_not_refused_because_of_what_it_does_not_use(other: dict[str, Any]) -> None:
+def test_a_squeeze_job_is_not_refused_because_of_what_it_does_not_use(
+    other: dict[str, Any],
+) -> None:
     assert config_from_mapping({"squeeze": {"adapter_path": "a"}} | other).kind == "squeeze"
 
 
 def test_one_rank_and_a_rank_for_each_layer_are_refused_before_a_campaign_starts() -> None:
     with pytest.raises(ConfigurationError, match="leave one of them out"):
-        config_from_mapping(CAMPAIGN | {"squeeze": {"compress_to": 4, "per_layer": True, "output_path": "out"}})
+        config_from_mapping(
+            CAMPAIGN | {"squeeze": {"compress_to": 4, "per_layer": True, "output_path": "out"}}
+        )
 
 
 def test_code_that_comes_with_a_model_is_named_at_the_start() -> None:
     config = config_from_mapping({"model": {"model": "some/model", "trust_remote_code": True}})
-    assert "[model] trust_remote_code = true: Python code that comes with some/model runs as this user." in preflight_lines(config)
-    assert not any("trust_remote_code = true" in line for line in preflight_lines(config_from_mapping({})))
+    assert (
+        "[model] trust_remote_code = true: Python code that comes with some/model runs as this"
+        " user." in preflight_lines(config)
+    )
+    assert not any(
+        "trust_remote_code = true" in line for line in preflight_lines(config_from_mapping({}))
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,7 +92,9 @@ def test_eval_knows_format(capsys: pytest.CaptureFixture[str]) -> None:
     assert "absent does not exist" in capsys.readouterr().err
 
 
-def test_auto_squeeze_takes_the_next_run_where_the_first_is_untrained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_squeeze_takes_the_next_run_where_the_first_is_untrained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from retrain import squeeze
     from retrain.errors import Untrained
 
@@ -91,7 +107,11 @@ def test_auto_squeeze_takes_the_next_run_where_the_first_is_untrained(tmp_path: 
         tried.append(adapter.parent.parent.name)
         if len(tried) == 1:
             raise Untrained("untrained.")
-        return SimpleNamespace(analysis=SimpleNamespace(summary=lambda: None), lines=list, to_json=lambda: {"recommended_rank": 1})
+        return SimpleNamespace(
+            analysis=SimpleNamespace(summary=lambda: None),
+            lines=list,
+            to_json=lambda: {"recommended_rank": 1},
+        )
 
     monkeypatch.setattr(squeeze, "squeeze_adapter", analysed)
     said: list[str] = []

@@ -1,4 +1,6 @@
-"""CONTRIBUTING.md followed word for word: each of its plugins, in the file that its TOML names, takes a step of a real run."""
+"""CONTRIBUTING.md followed word for word: each of its plugins, in the file that its TOML names,
+takes a step of a real run.
+"""
 
 import re
 import sys
@@ -17,12 +19,16 @@ from retrain.config import config_from_toml
 from retrain.errors import ConfigurationError
 
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-SECTIONS: dict[str, str] = dict(re.findall(r"^### (.+?)\n(.*?)(?=^### |\Z)", TEXT, re.MULTILINE | re.DOTALL))
+SECTIONS: dict[str, str] = dict(
+    re.findall(r"^### (.+?)\n(.*?)(?=^### |\Z)", TEXT, re.MULTILINE | re.DOTALL)
+)
 ONE_STEP = {"training": {"max_steps": 1, "max_tokens": 12}}
 
 
 def block(section: str, language: str) -> str:
-    (found,) = re.findall(rf"^```{language}\n(.*?)^```$", SECTIONS[section], re.MULTILINE | re.DOTALL)
+    (found,) = re.findall(
+        rf"^```{language}\n(.*?)^```$", SECTIONS[section], re.MULTILINE | re.DOTALL
+    )
     return str(found)
 
 
@@ -35,13 +41,21 @@ def advantages(folder: Path) -> list[list[float]]:
 
 
 PROOFS: dict[str, Callable[[Path], bool]] = {
-    "An advantage": lambda folder: {sum(group) for group in advantages(folder)} == {0.0} and any(map(any, advantages(folder))),
-    "A transform": lambda folder: lines(folder / "metrics.jsonl")[0]["condition"] == "maxrl+make_transform_spec",
+    "An advantage": lambda folder: (
+        {sum(group) for group in advantages(folder)} == {0.0} and any(map(any, advantages(folder)))
+    ),
+    "A transform": lambda folder: (
+        lines(folder / "metrics.jsonl")[0]["condition"] == "maxrl+make_transform_spec"
+    ),
     "A loss": lambda folder: 1.9 < lines(folder / "metrics.jsonl")[0]["loss_metrics"]["gate"] < 2.1,
     "A reward": lambda folder: lines(folder / "metrics.jsonl")[0]["reward_could_not_judge"] == 0,
-    "A data source": lambda folder: all("=?" in line["prompt"] for line in lines(folder / "emergence" / "generations.jsonl")),
+    "A data source": lambda folder: all(
+        "=?" in line["prompt"] for line in lines(folder / "emergence" / "generations.jsonl")
+    ),
     "An engine": lambda folder: lines(folder / "metrics.jsonl")[0]["log_ratio_mean"] < 1e-5,
-    "An environment": lambda folder: lines(folder / "metrics.jsonl")[0]["environment_metrics"]["replies"] >= 1,
+    "An environment": lambda folder: (
+        lines(folder / "metrics.jsonl")[0]["environment_metrics"]["replies"] >= 1
+    ),
     "A backend": lambda folder: lines(folder / "metrics.jsonl")[0]["loss"] is not None,
 }
 """What shows in the run's folder that the plugin acted."""
@@ -52,7 +66,9 @@ def test_every_section_has_its_proof() -> None:
 
 
 @pytest.mark.parametrize("section", PROOFS)
-def test_a_plugin_of_the_text_takes_a_step(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_of_the_text_takes_a_step(
+    section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings: dict[str, Any] = tomllib.loads(block(section, "toml"))
     (module,) = re.findall(r"\"(my_\w+)", block(section, "toml"))
     (tmp_path / f"{module}.py").write_text(block(section, "python"))
@@ -65,7 +81,9 @@ def test_a_plugin_of_the_text_takes_a_step(section: str, tmp_path: Path, monkeyp
     assert run.summary.steps == 1 and PROOFS[section](run.folder)
 
 
-def test_a_built_in_advantage_is_a_function_and_its_line_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_built_in_advantage_is_a_function_and_its_line_in_the_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     (line,) = re.findall(r"`(\"best_of\": .+?),`", SECTIONS["An advantage"])
     namespace = vars(episode) | {}
     exec(block("An advantage", "python"), namespace)

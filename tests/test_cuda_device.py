@@ -1,5 +1,5 @@
-"""On a GPU, or on one that is pretended: captured steps draw what called ones draw, an update is the same bytes twice, and so is a run
-that was resumed.
+"""On a GPU, or on one that is pretended: captured steps draw what called ones draw, an update is
+the same bytes twice, and so is a run that was resumed.
 """
 
 import hashlib
@@ -38,7 +38,9 @@ ON_GPU: dict[str, Any] = {"backend": {"devices": "gpu:0"}}
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
-    """A GPU, or one that is pretended; there Triton's interpreter, which is slow, runs where it must."""
+    """A GPU, or one that is pretended; there Triton's interpreter, which is slow, runs where it
+    must.
+    """
     interprets = "triton" in request.node.name or not reads_pages()
     with nullcontext() if HAS_GPU else pretended(monkeypatch, devices=2, interprets=interprets):
         yield
@@ -46,7 +48,10 @@ def device(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> I
 
 def requests() -> list[SampleRequest]:
     prompts = [np.arange(4 + slot, 14 + 5 * slot, dtype=np.int32) % 50 + 4 for slot in range(3)]
-    return [SampleRequest(ids, SAMPLES, TOKENS * (slot + 2) // 2, TEMPERATURE, NoiseKey(1, 0, 0, slot)) for slot, ids in enumerate(prompts)]
+    return [
+        SampleRequest(ids, SAMPLES, TOKENS * (slot + 2) // 2, TEMPERATURE, NoiseKey(1, 0, 0, slot))
+        for slot, ids in enumerate(prompts)
+    ]
 
 
 def drawn(backend: LocalBackend) -> dict[tuple[int, int], Completion]:
@@ -57,24 +62,39 @@ def row_of(one: Completion) -> Row:
     prompt = requests()[one.request].prompt_ids
     span = (len(prompt), len(prompt) + len(one.token_ids))
     advantages = np.full(len(one.token_ids), 1.0 - 2 * (one.sample % 2), np.float32)
-    return Row(np.concatenate([prompt, one.token_ids]), (span,), one.logprobs, advantages, one.request)
+    return Row(
+        np.concatenate([prompt, one.token_ids]), (span,), one.logprobs, advantages, one.request
+    )
 
 
 @needs_triton
-def test_a_step_takes_the_triton_kernels_and_draws_what_torch_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The probe at the start found them right; log-probs differ by the rounding of bf16, so a token may differ now and then."""
+def test_a_step_takes_the_triton_kernels_and_draws_what_torch_draws(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The probe at the start found them right; log-probs differ by the rounding of bf16, so a token
+    may differ now and then.
+    """
     backend = LocalBackend(config_for(**ON_GPU), eos_ids=[3])
-    assert backend._fused is not None and isinstance(backend._fused.kernels, TritonKernels), backend.notes
+    assert backend._fused is not None and isinstance(backend._fused.kernels, TritonKernels), (
+        backend.notes
+    )
     found = drawn(backend)
     monkeypatch.setattr(steps, "TRITON_DEVICES", set())
     expected = drawn(LocalBackend(config_for(**ON_GPU), eos_ids=[3]))
     for key, one in expected.items():
         assert abs(one.logprobs[0] - found[key].logprobs[0]) < 0.1
-    assert np.mean([np.array_equal(one.token_ids, found[key].token_ids) for key, one in expected.items()]) > 0.5
+    assert (
+        np.mean(
+            [np.array_equal(one.token_ids, found[key].token_ids) for key, one in expected.items()]
+        )
+        > 0.5
+    )
 
 
 def test_a_row_has_the_same_bits_beside_other_neighbours_of_one_bucket() -> None:
-    """Its attention is its own, and a product's kernel is chosen by the number of rows, which the bucket fixes."""
+    """Its attention is its own, and a product's kernel is chosen by the number of rows, which the
+    bucket fixes.
+    """
     one, other = (np.arange(first, first + 12, dtype=np.int32) for first in (5, 30))
     found = []
     for neighbour in (one, other):
@@ -83,7 +103,9 @@ def test_a_row_has_the_same_bits_beside_other_neighbours_of_one_bucket() -> None
             SampleRequest(ids, SAMPLES, TOKENS, TEMPERATURE, NoiseKey(1, 0, 0, slot))
             for slot, ids in enumerate((one, neighbour[::-1].copy()))
         ]
-        found.append({draw.sample: draw for draw in backend.engine.sample(asked) if draw.request == 0})
+        found.append(
+            {draw.sample: draw for draw in backend.engine.sample(asked) if draw.request == 0}
+        )
     for sample, draw in found[0].items():
         same = min(len(draw.logprobs), *(len(side[sample].logprobs) for side in found))
         np.testing.assert_array_equal(draw.logprobs[:same], found[1][sample].logprobs[:same])
@@ -92,9 +114,16 @@ def test_a_row_has_the_same_bits_beside_other_neighbours_of_one_bucket() -> None
 @needs_triton
 def test_weights_in_eight_bits_in_triton_are_one_policy_for_sampler_and_learner() -> None:
     backend = LocalBackend(config_for(model={"dtype": "fp8"}, **ON_GPU), eos_ids=[3])
-    assert backend._fused is not None and isinstance(backend._fused.kernels, TritonKernels), backend.notes
+    assert backend._fused is not None and isinstance(backend._fused.kernels, TritonKernels), (
+        backend.notes
+    )
     rows = [row_of(one) for _, one in sorted(drawn(backend).items())]
-    difference = np.concatenate([own - row.logprobs for own, row in zip(backend.logprobs(rows, TEMPERATURE), rows, strict=True)])
+    difference = np.concatenate(
+        [
+            own - row.logprobs
+            for own, row in zip(backend.logprobs(rows, TEMPERATURE), rows, strict=True)
+        ]
+    )
     assert np.abs(difference).mean() < 0.02 and np.abs(difference).max() < 0.5
 
 
@@ -111,14 +140,29 @@ def test_weights_in_eight_bits_in_triton_are_one_policy_for_sampler_and_learner(
     ],
     ids=str,
 )
-def test_models_and_choices_of_every_kind_sample_and_learn(family: str, sections: dict[str, Any]) -> None:
-    """Soft caps, norms and windows of other families, the engine without pages, rows that are cut, greedy, or without the adapter."""
-    backend = LocalBackend(config_for(family, training={"lr": 0.01}, **sections, **ON_GPU), eos_ids=[3])
+def test_models_and_choices_of_every_kind_sample_and_learn(
+    family: str, sections: dict[str, Any]
+) -> None:
+    """Soft caps, norms and windows of other families, the engine without pages, rows that are cut,
+    greedy, or without the adapter.
+    """
+    backend = LocalBackend(
+        config_for(family, training={"lr": 0.01}, **sections, **ON_GPU), eos_ids=[3]
+    )
     first, second, third = requests()
-    changed = [replace(first, truncation=Truncation(top_k=5)), replace(second, temperature=0.0), replace(third, adapter_slot=BASE_MODEL)]
+    changed = [
+        replace(first, truncation=Truncation(top_k=5)),
+        replace(second, temperature=0.0),
+        replace(third, adapter_slot=BASE_MODEL),
+    ]
     assert len(list(backend.engine.sample(changed))) == 3 * SAMPLES
     rows = [row_of(one) for _, one in sorted(drawn(backend).items())]
-    difference = np.concatenate([own - row.logprobs for own, row in zip(backend.logprobs(rows, TEMPERATURE), rows, strict=True)])
+    difference = np.concatenate(
+        [
+            own - row.logprobs
+            for own, row in zip(backend.logprobs(rows, TEMPERATURE), rows, strict=True)
+        ]
+    )
     assert np.abs(difference).mean() < 0.02 and np.abs(difference).max() < 0.5
     assert backend.train(rows, 0).updates == 1
 
@@ -133,7 +177,10 @@ def test_offloaded_activations_change_no_bit() -> None:
             eos_ids=[3],
         )
         backend.train([row_of(one) for _, one in sorted(drawn(backend).items())], 0)
-        weights = (parameter.detach().cpu().numpy().tobytes() for parameter in backend._adapter.parameters.values())
+        weights = (
+            parameter.detach().cpu().numpy().tobytes()
+            for parameter in backend._adapter.parameters.values()
+        )
         digests.append(hashlib.sha256(b"".join(weights)).hexdigest())
     assert digests[0] == digests[1]
 
@@ -143,15 +190,19 @@ def test_captured_steps_draw_what_called_ones_draw(monkeypatch: pytest.MonkeyPat
     assert isinstance(captured.engine, TorchEngine) and captured.engine._is_paged
     expected = drawn(captured)
     assert captured.engine._paged is not None and captured.engine._paged.step._graphs
-    monkeypatch.setattr(FixedStep, "launch", lambda steps, rows, variant: torch.no_grad()(steps.step)(rows, variant))
+    monkeypatch.setattr(
+        FixedStep, "launch", lambda steps, rows, variant: torch.no_grad()(steps.step)(rows, variant)
+    )
     for key, one in drawn(LocalBackend(config_for(**ON_GPU), eos_ids=[3])).items():
         np.testing.assert_array_equal(one.token_ids, expected[key].token_ids)
         np.testing.assert_array_equal(one.logprobs, expected[key].logprobs)
 
 
-def test_steps_are_captured_on_one_stream_and_none_is_under_way_after_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuBLAS keeps a workspace for every stream, and the memory of a graph may be unmapped while it runs on another than that of its
-    capture.
+def test_steps_are_captured_on_one_stream_and_none_is_under_way_after_a_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """cuBLAS keeps a workspace for every stream, and the memory of a graph may be unmapped while it
+    runs on another than that of its capture.
     """
     streams: list[Any] = []
     captures: list[Any] = []
@@ -189,7 +240,9 @@ def test_steps_are_captured_on_one_stream_and_none_is_under_way_after_a_call(mon
 
 
 @pytest.mark.skipif(HAS_GPU, reason="the second device is pretended")
-def test_the_learner_computes_on_its_device_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_learner_computes_on_its_device_as_the_current_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Triton's kernels go to the current device, wherever their tensors are."""
     current: list[str] = []
 
@@ -203,7 +256,13 @@ def test_the_learner_computes_on_its_device_as_the_current_one(monkeypatch: pyte
 
     seen: list[str] = []
     forward = Learner._forward
-    monkeypatch.setattr(Learner, "_forward", lambda learner, *args, **named: seen.append(current[-1]) or forward(learner, *args, **named))
+    monkeypatch.setattr(
+        Learner,
+        "_forward",
+        lambda learner, *args, **named: (
+            seen.append(current[-1]) or forward(learner, *args, **named)
+        ),
+    )
     monkeypatch.setattr(torch.cuda, "device", device)
     backend = LocalBackend(config_for(backend={"devices": "gpu:1"}), eos_ids=[3])
     rows = [row_of(one) for _, one in sorted(drawn(backend).items())]
@@ -217,20 +276,39 @@ def test_sampler_and_learner_are_one_policy_and_an_update_is_the_same_bytes_twic
     for _ in range(2):
         backend = LocalBackend(config_for(training={"lr": 0.01}, **ON_GPU), eos_ids=[3])
         rows = [row_of(one) for _, one in sorted(drawn(backend).items())]
-        difference = np.concatenate([own - row.logprobs for own, row in zip(backend.logprobs(rows, TEMPERATURE), rows, strict=True)])
+        difference = np.concatenate(
+            [
+                own - row.logprobs
+                for own, row in zip(backend.logprobs(rows, TEMPERATURE), rows, strict=True)
+            ]
+        )
         assert np.abs(difference).mean() < 0.02 and np.abs(difference).max() < 0.5
         assert backend.train(rows, 0).updates == 1
-        weights = (parameter.detach().cpu().numpy().tobytes() for parameter in backend._adapter.parameters.values())
+        weights = (
+            parameter.detach().cpu().numpy().tobytes()
+            for parameter in backend._adapter.parameters.values()
+        )
         digests.append(hashlib.sha256(b"".join(weights)).hexdigest())
     assert digests[0] == digests[1]
 
 
 @pytest.mark.skipif(HAS_GPU and torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_that_sample_ahead_learn_what_one_does(tmp_path: Path) -> None:
-    """With a checkpoint at every step nothing is sampled ahead, so the runs differ in the devices alone."""
+    """With a checkpoint at every step nothing is sampled ahead, so the runs differ in the devices
+    alone.
+    """
     for devices in ("gpu:0", "gpu:0,gpu:1"):
-        train(small(tmp_path / devices, training={"max_steps": 2, "save_every": 1}, backend={"devices": devices}))
-    one, two = (next((tmp_path / name).rglob("final/adapter_model.safetensors")).read_bytes() for name in ("gpu:0", "gpu:0,gpu:1"))
+        train(
+            small(
+                tmp_path / devices,
+                training={"max_steps": 2, "save_every": 1},
+                backend={"devices": devices},
+            )
+        )
+    one, two = (
+        next((tmp_path / name).rglob("final/adapter_model.safetensors")).read_bytes()
+        for name in ("gpu:0", "gpu:0,gpu:1")
+    )
     assert one == two
 
 
@@ -238,6 +316,16 @@ def test_a_resumed_run_has_the_bytes_of_one_that_went_on(tmp_path: Path) -> None
     whole, first = (12, 5) if HAS_GPU else (2, 1)
     for folder, end in (("whole", whole), ("parted", first), ("parted", whole)):
         resume = {"from": str(tmp_path / folder)} if (tmp_path / folder).exists() else {}
-        train(small(tmp_path / folder, training={"max_steps": end, "save_every": first}, resume=resume, **ON_GPU))
-    one, other = (next((tmp_path / name).rglob("final/adapter_model.safetensors")).read_bytes() for name in ("whole", "parted"))
+        train(
+            small(
+                tmp_path / folder,
+                training={"max_steps": end, "save_every": first},
+                resume=resume,
+                **ON_GPU,
+            )
+        )
+    one, other = (
+        next((tmp_path / name).rglob("final/adapter_model.safetensors")).read_bytes()
+        for name in ("whole", "parted")
+    )
     assert one == other

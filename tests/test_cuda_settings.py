@@ -1,4 +1,6 @@
-"""What a CUDA device reads of this process, and what its kernels cannot do, as far as a processor shows it."""
+"""What a CUDA device reads of this process, and what its kernels cannot do, as far as a processor
+shows it.
+"""
 
 import os
 import subprocess
@@ -20,9 +22,14 @@ from retrain.model.attention import FusedAttention
 
 def test_products_in_half_precision_are_summed_in_float32() -> None:
     matmul = torch.backends.cuda.matmul
-    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True
+    matmul.allow_bf16_reduced_precision_reduction = (
+        matmul.allow_fp16_reduced_precision_reduction
+    ) = True
     LocalBackend(config_for(), eos_ids=[3])
-    assert not matmul.allow_bf16_reduced_precision_reduction and not matmul.allow_fp16_reduced_precision_reduction
+    assert (
+        not matmul.allow_bf16_reduced_precision_reduction
+        and not matmul.allow_fp16_reduced_precision_reduction
+    )
 
 
 @pytest.mark.parametrize(
@@ -30,15 +37,21 @@ def test_products_in_half_precision_are_summed_in_float32() -> None:
     [({}, "expandable_segments:True"), ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None)],
     ids=["unset", "the user's own"],
 )
-def test_the_command_line_sets_the_allocator_before_torch_is_imported(given: dict[str, str], expected: str | None) -> None:
+def test_the_command_line_sets_the_allocator_before_torch_is_imported(
+    given: dict[str, str], expected: str | None
+) -> None:
     script = (
         "import os, sys\n"
         "from retrain.cli.main import main\n"
         "main(['--version'])\n"
         "print(os.environ.get('PYTORCH_ALLOC_CONF'), 'torch' in sys.modules)"
     )
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTORCH_")} | given
-    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, env=environment)
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTORCH_")
+    } | given
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, env=environment
+    )
     assert done.stdout.splitlines()[-1] == f"{expected} False"
 
 

@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3ForCausalLM,
+)
 
 from retrain.data import lab
 from retrain.errors import ConfigurationError
@@ -30,16 +36,20 @@ def model() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(LAB_MODEL).eval()
 
 
-# ---- problems -----------------------------------------------------------------------------------------------------------------------
+# ---- problems ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("difficulty", DIFFICULTIES)
-def test_no_heldout_problem_is_a_training_problem_even_with_its_terms_in_another_order(difficulty: int) -> None:
+def test_no_heldout_problem_is_a_training_problem_even_with_its_terms_in_another_order(
+    difficulty: int,
+) -> None:
     def unordered(prompt: str) -> tuple[str, ...]:
         return tuple(sorted(re.findall(r"[-+*]?\d+", f"+{prompt}")))
 
     train, held_out = lab.examples("train", difficulty), lab.examples("heldout", difficulty)
-    sums = [{unordered(e.prompt) for e in part if e.task == "lab/sum3"} for part in (train, held_out)]
+    sums = [
+        {unordered(e.prompt) for e in part if e.task == "lab/sum3"} for part in (train, held_out)
+    ]
     assert not sums[0] & sums[1]
     assert not {e.prompt for e in train} & {e.prompt for e in held_out}
 
@@ -48,7 +58,9 @@ def test_no_heldout_problem_is_a_training_problem_even_with_its_terms_in_another
 def test_a_split_holds_each_problem_once(difficulty: int) -> None:
     for split, count in lab.NUM_EXAMPLES.items():
         part = lab.examples(split, difficulty)
-        assert len(part) == len({e.prompt for e in part}) == len({e.example_id for e in part}) == count
+        assert (
+            len(part) == len({e.prompt for e in part}) == len({e.example_id for e in part}) == count
+        )
 
 
 @pytest.mark.parametrize("difficulty", DIFFICULTIES)
@@ -61,15 +73,26 @@ def test_a_reference_is_the_value_of_its_expression(difficulty: int) -> None:
 
 def test_the_last_difficulty_mixes_all_families_in_equal_parts() -> None:
     tasks = [example.task for example in lab.examples("heldout", lab.MAX_DIFFICULTY)]
-    assert {tasks.count(f"lab/{family}") for family in lab.FAMILIES} == {len(tasks) // len(lab.FAMILIES)}
+    assert {tasks.count(f"lab/{family}") for family in lab.FAMILIES} == {
+        len(tasks) // len(lab.FAMILIES)
+    }
 
 
 def test_every_process_makes_the_same_examples() -> None:
     code = (
-        "import json; from retrain.data.lab import examples; print(json.dumps([[e.example_id, e.reference] for e in examples('train', 5)]))"
+        "import json; from retrain.data.lab import examples; print(json.dumps([[e.example_id,"
+        " e.reference] for e in examples('train', 5)]))"
     )
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "7"})
-    assert json.loads(other.stdout) == [[e.example_id, e.reference] for e in lab.examples("train", 5)]
+    other = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONHASHSEED": "7"},
+    )
+    assert json.loads(other.stdout) == [
+        [e.example_id, e.reference] for e in lab.examples("train", 5)
+    ]
 
 
 def test_the_problems_never_change() -> None:
@@ -79,25 +102,41 @@ def test_the_problems_never_change() -> None:
 
 
 def test_the_problem_generator_imports_no_torch() -> None:
-    code = "import sys, retrain.data.lab; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = (
+        "import sys, retrain.data.lab; sys.exit('torch' in sys.modules or 'transformers' in"
+        " sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 @pytest.mark.parametrize("difficulty", [0, lab.MAX_DIFFICULTY + 1])
 def test_a_difficulty_that_does_not_exist_is_refused_in_one_sentence(difficulty: int) -> None:
-    with pytest.raises(ConfigurationError, match=rf"\[data\] difficulty = {difficulty}: the lab has 1 to {lab.MAX_DIFFICULTY}"):
+    with pytest.raises(
+        ConfigurationError,
+        match=rf"\[data\] difficulty = {difficulty}: the lab has 1 to {lab.MAX_DIFFICULTY}",
+    ):
         lab.examples("train", difficulty)
 
 
-# ---- the packaged model -------------------------------------------------------------------------------------------------------------
+# ---- the packaged model --------------------------------------------------------------------------
 
 
-def test_every_printable_character_survives_encoding_and_decoding(tokenizer: PreTrainedTokenizerBase) -> None:
-    for text in [*string.printable, string.printable, " a  b \n\n c ", "don't , . !", "ünïcødé 数学 🎉"]:
+def test_every_printable_character_survives_encoding_and_decoding(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    for text in [
+        *string.printable,
+        string.printable,
+        " a  b \n\n c ",
+        "don't , . !",
+        "ünïcødé 数学 🎉",
+    ]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_the_end_of_turn_in_the_chat_template_is_the_eos(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_end_of_turn_in_the_chat_template_is_the_eos(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     turns = [{"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": "2"}]
     prompt = tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
     whole = tokenizer.apply_chat_template(turns, tokenize=False)
@@ -106,13 +145,20 @@ def test_the_end_of_turn_in_the_chat_template_is_the_eos(tokenizer: PreTrainedTo
     assert tokenizer.encode(whole[len(prompt) + 1 :])[0] == tokenizer.eos_token_id
 
 
-def test_the_model_folder_loads_as_a_neutral_qwen3(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_model_folder_loads_as_a_neutral_qwen3(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
     assert isinstance(model, Qwen3ForCausalLM)
     assert model.config.vocab_size == len(tokenizer)
     assert model.config.max_position_embeddings >= 2048
-    assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert (
+        model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
+    )
     generation = json.loads((LAB_MODEL / "generation_config.json").read_text())
-    assert set(generation) == {"eos_token_id", "pad_token_id"}, "a sampling setting would leak into other programs"
+    assert set(generation) == {
+        "eos_token_id",
+        "pad_token_id",
+    }, "a sampling setting would leak into other programs"
 
 
 def test_the_model_folder_is_a_few_megabytes_and_names_no_machine() -> None:
@@ -127,23 +173,32 @@ def test_the_model_folder_is_a_few_megabytes_and_names_no_machine() -> None:
 def test_the_model_is_mostly_right_when_greedy_and_often_wrong_when_sampled(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """The gap is what reinforcement learning closes; the bounds are three standard errors around the card's figures."""
+    """The gap is what reinforcement learning closes; the bounds are three standard errors around
+    the card's figures.
+    """
     held_out = lab.examples("heldout")[:128]
     prompts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": e.prompt}], tokenize=False, add_generation_prompt=True) for e in held_out
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": e.prompt}], tokenize=False, add_generation_prompt=True
+        )
+        for e in held_out
     ]
     inputs = tokenizer(prompts, return_tensors="pt", return_token_type_ids=False)
     rates = {}
     for sampled in (False, True):
         torch.manual_seed(0)
         output = model.generate(**inputs, do_sample=sampled, max_new_tokens=128)
-        texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        rates[sampled] = sum(f"\\boxed{{{e.reference}}}" in text for e, text in zip(held_out, texts, strict=True)) / len(held_out)
+        texts = tokenizer.batch_decode(
+            output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+        )
+        rates[sampled] = sum(
+            f"\\boxed{{{e.reference}}}" in text for e, text in zip(held_out, texts, strict=True)
+        ) / len(held_out)
     assert 0.30 < rates[True] < 0.48
     assert rates[False] > rates[True] + 0.2
 
 
-# ---- the text it was made from ------------------------------------------------------------------------------------------------------
+# ---- the text it was made from -------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -166,13 +221,17 @@ def test_a_partial_result_is_wrong_as_often_as_the_recipe_says() -> None:
 
     rng = random.Random(0)
     errors = lab_text.ErrorRates(first_try=0.35, second_try=0.05)
-    texts = [lab_text.solution(lab_text.training_problem("sum3", rng), rng, errors) for _ in range(4000)]
+    texts = [
+        lab_text.solution(lab_text.training_problem("sum3", rng), rng, errors) for _ in range(4000)
+    ]
     tries = [re.split("wait, let me check|let me verify", text) for text in texts]
     assert 0.2 < sum(len(parts) == 2 for parts in tries) / len(texts) < 0.3
     for number, rate in enumerate(errors):
         worked = [parts[number] for parts in tries if len(parts) > number]
         steps = [step for text in worked for step in re.findall(r"(\d+)\+(\d+)=(\d+)\.", text)]
-        assert sum(int(a) + int(b) != int(c) for a, b, c in steps) / len(steps) == pytest.approx(rate, abs=0.02)
+        assert sum(int(a) + int(b) != int(c) for a, b, c in steps) / len(steps) == pytest.approx(
+            rate, abs=0.02
+        )
 
 
 @pytest.mark.usefixtures("scripts")
@@ -182,7 +241,11 @@ def test_a_guessing_dialogue_is_a_consistent_game_of_two_to_six_guesses() -> Non
     rng = random.Random(0)
     for _ in range(300):
         messages = lab_text.guessing_dialogue(rng)
-        guesses = [int(re.search(r"\\boxed\{(\d+)\}", m["content"])[1]) for m in messages if m["role"] == "assistant"]
+        guesses = [
+            int(re.search(r"\\boxed\{(\d+)\}", m["content"])[1])
+            for m in messages
+            if m["role"] == "assistant"
+        ]
         answers = [m["content"] for m in messages if m["role"] == "user"][1:]
         assert 2 <= len(guesses) <= 6
         secret = guesses[-1]
@@ -190,7 +253,9 @@ def test_a_guessing_dialogue_is_a_consistent_game_of_two_to_six_guesses() -> Non
 
 
 @pytest.mark.usefixtures("scripts")
-def test_the_model_is_trained_on_its_own_turns_as_the_chat_template_renders_them(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_model_is_trained_on_its_own_turns_as_the_chat_template_renders_them(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     import make_lab_model
 
     errors = make_lab_model.PHASES[-1].errors
@@ -199,4 +264,6 @@ def test_the_model_is_trained_on_its_own_turns_as_the_chat_template_renders_them
         messages = make_lab_model.conversation(random.Random(seed), errors)
         assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
         learned = tokenizer.decode([token for token, own in zip(ids, mask, strict=True) if own])
-        assert learned == "".join(m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant")
+        assert learned == "".join(
+            m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant"
+        )

@@ -1,4 +1,6 @@
-"""The order of the prompts is a pure function of (seed, cursor), and every prompt fits the model."""
+"""The order of the prompts is a pure function of (seed, cursor), and every prompt fits the
+model.
+"""
 
 from collections import Counter
 
@@ -23,11 +25,19 @@ cursors = st.integers(min_value=0, max_value=200)
 
 
 def prompt_set(size: int) -> PromptSet:
-    return PromptSet(tuple(Prompt(Example(f"p{i}", str(i), example_id=f"e{i}"), f"p{i}", None) for i in range(size)))
+    return PromptSet(
+        tuple(
+            Prompt(Example(f"p{i}", str(i), example_id=f"e{i}"), f"p{i}", None) for i in range(size)
+        )
+    )
 
 
 def loaded(*prompts: str, **said) -> ReadResult:
-    return ReadResult(CONFIG.data, [Example(prompt, "1", example_id=f"e{i}") for i, prompt in enumerate(prompts)], **said)
+    return ReadResult(
+        CONFIG.data,
+        [Example(prompt, "1", example_id=f"e{i}") for i, prompt in enumerate(prompts)],
+        **said,
+    )
 
 
 def text_model(context: int = 0) -> TextModel:
@@ -45,12 +55,21 @@ def ids(prompts):
 @given(size=sizes, seed=seeds, epoch=st.integers(min_value=0, max_value=5))
 @settings(max_examples=60, deadline=None)
 def test_every_epoch_visits_each_prompt_once(size, seed, epoch):
-    assert sorted(ids(prompt_set(size).batch(epoch * size, size, seed))) == sorted(ids(prompt_set(size).prompts))
+    assert sorted(ids(prompt_set(size).batch(epoch * size, size, seed))) == sorted(
+        ids(prompt_set(size).prompts)
+    )
 
 
-@given(size=sizes, seed=seeds, cursor=cursors, counts=st.lists(st.integers(min_value=0, max_value=9), max_size=6))
+@given(
+    size=sizes,
+    seed=seeds,
+    cursor=cursors,
+    counts=st.lists(st.integers(min_value=0, max_value=9), max_size=6),
+)
 @settings(max_examples=60, deadline=None)
-def test_batches_are_the_single_steps_strung_together_whatever_their_size(size, seed, cursor, counts):
+def test_batches_are_the_single_steps_strung_together_whatever_their_size(
+    size, seed, cursor, counts
+):
     prompts = prompt_set(size)
     in_batches, place = [], cursor
     for count in counts:
@@ -68,7 +87,9 @@ def test_two_runs_of_one_seed_see_the_same_prompts(seed, cursor):
 
 def test_epochs_and_seeds_are_shuffled_differently():
     prompts = prompt_set(30)
-    orders = {tuple(ids(prompts.batch(epoch * 30, 30, seed))) for epoch in range(3) for seed in range(3)}
+    orders = {
+        tuple(ids(prompts.batch(epoch * 30, 30, seed))) for epoch in range(3) for seed in range(3)
+    }
     assert len(orders) == 9
     assert tuple(ids(prompts.prompts)) not in orders
 
@@ -78,7 +99,9 @@ def test_the_order_is_the_same_on_every_machine():
 
 
 def test_the_first_place_of_an_epoch_is_taken_by_each_prompt_alike():
-    firsts = Counter(prompt.prompt_id for seed in range(2000) for prompt in prompt_set(4).batch(0, 1, seed))
+    firsts = Counter(
+        prompt.prompt_id for seed in range(2000) for prompt in prompt_set(4).batch(0, 1, seed)
+    )
     assert all(400 < count < 600 for count in firsts.values())
 
 
@@ -95,16 +118,37 @@ def test_prompts_are_encoded_as_one_prompt_alone_would_be():
 
 
 def test_a_prompt_needs_room_for_one_token_in_the_context():
-    short, long = encode_prompts(CONFIG.training, text_model(), loaded("short", "a much longer prompt")).prompts
-    prompts = encode_prompts(CONFIG.training, text_model(context=len(long.token_ids)), loaded("short", "a much longer prompt"))
+    short, long = encode_prompts(
+        CONFIG.training, text_model(), loaded("short", "a much longer prompt")
+    ).prompts
+    prompts = encode_prompts(
+        CONFIG.training,
+        text_model(context=len(long.token_ids)),
+        loaded("short", "a much longer prompt"),
+    )
     assert ids(prompts.prompts) == ids([short])
     size = len(long.token_ids)
-    assert f"Dropped prompts: 1 longer than the context (e1 with {size} of {size} tokens)" in prompts.notes
-    assert len(encode_prompts(CONFIG.training, text_model(context=size + 1), loaded("short", "a much longer prompt"))) == 2
+    assert (
+        f"Dropped prompts: 1 longer than the context (e1 with {size} of {size} tokens)"
+        in prompts.notes
+    )
+    assert (
+        len(
+            encode_prompts(
+                CONFIG.training,
+                text_model(context=size + 1),
+                loaded("short", "a much longer prompt"),
+            )
+        )
+        == 2
+    )
 
 
 def test_no_prompt_left_is_fatal():
-    with pytest.raises(ConfigurationError, match=r"has no usable prompt: 2 longer than the context \(first: e0 with "):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"has no usable prompt: 2 longer than the context \(first: e0 with ",
+    ):
         encode_prompts(CONFIG.training, text_model(context=2), loaded("a", "b"))
 
 
@@ -113,12 +157,23 @@ def test_completions_that_the_context_cuts_short_are_said():
     size = len(prompt.token_ids)
     assert encode_prompts(CONFIG.training, text_model(context=size + 16), loaded("a")).notes == ()
     (note,) = encode_prompts(CONFIG.training, text_model(context=size + 15), loaded("a")).notes
-    assert "max_tokens = 16" in note and "for 1 of 1 prompts" in note and "after 15 tokens or more" in note
+    assert (
+        "max_tokens = 16" in note
+        and "for 1 of 1 prompts" in note
+        and "after 15 tokens or more" in note
+    )
 
 
 def test_the_notes_of_the_source_are_said_once():
-    examples = loaded("a", dropped={Reason.NO_ANSWER: 2}, first={Reason.NO_ANSWER: "x"}, notes=["Dropped rows: 2 without an answer"])
-    assert encode_prompts(CONFIG.training, text_model(), examples).notes == ("Dropped rows: 2 without an answer",)
+    examples = loaded(
+        "a",
+        dropped={Reason.NO_ANSWER: 2},
+        first={Reason.NO_ANSWER: "x"},
+        notes=["Dropped rows: 2 without an answer"],
+    )
+    assert encode_prompts(CONFIG.training, text_model(), examples).notes == (
+        "Dropped rows: 2 without an answer",
+    )
 
 
 # ---- the hash
@@ -136,4 +191,6 @@ def test_the_data_hash_knows_id_prompt_reference_and_order():
     ]
     hashes = {fingerprint([a, b]), *(fingerprint(examples) for examples in changed)}
     assert len(hashes) == 1 + len(changed)
-    assert fingerprint([a, b]) == fingerprint([Example("p", "1", info={"level": 3}, example_id="a"), b])
+    assert fingerprint([a, b]) == fingerprint(
+        [Example("p", "1", info={"level": 3}, example_id="a"), b]
+    )

@@ -20,17 +20,24 @@ SAMPLES = Path(__file__).parent / "data"
 
 
 def config(evaluation=None, max_examples=0, **data) -> TrainConfig:
-    return TrainConfig.model_validate({"data": data, "evaluation": evaluation or {}, "training": {"max_examples": max_examples}})
+    return TrainConfig.model_validate(
+        {"data": data, "evaluation": evaluation or {}, "training": {"max_examples": max_examples}}
+    )
 
 
 def write_jsonl(path: Path, rows) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return path
 
 
 def rows(count, start=0):
-    return [{"prompt": f"{i}+1=?", "answer": str(i + 1), "level": i} for i in range(start, start + count)]
+    return [
+        {"prompt": f"{i}+1=?", "answer": str(i + 1), "level": i}
+        for i in range(start, start + count)
+    ]
 
 
 def prompts_of(loaded):
@@ -42,7 +49,9 @@ def prompts_of(loaded):
 
 def test_math_takes_its_five_subjects_and_says_the_true_count():
     train = load_examples(config(source="math", path=str(SAMPLES / "math_test.jsonl")))
-    held_out = load_examples(config(source="math", path=str(SAMPLES / "math_test.jsonl")), "heldout")
+    held_out = load_examples(
+        config(source="math", path=str(SAMPLES / "math_test.jsonl")), "heldout"
+    )
     subjects = {example.info["type"] for example in (*train.examples, *held_out.examples)}
     assert subjects == set(MATH_SUBJECTS.values())
     assert len(train) + len(held_out) == 14
@@ -65,7 +74,10 @@ def test_math_references_are_the_last_box_of_the_solution():
 def test_a_math_solution_without_a_balanced_box_is_dropped_and_named(tmp_path):
     row = {"problem": "p", "type": "Geometry", "level": "Level 1"}
     solutions = [r"so \boxed{4}", "no box", r"open \boxed{4", r"\boxed{}"]
-    path = write_jsonl(tmp_path / "train.jsonl", [row | {"problem": f"p{i}", "solution": text} for i, text in enumerate(solutions)])
+    path = write_jsonl(
+        tmp_path / "train.jsonl",
+        [row | {"problem": f"p{i}", "solution": text} for i, text in enumerate(solutions)],
+    )
     write_jsonl(tmp_path / "test.jsonl", [row | {"solution": r"\boxed{1}"}])
     loaded = load_examples(config(source="math", path=str(path.parent)))
     assert [example.reference for example in loaded.examples] == ["4"]
@@ -77,7 +89,14 @@ def test_gsm8k_references_stand_behind_the_mark_without_thousands_separators():
     folder = config(source="gsm8k", path=str(SAMPLES))
     train, held_out = load_examples(folder), load_examples(folder, "heldout")
     assert [example.reference for example in train.examples][-2:] == ["1080", "850000"]
-    assert [example.reference for example in held_out.examples] == ["18", "3", "70000", "540", "2125", "114200"]
+    assert [example.reference for example in held_out.examples] == [
+        "18",
+        "3",
+        "70000",
+        "540",
+        "2125",
+        "114200",
+    ]
     assert len(train) == 14
 
 
@@ -92,7 +111,10 @@ def test_data_sets_that_share_a_folder_are_told_apart_by_their_names(source, cou
 
 def test_a_gsm8k_answer_without_the_mark_is_dropped(tmp_path):
     good = {"question": "q", "answer": "1\n#### -1,000,000"}
-    path = write_jsonl(tmp_path / "train.jsonl", [good, {"question": "r", "answer": "no mark"}, {"question": "s", "answer": "#### "}])
+    path = write_jsonl(
+        tmp_path / "train.jsonl",
+        [good, {"question": "r", "answer": "no mark"}, {"question": "s", "answer": "#### "}],
+    )
     write_jsonl(tmp_path / "test.jsonl", [good])
     loaded = load_examples(config(source="gsm8k", path=str(path.parent)))
     assert [example.reference for example in loaded.examples] == ["-1000000"]
@@ -104,17 +126,27 @@ def test_a_gsm8k_answer_without_the_mark_is_dropped(tmp_path):
 
 @pytest.mark.parametrize("named_by", ["source", "path"])
 def test_a_file_has_columns_for_prompt_and_answer_and_the_rest_is_info(tmp_path, named_by):
-    path = write_jsonl(tmp_path / "sums.jsonl", [{"question": "1+1=?", "gold": 2, "task": "sums", "level": 3}])
-    where = {"source": str(path)} if named_by == "source" else {"source": "jsonl", "path": str(path)}
+    path = write_jsonl(
+        tmp_path / "sums.jsonl", [{"question": "1+1=?", "gold": 2, "task": "sums", "level": 3}]
+    )
+    where = (
+        {"source": str(path)} if named_by == "source" else {"source": "jsonl", "path": str(path)}
+    )
     loaded = load_examples(config(prompt_column="question", answer_column="gold", **where))
     assert loaded.examples == [Example("1+1=?", "2", "sums", {"level": 3}, "sums-0")]
 
 
 def test_a_prompt_can_be_a_conversation(tmp_path):
-    talk = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1=?", "name": "me"}]
+    talk = [
+        {"role": "system", "content": "Add."},
+        {"role": "user", "content": "1+1=?", "name": "me"},
+    ]
     path = write_jsonl(tmp_path / "talk.jsonl", [{"prompt": talk, "answer": "2"}])
     (example,) = load_examples(config(source=str(path))).examples
-    assert example.prompt == [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1=?"}]
+    assert example.prompt == [
+        {"role": "system", "content": "Add."},
+        {"role": "user", "content": "1+1=?"},
+    ]
 
 
 BAD_ROWS = {
@@ -144,7 +176,10 @@ def test_a_malformed_row_is_counted_and_named_and_not_fatal(tmp_path, bad):
         (b"[1, 2]", "not a JSON object"),
         (b'{"prompt": "\xff", "answer": "1"}', "not a JSON object"),
         (b'{"prompt": "\\ud83d", "answer": "1"}', "with an unpaired surrogate"),
-        (b'{"prompt": [{"role": "user", "content": "\\ud83d"}], "answer": "1"}', "with an unpaired surrogate"),
+        (
+            b'{"prompt": [{"role": "user", "content": "\\ud83d"}], "answer": "1"}',
+            "with an unpaired surrogate",
+        ),
         (b'{"prompt": "x", "answer": "\\udc00"}', "with an unpaired surrogate"),
     ],
 )
@@ -156,11 +191,19 @@ def test_a_line_that_holds_no_text_for_an_example_is_counted_by_its_reason(tmp_p
 
 
 @pytest.mark.parametrize(
-    "text", ["prompt,answer\n1+1=?,2\n", '[{"prompt": "1+1=?", "answer": "2"}]', '[\n  {\n    "prompt": "x"\n  }\n]\n']
+    "text",
+    [
+        "prompt,answer\n1+1=?,2\n",
+        '[{"prompt": "1+1=?", "answer": "2"}]',
+        '[\n  {\n    "prompt": "x"\n  }\n]\n',
+    ],
 )
 def test_csv_and_a_json_list_are_answered_with_the_form_that_is_read(tmp_path, text):
     (tmp_path / "rows.csv").write_text(text)
-    with pytest.raises(ConfigurationError, match=r"not a JSON object \(.*line 1\); convert it: .* one JSON object per line"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"not a JSON object \(.*line 1\); convert it: .* one JSON object per line",
+    ):
         load_examples(config(source=str(tmp_path / "rows.csv")))
 
 
@@ -174,7 +217,10 @@ def test_an_empty_answer_is_counted_and_never_a_reference(tmp_path, answer):
 
 def test_a_set_left_empty_is_fatal_and_says_why_and_which_columns_there_are(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"question": "x", "gold": "1"}] * 3)
-    said = r"has no usable training row: 3 malformed \(first: rows\.jsonl line 1\); its columns are question, gold; "
+    said = (
+        r"has no usable training row: 3 malformed \(first: rows\.jsonl line 1\); its columns are"
+        r" question, gold; "
+    )
     said += r'set \[data\] prompt_column = "question" and answer_column = "gold"\.'
     with pytest.raises(ConfigurationError, match=said):
         load_examples(config(source=str(path)))
@@ -182,7 +228,9 @@ def test_a_set_left_empty_is_fatal_and_says_why_and_which_columns_there_are(tmp_
 
 def test_blank_lines_and_a_byte_order_mark_are_no_rows(tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "answer": "1"}\n\n{"prompt": "b", "answer": "2"}')
+    path.write_bytes(
+        b'\xef\xbb\xbf{"prompt": "a", "answer": "1"}\n\n{"prompt": "b", "answer": "2"}'
+    )
     loaded = load_examples(config(source=str(path)))
     assert prompts_of(loaded) == ["a", "b"]
     assert not loaded.dropped
@@ -195,15 +243,26 @@ def test_parquet_is_read_like_jsonl(tmp_path):
     write_jsonl(tmp_path / "a" / "rows.jsonl", rows(5))
     parquet.write_table(pyarrow.Table.from_pylist(rows(5)), tmp_path / "rows.parquet")
     assert (
-        load_examples(config(source=str(tmp_path / "rows.parquet"))).examples == load_examples(config(source=str(tmp_path / "a"))).examples
+        load_examples(config(source=str(tmp_path / "rows.parquet"))).examples
+        == load_examples(config(source=str(tmp_path / "a"))).examples
     )
     (tmp_path / "torn.parquet").write_bytes(b"PAR1 torn")
-    with pytest.raises(ConfigurationError, match=r"not a readable parquet file: .*[^.]; write it again"):
+    with pytest.raises(
+        ConfigurationError, match=r"not a readable parquet file: .*[^.]; write it again"
+    ):
         load_examples(config(source=str(tmp_path / "torn.parquet")))
 
 
 @pytest.mark.parametrize(
-    "held_out", ["test.jsonl", "test-00000-of-00001.jsonl", "heldout.jsonl", "held_out.jsonl", "validation.jsonl", "test/0.jsonl"]
+    "held_out",
+    [
+        "test.jsonl",
+        "test-00000-of-00001.jsonl",
+        "heldout.jsonl",
+        "held_out.jsonl",
+        "validation.jsonl",
+        "test/0.jsonl",
+    ],
 )
 def test_a_folders_files_say_by_name_what_is_held_out(tmp_path, held_out):
     write_jsonl(tmp_path / "train-a.jsonl", rows(2))
@@ -232,7 +291,14 @@ def test_a_path_stands_relative_to_the_configuration_file_too(tmp_path, monkeypa
     [
         (lambda folder: folder / "nothing.jsonl", r"does not exist"),
         (lambda folder: folder, r"holds no \.jsonl or \.parquet file"),
-        (lambda folder: (write_jsonl(folder / "a.jsonl", rows(1)), (folder / "b.parquet").touch(), folder)[-1], "holds both"),
+        (
+            lambda folder: (
+                write_jsonl(folder / "a.jsonl", rows(1)),
+                (folder / "b.parquet").touch(),
+                folder,
+            )[-1],
+            "holds both",
+        ),
     ],
 )
 def test_a_path_without_data_is_one_sentence_that_names_the_key(tmp_path, make, sentence):
@@ -264,15 +330,20 @@ def test_an_evaluation_source_replaces_the_held_out_split_and_is_used_whole(tmp_
 def test_a_problem_on_both_sides_is_said():
     train = [Example("1+1=?", "2", example_id="t0"), Example("2+2=?", "4", example_id="t1")]
     held_out = [Example("3+3=?", "6", example_id="h0"), Example("2+2=? ", "4", example_id="h1")]
-    assert contamination_note(train, held_out) == (
-        "Held-out problems that are also trained on: 1, the first is h1; held-out accuracy is too high"
+    assert (
+        contamination_note(train, held_out)
+        == "Held-out problems that are also trained on: 1, the first is h1; held-out accuracy is"
+        " too high"
     )
     assert contamination_note(train, held_out[:1]) is None
 
 
 def test_the_labs_sides_share_no_problem():
     lab = config(source="lab")
-    assert contamination_note(load_examples(lab).examples, load_examples(lab, "heldout").examples) is None
+    assert (
+        contamination_note(load_examples(lab).examples, load_examples(lab, "heldout").examples)
+        is None
+    )
 
 
 def test_a_difficulty_that_the_lab_does_not_have_is_refused():
@@ -285,7 +356,10 @@ def test_a_difficulty_that_the_lab_does_not_have_is_refused():
 
 def test_max_examples_takes_a_fixed_subset_spread_over_the_set(tmp_path):
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows(200)))
-    few, more = (set(prompts_of(load_examples(config(source=path, max_examples=count)))) for count in (20, 60))
+    few, more = (
+        set(prompts_of(load_examples(config(source=path, max_examples=count))))
+        for count in (20, 60)
+    )
     assert len(few) == 20
     assert few < more
     levels = sorted(int(prompt.partition("+")[0]) for prompt in few)
@@ -312,8 +386,7 @@ def test_a_registered_source_is_called_with_its_params(tmp_path):
 @pytest.fixture
 def plugin(tmp_path, monkeypatch):
     (tmp_path / "my_data.py").write_text(
-        textwrap.dedent(
-            """
+        textwrap.dedent("""
             from retrain.data import Example
             def both(start=0, split="train"):
                 return [Example(f"{split} {start}", "1", example_id="x")] * (2 if split == "train" else 1)
@@ -326,8 +399,7 @@ def plugin(tmp_path, monkeypatch):
                 return ["not an example"]
             def broken():
                 raise KeyError("gone")
-            """
-        )
+            """)
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
@@ -342,7 +414,10 @@ def test_a_plugin_with_a_split_has_held_out_examples_of_its_own(plugin):
 
 
 def test_an_id_that_occurs_twice_is_said(plugin):
-    assert any("Examples that share their example_id" in note for note in load_examples(config(source="my_data.both")).notes)
+    assert any(
+        "Examples that share their example_id" in note
+        for note in load_examples(config(source="my_data.both")).notes
+    )
 
 
 def test_what_a_plugin_leaves_out_is_dropped_like_a_row(plugin):
@@ -352,7 +427,12 @@ def test_what_a_plugin_leaves_out_is_dropped_like_a_row(plugin):
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"), [("strings", "gave a str instead of"), ("broken", "failed with KeyError"), ("absent", "cannot be loaded")]
+    ("name", "sentence"),
+    [
+        ("strings", "gave a str instead of"),
+        ("broken", "failed with KeyError"),
+        ("absent", "cannot be loaded"),
+    ],
 )
 def test_a_plugins_mistake_is_one_sentence(plugin, name, sentence):
     with pytest.raises(ConfigurationError, match=sentence) as failure:
@@ -399,16 +479,38 @@ for source in sys.argv[1:]:
 
 
 def test_without_a_network_a_hub_set_is_one_sentence_and_a_local_one_of_that_name_works(tmp_path):
-    """The hub's own library resolves a folder first, so a copy under the same name goes through the same code without a network."""
+    """The hub's own library resolves a folder first, so a copy under the same name goes through the
+    same code without a network.
+    """
     write_jsonl(tmp_path / "nobody" / "sums" / "train.jsonl", rows(2))
     write_jsonl(tmp_path / "nobody" / "sums" / "validation.jsonl", rows(1, 5))
-    environment = os.environ | {"HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "cache")}
-    environment.pop("HF_HUB_OFFLINE", None)  # another test of this process may have found no hub and gone offline
-    command = [sys.executable, "-c", HUB, "hub:nobody/sums", "hub:nobody/sums::validation", "hub:nobody/absent", "math"]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    environment = os.environ | {
+        "HOME": str(tmp_path),
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HOME": str(tmp_path / "cache"),
+    }
+    environment.pop(
+        "HF_HUB_OFFLINE", None
+    )  # another test of this process may have found no hub and gone offline
+    command = [
+        sys.executable,
+        "-c",
+        HUB,
+        "hub:nobody/sums",
+        "hub:nobody/sums::validation",
+        "hub:nobody/absent",
+        "math",
+    ]
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[:3] == ["train ['sums-train-0', 'sums-train-1']", "heldout ['sums-validation-0']", "train ['sums-validation-0']"]
+    assert lines[:3] == [
+        "train ['sums-train-0', 'sums-train-1']",
+        "heldout ['sums-validation-0']",
+        "train ['sums-validation-0']",
+    ]
     assert lines[3].startswith("heldout NoHeldOutSplit")
     for line in lines[4:]:
         assert "EnvironmentFailure" in line

@@ -1,7 +1,9 @@
-"""No forward or backward pass mixes tensors of the host with those of the device, or reads one back: what only a GPU would show.
+"""No forward or backward pass mixes tensors of the host with those of the device, or reads one
+back: what only a GPU would show.
 
-torch's fake tensors have shapes and a device, and no values: an operation on two devices raises, and so does a read by the host.
-Their device is "meta", which every build of torch knows; branches for CUDA alone are not taken.
+torch's fake tensors have shapes and a device, and no values: an operation on two devices raises,
+and so does a read by the host. Their device is "meta", which every build of torch knows; branches
+for CUDA alone are not taken.
 """
 
 import warnings
@@ -31,11 +33,19 @@ from retrain.types import MachineChoices
 DEVICE = torch.device("meta")
 
 
-def on_device(config: TrainConfig, dtype: torch.dtype, stack: ExitStack) -> tuple[BaseModel, Adapter]:
+def on_device(
+    config: TrainConfig, dtype: torch.dtype, stack: ExitStack
+) -> tuple[BaseModel, Adapter]:
     """A model with its adapter; until the stack closes, every tensor is a fake one."""
     with DEVICE:
         model = AutoModelForCausalLM.from_config(load_model_config(config.model.model), dtype=dtype)
-    base = BaseModel(model.requires_grad_(False).eval(), model.base_model, Head(model.lm_head.weight), DEVICE, dtype)
+    base = BaseModel(
+        model.requires_grad_(False).eval(),
+        model.base_model,
+        Head(model.lm_head.weight),
+        DEVICE,
+        dtype,
+    )
     adapter = Adapter(base, config.model, config.lora, config.training.seed)
     stack.enter_context(warnings.catch_warnings())
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
@@ -50,10 +60,16 @@ def test_a_decode_step_stays_on_its_device(family: str, kv_storage: torch.dtype 
     config = config_for(family)
     with ExitStack() as stack:
         base, adapter = on_device(config, torch.bfloat16, stack)
-        decode_once(adapter, FusedDecoder(base.model, merge=False) if family == "qwen3" else None, kv_storage)
+        decode_once(
+            adapter,
+            FusedDecoder(base.model, merge=False) if family == "qwen3" else None,
+            kv_storage,
+        )
 
 
-def decode_once(adapter: Adapter, fused: FusedDecoder | None, kv_storage: torch.dtype | None) -> None:
+def decode_once(
+    adapter: Adapter, fused: FusedDecoder | None, kv_storage: torch.dtype | None
+) -> None:
     decoder = Decoder(adapter.peft_model, False, fused)
     with decoder.sampling({0}):
         short, long = decoder.prefill([np.arange(4, dtype=np.int32), np.arange(9, dtype=np.int32)])
@@ -64,15 +80,29 @@ def decode_once(adapter: Adapter, fused: FusedDecoder | None, kv_storage: torch.
         arena.move([2], [0], 9)
         arena.reserve(20, 40, 3, 10)
         drawn = torch.empty(3, 3, dtype=torch.float64, device=DEVICE)
-        _draw_chunk(logits, np.array([1.0, 0.7, 0.0], np.float32), torch.zeros(3, dtype=torch.float64, device=DEVICE), None, drawn)
+        _draw_chunk(
+            logits,
+            np.array([1.0, 0.7, 0.0], np.float32),
+            torch.zeros(3, dtype=torch.float64, device=DEVICE),
+            None,
+            drawn,
+        )
     assert {tensor.device for tensor in (logits, drawn, *short.keys, *short.values)} == {DEVICE}
 
 
 @pytest.mark.parametrize("own_forward", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_a_learning_pass_stays_on_its_device(own_forward: bool, checkpointing: bool, dropout: float) -> None:
-    loss = {"mode": "gspo", "kl_coef": 0.1, "entropy_coef": 0.1, "correction": "tis", "old_logprobs": "recomputed"}
+def test_a_learning_pass_stays_on_its_device(
+    own_forward: bool, checkpointing: bool, dropout: float
+) -> None:
+    loss = {
+        "mode": "gspo",
+        "kl_coef": 0.1,
+        "entropy_coef": 0.1,
+        "correction": "tis",
+        "old_logprobs": "recomputed",
+    }
     config = config_for(lora={"dropout": dropout}, loss=loss)
     with ExitStack() as stack:
         own_forward |= dropout > 0
@@ -81,8 +111,13 @@ def test_a_learning_pass_stays_on_its_device(own_forward: bool, checkpointing: b
         choices = MachineChoices(1, 8, 1024, 64, checkpointing)
         fused = None if own_forward else FusedDecoder(base.model, merge=False)
         learner = Learner(base, adapter, config, choices, fused)
-        rows = [LearnerRow(number, row, row.logprobs, row.logprobs, row.logprobs) for number, row in enumerate(make_rows())]
+        rows = [
+            LearnerRow(number, row, row.logprobs, row.logprobs, row.logprobs)
+            for number, row in enumerate(make_rows())
+        ]
         for piece in learner._pieces(rows, share=not dropout):
-            (learned,) = learner._learn(replace(piece, weights=[_Weights(1.0, 1.0)] * len(piece.rows)))
+            (learned,) = learner._learn(
+                replace(piece, weights=[_Weights(1.0, 1.0)] * len(piece.rows))
+            )
             assert {learned.loss.device, learned.infinite.device, learned.clip.device} == {DEVICE}
         assert {gradient.device for gradient in learner.optimizer.gradients()} == {DEVICE}

@@ -1,4 +1,6 @@
-"""A run shared by several processes (torchrun) is the run of one process, up to the order of floating-point sums."""
+"""A run shared by several processes (torchrun) is the run of one process, up to the order of
+floating-point sums.
+"""
 
 import os
 import signal
@@ -24,7 +26,8 @@ SHARED: dict[str, Any] = {
     "evaluation": {"at_end": True, "max_examples": 5},
     "logging": {"tokens_every": 2},
 }
-"""Three prompts for two processes, so that the shares differ in size; every pass of the learner takes part."""
+"""Three prompts for two processes, so that the shares differ in size; every pass of the learner
+takes part."""
 
 
 def arguments(folder: Path, *flags: str, **sections: dict[str, Any]) -> list[str]:
@@ -56,7 +59,16 @@ def assert_same_learning(shared: Path, alone: Path) -> None:
     assert len(ours) == len(theirs) == 4
     for left, right in zip(ours, theirs, strict=True):
         assert left["num_datums"] == right["num_datums"] > 0
-        for name in ("loss", "grad_norm", "ratio_mean", "ratio_max", "ess", "mean_reward", "running_correct_rate", "exec_entropy_mean"):
+        for name in (
+            "loss",
+            "grad_norm",
+            "ratio_mean",
+            "ratio_max",
+            "ess",
+            "mean_reward",
+            "running_correct_rate",
+            "exec_entropy_mean",
+        ):
             assert left[name] == pytest.approx(right[name], rel=1e-3, abs=1e-6), name
     ours, theirs = (read_tokens(RunFolder(folder).step_tokens(2)) for folder in (shared, alone))
     assert np.array_equal(ours.token_ids, theirs.token_ids)
@@ -65,8 +77,21 @@ def assert_same_learning(shared: Path, alone: Path) -> None:
 
 def test_two_processes_learn_what_one_does(alone: Path, tmp_path: Path) -> None:
     folder = tmp_path / "shared"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    output = subprocess.run([*launcher, *arguments(folder, **SHARED)], capture_output=True, text=True, check=True, timeout=240).stdout
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    output = subprocess.run(
+        [*launcher, *arguments(folder, **SHARED)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=240,
+    ).stdout
     assert output.count("Step 0 ") == 1, "one process speaks"
     assert "2 processes share this run" in output
     assert_same_learning(folder, alone)
@@ -94,14 +119,19 @@ def test_a_wrong_configuration_is_said_once(alone: Path) -> None:
     assert output.count("already holds a run") == 1
 
 
-# --- a sharded base ------------------------------------------------------------------------------------------------------
+# --- a sharded base -------------------------------------------------------------------------------
 
 
-SHARDED: dict[str, Any] = SHARED | {"training": SHARED["training"] | {"micro_batch_tokens": 40}, "backend": {"shard_base": True}}
+SHARDED: dict[str, Any] = SHARED | {
+    "training": SHARED["training"] | {"micro_batch_tokens": 40},
+    "backend": {"shard_base": True},
+}
 """Few tokens a pass, so that the processes have different numbers of passes to make."""
 
 
-def test_two_processes_that_hold_half_of_the_layers_learn_what_one_does(alone: Path, tmp_path: Path) -> None:
+def test_two_processes_that_hold_half_of_the_layers_learn_what_one_does(
+    alone: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "sharded"
     finished(shared(folder, **SHARDED))
     assert_same_learning(folder, alone)

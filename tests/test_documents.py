@@ -1,4 +1,6 @@
-"""The documents: those made from the code are complete and as the code makes them now, and every block runs as pasted."""
+"""The documents: those made from the code are complete and as the code makes them now, and every
+block runs as pasted.
+"""
 
 import shutil
 import textwrap
@@ -24,19 +26,38 @@ def test_every_recorded_field_is_explained_in_a_sentence(record: type) -> None:
 
 
 def test_the_page_of_metrics_has_not_drifted() -> None:
-    assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == metrics_document(), "run `make docs`"
+    assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == metrics_document(), (
+        "run `make docs`"
+    )
 
 
 def test_every_command_has_an_example_and_its_options_on_the_page_of_commands() -> None:
     page = commands_document()
     assert list(EXAMPLES) == list(COMMANDS)
-    assert all(example.startswith(f"retrain {name}") and example in page for name, example in EXAMPLES.items())
-    assert all(f"`{option}" in page for option in ("--against", "--checkpoint", "--memory-gib", "--baseline", "--prompt-tokens"))
+    assert all(
+        example.startswith(f"retrain {name}") and example in page
+        for name, example in EXAMPLES.items()
+    )
+    assert all(
+        f"`{option}" in page
+        for option in ("--against", "--checkpoint", "--memory-gib", "--baseline", "--prompt-tokens")
+    )
 
 
-# -- every block, pasted -------------------------------------------------------------------------------------------------
+# -- every block, pasted ---------------------------------------------------------------------------
 
-TINY = ["--batch-size", "1", "--group-size", "2", "--max-tokens", "8", "--evaluation-max-examples", "2", "--reward-type", "random"]
+TINY = [
+    "--batch-size",
+    "1",
+    "--group-size",
+    "2",
+    "--max-tokens",
+    "8",
+    "--evaluation-max-examples",
+    "2",
+    "--reward-type",
+    "random",
+]
 
 CAMPAIGN = "examples/campaign_lab.toml --log-dir logs/campaign"
 
@@ -49,16 +70,25 @@ def blocks(path: Path) -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which the pages are read: after `make run`, and after the campaign that most of them look at."""
+    """The folder in which the pages are read: after `make run`, and after the campaign that most of
+    them look at.
+    """
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("examples", "retrain"):
         (folder / name).symlink_to(ROOT / name)
     shutil.copy(ROOT / "retrain.toml", folder)
-    programs = ("scripts/servers/tinker-setup.sh", "scripts/servers/tinker-start.sh", "home/.cache/retrain/environments/v1/bin/python")
+    programs = (
+        "scripts/servers/tinker-setup.sh",
+        "scripts/servers/tinker-start.sh",
+        "home/.cache/retrain/environments/v1/bin/python",
+    )
     for name in (".venv/bin/activate", "docs/empty", *programs):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch(mode=0o755)
-    train(load_config(ROOT / "examples/lab.toml", [*TINY, "--log-dir", str(folder / "logs/lab")], {}), quiet=True)
+    train(
+        load_config(ROOT / "examples/lab.toml", [*TINY, "--log-dir", str(folder / "logs/lab")], {}),
+        quiet=True,
+    )
     Paste(folder, folder / "logs/lab").shell(f"retrain {CAMPAIGN}")
     (folder / "logs/five").mkdir()
     (folder / "logs/five/winner").symlink_to("../campaign")
@@ -69,7 +99,11 @@ PYTHON_ELSEWHERE = {"CONTRIBUTING.md": "tests/test_contributing.py"}
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-@pytest.mark.parametrize("page", [path for path in PAGES if SHELL & {language for language, _ in blocks(path)}], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "page",
+    [path for path in PAGES if SHELL & {language for language, _ in blocks(path)}],
+    ids=lambda path: path.stem,
+)
 def test_every_block_of_a_page_runs_as_pasted(page: Path, checkout: Path, tmp_path: Path) -> None:
     here = shutil.copytree(checkout, tmp_path / "checkout", symlinks=True)
     paste = Paste(here, checkout / "logs/lab")

@@ -1,4 +1,6 @@
-"""The PyTorch engine against the plain full-sequence forward of the same model, over families, budgets and adapters."""
+"""The PyTorch engine against the plain full-sequence forward of the same model, over families,
+budgets and adapters.
+"""
 
 import hashlib
 import subprocess
@@ -32,7 +34,10 @@ SIZES = {
     "eos_token_id": 2,
     "initializer_range": 0.3,
 }
-WINDOW = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+WINDOW = {
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 FAMILIES = {
     "llama": {},
     "qwen2": dict(use_sliding_window=True, max_window_layers=1, **WINDOW),
@@ -41,9 +46,20 @@ FAMILIES = {
     "phi": {},
     "phi3": {"sliding_window": 7},
     "gemma": {"head_dim": 8},
-    "gemma2": dict(head_dim=8, attn_logit_softcapping=5.0, final_logit_softcapping=4.0, query_pre_attn_scalar=8, **WINDOW),
+    "gemma2": dict(
+        head_dim=8,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=4.0,
+        query_pre_attn_scalar=8,
+        **WINDOW,
+    ),
     "gemma3_text": dict(head_dim=8, initializer_range=0.1, query_pre_attn_scalar=8, **WINDOW),
-    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "qwen3_moe": {
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
 }
 EOS = (2, 17)
 
@@ -55,7 +71,9 @@ def tiny(family: str = "qwen3", **changes: object) -> PreTrainedModel:
 
 
 def with_adapter(model: PreTrainedModel, dropout: float = 0.0) -> torch.nn.Module:
-    peft_model = get_peft_model(model, LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", lora_dropout=dropout))
+    peft_model = get_peft_model(
+        model, LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", lora_dropout=dropout)
+    )
     torch.manual_seed(4)
     with torch.no_grad():
         for name, parameter in peft_model.named_parameters():
@@ -66,11 +84,18 @@ def with_adapter(model: PreTrainedModel, dropout: float = 0.0) -> torch.nn.Modul
 
 def prompts(count: int = 3) -> list[np.ndarray]:
     """Lengths 3, 8, 13, ..."""
-    return [np.random.default_rng(i).integers(3, 120, 3 + 5 * i).astype(np.int32) for i in range(count)]
+    return [
+        np.random.default_rng(i).integers(3, 120, 3 + 5 * i).astype(np.int32) for i in range(count)
+    ]
 
 
-def requests(count: int = 4, max_tokens: int = 12, temperature: float = 1.0, slot: int = 0, many: int = 3) -> list[SampleRequest]:
-    return [SampleRequest(p, count, max_tokens, temperature, NoiseKey(11, 0, 5, i), 0, slot) for i, p in enumerate(prompts(many))]
+def requests(
+    count: int = 4, max_tokens: int = 12, temperature: float = 1.0, slot: int = 0, many: int = 3
+) -> list[SampleRequest]:
+    return [
+        SampleRequest(p, count, max_tokens, temperature, NoiseKey(11, 0, 5, i), 0, slot)
+        for i, p in enumerate(prompts(many))
+    ]
 
 
 def run(engine: TorchEngine, asked: Sequence[SampleRequest]) -> dict[tuple[int, int], Completion]:
@@ -80,35 +105,66 @@ def run(engine: TorchEngine, asked: Sequence[SampleRequest]) -> dict[tuple[int, 
     return by_key
 
 
-def full_forward(model: torch.nn.Module, request: SampleRequest, completion: Completion) -> torch.Tensor:
-    """[T, V] log-probs of softmax(logits / temperature) from one pass over prompt and completion."""
+def full_forward(
+    model: torch.nn.Module, request: SampleRequest, completion: Completion
+) -> torch.Tensor:
+    """[T, V] log-probs of softmax(logits / temperature) from one pass over prompt and
+    completion.
+    """
     ids = np.concatenate([request.prompt_ids, completion.token_ids]).astype(np.int64)
     with torch.no_grad():
-        logits = model(input_ids=torch.from_numpy(ids)[None]).logits[0, len(request.prompt_ids) - 1 : -1].float()
+        logits = (
+            model(input_ids=torch.from_numpy(ids)[None])
+            .logits[0, len(request.prompt_ids) - 1 : -1]
+            .float()
+        )
     return torch.log_softmax(logits / request.temperature, dim=-1)
 
 
-def assert_agrees(model: torch.nn.Module, asked: Sequence[SampleRequest], got: dict[tuple[int, int], Completion], atol: float) -> None:
+def assert_agrees(
+    model: torch.nn.Module,
+    asked: Sequence[SampleRequest],
+    got: dict[tuple[int, int], Completion],
+    atol: float,
+) -> None:
     for (index, _), one in got.items():
         logp = full_forward(model, asked[index], one)
-        expected = logp.gather(1, torch.from_numpy(one.token_ids.astype(np.int64))[:, None])[:, 0].numpy()
+        expected = logp.gather(1, torch.from_numpy(one.token_ids.astype(np.int64))[:, None])[
+            :, 0
+        ].numpy()
         entropies = -(logp.exp() * logp).sum(-1).numpy()
         np.testing.assert_allclose(one.logprobs, expected, atol=atol, rtol=0)
         np.testing.assert_allclose(one.entropies, entropies, atol=atol, rtol=0)
 
 
-def assert_near(model: torch.nn.Module, asked: Sequence[SampleRequest], got: dict[tuple[int, int], Completion], mean: float) -> None:
-    """The parity gate's measure for narrow types: mean and maximum (0.5) of the absolute differences."""
+def assert_near(
+    model: torch.nn.Module,
+    asked: Sequence[SampleRequest],
+    got: dict[tuple[int, int], Completion],
+    mean: float,
+) -> None:
+    """The parity gate's measure for narrow types: mean and maximum (0.5) of the absolute
+    differences.
+    """
     differences = []
     for (index, _), one in got.items():
         tokens = torch.from_numpy(one.token_ids.astype(np.int64))[:, None]
-        differences.append(np.abs(full_forward(model, asked[index], one).gather(1, tokens)[:, 0].numpy() - one.logprobs))
+        differences.append(
+            np.abs(
+                full_forward(model, asked[index], one).gather(1, tokens)[:, 0].numpy()
+                - one.logprobs
+            )
+        )
     together = np.concatenate(differences)
     assert together.mean() < mean and together.max() < 0.5
     assert together.max() > 1e-4  # otherwise the narrow type was not used
 
 
-def assert_same(one: dict[tuple[int, int], Completion], other: dict[tuple[int, int], Completion], atol: float = 2e-5) -> None:
+def assert_same(
+    one: dict[tuple[int, int], Completion],
+    other: dict[tuple[int, int], Completion],
+    atol: float = 2e-5,
+) -> None:
     assert one.keys() == other.keys()
     for key, completion in one.items():
         np.testing.assert_array_equal(completion.token_ids, other[key].token_ids)
@@ -139,12 +195,17 @@ def test_sampled_eos_is_kept_and_nothing_follows_it():
 
 def test_every_eos_id_stops():
     got = run(TorchEngine(tiny(), EOS, "cpu"), requests(count=32, max_tokens=60))
-    assert {int(one.token_ids[-1]) for one in got.values() if one.finish_reason is FinishReason.STOP} == set(EOS)
+    assert {
+        int(one.token_ids[-1]) for one in got.values() if one.finish_reason is FinishReason.STOP
+    } == set(EOS)
 
 
 def test_max_tokens_is_per_request_and_the_context_ends_a_row_by_length():
     model = tiny(max_position_embeddings=20)
-    asked = [SampleRequest(p, 2, limit, 1.0, NoiseKey(1, 0, 0, i)) for i, (p, limit) in enumerate(zip(prompts(), (1, 5, 50), strict=True))]
+    asked = [
+        SampleRequest(p, 2, limit, 1.0, NoiseKey(1, 0, 0, i))
+        for i, (p, limit) in enumerate(zip(prompts(), (1, 5, 50), strict=True))
+    ]
     got = run(TorchEngine(model, [], "cpu"), asked)
     assert [len(got[i, 0].token_ids) for i in range(3)] == [1, 5, 20 - 13]
     assert all(one.finish_reason is FinishReason.LENGTH for one in got.values())
@@ -153,11 +214,19 @@ def test_max_tokens_is_per_request_and_the_context_ends_a_row_by_length():
 
 @pytest.mark.parametrize(
     "limits",
-    [{"decode_rows": 1}, {"decode_rows": 4}, {"decode_rows": 64, "decode_tokens": 80}, {"options": EngineOptions(prefix_caching=False)}],
+    [
+        {"decode_rows": 1},
+        {"decode_rows": 4},
+        {"decode_rows": 64, "decode_tokens": 80},
+        {"options": EngineOptions(prefix_caching=False)},
+    ],
 )
 def test_a_completion_does_not_depend_on_the_batch_it_was_in(limits):
     model, asked = tiny(), requests(count=5, max_tokens=30)
-    assert_same(run(TorchEngine(model, EOS, "cpu"), asked), run(TorchEngine(model, EOS, "cpu", **limits), asked))
+    assert_same(
+        run(TorchEngine(model, EOS, "cpu"), asked),
+        run(TorchEngine(model, EOS, "cpu", **limits), asked),
+    )
 
 
 def test_a_completion_alone_draws_the_same_tokens():
@@ -165,24 +234,36 @@ def test_a_completion_alone_draws_the_same_tokens():
     together = run(TorchEngine(model, EOS, "cpu"), asked)
     for index, sample in ((0, 5), (2, 3)):
         r = asked[index]
-        alone = SampleRequest(r.prompt_ids, 1, r.max_tokens, r.temperature, r.noise, first_sample=sample)
+        alone = SampleRequest(
+            r.prompt_ids, 1, r.max_tokens, r.temperature, r.noise, first_sample=sample
+        )
         (one,) = TorchEngine(model, EOS, "cpu").sample([alone])
         assert one.sample == sample
         np.testing.assert_array_equal(one.token_ids, together[index, sample].token_ids)
 
 
 def test_noise_goes_on_past_one_block_of_positions():
-    """Positions beyond the first precomputed block keep their own noise, and rows at different positions share a refill."""
+    """Positions beyond the first precomputed block keep their own noise, and rows at different
+    positions share a refill.
+    """
     model, asked = tiny(), requests(count=2, max_tokens=150)
-    assert_same(run(TorchEngine(model, [], "cpu"), asked), run(TorchEngine(model, [], "cpu", decode_rows=4), asked))
+    assert_same(
+        run(TorchEngine(model, [], "cpu"), asked),
+        run(TorchEngine(model, [], "cpu", decode_rows=4), asked),
+    )
     long = run(TorchEngine(model, [], "cpu"), asked)[0, 0].token_ids
     assert len(long) == 150 and not np.array_equal(long[:64], long[64:128])
 
 
 def test_completions_come_as_they_finish():
-    """The first one arrives while others still decode: the shortest is first, whatever its place in the call."""
+    """The first one arrives while others still decode: the shortest is first, whatever its place in
+    the call.
+    """
     limits = (30, 3, 12)
-    asked = [SampleRequest(p, 1, limit, 1.0, NoiseKey(1, 0, 0, i)) for i, (p, limit) in enumerate(zip(prompts(), limits, strict=True))]
+    asked = [
+        SampleRequest(p, 1, limit, 1.0, NoiseKey(1, 0, 0, i))
+        for i, (p, limit) in enumerate(zip(prompts(), limits, strict=True))
+    ]
     assert [one.request for one in TorchEngine(tiny(), [], "cpu").sample(asked)] == [1, 2, 0]
 
 
@@ -191,12 +272,18 @@ def test_the_model_is_as_its_owner_left_it_between_completions():
     engine, asked = TorchEngine(model, EOS, "cpu"), requests(max_tokens=10)
     stream = engine.sample(asked)
     first = next(stream)
-    assert model.training and torch.is_grad_enabled() and all(module.training for module in model.modules())
+    assert (
+        model.training
+        and torch.is_grad_enabled()
+        and all(module.training for module in model.modules())
+    )
     loss = model(input_ids=torch.tensor([[5, 6, 7]])).logits.sum()
     loss.backward()  # nothing that sampling made may be in the way of autograd
     rest = list(stream)
     model.eval()
-    assert_agrees(model, asked, {(one.request, one.sample): one for one in [first, *rest]}, atol=1e-4)  # dropout was off
+    assert_agrees(
+        model, asked, {(one.request, one.sample): one for one in [first, *rest]}, atol=1e-4
+    )  # dropout was off
 
 
 def test_slots_choose_the_adapter_or_the_base_model():
@@ -208,17 +295,25 @@ def test_slots_choose_the_adapter_or_the_base_model():
     with model.disable_adapter():
         assert_agrees(model, asked, base, atol=1e-4)
     assert any(not np.array_equal(got[0, i].token_ids, got[1, i].token_ids) for i in range(4))
-    assert all(parameter.requires_grad for name, parameter in model.named_parameters() if "lora" in name)
+    assert all(
+        parameter.requires_grad for name, parameter in model.named_parameters() if "lora" in name
+    )
 
 
 def test_a_redraw_uses_the_kept_prompt_until_the_weights_change():
     model = with_adapter(tiny())
     engine = TorchEngine(model, EOS, "cpu")
     first = requests(many=1)
-    redraw = [SampleRequest(r.prompt_ids, 4, r.max_tokens, r.temperature, r.noise, first_sample=4) for r in first]
+    redraw = [
+        SampleRequest(r.prompt_ids, 4, r.max_tokens, r.temperature, r.noise, first_sample=4)
+        for r in first
+    ]
     run(engine, first)
     prefill, calls = engine._decoder.prefill, []
-    engine._decoder.prefill = lambda prompts, slots: (calls.append(len(prompts)), prefill(prompts, slots))[1]  # type: ignore[method-assign]
+    engine._decoder.prefill = lambda prompts, slots: (
+        calls.append(len(prompts)),
+        prefill(prompts, slots),
+    )[1]  # type: ignore[method-assign]
     assert_agrees(model, redraw, run(engine, redraw), atol=1e-4)
     assert calls == []
     with torch.no_grad():
@@ -234,8 +329,12 @@ def test_greedy_follows_the_largest_logit_with_certainty():
     model, asked = tiny(), requests(count=2, temperature=0.0, max_tokens=8)
     got = run(TorchEngine(model, EOS, "cpu"), asked)
     for (index, _), one in got.items():
-        ids = torch.from_numpy(np.concatenate([asked[index].prompt_ids, one.token_ids]).astype(np.int64))
-        best = model(input_ids=ids[None]).logits[0, len(asked[index].prompt_ids) - 1 : -1].argmax(-1)
+        ids = torch.from_numpy(
+            np.concatenate([asked[index].prompt_ids, one.token_ids]).astype(np.int64)
+        )
+        best = (
+            model(input_ids=ids[None]).logits[0, len(asked[index].prompt_ids) - 1 : -1].argmax(-1)
+        )
         np.testing.assert_array_equal(one.token_ids, best.numpy())
         assert not one.logprobs.any() and not one.entropies.any()
 
@@ -243,7 +342,13 @@ def test_greedy_follows_the_largest_logit_with_certainty():
 def test_the_generation_config_does_not_leak_in():
     model, asked = tiny(), requests(max_tokens=12)
     plain = run(TorchEngine(model, EOS, "cpu"), asked)
-    model.generation_config.update(temperature=0.1, top_k=1, repetition_penalty=5.0, max_new_tokens=1, eos_token_id=[5, 6, 7, 8])
+    model.generation_config.update(
+        temperature=0.1,
+        top_k=1,
+        repetition_penalty=5.0,
+        max_new_tokens=1,
+        eos_token_id=[5, 6, 7, 8],
+    )
     assert_same(plain, run(TorchEngine(model, EOS, "cpu"), asked), atol=0)
 
 
@@ -277,22 +382,31 @@ def test_longrope_beyond_its_original_length_is_refused():
         "long_factor": [2.0] * 4,
         "original_max_position_embeddings": 16,
     }
-    model = tiny("phi3", sliding_window=None, rope_parameters=rope, original_max_position_embeddings=16)
+    model = tiny(
+        "phi3", sliding_window=None, rope_parameters=rope, original_max_position_embeddings=16
+    )
     list(TorchEngine(model, EOS, "cpu").sample(requests(many=1, max_tokens=13)))
     with pytest.raises(ConfigurationError, match="longrope"):
         list(TorchEngine(model, EOS, "cpu").sample(requests(many=1, max_tokens=14)))
 
 
-@pytest.mark.parametrize(("storage", "mean"), [(torch.bfloat16, 0.02), (torch.int8, 0.02), (torch.float8_e4m3fn, 0.1)])
+@pytest.mark.parametrize(
+    ("storage", "mean"), [(torch.bfloat16, 0.02), (torch.int8, 0.02), (torch.float8_e4m3fn, 0.1)]
+)
 def test_a_narrow_kv_cache_stays_near_the_full_forward(storage, mean):
     model, asked = tiny(initializer_range=0.1), requests(max_tokens=30)
-    engine = TorchEngine(model, EOS, "cpu", options=EngineOptions(kv_storage=storage), decode_rows=5)
+    engine = TorchEngine(
+        model, EOS, "cpu", options=EngineOptions(kv_storage=storage), decode_rows=5
+    )
     assert_near(model, asked, run(engine, asked), mean)
 
 
 def test_bf16_on_an_fp32_model_decodes_a_copy_that_follows_the_adapter():
     model = with_adapter(tiny(initializer_range=0.1))
-    engine, asked = TorchEngine(model, EOS, "cpu", options=EngineOptions(weights=torch.bfloat16)), requests(max_tokens=12)
+    engine, asked = (
+        TorchEngine(model, EOS, "cpu", options=EngineOptions(weights=torch.bfloat16)),
+        requests(max_tokens=12),
+    )
     before = run(engine, asked)
     assert_near(model, asked, before, 0.03)
     with torch.no_grad():
@@ -301,7 +415,9 @@ def test_bf16_on_an_fp32_model_decodes_a_copy_that_follows_the_adapter():
                 parameter.mul_(-1)
     after = run(engine, asked)
     assert_near(model, asked, after, 0.03)
-    assert any(not np.array_equal(one.token_ids, after[key].token_ids) for key, one in before.items())
+    assert any(
+        not np.array_equal(one.token_ids, after[key].token_ids) for key, one in before.items()
+    )
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
@@ -310,13 +426,22 @@ def digest() -> str:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     hashed = hashlib.sha256()
-    for _, one in sorted(run(TorchEngine(tiny(), EOS, "cpu", decode_rows=7), requests(count=6, max_tokens=40)).items()):
+    for _, one in sorted(
+        run(
+            TorchEngine(tiny(), EOS, "cpu", decode_rows=7), requests(count=6, max_tokens=40)
+        ).items()
+    ):
         hashed.update(one.token_ids.tobytes() + one.logprobs.tobytes() + one.entropies.tobytes())
     torch.set_num_threads(threads)
     return hashed.hexdigest()
 
 
 def test_a_fresh_process_gives_the_same_bytes():
-    script = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_engine_decoding as t; print(t.digest())"
-    fresh = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    script = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import"
+        " test_engine_decoding as t; print(t.digest())"
+    )
+    fresh = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True
+    )
     assert fresh.stdout.strip() == digest()

@@ -1,4 +1,6 @@
-"""Engines that speak SGLang's, MLX-LM's and MAX's dialects, against stand-ins; raw log-probs; the child that serves MAX."""
+"""Engines that speak SGLang's, MLX-LM's and MAX's dialects, against stand-ins; raw log-probs; the
+child that serves MAX.
+"""
 
 import json
 import os
@@ -14,7 +16,15 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from dialect_doubles import HastyMAX, HastyMLX, HastySGLang, MAXDouble, MLXDouble, SGLangDouble, double
+from dialect_doubles import (
+    HastyMAX,
+    HastyMLX,
+    HastySGLang,
+    MAXDouble,
+    MLXDouble,
+    SGLangDouble,
+    double,
+)
 from runs import small
 from vllm_double import lab
 
@@ -26,7 +36,11 @@ from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.inference_engine.mlx import to_mlx
 from retrain.types import Completion, Row
 
-DOUBLES: dict[str, type] = {"HastySGLang": SGLangDouble, "HastyMLX": MLXDouble, "HastyMAX": MAXDouble}
+DOUBLES: dict[str, type] = {
+    "HastySGLang": SGLangDouble,
+    "HastyMLX": MLXDouble,
+    "HastyMAX": MAXDouble,
+}
 
 
 @pytest.fixture
@@ -49,12 +63,19 @@ def maximal() -> Iterator[MAXDouble]:
 
 def served(folder: Path, url: str, engine: str, **sections: Any) -> Any:
     training = {"max_steps": 2, "temperature": 0.7} | sections.pop("training", {})
-    return small(folder, inference={"engine": f"dialect_doubles.{engine}", "url": url}, training=training, **sections)
+    return small(
+        folder,
+        inference={"engine": f"dialect_doubles.{engine}", "url": url},
+        training=training,
+        **sections,
+    )
 
 
 def engine_of(make: type, url: str, folder: Path) -> Any:
     config = served(folder, url, make.__name__)
-    return make(config, model=lab()._base.model, eos_ids=lab()._eos_ids(), device=lab()._base.device)
+    return make(
+        config, model=lab()._base.model, eos_ids=lab()._eos_ids(), device=lab()._base.device
+    )
 
 
 def request(ids: Any = range(40, 60), count: int = 2, **changes: Any) -> SampleRequest:
@@ -62,62 +83,103 @@ def request(ids: Any = range(40, 60), count: int = 2, **changes: Any) -> SampleR
     return SampleRequest(np.array(ids, np.int32), count, noise=NoiseKey(0, 0, 0, 0), **settings)
 
 
-# -- all of them -----------------------------------------------------------------------------------------------------
+# -- all of them -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("engine", "steps"), [("HastySGLang", 1), ("HastyMLX", 2), ("HastyMAX", 1)])
-def test_a_run_at_another_temperature_than_1_passes_the_gate_and_stays_on_policy(engine: str, steps: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("engine", "steps"), [("HastySGLang", 1), ("HastyMLX", 2), ("HastyMAX", 1)]
+)
+def test_a_run_at_another_temperature_than_1_passes_the_gate_and_stays_on_policy(
+    engine: str, steps: int, tmp_path: Path
+) -> None:
     with double(DOUBLES[engine]) as server:
-        run = train(served(tmp_path / "run", server.url, engine, training={"max_steps": steps}), quiet=True)
+        run = train(
+            served(tmp_path / "run", server.url, engine, training={"max_steps": steps}), quiet=True
+        )
     assert run.summary.steps == steps
-    assert all(record.log_ratio_mean is not None and record.log_ratio_mean < 1e-4 for record in run.metrics())
+    assert all(
+        record.log_ratio_mean is not None and record.log_ratio_mean < 1e-4
+        for record in run.metrics()
+    )
     gate = json.loads((tmp_path / "run" / "environment.json").read_text())["parity_gate"]
     assert gate["max_difference"] < 1e-3 and gate["adapter_effect"] > 5 * gate["max_difference"]
     assert not list((tmp_path / "run").glob(".served-*"))
 
 
-WITHOUT_PENALTY = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_new_tokens": 0, "logit_bias": None}
+WITHOUT_PENALTY = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_new_tokens": 0,
+    "logit_bias": None,
+}
 
 
-# -- SGLang ------------------------------------------------------------------------------------------------------------
+# -- SGLang ----------------------------------------------------------------------------------------
 
 
-def test_every_sample_has_its_own_seed_and_the_adapter_by_name(sglang: SGLangDouble, tmp_path: Path) -> None:
+def test_every_sample_has_its_own_seed_and_the_adapter_by_name(
+    sglang: SGLangDouble, tmp_path: Path
+) -> None:
     engine = engine_of(HastySGLang, sglang.url, tmp_path)
     engine.sync(lab().save_adapter, 0)
-    first, second = (sorted(engine.sample([request(count=4)]), key=lambda one: one.sample) for _ in range(2))
+    first, second = (
+        sorted(engine.sample([request(count=4)]), key=lambda one: one.sample) for _ in range(2)
+    )
     engine.sync(lab().save_adapter, 1)
     engine.close()
-    asked = {path: [body for other, body in sglang.asked if other == path] for path, _ in sglang.asked}
+    asked = {
+        path: [body for other, body in sglang.asked if other == path] for path, _ in sglang.asked
+    }
     generate = asked["/generate"][0]
     seeds = [settings["sampling_seed"] for settings in generate["sampling_params"]]
     assert WITHOUT_PENALTY.items() <= generate["sampling_params"][0].items()
     assert len(set(seeds)) == 4 and all(0 <= seed < 2**31 for seed in seeds)
-    assert generate["input_ids"] == [list(range(40, 60))] * 4 and len(set(map(str, (one.token_ids for one in first)))) > 1
-    assert [one.token_ids.tolist() for one in first] == [one.token_ids.tolist() for one in second], "the noise is the run's own"
-    loads, unloads = ([body["lora_name"] for body in asked[path]] for path in ("/load_lora_adapter", "/unload_lora_adapter"))
+    assert (
+        generate["input_ids"] == [list(range(40, 60))] * 4
+        and len(set(map(str, (one.token_ids for one in first)))) > 1
+    )
+    assert [one.token_ids.tolist() for one in first] == [
+        one.token_ids.tolist() for one in second
+    ], "the noise is the run's own"
+    loads, unloads = (
+        [body["lora_name"] for body in asked[path]]
+        for path in ("/load_lora_adapter", "/unload_lora_adapter")
+    )
     assert loads == unloads and len(set(loads)) == 2 and generate["lora_path"] == [loads[0]] * 4
     assert len(asked["/flush_cache"]) == 2
 
 
-def test_log_probs_before_the_temperature_are_stopped_by_the_gate(sglang: SGLangDouble, tmp_path: Path) -> None:
+def test_log_probs_before_the_temperature_are_stopped_by_the_gate(
+    sglang: SGLangDouble, tmp_path: Path
+) -> None:
     sglang.raw = True
     with pytest.raises(RunFailed, match=r"Parity gate: engine and learner disagree by"):
         train(served(tmp_path / "run", sglang.url, "HastySGLang"), quiet=True)
 
 
-def test_an_adapter_that_the_server_does_not_list_is_refused(sglang: SGLangDouble, tmp_path: Path) -> None:
+def test_an_adapter_that_the_server_does_not_list_is_refused(
+    sglang: SGLangDouble, tmp_path: Path
+) -> None:
     sglang.hides_adapters = True
     engine = engine_of(HastySGLang, sglang.url, tmp_path)
-    with pytest.raises(ServerFailure, match=r"did not load the adapter retrain-.*-1 \(it does not list it\); start it with --enable-lora"):
+    with pytest.raises(
+        ServerFailure,
+        match=(
+            r"did not load the adapter retrain-.*-1 \(it does not list it\); start it with"
+            r" --enable-lora"
+        ),
+    ):
         engine.sync(lab().save_adapter, 0)
     engine.close()
 
 
-# -- MLX-LM ------------------------------------------------------------------------------------------------------------
+# -- MLX-LM ----------------------------------------------------------------------------------------
 
 
-def test_prompts_are_sent_as_text_one_request_per_sample_and_the_adapter_as_a_folder_of_its_own(mlx: MLXDouble, tmp_path: Path) -> None:
+def test_prompts_are_sent_as_text_one_request_per_sample_and_the_adapter_as_a_folder_of_its_own(
+    mlx: MLXDouble, tmp_path: Path
+) -> None:
     engine = engine_of(HastyMLX, mlx.url, tmp_path)
     engine.sync(lab().save_adapter, 0)
     found = list(engine.sample([request(count=3)]))
@@ -127,31 +189,46 @@ def test_prompts_are_sent_as_text_one_request_per_sample_and_the_adapter_as_a_fo
     bodies = [body for _, body in mlx.asked if body["max_tokens"] == 6]
     assert sorted(one.sample for one in found) == [0, 1, 2] and len(bodies) == 3
     assert all(
-        "seed" not in body and body["temperature"] == 0.7 and mlx.tokenizer.encode(body["prompt"]) == list(range(40, 60)) for body in bodies
+        "seed" not in body
+        and body["temperature"] == 0.7
+        and mlx.tokenizer.encode(body["prompt"]) == list(range(40, 60))
+        for body in bodies
     )
     later = {body.get("adapters") for _, body in mlx.asked} - folders
-    assert len(folders - {None}) == len(later) == 1 and all(Path(str(folder)).is_absolute() for folder in later)
+    assert len(folders - {None}) == len(later) == 1 and all(
+        Path(str(folder)).is_absolute() for folder in later
+    )
 
 
 def test_a_prompt_that_does_not_survive_as_text_is_refused(mlx: MLXDouble, tmp_path: Path) -> None:
     engine = engine_of(HastyMLX, mlx.url, tmp_path)
     engine.sync(lab().save_adapter, 0)
-    spelled = [mlx.tokenizer.encode(letter)[0] for letter in "<|im_end|>"]  # letters, which encode to the special token
-    with pytest.raises(ConfigurationError, match=r"prompt '<\|im_end\|>' \(10 tokens\) encodes to other token ids"):
+    spelled = [
+        mlx.tokenizer.encode(letter)[0] for letter in "<|im_end|>"
+    ]  # letters, which encode to the special token
+    with pytest.raises(
+        ConfigurationError, match=r"prompt '<\|im_end\|>' \(10 tokens\) encodes to other token ids"
+    ):
         list(engine.sample([request(spelled)]))
     engine.close()
 
 
-def test_a_server_with_another_tokenizer_is_found_by_the_number_of_prompt_tokens(mlx: MLXDouble, tmp_path: Path) -> None:
+def test_a_server_with_another_tokenizer_is_found_by_the_number_of_prompt_tokens(
+    mlx: MLXDouble, tmp_path: Path
+) -> None:
     engine = engine_of(HastyMLX, mlx.url, tmp_path)
     engine.sync(lab().save_adapter, 0)
     mlx.extra_tokens = 1
-    with pytest.raises(ServerFailure, match="got a prompt of 20 tokens, which reached the model as 21"):
+    with pytest.raises(
+        ServerFailure, match="got a prompt of 20 tokens, which reached the model as 21"
+    ):
         list(engine.sample([request()]))
     engine.close()
 
 
-def test_raw_log_probs_of_the_base_model_are_stopped_by_the_gate(mlx: MLXDouble, tmp_path: Path) -> None:
+def test_raw_log_probs_of_the_base_model_are_stopped_by_the_gate(
+    mlx: MLXDouble, tmp_path: Path
+) -> None:
     mlx.base_only = True
     with pytest.raises(RunFailed, match="samples from the base model"):
         train(served(tmp_path / "run", mlx.url, "HastyMLX"), quiet=True)
@@ -163,27 +240,41 @@ def test_an_adapter_is_converted_with_its_scale(rslora: bool, scale: float, tmp_
     backend.save_adapter(tmp_path / "peft")
     to_mlx(tmp_path / "peft", tmp_path / "mlx")
     settings = json.loads((tmp_path / "mlx" / "adapter_config.json").read_text())
-    assert settings["lora_parameters"]["scale"] == scale and settings["lora_parameters"]["rank"] == 4 and settings["num_layers"] == 4
-    assert "self_attn.q_proj" in settings["lora_parameters"]["keys"] and len(settings["lora_parameters"]["keys"]) == 7
+    assert (
+        settings["lora_parameters"]["scale"] == scale
+        and settings["lora_parameters"]["rank"] == 4
+        and settings["num_layers"] == 4
+    )
+    assert (
+        "self_attn.q_proj" in settings["lora_parameters"]["keys"]
+        and len(settings["lora_parameters"]["keys"]) == 7
+    )
     backend.close()
 
 
-# -- MAX ---------------------------------------------------------------------------------------------------------------
+# -- MAX -------------------------------------------------------------------------------------------
 
 
-def test_max_is_asked_for_one_sample_at_a_time_each_with_its_seed(maximal: MAXDouble, tmp_path: Path) -> None:
+def test_max_is_asked_for_one_sample_at_a_time_each_with_its_seed(
+    maximal: MAXDouble, tmp_path: Path
+) -> None:
     engine = engine_of(HastyMAX, maximal.url, tmp_path)
     engine.sync(lab().save_adapter, 0)
     list(engine.sample([request(count=3)]))
     engine.close()
     bodies = [body for path, body in maximal.asked if path == "/v1/completions"]
     assert len(bodies) == len({body["seed"] for body in bodies}) == 3
-    assert all(body["logprobs"] == 1 and body["prompt"] == list(range(40, 60)) and "n" not in body for body in bodies)
+    assert all(
+        body["logprobs"] == 1 and body["prompt"] == list(range(40, 60)) and "n" not in body
+        for body in bodies
+    )
 
 
 def test_max_on_a_cpu_cannot_train(maximal: MAXDouble, tmp_path: Path) -> None:
     maximal.on_a_cpu = True
-    with pytest.raises(ConfigurationError, match=r"without adapters, which MAX serves on a GPU only"):
+    with pytest.raises(
+        ConfigurationError, match=r"without adapters, which MAX serves on a GPU only"
+    ):
         train(served(tmp_path / "run", maximal.url, "HastyMAX"), quiet=True)
 
 
@@ -204,34 +295,48 @@ http.server.HTTPServer((arguments["--host"], int(arguments["--port"])), Healthy)
 """
 
 
-def test_max_is_started_as_a_child_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_max_is_started_as_a_child_and_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = tmp_path / "max"
     program.write_text(f"#!{sys.executable}\n{SERVER}")
     program.chmod(0o755)
     monkeypatch.setattr(max_engine, "max_program", lambda: str(program))
-    child = max_engine.MAXChild(small(tmp_path, inference={"engine": "max"}), "cpu", lab()._base.model)
+    child = max_engine.MAXChild(
+        small(tmp_path, inference={"engine": "max"}), "cpu", lab()._base.model
+    )
     config = child.wait()
     (server,) = psutil.Process(child._guard.pid).children()
     told = json.loads((tmp_path / "max-server.log").read_text().splitlines()[0])
-    assert config.inference.urls[0].endswith(told[told.index("--port") + 1]) and told[:2] == ["serve", "--model"]
+    assert config.inference.urls[0].endswith(told[told.index("--port") + 1]) and told[:2] == [
+        "serve",
+        "--model",
+    ]
     assert os.getsid(server.pid) != os.getsid(0), "Ctrl-C does not reach it"
     child.close()
     assert eventually(lambda: not server.is_running())
 
 
-def test_a_child_that_ends_early_is_named_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_ends_early_is_named_with_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(max_engine, "max_program", lambda: "/bin/false")
-    child = max_engine.MAXChild(small(tmp_path, inference={"engine": "max"}), "cpu", lab()._base.model)
-    with pytest.raises(EnvironmentFailure, match=r"`max serve` ended with 1 before it was ready; .*max-server.log says why"):
+    child = max_engine.MAXChild(
+        small(tmp_path, inference={"engine": "max"}), "cpu", lab()._base.model
+    )
+    with pytest.raises(
+        EnvironmentFailure,
+        match=r"`max serve` ended with 1 before it was ready; .*max-server.log says why",
+    ):
         child.wait()
 
 
 def test_a_server_dies_with_the_process_that_wanted_it() -> None:
     code = (
-        "import os, subprocess, sys, time\n"
-        "command = [sys.executable, '-m', 'retrain.inference_engine.guard', str(os.getpid()), 'sleep', '60']\n"
-        "print(subprocess.Popen(command, start_new_session=True).pid, flush=True)\n"
-        "time.sleep(60)"
+        "import os, subprocess, sys, time\ncommand = [sys.executable, '-m',"
+        " 'retrain.inference_engine.guard', str(os.getpid()), 'sleep',"
+        " '60']\nprint(subprocess.Popen(command, start_new_session=True).pid,"
+        " flush=True)\ntime.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -250,7 +355,7 @@ def eventually(test: Callable[[], bool], seconds: float = 10.0) -> bool:
     return test()
 
 
-# -- raw log-probs -----------------------------------------------------------------------------------------------------
+# -- raw log-probs ---------------------------------------------------------------------------------
 
 
 def row_of(prompt: Any, one: Completion, advantage: float) -> Row:
@@ -260,19 +365,36 @@ def row_of(prompt: Any, one: Completion, advantage: float) -> Row:
 
 
 def test_with_raw_log_probs_a_step_is_the_same_as_with_those_of_the_policy(tmp_path: Path) -> None:
-    config = small(tmp_path, training={"temperature": 0.7, "updates_per_batch": 2}, loss={"mode": "ppo"})
+    config = small(
+        tmp_path, training={"temperature": 0.7, "updates_per_batch": 2}, loss={"mode": "ppo"}
+    )
     one, other = LocalBackend(config), LocalBackend(config)
     ids = np.arange(40, 60, dtype=np.int32)
     drawn = list(one.engine.sample([request(ids, count=4, max_tokens=12)]))
     rows = [row_of(ids, each, 0.5 - each.sample % 2) for each in drawn]
-    raw = [replace(row, logprobs=own) for row, own in zip(rows, one.logprobs(rows, 1.0), strict=True)]
-    assert max(np.abs(row.logprobs - own.logprobs).max() for row, own in zip(rows, raw, strict=True)) > 0.1
+    raw = [
+        replace(row, logprobs=own) for row, own in zip(rows, one.logprobs(rows, 1.0), strict=True)
+    ]
+    assert (
+        max(np.abs(row.logprobs - own.logprobs).max() for row, own in zip(rows, raw, strict=True))
+        > 0.1
+    )
     result = one._learner.train(raw, 0, sampler_is_raw=True)
-    other.train([replace(row, logprobs=own) for row, own in zip(rows, other.logprobs(rows), strict=True)], 0)
-    for ours, theirs in zip(one._adapter.parameters.values(), other._adapter.parameters.values(), strict=True):
+    other.train(
+        [replace(row, logprobs=own) for row, own in zip(rows, other.logprobs(rows), strict=True)], 0
+    )
+    for ours, theirs in zip(
+        one._adapter.parameters.values(), other._adapter.parameters.values(), strict=True
+    ):
         assert ours.equal(theirs)
-    assert result.log_ratio_mean == pytest.approx(0, abs=1e-6), "measured at temperature 1, where the raw ones belong"
-    stale = one._learner.train([replace(row, logprobs=row.logprobs - 0.3) for row in raw], 1, sampler_is_raw=True)
-    assert stale.log_ratio_mean is not None and stale.log_ratio_mean > 0.2, "a sampler with other weights is still seen"
+    assert result.log_ratio_mean == pytest.approx(0, abs=1e-6), (
+        "measured at temperature 1, where the raw ones belong"
+    )
+    stale = one._learner.train(
+        [replace(row, logprobs=row.logprobs - 0.3) for row in raw], 1, sampler_is_raw=True
+    )
+    assert stale.log_ratio_mean is not None and stale.log_ratio_mean > 0.2, (
+        "a sampler with other weights is still seen"
+    )
     one.close()
     other.close()

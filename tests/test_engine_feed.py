@@ -1,4 +1,6 @@
-"""Requests that come up while others decode: what they draw, when they join, and what of their prompts is computed again."""
+"""Requests that come up while others decode: what they draw, when they join, and what of their
+prompts is computed again.
+"""
 
 import threading
 from time import monotonic
@@ -21,11 +23,18 @@ EOS = tuple(range(2, 30))
 
 
 class Talk:
-    """A feed of dialogues of three replies, each followed by two tokens that nobody sampled; two dialogues may wait for their next turn."""
+    """A feed of dialogues of three replies, each followed by two tokens that nobody sampled; two
+    dialogues may wait for their next turn.
+    """
 
-    def __init__(self, count: int = 3, many: int = 3, max_tokens: int = 25, later: int = 10) -> None:
+    def __init__(
+        self, count: int = 3, many: int = 3, max_tokens: int = 25, later: int = 10
+    ) -> None:
         self.later = later
-        self.waiting = [SampleRequest(p, count, max_tokens, 0.8, NoiseKey(1, 0, 0, i), may_go_on=True) for i, p in enumerate(prompts(many))]
+        self.waiting = [
+            SampleRequest(p, count, max_tokens, 0.8, NoiseKey(1, 0, 0, i), may_go_on=True)
+            for i, p in enumerate(prompts(many))
+        ]
         self.asked: list[SampleRequest] = []
         self.turn: dict[tuple[int, int], int] = {}
         self.found: dict[tuple[int, int], Completion] = {}
@@ -35,7 +44,11 @@ class Talk:
         """All that wait where nothing decodes, else those beyond two."""
         due = self.waiting[: len(self.waiting) if idle else max(0, len(self.waiting) - 2)]
         self.waiting = self.waiting[len(due) :]
-        due = sorted(due, key=lambda request: (request.noise.prompt, request.first_sample)) if idle else due
+        due = (
+            sorted(due, key=lambda request: (request.noise.prompt, request.first_sample))
+            if idle
+            else due
+        )
         self.joined += 0 if idle else len(due)
         self.asked += due
         return due
@@ -46,10 +59,14 @@ class Talk:
         self.turn[key] = turn = self.turn.get(key, 0) + 1
         self.found[key[0] * 100 + one.sample, turn] = one
         if turn < 3:
-            prompt = np.concatenate([before.prompt_ids, one.token_ids, [50 + turn, 60]]).astype(np.int32)
+            prompt = np.concatenate([before.prompt_ids, one.token_ids, [50 + turn, 60]]).astype(
+                np.int32
+            )
             position, extends = before.first_position + len(one.token_ids), len(prompt) - 2
             noise = {"noise": before.noise, "first_sample": one.sample, "first_position": position}
-            self.waiting.append(SampleRequest(prompt, 1, self.later, 0.8, extends=extends, may_go_on=True, **noise))
+            self.waiting.append(
+                SampleRequest(prompt, 1, self.later, 0.8, extends=extends, may_go_on=True, **noise)
+            )
 
 
 def talk(engine: InferenceEngine, **settings: Any) -> Talk:
@@ -66,15 +83,21 @@ def model() -> Any:
 
 @pytest.mark.parametrize("memory", [1 << 20, 150])
 @pytest.mark.parametrize("options", [{}, {"prefix_caching": False}], ids=["kept", "computed anew"])
-def test_turns_that_join_a_running_batch_draw_what_rounds_draw(model: Any, memory: int, options: dict[str, bool]) -> None:
+def test_turns_that_join_a_running_batch_draw_what_rounds_draw(
+    model: Any, memory: int, options: dict[str, bool]
+) -> None:
     rounds = talk(TorchEngine(model, EOS, "cpu"))
-    engine = paged(model, EOS, EngineOptions(paged=True, page_tokens=8, **options), decode_tokens=memory)
+    engine = paged(
+        model, EOS, EngineOptions(paged=True, page_tokens=8, **options), decode_tokens=memory
+    )
     joined = talk(engine)
     assert rounds.joined == 0 < joined.joined
     assert len(joined.found) == 27
     assert_same(joined.found, rounds.found, atol=1e-4)
     engine.release()
-    assert engine._paged is not None and engine._paged.pool.free == engine._paged.pool.pages, "every page came back"
+    assert engine._paged is not None and engine._paged.pool.free == engine._paged.pool.pages, (
+        "every page came back"
+    )
 
 
 def test_the_same_dialogues_give_the_same_bytes_twice(model: Any) -> None:
@@ -88,7 +111,10 @@ def test_a_reply_that_follows_the_same_tokens_again_loses_no_pages(model: Any) -
     engine = paged(model, EOS)
     for position in range(3):
         asked = [
-            SampleRequest(p, 2, 1, 0.8, NoiseKey(1, 0, 0, i), first_position=position, may_go_on=True) for i, p in enumerate(prompts(3))
+            SampleRequest(
+                p, 2, 1, 0.8, NoiseKey(1, 0, 0, i), first_position=position, may_go_on=True
+            )
+            for i, p in enumerate(prompts(3))
         ]
         assert len(list(engine.sample(asked))) == 6
     engine.release()
@@ -97,16 +123,26 @@ def test_a_reply_that_follows_the_same_tokens_again_loses_no_pages(model: Any) -
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_a_later_turn_computes_what_is_new_alone(family: str) -> None:
-    """Past a sliding window too; the reply's last token was never fed, so it is computed with what follows."""
+    """Past a sliding window too; the reply's last token was never fed, so it is computed with what
+    follows.
+    """
     sliding = {"sliding_window": 16} if family == "mistral" else {}
     model = tiny(family, **sliding)
     engine = paged(model, EOS)
     compute, lengths = engine._decoder.run_prompts, []
-    engine._decoder.run_prompts = lambda prompts, *rest: (lengths.extend(map(len, prompts)), compute(prompts, *rest))[1]  # type: ignore[method-assign]
+    engine._decoder.run_prompts = lambda prompts, *rest: (
+        lengths.extend(map(len, prompts)),
+        compute(prompts, *rest),
+    )[1]  # type: ignore[method-assign]
     feed = talk(engine)
     assert sorted(lengths) == sorted([3] * 18 + [len(prompt) for prompt in prompts(3)])
     assert max(len(request.prompt_ids) for request in feed.asked) > 16
-    assert_agrees(model, feed.asked, {(one.request, one.sample): one for one in feed.found.values()}, atol=1e-4)
+    assert_agrees(
+        model,
+        feed.asked,
+        {(one.request, one.sample): one for one in feed.found.values()},
+        atol=1e-4,
+    )
 
 
 def test_a_turn_too_long_for_the_batch_begins_the_next_one(model: Any) -> None:
@@ -124,7 +160,9 @@ def test_a_turn_too_long_for_the_batch_begins_the_next_one(model: Any) -> None:
 def test_another_adapter_does_not_join() -> None:
     model = with_adapter(tiny())
     engine = paged(model, EOS)
-    stream = engine._paged_run(engine._jobs([SampleRequest(prompts(1)[0], 1, 9, 1.0, NoiseKey(1, 0, 0, 0))]))
+    stream = engine._paged_run(
+        engine._jobs([SampleRequest(prompts(1)[0], 1, 9, 1.0, NoiseKey(1, 0, 0, 0))])
+    )
     for request, joins in (
         (SampleRequest(prompts(1)[0], 1, 9, 1.0, NoiseKey(1, 0, 0, 1)), True),
         (SampleRequest(prompts(1)[0], 1, 9, 1.0, NoiseKey(1, 0, 0, 1), adapter_slot=-1), False),
@@ -135,11 +173,13 @@ def test_another_adapter_does_not_join() -> None:
     stream.close()
 
 
-# -- when the next turn of a dialogue is asked for ---------------------------------------------------------------------
+# -- when the next turn of a dialogue is asked for -------------------------------------------------
 
 
 class Answering:
-    """The other side of a dialogue: a nod after every reply, and a verdict after the second; `ready` is the test's to say."""
+    """The other side of a dialogue: a nod after every reply, and a verdict after the second;
+    `ready` is the test's to say.
+    """
 
     def __init__(self) -> None:
         self.ready, self.waited_for, self.replies = True, 0, 0
@@ -159,15 +199,30 @@ def opened(repeatable: bool, count: int = 12) -> tuple[Dialogues, dict[tuple[int
     dialogues = [Dialogue(prompt, 0, sample) for sample in range(count)]
     sides = {dialogue.key: Answering() for dialogue in dialogues}
     stage: Any = Stage(cast(Any, None), cast(Any, None), str, 0)
-    plan, watcher = SamplingPlan(count, 50, 1.0, seed=0, stream=0), Watcher(lambda: None, lambda _: None)
-    feed = Dialogues(sides, dialogues, 0, plan, text=str, stage=stage, repeatable=repeatable, watcher=watcher, clock=monotonic)
+    plan, watcher = (
+        SamplingPlan(count, 50, 1.0, seed=0, stream=0),
+        Watcher(lambda: None, lambda _: None),
+    )
+    feed = Dialogues(
+        sides,
+        dialogues,
+        0,
+        plan,
+        text=str,
+        stage=stage,
+        repeatable=repeatable,
+        watcher=watcher,
+        clock=monotonic,
+    )
     for dialogue in dialogues:
         dialogue.hear = lambda *_: None  # type: ignore[method-assign]
     return feed, sides
 
 
 def replied(number: int, sample: int) -> Completion:
-    return Completion(number, sample, np.array([9], np.int32), np.zeros(1, np.float32), None, FinishReason.STOP)
+    return Completion(
+        number, sample, np.array([9], np.int32), np.zeros(1, np.float32), None, FinishReason.STOP
+    )
 
 
 def test_where_noise_is_counted_the_order_of_requests_depends_on_no_clock() -> None:
@@ -178,7 +233,9 @@ def test_where_noise_is_counted_the_order_of_requests_depends_on_no_clock() -> N
         sides[0, sample].ready = sample % 2 == 0  # of no consequence
         feed.hear(replied(0, sample))
         asked = [request.first_sample for request in feed.more(idle=False)]
-        assert asked == ([sample - 8] if sample >= 8 else []), "eight dialogues may wait for their environment"
+        assert asked == ([sample - 8] if sample >= 8 else []), (
+            "eight dialogues may wait for their environment"
+        )
     assert [request.first_sample for request in feed.more(idle=True)] == list(range(4, 12))
 
 
@@ -190,8 +247,15 @@ def test_other_engines_are_asked_as_soon_as_an_environment_has_answered() -> Non
         feed.hear(replied(0, sample))
     assert [request.first_sample for request in feed.more(idle=False)] == [2]
     assert feed.more(idle=False) == []
-    assert [sides[0, sample].waited_for for sample in range(4)] == [1, 1, 2, 1], "nobody waited for the slow ones"
+    assert [sides[0, sample].waited_for for sample in range(4)] == [
+        1,
+        1,
+        2,
+        1,
+    ], "nobody waited for the slow ones"
     threading.Timer(0.05, lambda: setattr(sides[0, 1], "ready", True)).start()
-    assert [request.first_sample for request in feed.more(idle=True)] == [1], "idle, it waits for the first of them"
+    assert [request.first_sample for request in feed.more(idle=True)] == [1], (
+        "idle, it waits for the first of them"
+    )
     feed.hear(replied(1, 2))
     assert feed.more(idle=False) == [] and set(feed.scored) == {(0, 2)}

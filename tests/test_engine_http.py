@@ -1,4 +1,6 @@
-"""Requests to servers: what is retried and what is not, balancing, servers that die and come back, keys, and the sentences."""
+"""Requests to servers: what is retried and what is not, balancing, servers that die and come back,
+keys, and the sentences.
+"""
 
 import asyncio
 import re
@@ -9,7 +11,19 @@ from typing import Any
 
 import httpx
 import pytest
-from judges import Answer, breaking_off, closing, dripping, endless, failing, first, hanging_after_headers, hanging_up, raw, serving
+from judges import (
+    Answer,
+    breaking_off,
+    closing,
+    dripping,
+    endless,
+    failing,
+    first,
+    hanging_after_headers,
+    hanging_up,
+    raw,
+    serving,
+)
 from vllm_double import HASTY
 
 from retrain import web
@@ -22,7 +36,9 @@ A, B = "http://127.0.0.1:1", "http://127.0.0.1:2"
 
 
 class Net:
-    """Servers by URL: each an answer, a list of answers of which the last one stays, or a function; None is a refused connection."""
+    """Servers by URL: each an answer, a list of answers of which the last one stays, or a function;
+    None is a refused connection.
+    """
 
     def __init__(self, **settings: Any) -> None:
         self.answers: dict[str, Any] = {}
@@ -33,7 +49,15 @@ class Net:
 
     def pool(self, *urls: str, patience: Patience = HASTY, **settings: Any) -> ServerPool:
         transport = httpx.MockTransport(self.answer)
-        made = ServerPool(urls, what="The server", timeout_s=2, say=self.said.append, patience=patience, transport=transport, **settings)
+        made = ServerPool(
+            urls,
+            what="The server",
+            timeout_s=2,
+            say=self.said.append,
+            patience=patience,
+            transport=transport,
+            **settings,
+        )
         self.pools.append(made)
         return made
 
@@ -78,7 +102,9 @@ def test_a_busy_server_is_asked_again(net: Net, status: int) -> None:
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 422, 501])
-def test_an_answer_that_a_repetition_would_not_change_is_not_asked_for_again(net: Net, status: int) -> None:
+def test_an_answer_that_a_repetition_would_not_change_is_not_asked_for_again(
+    net: Net, status: int
+) -> None:
     net.answers[A] = [status]
     with pytest.raises(ServerFailure, match=f"answered {status}"):
         ask(net.pool(A))
@@ -87,13 +113,22 @@ def test_an_answer_that_a_repetition_would_not_change_is_not_asked_for_again(net
 
 def test_a_server_that_stays_busy_is_given_up_with_what_was_tried(net: Net) -> None:
     net.answers[A] = 503
-    with pytest.raises(ServerFailure, match=r"does not answer \(http://127.0.0.1:1: 503 Service Unavailable; 4 tries in \d s\): start it"):
+    with pytest.raises(
+        ServerFailure,
+        match=(
+            r"does not answer \(http://127.0.0.1:1: 503 Service Unavailable; 4 tries in \d s\):"
+            r" start it"
+        ),
+    ):
         ask(net.pool(A))
 
 
 def test_what_an_answer_lacks_is_asked_for_again_and_of_another_server_first(net: Net) -> None:
     """A 500, a page of HTML and half a JSON of one server, beside a sound one."""
-    net.answers |= {A: [500, "<html>Busy</html>", {"do": "", "half": 1}, {"done": "a"}], B: {"done": "b"}}
+    net.answers |= {
+        A: [500, "<html>Busy</html>", {"do": "", "half": 1}, {"done": "a"}],
+        B: {"done": "b"},
+    }
 
     async def one(server: Server) -> Any:
         return (await server.post("/work"))["done"]
@@ -108,12 +143,26 @@ def test_what_an_answer_lacks_is_asked_for_again_and_of_another_server_first(net
     ("answer", "told"),
     [
         (500, "The server http://127.0.0.1:1 answered 500: Internal Server Error (4 tries in"),
-        ("<html>\n" + "x" * 200, f'The server http://127.0.0.1:1 answered in a form that retrain does not know: "<html>\\n{"x" * 71}...'),
-        ([1], "The server http://127.0.0.1:1 answered in a form that retrain does not know: [1] (4 tries"),
+        (
+            "<html>\n" + "x" * 200,
+            (
+                "The server http://127.0.0.1:1 answered in a form that retrain does not know:"
+                f' "<html>\\n{"x" * 71}...'
+            ),
+        ),
+        (
+            [1],
+            (
+                "The server http://127.0.0.1:1 answered in a form that retrain does not know: [1]"
+                " (4 tries"
+            ),
+        ),
         (None, "The server does not answer (http://127.0.0.1:1: no connection (refused)"),
     ],
 )
-def test_what_stays_wrong_is_told_with_the_server_and_what_came_in_its_own_words(net: Net, answer: Any, told: str) -> None:
+def test_what_stays_wrong_is_told_with_the_server_and_what_came_in_its_own_words(
+    net: Net, answer: Any, told: str
+) -> None:
     net.answers[A] = lambda request: answer
     if answer is None:
         del net.answers[A]
@@ -126,13 +175,17 @@ def test_what_stays_wrong_is_told_with_the_server_and_what_came_in_its_own_words
         with pytest.raises(ServerFailure) as caught:
             pool.run(work)
         assert str(caught.value).startswith(told.partition(" (4")[0])
-        assert not any(word in str(caught.value) for word in ("Error:", "str'", "indices", "NoneType"))
+        assert not any(
+            word in str(caught.value) for word in ("Error:", "str'", "indices", "NoneType")
+        )
 
 
 def test_the_words_of_a_refusal_are_the_servers(net: Net) -> None:
     net.answers[A] = lambda request: None
     pool = net.pool(A)
-    net.answer = lambda request: httpx.Response(400, json={"error": {"message": "Token id 9 is out of vocabulary."}})  # type: ignore[method-assign]
+    net.answer = lambda request: httpx.Response(
+        400, json={"error": {"message": "Token id 9 is out of vocabulary."}}
+    )  # type: ignore[method-assign]
     pool.servers[0].client._transport = httpx.MockTransport(net.answer)
     with pytest.raises(ServerFailure, match=r"answered 400: Token id 9 is out of vocabulary\.$"):
         ask(pool)
@@ -152,7 +205,9 @@ def test_a_dead_server_is_left_out_and_taken_back_once_prepared(net: Net) -> Non
     net.answers |= {A: {"by": "a"}}
     pool = net.pool(A, B, prepare=prepare)
     assert {answer["by"] for answer in ask(pool, 6)} == {"a"}
-    assert net.said == ["The server http://127.0.0.1:2: no connection (refused); 1 of 2 servers left."]
+    assert net.said == [
+        "The server http://127.0.0.1:2: no connection (refused); 1 of 2 servers left."
+    ]
     net.answers[B] = {"by": "b"}
     start = monotonic()
     while len(pool.alive) < 2 and monotonic() < start + 10:
@@ -184,7 +239,13 @@ def test_when_all_are_dead_one_sentence_names_them(net: Net) -> None:
     with pytest.raises(ServerFailure) as caught:
         ask(net.pool(A, B))
     found = str(caught.value)
-    assert A in found and B in found and "tries in" in found and "[inference] url" in found and found.count("\n") == 0
+    assert (
+        A in found
+        and B in found
+        and "tries in" in found
+        and "[inference] url" in found
+        and found.count("\n") == 0
+    )
 
 
 def test_an_engine_that_died_behind_its_server_counts_as_gone(net: Net) -> None:
@@ -199,7 +260,10 @@ def test_a_healthy_server_that_is_too_slow_stops_the_run_and_names_the_key(net: 
         raise httpx.ReadTimeout("slow")
 
     net.answers[A] = never
-    told = rf"{A} did not answer a request within \[inference\] timeout_s = 2, 3 times in a row, though it is healthy: raise timeout_s"
+    told = (
+        rf"{A} did not answer a request within \[inference\] timeout_s = 2, 3 times in a row,"
+        r" though it is healthy: raise timeout_s"
+    )
     with pytest.raises(ServerFailure, match=told):
         ask(net.pool(A))
     assert len(net.posts()) == 3 and len(net.said) == 1
@@ -216,7 +280,9 @@ def test_one_stuck_request_among_many_is_made_again(net: Net) -> None:
 
     net.answers[A] = sometimes
     assert ask(net.pool(A), 20) == [{"done": 1}] * 20 and stuck
-    assert len(net.said) == 1 and "though it is healthy; such requests are made again" in net.said[0]
+    assert (
+        len(net.said) == 1 and "though it is healthy; such requests are made again" in net.said[0]
+    )
 
 
 def test_a_server_that_hangs_is_left_out(net: Net) -> None:
@@ -228,7 +294,9 @@ def test_a_server_that_hangs_is_left_out(net: Net) -> None:
     assert {answer["by"] for answer in ask(net.pool(A, B), 2)} == {"b"}
 
 
-def test_the_key_comes_from_its_variable_and_stays_out_of_sentences(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_comes_from_its_variable_and_stays_out_of_sentences(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SERVER_KEY", "very-secret-value")
     net.answers[A] = {"done": 1}
     ask(net.pool(A, key_env="SERVER_KEY"))
@@ -237,16 +305,26 @@ def test_the_key_comes_from_its_variable_and_stays_out_of_sentences(net: Net, mo
     with pytest.raises(ServerFailure, match="the key in SERVER_KEY was not accepted") as caught:
         ask(net.pool(A, key_env="SERVER_KEY"))
     assert "very-secret" not in str(caught.value)
-    with pytest.raises(ServerFailure, match=r"it requires a key: name its variable in \[inference\] api_key_env"):
+    with pytest.raises(
+        ServerFailure, match=r"it requires a key: name its variable in \[inference\] api_key_env"
+    ):
         ask(net.pool(A))
-    with pytest.raises(ConfigurationError, match='api_key_env = "NO_SUCH_KEY" names a variable that is not set'):
+    with pytest.raises(
+        ConfigurationError, match='api_key_env = "NO_SUCH_KEY" names a variable that is not set'
+    ):
         net.pool(A, key_env="NO_SUCH_KEY")
 
 
-@pytest.mark.parametrize("key", ["sk-one\nsk-two", "sk-\u0441\u043b\u043e\u0432\u043e", "\u2019sk-quoted\u2019"])
-def test_a_key_that_no_request_can_carry_is_named_by_its_variable_alone(net: Net, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "key", ["sk-one\nsk-two", "sk-\u0441\u043b\u043e\u0432\u043e", "\u2019sk-quoted\u2019"]
+)
+def test_a_key_that_no_request_can_carry_is_named_by_its_variable_alone(
+    net: Net, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SERVER_KEY", key)
-    with pytest.raises(EnvironmentFailure, match="SERVER_KEY holds a key with a line break") as caught:
+    with pytest.raises(
+        EnvironmentFailure, match="SERVER_KEY holds a key with a line break"
+    ) as caught:
         net.pool(A, key_env="SERVER_KEY")
     assert "sk-" not in str(caught.value)
 
@@ -264,24 +342,38 @@ def test_credentials_in_an_address_are_used_and_not_shown(net: Net) -> None:
     assert "word" not in str(caught.value)
 
 
-# -- servers that misbehave ----------------------------------------------------------------------------------------------
+# -- servers that misbehave ------------------------------------------------------------------------
 
 KEY = "very-secret-value"
 
 
 def ask_for_real(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The answer of a server of sockets, asked with a key and half a second of patience per request."""
+    """The answer of a server of sockets, asked with a key and half a second of patience per
+    request.
+    """
     monkeypatch.setenv("SERVER_KEY", KEY)
     with serving(answer) as server:
-        pool = ServerPool([server.url], what="The server", timeout_s=0.5, key_env="SERVER_KEY", say=lambda line: None, patience=HASTY)
+        pool = ServerPool(
+            [server.url],
+            what="The server",
+            timeout_s=0.5,
+            key_env="SERVER_KEY",
+            say=lambda line: None,
+            patience=HASTY,
+        )
         try:
             return ask(pool)
         finally:
             pool.close()
 
 
-@pytest.mark.parametrize("behaviour", [closing, first(breaking_off, 1, closing), first(failing(503, Retry_After="1"), 1, closing)])
-def test_an_old_protocol_half_a_body_and_a_busy_moment_cost_nothing(behaviour: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "behaviour",
+    [closing, first(breaking_off, 1, closing), first(failing(503, Retry_After="1"), 1, closing)],
+)
+def test_an_old_protocol_half_a_body_and_a_busy_moment_cost_nothing(
+    behaviour: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert ask_for_real(behaviour, monkeypatch) == [{"done": 1}]
 
 
@@ -293,7 +385,9 @@ def test_a_connection_that_breaks_while_a_server_is_looked_at_costs_nothing() ->
         await server.post("/v1/completions", {"prompt": "1"})
 
     with serving(first(hanging_up, 1, raw(b'{"done": 1}'))) as server:
-        pool = ServerPool([server.url], what="The server", timeout_s=5, say=said.append, patience=HASTY)
+        pool = ServerPool(
+            [server.url], what="The server", timeout_s=5, say=said.append, patience=HASTY
+        )
         try:
             pool.run(pool.connect(look))
         finally:
@@ -304,34 +398,67 @@ def test_a_connection_that_breaks_while_a_server_is_looked_at_costs_nothing() ->
 @pytest.mark.parametrize(
     ("behaviour", "told"),
     [
-        (dripping, r"did not answer a request within \[inference\] timeout_s = 0.5, 3 times in a row, though it is healthy"),
+        (
+            dripping,
+            (
+                r"did not answer a request within \[inference\] timeout_s = 0.5, 3 times in a row,"
+                r" though it is healthy"
+            ),
+        ),
         (hanging_after_headers, "did not answer a request within .* though it is healthy"),
         (endless, "more than 1 MiB, which was not read to the end"),
         (
             lambda handler: handler.send(307, b"", Location=f"http://u:{KEY}@10.0.0.1:9/v1"),
             r"answered 307: it redirects to 10\.0\.0\.1:9; name",
         ),
-        (raw(b'{"error": {"message": "no such thing", "code": 404}}'), "answered 404: no such thing"),
+        (
+            raw(b'{"error": {"message": "no such thing", "code": 404}}'),
+            "answered 404: no such thing",
+        ),
         (raw(b'{"error": "out of credit"}'), "answered 400: out of credit"),
-        (raw(b'{"error": {"message": "overloaded", "code": 503}}'), "does not answer .*503 overloaded; 4 tries"),
+        (
+            raw(b'{"error": {"message": "overloaded", "code": 503}}'),
+            "does not answer .*503 overloaded; 4 tries",
+        ),
         (failing(400, f"invalid key {KEY}"), r"answered 400: invalid key \*\*\*"),
         (failing(401, f"Bearer {KEY}"), "the key in SERVER_KEY was not accepted"),
         (raw(b"[" * 100_000, 400), "answered 400"),
     ],
-    ids=["trickle", "hang after headers", "endless", "redirect", "error in a 200", "word in a 200", "busy in a 200", "echo", "401", "deep"],
+    ids=[
+        "trickle",
+        "hang after headers",
+        "endless",
+        "redirect",
+        "error in a 200",
+        "word in a 200",
+        "busy in a 200",
+        "echo",
+        "401",
+        "deep",
+    ],
 )
-def test_a_server_that_misbehaves_is_one_sentence_without_the_key(behaviour: Answer, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_misbehaves_is_one_sentence_without_the_key(
+    behaviour: Answer, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("retrain.inference_engine.http._MOST_BYTES", 1 << 20)
     began = monotonic()
     with pytest.raises(ServerFailure, match=told) as caught:
         ask_for_real(behaviour, monkeypatch)
-    assert KEY not in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 600
+    assert (
+        KEY not in str(caught.value)
+        and "\n" not in str(caught.value)
+        and len(str(caught.value)) < 600
+    )
     assert monotonic() - began < 20
 
 
-def test_a_user_in_the_address_and_a_key_are_one_too_many(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_in_the_address_and_a_key_are_one_too_many(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SERVER_KEY", KEY)
-    with pytest.raises(ConfigurationError, match="holds a user, and api_key_env a key, and a request takes one"):
+    with pytest.raises(
+        ConfigurationError, match="holds a user, and api_key_env a key, and a request takes one"
+    ):
         net.pool("http://me:word@127.0.0.1:1", key_env="SERVER_KEY")
 
 
@@ -358,7 +485,16 @@ def test_requests_that_are_no_longer_wanted_are_dropped(net: Net) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["localhost:8000", "ftp://host", "http://", ["http://a", "b"], "http://a:b", "http://a:99999", "http://[::1"]
+    "url",
+    [
+        "localhost:8000",
+        "ftp://host",
+        "http://",
+        ["http://a", "b"],
+        "http://a:b",
+        "http://a:99999",
+        "http://[::1",
+    ],
 )
 def test_what_is_no_address_is_refused(url: Any) -> None:
     with pytest.raises(ConfigurationError, match=re.escape("is not the address of a server")):
@@ -366,7 +502,10 @@ def test_what_is_no_address_is_refused(url: Any) -> None:
 
 
 def test_an_address_of_ipv6_with_a_path_is_kept_and_one_with_a_query_refused() -> None:
-    assert addresses("http://[::1]:8000/proxy/v1/") == ("http://[::1]:8000/proxy", "http://[::1]:8000/proxy")
+    assert addresses("http://[::1]:8000/proxy/v1/") == (
+        "http://[::1]:8000/proxy",
+        "http://[::1]:8000/proxy",
+    )
     with pytest.raises(ConfigurationError, match=r"has a query or a fragment"):
         config_from_mapping({"inference": {"engine": "vllm", "url": "http://a/v1?api-version=1"}})
 

@@ -1,4 +1,6 @@
-"""`[inference]` on the PyTorch engine: what works, what is refused in which sentence, and the budget that fits the memory."""
+"""`[inference]` on the PyTorch engine: what works, what is refused in which sentence, and the
+budget that fits the memory.
+"""
 
 import numpy as np
 import pytest
@@ -17,37 +19,69 @@ from retrain.model.varlen import Spans, flash, has_flash, plain
 from retrain.noise import uniform
 
 
-def options_for(device_type: str = "cpu", model_dtype: torch.dtype = torch.float32, **keys: object) -> EngineOptions:
+def options_for(
+    device_type: str = "cpu", model_dtype: torch.dtype = torch.float32, **keys: object
+) -> EngineOptions:
     return engine_options(Inference.model_validate(keys), device_type, model_dtype)
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"attention_kernel": "flash"}, ConfigurationError, 'attention_kernel = "flash" needs a CUDA device, and this run is on cpu'),
-        ({"attention_kernel": "flash", "device_type": "cuda"}, ConfigurationError, "computes in bf16"),
+        (
+            {"attention_kernel": "flash"},
+            ConfigurationError,
+            'attention_kernel = "flash" needs a CUDA device, and this run is on cpu',
+        ),
+        (
+            {"attention_kernel": "flash", "device_type": "cuda"},
+            ConfigurationError,
+            "computes in bf16",
+        ),
         ({"attention_kernel": "triton"}, ConfigurationError, 'engine = "vllm" has them'),
         ({"attention_kernel": "tk", "device_type": "cuda"}, ConfigurationError, "ThunderKittens"),
-        ({"attention_kernel": "cutlass"}, ConfigurationError, 'attention_kernel = "cutlass" needs a CUDA device'),
+        (
+            {"attention_kernel": "cutlass"},
+            ConfigurationError,
+            'attention_kernel = "cutlass" needs a CUDA device',
+        ),
         ({"dtype": "fp8"}, ConfigurationError, 'engine = "vllm" with a fp8 model'),
         ({"dtype": "fp4", "device_type": "cuda"}, ConfigurationError, "4-bit matrix products"),
         ({"kv_cache_dtype": "fp8", "device_type": "mps"}, ConfigurationError, "8-bit floats"),
     ],
 )
-def test_what_cannot_be_served_is_refused_in_one_sentence(changes: dict, error: type[RetrainError], words: str):
+def test_what_cannot_be_served_is_refused_in_one_sentence(
+    changes: dict, error: type[RetrainError], words: str
+):
     with pytest.raises(error) as refusal:
         options_for(**changes)
     message = str(refusal.value)
-    assert words in message and message.startswith("[inference] ") and message.endswith(".") and "\n" not in message
+    assert (
+        words in message
+        and message.startswith("[inference] ")
+        and message.endswith(".")
+        and "\n" not in message
+    )
 
 
-def test_the_attention_of_a_gpu_is_torchs_flash_kernel_and_where_that_is_missing_flash_is_refused(monkeypatch: pytest.MonkeyPatch):
-    assert options_for("cuda", torch.bfloat16).flash and options_for("cuda", torch.bfloat16, attention_kernel="flash").flash
+def test_the_attention_of_a_gpu_is_torchs_flash_kernel_and_where_that_is_missing_flash_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    assert (
+        options_for("cuda", torch.bfloat16).flash
+        and options_for("cuda", torch.bfloat16, attention_kernel="flash").flash
+    )
     assert not options_for("cuda", torch.bfloat16, attention_kernel="cutlass").flash
     assert not options_for("cuda", torch.float32).flash and not options_for().flash
     assert isinstance(attention_of("default", "cuda", torch.bfloat16), VarlenAttention)
-    assert type(attention_of("cutlass", "cuda", torch.bfloat16)) is type(attention_of("default", "cpu", torch.float32)) is FusedAttention
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query: query)  # a torch whose kernel has no windows
+    assert (
+        type(attention_of("cutlass", "cuda", torch.bfloat16))
+        is type(attention_of("default", "cpu", torch.float32))
+        is FusedAttention
+    )
+    monkeypatch.setattr(
+        "torch.nn.attention.varlen.varlen_attn", lambda query: query
+    )  # a torch whose kernel has no windows
     assert not options_for("cuda", torch.bfloat16).flash
     with pytest.raises(EnvironmentFailure, match=r"needs torch 2\.11"):
         options_for("cuda", torch.bfloat16, attention_kernel="flash")
@@ -61,25 +95,58 @@ def test_what_equals_the_model_needs_no_copy_and_no_conversion():
 
 
 def test_the_budget_is_what_the_cache_takes():
-    config = Qwen3Config(vocab_size=50, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-    like = PromptState(np.zeros(5, dtype=np.int32), [torch.zeros(2, 5, 8)] * 3, [torch.zeros(2, 5, 8)] * 3, torch.zeros(50))
-    for name, storage in (("auto", None), ("bf16", torch.bfloat16), ("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
+    config = Qwen3Config(
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    like = PromptState(
+        np.zeros(5, dtype=np.int32),
+        [torch.zeros(2, 5, 8)] * 3,
+        [torch.zeros(2, 5, 8)] * 3,
+        torch.zeros(50),
+    )
+    for name, storage in (
+        ("auto", None),
+        ("bf16", torch.bfloat16),
+        ("int8", torch.int8),
+        ("fp8", torch.float8_e4m3fn),
+    ):
         arena = KVArena(4, 10, like, storage)
-        allocated = sum(tensor.nbytes for stored in arena.keys + arena.values for tensor in stored._tensors())
+        allocated = sum(
+            tensor.nbytes for stored in arena.keys + arena.values for tensor in stored._tensors()
+        )
         assert allocated == 4 * 10 * kv_bytes_per_token(config, 4, name)
-    plan = plan_decode(config, device_type="cpu", memory_bytes=10_000_000, tokens_per_row=500, compute_bytes=4)
-    assert plan.rows * 500 <= plan.tokens and plan.tokens * kv_bytes_per_token(config, 4) <= 10_000_000
+    plan = plan_decode(
+        config, device_type="cpu", memory_bytes=10_000_000, tokens_per_row=500, compute_bytes=4
+    )
+    assert (
+        plan.rows * 500 <= plan.tokens and plan.tokens * kv_bytes_per_token(config, 4) <= 10_000_000
+    )
     with pytest.raises(EnvironmentFailure, match=r"lower \[training\] max_tokens"):
-        plan_decode(config, device_type="cpu", memory_bytes=1000, tokens_per_row=500, compute_bytes=4)
+        plan_decode(
+            config, device_type="cpu", memory_bytes=1000, tokens_per_row=500, compute_bytes=4
+        )
 
 
 def test_qwen3_4b_needs_147_kb_a_token():
-    config = Qwen3Config(num_hidden_layers=36, hidden_size=2560, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+    config = Qwen3Config(
+        num_hidden_layers=36,
+        hidden_size=2560,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+    )
     assert kv_bytes_per_token(config, 2) == 147_456
 
 
 def test_a_grown_and_compacted_arena_keeps_every_token():
-    like = PromptState(np.zeros(3, dtype=np.int32), [torch.randn(2, 3, 4)], [torch.randn(2, 3, 4)], torch.zeros(9))
+    like = PromptState(
+        np.zeros(3, dtype=np.int32), [torch.randn(2, 3, 4)], [torch.randn(2, 3, 4)], torch.zeros(9)
+    )
     arena = KVArena(3, 3, like, None)
     arena.write_prompt([0, 1, 2], like)
     arena.reserve(4, 20, 3, 3)
@@ -87,12 +154,26 @@ def test_a_grown_and_compacted_arena_keeps_every_token():
     arena.keys[0].append(arena.keys[0].places(torch.tensor([3, 3, 3])), new)
     arena.move([2], [0], 4)
     kept = arena.keys[0].read(2, 4)
-    assert torch.equal(kept[0, :, :3], like.keys[0]) and torch.equal(kept[0, :, 3], new[2]) and torch.equal(kept[1, :, 3], new[1])
+    assert (
+        torch.equal(kept[0, :, :3], like.keys[0])
+        and torch.equal(kept[0, :, 3], new[2])
+        and torch.equal(kept[1, :, 3], new[1])
+    )
 
 
 def test_every_draw_uses_the_noise_of_its_own_coordinates():
-    """Rows start at different times, move, and pass the block of precomputed positions; none borrows another's uniform."""
-    jobs = [Job(i, SampleRequest(np.ones(2, np.int32), 1, 500, 1.0, NoiseKey(9 + i % 2, i, 4, 7 + i)), i, 500) for i in range(4)]
+    """Rows start at different times, move, and pass the block of precomputed positions; none
+    borrows another's uniform.
+    """
+    jobs = [
+        Job(
+            i,
+            SampleRequest(np.ones(2, np.int32), 1, 500, 1.0, NoiseKey(9 + i % 2, i, 4, 7 + i)),
+            i,
+            500,
+        )
+        for i in range(4)
+    ]
     rows = Rows(4, 500)
     rows.start(jobs[:2])
 
@@ -100,7 +181,9 @@ def test_every_draw_uses_the_noise_of_its_own_coordinates():
         got = rows.uniforms(slice(0, rows.count))
         for row in range(rows.count):
             job, key = rows.jobs[row], rows.jobs[row].request.noise
-            assert got[row] == uniform(key.seed, key.stream, key.step, key.prompt, job.sample, int(rows.sampled[row]))
+            assert got[row] == uniform(
+                key.seed, key.stream, key.step, key.prompt, job.sample, int(rows.sampled[row])
+            )
         rows.sampled[: rows.count] += 1
 
     for _ in range(50):
@@ -113,9 +196,17 @@ def test_every_draw_uses_the_noise_of_its_own_coordinates():
         check()
 
 
-@pytest.mark.skipif(not has_flash("cuda", torch.bfloat16) or not torch.cuda.is_available(), reason="the flash kernel runs on CUDA only")
+@pytest.mark.skipif(
+    not has_flash("cuda", torch.bfloat16) or not torch.cuda.is_available(),
+    reason="the flash kernel runs on CUDA only",
+)
 @pytest.mark.parametrize("window", [None, 4])
 def test_flash_attention_equals_the_plain_form(window: int | None):
     spans = Spans.of([5, 1, 9], [12, 4, 9], torch.device("cuda"))
-    packed = [torch.randn(tokens, heads, 64, device="cuda", dtype=torch.bfloat16) for tokens, heads in ((15, 8), (25, 2), (25, 2))]
-    torch.testing.assert_close(flash(*packed, spans, 0.1, window), plain(*packed, spans, 0.1, window))
+    packed = [
+        torch.randn(tokens, heads, 64, device="cuda", dtype=torch.bfloat16)
+        for tokens, heads in ((15, 8), (25, 2), (25, 2))
+    ]
+    torch.testing.assert_close(
+        flash(*packed, spans, 0.1, window), plain(*packed, spans, 0.1, window)
+    )

@@ -1,4 +1,6 @@
-"""Drawing a token: the inverse CDF, its log-prob and the entropy, against exact float64 arithmetic."""
+"""Drawing a token: the inverse CDF, its log-prob and the entropy, against exact float64
+arithmetic.
+"""
 
 import numpy as np
 import pytest
@@ -19,7 +21,9 @@ def reference(logits: np.ndarray, temperature: float) -> tuple[np.ndarray, np.nd
     return logp, np.cumsum(np.exp(logp))
 
 
-def draw_one(logits: np.ndarray, uniform: float, temperature: float = 1.0) -> tuple[int, float, float]:
+def draw_one(
+    logits: np.ndarray, uniform: float, temperature: float = 1.0
+) -> tuple[int, float, float]:
     drawn = draw(torch.from_numpy(logits)[None], np.float32([temperature]), np.array([uniform]))
     return int(drawn.tokens[0]), float(drawn.logprobs[0]), float(drawn.entropies[0])
 
@@ -27,9 +31,12 @@ def draw_one(logits: np.ndarray, uniform: float, temperature: float = 1.0) -> tu
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**31), vocabulary=st.sampled_from([2, 7, 100, 255, 256, 257, 1000, 5003]),
-    temperature=st.sampled_from([0.3, 0.7, 1.0, 1.5]), uniform=st.floats(1e-9, 1 - 1e-9), spread=st.sampled_from([0.1, 3.0, 12.0]),
+    temperature=st.sampled_from([0.3, 0.7, 1.0, 1.5]), uniform=st.floats(1e-9, 1 - 1e-9),
+    spread=st.sampled_from([0.1, 3.0, 12.0]),
 )  # fmt: skip
-def test_the_token_is_the_inverse_cdf_and_its_log_prob_and_the_entropy_are_exact(seed, vocabulary, temperature, uniform, spread):
+def test_the_token_is_the_inverse_cdf_and_its_log_prob_and_the_entropy_are_exact(
+    seed, vocabulary, temperature, uniform, spread
+):
     logits = np.random.default_rng(seed).normal(0, spread, vocabulary).astype(np.float32)
     token, logprob, entropy = draw_one(logits, uniform, temperature)
     logp, cdf = reference(logits, temperature)
@@ -43,7 +50,9 @@ def test_frequencies_over_an_even_grid_of_uniforms_match_the_probabilities():
     logits = np.random.default_rng(0).normal(0, 2, 600).astype(np.float32)
     count = 40_000
     uniforms = (np.arange(count) + 0.5) / count
-    drawn = draw(torch.from_numpy(logits).expand(count, -1), np.full(count, 0.7, dtype=np.float32), uniforms)
+    drawn = draw(
+        torch.from_numpy(logits).expand(count, -1), np.full(count, 0.7, dtype=np.float32), uniforms
+    )
     frequencies = np.bincount(drawn.tokens, minlength=600) / count
     assert np.abs(frequencies - np.exp(reference(logits, 0.7)[0])).max() <= 1.01 / count + 1e-6
 
@@ -70,7 +79,9 @@ def test_a_token_of_probability_zero_is_never_drawn(uniform):
 
 
 def test_equal_cumulative_sums_go_to_the_lower_id():
-    assert draw_one(np.zeros(4, dtype=np.float32), 0.5)[0] == 1  # the cumulative sum of ids 0 and 1 is exactly 0.5
+    assert (
+        draw_one(np.zeros(4, dtype=np.float32), 0.5)[0] == 1
+    )  # the cumulative sum of ids 0 and 1 is exactly 0.5
 
 
 def test_temperature_zero_takes_the_lowest_id_of_the_largest_logit_with_certainty():
@@ -108,7 +119,10 @@ def test_a_row_does_not_depend_on_the_chunk_it_is_in():
     together = draw(logits, temperatures, uniforms)
     alone = [draw(logits[i : i + 1], temperatures[:1], uniforms[i : i + 1]) for i in (0, 57, 199)]
     for row, single in zip((0, 57, 199), alone, strict=True):
-        assert (together.tokens[row], together.logprobs[row]) == (single.tokens[0], single.logprobs[0])
+        assert (together.tokens[row], together.logprobs[row]) == (
+            single.tokens[0],
+            single.logprobs[0],
+        )
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -116,5 +130,7 @@ def test_exponentials_are_zero_where_float32_has_no_normal_number(in_place: bool
     x = torch.tensor([0.0, -1.5, -50.0, -86.0, -88.0, -103.0, -200.0, -1e4, -torch.inf, torch.nan])
     given = x.clone()
     found = head.exponentials(given, out=given if in_place else None)
-    assert (found.data_ptr() == given.data_ptr()) is in_place and (in_place or given.nan_to_num().equal(x.nan_to_num()))
+    assert (found.data_ptr() == given.data_ptr()) is in_place and (
+        in_place or given.nan_to_num().equal(x.nan_to_num())
+    )
     assert found[:4].equal(x[:4].exp()) and found[4:9].eq(0).all() and found[9].isnan()

@@ -1,4 +1,6 @@
-"""Engines on servers, against one in this process that answers as vLLM does: adapters, faults, the gate, runs that survive a server."""
+"""Engines on servers, against one in this process that answers as vLLM does: adapters, faults, the
+gate, runs that survive a server.
+"""
 
 import json
 import os
@@ -26,7 +28,13 @@ from retrain.noise import Stream
 from retrain.run.parts import Parts, load_parts, run_parity_gate
 from retrain.types import Completion, FinishReason
 
-WITHOUT_PENALTY = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0, "logit_bias": None}
+WITHOUT_PENALTY = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_tokens": 0,
+    "logit_bias": None,
+}
 """What a server would else take from the model's generation_config."""
 COMPLETIONS, LOAD, UNLOAD = "/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
@@ -36,7 +44,11 @@ class OneForAll(VLLMDouble):
 
     def complete(self, body: Any, prompt: Any, settings: Any) -> Any:
         status, answer = super().complete(body, prompt, settings)
-        return status, {"choices": [answer["choices"][0] | {"index": index} for index in range(settings.get("n", 1))]}
+        return status, {
+            "choices": [
+                answer["choices"][0] | {"index": index} for index in range(settings.get("n", 1))
+            ]
+        }
 
 
 @pytest.fixture
@@ -46,7 +58,9 @@ def server() -> Iterator[VLLMDouble]:
 
 
 def served(folder: Path, *urls: str, engine: str = "vllm_double.HastyVLLM", **sections: Any) -> Any:
-    """Fewer and shorter completions than in other tests: the server computes in this process too."""
+    """Fewer and shorter completions than in other tests: the server computes in this process
+    too.
+    """
     inference = {"engine": engine, "url": list(urls)} | sections.pop("inference", {})
     training = {"max_steps": 3, "max_tokens": 6, "group_size": 2} | sections.pop("training", {})
     return small(folder, inference=inference, training=training, **sections)
@@ -64,19 +78,26 @@ def choice(**changes: Any) -> Callable[[str, Any], Any]:
 
 def request(count: int = 2, **changes: Any) -> SampleRequest:
     settings = {"max_tokens": 6, "temperature": 1.0} | changes
-    return SampleRequest(np.arange(40, 60, dtype=np.int32), count, noise=NoiseKey(0, 0, 0, 0), **settings)
+    return SampleRequest(
+        np.arange(40, 60, dtype=np.int32), count, noise=NoiseKey(0, 0, 0, 0), **settings
+    )
 
 
 @pytest.fixture(scope="module")
 def parts() -> Iterator[Parts]:
-    with closing(load_parts(small(Path("nowhere"), training={"temperature": 0.7}), None, lambda line: None)) as loaded:
+    with closing(
+        load_parts(small(Path("nowhere"), training={"temperature": 0.7}), None, lambda line: None)
+    ) as loaded:
         yield loaded
 
 
 def pass_gate(parts: Parts, config: Any) -> Any:
     """The gate of a run on an engine of `config`, without the run."""
     backend: Any = parts.backend
-    own, backend.engine = backend.engine, HastyVLLM(config, model=backend._base.model, eos_ids=parts.text.eos_ids, device="cpu")
+    own, backend.engine = (
+        backend.engine,
+        HastyVLLM(config, model=backend._base.model, eos_ids=parts.text.eos_ids, device="cpu"),
+    )
     try:
         return run_parity_gate(config, parts, 0)
     finally:
@@ -84,19 +105,35 @@ def pass_gate(parts: Parts, config: Any) -> Any:
         backend.engine = own
 
 
-# -- a run -----------------------------------------------------------------------------------------------------------
+# -- a run -----------------------------------------------------------------------------------------
 
 
-def test_a_run_gives_every_version_a_name_and_a_folder_of_its_own_and_leaves_nothing_behind(tmp_path: Path, server: VLLMDouble) -> None:
+def test_a_run_gives_every_version_a_name_and_a_folder_of_its_own_and_leaves_nothing_behind(
+    tmp_path: Path, server: VLLMDouble
+) -> None:
     folders: list[bool] = []
-    server.faults.append(lambda path, body: folders.append(Path(body["lora_path"]).is_dir()) if path == LOAD else None)
+    server.faults.append(
+        lambda path, body: (
+            folders.append(Path(body["lora_path"]).is_dir()) if path == LOAD else None
+        )
+    )
     run = train(served(tmp_path / "run", server.url, training={"temperature": 0.8}), quiet=True)
-    assert run.summary.steps == 3 and max(record.log_ratio_mean or 0 for record in run.metrics()) < 1e-4
+    assert (
+        run.summary.steps == 3
+        and max(record.log_ratio_mean or 0 for record in run.metrics()) < 1e-4
+    )
     loads = [body for path, body in server.asked if path == LOAD]
-    assert len({body["lora_name"] for body in loads}) == len({body["lora_path"] for body in loads}) == len(loads) == 3 + 3 + 2
+    assert (
+        len({body["lora_name"] for body in loads})
+        == len({body["lora_path"] for body in loads})
+        == len(loads)
+        == 3 + 3 + 2
+    )
     assert all(folders) and all(set(body) == {"lora_name", "lora_path"} for body in loads)
     unloads = [body["lora_name"] for path, body in server.asked if path == UNLOAD]
-    assert unloads == [body["lora_name"] for body in loads] and not server.adapters, "each once, in order; the last one at the end"
+    assert unloads == [body["lora_name"] for body in loads] and not server.adapters, (
+        "each once, in order; the last one at the end"
+    )
     assert not list((tmp_path / "run").glob(".served-*"))
     models = [body["model"] for path, body in server.asked if path == COMPLETIONS]
     assert "base" not in models and len(set(models)) > 4
@@ -120,14 +157,21 @@ def test_requests_hold_what_the_policy_is_and_no_seed(tmp_path: Path, server: VL
         "return_token_ids": True,
     }
     wanted |= WITHOUT_PENALTY
-    assert wanted.items() <= body.items() and body["stop_token_ids"] == list(lab()._eos_ids()) and "seed" not in body
+    assert (
+        wanted.items() <= body.items()
+        and body["stop_token_ids"] == list(lab()._eos_ids())
+        and "seed" not in body
+    )
 
 
 def test_each_of_several_servers_must_pass_the_gate(tmp_path: Path, parts: Parts) -> None:
     with doubles(2) as servers:
         config = served(tmp_path, *(one.url for one in servers), training={"temperature": 0.7})
         pass_gate(parts, config)
-        counts = [Counter(len(body["prompt"]) for path, body in one.asked if path == COMPLETIONS) for one in servers]
+        counts = [
+            Counter(len(body["prompt"]) for path, body in one.asked if path == COMPLETIONS)
+            for one in servers
+        ]
         assert all(count[257] == 3 for count in counts), "the long prompt, three times, on both"
         assert [one.paths().count(LOAD) for one in servers] == [3, 3]
         servers[1].base_only = True
@@ -135,15 +179,31 @@ def test_each_of_several_servers_must_pass_the_gate(tmp_path: Path, parts: Parts
             pass_gate(parts, config)
 
 
-# -- what the gate and the start refuse -------------------------------------------------------------------------------
+# -- what the gate and the start refuse ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        ({"base_only": True}, "Parity gate: the engine ignores the adapter and samples from the base model"),
-        ({"raw": True}, r"Parity gate: .* before the temperature, .* is 0\.7: start it with --logprobs-mode processed_logprobs"),
-        ({"permuted": np.array([(token * 7 + 3) % 256 for token in range(256)] + [256, 257, 258])}, "disagree by .* nats|end-of-sequence"),
+        (
+            {"base_only": True},
+            "Parity gate: the engine ignores the adapter and samples from the base model",
+        ),
+        (
+            {"raw": True},
+            (
+                r"Parity gate: .* before the temperature, .* is 0\.7: start it with --logprobs-mode"
+                r" processed_logprobs"
+            ),
+        ),
+        (
+            {
+                "permuted": np.array(
+                    [(token * 7 + 3) % 256 for token in range(256)] + [256, 257, 258]
+                )
+            },
+            "disagree by .* nats|end-of-sequence",
+        ),
     ],
     ids=["the base model", "raw log-probs", "another tokenizer"],
 )
@@ -159,42 +219,113 @@ def test_the_gate_stops_a_server_that_samples_from_another_policy(
 @pytest.mark.parametrize(
     ("fault", "error", "told"),
     [
-        (first(9, (404, {"detail": "Not Found"}), LOAD), ConfigurationError, "loads no adapters: start it with --enable-lora"),
-        (first(9, (200, "Success"), LOAD), ServerFailure, r"does not list the adapter .* that it was given"),
-        (first(9, (400, {"error": {"message": "max_lora_rank is 2"}}), LOAD), ServerFailure, "answered 400: max_lora_rank is 2"),
-        (first(9, (200, {"choices": []})), ServerFailure, "returned 0 completions and was asked for 1"),
-        (first(9, (200, "<html>")), ServerFailure, r"http.* answered in a form that retrain does not know: <html> \(4 tries"),
-        (first(9, (200, {"choices": ["six"]})), ServerFailure, r'does not know: {"choices": \["six"\]}'),
-        (first(9, (401, {"error": "Unauthorized"})), ServerFailure, r"it requires a key: name its variable in \[inference\] api_key_env"),
-        (choice(token_ids=[300] * 6), ServerFailure, "sampled token 300, and the model has 259 tokens"),
-        (choice(token_ids=[258] * 6), ServerFailure, "does not end completions at the model's end-of-sequence tokens"),
-        (choice(token_ids=[9] * 6, finish_reason="stop"), ServerFailure, "does not end completions at the model's end-of-sequence"),
-        (choice(token_ids=[9] * 4, logprobs={"token_logprobs": [0.0] * 4}), ServerFailure, "cut a completion after 4 of 6 tokens"),
-        (choice(token_ids=[9] * 5 + [-1]), ServerFailure, "sampled token -1, and the model has 259 tokens"),
+        (
+            first(9, (404, {"detail": "Not Found"}), LOAD),
+            ConfigurationError,
+            "loads no adapters: start it with --enable-lora",
+        ),
+        (
+            first(9, (200, "Success"), LOAD),
+            ServerFailure,
+            r"does not list the adapter .* that it was given",
+        ),
+        (
+            first(9, (400, {"error": {"message": "max_lora_rank is 2"}}), LOAD),
+            ServerFailure,
+            "answered 400: max_lora_rank is 2",
+        ),
+        (
+            first(9, (200, {"choices": []})),
+            ServerFailure,
+            "returned 0 completions and was asked for 1",
+        ),
+        (
+            first(9, (200, "<html>")),
+            ServerFailure,
+            r"http.* answered in a form that retrain does not know: <html> \(4 tries",
+        ),
+        (
+            first(9, (200, {"choices": ["six"]})),
+            ServerFailure,
+            r'does not know: {"choices": \["six"\]}',
+        ),
+        (
+            first(9, (401, {"error": "Unauthorized"})),
+            ServerFailure,
+            r"it requires a key: name its variable in \[inference\] api_key_env",
+        ),
+        (
+            choice(token_ids=[300] * 6),
+            ServerFailure,
+            "sampled token 300, and the model has 259 tokens",
+        ),
+        (
+            choice(token_ids=[258] * 6),
+            ServerFailure,
+            "does not end completions at the model's end-of-sequence tokens",
+        ),
+        (
+            choice(token_ids=[9] * 6, finish_reason="stop"),
+            ServerFailure,
+            "does not end completions at the model's end-of-sequence",
+        ),
+        (
+            choice(token_ids=[9] * 4, logprobs={"token_logprobs": [0.0] * 4}),
+            ServerFailure,
+            "cut a completion after 4 of 6 tokens",
+        ),
+        (
+            choice(token_ids=[9] * 5 + [-1]),
+            ServerFailure,
+            "sampled token -1, and the model has 259 tokens",
+        ),
         (choice(token_ids=[9] * 5 + [9.5]), ServerFailure, r"returned 9\.5 as the id of a token"),
         (choice(token_ids=[9] * 5 + [None]), ServerFailure, "returned null as the id of a token"),
-        (choice(token_ids=[9] * 6, logprobs={"token_logprobs": [0.0] * 5 + [float("nan")]}), ServerFailure, "returned a log-prob of NaN"),
-        (choice(token_ids=[9] * 6, logprobs={"token_logprobs": [0.0] * 5 + [0.5]}), ServerFailure, r"returned a log-prob of 0\.5"),
+        (
+            choice(token_ids=[9] * 6, logprobs={"token_logprobs": [0.0] * 5 + [float("nan")]}),
+            ServerFailure,
+            "returned a log-prob of NaN",
+        ),
+        (
+            choice(token_ids=[9] * 6, logprobs={"token_logprobs": [0.0] * 5 + [0.5]}),
+            ServerFailure,
+            r"returned a log-prob of 0\.5",
+        ),
         (
             choice(token_ids=[9] * 6, logprobs={"token_logprobs": [0.0] * 5 + [None]}),
             ServerFailure,
             r"returned a log-prob of null, .* \(4 tries in",
         ),
-        (choice(token_ids=[9] * 6, logprobs=None), ServerFailure, r'does not know: {"choices": \[{"finish_reason": "length"'),
+        (
+            choice(token_ids=[9] * 6, logprobs=None),
+            ServerFailure,
+            r'does not know: {"choices": \[{"finish_reason": "length"',
+        ),
         (choice(token_ids=[9] * 5), ServerFailure, "returned 5 tokens with 6 log-probs"),
-        (choice(token_ids=[9] * 6, prompt_token_ids=[1]), ServerFailure, "got a prompt that reached the model with other token ids"),
+        (
+            choice(token_ids=[9] * 6, prompt_token_ids=[1]),
+            ServerFailure,
+            "got a prompt that reached the model with other token ids",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_a_server_does_wrong_is_said_in_one_sentence(tmp_path: Path, server: VLLMDouble, fault: Any, error: Any, told: str) -> None:
+def test_what_a_server_does_wrong_is_said_in_one_sentence(
+    tmp_path: Path, server: VLLMDouble, fault: Any, error: Any, told: str
+) -> None:
     server.faults.append(fault)
-    with closing(engine_of(served(tmp_path, server.url))) as engine, pytest.raises(error, match=told) as caught:
+    with (
+        closing(engine_of(served(tmp_path, server.url))) as engine,
+        pytest.raises(error, match=told) as caught,
+    ):
         engine.sync(lab().save_adapter, 0)
         list(engine.sample([request(1)]))
     assert "\n" not in str(caught.value)
 
 
-def test_a_server_with_too_short_a_context_is_refused_before_it_cuts_anything(tmp_path: Path, server: VLLMDouble) -> None:
+def test_a_server_with_too_short_a_context_is_refused_before_it_cuts_anything(
+    tmp_path: Path, server: VLLMDouble
+) -> None:
     server.context = 24
     with closing(engine_of(served(tmp_path, server.url))) as engine:
         engine.sync(lab().save_adapter, 0)
@@ -204,12 +335,17 @@ def test_a_server_with_too_short_a_context_is_refused_before_it_cuts_anything(tm
             list(engine.sample([request(1)]))
 
 
-def test_a_server_that_does_not_answer_stops_before_a_model_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_does_not_answer_stops_before_a_model_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     toml = tmp_path / "run.toml"
     toml.write_text(dump_toml(served(tmp_path / "run", "http://127.0.0.1:9", engine="vllm")))
     assert main([str(toml)]) == 3
     output = capsys.readouterr()
-    assert "The vllm server does not answer (http://127.0.0.1:9: no connection" in output.err and "Loading train model" not in output.out
+    assert (
+        "The vllm server does not answer (http://127.0.0.1:9: no connection" in output.err
+        and "Loading train model" not in output.out
+    )
     assert output.err.count("\n") == 1
 
 
@@ -217,7 +353,9 @@ def test_a_server_that_does_not_answer_stops_before_a_model_is_loaded(tmp_path: 
 def test_an_adapter_that_the_server_cannot_read_is_told_with_the_path_that_both_must_see(
     tmp_path: Path, server: VLLMDouble, own: bool
 ) -> None:
-    """vLLM's words for a folder that is not there. The folders may be read by any user, whatever the umask."""
+    """vLLM's words for a folder that is not there. The folders may be read by any user, whatever
+    the umask.
+    """
     place = tmp_path / "shared" if own else tmp_path / "run"
     (tmp_path / "run").mkdir()
     modes: list[int] = []
@@ -227,16 +365,34 @@ def test_an_adapter_that_the_server_cannot_read_is_told_with_the_path_that_both_
             return None
         folder = Path(body["lora_path"])
         assert folder.parent.parent == place
-        modes.extend(each.stat().st_mode & 0o777 for each in (folder.parent, folder, *folder.iterdir()))
-        return 404, {"error": {"message": f"Loading lora {body['lora_name']} failed: No adapter found for {folder}"}}
+        modes.extend(
+            each.stat().st_mode & 0o777 for each in (folder.parent, folder, *folder.iterdir())
+        )
+        return 404, {
+            "error": {
+                "message": f"Loading lora {body['lora_name']} failed: No adapter found for {folder}"
+            }
+        }
 
     server.faults.append(not_there)
     before = os.umask(0o077)
     try:
-        with closing(engine_of(served(tmp_path / "run", server.url, inference={"adapter_dir": str(place) if own else ""}))) as engine:
+        with closing(
+            engine_of(
+                served(
+                    tmp_path / "run",
+                    server.url,
+                    inference={"adapter_dir": str(place) if own else ""},
+                )
+            )
+        ) as engine:
             key = r"\[inference\] adapter_dir" if own else r"\[logging\] log_dir"
             with pytest.raises(
-                ServerFailure, match=rf"cannot read the adapter in {place}/.*: server and learner must both see {key} under"
+                ServerFailure,
+                match=(
+                    rf"cannot read the adapter in {place}/.*: server and learner must both see"
+                    rf" {key} under"
+                ),
             ):
                 engine.sync(lab().save_adapter, 0)
     finally:
@@ -245,18 +401,30 @@ def test_an_adapter_that_the_server_cannot_read_is_told_with_the_path_that_both_
     assert not list(place.glob(".served-*"))
 
 
-def test_a_folder_for_adapters_that_cannot_be_made_is_named_with_its_key(tmp_path: Path, server: VLLMDouble) -> None:
+def test_a_folder_for_adapters_that_cannot_be_made_is_named_with_its_key(
+    tmp_path: Path, server: VLLMDouble
+) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(EnvironmentFailure, match=r"\[inference\] adapter_dir = '.*/file/in' cannot be a folder: Not a directory; name"):
-        engine_of(served(tmp_path, server.url, inference={"adapter_dir": str(tmp_path / "file" / "in")}))
+    with pytest.raises(
+        EnvironmentFailure,
+        match=r"\[inference\] adapter_dir = '.*/file/in' cannot be a folder: Not a directory; name",
+    ):
+        engine_of(
+            served(tmp_path, server.url, inference={"adapter_dir": str(tmp_path / "file" / "in")})
+        )
 
 
-# -- kept sets, sleep, other servers ------------------------------------------------------------------------------------
+# -- kept sets, sleep, other servers ---------------------------------------------------------------
 
 
-def test_a_truncated_run_asks_for_the_kept_sets_and_is_refused_without_them(tmp_path: Path, parts: Parts, server: VLLMDouble) -> None:
+def test_a_truncated_run_asks_for_the_kept_sets_and_is_refused_without_them(
+    tmp_path: Path, parts: Parts, server: VLLMDouble
+) -> None:
     config = served(tmp_path, server.url, training={"top_k": 5, "temperature": 0.7})
-    with pytest.raises(ConfigurationError, match=r"answers without a sampling_mask at .*: start it with --return-sampling-mask"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"answers without a sampling_mask at .*: start it with --return-sampling-mask",
+    ):
         HastyVLLM.preflight(config)
     with pytest.raises(ConfigurationError, match="says which tokens were kept only with a top_k"):
         HastyVLLM.preflight(served(tmp_path, server.url, training={"top_p": 0.9}))
@@ -268,10 +436,14 @@ def test_a_truncated_run_asks_for_the_kept_sets_and_is_refused_without_them(tmp_
         assert one.kept.tolist() == [5] * len(one.token_ids)
         assert WITHOUT_PENALTY.items() <= server.asked[-1][1]["sampling_params"].items()
         list(engine.sample([request(1, temperature=0.0, truncation=Truncation(top_k=5))]))
-        assert server.asked[-1][1]["top_k"] == 1 and server.asked[-1][1]["temperature"] == 1.0, "temperature 0 is refused beside kept sets"
+        assert server.asked[-1][1]["top_k"] == 1 and server.asked[-1][1]["temperature"] == 1.0, (
+            "temperature 0 is refused beside kept sets"
+        )
 
 
-def test_the_server_sleeps_while_the_learner_learns_and_is_checked_when_it_wakes(tmp_path: Path, server: VLLMDouble) -> None:
+def test_the_server_sleeps_while_the_learner_learns_and_is_checked_when_it_wakes(
+    tmp_path: Path, server: VLLMDouble
+) -> None:
     server.sleeps = True
     folder = tmp_path / "run"
 
@@ -280,17 +452,26 @@ def test_the_server_sleeps_while_the_learner_learns_and_is_checked_when_it_wakes
 
     server.faults.append(forgets_later)
     config = served(
-        folder, server.url, engine="vllm_double.SleepyVLLM", training={"max_steps": 6, "group_size": 4, "max_tokens": 24, "lr": 3e-2}
+        folder,
+        server.url,
+        engine="vllm_double.SleepyVLLM",
+        training={"max_steps": 6, "group_size": 4, "max_tokens": 24, "lr": 3e-2},
     )
-    with pytest.raises(RunFailed, match="after a server woke up or came back, engine and learner disagree"):
+    with pytest.raises(
+        RunFailed, match="after a server woke up or came back, engine and learner disagree"
+    ):
         train(config, quiet=True)
-    assert len(lines(folder / "metrics.jsonl")) == 3, "a wake after the first step, which the whole gate checks, and one that passed"
+    assert len(lines(folder / "metrics.jsonl")) == 3, (
+        "a wake after the first step, which the whole gate checks, and one that passed"
+    )
     order = [path for path in server.paths() if path in ("/sleep", "/wake_up", LOAD)]
     assert order[4:7] == ["/sleep", "/wake_up", LOAD], "awake before it is given the next adapter"
     assert order.count("/sleep") == order.count("/wake_up") == 3 and not server.asleep
 
 
-def test_a_server_never_sleeps_without_the_mode_or_without_a_gpu(tmp_path: Path, server: VLLMDouble) -> None:
+def test_a_server_never_sleeps_without_the_mode_or_without_a_gpu(
+    tmp_path: Path, server: VLLMDouble
+) -> None:
     for make, sleeps in ((SleepyVLLM, False), (HastyVLLM, True)):
         server.sleeps = sleeps
         engine = engine_of(served(tmp_path, server.url), make)
@@ -299,7 +480,9 @@ def test_a_server_never_sleeps_without_the_mode_or_without_a_gpu(tmp_path: Path,
     assert "/sleep" not in server.paths()
 
 
-def test_a_server_that_cannot_tell_whether_it_sleeps_is_served_awake(tmp_path: Path, server: VLLMDouble) -> None:
+def test_a_server_that_cannot_tell_whether_it_sleeps_is_served_awake(
+    tmp_path: Path, server: VLLMDouble
+) -> None:
     """vLLM's own error at that question closes the connection, too."""
     server.sleeps = server.hangs_up_on_server_info = True
     with closing(engine_of(served(tmp_path, server.url), SleepyVLLM)) as engine:
@@ -309,7 +492,9 @@ def test_a_server_that_cannot_tell_whether_it_sleeps_is_served_awake(tmp_path: P
     assert "/sleep" not in server.paths()
 
 
-def test_an_openai_server_is_trained_with_if_it_returns_ids_and_log_probs(tmp_path: Path, server: VLLMDouble) -> None:
+def test_an_openai_server_is_trained_with_if_it_returns_ids_and_log_probs(
+    tmp_path: Path, server: VLLMDouble
+) -> None:
     config = served(tmp_path, server.url, engine="openai")
     server.token_strings = True
     with closing(engine_of(config, OpenAIEngine)) as engine:
@@ -317,45 +502,72 @@ def test_an_openai_server_is_trained_with_if_it_returns_ids_and_log_probs(tmp_pa
         assert len(list(engine.sample([request(3)]))) == 3
     assert OpenAIEngine.preflight(config) == ""
     server.faults.append(first(9, (200, {"choices": [{"text": "6", "logprobs": None}]})))
-    with pytest.raises(ConfigurationError, match="it returns no token ids with log-probs, and the loss needs"):
+    with pytest.raises(
+        ConfigurationError, match="it returns no token ids with log-probs, and the loss needs"
+    ):
         train(config, quiet=True)
 
 
 @pytest.mark.parametrize("kind", ["ids", "text", "chat"])
-def test_a_field_that_a_strict_server_refuses_is_left_out_and_said_once(tmp_path: Path, server: VLLMDouble, kind: str) -> None:
+def test_a_field_that_a_strict_server_refuses_is_left_out_and_said_once(
+    tmp_path: Path, server: VLLMDouble, kind: str
+) -> None:
     server.replies_text, server.chats = kind == "text", kind == "chat"
     server.refuses = frozenset({"repetition_penalty", "min_tokens"})
     said: list[str] = []
     with closing(engine_of(served(tmp_path, server.url, engine="openai"), OpenAIEngine)) as engine:
         engine.say = said.append
-        asked = replace(request(1, adapter_slot=BASE_MODEL), messages=({"role": "user", "content": "1 + 5"},))
+        asked = replace(
+            request(1, adapter_slot=BASE_MODEL), messages=({"role": "user", "content": "1 + 5"},)
+        )
         for _ in range(2):
             list(engine.sample([replace(asked, noise=NoiseKey(0, Stream.EVALUATION, 0, 0))]))
         engine._pool.run(engine._look(engine._pool.servers[0]))
         engine._speak()
     body = next(body for _, body in reversed(server.asked) if "temperature" in body)
-    assert {"presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": None}.items() <= body.items()
+    assert {
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "logit_bias": None,
+    }.items() <= body.items()
     assert not server.refuses & body.keys()
-    told = f"The OpenAI-compatible server {server.url} does not take repetition_penalty, min_tokens; left out, so its own values"
+    told = (
+        f"The OpenAI-compatible server {server.url} does not take repetition_penalty, min_tokens;"
+        " left out, so its own values"
+    )
     assert len(said) == 1 and said[0].startswith(told)
 
 
 def test_a_server_of_text_alone_is_evaluated_and_not_trained_with(
     tmp_path: Path, server: VLLMDouble, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its text is what a model in this process writes, and the count of tokens too, since the lab's tokens are bytes."""
+    """Its text is what a model in this process writes, and the count of tokens too, since the lab's
+    tokens are bytes.
+    """
     server.replies_text = True
     evaluation = {"max_examples": 6, "samples": 1, "temperature": 0.0}
     toml, local = tmp_path / "run.toml", tmp_path / "local.toml"
-    config = served(tmp_path / "run", server.url, engine="openai", reward={"type": "match"}, evaluation=evaluation)
+    config = served(
+        tmp_path / "run",
+        server.url,
+        engine="openai",
+        reward={"type": "match"},
+        evaluation=evaluation,
+    )
     toml.write_text(dump_toml(config))
     local.write_text(dump_toml(replaced(config, {"inference.engine": "pytorch"})))
     assert main([str(toml)]) == 2
-    told = "can be evaluated but not trained with: it answers a prompt of token ids with 400 (prompt must be a string), and the loss needs"
+    told = (
+        "can be evaluated but not trained with: it answers a prompt of token ids with 400 (prompt"
+        " must be a string), and the loss needs"
+    )
     assert told in capsys.readouterr().err
     found = []
     for file in (toml, local):
-        assert main(["eval", str(file), "--output", str(tmp_path / f"answers-{file.stem}"), "--json"]) == 0
+        assert (
+            main(["eval", str(file), "--output", str(tmp_path / f"answers-{file.stem}"), "--json"])
+            == 0
+        )
         printed = capsys.readouterr()
         folder = Path(json.loads(printed.out.splitlines()[-1])["folder"])
         found.append(
@@ -373,25 +585,49 @@ def test_a_server_of_text_alone_is_evaluated_and_not_trained_with(
 def test_a_server_of_messages_alone_is_evaluated_and_not_trained_with(
     tmp_path: Path, server: VLLMDouble, capsys: pytest.CaptureFixture[str], limit: str
 ) -> None:
-    """It has /v1/chat/completions and nothing else, and puts the messages into the template into which they are put here."""
+    """It has /v1/chat/completions and nothing else, and puts the messages into the template into
+    which they are put here.
+    """
     server.chats, server.chat_limit = True, limit
     evaluation = {"max_examples": 4, "samples": 1, "temperature": 0.0}
     data = {"system_prompt": "Add.", "prompt_template": "Now {prompt}"}
-    config = served(tmp_path / "run", server.url, engine="openai", reward={"type": "match"}, evaluation=evaluation, data=data)
+    config = served(
+        tmp_path / "run",
+        server.url,
+        engine="openai",
+        reward={"type": "match"},
+        evaluation=evaluation,
+        data=data,
+    )
     (tmp_path / "chat.toml").write_text(dump_toml(config))
-    (tmp_path / "local.toml").write_text(dump_toml(replaced(config, {"inference.engine": "pytorch"})))
+    (tmp_path / "local.toml").write_text(
+        dump_toml(replaced(config, {"inference.engine": "pytorch"}))
+    )
     assert main([str(tmp_path / "chat.toml")]) == 2
-    assert "can be evaluated but not trained with: it has /v1/chat/completions alone" in capsys.readouterr().err
+    assert (
+        "can be evaluated but not trained with: it has /v1/chat/completions alone"
+        in capsys.readouterr().err
+    )
     found = []
     for name in ("chat", "local"):
-        assert main(["eval", str(tmp_path / f"{name}.toml"), "--output", str(tmp_path / name), "--json"]) == 0
+        assert (
+            main(
+                ["eval", str(tmp_path / f"{name}.toml"), "--output", str(tmp_path / name), "--json"]
+            )
+            == 0
+        )
         folder = Path(json.loads(capsys.readouterr().out.splitlines()[-1])["folder"])
         found.append(
-            [[line[key] for key in ("completion", "reward", "finish_reason", "num_tokens")] for line in lines(folder / "samples.jsonl")]
+            [
+                [line[key] for key in ("completion", "reward", "finish_reason", "num_tokens")]
+                for line in lines(folder / "samples.jsonl")
+            ]
         )
     assert found[0] == found[1] and len(found[0]) == 4
     asked = [body for path, body in server.asked if path == "/v1/chat/completions"][-1]
-    assert [message["role"] for message in asked["messages"]] == ["system", "user"] and asked["messages"][1]["content"].startswith("Now ")
+    assert [message["role"] for message in asked["messages"]] == ["system", "user"] and asked[
+        "messages"
+    ][1]["content"].startswith("Now ")
 
 
 @pytest.mark.parametrize(
@@ -404,14 +640,23 @@ def test_a_server_of_messages_alone_is_evaluated_and_not_trained_with(
         ({"content": "6"}, None),
     ],
 )
-def test_a_reply_that_is_no_answer_is_never_scored(tmp_path: Path, server: VLLMDouble, message: dict[str, Any], reason: str | None) -> None:
+def test_a_reply_that_is_no_answer_is_never_scored(
+    tmp_path: Path, server: VLLMDouble, message: dict[str, Any], reason: str | None
+) -> None:
     server.chats = True
     with closing(engine_of(served(tmp_path, server.url, engine="openai"), OpenAIEngine)) as engine:
-        asked = replace(request(1, adapter_slot=BASE_MODEL), noise=NoiseKey(0, Stream.EVALUATION, 0, 0))
+        asked = replace(
+            request(1, adapter_slot=BASE_MODEL), noise=NoiseKey(0, Stream.EVALUATION, 0, 0)
+        )
         asked = replace(asked, messages=({"role": "user", "content": "1 + 5"},))
         choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": reason}
-        server.faults.append(first(1, (200, {"choices": [choice], "usage": {}}), "/v1/chat/completions"))
-        with pytest.raises(ServerFailure, match=f"finish_reason = {json.dumps(reason)}, and no answer that could be scored"):
+        server.faults.append(
+            first(1, (200, {"choices": [choice], "usage": {}}), "/v1/chat/completions")
+        )
+        with pytest.raises(
+            ServerFailure,
+            match=f"finish_reason = {json.dumps(reason)}, and no answer that could be scored",
+        ):
             list(engine.sample([asked]))
         (usual,) = engine.sample([asked])
         assert usual.text is not None
@@ -420,7 +665,12 @@ def test_a_reply_that_is_no_answer_is_never_scored(tmp_path: Path, server: VLLMD
 @pytest.mark.parametrize(
     ("reply", "reason", "text", "finish"),
     [
-        ({"message": {"role": "assistant"}}, "length", "", "length"),  # all tokens went into reasoning
+        (
+            {"message": {"role": "assistant"}},
+            "length",
+            "",
+            "length",
+        ),  # all tokens went into reasoning
         ({"message": {"role": "assistant", "content": None}}, "length", "", "length"),
         ({"message": {"role": "assistant", "content": "6"}}, "eos", "6", "stop"),
         ({"text": "6"}, "eos_token", "6", "stop"),
@@ -431,7 +681,9 @@ def test_other_servers_words_for_a_reply_are_understood(
 ) -> None:
     server.chats, server.replies_text = "message" in reply, "text" in reply
     with closing(engine_of(served(tmp_path, server.url, engine="openai"), OpenAIEngine)) as engine:
-        asked = replace(request(1, adapter_slot=BASE_MODEL), noise=NoiseKey(0, Stream.EVALUATION, 0, 0))
+        asked = replace(
+            request(1, adapter_slot=BASE_MODEL), noise=NoiseKey(0, Stream.EVALUATION, 0, 0)
+        )
         asked = replace(asked, messages=({"role": "user", "content": "1 + 5"},))
         choice = {"index": 0, "finish_reason": reason, "logprobs": None, **reply}
         path = "/v1/chat/completions" if server.chats else "/v1/completions"
@@ -450,7 +702,11 @@ _LONG = "1" * 25
         (_LONG, {}, "returned 25 tokens and was asked for at most 24: it ignores max_tokens"),
         ("6", {"completion_tokens": 25}, "returned 25 tokens and was asked for at most 24"),
         (_LONG, {"completion_tokens": 24}, ""),  # its tokens may be other ones
-        ("1" * 10_000, {"completion_tokens": 24}, "returned 10,000 characters as 24 tokens and was asked for at most 24"),
+        (
+            "1" * 10_000,
+            {"completion_tokens": 24},
+            "returned 10,000 characters as 24 tokens and was asked for at most 24",
+        ),
         ("1" * 23 + "\ufffd" * 9, {}, ""),  # each is a byte that could not be decoded
     ],
 )
@@ -459,7 +715,11 @@ def test_a_reply_of_more_tokens_than_were_asked_for_is_never_scored(
 ) -> None:
     server.chats, server.replies_text = chats, not chats
     with closing(engine_of(served(tmp_path, server.url, engine="openai"), OpenAIEngine)) as engine:
-        asked = replace(request(1, adapter_slot=BASE_MODEL), noise=NoiseKey(0, Stream.EVALUATION, 0, 0), max_tokens=24)
+        asked = replace(
+            request(1, adapter_slot=BASE_MODEL),
+            noise=NoiseKey(0, Stream.EVALUATION, 0, 0),
+            max_tokens=24,
+        )
         asked = replace(asked, messages=({"role": "user", "content": "1 + 5"},))
         reply = {"message": {"role": "assistant", "content": text}} if chats else {"text": text}
         path = "/v1/chat/completions" if chats else "/v1/completions"
@@ -472,27 +732,45 @@ def test_a_reply_of_more_tokens_than_were_asked_for_is_never_scored(
             assert [one.text for one in engine.sample([asked])] == [text]
 
 
-def test_ids_of_more_tokens_than_were_asked_for_are_refused(tmp_path: Path, server: VLLMDouble) -> None:
+def test_ids_of_more_tokens_than_were_asked_for_are_refused(
+    tmp_path: Path, server: VLLMDouble
+) -> None:
     """Even where they end at an EOS, as a completion within the limit would."""
     with closing(engine_of(served(tmp_path, server.url))) as engine:
         engine.sync(lab().save_adapter, 0)
         ids = [5] * 40 + [engine._dialect.eos_ids[0]]
-        choice = {"index": 0, "finish_reason": "stop", "token_ids": ids, "logprobs": {"token_logprobs": [-1.0] * 41}}
+        choice = {
+            "index": 0,
+            "finish_reason": "stop",
+            "token_ids": ids,
+            "logprobs": {"token_logprobs": [-1.0] * 41},
+        }
         server.faults.append(first(1, (200, {"choices": [choice]})))
-        with pytest.raises(ServerFailure, match="returned 41 tokens and was asked for at most 24: it ignores max_tokens"):
+        with pytest.raises(
+            ServerFailure,
+            match="returned 41 tokens and was asked for at most 24: it ignores max_tokens",
+        ):
             list(engine.sample([replace(request(1), max_tokens=24)]))
 
 
-def test_a_dialogue_is_not_evaluated_on_a_server_of_messages_alone(tmp_path: Path, server: VLLMDouble) -> None:
+def test_a_dialogue_is_not_evaluated_on_a_server_of_messages_alone(
+    tmp_path: Path, server: VLLMDouble
+) -> None:
     """Its later prompts continue token ids."""
     server.chats = True
     with closing(engine_of(served(tmp_path, server.url, engine="openai"), OpenAIEngine)) as engine:
-        asked = replace(request(1, adapter_slot=BASE_MODEL), noise=NoiseKey(0, Stream.EVALUATION, 0, 0))
-        with pytest.raises(ConfigurationError, match=r"/v1/chat/completions alone, .* continues token ids"):
+        asked = replace(
+            request(1, adapter_slot=BASE_MODEL), noise=NoiseKey(0, Stream.EVALUATION, 0, 0)
+        )
+        with pytest.raises(
+            ConfigurationError, match=r"/v1/chat/completions alone, .* continues token ids"
+        ):
             list(engine.sample([asked]))
 
 
-def test_a_server_that_answers_neither_text_nor_messages_is_told_with_its_answer(tmp_path: Path, server: VLLMDouble) -> None:
+def test_a_server_that_answers_neither_text_nor_messages_is_told_with_its_answer(
+    tmp_path: Path, server: VLLMDouble
+) -> None:
     server.chats, server.chat_limit = True, "another_limit"
     with pytest.raises(ServerFailure, match="answered 400: Unsupported parameter"):
         OpenAIEngine.preflight(served(tmp_path, server.url, engine="openai"))
@@ -503,35 +781,72 @@ def test_a_trained_adapter_is_not_evaluated_on_a_server_that_cannot_load_it(
 ) -> None:
     train(small(tmp_path / "run", training={"max_steps": 1}), quiet=True)
     server.replies_text = True
-    flags = ["--inference-engine", "openai", "--inference-url", server.url, "--output", str(tmp_path / "out")]
+    flags = [
+        "--inference-engine",
+        "openai",
+        "--inference-url",
+        server.url,
+        "--output",
+        str(tmp_path / "out"),
+    ]
     assert main(["eval", str(tmp_path / "run"), *flags]) == 2
     assert "loads no adapters" in capsys.readouterr().err
 
 
-def test_the_name_of_the_base_model_must_be_one_that_the_server_has(tmp_path: Path, server: VLLMDouble) -> None:
-    with pytest.raises(ConfigurationError, match=r'served_model = "other": The vllm server .* has base; name one of them'):
+def test_the_name_of_the_base_model_must_be_one_that_the_server_has(
+    tmp_path: Path, server: VLLMDouble
+) -> None:
+    with pytest.raises(
+        ConfigurationError,
+        match=r'served_model = "other": The vllm server .* has base; name one of them',
+    ):
         HastyVLLM.preflight(served(tmp_path, server.url, inference={"served_model": "other"}))
 
 
-# -- faults in the middle of a run ---------------------------------------------------------------------------------------
+# -- faults in the middle of a run -----------------------------------------------------------------
 
 
-def later(folder: Path, fault: Callable[[str, Any], Any], steps: int = 1) -> Callable[[str, Any], Any]:
+def later(
+    folder: Path, fault: Callable[[str, Any], Any], steps: int = 1
+) -> Callable[[str, Any], Any]:
     """From the end of that many steps on."""
     metrics = folder / "metrics.jsonl"
-    return lambda path, body: fault(path, body) if metrics.exists() and len(lines(metrics)) >= steps else None
+    return lambda path, body: (
+        fault(path, body) if metrics.exists() and len(lines(metrics)) >= steps else None
+    )
 
 
-def test_damaged_answers_cost_a_second_try_and_nothing_else(tmp_path: Path, server: VLLMDouble) -> None:
+def test_damaged_answers_cost_a_second_try_and_nothing_else(
+    tmp_path: Path, server: VLLMDouble
+) -> None:
     """Of sampling, of loading an adapter and of unloading one."""
-    nulls = {"finish_reason": "length", "token_ids": [9] * 6, "logprobs": {"token_logprobs": [None] * 6}}
-    server.faults.append(scripted({2: (500, "oops"), 3: (200, "<html>"), 5: (200, '{"choices": [{"tok'), 7: (200, {"choices": [nulls]})}))
+    nulls = {
+        "finish_reason": "length",
+        "token_ids": [9] * 6,
+        "logprobs": {"token_logprobs": [None] * 6},
+    }
+    server.faults.append(
+        scripted(
+            {
+                2: (500, "oops"),
+                3: (200, "<html>"),
+                5: (200, '{"choices": [{"tok'),
+                7: (200, {"choices": [nulls]}),
+            }
+        )
+    )
     server.faults += [scripted({2: (500, "oops")}, path) for path in (LOAD, UNLOAD)]
     run = train(served(tmp_path / "run", server.url), quiet=True, skip_parity=True)
-    assert run.summary.steps == 3 and server.paths().count(COMPLETIONS) == server.calls + 4 == 10 and not server.adapters
+    assert (
+        run.summary.steps == 3
+        and server.paths().count(COMPLETIONS) == server.calls + 4 == 10
+        and not server.adapters
+    )
 
 
-def test_a_busy_server_and_a_broken_connection_cost_time_and_nothing_else(tmp_path: Path, server: VLLMDouble) -> None:
+def test_a_busy_server_and_a_broken_connection_cost_time_and_nothing_else(
+    tmp_path: Path, server: VLLMDouble
+) -> None:
     server.faults.append(scripted({2: (429, ""), 3: (429, ""), 5: (503, ""), 7: (0, "")}))
     run = train(served(tmp_path / "run", server.url), quiet=True, skip_parity=True)
     assert run.summary.steps == 3 and server.paths().count(COMPLETIONS) == server.calls + 4 == 10
@@ -540,22 +855,47 @@ def test_a_busy_server_and_a_broken_connection_cost_time_and_nothing_else(tmp_pa
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        (first(99, (500, {"error": {"message": "EngineCore encountered an issue."}})), "its engine has died"),
+        (
+            first(99, (500, {"error": {"message": "EngineCore encountered an issue."}})),
+            "its engine has died",
+        ),
         (first(99, (401, {"error": "Unauthorized"})), "it requires a key"),
-        (slow(6.0), r"did not answer a request within \[inference\] timeout_s = 1, 3 times in a row, though it is healthy: raise"),
+        (
+            slow(6.0),
+            (
+                r"did not answer a request within \[inference\] timeout_s = 1, 3 times in a row,"
+                r" though it is healthy: raise"
+            ),
+        ),
     ],
     ids=["EngineDead", "401", "too slow"],
 )
-def test_a_run_whose_server_fails_is_saved_and_resumes(tmp_path: Path, server: VLLMDouble, fault: Any, told: str) -> None:
+def test_a_run_whose_server_fails_is_saved_and_resumes(
+    tmp_path: Path, server: VLLMDouble, fault: Any, told: str
+) -> None:
     folder, rarely_saved = tmp_path / "run", {"training": {"save_every": 50}}
     server.faults.append(later(folder, fault))
-    config = served(folder, server.url, inference={"timeout_s": 1.0 if "healthy" in told else 30.0}, **rarely_saved)
-    again = f"continue with `retrain {folder}/config.toml --resume {folder}`, at another address with"
+    config = served(
+        folder,
+        server.url,
+        inference={"timeout_s": 1.0 if "healthy" in told else 30.0},
+        **rarely_saved,
+    )
+    again = (
+        f"continue with `retrain {folder}/config.toml --resume {folder}`, at another address with"
+    )
     with pytest.raises(ServerFailure, match=rf"{told}.* The run is saved after 1 step: {again}"):
         train(config, quiet=True, skip_parity=True)
-    assert len(lines(folder / "metrics.jsonl")) == 1 and json.loads((folder / "summary.json").read_text())["status"] == "failed"
+    assert (
+        len(lines(folder / "metrics.jsonl")) == 1
+        and json.loads((folder / "summary.json").read_text())["status"] == "failed"
+    )
     server.faults.clear()
-    run = train(served(folder, server.url, resume={"from": str(folder)}, **rarely_saved), quiet=True, skip_parity=True)
+    run = train(
+        served(folder, server.url, resume={"from": str(folder)}, **rarely_saved),
+        quiet=True,
+        skip_parity=True,
+    )
     assert [record.step for record in run.metrics()] == [0, 1, 2]
 
 
@@ -567,18 +907,30 @@ def kills(server: VLLMDouble) -> Callable[[str, Any], Any]:
     return fault
 
 
-def test_a_killed_server_is_replaced_by_another_at_another_address(tmp_path: Path, server: VLLMDouble) -> None:
+def test_a_killed_server_is_replaced_by_another_at_another_address(
+    tmp_path: Path, server: VLLMDouble
+) -> None:
     folder, rarely_saved = tmp_path / "run", {"training": {"save_every": 50}}
     server.faults.append(later(folder, kills(server), steps=2))
-    with pytest.raises(ServerFailure, match=rf"does not answer \({server.url}: .* The run is saved after 2 steps"):
+    with pytest.raises(
+        ServerFailure, match=rf"does not answer \({server.url}: .* The run is saved after 2 steps"
+    ):
         train(served(folder, server.url, **rarely_saved), quiet=True, skip_parity=True)
     with doubles() as (other,):
-        config = served(folder, other.url, resume={"from": str(folder)}, inference={"timeout_s": 60.0}, **rarely_saved)
+        config = served(
+            folder,
+            other.url,
+            resume={"from": str(folder)},
+            inference={"timeout_s": 60.0},
+            **rarely_saved,
+        )
         run = train(config, quiet=True)
     assert [record.step for record in run.metrics()] == [0, 1, 2]
 
 
-def test_a_server_that_was_restarted_gets_the_adapter_before_any_request(tmp_path: Path, server: VLLMDouble) -> None:
+def test_a_server_that_was_restarted_gets_the_adapter_before_any_request(
+    tmp_path: Path, server: VLLMDouble
+) -> None:
     """A server that comes back has forgotten its adapters, and answers 404 to their names."""
 
     def restarts(path: str, body: Any) -> None:
@@ -591,8 +943,12 @@ def test_a_server_that_was_restarted_gets_the_adapter_before_any_request(tmp_pat
 
 
 @pytest.mark.parametrize("trusted", [False, True], ids=["checked", "--skip-parity"])
-def test_a_server_that_comes_back_as_another_is_found_before_the_step_learns(tmp_path: Path, server: VLLMDouble, trusted: bool) -> None:
-    """Restarted in the third step, when the gate has passed twice, it samples from the base model."""
+def test_a_server_that_comes_back_as_another_is_found_before_the_step_learns(
+    tmp_path: Path, server: VLLMDouble, trusted: bool
+) -> None:
+    """Restarted in the third step, when the gate has passed twice, it samples from the base
+    model.
+    """
     folder = tmp_path / "run"
 
     def restarts(path: str, body: Any) -> None:
@@ -601,7 +957,9 @@ def test_a_server_that_comes_back_as_another_is_found_before_the_step_learns(tmp
             server.base_only = True
 
     server.faults.append(later(folder, restarts, steps=2))
-    config = served(folder, server.url, training={"lr": 0.05, "group_size": 4, "max_tokens": 24})  # the lab always begins alike
+    config = served(
+        folder, server.url, training={"lr": 0.05, "group_size": 4, "max_tokens": 24}
+    )  # the lab always begins alike
     if trusted:
         assert train(config, quiet=True, skip_parity=True).summary.steps == 3 and server.base_only
     else:
@@ -619,7 +977,9 @@ def test_one_of_two_servers_may_die(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len(said) == 1 and one.url in said[0] and "1 of 2 servers left" in said[0]
 
 
-def test_folders_of_adapters_that_a_killed_process_left_are_removed(tmp_path: Path, server: VLLMDouble) -> None:
+def test_folders_of_adapters_that_a_killed_process_left_are_removed(
+    tmp_path: Path, server: VLLMDouble
+) -> None:
     host = socket.gethostname().replace("-", "_")
     dead, alive = tmp_path / f".served-{host}-999999999-a", tmp_path / f".served-{host}-1-b"
     dead.mkdir()
@@ -628,17 +988,27 @@ def test_folders_of_adapters_that_a_killed_process_left_are_removed(tmp_path: Pa
     assert not dead.exists() and alive.exists()
 
 
-def test_adapters_that_a_killed_run_left_in_a_server_are_unloaded_and_those_of_others_stay(tmp_path: Path, server: VLLMDouble) -> None:
+def test_adapters_that_a_killed_run_left_in_a_server_are_unloaded_and_those_of_others_stay(
+    tmp_path: Path, server: VLLMDouble
+) -> None:
     host = socket.gethostname().replace("-", "_")
-    folders = {"left": f".served-{host}-999999999-a", "running": f".served-{host}-1-b", "elsewhere": ".served-other-999999999-c"}
-    server.adapters |= {name: tmp_path / folder / "version-3" for name, folder in folders.items()} | {"mine": Path("/adapters/mine")}
+    folders = {
+        "left": f".served-{host}-999999999-a",
+        "running": f".served-{host}-1-b",
+        "elsewhere": ".served-other-999999999-c",
+    }
+    server.adapters |= {
+        name: tmp_path / folder / "version-3" for name, folder in folders.items()
+    } | {"mine": Path("/adapters/mine")}
     engine = engine_of(served(tmp_path, server.url))
     said: list[str] = []
     engine.say = said.append
     list(engine.sample([request(adapter_slot=BASE_MODEL)]))
     engine.close()
     assert list(server.adapters) == ["running", "elsewhere", "mine"]
-    assert said == [f"The vllm server {server.url} still had the adapter left of a killed run; it was unloaded."]
+    assert said == [
+        f"The vllm server {server.url} still had the adapter left of a killed run; it was unloaded."
+    ]
 
 
 def test_two_runs_may_share_a_server(tmp_path: Path, server: VLLMDouble) -> None:
@@ -650,37 +1020,57 @@ def test_two_runs_may_share_a_server(tmp_path: Path, server: VLLMDouble) -> None
     server.asked.clear()
     for engine in (one, other):
         list(engine.sample([request()]))
-    assert {body["model"] for path, body in server.asked if path == COMPLETIONS} == set(server.adapters)
+    assert {body["model"] for path, body in server.asked if path == COMPLETIONS} == set(
+        server.adapters
+    )
     one.close()
     list(other.sample([request()]))
     other.close()
     assert not server.adapters
 
 
-# -- the switch ----------------------------------------------------------------------------------------------------------
+# -- the switch ------------------------------------------------------------------------------------
 
 
-def test_a_server_that_returns_one_completion_n_times_is_named_as_the_cause_of_steps_that_train_nothing(tmp_path: Path) -> None:
-    (tmp_path / "sums.jsonl").write_text("".join(f'{{"prompt": "{n}+1=?", "answer": "never"}}\n' for n in range(4)))
+def test_a_server_that_returns_one_completion_n_times_is_named_as_the_cause_of_steps_that_train_nothing(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "sums.jsonl").write_text(
+        "".join(f'{{"prompt": "{n}+1=?", "answer": "never"}}\n' for n in range(4))
+    )
     lab()
     server = OneForAll()
-    sections = {"data": {"source": str(tmp_path / "sums.jsonl")}, "reward": {"type": "match"}, "training": {"max_tokens": 80}}
+    sections = {
+        "data": {"source": str(tmp_path / "sums.jsonl")},
+        "reward": {"type": "match"},
+        "training": {"max_tokens": 80},
+    }
     try:
         run = train(served(tmp_path / "run", server.url, **sections), quiet=True, skip_parity=True)
     finally:
         server.kill()
-    assert run.summary.untrained.startswith("3 steps trained nothing: the completions of each group are the same, token by token")
+    assert run.summary.untrained.startswith(
+        "3 steps trained nothing: the completions of each group are the same, token by token"
+    )
     assert [record.groups_identical for record in run.metrics()] == [2] * 3
 
 
-def test_skipping_the_gate_is_said_loudly_and_recorded(tmp_path: Path, server: VLLMDouble, capsys: pytest.CaptureFixture[str]) -> None:
+def test_skipping_the_gate_is_said_loudly_and_recorded(
+    tmp_path: Path, server: VLLMDouble, capsys: pytest.CaptureFixture[str]
+) -> None:
     server.base_only = True
     toml = tmp_path / "run.toml"
-    toml.write_text(dump_toml(served(tmp_path / "run", server.url, engine="vllm", training={"max_steps": 2, "lr": 1e-6})))
+    toml.write_text(
+        dump_toml(
+            served(
+                tmp_path / "run", server.url, engine="vllm", training={"max_steps": 2, "lr": 1e-6}
+            )
+        )
+    )
     assert main([str(toml), "--skip-parity"]) == 0
     assert (
-        "PARITY GATE SKIPPED (--skip-parity): nothing checks that the vllm engine samples from the trained policy"
-        in capsys.readouterr().out
+        "PARITY GATE SKIPPED (--skip-parity): nothing checks that the vllm engine samples from the"
+        " trained policy" in capsys.readouterr().out
     )
     assert json.loads((tmp_path / "run" / "environment.json").read_text())["parity_gate"] is None
     assert main([str(toml), "--overwrite"]) == 1, "the gate stops the same run"
@@ -690,5 +1080,11 @@ def test_completions_are_the_requests_own(tmp_path: Path, server: VLLMDouble) ->
     with closing(engine_of(served(tmp_path, server.url))) as engine:
         engine.sync(lab().save_adapter, 0)
         found: list[Completion] = list(engine.sample([request(3, first_sample=4), request(2)]))
-    assert sorted((one.request, one.sample) for one in found) == [(0, 4), (0, 5), (0, 6), (1, 0), (1, 1)]
+    assert sorted((one.request, one.sample) for one in found) == [
+        (0, 4),
+        (0, 5),
+        (0, 6),
+        (1, 0),
+        (1, 1),
+    ]
     assert all(one.finish_reason in FinishReason and one.entropies is None for one in found)

@@ -33,13 +33,26 @@ from retrain.run.gate import environment_gold
 from retrain.run.gate_fits import GateInputs
 from retrain.run.parts import load_prompts, load_stage
 from retrain.run.session import Session
-from retrain.types import ChatMessage, Completion, Example, FinishReason, Outcome, Prompt, Row, Trajectory, Turn
+from retrain.types import (
+    ChatMessage,
+    Completion,
+    Example,
+    FinishReason,
+    Outcome,
+    Prompt,
+    Row,
+    Trajectory,
+    Turn,
+)
 from tests import commands
 from tests.runs import lines, small, timeless
 from tests.trajectories import replies_of_rendered
 
 GUESSING: dict[str, Any] = {
-    "environment": {"provider": "retrain.environments.lab.NumberGuessing", "args": {"largest": 10, "turns": 3}},
+    "environment": {
+        "provider": "retrain.environments.lab.NumberGuessing",
+        "args": {"largest": 10, "turns": 3},
+    },
     "training": {"max_tokens": 72},
     "evaluation": {"every": 2, "at_start": True, "max_examples": 2},
     "logging": {"tokens_every": 1, "generations_per_step": 99},
@@ -62,11 +75,17 @@ def text() -> TextModel:
     return load_text_model(Model(model="lab"))
 
 
-# -- a run -----------------------------------------------------------------------------------------------------------------
+# -- a run -----------------------------------------------------------------------------------------
 
 
-def test_every_trajectorys_ids_are_what_the_chat_template_renders(straight: Path, text: TextModel) -> None:
-    replies = [count for step in range(4) for count in replies_of_rendered(text, straight / f"tokens/step_{step}.safetensors")]
+def test_every_trajectorys_ids_are_what_the_chat_template_renders(
+    straight: Path, text: TextModel
+) -> None:
+    replies = [
+        count
+        for step in range(4)
+        for count in replies_of_rendered(text, straight / f"tokens/step_{step}.safetensors")
+    ]
     assert max(replies) == 3 and min(replies) < 3
 
 
@@ -79,30 +98,46 @@ def test_the_ratio_is_one_on_policy_in_every_turn(straight: Path) -> None:
 
 
 def test_records_know_turns(straight: Path) -> None:
-    records, generations = lines(straight / "metrics.jsonl"), lines(straight / "emergence/generations.jsonl")
-    assert all(1 <= record["turns_mean"] <= 3 and record["trajectories_rewritten"] == 0 for record in records)
+    records, generations = (
+        lines(straight / "metrics.jsonl"),
+        lines(straight / "emergence/generations.jsonl"),
+    )
+    assert all(
+        1 <= record["turns_mean"] <= 3 and record["trajectories_rewritten"] == 0
+        for record in records
+    )
     assert {"heeded", "turns"} <= records[0]["environment_metrics"].keys()
     several = [one for one in generations if one["turns"] > 1]
-    assert several and all(one["completion"].count("<|im_start|>assistant") == one["turns"] - 1 for one in several)
+    assert several and all(
+        one["completion"].count("<|im_start|>assistant") == one["turns"] - 1 for one in several
+    )
     assert all(one["metrics"]["turns"] == one["turns"] for one in generations)
     evaluations = lines(straight / "evaluation.jsonl")
-    assert [line["step"] for line in evaluations] == [0, 0, 2, 2, 4, 4] and {line["task"] for line in evaluations} == {"guess"}
+    assert [line["step"] for line in evaluations] == [0, 0, 2, 2, 4, 4] and {
+        line["task"] for line in evaluations
+    } == {"guess"}
 
 
-def test_inspect_shows_what_the_environment_said_between_the_replies(straight: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_what_the_environment_said_between_the_replies(
+    straight: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from retrain.cli.main import main
 
     assert main(["inspect", str(straight), "--step", "0", "--json"]) == 0
     completions = json.loads(capsys.readouterr().out)["completions"]
     several = next(one for one in completions if len(one["turns"]) > 1)
     assert several["turns"][0] == {"start": 0, "context": "", "restarts": False}
-    assert "<|im_start|>user" in several["turns"][1]["context"] and 0 < several["turns"][1]["start"] < len(several["token_ids"])
+    assert "<|im_start|>user" in several["turns"][1]["context"] and 0 < several["turns"][1][
+        "start"
+    ] < len(several["token_ids"])
     assert main(["inspect", str(straight), "--step", "0", "--against", "gtpo"]) == 0
     shown = capsys.readouterr().out
     assert " turns" in shown and "<|im_start|>assistant" in shown
 
 
-def test_a_run_killed_between_two_steps_resumes_to_the_same_bytes(straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_killed_between_two_steps_resumes_to_the_same_bytes(
+    straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "run"
     real = Session.turn_to_learning
 
@@ -130,7 +165,9 @@ def assert_same_bytes(straight: Path, folder: Path) -> None:
 
 
 class Deadly(NumberGuessing):
-    """Where a variable names a run, it kills its process at a second guess of that run's fourth step."""
+    """Where a variable names a run, it kills its process at a second guess of that run's fourth
+    step.
+    """
 
     def episode(self) -> Episode:
         guessing, run = super().episode(), os.environ.get("RETRAIN_TEST_RUN")
@@ -148,10 +185,18 @@ class Deadly(NumberGuessing):
         return guessing
 
 
-def test_a_run_killed_within_a_dialogue_resumes_to_the_same_bytes(straight: Path, tmp_path: Path) -> None:
-    folder, file, environment = tmp_path / "run", tmp_path / "run.toml", {"provider": "tests.test_environments.Deadly"}
+def test_a_run_killed_within_a_dialogue_resumes_to_the_same_bytes(
+    straight: Path, tmp_path: Path
+) -> None:
+    folder, file, environment = (
+        tmp_path / "run",
+        tmp_path / "run.toml",
+        {"provider": "tests.test_environments.Deadly"},
+    )
     text = (straight / "config.toml").read_text().replace(str(straight), str(folder))
-    file.write_text(text.replace("retrain.environments.lab.NumberGuessing", environment["provider"]))
+    file.write_text(
+        text.replace("retrain.environments.lab.NumberGuessing", environment["provider"])
+    )
     command = [sys.executable, "-m", "retrain", str(file), "--quiet"]
     killed = commands.run(command, env=os.environ | {"RETRAIN_TEST_RUN": str(folder)})
     assert killed.returncode == -signal.SIGKILL, killed.stderr
@@ -160,44 +205,71 @@ def test_a_run_killed_within_a_dialogue_resumes_to_the_same_bytes(straight: Path
     assert_same_bytes(straight, folder)
 
 
-def test_a_later_turn_continues_the_noise_of_the_turns_before(straight: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every token of a trajectory has a uniform of its own: no two of its turns begin at the same position."""
+def test_a_later_turn_continues_the_noise_of_the_turns_before(
+    straight: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Every token of a trajectory has a uniform of its own: no two of its turns begin at the same
+    position.
+    """
     asked: list[tuple[int, int, int]] = []
     from retrain.inference_engine.torch_engine import TorchEngine
 
     real = TorchEngine.sample
 
     def watched(engine: TorchEngine, requests: Any) -> Any:
-        asked.extend((item.noise.prompt, item.first_sample, item.first_position) for item in requests if item.noise.stream == 0)
+        asked.extend(
+            (item.noise.prompt, item.first_sample, item.first_position)
+            for item in requests
+            if item.noise.stream == 0
+        )
         return real(engine, requests)
 
     monkeypatch.setattr(TorchEngine, "sample", watched)
-    train(guessing(tmp_path / "run", training={"max_steps": 1}, evaluation={"every": 0, "at_start": False}), quiet=True)
+    train(
+        guessing(
+            tmp_path / "run", training={"max_steps": 1}, evaluation={"every": 0, "at_start": False}
+        ),
+        quiet=True,
+    )
     table = read_tokens(tmp_path / "run/tokens/step_0.safetensors")
     assert table.turns is not None
     wanted = set()
     for number in range(len(table.slot)):
         actions = table.turns.actions[table.turns.offsets[number] : table.turns.offsets[number + 1]]
-        wanted |= {(int(table.slot[number]), int(table.sample[number]), int(sum(actions[:turn]))) for turn in range(1, len(actions))}
+        wanted |= {
+            (int(table.slot[number]), int(table.sample[number]), int(sum(actions[:turn])))
+            for turn in range(1, len(actions))
+        }
     assert wanted and wanted == {one for one in asked if one[2] > 0}
 
 
 def test_the_labs_game_counts_the_guesses_that_heed_its_hints() -> None:
-    """A fixed series of guesses wins some games; only guesses that fit every hint so far count as heeding them."""
-    host = EpisodeHost(NumberGuessing(largest=7, turns=3), max_turns=0, timeout_s=30, correct_threshold=0.5)
-    halving, fixed = play(host, Example("", "6"), ["4", "7", "6"]), play(host, Example("", "1"), ["4", "6", "no idea"])
+    """A fixed series of guesses wins some games; only guesses that fit every hint so far count as
+    heeding them.
+    """
+    host = EpisodeHost(
+        NumberGuessing(largest=7, turns=3), max_turns=0, timeout_s=30, correct_threshold=0.5
+    )
+    halving, fixed = (
+        play(host, Example("", "6"), ["4", "7", "6"]),
+        play(host, Example("", "1"), ["4", "6", "no idea"]),
+    )
     assert (halving.reward, halving.metrics["heeded"], halving.metrics["turns"]) == (1, 1, 3)
     assert fixed.metrics["heeded"] == 0 and fixed.reward == 0
-    assert play(host, Example("", "3"), ["4", "1", "4"]).metrics["heeded"] == 0.5, "it must heed the first hint too"
+    assert play(host, Example("", "3"), ["4", "1", "4"]).metrics["heeded"] == 0.5, (
+        "it must heed the first hint too"
+    )
     assert "heeded" not in play(host, Example("", "4"), ["4"]).metrics
     host.close()
 
 
-# -- conversations and rows ------------------------------------------------------------------------------------------------
+# -- conversations and rows ------------------------------------------------------------------------
 
 
 def completion(ids: list[int], reason: FinishReason = FinishReason.STOP) -> Completion:
-    return Completion(0, 5, np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), None, reason)
+    return Completion(
+        0, 5, np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), None, reason
+    )
 
 
 def dialogue(text: TextModel) -> Dialogue:
@@ -206,26 +278,43 @@ def dialogue(text: TextModel) -> Dialogue:
     return Dialogue(Prompt(Example("1..3", "2"), opening.text, opening.token_ids), 0, 5)
 
 
-def test_only_what_the_environment_says_is_encoded_and_the_models_tokens_stay(text: TextModel) -> None:
-    """The reply is sampled in tokens that its text would not be encoded to; an unfinished turn is closed by the template."""
+def test_only_what_the_environment_says_is_encoded_and_the_models_tokens_stay(
+    text: TextModel,
+) -> None:
+    """The reply is sampled in tokens that its text would not be encoded to; an unfinished turn is
+    closed by the template.
+    """
     renderer, talk = ChatRenderer(text.tokenizer, text.eos_ids, {}), dialogue(text)
-    talk.add(completion([50, 257, 258]), "2")  # a special token in mid-reply, which the text does not show
+    talk.add(
+        completion([50, 257, 258]), "2"
+    )  # a special token in mid-reply, which the text does not show
     talk.hear(Observation([ChatMessage(role="user", content=">")]), renderer)
     assert text.decode(talk.in_sight).endswith(
-        "<|im_start|>assistant\n" + text.decode(np.array([50, 257, 258])) + "\n<|im_start|>user\n><|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>assistant\n"
+        + text.decode(np.array([50, 257, 258]))
+        + "\n<|im_start|>user\n><|im_end|>\n<|im_start|>assistant\n"
     )
     talk.add(completion([51], FinishReason.LENGTH), "3")
     (row,) = Row.of(talk.prompt, talk.trajectory, np.array([1, 1, 1, 2], np.float32), group=0)
-    assert [row.token_ids[start:stop].tolist() for start, stop in row.spans] == [[50, 257, 258], [51]]
-    assert row.num_actions == 4 and row.token_ids[: row.spans[0][0]].tolist() == talk.prompt.token_ids.tolist()
+    assert [row.token_ids[start:stop].tolist() for start, stop in row.spans] == [
+        [50, 257, 258],
+        [51],
+    ]
+    assert (
+        row.num_actions == 4
+        and row.token_ids[: row.spans[0][0]].tolist() == talk.prompt.token_ids.tolist()
+    )
 
 
 def test_a_rewritten_history_begins_a_row_of_its_own(text: TextModel) -> None:
-    """A template that drops earlier reasoning, as reasoning models have: the second turn's row holds what the model then had in sight."""
+    """A template that drops earlier reasoning, as reasoning models have: the second turn's row
+    holds what the model then had in sight.
+    """
     tokenizer = load_text_model(Model(model="lab")).tokenizer
     tokenizer.chat_template = (
-        "{%- for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'].split('</think>')[-1] + '<|im_end|>\n' }}{%- endfor %}"
-        "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
+        "{%- for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' +"
+        " m['content'].split('</think>')[-1] + '<|im_end|>\n' }}{%- endfor %}{%- if"
+        " add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
     )
     renderer, talk = ChatRenderer(tokenizer, text.eos_ids, {}), dialogue(text)
     ids = tokenizer("<think>a</think>2<|im_end|>", add_special_tokens=False)["input_ids"]
@@ -234,14 +323,18 @@ def test_a_rewritten_history_begins_a_row_of_its_own(text: TextModel) -> None:
     talk.add(completion([51, 258]), "3")
     talk.hear(Observation([ChatMessage(role="user", content="<")]), renderer)
     talk.add(completion([52, 258]), "4")
-    first, second = Row.of(talk.prompt, talk.trajectory, np.arange(len(ids) + 4, dtype=np.float32), group=0)
+    first, second = Row.of(
+        talk.prompt, talk.trajectory, np.arange(len(ids) + 4, dtype=np.float32), group=0
+    )
     assert first.num_actions == len(ids) and second.num_actions == 4 and len(second.spans) == 2
     assert first.key == (0, 5, 0) and second.key == (0, 5, 1)
-    assert "think" not in text.decode(second.token_ids) and text.decode(second.token_ids).startswith("<|im_start|>user\n1..3<|im_end|>")
+    assert "think" not in text.decode(second.token_ids) and text.decode(
+        second.token_ids
+    ).startswith("<|im_start|>user\n1..3<|im_end|>")
     assert second.advantages.tolist() == [len(ids), len(ids) + 1, len(ids) + 2, len(ids) + 3]
 
 
-# -- episodes that fail ----------------------------------------------------------------------------------------------------
+# -- episodes that fail ----------------------------------------------------------------------------
 
 
 class Misbehaving(Environment):
@@ -264,7 +357,8 @@ WRONGLY_SAID: dict[str, Any] = {
     "numbers": [{"role": "user", "content": 5}],
     "half a character": [{"role": "user", "content": "\ud800"}],
     "no conversation": Observation([], rewrites=True),
-    "no tools": Observation([{"role": "user", "content": "go on"}], tools="add"),  # type: ignore[arg-type]
+    "no tools": Observation([{"role": "user", "content": "go on"}], tools="add"),
+    # type: ignore[arg-type]
 }
 JUDGED: dict[str, Any] = {"nan": Result(float("nan")), "none": None, "a word": Result("1")}  # type: ignore[arg-type]
 
@@ -308,7 +402,10 @@ class Misbehaves(Episode):
         ("none", "result returned NoneType, and must return a Result"),
         ("a word", "failed with TypeError"),
         ("text", "step returned str, and must return a list of messages"),
-        ("numbers", "step returned list, and must return a list of messages {role, content} of text"),
+        (
+            "numbers",
+            "step returned list, and must return a list of messages {role, content} of text",
+        ),
         ("half a character", "failed with UnicodeEncodeError"),
         ("no conversation", "a rewritten conversation without messages"),
         ("no tools", "tools that are not a list of JSON schemas"),
@@ -320,26 +417,44 @@ def test_an_episode_that_fails_could_not_be_judged(what: str, reason: str) -> No
     began = time.monotonic()
     score = play(host, Example("?", what), ["a", "b", "c"])
     assert time.monotonic() - began < 5
-    assert reason in score.reason and (score.outcome is Outcome.RIGHT) == (not reason) == (score.outcome is not Outcome.COULD_NOT_JUDGE)
+    assert reason in score.reason and (score.outcome is Outcome.RIGHT) == (not reason) == (
+        score.outcome is not Outcome.COULD_NOT_JUDGE
+    )
 
 
-def test_an_environment_that_fails_to_close_costs_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_environment_that_fails_to_close_costs_a_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     EpisodeHost(Misbehaving(), max_turns=2, timeout_s=0.3, correct_threshold=0.5).close()
-    assert capsys.readouterr().err == "environment: close() failed with RuntimeError: the door is stuck.\n"
+    assert (
+        capsys.readouterr().err
+        == "environment: close() failed with RuntimeError: the door is stuck.\n"
+    )
 
 
 @pytest.mark.parametrize("what", ["hang", "hang twice"])
 def test_a_hanging_episode_costs_only_itself(what: str) -> None:
-    """With one thread, the episode behind a hanging one is still judged, even where its close hangs too."""
+    """With one thread, the episode behind a hanging one is still judged, even where its close hangs
+    too.
+    """
     from retrain.environments.episodes import DaemonThreads
 
-    host = EpisodeHost(Misbehaving(), max_turns=2, timeout_s=0.3, correct_threshold=0.5, threads=DaemonThreads(1, "test"))
+    host = EpisodeHost(
+        Misbehaving(),
+        max_turns=2,
+        timeout_s=0.3,
+        correct_threshold=0.5,
+        threads=DaemonThreads(1, "test"),
+    )
     hanging, fine = (host.begin(Example("?", what), 0) for what in (what, "fine"))
     for episode in (hanging, fine):
         assert isinstance(episode.answer(lambda: None), Observation)
         episode.reply("a", last=False)
     outcomes = [episode.answer(lambda: None) for episode in (hanging, fine)]
-    assert [one.outcome for one in outcomes if not isinstance(one, Observation)] == [Outcome.COULD_NOT_JUDGE, Outcome.RIGHT]
+    assert [one.outcome for one in outcomes if not isinstance(one, Observation)] == [
+        Outcome.COULD_NOT_JUDGE,
+        Outcome.RIGHT,
+    ]
 
 
 class SelfPlaying(Misbehaving):
@@ -374,7 +489,10 @@ def test_failed_trajectories_stay_in_their_group_and_out_of_training(tmp_path: P
         logging={"generations_per_step": 99},
     )
     train(config, quiet=True)
-    generations, record = lines(tmp_path / "run/emergence/generations.jsonl"), lines(tmp_path / "run/metrics.jsonl")[0]
+    generations, record = (
+        lines(tmp_path / "run/emergence/generations.jsonl"),
+        lines(tmp_path / "run/metrics.jsonl")[0],
+    )
     failed = [one for one in generations if one["outcome"] == "could_not_judge"]
     assert len(generations) == 8 and len(failed) == record["reward_could_not_judge"] > 0
     assert all(one["advantage"] is None for one in failed)
@@ -404,30 +522,52 @@ class Fails(Episode):
         return Result(float(self.sum % 3 == 0))
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("provider", "args", "sentence"),
     [
         ("tests.test_environments.Nowhere", {}, "cannot be loaded"),
-        ("tests.test_environments.Misbehaves", {}, "must be a subclass of retrain.environments.base.Environment"),
+        (
+            "tests.test_environments.Misbehaves",
+            {},
+            "must be a subclass of retrain.environments.base.Environment",
+        ),
         ("retrain.environments.lab.NumberGuessing", {"smallest": 3}, "failed with TypeError"),
-        ("tests.test_environments.WrongProblems", {"problem": {"prompt": "?"}}, r"train set holds \{'prompt': '\?'\}, and must hold"),
-        ("tests.test_environments.WrongProblems", {"problem": [5]}, r"train set holds Example\(prompt=\[5\]"),
-        ("retrain.environments.lab.NumberGuessing", {"examples": 0}, "has no training set, so it can evaluate and not train"),
+        (
+            "tests.test_environments.WrongProblems",
+            {"problem": {"prompt": "?"}},
+            r"train set holds \{'prompt': '\?'\}, and must hold",
+        ),
+        (
+            "tests.test_environments.WrongProblems",
+            {"problem": [5]},
+            r"train set holds Example\(prompt=\[5\]",
+        ),
+        (
+            "retrain.environments.lab.NumberGuessing",
+            {"examples": 0},
+            "has no training set, so it can evaluate and not train",
+        ),
     ],
 )
-def test_what_cannot_be_trained_is_said_in_a_sentence(provider: str, args: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+def test_what_cannot_be_trained_is_said_in_a_sentence(
+    provider: str, args: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
         train(small(tmp_path / "run", environment={"provider": provider, "args": args}), quiet=True)
 
 
 class Begins(Misbehaving):
-    """Hangs, or exits, where its first argument says: when it is built, or when a set of its problems is read."""
+    """Hangs, or exits, where its first argument says: when it is built, or when a set of its
+    problems is read.
+    """
 
     def __init__(self, where: str = "", how: str = "") -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as verifiers before 0.4 sets handlers of its own
+        signal.signal(
+            signal.SIGTERM, signal.SIG_IGN
+        )  # as verifiers before 0.4 sets handlers of its own
         self.where, self.how = where, how
         self.at("built")
 
@@ -458,11 +598,20 @@ class Begins(Misbehaving):
     ],
 )
 def test_an_environment_that_hangs_or_exits_before_its_first_episode_is_a_sentence(
-    where: str, what: str, how: str, text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str,
+    what: str,
+    how: str,
+    text: TextModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     importlib.import_module("tests.test_environments")  # not within the time of its environments
     monkeypatch.setattr("retrain.environments.loading.LEAST_LIMIT_S", 2.0)
-    environment = {"provider": "tests.test_environments.Begins", "args": {"where": where, "how": how}, "timeout_s": 0.5}
+    environment = {
+        "provider": "tests.test_environments.Begins",
+        "args": {"where": where, "how": how},
+        "timeout_s": 0.5,
+    }
     config = small(tmp_path / "run", environment=environment)
     before = signal.getsignal(signal.SIGTERM)
     ending = r"took longer than 2 s; look at" if how == "hang" else r"failed with SystemExit: 3\."
@@ -478,9 +627,14 @@ def test_an_environments_signal_handlers_do_not_replace_the_runs() -> None:
     from retrain.environments.loading import load_environment
 
     before = signal.getsignal(signal.SIGTERM)
-    config = TrainConfig.model_validate({"environment": {"provider": "tests.test_environments.Begins"}})
+    config = TrainConfig.model_validate(
+        {"environment": {"provider": "tests.test_environments.Begins"}}
+    )
     assert type(load_environment(config)).__name__ == "Begins"
-    assert signal.getsignal(signal.SIGTERM) is before and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    assert signal.getsignal(signal.SIGTERM) is before and signal.getitimer(signal.ITIMER_REAL) == (
+        0,
+        0,
+    )
 
 
 class WrongProblems(Misbehaving):
@@ -492,7 +646,11 @@ class WrongProblems(Misbehaving):
 
 
 def test_an_evaluation_without_an_evaluation_set_is_refused(tmp_path: Path) -> None:
-    config = small(tmp_path / "run", environment={"provider": "tests.test_environments.Sometimes"}, evaluation={"at_end": True})
+    config = small(
+        tmp_path / "run",
+        environment={"provider": "tests.test_environments.Sometimes"},
+        evaluation={"at_end": True},
+    )
     with pytest.raises(ConfigurationError, match="has no evaluation set"):
         train(config, quiet=True)
 
@@ -503,7 +661,9 @@ def test_the_gate_plays_the_gold_answers(tmp_path: Path, monkeypatch: pytest.Mon
         train(guessing(tmp_path / "run"), quiet=True)
 
 
-def test_the_gate_reckons_with_what_an_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gate_reckons_with_what_an_environment_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A dialogue may pass a sliding window that its prompt and replies alone do not reach."""
     rows: list[int] = []
 
@@ -521,9 +681,20 @@ def test_the_gate_reckons_with_what_an_environment_says(tmp_path: Path, monkeypa
 def test_unused_sections_are_named(tmp_path: Path) -> None:
     from retrain.config.outcomes import unused_keys
 
-    said = unused_keys(guessing(tmp_path / "run", data={"source": "gsm8k"}, reward={"type": "math"}, environment={"id": "x"}))
-    assert any("[data] source" in line and "the problems come from [environment]" in line for line in said)
-    assert any("[reward] type" in line and "the rubric of [environment] scores" in line for line in said)
+    said = unused_keys(
+        guessing(
+            tmp_path / "run",
+            data={"source": "gsm8k"},
+            reward={"type": "math"},
+            environment={"id": "x"},
+        )
+    )
+    assert any(
+        "[data] source" in line and "the problems come from [environment]" in line for line in said
+    )
+    assert any(
+        "[reward] type" in line and "the rubric of [environment] scores" in line for line in said
+    )
     assert any("[environment] id" in line for line in said)
 
 

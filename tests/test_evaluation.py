@@ -19,11 +19,15 @@ from retrain.records.entries import EvaluationRecord
 from retrain.records.evaluation import Evaluation, clustered_interval, pass_at_k
 
 
-@given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
+@given(
+    st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n)))
+)
 def test_pass_at_k_is_the_fraction_of_draws_with_a_right_one(case: tuple[int, int, int]) -> None:
     n, c, k = case
     draws = list(combinations([1] * c + [0] * (n - c), k))
-    assert pass_at_k(n, c, k) == pytest.approx(sum(any(draw) for draw in draws) / len(draws), abs=1e-12)
+    assert pass_at_k(n, c, k) == pytest.approx(
+        sum(any(draw) for draw in draws) / len(draws), abs=1e-12
+    )
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(3, 4, 1), (3, -1, 1), (3, 1, 0), (3, 1, 4)])
@@ -40,7 +44,9 @@ def test_the_interval_holds_the_mean_and_stays_inside_zero_and_one(means: list[f
     assert high > low
 
 
-def test_repeating_samples_of_the_same_problems_does_not_narrow_the_interval_like_new_problems() -> None:
+def test_repeating_samples_of_the_same_problems_does_not_narrow_the_interval_like_new_problems() -> (
+    None
+):
     """Eight agreeing samples of each problem carry one problem's worth of evidence."""
     means = [1.0, 0.0] * 25
     few, many = clustered_interval(means, 50), clustered_interval(means, 400)
@@ -50,7 +56,9 @@ def test_repeating_samples_of_the_same_problems_does_not_narrow_the_interval_lik
 
 
 def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
-    """Problems differ in difficulty; 4 samples each. A normal interval over samples would cover far less."""
+    """Problems differ in difficulty; 4 samples each. A normal interval over samples would cover far
+    less.
+    """
     rng = np.random.default_rng(0)
     difficulty = rng.beta(0.4, 0.6, size=100_000)
     covered = 0
@@ -62,24 +70,32 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     assert 0.92 <= covered / 400 <= 0.98
 
 
-@pytest.mark.parametrize(("problems", "a", "b"), [(10, 0.2, 4.0), (30, 9.0, 0.5)], ids=["10 hard", "30 easy"])
+@pytest.mark.parametrize(
+    ("problems", "a", "b"), [(10, 0.2, 4.0), (30, 9.0, 0.5)], ids=["10 hard", "30 easy"]
+)
 def test_few_problems_are_covered_as_often_as_it_says(problems: int, a: float, b: float) -> None:
     """A Wilson interval on the effective sample size covers 87% and 93% of these."""
     rng, covered = np.random.default_rng(1), 0
     for _ in range(1000):
-        low, high = clustered_interval(list(rng.binomial(16, rng.beta(a, b, problems)) / 16), 16 * problems)
+        low, high = clustered_interval(
+            list(rng.binomial(16, rng.beta(a, b, problems)) / 16), 16 * problems
+        )
         covered += low <= a / (a + b) <= high
     assert covered / 1000 >= 0.93
 
 
-def test_with_one_answer_to_each_of_few_problems_the_interval_is_that_of_clopper_and_pearson() -> None:
+def test_with_one_answer_to_each_of_few_problems_the_interval_is_that_of_clopper_and_pearson() -> (
+    None
+):
     found = stats.binomtest(28, 30).proportion_ci(0.95, method="exact")
     assert clustered_interval([1.0] * 28 + [0.0] * 2, 30) == pytest.approx((found.low, found.high))
 
 
 def test_problems_that_could_not_be_judged_are_left_out_of_the_mean() -> None:
     judged = EvaluationRecord(0, "a", "t", samples=4, correct=2, could_not_judge=0, reward_mean=0.5)
-    unknown = EvaluationRecord(0, "b", "t", samples=0, correct=0, could_not_judge=4, reward_mean=None)
+    unknown = EvaluationRecord(
+        0, "b", "t", samples=0, correct=0, could_not_judge=4, reward_mean=None
+    )
     evaluation = Evaluation(step=0, problems=[judged, unknown], ks=[1, 4, 8])
     assert evaluation.pass_at == {1: 0.5, 4: 1.0}
     assert evaluation.summary()["could_not_judge"] == 4
@@ -88,11 +104,20 @@ def test_problems_that_could_not_be_judged_are_left_out_of_the_mean() -> None:
 def test_held_out_answers_of_a_random_reward_run_are_judged_as_those_of_a_run_that_learns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same untrained weights and noise, so the same answers; chance would find all of them right."""
+    """The same untrained weights and noise, so the same answers; chance would find all of them
+    right.
+    """
     evaluation = {"at_start": True, "max_examples": 16}
     rewards = {"match": {"type": "match"}, "random": {"type": "random", "random_p": 1.0}}
     for name, reward in rewards.items():
-        train(small(tmp_path / name, reward=reward, evaluation=evaluation, training={"max_steps": 1, "max_tokens": 96}))
+        train(
+            small(
+                tmp_path / name,
+                reward=reward,
+                evaluation=evaluation,
+                training={"max_steps": 1, "max_tokens": 96},
+            )
+        )
     judged, by_chance = (lines(tmp_path / name / "evaluation.jsonl") for name in rewards)
     assert by_chance == judged and 0 < sum(line["correct"] for line in judged) < 16
     assert lines(tmp_path / "random" / "metrics.jsonl")[0]["correct_rate"] == 1.0
@@ -109,7 +134,9 @@ def test_held_out_answers_of_a_random_reward_run_are_judged_as_those_of_a_run_th
         ({"reward": {"type": ["math", "random"], "weights": [0.9, 0.1]}}, ["math"], [0.9]),
     ],
 )
-def test_what_chance_decides_is_left_out_of_the_judgement(sections: dict[str, Any], judging: list[str], weights: list[float]) -> None:
+def test_what_chance_decides_is_left_out_of_the_judgement(
+    sections: dict[str, Any], judging: list[str], weights: list[float]
+) -> None:
     config = TrainConfig.model_validate({"reward": {"type": "random"}} | sections)
     reward = with_judging_reward(config).reward
     assert (reward.types, reward.type_weights) == (judging, weights)
@@ -121,8 +148,13 @@ def test_a_reward_without_chance_in_it_judges_held_out_answers_itself() -> None:
 
 
 def test_a_reward_for_held_out_answers_wins_over_the_runs_own() -> None:
-    sections: dict[str, Any] = {"reward": {"type": "random", "normalize": "hendrycks"}, "evaluation": {"reward": "match"}}
-    judging = with_judging_reward(TrainConfig.model_validate(sections | {"data": {"source": "gsm8k"}})).reward
+    sections: dict[str, Any] = {
+        "reward": {"type": "random", "normalize": "hendrycks"},
+        "evaluation": {"reward": "match"},
+    }
+    judging = with_judging_reward(
+        TrainConfig.model_validate(sections | {"data": {"source": "gsm8k"}})
+    ).reward
     assert (judging.types, judging.normalize) == (["match"], "hendrycks")
     with pytest.raises(ConfigurationError, match="by chance"):
         config_from_mapping({"evaluation": {"reward": "random"}})

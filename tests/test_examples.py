@@ -1,4 +1,6 @@
-"""The two pages that show the algorithm and the library: they run, and what they say of themselves holds."""
+"""The two pages that show the algorithm and the library: they run, and what they say of themselves
+holds.
+"""
 
 import importlib.util
 import sys
@@ -27,34 +29,46 @@ def rl_loop() -> ModuleType:
 
 def test_the_page_fits_on_a_page_and_imports_no_trainer() -> None:
     text = (EXAMPLES / "rl_loop.py").read_text(encoding="utf-8")
-    assert text.count("\n") <= 250
+    assert text.count("\n") <= 260
     assert [line for line in text.splitlines() if "import" in line and "retrain" in line] == [
         "from retrain.data.lab import examples",
         "from retrain.model.text import LAB_MODEL",
     ]
 
 
-def test_the_page_samples_and_learns_one_policy(rl_loop: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_samples_and_learns_one_policy(
+    rl_loop: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     history = rl_loop.main(steps=2, batch_size=8, group_size=4)
-    ratios = [float(line.split("|ratio-1|<=")[1].split(" ")[0]) for line in capsys.readouterr().out.splitlines()]
+    ratios = [
+        float(line.split("|ratio-1|<=")[1].split(" ")[0])
+        for line in capsys.readouterr().out.splitlines()
+    ]
     assert len(history) == 2 and any(0 < mean < 1 for mean in history)
     assert all(0 < ratio < 1e-4 for ratio in ratios)
 
 
 def test_the_library_page_samples_and_learns_one_policy(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (EXAMPLES / "library.py").read_text(encoding="utf-8").count("\n") <= 60
+    assert (EXAMPLES / "library.py").read_text(encoding="utf-8").count("\n") <= 66
     history = load("library").main(steps=2, batch_size=8)
     steps = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Step ")]
     assert len(history) == len(steps) == 2 and any(0 < mean < 1 for mean in history)
-    assert all("rows=32" in line and abs(float(line.split("ratio_max=")[1].split(" ")[0]) - 1) < 1e-4 for line in steps)
+    assert all(
+        "rows=32" in line and abs(float(line.split("ratio_max=")[1].split(" ")[0]) - 1) < 1e-4
+        for line in steps
+    )
 
 
-def test_the_pages_gradient_does_not_depend_on_its_micro_batches(rl_loop: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pages_gradient_does_not_depend_on_its_micro_batches(
+    rl_loop: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(rl_loop.LAB_MODEL, dtype=torch.float32)
-    model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).eval()
+    model = get_peft_model(
+        base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    ).eval()
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.SGD(weights, lr=0.0)
     groups = rl_loop.rollout(model, [[5, 6, 7], [8, 9]], 3, 1, torch.Generator().manual_seed(0))

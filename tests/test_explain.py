@@ -44,7 +44,7 @@ def explained(capsys: pytest.CaptureFixture[str], *arguments: str | Path, code: 
     return json.loads(capsys.readouterr().out)
 
 
-# -- what would run ------------------------------------------------------------------------------------------------------
+# -- what would run --------------------------------------------------------------------------------
 
 
 def test_what_is_explained_of_a_run_is_what_the_run_does(tmp_path: Path) -> None:
@@ -54,7 +54,9 @@ def test_what_is_explained_of_a_run_is_what_the_run_does(tmp_path: Path) -> None
     path = run.folder / "trainer_state.json"
     state = TrainerState.from_json(path.read_text(), path)
     assert seen.memory is not None and seen.memory.choices == state.choices
-    assert [(item.name, item.condition, item.seed) for item in seen.runs] == [("run", run.summary.condition, run.summary.seed)]
+    assert [(item.name, item.condition, item.seed) for item in seen.runs] == [
+        ("run", run.summary.condition, run.summary.seed)
+    ]
     assert seen.schedule is not None and seen.schedule.total_campaign_steps == run.summary.steps
 
 
@@ -75,12 +77,21 @@ def test_every_condition_meets_every_seed_once() -> None:
 
 def test_a_condition_shows_what_it_sets_and_how_far_lambda_comes() -> None:
     conditions = [
-        {"advantage_mode": "maxrl", "transform_mode": "gtpo_sepa", "sepa": {"steps": 20, "delay_steps": 5}, "label": "short-ramp"},
+        {
+            "advantage_mode": "maxrl",
+            "transform_mode": "gtpo_sepa",
+            "sepa": {"steps": 20, "delay_steps": 5},
+            "label": "short-ramp",
+        },
         {"advantage_mode": "maxrl", "transform_mode": "gtpo_sepa"},
         {"advantage_mode": "maxrl", "transform_mode": "none"},
     ]
     seen = explain(campaign(campaign={"conditions": conditions}))
-    assert [condition.maximal_lambda for condition in seen.conditions] == [1.0, 0.0, None]  # the default ramp begins after step 50
+    assert [condition.maximal_lambda for condition in seen.conditions] == [
+        1.0,
+        0.0,
+        None,
+    ]  # the default ramp begins after step 50
     assert seen.conditions[0].sets == {"sepa.steps": 20, "sepa.delay_steps": 5}
     (warning,) = [sentence for sentence in seen.warnings if "lambda" in sentence]
     assert warning.startswith("maxrl+gtpo_sepa: SEPA's lambda reaches at most 0.000")
@@ -89,7 +100,10 @@ def test_a_condition_shows_what_it_sets_and_how_far_lambda_comes() -> None:
 def test_a_run_that_goes_on_has_only_its_last_steps_before_it(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", 3, [0.5] * 4, finished=False, max_steps=10)
     seen = explain(small(folder, training={"max_steps": 10}, resume={"from": str(folder)}))
-    assert seen.schedule is not None and (seen.schedule.total_campaign_steps, seen.schedule.steps_left) == (10, 6)
+    assert seen.schedule is not None and (
+        seen.schedule.total_campaign_steps,
+        seen.schedule.steps_left,
+    ) == (10, 6)
     assert "10 steps (4 done)" in to_text(seen)
 
 
@@ -100,10 +114,14 @@ def test_a_squeeze_job_shows_the_adapter_that_it_would_read(tmp_path: Path) -> N
     assert (seen.kind, seen.refused, seen.memory, seen.schedule) == ("squeeze", (), None, None)
     assert "1, 2, 4" in to_text(seen)
     absent = explain(config_from_mapping({"squeeze": {"adapter_path": str(tmp_path)}}))
-    assert absent.adapter is None and "adapter_config.json" in absent.refused[0] and "Would be refused" in to_text(absent)
+    assert (
+        absent.adapter is None
+        and "adapter_config.json" in absent.refused[0]
+        and "Would be refused" in to_text(absent)
+    )
 
 
-# -- settings ------------------------------------------------------------------------------------------------------------
+# -- settings --------------------------------------------------------------------------------------
 
 
 def test_values_that_differ_from_the_defaults_come_with_their_place(tmp_path: Path) -> None:
@@ -119,13 +137,22 @@ def test_values_that_differ_from_the_defaults_come_with_their_place(tmp_path: Pa
 
 
 def test_keys_without_effect_and_features_that_are_refused_are_said(tmp_path: Path) -> None:
-    seen = explain(small(tmp_path, hicra={"alpha": 0.5}, planning={"detector": "regex"}, inference={"engine": "vllm"}))
+    seen = explain(
+        small(
+            tmp_path,
+            hicra={"alpha": 0.5},
+            planning={"detector": "regex"},
+            inference={"engine": "vllm"},
+        )
+    )
     assert any("[hicra] alpha = 0.5 is unused here" in sentence for sentence in seen.unused)
     assert any('engine = "vllm"' in sentence for sentence in seen.refused)
 
 
 @pytest.mark.parametrize(("engine", "code"), [("pytorch", 0), ("vllm", 2)])
-def test_the_exit_code_says_whether_it_would_be_refused(tmp_path: Path, engine: str, code: int) -> None:
+def test_the_exit_code_says_whether_it_would_be_refused(
+    tmp_path: Path, engine: str, code: int
+) -> None:
     file = tmp_path / "run.toml"
     file.write_text(dump_toml(small(tmp_path / "run", inference={"engine": engine})))
     assert main(["explain", str(file)]) == code
@@ -135,12 +162,20 @@ def test_the_exit_code_says_whether_it_would_be_refused(tmp_path: Path, engine: 
     ("sections", "words"),
     [
         ({"loss": {"mode": "ppo"}}, "the gradient equals that of importance_sampling"),
-        ({"algorithm": {"transform_mode": "gtpo_sepa"}, "training": {"max_steps": 500}}, "reaches at most 0.898"),
-        ({"backpressure": {"enabled": True, "max_batch_size": 32}}, "from 2 to between 1 and 32 prompts per step"),
+        (
+            {"algorithm": {"transform_mode": "gtpo_sepa"}, "training": {"max_steps": 500}},
+            "reaches at most 0.898",
+        ),
+        (
+            {"backpressure": {"enabled": True, "max_batch_size": 32}},
+            "from 2 to between 1 and 32 prompts per step",
+        ),
     ],
     ids=["D29", "the default ramp", "back pressure"],
 )
-def test_what_may_surprise_in_a_run_is_a_warning(tmp_path: Path, sections: dict[str, Any], words: str) -> None:
+def test_what_may_surprise_in_a_run_is_a_warning(
+    tmp_path: Path, sections: dict[str, Any], words: str
+) -> None:
     assert not explain(small(tmp_path)).warnings
     (warning,) = explain(small(tmp_path, **sections)).warnings
     assert words in warning
@@ -165,19 +200,30 @@ def test_what_may_surprise_in_a_run_is_a_warning(tmp_path: Path, sections: dict[
 def test_one_gradient_of_all_modes_is_claimed_only_where_no_ratio_can_reach_the_clip(
     tmp_path: Path, sections: dict[str, Any], said: bool
 ) -> None:
-    assert any("the gradient equals that of importance_sampling" in note for note in notes(small(tmp_path, **sections))) is said
+    assert (
+        any(
+            "the gradient equals that of importance_sampling" in note
+            for note in notes(small(tmp_path, **sections))
+        )
+        is said
+    )
 
 
-# -- time and cost -------------------------------------------------------------------------------------------------------
+# -- time and cost ---------------------------------------------------------------------------------
 
 
 def planned(settings: dict[str, Any]) -> CampaignPlan:
     return plan_campaign(campaign(campaign=settings), Path("campaign"))
 
 
-@pytest.mark.parametrize(("settings", "parallelism"), [({}, 1), ({"parallel": True, "max_workers": 12}, 12), ({"parallel": True}, 40)])
+@pytest.mark.parametrize(
+    ("settings", "parallelism"),
+    [({}, 1), ({"parallel": True, "max_workers": 12}, 12), ({"parallel": True}, 40)],
+)
 def test_the_formulas_of_capacity_planning(settings: dict[str, Any], parallelism: int) -> None:
-    plan = schedule_campaign(planned(settings), 0, None, StepTime(10.0, "given"), price_per_hour=1.5)
+    plan = schedule_campaign(
+        planned(settings), 0, None, StepTime(10.0, "given"), price_per_hour=1.5
+    )
     assert plan.total_campaign_steps == 2000
     assert plan.effective_parallelism == parallelism
     assert plan.estimated_wall_time_s == pytest.approx(2000 * 10 / parallelism)
@@ -187,22 +233,46 @@ def test_the_formulas_of_capacity_planning(settings: dict[str, Any], parallelism
 
 def test_runs_that_share_a_device_pay_for_it_once() -> None:
     settings = {"parallel": True, "workers_per_device": 2, "price_per_hour": 3.0}
-    plan = schedule_campaign(planned(settings), 0, None, StepTime(36.0, "given"), price_per_hour=None)
+    plan = schedule_campaign(
+        planned(settings), 0, None, StepTime(36.0, "given"), price_per_hour=None
+    )
     assert plan.device_hours == pytest.approx(10) and plan.cost == pytest.approx(30)
 
 
 def test_no_more_workers_are_recommended_than_runs_calls_or_memory(tmp_path: Path) -> None:
     tinker = explain(campaign(backend={"backend": "tinker", "max_concurrent": 4}))
     assert tinker.schedule is not None and tinker.schedule.recommended is not None
-    assert tinker.schedule.recommended.count == 4 and "max_concurrent" in tinker.schedule.recommended.because
-    one = explain(campaign(campaign={"seeds": [1], "conditions": [{"advantage_mode": "grpo", "transform_mode": "none"}]}))
-    assert one.schedule is not None and one.schedule.recommended is not None and one.schedule.recommended.count == 1
+    assert (
+        tinker.schedule.recommended.count == 4
+        and "max_concurrent" in tinker.schedule.recommended.because
+    )
+    one = explain(
+        campaign(
+            campaign={
+                "seeds": [1],
+                "conditions": [{"advantage_mode": "grpo", "transform_mode": "none"}],
+            }
+        )
+    )
+    assert (
+        one.schedule is not None
+        and one.schedule.recommended is not None
+        and one.schedule.recommended.count == 1
+    )
     crowded = campaign(campaign={"parallel": True})
-    assert any("40 runs at once are more than the recommended" in sentence for sentence in explain(crowded).warnings)
-    assert not any("at once" in sentence for sentence in explain(campaign(campaign={"parallel": True, "max_workers": 1})).warnings)
+    assert any(
+        "40 runs at once are more than the recommended" in sentence
+        for sentence in explain(crowded).warnings
+    )
+    assert not any(
+        "at once" in sentence
+        for sentence in explain(campaign(campaign={"parallel": True, "max_workers": 1})).warnings
+    )
 
 
-def test_the_step_time_of_a_pilot_is_the_median_over_all_its_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_step_time_of_a_pilot_is_the_median_over_all_its_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = train(small(tmp_path / "pilot" / "run", training={"max_steps": 3}), quiet=True)
     times = sorted(line["step_time_s"] for line in lines(run.folder / "metrics.jsonl"))
     file = write(tmp_path, small(tmp_path / "next", training={"max_steps": 100}))
@@ -230,7 +300,7 @@ def test_a_pilot_that_shows_nothing_is_refused(tmp_path: Path) -> None:
             explain(small(tmp_path / "run"), pilot=pilot)
 
 
-# -- what the seeds can find ---------------------------------------------------------------------------------------------
+# -- what the seeds can find -----------------------------------------------------------------------
 
 
 def test_seeds_that_cannot_conclude_are_said_with_the_number_that_could() -> None:
@@ -242,30 +312,44 @@ def test_seeds_that_cannot_conclude_are_said_with_the_number_that_could() -> Non
 
 
 def test_the_spread_of_a_pilot_gives_the_difference_that_the_seeds_find(tmp_path: Path) -> None:
-    pilot = write_campaign(tmp_path, {"grpo+none": [50, 52, 54, 50], "maxrl+none": [55, 54, 60, 58]})
+    pilot = write_campaign(
+        tmp_path, {"grpo+none": [50, 52, 54, 50], "maxrl+none": [55, 54, 60, 58]}
+    )
     for run in (pilot / "runs").iterdir():  # written without times
         metrics = run / "metrics.jsonl"
-        metrics.write_text("".join(json.dumps(line | {"step_time_s": 2.0}) + "\n" for line in lines(metrics)))
+        metrics.write_text(
+            "".join(json.dumps(line | {"step_time_s": 2.0}) + "\n" for line in lines(metrics))
+        )
     seen, without = explain(campaign(), pilot=pilot), explain(campaign())
     assert seen.power is not None and seen.power.metric == "pass@1"
     assert without.power is not None and without.power.metric is None
     assert seen.power.detectable is not None and without.power.detectable is not None
-    assert seen.power.detectable == pytest.approx(without.power.detectable * 0.025, rel=1e-2)  # differences of 5, 2, 6 and 8 points
+    assert seen.power.detectable == pytest.approx(
+        without.power.detectable * 0.025, rel=1e-2
+    )  # differences of 5, 2, 6 and 8 points
 
 
-def test_a_pilot_with_its_times_gives_the_design_that_finds_the_same_at_least_cost(tmp_path: Path) -> None:
+def test_a_pilot_with_its_times_gives_the_design_that_finds_the_same_at_least_cost(
+    tmp_path: Path,
+) -> None:
     seen = explain(campaign(), pilot=timed_pilot(tmp_path))
-    assert seen.power is not None and seen.power.detectable is not None and (design := seen.power.cheapest) is not None
+    assert (
+        seen.power is not None
+        and seen.power.detectable is not None
+        and (design := seen.power.cheapest) is not None
+    )
     assert design.detectable <= seen.power.detectable and design.seeds >= 6
     as_planned = 0.8 * 50 * 4  # seconds of the pilot's own evaluation
     assert design.hours <= 5 * seen.power.seeds * (800 + as_planned) / 3600
     assert f"costs least with {design.seeds} seeds" in to_text(seen)
 
 
-# -- the command ---------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
-def test_the_text_is_aligned_and_leaves_out_what_is_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_is_aligned_and_leaves_out_what_is_empty(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["explain", str(write(tmp_path, small(tmp_path / "run")))]) == 0
     text = capsys.readouterr().out
     assert text.startswith("Run: maxrl+none, seed 3, 4 steps\n")
@@ -275,9 +359,15 @@ def test_the_text_is_aligned_and_leaves_out_what_is_empty(tmp_path: Path, capsys
     assert len({line.index("iB") for line in memory}) == 1
 
 
-def test_the_file_may_stand_before_or_behind_the_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_file_may_stand_before_or_behind_the_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = write(tmp_path, small(tmp_path / "run"))
-    for arguments in ([file, "--lr", "0.5"], ["--lr", "0.5", file], ["--lr=0.5", "--pilot", write_pilot(tmp_path), file]):
+    for arguments in (
+        [file, "--lr", "0.5"],
+        ["--lr", "0.5", file],
+        ["--lr=0.5", "--pilot", write_pilot(tmp_path), file],
+    ):
         values = {item["key"]: item["value"] for item in explained(capsys, *arguments)["settings"]}
         assert values["training.lr"] == 0.5
 
@@ -285,19 +375,29 @@ def test_the_file_may_stand_before_or_behind_the_flags(tmp_path: Path, capsys: p
 def write_pilot(folder: Path) -> Path:
     run = write_run(folder / "pilot", 1, held_out=problems([1]))
     metrics = run / "metrics.jsonl"
-    metrics.write_text("".join(json.dumps(line | {"step_time_s": 1.0}) + "\n" for line in lines(metrics)))
+    metrics.write_text(
+        "".join(json.dumps(line | {"step_time_s": 1.0}) + "\n" for line in lines(metrics))
+    )
     return run
 
 
-def test_an_absent_device_leaves_the_rest_and_a_size_stands_in_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_absent_device_leaves_the_rest_and_a_size_stands_in_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = write(tmp_path, small(tmp_path / "run", backend={"devices": "gpu:7"}))
     seen = explained(capsys, file, code=3)
-    assert seen["memory"] is None and "gpu:7" in seen["memory_unknown"] and "--memory-gib" in seen["memory_unknown"]
+    assert (
+        seen["memory"] is None
+        and "gpu:7" in seen["memory_unknown"]
+        and "--memory-gib" in seen["memory_unknown"]
+    )
     seen = explained(capsys, file, "--memory-gib", "24")
     assert seen["memory"]["device"] == "cuda:7" and seen["memory"]["device_gib"] == 24
 
 
 @pytest.mark.parametrize("arguments", [["a.toml", "b.toml"], ["--nonsense", "1"], ["absent.toml"]])
-def test_wrong_usage_is_one_sentence(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_one_sentence(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["explain", *arguments]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1

@@ -1,4 +1,6 @@
-"""`retrain explain` refuses what the run would refuse, and a run's record names the code that ran."""
+"""`retrain explain` refuses what the run would refuse, and a run's record names the code that
+ran.
+"""
 
 import hashlib
 import json
@@ -36,16 +38,23 @@ def test_a_missing_module_or_file_is_refused_by_explain(
     assert named in capsys.readouterr().out.partition("Would be refused")[2]
 
 
-def test_what_the_machine_lacks_is_refused_with_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_machine_lacks_is_refused_with_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert explain_exit(tmp_path, {"backend": {"devices": "gpu:63"}}) == 3
     assert "gpu:63" in capsys.readouterr().out.partition("Would be refused")[2]
     assert explain_exit(tmp_path, {"model": {"model": "./no-model-here"}}) == 3
 
 
 @pytest.mark.parametrize(("named", "sections"), WRONG[:3])
-def test_plugins_are_loaded_before_the_model_is_looked_for(tmp_path: Path, named: str, sections: dict[str, Any]) -> None:
+def test_plugins_are_loaded_before_the_model_is_looked_for(
+    tmp_path: Path, named: str, sections: dict[str, Any]
+) -> None:
     with pytest.raises(ConfigurationError, match=named):
-        train(small(tmp_path / "run", **{**sections, "model": {"model": "./no-model-here"}}), quiet=True)
+        train(
+            small(tmp_path / "run", **{**sections, "model": {"model": "./no-model-here"}}),
+            quiet=True,
+        )
 
 
 def test_the_code_of_a_run_is_recorded_and_not_run_by_explaining_its_folder(
@@ -55,11 +64,20 @@ def test_the_code_of_a_run_is_recorded_and_not_run_by_explaining_its_folder(
     code = "open('imported', 'a').write('.')\ndef score(response, reference):\n    return 1.0\n"
     (tmp_path / "token_score.py").write_text(code)
     steps = {"max_steps": 1, "max_tokens": 4, "max_examples": 16}
-    train(small(tmp_path / "run", reward={"type": "token_score.score"}, training=steps), quiet=True, skip_parity=True)
+    train(
+        small(tmp_path / "run", reward={"type": "token_score.score"}, training=steps),
+        quiet=True,
+        skip_parity=True,
+    )
     recorded = json.loads((tmp_path / "run" / "environment.json").read_text())["code"]
     assert recorded["plugins"] == {"token_score.score": hashlib.sha256(code.encode()).hexdigest()}
     package = Path(__file__).parents[1]
-    here = subprocess.run(["git", "-C", str(package), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    here = subprocess.run(
+        ["git", "-C", str(package), "rev-parse", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert recorded["revision"] == (here.stdout.strip() or None)
     (tmp_path / "imported").unlink()
     stored = str(tmp_path / "run" / "config.toml")

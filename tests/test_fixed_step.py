@@ -1,4 +1,6 @@
-"""A decoding step can be captured as a graph: it reads nothing back, its shapes and addresses never change, and torch traces it whole."""
+"""A decoding step can be captured as a graph: it reads nothing back, its shapes and addresses never
+change, and torch traces it whole.
+"""
 
 import re
 from collections import Counter
@@ -27,24 +29,43 @@ VARIANTS = {
     "truncated": PLAIN._replace(truncated=True),
     "mixed": Variant(greedy=True, truncated=True, adapters="mixed"),
 }
-HOST_READS = {"_local_scalar_dense", "item", "nonzero", "masked_select", "unique_dim", "_unique2", "is_nonzero", "equal"}
+HOST_READS = {
+    "_local_scalar_dense",
+    "item",
+    "nonzero",
+    "masked_select",
+    "unique_dim",
+    "_unique2",
+    "is_nonzero",
+    "equal",
+}
 
 
 def started(rows: int = 5) -> tuple[PagedRun, PagedEngine, Decoder]:
     """An engine whose rows have drawn their first tokens."""
     decoder = Decoder(with_adapter(tiny()), False)
     engine = PagedEngine(decoder, DecodeLimits(8, 2000), np.array(EOS), 200, 8, keeps_prompts=True)
-    jobs = [Job(0, request, sample, 150) for request in requests(count=2, many=3) for sample in range(2)][:rows]
+    jobs = [
+        Job(0, request, sample, 150) for request in requests(count=2, many=3) for sample in range(2)
+    ][:rows]
     run = PagedRun(decoder, jobs, engine)
     with decoder.sampling({0}):
         run._admit()
         run._find_pages()
-        run._buffers.put_pages([(row.slot, number, page) for row in run._active for number, page in enumerate(engine.pool.take(12), 4)])
+        run._buffers.put_pages(
+            [
+                (row.slot, number, page)
+                for row in run._active
+                for number, page in enumerate(engine.pool.take(12), 4)
+            ]
+        )
     return run, engine, decoder
 
 
 class Lint(TorchDispatchMode):
-    """Fails where the host would wait or a tensor would change its device, and notes every operator's shapes."""
+    """Fails where the host would wait or a tensor would change its device, and notes every
+    operator's shapes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,9 +76,22 @@ class Lint(TorchDispatchMode):
         name = func.__name__.partition(".")[0]
         assert name not in HOST_READS, f"{name} makes the host wait"
         result = func(*args, **(kwargs or {}))
-        outputs = [tensor for tensor in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(tensor, Tensor)]
+        outputs = [
+            tensor
+            for tensor in (result if isinstance(result, (tuple, list)) else [result])
+            if isinstance(tensor, Tensor)
+        ]
         if name in ("_to_copy", "copy_"):
-            assert len({tensor.device for tensor in (*outputs, args[0], *args[1:2]) if isinstance(tensor, Tensor)}) == 1
+            assert (
+                len(
+                    {
+                        tensor.device
+                        for tensor in (*outputs, args[0], *args[1:2])
+                        if isinstance(tensor, Tensor)
+                    }
+                )
+                == 1
+            )
         self.sums_of_floats |= name == "cumsum" and outputs[0].is_floating_point()
         self.calls.append((name, tuple(tuple(tensor.shape) for tensor in outputs)))
         return result
@@ -79,13 +113,29 @@ def test_a_step_waits_for_nothing_and_has_the_same_shapes_at_every_length(varian
 def test_no_buffer_moves_while_rows_come_and_go() -> None:
     decoder = Decoder(tiny(), False)
     engine = PagedEngine(decoder, DecodeLimits(4, 2000), np.array(EOS), 200, 8, keeps_prompts=True)
-    held = [*engine.buffers.of_rows.values(), engine.buffers.ring, engine.buffers.ring_place, *engine.pool.keys, *engine.pool.values]
+    held = [
+        *engine.buffers.of_rows.values(),
+        engine.buffers.ring,
+        engine.buffers.ring_place,
+        *engine.pool.keys,
+        *engine.pool.values,
+    ]
     before = [tensor.data_ptr() for tensor in held]
-    run = PagedRun(decoder, [Job(0, request, sample, 60) for request in requests(count=4) for sample in range(4)], engine)
+    run = PagedRun(
+        decoder,
+        [Job(0, request, sample, 60) for request in requests(count=4) for sample in range(4)],
+        engine,
+    )
     with decoder.sampling({0}):
         while run.unfinished:
             run.advance()
-    after = [*engine.buffers.of_rows.values(), engine.buffers.ring, engine.buffers.ring_place, *engine.pool.keys, *engine.pool.values]
+    after = [
+        *engine.buffers.of_rows.values(),
+        engine.buffers.ring,
+        engine.buffers.ring_place,
+        *engine.pool.keys,
+        *engine.pool.values,
+    ]
     assert [tensor.data_ptr() for tensor in after] == before
 
 
@@ -119,11 +169,20 @@ def test_a_row_computes_the_same_bits_whatever_its_neighbours() -> None:
         assert torch.equal(getattr(run._buffers, name)[2], state[name][2])
 
 
-def test_a_step_in_split_mode_has_no_operator_that_the_learner_makes_raise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The learner's flag is the process's. torch says which operators raise under it on CUDA; on a processor they do not."""
+def test_a_step_in_split_mode_has_no_operator_that_the_learner_makes_raise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The learner's flag is the process's. torch says which operators raise under it on CUDA; on a
+    processor they do not.
+    """
     monkeypatch.setattr(truncation, "BY_PRODUCT", {"cpu"})
     manual = " ".join((torch.use_deterministic_algorithms.__doc__ or "").split())
-    refused = set(re.findall(r"torch\.(?:Tensor\.)?(\w+)`", manual.partition("operations will throw a :class:`RuntimeError`")[2]))
+    refused = set(
+        re.findall(
+            r"torch\.(?:Tensor\.)?(\w+)`",
+            manual.partition("operations will throw a :class:`RuntimeError`")[2],
+        )
+    )
     assert {"put_", "histc", "cumsum"} <= refused
     _, engine, decoder = started()
     with decoder.sampling({-1, 0}), _deterministic(torch.device("cuda")), Lint() as lint:
@@ -136,8 +195,29 @@ def test_a_step_in_split_mode_has_no_operator_that_the_learner_makes_raise(monke
 def test_operators_of_a_step_are_counted() -> None:
     """What a GPU launches at least: operators that compute, views left out."""
     _, engine, decoder = started()
-    views = {"view", "_unsafe_view", "slice", "select", "transpose", "t", "expand", "unsqueeze", "squeeze", "permute", "alias", "detach"}
-    views |= {"as_strided", "split", "split_with_sizes", "chunk", "reshape", "_reshape_alias", "unbind"}
+    views = {
+        "view",
+        "_unsafe_view",
+        "slice",
+        "select",
+        "transpose",
+        "t",
+        "expand",
+        "unsqueeze",
+        "squeeze",
+        "permute",
+        "alias",
+        "detach",
+    }
+    views |= {
+        "as_strided",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "reshape",
+        "_reshape_alias",
+        "unbind",
+    }
     with decoder.sampling({0}), Lint() as lint:
         engine.step.step(8, PLAIN)
     computing = Counter(name for name, _ in lint.calls if name not in views)
@@ -150,7 +230,9 @@ def test_buckets_hold_every_number_of_rows() -> None:
     assert list(BUCKETS) == sorted(set(BUCKETS))
 
 
-def test_the_norm_of_a_sampler_in_one_kernel_is_the_learners(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_norm_of_a_sampler_in_one_kernel_is_the_learners(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The same two roundings: of x times its scale, and of that times the weight."""
     norm = functions.Norm(tiny().model.layers[0].input_layernorm.bfloat16())
     norm.weight = torch.randn(32).bfloat16()
@@ -166,11 +248,21 @@ def test_the_norm_of_a_sampler_in_one_kernel_is_the_learners(monkeypatch: pytest
 def test_pages_of_a_window_are_those_of_the_kernels_definition() -> None:
     """The oracle of decoding over pages is the oracle of packed rows, row by row."""
     keys, values = torch.randn(9, 4, 2, 8), torch.randn(9, 4, 2, 8)
-    table, lengths = torch.tensor([[3, 7, 1], [2, 5, 0]], dtype=torch.int32), torch.tensor([10, 5], dtype=torch.int32)
+    table, lengths = (
+        torch.tensor([[3, 7, 1], [2, 5, 0]], dtype=torch.int32),
+        torch.tensor([10, 5], dtype=torch.int32),
+    )
     query = torch.randn(2, 6, 8)
     for window in (None, 3):
         found = plain_paged(query, keys, values, PagedRows.of(table, lengths, 4), 0.3, window)
         for row, length in enumerate(lengths.tolist()):
             k, v = (stored[table[row].long()].flatten(0, 1)[:length] for stored in (keys, values))
-            alone = plain(query[row : row + 1], k, v, Spans.of([1], [length], torch.device("cpu")), 0.3, window)
+            alone = plain(
+                query[row : row + 1],
+                k,
+                v,
+                Spans.of([1], [length], torch.device("cpu")),
+                0.3,
+                window,
+            )
             torch.testing.assert_close(found[row], alone[0])

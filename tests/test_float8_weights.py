@@ -1,4 +1,6 @@
-"""`[model] dtype = "fp8"`: sampler and learner compute with the same 8-bit weights, exactly as with what these stand for."""
+"""`[model] dtype = "fp8"`: sampler and learner compute with the same 8-bit weights, exactly as with
+what these stand for.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,11 @@ FP8: dict[str, Any] = {"model": {"dtype": "fp8"}}
 
 
 def held_in_float8(learner: Learner) -> dict[str, Float8Linear]:
-    return {name: module for name, module in learner.base.model.named_modules() if isinstance(module, Float8Linear)}
+    return {
+        name: module
+        for name, module in learner.base.model.named_modules()
+        if isinstance(module, Float8Linear)
+    }
 
 
 def widened(family: str) -> Learner:
@@ -40,14 +46,21 @@ def widened(family: str) -> Learner:
 
 
 def test_a_weight_is_within_a_rounding_and_its_scale_is_exact_in_bfloat16() -> None:
-    """Rows of every size, a row of zeros, one whose largest is the format's own, and one just above."""
-    weight = torch.randn(40, 300, generator=torch.Generator().manual_seed(0)) * torch.logspace(-8, 6, 40)[:, None]
+    """Rows of every size, a row of zeros, one whose largest is the format's own, and one just
+    above.
+    """
+    weight = (
+        torch.randn(40, 300, generator=torch.Generator().manual_seed(0))
+        * torch.logspace(-8, 6, 40)[:, None]
+    )
     weight[3] = 0
     weight[5, 0], weight[5, 1:] = 448.0, 1.0
     weight[6, 0], weight[6, 1:] = 449.0, 1.0
     values, scale = quantised(weight)
     wide = dequantised(values, scale)
-    assert values.dtype == FLOAT8 and torch.equal(torch.frexp(scale).mantissa, torch.full_like(scale, 0.5))
+    assert values.dtype == FLOAT8 and torch.equal(
+        torch.frexp(scale).mantissa, torch.full_like(scale, 0.5)
+    )
     assert [float(scale[row]) for row in (3, 5, 6)] == [1.0, 1.0, 2.0] and not wide[3].any()
     smallest = scale * 2.0**-9  # the spacing of the smallest numbers
     assert ((wide - weight).abs() <= torch.maximum(weight.abs() * 2.0**-4, smallest / 2)).all()
@@ -71,8 +84,14 @@ def test_log_probs_and_gradients_are_those_of_the_widened_weights(family: str) -
 
 def test_blocks_are_narrow_and_embeddings_head_norms_and_adapter_are_not() -> None:
     learner = make_learner(config_for("llama", **FP8))
-    narrow = {name for name, parameter in learner.base.model.named_parameters() if parameter.dtype == FLOAT8}
-    assert len(narrow) == 2 * 7 and all(".layers." in name and name.endswith("proj.base_layer.weight") for name in narrow)
+    narrow = {
+        name
+        for name, parameter in learner.base.model.named_parameters()
+        if parameter.dtype == FLOAT8
+    }
+    assert len(narrow) == 2 * 7 and all(
+        ".layers." in name and name.endswith("proj.base_layer.weight") for name in narrow
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
@@ -83,14 +102,18 @@ def test_a_backward_pass_keeps_no_widened_weight(family: str) -> None:
 
 
 def _pair(family: str) -> list[tuple[Learner, TrainConfig]]:
-    return [(make_learner(config), config) for config in (config_for(family), config_for(family, **FP8))]
+    return [
+        (make_learner(config), config) for config in (config_for(family), config_for(family, **FP8))
+    ]
 
 
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("options", [EngineOptions(), PAGES], ids=["rows", "pages"])
 def test_sampler_and_learner_are_one_policy(merge: bool, options: EngineOptions) -> None:
     learner = make_learner(config_for(**FP8), merge=merge)
-    engine = TorchEngine(learner.adapter.peft_model, [3], "cpu", options=options, fused=learner._fused)
+    engine = TorchEngine(
+        learner.adapter.peft_model, [3], "cpu", options=options, fused=learner._fused
+    )
     prompt = np.arange(4, 15, dtype=np.int32)
     drawn = list(engine.sample([SampleRequest(prompt, 4, 20, 0.7, NoiseKey(1, 0, 0, 0))]))
     rows = [
@@ -111,18 +134,37 @@ def test_sampler_and_learner_are_one_policy(merge: bool, options: EngineOptions)
 def test_memory_is_predicted_with_the_layers_that_are_wide_at_a_time(tmp_path: Path) -> None:
     plain, config = predict_memory(small(tmp_path)), small(tmp_path, **FP8)
     backend, predicted = LocalBackend(config), predict_memory(config)
-    assert predicted.size == footprint(backend._base, config) and predicted.choices == backend.choices
-    narrow = [module for module in backend._base.model.modules() if isinstance(module, Float8Linear)]
+    assert (
+        predicted.size == footprint(backend._base, config) and predicted.choices == backend.choices
+    )
+    narrow = [
+        module for module in backend._base.model.modules() if isinstance(module, Float8Linear)
+    ]
     saved = sum(3 * module.weight.numel() - 4 * module.out_features for module in narrow)
-    assert plain.weights.bytes - predicted.weights.bytes == saved - 3 * 4 * max(module.weight.numel() for module in narrow)
-    assert predicted.merged_copy.bytes == plain.merged_copy.bytes and "8 bits" in predicted.weights.note
+    assert plain.weights.bytes - predicted.weights.bytes == saved - 3 * 4 * max(
+        module.weight.numel() for module in narrow
+    )
+    assert (
+        predicted.merged_copy.bytes == plain.merged_copy.bytes
+        and "8 bits" in predicted.weights.note
+    )
 
 
 def test_a_run_passes_the_gate_and_resumes_byte_for_byte(tmp_path: Path) -> None:
     train(small(tmp_path / "whole", training={"max_steps": 2, "save_every": 1}, **FP8))
     train(small(tmp_path / "parted", training={"max_steps": 1, "save_every": 1}, **FP8))
-    train(small(tmp_path / "parted", training={"max_steps": 2, "save_every": 1}, resume={"from": str(tmp_path / "parted")}, **FP8))
-    one, other = (next((tmp_path / name).rglob("final/adapter_model.safetensors")).read_bytes() for name in ("whole", "parted"))
+    train(
+        small(
+            tmp_path / "parted",
+            training={"max_steps": 2, "save_every": 1},
+            resume={"from": str(tmp_path / "parted")},
+            **FP8,
+        )
+    )
+    one, other = (
+        next((tmp_path / name).rglob("final/adapter_model.safetensors")).read_bytes()
+        for name in ("whole", "parted")
+    )
     assert one == other
 
 
@@ -135,7 +177,9 @@ def test_a_run_passes_the_gate_and_resumes_byte_for_byte(tmp_path: Path) -> None
         ({"backend": {"shard_base": True}}, "shard_base"),
     ],
 )
-def test_what_would_not_read_the_same_weights_is_refused(tmp_path: Path, sections: dict[str, Any], words: str) -> None:
+def test_what_would_not_read_the_same_weights_is_refused(
+    tmp_path: Path, sections: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigurationError, match=f'model. dtype = "fp8".*{words}'):
         small(tmp_path, **{"model": FP8["model"] | sections.pop("model", {}), **sections})
 

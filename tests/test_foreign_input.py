@@ -1,4 +1,6 @@
-"""Whatever a command line or a folder holds, the answer is a sentence and an exit code: never a traceback, never a hang."""
+"""Whatever a command line or a folder holds, the answer is a sentence and an exit code: never a
+traceback, never a hang.
+"""
 
 import importlib
 import json
@@ -45,7 +47,9 @@ SLOW = ("explain", "report")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a small configuration whose log_dir holds a run already, so that no command line starts one."""
+    """A folder with a small configuration whose log_dir holds a run already, so that no command
+    line starts one.
+    """
     folder = tmp_path_factory.mktemp("place")
     (folder / "run.toml").write_text(f'{LAB}[logging]\nlog_dir = "old"\n')
     run_folder(folder / "old")
@@ -55,11 +59,27 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_folder(folder: Path, **values: Any) -> Path:
     """What a run of two steps leaves, without its weights."""
     folder.mkdir(parents=True)
-    config = config_from_mapping({"model": {"model": "lab"}, "training": {"seed": 1, "max_steps": 2}, "evaluation": {"at_end": True}})
+    config = config_from_mapping(
+        {
+            "model": {"model": "lab"},
+            "training": {"seed": 1, "max_steps": 2},
+            "evaluation": {"at_end": True},
+        }
+    )
     (folder / "config.toml").write_text(dump_toml(config))
     (folder / ".retrain.json").write_text('{"kind": "run", "format": 1}')
-    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": n, "condition": "a+b", "loss": 0.1}) + "\n" for n in range(2)))
-    problem = {"step": 2, "example_id": "1", "task": "t", "samples": 1, "correct": 1, "could_not_judge": 0, "reward_mean": 1.0}
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": n, "condition": "a+b", "loss": 0.1}) + "\n" for n in range(2))
+    )
+    problem = {
+        "step": 2,
+        "example_id": "1",
+        "task": "t",
+        "samples": 1,
+        "correct": 1,
+        "could_not_judge": 0,
+        "reward_mean": 1.0,
+    }
     (folder / "evaluation.jsonl").write_text(json.dumps(problem) + "\n")
     (folder / "summary.json").write_text('{"status": "done"}')
     (folder / "environment.json").write_text("{}")
@@ -73,16 +93,23 @@ def answered(*argv: str) -> int:
     return code
 
 
-# -- command lines -------------------------------------------------------------------------------------------------------
+# -- command lines ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", NASTY.values(), ids=NASTY)
-def test_no_value_of_a_flag_is_a_traceback(value: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_value_of_a_flag_is_a_traceback(
+    value: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     kinds: dict[tuple[Any, ...], str] = {}
-    for flag, path in flags().items():  # one flag for each kind of value, and every one that names a file
+    for (
+        flag,
+        path,
+    ) in flags().items():  # one flag for each kind of value, and every one that names a file
         key = keys_by_path().get(path)
         if key is not None and path != "logging.log_dir":
-            kinds.setdefault((key.type_name, key.allowed, *[str(item) for item in key.field.metadata]), flag)
+            kinds.setdefault(
+                (key.type_name, key.allowed, *[str(item) for item in key.field.metadata]), flag
+            )
     with inside(place):
         for flag in kinds.values():
             assert answered("run.toml", f"{flag}={value}") in (2, 3), flag
@@ -91,16 +118,24 @@ def test_no_value_of_a_flag_is_a_traceback(value: str, place: Path, capsys: pyte
 
 
 @pytest.mark.parametrize("command", READERS)
-def test_no_argument_of_a_command_is_a_traceback(command: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_argument_of_a_command_is_a_traceback(
+    command: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     module = importlib.import_module(f"retrain.cli.{command.replace('-', '_')}")
     app = typer.Typer(add_completion=False)
     app.command(command, **getattr(module, "SETTINGS", {}))(module.command)
-    options = [item.opts[0] for item in typer.main.get_command(app).params if item.param_type_name == "option" and not item.is_flag]  # type: ignore[attr-defined]
+    options = [
+        item.opts[0]
+        for item in typer.main.get_command(app).params
+        if item.param_type_name == "option" and not item.is_flag
+    ]  # type: ignore[attr-defined]
     with inside(place):
         for value in list(NASTY.values())[:7] if command in SLOW else NASTY.values():
             answered(command, value)
             for option in options[:2] if command in SLOW else options:
-                answered(command, "old" if command != "explain" else "run.toml", f"{option}={value}")
+                answered(
+                    command, "old" if command != "explain" else "run.toml", f"{option}={value}"
+                )
 
 
 @pytest.mark.parametrize("value", NASTY.values(), ids=NASTY)
@@ -111,14 +146,19 @@ def test_no_name_of_a_file_is_a_traceback(value: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["[training]\n" + "\n".join(f"k{n} = 1" for n in range(100_000)), "\n".join(f"[s{n}]" for n in range(100_000))],
+    [
+        "[training]\n" + "\n".join(f"k{n} = 1" for n in range(100_000)),
+        "\n".join(f"[s{n}]" for n in range(100_000)),
+    ],
     ids=["keys", "sections"],
 )
 def test_a_hundred_thousand_unknown_keys_get_twenty_sentences_at_once(text: str) -> None:
     began = time.process_time()
     with pytest.raises(ConfigurationError) as caught:
         config_from_toml(text)
-    assert time.process_time() - began < 30  # one or two, half of it Python's own parser; if it grew with the square, it would be minutes
+    assert (
+        time.process_time() - began < 30
+    )  # one or two, half of it Python's own parser; if it grew with the square, it would be minutes
     assert len(caught.value.problems) == 21
     assert caught.value.problems[-1] == "There are 99,980 more problems; fix these first."
 
@@ -131,7 +171,9 @@ def test_a_hundred_thousand_unknown_flags_get_twenty_sentences_at_once() -> None
     assert len(caught.value.problems) == 21
 
 
-def test_a_list_of_unknown_rewards_reads_the_installed_plugins_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_of_unknown_rewards_reads_the_installed_plugins_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     reads: list[str] = []
     monkeypatch.setattr(names, "entry_points", lambda group: reads.append(group) or [])
     names._entry_point_names.cache_clear()
@@ -142,7 +184,7 @@ def test_a_list_of_unknown_rewards_reads_the_installed_plugins_once(monkeypatch:
     assert reads == ["retrain.plugins"]
 
 
-# -- what a name was meant to be -----------------------------------------------------------------------------------------
+# -- what a name was meant to be -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -182,17 +224,34 @@ def test_a_flag_of_another_trainer_is_answered_with_ours(name: str, flag: str) -
 
 
 def test_a_key_of_another_trainer_is_answered_with_ours_wherever_it_stands() -> None:
-    with pytest.raises(ConfigurationError, match=r"\[training\] learning_rate is not a key; did you mean lr\?"):
+    with pytest.raises(
+        ConfigurationError, match=r"\[training\] learning_rate is not a key; did you mean lr\?"
+    ):
         config_from_toml("[training]\nlearning_rate = 1e-4")
-    with pytest.raises(ConfigurationError, match=r"\[algorithm\] num_generations is not a key; did you mean \[training\] group_size\?"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"\[algorithm\] num_generations is not a key; did you mean \[training\] group_size\?",
+    ):
         config_from_toml("[algorithm]\nnum_generations = 4")
-    with pytest.raises(ConfigurationError, match=r"learning_rate is not a key of a condition; did you mean training\.lr\?"):
-        config_from_toml('[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\nlearning_rate = 1e-4')
+    with pytest.raises(
+        ConfigurationError,
+        match=r"learning_rate is not a key of a condition; did you mean training\.lr\?",
+    ):
+        config_from_toml(
+            '[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode ='
+            ' "none"\nlearning_rate = 1e-4'
+        )
     with pytest.raises(ConfigurationError, match="did you mean RETRAIN_TRAINING_LR"):
-        load_config(Path(__file__).parents[1] / "examples/all_keys.toml", environ={"RETRAIN_TRAINING_LEARNING_RATE": "1"})
+        load_config(
+            Path(__file__).parents[1] / "examples/all_keys.toml",
+            environ={"RETRAIN_TRAINING_LEARNING_RATE": "1"},
+        )
 
 
-@pytest.mark.parametrize("name", ["debug", "yes", "cap", "sft", "l2", "no-wandb", "world_size", "adam", "port-number", "abc"])
+@pytest.mark.parametrize(
+    "name",
+    ["debug", "yes", "cap", "sft", "l2", "no-wandb", "world_size", "adam", "port-number", "abc"],
+)
 def test_a_flag_like_no_other_gets_no_guess(name: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         parse_overrides([f"--{name}"])
@@ -205,7 +264,9 @@ def test_a_setting_that_has_no_key_is_answered_with_what_is_done_instead() -> No
         with pytest.raises(ConfigurationError) as caught:
             parse_overrides([f"--{name}", "1"])
         assert caught.value.problems == (f"--{name} is not a flag; {clause}.",)
-    with pytest.raises(ConfigurationError, match=r"\[training\] gamma is not a key; there is no critic"):
+    with pytest.raises(
+        ConfigurationError, match=r"\[training\] gamma is not a key; there is no critic"
+    ):
         config_from_toml("[training]\ngamma = 1.0")
 
 
@@ -218,7 +279,10 @@ def test_a_name_means_what_it_means_in_its_section() -> None:
         ("lora", "r", r"did you mean \[model\] lora_rank?"),
         ("data", "url", r"url belongs under \[inference\]"),
     ):
-        with pytest.raises(ConfigurationError, match=rf"\[{section}\] {name} is not a key; {told}".replace("?", r"\?")):
+        with pytest.raises(
+            ConfigurationError,
+            match=rf"\[{section}\] {name} is not a key; {told}".replace("?", r"\?"),
+        ):
             config_from_toml(f"[{section}]\n{name} = 1")
 
 
@@ -228,26 +292,56 @@ def test_every_synonym_leads_to_a_key_and_is_itself_no_key_that_would_be_taken()
         assert flags().get(f"--{name.replace('_', '-')}", path) == path, name
 
 
-# -- folders -------------------------------------------------------------------------------------------------------------
+# -- folders ---------------------------------------------------------------------------------------
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("../" * 3) | st.just("a" * 300),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.just("../" * 3)
+    | st.just("a" * 300),
     lambda item: (
         st.lists(item, max_size=3)
         | st.dictionaries(
-            st.sampled_from(["runs", "step", "name", "dir", "kind", "path", "status", "squeeze", "run_id", "x"]), item, max_size=4
+            st.sampled_from(
+                ["runs", "step", "name", "dir", "kind", "path", "status", "squeeze", "run_id", "x"]
+            ),
+            item,
+            max_size=4,
         )
     ),
     max_leaves=8,
 )
-SHAPES = ("null", "3", "-1", "1e999", '"a"', "[]", "[[]]", "{", "", "\0", "\udc80", '{"a":' * 3000, "9" * 5000, "[" * 2000)
+SHAPES = (
+    "null",
+    "3",
+    "-1",
+    "1e999",
+    '"a"',
+    "[]",
+    "[[]]",
+    "{",
+    "",
+    "\0",
+    "\udc80",
+    '{"a":' * 3000,
+    "9" * 5000,
+    "[" * 2000,
+)
 """Texts that are no object, or no JSON at all."""
 
 
 def look(folder: Path) -> None:
     from retrain import load_runs
 
-    for argv in (("status", str(folder)), ("status", str(folder), "--json"), ("compare", str(folder)), ("inspect", str(folder))):
+    for argv in (
+        ("status", str(folder)),
+        ("status", str(folder), "--json"),
+        ("compare", str(folder)),
+        ("inspect", str(folder)),
+    ):
         answered(*argv)
     answered("power", str(folder))
     answered("compare", str(folder), "--baseline", str(folder))
@@ -261,14 +355,24 @@ def written(name: str, text: str) -> Callable[[Path], Any]:
     return lambda folder: (folder / name).write_bytes(text.encode("utf-8", "surrogateescape"))
 
 
-FILES = ("config.toml", "metrics.jsonl", "evaluation.jsonl", "summary.json", "environment.json", ".retrain.json", "manifest.json")
+FILES = (
+    "config.toml",
+    "metrics.jsonl",
+    "evaluation.jsonl",
+    "summary.json",
+    "environment.json",
+    ".retrain.json",
+    "manifest.json",
+)
 OTHERS = (".lock.owner", "checkpoints.json", "trainer_state.json")
 
 
 @pytest.mark.parametrize("name", [*FILES, *OTHERS])
 def test_a_file_of_another_shape_in_a_run_is_a_sentence(name: str, tmp_path: Path) -> None:
     whole = run_folder(tmp_path / "whole")
-    for number, text in enumerate([f"{shape}\n" if name.endswith("l") else shape for shape in SHAPES]):
+    for number, text in enumerate(
+        [f"{shape}\n" if name.endswith("l") else shape for shape in SHAPES]
+    ):
         folder = Path(shutil.copytree(whole, tmp_path / f"run{number}"))
         written(name, text)(folder)
         look(folder)
@@ -281,13 +385,24 @@ def test_a_file_of_another_shape_in_a_run_is_a_sentence(name: str, tmp_path: Pat
 def both_as_run_and_above(tmp_path: Path, name: str, text: str) -> None:
     folder = tmp_path / "run"
     written(name, text)(folder)
-    for argv in (("status", str(folder)), ("status", str(tmp_path)), ("compare", str(folder), "--baseline", str(folder))):
+    for argv in (
+        ("status", str(folder)),
+        ("status", str(tmp_path)),
+        ("compare", str(folder), "--baseline", str(folder)),
+    ):
         answered(*argv)
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
-@given(value=JSON, name=st.sampled_from(["summary.json", "environment.json", ".retrain.json", "checkpoints.json", "manifest.json"]))
-def test_any_json_in_a_file_of_a_run_is_survived(value: Any, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+@given(
+    value=JSON,
+    name=st.sampled_from(
+        ["summary.json", "environment.json", ".retrain.json", "checkpoints.json", "manifest.json"]
+    ),
+)
+def test_any_json_in_a_file_of_a_run_is_survived(
+    value: Any, name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     place = tmp_path_factory.mktemp("any")
     run_folder(place / "run")
     both_as_run_and_above(place, name, json.dumps(value))
@@ -296,20 +411,38 @@ def test_any_json_in_a_file_of_a_run_is_survived(value: Any, name: str, tmp_path
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     value=JSON,
-    field=st.sampled_from(["step", "condition", "loss", "correct_rate", "step_time_s", "num_datums", "samples", "correct", "task"]),
+    field=st.sampled_from(
+        [
+            "step",
+            "condition",
+            "loss",
+            "correct_rate",
+            "step_time_s",
+            "num_datums",
+            "samples",
+            "correct",
+            "task",
+        ]
+    ),
 )
-def test_any_json_in_a_line_is_survived(value: Any, field: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_json_in_a_line_is_survived(
+    value: Any, field: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     place = tmp_path_factory.mktemp("line")
     folder = run_folder(place / "run")
     for name in ("metrics.jsonl", "evaluation.jsonl"):
         first, *rest = (folder / name).read_text().splitlines()
-        (folder / name).write_text("\n".join([*rest, json.dumps(json.loads(first) | {field: value})]) + "\n")
+        (folder / name).write_text(
+            "\n".join([*rest, json.dumps(json.loads(first) | {field: value})]) + "\n"
+        )
     look(folder)
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    entry=st.dictionaries(st.sampled_from(["name", "condition", "seed", "dir", "status", "reason"]), JSON, max_size=6),
+    entry=st.dictionaries(
+        st.sampled_from(["name", "condition", "seed", "dir", "status", "reason"]), JSON, max_size=6
+    ),
     whole=st.booleans(),
 )
 def test_any_entry_in_a_campaigns_manifest_is_survived(
@@ -318,5 +451,7 @@ def test_any_entry_in_a_campaigns_manifest_is_survived(
     place = tmp_path_factory.mktemp("campaign")
     run_folder(place / "runs" / "a_s1")
     good = {"name": "a_s1", "condition": "a", "seed": 1}
-    (place / "manifest.json").write_text(json.dumps({"runs": [good, good | entry if whole else entry]}))
+    (place / "manifest.json").write_text(
+        json.dumps({"runs": [good, good | entry if whole else entry]})
+    )
     look(place)

@@ -1,4 +1,6 @@
-"""A run's folder may come from anyone: looking at it runs none of the code that it names, and eval says what it would run."""
+"""A run's folder may come from anyone: looking at it runs none of the code that it names, and eval
+says what it would run.
+"""
 
 import shutil
 import tomllib
@@ -11,14 +13,19 @@ from retrain import train
 from retrain.cli.main import main
 from retrain.model.text import LAB_MODEL
 
-EVIL = "import os, pathlib\npathlib.Path(os.environ['RETRAIN_TEST_TRACE']).touch()\ndef f(*a, **k):\n    return 1.0\n"
+EVIL = (
+    "import os, pathlib\npathlib.Path(os.environ['RETRAIN_TEST_TRACE']).touch()\ndef f(*a, **k):\n "
+    "   return 1.0\n"
+)
 MODEL_CODE = EVIL + "from transformers import Qwen3Config\nclass C(Qwen3Config):\n    pass\n"
 
 
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("logs") / "run"
-    return train(small(folder, training={"max_steps": 1}, logging={"tokens_every": 1}), quiet=True).folder
+    return train(
+        small(folder, training={"max_steps": 1}, logging={"tokens_every": 1}), quiet=True
+    ).folder
 
 
 @pytest.fixture
@@ -27,12 +34,18 @@ def foreign(honest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     folder, model = tmp_path / "run", tmp_path / "model"
     shutil.copytree(honest, folder)
     shutil.copytree(LAB_MODEL, model)
-    settings = (model / "config.json").read_text().rstrip().removesuffix("}") + ', "auto_map": {"AutoConfig": "evil_model.C"}}'
-    (model / "config.json").write_text(settings.replace('"model_type": "qwen3"', '"model_type": "evil"'))
+    settings = (model / "config.json").read_text().rstrip().removesuffix(
+        "}"
+    ) + ', "auto_map": {"AutoConfig": "evil_model.C"}}'
+    (model / "config.json").write_text(
+        settings.replace('"model_type": "qwen3"', '"model_type": "evil"')
+    )
     (model / "evil_model.py").write_text(MODEL_CODE)
     (folder / "evil_plugin.py").write_text(EVIL)
     config = (folder / "config.toml").read_text()
-    config = config.replace('model = "lab"', f'model = "{model}"').replace("trust_remote_code = false", "trust_remote_code = true")
+    config = config.replace('model = "lab"', f'model = "{model}"').replace(
+        "trust_remote_code = false", "trust_remote_code = true"
+    )
     (folder / "config.toml").write_text(config)
     monkeypatch.setenv("RETRAIN_TEST_TRACE", str(tmp_path / "trace"))
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
@@ -45,14 +58,28 @@ def with_plugin(folder: Path, old: str, new: str) -> None:
     (folder / "config.toml").write_text(config.replace(old, new))
 
 
-@pytest.mark.parametrize("command", ["inspect {}", "report {}", "explain {}/config.toml --memory-gib 8", "status {}"])
-def test_looking_at_a_run_runs_no_code_of_its_model(foreign: Path, tmp_path: Path, command: str) -> None:
+@pytest.mark.parametrize(
+    "command", ["inspect {}", "report {}", "explain {}/config.toml --memory-gib 8", "status {}"]
+)
+def test_looking_at_a_run_runs_no_code_of_its_model(
+    foreign: Path, tmp_path: Path, command: str
+) -> None:
     main(command.format(foreign).split())
     assert not (tmp_path / "trace").exists()
 
 
-@pytest.mark.parametrize("command", ["inspect {} --against gtpo", "report {}", "explain {}/config.toml --memory-gib 8", "status {}"])
-def test_looking_at_a_run_imports_no_plugin_beside_it(foreign: Path, tmp_path: Path, command: str) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [
+        "inspect {} --against gtpo",
+        "report {}",
+        "explain {}/config.toml --memory-gib 8",
+        "status {}",
+    ],
+)
+def test_looking_at_a_run_imports_no_plugin_beside_it(
+    foreign: Path, tmp_path: Path, command: str
+) -> None:
     with_plugin(foreign, 'advantage_mode = "maxrl"', 'advantage_mode = "evil_plugin.f"')
     with_plugin(foreign, "trust_remote_code = true", "trust_remote_code = false")
     main(command.format(foreign).split())
@@ -65,20 +92,36 @@ def test_eval_names_the_code_that_it_would_run_and_wants_to_be_told(
     with_plugin(foreign, 'type = "random"', 'type = "evil_plugin.f"')
     assert main(["eval", str(foreign)]) == 2
     said = capsys.readouterr().err
-    assert "[model] trust_remote_code = true" in said and '[reward] type = "evil_plugin.f"' in said and "--trust" in said
+    assert (
+        "[model] trust_remote_code = true" in said
+        and '[reward] type = "evil_plugin.f"' in said
+        and "--trust" in said
+    )
     assert not (tmp_path / "trace").exists()
     main(["eval", str(foreign), "--trust"])
     assert (tmp_path / "trace").exists()
 
 
-@pytest.mark.parametrize("named", ['provider = "verifiers"\nid = "evil_plugin"', 'provider = "evil_plugin.f"'])
-def test_an_environment_is_code_too(honest: Path, tmp_path: Path, named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Looking at the run leaves it alone, and eval names it, with `auto_install` before anything is fetched."""
+@pytest.mark.parametrize(
+    "named", ['provider = "verifiers"\nid = "evil_plugin"', 'provider = "evil_plugin.f"']
+)
+def test_an_environment_is_code_too(
+    honest: Path, tmp_path: Path, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Looking at the run leaves it alone, and eval names it, with `auto_install` before anything is
+    fetched.
+    """
     folder, marker = tmp_path / "run", tmp_path / "trace"
     shutil.copytree(honest, folder)
-    (folder / "evil_plugin.py").write_text(f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n")
+    (folder / "evil_plugin.py").write_text(
+        f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n"
+    )
     settings = tomllib.loads((folder / "config.toml").read_text())["environment"]
-    old = "\n".join(line for line in (folder / "config.toml").read_text().splitlines() if line.startswith(("provider", "id = ")))
+    old = "\n".join(
+        line
+        for line in (folder / "config.toml").read_text().splitlines()
+        if line.startswith(("provider", "id = "))
+    )
     assert settings["provider"] == "" and old
     with_plugin(folder, old, named)
     for command in ("inspect", "report", "status"):

@@ -17,7 +17,10 @@ FUSED, OTHERS = ("qwen3", "llama"), ("gemma2", "cohere", "granite")
 
 
 def scores(learner: Learner, *, reference: bool = False) -> torch.Tensor:
-    rows = [LearnerRow(number, row, row.logprobs, row.logprobs) for number, row in enumerate(make_rows())]
+    rows = [
+        LearnerRow(number, row, row.logprobs, row.logprobs)
+        for number, row in enumerate(make_rows())
+    ]
     return torch.cat([torch.from_numpy(row) for row in learner.score(rows, reference=reference)])
 
 
@@ -34,7 +37,9 @@ def logits(fused: FusedDecoder, *, sampling: bool) -> torch.Tensor:
 def test_fused_and_own_forward_give_the_same_log_probs_and_gradients(family: str) -> None:
     own, fused = make_learner(config_for(family), fused=False), make_learner(config_for(family))
     torch.testing.assert_close(scores(own), scores(fused), atol=2e-5, rtol=0)
-    torch.testing.assert_close(scores(own, reference=True), scores(fused, reference=True), atol=2e-5, rtol=0)
+    torch.testing.assert_close(
+        scores(own, reference=True), scores(fused, reference=True), atol=2e-5, rtol=0
+    )
     rows = with_logprobs(make_rows(), own.logprobs(make_rows()), 0.3)
     own.train(rows, 0)
     fused.train(rows, 0)
@@ -42,25 +47,33 @@ def test_fused_and_own_forward_give_the_same_log_probs_and_gradients(family: str
 
 
 @pytest.mark.parametrize("family", FUSED)
-def test_the_samplers_copy_computes_the_same_and_is_gone_when_the_learner_has_its_turn(family: str) -> None:
+def test_the_samplers_copy_computes_the_same_and_is_gone_when_the_learner_has_its_turn(
+    family: str,
+) -> None:
     model = make_learner(config_for(family), fused=False).base.model
     fused = FusedDecoder.of(model, merge=True)
     assert fused is not None
     before = logits(fused, sampling=False)
     torch.testing.assert_close(logits(fused, sampling=True), before, atol=2e-5, rtol=0)
-    assert fused._packed_head is not None and all(projection.copy for projection in fused._projections)
+    assert fused._packed_head is not None and all(
+        projection.copy for projection in fused._projections
+    )
     with torch.no_grad():
         for parameter in fused._parameters:
             parameter.mul_(2.0)
     after = logits(fused, sampling=True)
     assert (after - before).abs().max() > 1e-2  # the copy has followed the adapter
     torch.testing.assert_close(logits(fused, sampling=False), after, atol=5e-5, rtol=0)
-    assert fused._packed_head is None and not any(projection.copy for projection in fused._projections)
+    assert fused._packed_head is None and not any(
+        projection.copy for projection in fused._projections
+    )
 
 
 def test_the_adapter_is_never_merged_into_the_weights() -> None:
     learner = make_learner(config_for(), merge=True)
-    frozen = {name: p.clone() for name, p in learner.base.model.named_parameters() if not p.requires_grad}
+    frozen = {
+        name: p.clone() for name, p in learner.base.model.named_parameters() if not p.requires_grad
+    }
     before = scores(learner)
     learner.train(make_rows(), 0)
     with torch.no_grad():
@@ -69,7 +82,11 @@ def test_the_adapter_is_never_merged_into_the_weights() -> None:
     assert (scores(learner) - before).abs().max() > 1e-2  # the change is followed
     assert learner._fused is not None
     learner._fused.refresh(sampling=True)
-    assert all(torch.equal(frozen[name], p) for name, p in learner.base.model.named_parameters() if name in frozen)
+    assert all(
+        torch.equal(frozen[name], p)
+        for name, p in learner.base.model.named_parameters()
+        if name in frozen
+    )
 
 
 def test_an_optimizer_step_reaches_the_fused_forward() -> None:
@@ -92,12 +109,17 @@ def test_the_frozen_weights_are_held_once() -> None:
     assert len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
     again = FusedDecoder.of(learner.base.model, merge=False)
     assert again is not None
-    assert [getattr(attention, f"{name}_proj").base_layer.weight.data_ptr() for name in "qkv"] == [weight.data_ptr() for weight in weights]
+    assert [getattr(attention, f"{name}_proj").base_layer.weight.data_ptr() for name in "qkv"] == [
+        weight.data_ptr() for weight in weights
+    ]
 
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_other_families_keep_their_own_forward(family: str) -> None:
-    assert FusedDecoder.of(make_learner(config_for(family), fused=False).base.model, merge=False) is None
+    assert (
+        FusedDecoder.of(make_learner(config_for(family), fused=False).base.model, merge=False)
+        is None
+    )
 
 
 def test_a_model_that_computes_something_else_is_found_out() -> None:
@@ -115,19 +137,31 @@ def test_gradient_checkpointing_of_the_fused_forward_changes_no_gradient() -> No
     assert distance(gradients(checkpointed), gradients(plain)) < 1e-6
 
 
-@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor packs no bf16 weights")
-def test_a_bf16_sampler_reads_packed_weights_and_an_adapter_that_is_not_rounded_into_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor packs no bf16 weights"
+)
+def test_a_bf16_sampler_reads_packed_weights_and_an_adapter_that_is_not_rounded_into_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(packed, "_FEWEST_ELEMENTS", 1)
     monkeypatch.setattr(packed, "computes_bf16", lambda: True)
     model = make_learner(config_for("llama", model={"dtype": "bf16"}), fused=False).base.model
     fused = FusedDecoder.of(model, merge=True)
     assert fused is not None
     before = logits(fused, sampling=False)
-    torch.testing.assert_close(logits(fused, sampling=True), before, atol=0.02 * float(before.abs().max()), rtol=0)
+    torch.testing.assert_close(
+        logits(fused, sampling=True), before, atol=0.02 * float(before.abs().max()), rtol=0
+    )
     copies = [projection.copy for projection in fused._projections]
-    assert all(copy is not None and copy._packed for copy in copies) and not any(projection._merged for projection in fused._projections)
+    assert all(copy is not None and copy._packed for copy in copies) and not any(
+        projection._merged for projection in fused._projections
+    )
     with torch.no_grad():
         for parameter in fused._parameters:
             parameter.mul_(2.0)
-    assert (logits(fused, sampling=True) - before).abs().max() > 0.05 * before.abs().max()  # the adapter is followed
-    assert [projection.copy for projection in fused._projections] == copies  # and nothing is packed anew
+    assert (
+        logits(fused, sampling=True) - before
+    ).abs().max() > 0.05 * before.abs().max()  # the adapter is followed
+    assert [
+        projection.copy for projection in fused._projections
+    ] == copies  # and nothing is packed anew

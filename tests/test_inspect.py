@@ -1,4 +1,6 @@
-"""`retrain inspect`: the credit of single tokens, stored and under other transforms, in a terminal that model text cannot touch."""
+"""`retrain inspect`: the credit of single tokens, stored and under other transforms, in a terminal
+that model text cannot touch.
+"""
 
 import json
 import re
@@ -49,16 +51,23 @@ def printed(credit: StepCredit, *, table: bool = False, by: Quantity = Quantity.
 
 
 @pytest.mark.parametrize("name", ["gtpo_sepa", "maxrl+gtpo_sepa"])
-def test_the_runs_own_transform_computed_again_gives_what_was_trained_on(run: StoredRun, name: str) -> None:
+def test_the_runs_own_transform_computed_again_gives_what_was_trained_on(
+    run: StoredRun, name: str
+) -> None:
     for step in (0, 1):
         credit = read_step(run, step, [name])
         stored, computed = credit.stages.values()
-        assert list(stored) == list(computed) and credit.labels == ["maxrl+gtpo_sepa", "maxrl+gtpo_sepa (computed)"]
+        assert list(stored) == list(computed) and credit.labels == [
+            "maxrl+gtpo_sepa",
+            "maxrl+gtpo_sepa (computed)",
+        ]
         for stage in stored:
             np.testing.assert_array_equal(stored[stage], computed[stage])
 
 
-def test_both_planning_detectors_are_shown_side_by_side(run: StoredRun, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_both_planning_detectors_are_shown_side_by_side(
+    run: StoredRun, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
     asked: list[str] = []
 
     def load(name: str) -> Counter:
@@ -76,15 +85,19 @@ def test_both_planning_detectors_are_shown_side_by_side(run: StoredRun, monkeypa
     head = next(line for line in printed(credit, table=True).splitlines() if "surprisal" in line)
     assert head.split()[2:5] == ["regex", "semantic", "surprisal"]
     assert main(["inspect", str(run.path), "--detectors", "--json"]) == 0
-    (first, *_) = json.loads(capsys.readouterr().out)["completions"]
+    first, *_ = json.loads(capsys.readouterr().out)["completions"]
     assert len(first["detectors"]["semantic"]) == len(first["token_ids"])
 
 
 def test_kappa_is_the_agreement_beyond_chance() -> None:
     one = np.array([1, 1, 0, 0, 0, 0, 0, 0, 0, 0], bool)
     two = np.array([1, 0, 1, 0, 0, 0, 0, 0, 0, 0], bool)
-    assert "agree on 80.0% of the tokens (Cohen's kappa 0.37)" in agreement({"a": one, "b": two})  # (0.8 - 0.68) / 0.32
-    assert "kappa 1.00" in agreement({"a": one, "b": one}) and "nothing to tell apart" in agreement({"a": one & ~one, "b": one & ~one})
+    assert "agree on 80.0% of the tokens (Cohen's kappa 0.37)" in agreement(
+        {"a": one, "b": two}
+    )  # (0.8 - 0.68) / 0.32
+    assert "kappa 1.00" in agreement({"a": one, "b": one}) and "nothing to tell apart" in agreement(
+        {"a": one & ~one, "b": one & ~one}
+    )
     assert "no tokens" in agreement({"a": one[:0], "b": one[:0]})
 
 
@@ -112,25 +125,49 @@ def test_another_transform_changes_what_it_is_about_and_nothing_else(run: Stored
 
 def test_the_texts_are_those_of_the_completions(run: StoredRun) -> None:
     credit = read_step(run, 1)
-    written = {line["completion"] for line in map(json.loads, run.folder.generations.read_text().splitlines()) if line["step"] == 1}
+    written = {
+        line["completion"]
+        for line in map(json.loads, run.folder.generations.read_text().splitlines())
+        if line["step"] == 1
+    }
     for number in range(len(credit.table.slot)):
         completion = credit.completion(number)
         text = "".join(completion.pieces)
-        assert text in written if completion.truncated else text.removesuffix("<|im_end|>") in written
-        assert len(completion.pieces) == len(completion.surprisals) == len(completion.advantages(credit.labels[0]))
+        assert (
+            text in written if completion.truncated else text.removesuffix("<|im_end|>") in written
+        )
+        assert (
+            len(completion.pieces)
+            == len(completion.surprisals)
+            == len(completion.advantages(credit.labels[0]))
+        )
     prompt = credit.prompt(0)
     assert prompt is not None and prompt.startswith("<|im_start|>user") and "=?" in prompt
 
 
-def test_without_colour_there_is_a_line_for_each_token(run: StoredRun, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_colour_there_is_a_line_for_each_token(
+    run: StoredRun, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert main(["inspect", str(run.path), "--prompt", "1", "--sample", "2", "--against", "gtpo_hicra"]) == 0
+    assert (
+        main(
+            ["inspect", str(run.path), "--prompt", "1", "--sample", "2", "--against", "gtpo_hicra"]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     (head,) = [line for line in out.splitlines() if line.startswith("token ")]
     credit = read_step(run)
     (number,) = [n for n in credit.of_slot(1) if credit.table.sample[n] == 2]
-    assert head.split()[-6:] == ["log-ratio", "maxrl+gtpo_sepa", "maxrl+gtpo_hicra", "change", "by", "maxrl+gtpo_hicra"]
+    assert head.split()[-6:] == [
+        "log-ratio",
+        "maxrl+gtpo_sepa",
+        "maxrl+gtpo_hicra",
+        "change",
+        "by",
+        "maxrl+gtpo_hicra",
+    ]
     assert len(out.split(head)[1].strip().splitlines()) == len(credit.completion(number).pieces)
 
 
@@ -138,7 +175,11 @@ def test_long_names_of_conditions_are_letters_where_the_terminal_is_narrow(run: 
     credit = read_step(run, 1, ["gtpo_hicra"])
     completion = credit.completion(credit.of_slot(credit.liveliest_slot())[0])
     legend, head, *rows = token_lines(completion, range(5), width=80)
-    assert legend == "A: maxrl+gtpo_sepa; B: maxrl+gtpo_hicra" and head.split()[-3:] == ["A", "B", "B-A"]
+    assert legend == "A: maxrl+gtpo_sepa; B: maxrl+gtpo_hicra" and head.split()[-3:] == [
+        "A",
+        "B",
+        "B-A",
+    ]
     wide = token_lines(completion, range(5), width=200)
     assert max(map(len, rows)) <= 80 < max(map(len, wide))
     assert [row.split()[-3:] for row in rows] == [row.split()[-3:] for row in wide[1:]]
@@ -146,7 +187,9 @@ def test_long_names_of_conditions_are_letters_where_the_terminal_is_narrow(run: 
 
 def test_in_colour_the_conditions_stand_side_by_side(run: StoredRun) -> None:
     out = printed(read_step(run, 1, ["gtpo_hicra"]))
-    assert any("maxrl+gtpo_sepa" in line and "maxrl+gtpo_hicra" in line for line in out.splitlines())
+    assert any(
+        "maxrl+gtpo_sepa" in line and "maxrl+gtpo_hicra" in line for line in out.splitlines()
+    )
     assert "48;2;" in out and "\x1b[1;4" in out  # a background, and a planning phrase
     assert "coloured by surprisal" in printed(read_step(run, 1), by=Quantity.SURPRISAL)
 
@@ -156,8 +199,15 @@ def test_json_holds_every_token(run: StoredRun, capsys: Captured) -> None:
     result = json.loads(capsys.readouterr().out)
     assert result["step"] == 0 and result["conditions"] == ["maxrl+gtpo_sepa", "maxrl+gtpo"]
     for completion in result["completions"]:
-        lengths = {len(completion[name]) for name in ("token_ids", "text", "surprisal", "entropy", "planning")}
-        lengths |= {len(values) for stages in completion["advantages"].values() for values in stages.values()}
+        lengths = {
+            len(completion[name])
+            for name in ("token_ids", "text", "surprisal", "entropy", "planning")
+        }
+        lengths |= {
+            len(values)
+            for stages in completion["advantages"].values()
+            for values in stages.values()
+        }
         assert len(lengths) == 1
 
 
@@ -171,7 +221,9 @@ def test_json_holds_every_token(run: StoredRun, capsys: Captured) -> None:
         (["--against", "entropy_mask"], "surprisal_mask_rho"),
     ],
 )
-def test_what_is_not_there_is_said_with_what_is(run: StoredRun, arguments: list[str], said: str, capsys: Captured) -> None:
+def test_what_is_not_there_is_said_with_what_is(
+    run: StoredRun, arguments: list[str], said: str, capsys: Captured
+) -> None:
     assert main(["inspect", str(run.path), *arguments]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
@@ -186,25 +238,49 @@ def test_a_run_without_tokens_names_the_key(tmp_path: Path, capsys: Captured) ->
 def test_a_run_without_sepa_says_which_lambda_stands_in(run: StoredRun, tmp_path: Path) -> None:
     copied = StoredRun(Path(shutil.copytree(run.path, tmp_path / "run")))
     text = copied.folder.metrics.read_text().splitlines()
-    copied.folder.metrics.write_text("".join(json.dumps(json.loads(line) | {"sepa_lambda": None}) + "\n" for line in text))
+    copied.folder.metrics.write_text(
+        "".join(json.dumps(json.loads(line) | {"sepa_lambda": None}) + "\n" for line in text)
+    )
     (note,) = read_step(copied, 1, ["gtpo_sepa"]).notes
     assert "lambda is 0.5" in note
     assert not read_step(run, 1, ["gtpo_sepa"]).notes
 
 
-def test_a_file_of_an_earlier_version_is_shown_and_not_computed_on(run: StoredRun, tmp_path: Path, capsys: Captured) -> None:
+def test_a_file_of_an_earlier_version_is_shown_and_not_computed_on(
+    run: StoredRun, tmp_path: Path, capsys: Captured
+) -> None:
     copied = StoredRun(Path(shutil.copytree(run.path, tmp_path / "run")))
     path = copied.folder.step_tokens(1)
-    older = replace(read_tokens(path), rewards=None, truncated=None, log_ratios=None, prompt_offsets=None, prompt_token_ids=None)
+    older = replace(
+        read_tokens(path),
+        rewards=None,
+        truncated=None,
+        log_ratios=None,
+        prompt_offsets=None,
+        prompt_token_ids=None,
+    )
     write_tokens(path, older, 1)
     assert "(not stored)" in printed(read_step(copied, 1))
     assert main(["inspect", str(copied.path), "--against", "gtpo"]) == 2
     assert "did not store the rewards" in capsys.readouterr().err
 
 
-# -- what a model wrote --------------------------------------------------------------------------------------------------
+# -- what a model wrote ----------------------------------------------------------------------------
 
-HOSTILE = ["a", "\x1b", "[31", "m", "[bold]x[/bold]", "\u202eevil", "\x9b2J", "\n", "", "\x1b]0;t", "itle\x07", "end"]
+HOSTILE = [
+    "a",
+    "\x1b",
+    "[31",
+    "m",
+    "[bold]x[/bold]",
+    "\u202eevil",
+    "\x9b2J",
+    "\n",
+    "",
+    "\x1b]0;t",
+    "itle\x07",
+    "end",
+]
 
 
 class Written:
@@ -237,7 +313,12 @@ def test_model_text_is_inert_in_a_terminal(table: bool) -> None:
     out = printed(hostile(), table=table)
     ours = re.sub(r"\x1b\[[\d;]*m", "", out)
     assert "\x1b" not in ours and "\x9b" not in ours and "\x07" not in ours and "\u202e" not in ours
-    assert "\x1b[31m" not in out and "[bold]x[/bold]" in ours and "<U+202E>evil" in ours and "itle" not in ours.partition("Sample")[2]
+    assert (
+        "\x1b[31m" not in out
+        and "[bold]x[/bold]" in ours
+        and "<U+202E>evil" in ours
+        and "itle" not in ours.partition("Sample")[2]
+    )
 
 
 def test_an_escape_sequence_is_dropped_however_it_is_cut_into_tokens() -> None:
@@ -249,7 +330,9 @@ def test_an_escape_sequence_is_dropped_however_it_is_cut_into_tokens() -> None:
 
 
 def test_on_a_page_what_acts_unseen_is_written_out() -> None:
-    assert visible("a\x1b[0m\x00\x7f\x9b\u202e\ud800\n\tb") == "a␛[0m␀␡<U+009B><U+202E><U+D800>\n\tb"
+    assert (
+        visible("a\x1b[0m\x00\x7f\x9b\u202e\ud800\n\tb") == "a␛[0m␀␡<U+009B><U+202E><U+D800>\n\tb"
+    )
 
 
 def test_a_shade_has_the_sign_of_its_value() -> None:
@@ -260,11 +343,20 @@ def test_a_shade_has_the_sign_of_its_value() -> None:
 
 def test_the_token_file_holds_rewards_prompts_and_ends(run: StoredRun) -> None:
     table = read_tokens(RunFolder(run.path).step_tokens(0))
-    assert table.rewards is not None and table.truncated is not None and table.prompt_offsets is not None
-    assert len(table.rewards) == len(table.truncated) == len(table.slot) == 12 and len(table.prompt_offsets) == 4
+    assert (
+        table.rewards is not None
+        and table.truncated is not None
+        and table.prompt_offsets is not None
+    )
+    assert (
+        len(table.rewards) == len(table.truncated) == len(table.slot) == 12
+        and len(table.prompt_offsets) == 4
+    )
     generations = [json.loads(line) for line in run.folder.generations.read_text().splitlines()]
     first = {
-        line["sample"]: line["reward"] for line in generations if line["step"] == 0 and line["prompt_id"] == generations[0]["prompt_id"]
+        line["sample"]: line["reward"]
+        for line in generations
+        if line["step"] == 0 and line["prompt_id"] == generations[0]["prompt_id"]
     }
     stored = dict(zip(table.sample[:4].tolist(), table.rewards[:4].tolist(), strict=True))
     assert first.items() <= stored.items()
@@ -281,4 +373,7 @@ def test_the_log_ratios_are_those_of_the_policy_that_sampled(run: StoredRun) -> 
         assert trained.any() and np.abs(table.log_ratios[trained]).max() < 1e-4
         assert not finals[~trained].any()
         ratios = [credit.completion(number).log_ratios for number in range(len(table.slot))]
-        assert sum(ratio is not None for ratio in ratios) == json.loads(run.folder.metrics.read_text().splitlines()[step])["num_datums"]
+        assert (
+            sum(ratio is not None for ratio in ratios)
+            == json.loads(run.folder.metrics.read_text().splitlines()[step])["num_datums"]
+        )

@@ -12,19 +12,29 @@ from retrain.install import install_hint
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def installed(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, origin: dict[str, object] | None, extras: str = "") -> None:
+def installed(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    origin: dict[str, object] | None,
+    extras: str = "",
+) -> None:
     """Make `folder` the only place of distributions, and put one there as pip leaves it."""
     info = folder / f"{name.replace('-', '_')}-0.9.0.dist-info"
     info.mkdir()
     provided = "".join(f"Provides-Extra: {extra}\n" for extra in extras.split())
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.9.0\n{provided}")
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.9.0\n{provided}"
+    )
     if origin:
         (info / "direct_url.json").write_text(json.dumps(origin))
     monkeypatch.setattr("sys.path", [str(folder)])
     monkeypatch.setattr(install, "_SOURCE", folder)
 
 
-def test_in_a_checkout_the_hint_installs_the_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_in_a_checkout_the_hint_installs_the_checkout(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(ROOT)
     assert install_hint("report") == 'pip install -e ".[report]"'
     assert install_hint() == "pip install -e ."
@@ -35,7 +45,8 @@ def test_in_a_checkout_the_hint_installs_the_checkout(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("origin", "hint"),
     [
-        (None, 'pip install "retrain[ray]==0.9.0"'),  # an index: never a version before this one, which is another program
+        # an index: never a version before this one, which is another program
+        (None, 'pip install "retrain[ray]==0.9.0"'),
         ({"url": "file:///some/where", "dir_info": {}}, 'pip install "/some/where[ray]"'),
         (
             {"url": "https://host/retrain", "vcs_info": {"vcs": "git", "commit_id": "abc"}},
@@ -53,15 +64,34 @@ def test_an_installed_package_is_taken_from_where_it_came(
     assert install_hint("ray") == hint
 
 
-def test_the_core_gets_its_own_extras_and_gives_way_to_retrain_for_all_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(tmp_path, monkeypatch, "retrain-core", {"url": "file:///some/where/core", "dir_info": {}}, "tinker report")
+def test_the_core_gets_its_own_extras_and_gives_way_to_retrain_for_all_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(
+        tmp_path,
+        monkeypatch,
+        "retrain-core",
+        {"url": "file:///some/where/core", "dir_info": {}},
+        "tinker report",
+    )
     assert install_hint("tinker") == 'pip install "/some/where/core[tinker]"'
     assert install_hint() == "pip uninstall --yes retrain-core && pip install /some/where"
-    assert install_hint("ray") == 'pip uninstall --yes retrain-core && pip install "/some/where[ray]"'
+    assert (
+        install_hint("ray") == 'pip uninstall --yes retrain-core && pip install "/some/where[ray]"'
+    )
 
 
 def test_no_page_and_no_message_installs_another_program_of_the_index() -> None:
     wrong = re.compile(r"""(pip install|install it with|, or) ["']?retrain\b""")
-    files = [*(ROOT / "retrain").rglob("*.py"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md"), *(ROOT / "examples").rglob("*.*")]
-    found = [path.name for path in files if path.name != "install.py" and wrong.search(path.read_text(encoding="utf-8"))]
+    files = [
+        *(ROOT / "retrain").rglob("*.py"),
+        *(ROOT / "docs").glob("*.md"),
+        *ROOT.glob("*.md"),
+        *(ROOT / "examples").rglob("*.*"),
+    ]
+    found = [
+        path.name
+        for path in files
+        if path.name != "install.py" and wrong.search(path.read_text(encoding="utf-8"))
+    ]
     assert not found

@@ -38,15 +38,27 @@ def test_what_pip_is_told_is_handed_to_uv_and_never_in_place_of_its_own_variable
 
 
 @pytest.mark.parametrize("uv", [True, False], ids=["uv", "pip"])
-def test_a_package_that_only_pips_own_settings_lead_to_is_installed(tmp_path: Path, uv: bool) -> None:
+def test_a_package_that_only_pips_own_settings_lead_to_is_installed(
+    tmp_path: Path, uv: bool
+) -> None:
     for name, asks in (("wanted", "Requires-Dist: unused-here\n"), ("unused_here", "")):
         with zipfile.ZipFile(tmp_path / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
             wheel.writestr(f"{name}.py", "")
-            wheel.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{asks}")
-            wheel.writestr(f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(
+                f"{name}-1.0.dist-info/METADATA",
+                f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{asks}",
+            )
+            wheel.writestr(
+                f"{name}-1.0.dist-info/WHEEL",
+                "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            )
             wheel.writestr(f"{name}-1.0.dist-info/RECORD", "")
     folder = tmp_path / "environment"
-    told = {"PIP_FIND_LINKS": str(tmp_path), "PIP_NO_INDEX": "1", "RETRAIN_CACHE": str(tmp_path / "cache")}
+    told = {
+        "PIP_FIND_LINKS": str(tmp_path),
+        "PIP_NO_INDEX": "1",
+        "RETRAIN_CACHE": str(tmp_path / "cache"),
+    }
     # A Python in a folder of its own has no uv beside it.
     lone = tmp_path / "bin" / "python"
     lone.parent.mkdir()
@@ -61,5 +73,8 @@ def test_a_package_that_only_pips_own_settings_lead_to_is_installed(tmp_path: Pa
     )
     assert done.returncode == 0, done.stderr
     assert ("is installed with pip" in done.stdout) == (not uv or "there is no uv" in done.stdout)
-    look = "from importlib.util import find_spec; assert find_spec('wanted') and not find_spec('unused_here')"
+    look = (
+        "from importlib.util import find_spec; assert find_spec('wanted') and not"
+        " find_spec('unused_here')"
+    )
     subprocess.run([folder / "bin" / "python", "-c", look], check=True)

@@ -6,11 +6,25 @@ from typing import Any
 import pytest
 
 from retrain.backends.declared import incapable
-from retrain.config import TrainConfig, config_from_mapping, config_from_toml, dump_toml, replaced, unused_keys
+from retrain.config import (
+    TrainConfig,
+    config_from_mapping,
+    config_from_toml,
+    dump_toml,
+    replaced,
+    unused_keys,
+)
 from retrain.config.keys import Key, all_keys, keys_by_path
 from retrain.config.names import bracketed
 from retrain.config.outcomes import UNUSED
-from retrain.config.support import BACKEND_KEYS, BACKEND_SECTIONS, ENGINE_KEYS, ENGINE_SECTIONS, Table, support_of
+from retrain.config.support import (
+    BACKEND_KEYS,
+    BACKEND_SECTIONS,
+    ENGINE_KEYS,
+    ENGINE_SECTIONS,
+    Table,
+    support_of,
+)
 from retrain.errors import ConfigurationError
 
 OTHERS: dict[str, Any] = {
@@ -43,7 +57,10 @@ WITH: dict[str, dict[str, Any]] = {
     "loss.dual_clip": {"loss.mode": "ppo"},
     "loss.kl_estimator": {"loss.kl_coef": 0.1},
     "loss.params": {"loss.mode": "sapo"},
-    "loss.correction_params": {"loss.correction": "my_losses.correction", "loss.old_logprobs": "recomputed"},
+    "loss.correction_params": {
+        "loss.correction": "my_losses.correction",
+        "loss.old_logprobs": "recomputed",
+    },
     "loss.aggregation_params": {"loss.aggregation": "my_losses.aggregation"},
     "loss.correction": {"loss.old_logprobs": "recomputed"},
     "loss.correction_cap": {"loss.old_logprobs": "recomputed", "loss.correction": "tis"},
@@ -70,7 +87,9 @@ def another(key: Key) -> Any:
 
 def configuration(path: str, value: Any, **names: str) -> TrainConfig:
     """One key, with what it needs; `names` are those of the backend or the engine."""
-    sections: dict[str, dict[str, Any]] = {"algorithm": {"advantage_mode": "grpo", "transform_mode": "none"}}
+    sections: dict[str, dict[str, Any]] = {
+        "algorithm": {"advantage_mode": "grpo", "transform_mode": "none"}
+    }
     given = {"backend.backend": names.get("backend"), "inference.engine": names.get("engine")}
     for name, setting in {**given, **WITH.get(path, {}), path: value}.items():
         section, _, own = name.partition(".")
@@ -78,23 +97,40 @@ def configuration(path: str, value: Any, **names: str) -> TrainConfig:
     return config_from_mapping(sections)
 
 
-def cells(kind: str, tables: dict[str, Table], sections: tuple[str, ...]) -> list[tuple[str, str, str, Any]]:
-    """(kind, name, "section.key", value): a value of each key, and those that rows of the table are about."""
-    apart = ("backend.backend", "inference.engine", "backend.options")  # of the options, each has a sentence of its own
+def cells(
+    kind: str, tables: dict[str, Table], sections: tuple[str, ...]
+) -> list[tuple[str, str, str, Any]]:
+    """(kind, name, "section.key", value): a value of each key, and those that rows of the table are
+    about.
+    """
+    apart = (
+        "backend.backend",
+        "inference.engine",
+        "backend.options",
+    )  # of the options, each has a sentence of its own
     return [
         (kind, name, key.path, value)
         for name, table in tables.items()
         for key in all_keys()
-        if key.section in sections and key.path not in apart and (name, key.section) != ("local", "inference")
-        for value in [another(key), *(value for row in table if row.covers(key.path) for value in row.values)]
+        if key.section in sections
+        and key.path not in apart
+        and (name, key.section) != ("local", "inference")
+        for value in [
+            another(key),
+            *(value for row in table if row.covers(key.path) for value in row.values),
+        ]
     ]
 
 
-CELLS = cells("backend", BACKEND_KEYS, BACKEND_SECTIONS) + cells("engine", ENGINE_KEYS, ENGINE_SECTIONS)
+CELLS = cells("backend", BACKEND_KEYS, BACKEND_SECTIONS) + cells(
+    "engine", ENGINE_KEYS, ENGINE_SECTIONS
+)
 
 
 @pytest.mark.parametrize(("kind", "name", "path", "value"), CELLS)
-def test_every_key_is_used_or_a_sentence_says_that_it_is_not(kind: str, name: str, path: str, value: Any) -> None:
+def test_every_key_is_used_or_a_sentence_says_that_it_is_not(
+    kind: str, name: str, path: str, value: Any
+) -> None:
     tables = BACKEND_KEYS if kind == "backend" else ENGINE_KEYS
     if path == "backend.shard_base" and name != "local":  # a rule refuses it, for plugins too
         with pytest.raises(ConfigurationError, match="shard_base"):
@@ -115,7 +151,9 @@ def test_every_key_is_used_or_a_sentence_says_that_it_is_not(kind: str, name: st
 @pytest.mark.parametrize("table", [*BACKEND_KEYS.values(), *ENGINE_KEYS.values()])
 def test_the_tables_name_keys_that_exist(table: Table) -> None:
     sections = {f"{section}.*" for section in BACKEND_SECTIONS}
-    assert not [path for row in table for path in row.keys if path not in {*keys_by_path(), *sections}]
+    assert not [
+        path for row in table for path in row.keys if path not in {*keys_by_path(), *sections}
+    ]
 
 
 def test_what_is_refused_is_told_in_one_sentence_with_a_way_out() -> None:
@@ -123,32 +161,70 @@ def test_what_is_refused_is_told_in_one_sentence_with_a_way_out() -> None:
         for row in table:
             assert not row.because.endswith(".") and (row.use == "used") == (not row.because)
             if row.use == "refused":
-                assert any(word in row.because for word in ("leave it", "leave out", "use ", "set ")), row.because
+                assert any(
+                    word in row.because for word in ("leave it", "leave out", "use ", "set ")
+                ), row.because
 
 
 REFUSED_DEFAULTS = {("backend", "tinker", "training.temperature")}
 """Defaults that do what the row refuses."""
 
 
-@pytest.mark.parametrize(("kind", "name", "table"), [("backend", *row) for row in BACKEND_KEYS.items()])
-def test_a_default_that_is_written_out_is_judged_like_any_value(kind: str, name: str, table: Table) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name", "table"), [("backend", *row) for row in BACKEND_KEYS.items()]
+)
+def test_a_default_that_is_written_out_is_judged_like_any_value(
+    kind: str, name: str, table: Table
+) -> None:
     for key in all_keys():
-        if key.section not in BACKEND_SECTIONS or key.default is None or key.path in ("backend.backend", "backend.options"):
+        if (
+            key.section not in BACKEND_SECTIONS
+            or key.default is None
+            or key.path in ("backend.backend", "backend.options")
+        ):
             continue
         with_default = configuration(key.path, key.default, **{kind: name})
         row = support_of(table, with_default, key.path)
-        refused = [sentence for sentence in incapable(with_default) if f"{bracketed(key.path)} = " in sentence]
+        refused = [
+            sentence
+            for sentence in incapable(with_default)
+            if f"{bracketed(key.path)} = " in sentence
+        ]
         assert bool(refused) == ((kind, name, key.path) in REFUSED_DEFAULTS), (key.path, refused)
         if row is not None and row.use == "unused":
-            assert any(f"{bracketed(key.path)} = " in sentence for sentence in unused_keys(with_default)), key.path
+            assert any(
+                f"{bracketed(key.path)} = " in sentence for sentence in unused_keys(with_default)
+            ), key.path
 
 
 SITUATIONS: tuple[dict[str, dict[str, Any]], ...] = (
-    {"algorithm": {"advantage_mode": "grpo", "transform_mode": "none"}, "data": {"source": "gsm8k"}},
-    {"algorithm": {"algorithm_mode": "dr_grpo", "transform_params": {"uncertainty_kind": "surprisal"}}, "gtpo": {"beta": 0.0}},
-    {"algorithm": {"transform_mode": "gtpo", "transform_params": {"uncertainty_kind": "surprisal"}}, "gtpo": {"beta": 0.0}},
-    {"environment": {"provider": "reasoning_gym", "id": "x"}, "sepa": {"schedule": "linear", "steps": 9}},
-    {"planning": {"detector": "semantic"}, "loss": {"mode": "ppo", "aggregation": "constant"}, "data": {"source": "lab"}},
+    {
+        "algorithm": {"advantage_mode": "grpo", "transform_mode": "none"},
+        "data": {"source": "gsm8k"},
+    },
+    {
+        "algorithm": {
+            "algorithm_mode": "dr_grpo",
+            "transform_params": {"uncertainty_kind": "surprisal"},
+        },
+        "gtpo": {"beta": 0.0},
+    },
+    {
+        "algorithm": {
+            "transform_mode": "gtpo",
+            "transform_params": {"uncertainty_kind": "surprisal"},
+        },
+        "gtpo": {"beta": 0.0},
+    },
+    {
+        "environment": {"provider": "reasoning_gym", "id": "x"},
+        "sepa": {"schedule": "linear", "steps": 9},
+    },
+    {
+        "planning": {"detector": "semantic"},
+        "loss": {"mode": "ppo", "aggregation": "constant"},
+        "data": {"source": "lab"},
+    },
     {"squeeze": {"adapter_path": "a"}},
     {"squeeze": {"adapter_path": "a", "output_path": "b", "evaluate": True}},
     {"campaign": {"seeds": [1, 2], "max_steps": 3}},
@@ -162,19 +238,27 @@ SITUATIONS: tuple[dict[str, dict[str, Any]], ...] = (
 
 def test_every_reason_for_a_key_without_effect_is_said_of_its_default_too() -> None:
     for row in UNUSED:
-        situation = next((found for found in SITUATIONS if row.when(config_from_mapping(found))), None)
+        situation = next(
+            (found for found in SITUATIONS if row.when(config_from_mapping(found))), None
+        )
         assert situation is not None, f"no situation here is one in which {row.because}"
         for key in (key for key in all_keys() if row.covers(key) and key.default is not None):
             own = situation.get(key.section, {})
             if key.name in own or (key.section == "campaign" and "campaign" not in situation):
                 continue
             config = config_from_mapping({**situation, key.section: {**own, key.name: key.default}})
-            assert any(bracketed(key.path) in said for said in unused_keys(config)) == row.when(config), (key.path, row.because)
+            assert any(bracketed(key.path) in said for said in unused_keys(config)) == row.when(
+                config
+            ), (key.path, row.because)
 
 
 def test_a_file_of_every_key_gets_one_sentence_for_its_defaults() -> None:
     (said,) = unused_keys(config_from_toml(dump_toml(config_from_mapping(SITUATIONS[0]))))
-    assert re.match(r"\d+ keys that are written at their default are unused here; the first is \[backend\] max_concurrent = \d+: it", said)
+    assert re.match(
+        r"\d+ keys that are written at their default are unused here; the first is \[backend\]"
+        r" max_concurrent = \d+: it",
+        said,
+    )
 
 
 def test_values_that_another_key_implies_are_not_the_users() -> None:
@@ -182,5 +266,7 @@ def test_values_that_another_key_implies_are_not_the_users() -> None:
     assert tinker.training.temperature == 1.0 and not tinker.is_set("training.temperature")
     assert tinker.origins["training.temperature"] == "implied by backend.backend"
     assert replaced(tinker, {"backend.backend": "local"}).training.temperature == 0.7
-    squeeze = config_from_mapping({"squeeze": {"adapter_path": "a"}, "backend": {"backend": "tinker"}})
+    squeeze = config_from_mapping(
+        {"squeeze": {"adapter_path": "a"}, "backend": {"backend": "tinker"}}
+    )
     assert not any("temperature" in sentence for sentence in unused_keys(squeeze))

@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner_models import EOS, config_for, distance, gradients, make_learner, make_rows, with_logprobs
+from learner_models import (
+    EOS,
+    config_for,
+    distance,
+    gradients,
+    make_learner,
+    make_rows,
+    with_logprobs,
+)
 from learner_reference import reference_loss, row_scores
 
 from retrain.backends.local.learner import Learner
@@ -26,14 +34,18 @@ MODES: dict[str, dict[str, Any]] = {
 NOISE = 0.5  # of the recorded log-probs, so that every clip acts on some tokens
 
 
-def reference_gradients(learner: Learner, rows: list[Row], **settings: Any) -> tuple[float, dict[str, torch.Tensor]]:
+def reference_gradients(
+    learner: Learner, rows: list[Row], **settings: Any
+) -> tuple[float, dict[str, torch.Tensor]]:
     model, temperature = learner.adapter.peft_model, learner.temperature
     recorded = [row.logprobs.tolist() for row in rows]
     with torch.no_grad():
         with model.disable_adapter():
             frozen = [[float(lp) for lp in row_scores(model, row, temperature)[0]] for row in rows]
         if settings.pop("recomputed", False):
-            recorded = [[float(lp) for lp in row_scores(model, row, temperature)[0]] for row in rows]
+            recorded = [
+                [float(lp) for lp in row_scores(model, row, temperature)[0]] for row in rows
+            ]
     learner.optimizer.zero_gradients()
     loss = reference_loss(model, rows, recorded, frozen, temperature=temperature, **settings)
     loss.backward()
@@ -48,11 +60,17 @@ def with_shared_prompts(rows: list[Row]) -> list[Row]:
         before, cut = prompt.token_ids[: prompt.spans[0][0]], row.spans[0][0]
         shift = len(before) - cut
         spans = tuple((start + shift, stop + shift) for start, stop in row.spans)
-        changed.append(replace(row, token_ids=np.concatenate([before, row.token_ids[cut:]]), spans=spans))
+        changed.append(
+            replace(row, token_ids=np.concatenate([before, row.token_ids[cut:]]), spans=spans)
+        )
     last = changed[-1]
     start = last.spans[0][0]
     one = replace(
-        last, token_ids=last.token_ids[: start + 1], spans=((start, start + 1),), logprobs=last.logprobs[:1], advantages=last.advantages[:1]
+        last,
+        token_ids=last.token_ids[: start + 1],
+        spans=((start, start + 1),),
+        logprobs=last.logprobs[:1],
+        advantages=last.advantages[:1],
     )
     return [*changed, one]
 
@@ -65,12 +83,16 @@ def rows_near(learner: Learner, noise: float = NOISE) -> list[Row]:
 @pytest.mark.parametrize("budget", [1, 40, 4096], ids=["one row", "a few", "all"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant", "sum"])
-def test_gradient_equals_the_written_out_loss_for_any_micro_batch(mode: str, aggregation: str, budget: int) -> None:
+def test_gradient_equals_the_written_out_loss_for_any_micro_batch(
+    mode: str, aggregation: str, budget: int
+) -> None:
     learner = make_learner(config_for(loss={"mode": mode, "aggregation": aggregation}), budget)
     rows = rows_near(learner)
     result = learner.train(rows, 0)
     ours = gradients(learner)
-    loss, theirs = reference_gradients(learner, rows, mode=mode, aggregation=aggregation, **MODES[mode])
+    loss, theirs = reference_gradients(
+        learner, rows, mode=mode, aggregation=aggregation, **MODES[mode]
+    )
     assert result.loss == pytest.approx(loss, rel=5e-5, abs=1e-5)
     assert distance(ours, theirs) < 1e-5
 
@@ -92,7 +114,9 @@ def test_every_addition_to_the_loss_has_its_gradient(loss: dict[str, Any]) -> No
     rows = rows_near(learner)
     learner.train(rows, 0)
     ours = gradients(learner)
-    settings = {key: value for key, value in loss.items() if key != "old_logprobs"} | MODES[loss.get("mode", "importance_sampling")]
+    settings = {key: value for key, value in loss.items() if key != "old_logprobs"} | MODES[
+        loss.get("mode", "importance_sampling")
+    ]
     _, theirs = reference_gradients(learner, rows, recomputed="old_logprobs" in loss, **settings)
     assert distance(ours, theirs) < 1e-5
 
@@ -117,20 +141,34 @@ def test_a_prompt_computed_once_for_its_group_changes_no_gradient(family: str, b
 
 
 def test_a_shared_prompt_is_packed_once() -> None:
-    rows = [LearnerRow(number, row, row.logprobs, row.logprobs) for number, row in enumerate(with_shared_prompts(make_rows()))]
+    rows = [
+        LearnerRow(number, row, row.logprobs, row.logprobs)
+        for number, row in enumerate(with_shared_prompts(make_rows()))
+    ]
     kernel, device = FusedAttention(), torch.device("cpu")
-    packed = {share: pack(rows, device, kernel, 4096, share=share).token_ids.numel() for share in (True, False)}
+    packed = {
+        share: pack(rows, device, kernel, 4096, share=share).token_ids.numel()
+        for share in (True, False)
+    }
     prompts = {row.prompt: row.prompt_tokens for row in rows}
     assert len(prompts) < len(rows)
     assert packed[False] == sum(row.tokens for row in rows)
-    assert packed[True] == packed[False] - sum(row.prompt_tokens for row in rows) + sum(prompts.values())
+    assert packed[True] == packed[False] - sum(row.prompt_tokens for row in rows) + sum(
+        prompts.values()
+    )
 
 
 def test_ratio_is_one_on_policy_at_temperature_0_7() -> None:
     learner = make_learner(config_for())
     rows = make_rows()
     with torch.no_grad():
-        recorded = [np.array([float(lp) for lp in row_scores(learner.adapter.peft_model, row, 0.7)[0]], np.float32) for row in rows]
+        recorded = [
+            np.array(
+                [float(lp) for lp in row_scores(learner.adapter.peft_model, row, 0.7)[0]],
+                np.float32,
+            )
+            for row in rows
+        ]
     result = learner.train(with_logprobs(rows, recorded), 0)
     assert result.ratio_max == pytest.approx(1, abs=1e-5)
     assert result.ratio_mean == pytest.approx(1, abs=1e-5)
@@ -151,7 +189,9 @@ def test_ratio_statistics_cover_the_tokens_of_all_minibatches() -> None:
     rows = rows_near(whole)
     one, several = whole.train(rows, 0), parts.train(rows, 0)
     assert (one.updates, several.updates) == (1, 4)
-    differences = np.concatenate([own - row.logprobs for own, row in zip(whole.logprobs(rows), rows, strict=True)])
+    differences = np.concatenate(
+        [own - row.logprobs for own, row in zip(whole.logprobs(rows), rows, strict=True)]
+    )
     for result in (one, several):
         assert result.ratio_mean == pytest.approx(np.exp(differences).mean(), rel=1e-4)
         assert result.ratio_max == pytest.approx(np.exp(differences.max()), rel=1e-4)
@@ -164,7 +204,13 @@ def test_sampled_eos_is_an_action() -> None:
     ends = [row for row in rows if row.token_ids[-1] == EOS]
     assert ends
     only_eos = [
-        Row(r.token_ids, r.spans, r.logprobs, np.where(np.arange(r.num_actions) == r.num_actions - 1, 1, 0).astype(np.float32), 0)
+        Row(
+            r.token_ids,
+            r.spans,
+            r.logprobs,
+            np.where(np.arange(r.num_actions) == r.num_actions - 1, 1, 0).astype(np.float32),
+            0,
+        )
         for r in ends
     ]
     learner.train(only_eos, 0)
@@ -176,14 +222,25 @@ def test_nothing_after_the_last_action_reaches_the_gradient() -> None:
     rows = rows_near(learner)
     learner.train(rows, 0)
     ours = gradients(learner)
-    longer = [Row(np.append(r.token_ids, np.int32([EOS, 9, 9])), r.spans, r.logprobs, r.advantages, r.group) for r in rows]
+    longer = [
+        Row(
+            np.append(r.token_ids, np.int32([EOS, 9, 9])),
+            r.spans,
+            r.logprobs,
+            r.advantages,
+            r.group,
+        )
+        for r in rows
+    ]
     learner.train(longer, 0)
     theirs = gradients(learner)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_prompt_length_does_not_change_the_gradients_scale() -> None:
-    """Two copies of the actions, one behind a prompt five times as long: the loss weighs both alike."""
+    """Two copies of the actions, one behind a prompt five times as long: the loss weighs both
+    alike.
+    """
     learner = make_learner(config_for())
     rng = np.random.default_rng(3)
     actions = rng.integers(4, 60, 6).astype(np.int32)
@@ -217,7 +274,10 @@ def test_a_row_that_is_not_trained_is_out_of_the_loss_and_its_denominator() -> N
 
 def test_kl_of_an_untouched_adapter_is_zero() -> None:
     learner = make_learner(config_for(loss={"kl_coef": 1.0}), untouched=True)
-    rows = [Row(r.token_ids, r.spans, r.logprobs, np.zeros_like(r.advantages), r.group) for r in rows_near(learner)]
+    rows = [
+        Row(r.token_ids, r.spans, r.logprobs, np.zeros_like(r.advantages), r.group)
+        for r in rows_near(learner)
+    ]
     result = learner.train(rows, 0)
     assert result.loss == 0
     assert result.grad_norm == 0
@@ -237,7 +297,9 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_offloading_activations_changes_no_bit(family: str, dtype: str) -> None:
     config = config_for(family, model={"dtype": dtype})
-    saving, offloading = (make_learner(config, checkpointing=True, offloading=on) for on in (False, True))
+    saving, offloading = (
+        make_learner(config, checkpointing=True, offloading=on) for on in (False, True)
+    )
     rows = rows_near(saving)
     saving.train(rows, 4)
     offloading.train(rows, 4)
@@ -249,7 +311,12 @@ def test_what_is_offloaded_leaves_the_device_until_the_backward_pass() -> None:
     entering, weight = torch.randn(5, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
     hidden = entering * 2
     storage, runs = weakref.ref(hidden.untyped_storage()), list[torch.Tensor]()
-    result = recomputed(lambda x, factor: (runs.append(x.detach().clone()), (x @ weight).sin() * factor)[1], hidden, 3.0, offloaded=True)
+    result = recomputed(
+        lambda x, factor: (runs.append(x.detach().clone()), (x @ weight).sin() * factor)[1],
+        hidden,
+        3.0,
+        offloaded=True,
+    )
     del hidden
     assert storage() is None and len(runs) == 1
     result.sum().backward()
@@ -262,12 +329,21 @@ def test_what_is_offloaded_leaves_the_device_until_the_backward_pass() -> None:
 
 @pytest.mark.parametrize("family", ["opt", "qwen3"])
 @pytest.mark.parametrize("own_forward", [True, False])
-def test_no_module_is_in_training_mode_while_a_checkpointed_base_learns(family: str, own_forward: bool) -> None:
-    """OPT's layers drop out by themselves where they are, at the rate of the model's configuration."""
-    plain, saving = (make_learner(config_for(family), checkpointing=on, fused=not own_forward) for on in (False, True))
+def test_no_module_is_in_training_mode_while_a_checkpointed_base_learns(
+    family: str, own_forward: bool
+) -> None:
+    """OPT's layers drop out by themselves where they are, at the rate of the model's
+    configuration.
+    """
+    plain, saving = (
+        make_learner(config_for(family), checkpointing=on, fused=not own_forward)
+        for on in (False, True)
+    )
     rows, modes = rows_near(plain), list[bool]()
     layer = layers(saving.base.model)[0]
-    layer.register_forward_pre_hook(lambda *unused: modes.append(any(module.training for module in saving.base.model.modules())))
+    layer.register_forward_pre_hook(
+        lambda *unused: modes.append(any(module.training for module in saving.base.model.modules()))
+    )
     before = layer.forward
     plain.train(rows, 4)
     result = saving.train(rows, 4)

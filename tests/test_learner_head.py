@@ -9,7 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from retrain.model.head import Head, chunk_rows, score_tokens
 
 
-def full_head(head: Head, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def full_head(
+    head: Head, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Everything at once, through autograd, in float64."""
     logits = hidden @ head.weight.double().T
     if head.bias is not None:
@@ -18,7 +20,9 @@ def full_head(head: Head, hidden: torch.Tensor, targets: torch.Tensor, temperatu
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
     distribution = torch.log_softmax(logits / temperature, -1)
-    return distribution[torch.arange(len(targets)), targets], -(distribution.exp() * distribution).sum(-1)
+    return distribution[torch.arange(len(targets)), targets], -(
+        distribution.exp() * distribution
+    ).sum(-1)
 
 
 @settings(max_examples=40, deadline=None)
@@ -32,7 +36,13 @@ def full_head(head: Head, hidden: torch.Tensor, targets: torch.Tensor, temperatu
     seed=st.integers(0, 2**16),
 )
 def test_chunked_head_equals_the_full_head(
-    tokens: int, rows_per_chunk: int, temperature: float, scale: float, softcap: float | None, bias: bool, seed: int
+    tokens: int,
+    rows_per_chunk: int,
+    temperature: float,
+    scale: float,
+    softcap: float | None,
+    bias: bool,
+    seed: int,
 ) -> None:
     draw = torch.Generator().manual_seed(seed)
     weight, hidden = torch.randn(37, 8, generator=draw), torch.randn(tokens, 8, generator=draw)
@@ -41,7 +51,9 @@ def test_chunked_head_equals_the_full_head(
     factors = torch.randn(2, tokens, generator=draw)
 
     ours = hidden.clone().requires_grad_()
-    scores = score_tokens(head, ours, targets, temperature, entropy=True, chunk_bytes=4 * 37 * rows_per_chunk)
+    scores = score_tokens(
+        head, ours, targets, temperature, entropy=True, chunk_bytes=4 * 37 * rows_per_chunk
+    )
     assert scores.entropies is not None
     (factors[0] * scores.logprobs + factors[1] * scores.entropies).sum().backward()
 
@@ -52,11 +64,15 @@ def test_chunked_head_equals_the_full_head(
     assert ours.grad is not None and theirs.grad is not None
     torch.testing.assert_close(scores.logprobs.double(), logprobs, atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(scores.entropies.double(), entropies, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(ours.grad.double(), theirs.grad, atol=2e-3 * float(theirs.grad.abs().max() + 1), rtol=1e-3)
+    torch.testing.assert_close(
+        ours.grad.double(), theirs.grad, atol=2e-3 * float(theirs.grad.abs().max() + 1), rtol=1e-3
+    )
 
 
 class LargestLogits(TorchDispatchMode):
-    """Rows of the largest tensor whose last dimension is the vocabulary, over everything that runs inside."""
+    """Rows of the largest tensor whose last dimension is the vocabulary, over everything that runs
+    inside.
+    """
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
@@ -64,7 +80,11 @@ class LargestLogits(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = function(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.dim() and result.shape[-1] == self.vocabulary:
+        if (
+            isinstance(result, torch.Tensor)
+            and result.dim()
+            and result.shape[-1] == self.vocabulary
+        ):
             self.rows = max(self.rows, result.numel() // self.vocabulary)
         return result
 
@@ -74,7 +94,14 @@ def test_no_tensor_of_logits_is_larger_than_a_chunk_in_either_direction() -> Non
     head = Head(torch.randn(vocabulary, 3))
     hidden = torch.randn(tokens, 3, requires_grad=True)
     with LargestLogits(vocabulary) as seen:
-        scores = score_tokens(head, hidden, torch.zeros(tokens, dtype=torch.int64), 0.7, entropy=True, chunk_bytes=4 * vocabulary * 5)
+        scores = score_tokens(
+            head,
+            hidden,
+            torch.zeros(tokens, dtype=torch.int64),
+            0.7,
+            entropy=True,
+            chunk_bytes=4 * vocabulary * 5,
+        )
         assert scores.entropies is not None
         (scores.logprobs + scores.entropies).sum().backward()
     assert seen.rows == 5
@@ -89,7 +116,9 @@ def test_nothing_as_wide_as_the_vocabulary_is_kept_for_backward() -> None:
 
     hidden = torch.randn(16, 8, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        score_tokens(Head(torch.randn(101, 8)), hidden, torch.zeros(16, dtype=torch.int64), 1.0, entropy=True)
+        score_tokens(
+            Head(torch.randn(101, 8)), hidden, torch.zeros(16, dtype=torch.int64), 1.0, entropy=True
+        )
     assert kept and all(101 not in shape for shape in kept)
 
 

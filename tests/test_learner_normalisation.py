@@ -1,4 +1,6 @@
-"""What a loss is divided by: the same number whatever the rewards, the minibatches, the micro-batches and the processes."""
+"""What a loss is divided by: the same number whatever the rewards, the minibatches, the
+micro-batches and the processes.
+"""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,12 +28,23 @@ def on_policy(learner: Learner, advantage: float | None = 1.0) -> list[Row]:
     """Rows whose ratio is 1; all of their tokens have `advantage`, where it is given."""
     rows = make_rows()
     rows = with_logprobs(rows, learner.logprobs(rows))
-    return rows if advantage is None else [replace(row, advantages=np.full(row.num_actions, advantage, np.float32)) for row in rows]
+    return (
+        rows
+        if advantage is None
+        else [
+            replace(row, advantages=np.full(row.num_actions, advantage, np.float32)) for row in rows
+        ]
+    )
 
 
 def silent(rows: list[Row], *, trained: bool = False) -> list[Row]:
-    """The same completions in a group with equal rewards; they are `trained` where the loss has a KL or entropy term."""
-    return [replace(row, advantages=np.zeros(row.num_actions, np.float32), counted=0, trained=trained) for row in rows]
+    """The same completions in a group with equal rewards; they are `trained` where the loss has a
+    KL or entropy term.
+    """
+    return [
+        replace(row, advantages=np.zeros(row.num_actions, np.float32), counted=0, trained=trained)
+        for row in rows
+    ]
 
 
 def mixed(learner: Learner, *, trained: bool = True) -> tuple[list[Row], list[Row]]:
@@ -40,29 +53,43 @@ def mixed(learner: Learner, *, trained: bool = True) -> tuple[list[Row], list[Ro
     return rows[:4], silent(rows[4:], trained=trained)
 
 
-# --- rows without an advantage --------------------------------------------------------------------------------------
+# --- rows without an advantage --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("minibatches", [1, 2, 4])
-def test_constant_divides_by_all_completions_of_the_step_however_many_have_an_advantage(minibatches: int) -> None:
-    learner = make_learner(config_for(loss={"aggregation": "constant"}, training={"minibatches": minibatches}))
+def test_constant_divides_by_all_completions_of_the_step_however_many_have_an_advantage(
+    minibatches: int,
+) -> None:
+    learner = make_learner(
+        config_for(loss={"aggregation": "constant"}, training={"minibatches": minibatches})
+    )
     rows = on_policy(learner)
     for trained in (7, 4, 1):
         result = learner.train([*rows[:trained], *silent(rows[trained:])], 0)
-        whole = result.loss * result.updates / minibatches  # fewer rows than minibatches leave some of these empty
-        assert whole == pytest.approx(-sum(row.num_actions for row in rows[:trained]) / (7 * MAX_TOKENS), rel=1e-4)
+        whole = (
+            result.loss * result.updates / minibatches
+        )  # fewer rows than minibatches leave some of these empty
+        assert whole == pytest.approx(
+            -sum(row.num_actions for row in rows[:trained]) / (7 * MAX_TOKENS), rel=1e-4
+        )
 
 
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "constant"])
-def test_a_completion_whose_history_was_rewritten_counts_once_however_many_rows_it_has(aggregation: str) -> None:
-    """Rows 3 and 4 are one completion: rows of one completion weigh as if each of its tokens stood in one row."""
+def test_a_completion_whose_history_was_rewritten_counts_once_however_many_rows_it_has(
+    aggregation: str,
+) -> None:
+    """Rows 3 and 4 are one completion: rows of one completion weigh as if each of its tokens stood
+    in one row.
+    """
     learner = make_learner(config_for(loss={"aggregation": aggregation}))
     rows = on_policy(learner)
     rows[4] = replace(rows[4], group=rows[3].group, sample=rows[3].sample, part=1)
     completions = [rows[:1], rows[1:2], rows[2:3], rows[3:5], rows[5:6], rows[6:]]
     tokens = [sum(row.num_actions for row in parts) for parts in completions]
     divisors = [MAX_TOKENS if aggregation == "constant" else count for count in tokens]
-    expected = -sum(count / divisor for count, divisor in zip(tokens, divisors, strict=True)) / len(completions)
+    expected = -sum(count / divisor for count, divisor in zip(tokens, divisors, strict=True)) / len(
+        completions
+    )
     assert learner.train(rows, 0).loss == pytest.approx(expected, rel=1e-4)
     found = gradients(learner)
     summing = make_learner(config_for(loss={"aggregation": "sum"}))
@@ -84,26 +111,43 @@ def test_prompt_mean_is_the_mean_over_prompts_of_the_mean_over_their_tokens() ->
         of_prompt.setdefault(row.group, []).extend(row.advantages.tolist())
     assert len({len(values) for values in of_prompt.values()}) > 1
     expected = -np.mean([np.mean(values) for values in of_prompt.values()])
-    assert learner.train([*rows, *silent([replace(row, group=9) for row in rows[:2]])], 0).loss == pytest.approx(expected, rel=1e-4)
+    assert learner.train(
+        [*rows, *silent([replace(row, group=9) for row in rows[:2]])], 0
+    ).loss == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sum"])
-def test_the_other_aggregations_are_over_the_completions_with_an_advantage(aggregation: str) -> None:
+def test_the_other_aggregations_are_over_the_completions_with_an_advantage(
+    aggregation: str,
+) -> None:
     learner = make_learner(config_for(loss={"aggregation": aggregation}))
     loud, quiet = mixed(learner, trained=False)
     assert learner.train([*loud, *quiet], 0).loss == learner.train(loud, 0).loss
 
 
-def _by_hand(learner: Learner, loud: list[Row], quiet: list[Row], aggregation: str, settings: dict[str, float]) -> dict[str, torch.Tensor]:
-    """The policy term over the rows with an advantage and the other terms over all rows, each divided as the keys say."""
+def _by_hand(
+    learner: Learner,
+    loud: list[Row],
+    quiet: list[Row],
+    aggregation: str,
+    settings: dict[str, float],
+) -> dict[str, torch.Tensor]:
+    """The policy term over the rows with an advantage and the other terms over all rows, each
+    divided as the keys say.
+    """
     model, every = learner.adapter.peft_model, [*loud, *quiet]
     old = {id(row.token_ids): row.logprobs.tolist() for row in every}
     with torch.no_grad(), model.disable_adapter():
-        frozen = {id(row.token_ids): [float(lp) for lp in row_scores(model, row, learner.temperature)[0]] for row in every}
+        frozen = {
+            id(row.token_ids): [float(lp) for lp in row_scores(model, row, learner.temperature)[0]]
+            for row in every
+        }
 
     def loss(rows: list[Row], **terms: Any) -> torch.Tensor:
         inputs = [[of_row[id(row.token_ids)] for row in rows] for of_row in (old, frozen)]
-        return reference_loss(model, rows, *inputs, temperature=learner.temperature, aggregation=aggregation, **terms)
+        return reference_loss(
+            model, rows, *inputs, temperature=learner.temperature, aggregation=aggregation, **terms
+        )
 
     learner.optimizer.zero_gradients()
     policy = loss(loud) * (len(loud) / len(every) if aggregation == "constant" else 1)
@@ -112,9 +156,15 @@ def _by_hand(learner: Learner, loud: list[Row], quiet: list[Row], aggregation: s
     return gradients(learner)
 
 
-@pytest.mark.parametrize("settings", [{"kl_coef": 0.3, "kl_estimator": "k2"}, {"kl_coef": 0.3}, {"entropy_coef": 0.2}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{"kl_coef": 0.3, "kl_estimator": "k2"}, {"kl_coef": 0.3}, {"entropy_coef": 0.2}],
+    ids=str,
+)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_kl_and_entropy_are_over_all_completions_and_the_policy_term_over_its_own(aggregation: str, settings: dict[str, float]) -> None:
+def test_kl_and_entropy_are_over_all_completions_and_the_policy_term_over_its_own(
+    aggregation: str, settings: dict[str, float]
+) -> None:
     learner = make_learner(config_for(loss={"aggregation": aggregation, **settings}), 40)
     loud, quiet = mixed(learner)
     learner.train([*loud, *quiet], 0)
@@ -130,28 +180,43 @@ def test_groups_with_equal_rewards_alone_are_pulled_to_the_base() -> None:
 
 def test_a_run_of_nothing_but_equal_rewards_still_follows_its_entropy_bonus(tmp_path: Path) -> None:
     wrong, training = {"type": "random", "random_p": 0.0}, {"max_steps": 1}
-    train(small(tmp_path / "run", reward=wrong, loss={"entropy_coef": 0.01}, training=training), quiet=True)
+    train(
+        small(tmp_path / "run", reward=wrong, loss={"entropy_coef": 0.01}, training=training),
+        quiet=True,
+    )
     (record,) = lines(tmp_path / "run" / "metrics.jsonl")
     assert record["groups_skipped_all_wrong"] == 2 and record["informative_fraction"] == 0
     assert record["num_datums"] == 8 and record["grad_norm"] > 0
 
 
-# --- tokens and completions that are left out -----------------------------------------------------------------------
+# --- tokens and completions that are left out -----------------------------------------------------
 
 
-@pytest.mark.parametrize(("aggregation", "per_token"), [("token_mean", None), ("constant", 1 / (7 * MAX_TOKENS))])
-def test_completions_that_are_not_trained_are_out_of_a_mean_and_count_in_the_constant(aggregation: str, per_token: float | None) -> None:
+@pytest.mark.parametrize(
+    ("aggregation", "per_token"), [("token_mean", None), ("constant", 1 / (7 * MAX_TOKENS))]
+)
+def test_completions_that_are_not_trained_are_out_of_a_mean_and_count_in_the_constant(
+    aggregation: str, per_token: float | None
+) -> None:
     learner = make_learner(config_for(loss={"aggregation": aggregation}))
     rows = [replace(row, trained=number != 3) for number, row in enumerate(on_policy(learner))]
     tokens = sum(row.num_actions for row in rows if row.trained)
-    assert learner.train(rows, 0).loss == pytest.approx(-1 if per_token is None else -tokens * per_token, rel=1e-4)
+    assert learner.train(rows, 0).loss == pytest.approx(
+        -1 if per_token is None else -tokens * per_token, rel=1e-4
+    )
 
 
 @pytest.mark.parametrize("minibatches", [1, 2, 3])
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
-def test_a_mean_over_the_kept_tokens_is_that_of_each_minibatch(aggregation: str, minibatches: int) -> None:
-    """Advantage 1 on the kept tokens: whatever was dropped and however the rows are cut, each update's loss is -1."""
-    learner = make_learner(config_for(loss={"aggregation": aggregation}, training={"minibatches": minibatches}), 40)
+def test_a_mean_over_the_kept_tokens_is_that_of_each_minibatch(
+    aggregation: str, minibatches: int
+) -> None:
+    """Advantage 1 on the kept tokens: whatever was dropped and however the rows are cut, each
+    update's loss is -1.
+    """
+    learner = make_learner(
+        config_for(loss={"aggregation": aggregation}, training={"minibatches": minibatches}), 40
+    )
     rng = np.random.default_rng(1)
     rows = []
     for row in on_policy(learner):
@@ -161,12 +226,14 @@ def test_a_mean_over_the_kept_tokens_is_that_of_each_minibatch(aggregation: str,
     assert learner.train(rows, 0).loss == pytest.approx(-1, rel=1e-4)
 
 
-# --- micro-batches and processes ------------------------------------------------------------------------------------
+# --- micro-batches and processes ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class OneOfTwo(World):
-    """One of two processes whose messages do not travel: its gradient and its counts are its own share."""
+    """One of two processes whose messages do not travel: its gradient and its counts are its own
+    share.
+    """
 
     size: int = 2
     sent: list[Any] = field(default_factory=list)
@@ -200,22 +267,31 @@ def test_two_processes_have_the_gradient_the_loss_and_the_clip_of_one(aggregatio
     assert 0 < clipped < clippable == sum(row.num_actions for row in loud if row.trained)
 
 
-# --- dropout --------------------------------------------------------------------------------------------------------
+# --- dropout --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("minibatches", [1, 3])
 def test_recomputed_log_probs_are_under_the_masks_of_the_step(minibatches: int) -> None:
-    """Before any update the loss is then minus the mean advantage, and importance sampling, PPO and REINFORCE have one gradient."""
+    """Before any update the loss is then minus the mean advantage, and importance sampling, PPO and
+    REINFORCE have one gradient.
+    """
     shape = {"lora": {"dropout": 0.4}, "training": {"minibatches": minibatches}}
     found = {}
     for mode in ("importance_sampling", "ppo"):
-        learner = make_learner(config_for(loss={"mode": mode, "old_logprobs": "recomputed", "aggregation": "sum"}, **shape), 40)
+        learner = make_learner(
+            config_for(
+                loss={"mode": mode, "old_logprobs": "recomputed", "aggregation": "sum"}, **shape
+            ),
+            40,
+        )
         rows = on_policy(learner, advantage=None)
         result = learner.train(rows, 5)
         wanted = -sum(float(row.advantages.sum()) for row in rows) / minibatches
         assert result.loss == pytest.approx(wanted, abs=1e-4)
         assert result.clip_fraction == 0
-        assert abs(result.ratio_mean - 1) > 1e-3 and result.ess < 1, "what is recorded is learner against sampler"
+        assert abs(result.ratio_mean - 1) > 1e-3 and result.ess < 1, (
+            "what is recorded is learner against sampler"
+        )
         found[mode] = gradients(learner)
     assert distance(found["ppo"], found["importance_sampling"]) < 1e-6
 
@@ -232,12 +308,16 @@ def test_the_masks_of_a_row_do_not_depend_on_the_rewards_of_others() -> None:
     assert distance({name: value * tokens / own for name, value in dense.items()}, sparse) < 1e-5
 
 
-# --- half precision -------------------------------------------------------------------------------------------------
+# --- half precision -------------------------------------------------------------------------------
 
 
 def _trained_in_bf16(**loss: Any) -> tuple[StepResult, dict[str, torch.Tensor]]:
-    """One update of a bf16 learner against the log-probs of a sampler that rounds otherwise: the same policy in float32."""
-    exact, rounded = (make_learner(config_for(model={"dtype": dtype}, loss=loss)) for dtype in ("fp32", "bf16"))
+    """One update of a bf16 learner against the log-probs of a sampler that rounds otherwise: the
+    same policy in float32.
+    """
+    exact, rounded = (
+        make_learner(config_for(model={"dtype": dtype}, loss=loss)) for dtype in ("fp32", "bf16")
+    )
     return rounded.train(on_policy(exact, advantage=None), 0), gradients(rounded)
 
 
@@ -252,15 +332,24 @@ def test_gspo_in_half_precision_recomputes_old_log_probs_unless_told_otherwise()
 
 def test_what_gspo_does_about_rounding_is_said_at_the_start() -> None:
     said: dict[str, list[str]] = {}
-    for name, loss in {"unset": {}, "sampler": {"old_logprobs": "sampler"}, "recomputed": {"old_logprobs": "recomputed"}}.items():
+    for name, loss in {
+        "unset": {},
+        "sampler": {"old_logprobs": "sampler"},
+        "recomputed": {"old_logprobs": "recomputed"},
+    }.items():
         for dtype in ("bf16", "fp32"):
             config = config_for(model={"dtype": dtype}, loss={"mode": "gspo", **loss})
             said[f"{name} {dtype}"] = []
             build_backend(config, [3], None, said[f"{name} {dtype}"].append).close()
-    found = {name: next((line for line in told if "gspo" in line), "") for name, told in said.items()}
+    found = {
+        name: next((line for line in told if "gspo" in line), "") for name, told in said.items()
+    }
     assert "as old_logprobs is unset, the learner recomputes" in found["unset bf16"]
     assert "takes gradient away on policy (clip_fraction)" in found["sampler bf16"]
-    assert "the learner recomputes" in found["recomputed bf16"] and "unset" not in found["recomputed bf16"]
+    assert (
+        "the learner recomputes" in found["recomputed bf16"]
+        and "unset" not in found["recomputed bf16"]
+    )
     assert not any(found[name] for name in found if name.endswith("fp32"))
 
 
@@ -268,11 +357,19 @@ def test_gspo_in_float32_keeps_the_samplers_log_probs() -> None:
     learner = make_learner(config_for(loss={"mode": "gspo", "aggregation": "sequence_mean"}))
     rows = on_policy(learner, advantage=None)
     assert learner.train(rows, 0).clip_fraction == 0
-    assert learner.train(with_logprobs(rows, [row.logprobs for row in rows], 0.1), 0).clip_fraction > 0
+    assert (
+        learner.train(with_logprobs(rows, [row.logprobs for row in rows], 0.1), 0).clip_fraction > 0
+    )
 
 
 def test_log_probs_are_recomputed_in_the_micro_batches_of_the_first_pass() -> None:
-    """In half precision another packing rounds otherwise: with the same one the ratio is exactly 1 in every minibatch."""
-    config = config_for(model={"dtype": "bf16"}, loss={"mode": "gspo", "aggregation": "sequence_mean"}, training={"minibatches": 3})
+    """In half precision another packing rounds otherwise: with the same one the ratio is exactly 1
+    in every minibatch.
+    """
+    config = config_for(
+        model={"dtype": "bf16"},
+        loss={"mode": "gspo", "aggregation": "sequence_mean"},
+        training={"minibatches": 3},
+    )
     learner = make_learner(config, 60)
     assert learner.train(make_rows(12), 0).clip_fraction == 0

@@ -10,7 +10,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learner_models import VOCABULARY, config_for, distance, gradients, make_learner, make_rows, model_folder, with_logprobs
+from learner_models import (
+    VOCABULARY,
+    config_for,
+    distance,
+    gradients,
+    make_learner,
+    make_rows,
+    model_folder,
+    with_logprobs,
+)
 
 from retrain.backends.local.backend import LocalBackend, _deterministic
 from retrain.backends.local.learner import Learner
@@ -25,15 +34,26 @@ from retrain.model.text import resolve_model
 from retrain.noise import philox
 from retrain.types import Row
 
-TRAIN = {"lr": 0.02, "weight_decay": 0.1, "minibatches": 2, "updates_per_batch": 2, "lr_schedule": "cosine", "max_steps": 6}
+TRAIN = {
+    "lr": 0.02,
+    "weight_decay": 0.1,
+    "minibatches": 2,
+    "updates_per_batch": 2,
+    "lr_schedule": "cosine",
+    "max_steps": 6,
+}
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in learner.adapter.parameters.items()}
+    return {
+        name: parameter.detach().clone() for name, parameter in learner.adapter.parameters.items()
+    }
 
 
 def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
 
 
 def near(learner: Learner, step: int = 0) -> list[Row]:
@@ -41,7 +61,7 @@ def near(learner: Learner, step: int = 0) -> list[Row]:
     return with_logprobs(rows, learner.logprobs(rows), 0.1)
 
 
-# --- resume --------------------------------------------------------------------------------------------------------
+# --- resume ---------------------------------------------------------------------------------------
 
 
 def test_saving_and_loading_between_steps_changes_no_byte(tmp_path: Path) -> None:
@@ -59,8 +79,17 @@ def test_saving_and_loading_between_steps_changes_no_byte(tmp_path: Path) -> Non
     assert [resumed.train(batches[step], step) for step in (2, 3)] == results
     resumed.save(tmp_path / "resumed")
     names = sorted(path.name for path in (tmp_path / "straight").iterdir())
-    assert names == ["README.md", "adapter_config.json", "adapter_model.safetensors", "optimizer.json", "optimizer.safetensors"]
-    assert all((tmp_path / "straight" / name).read_bytes() == (tmp_path / "resumed" / name).read_bytes() for name in names)
+    assert names == [
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "optimizer.json",
+        "optimizer.safetensors",
+    ]
+    assert all(
+        (tmp_path / "straight" / name).read_bytes() == (tmp_path / "resumed" / name).read_bytes()
+        for name in names
+    )
 
 
 def test_a_checkpoint_before_the_first_step_is_a_checkpoint(tmp_path: Path) -> None:
@@ -85,10 +114,12 @@ def test_the_same_inputs_give_the_same_bytes() -> None:
     assert same(weights(one), weights(other))
 
 
-# --- non-finite numbers --------------------------------------------------------------------------------------------
+# --- non-finite numbers ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("field", "name"), [("advantages", "advantages"), ("logprobs", "sampler log-probs")])
+@pytest.mark.parametrize(
+    ("field", "name"), [("advantages", "advantages"), ("logprobs", "sampler log-probs")]
+)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_nonfinite_input_never_changes_the_weights(field: str, name: str, value: float) -> None:
     learner = make_learner(config_for(training=TRAIN | {"minibatches": 1}))
@@ -101,7 +132,9 @@ def test_a_nonfinite_input_never_changes_the_weights(field: str, name: str, valu
     assert learner.optimizer.steps == 0
 
 
-@pytest.mark.parametrize(("broken", "name"), [("lora_A", "log-probs"), ("gradient", "gradient of base_model.model")])
+@pytest.mark.parametrize(
+    ("broken", "name"), [("lora_A", "log-probs"), ("gradient", "gradient of base_model.model")]
+)
 def test_a_nonfinite_forward_or_backward_never_changes_the_weights(broken: str, name: str) -> None:
     learner = make_learner(config_for(training=TRAIN))
     rows = near(learner)
@@ -134,10 +167,16 @@ def test_one_bad_minibatch_does_not_stop_the_others() -> None:
 def test_no_rows_is_no_update(loss: dict[str, Any]) -> None:
     learner = make_learner(config_for(loss=loss, training={"minibatches": 2}))
     result = learner.train([], 0)
-    assert (result.loss, result.grad_norm, result.updates, result.clip_fraction, result.ratio_min) == (None, None, 0, None, None)
+    assert (
+        result.loss,
+        result.grad_norm,
+        result.updates,
+        result.clip_fraction,
+        result.ratio_min,
+    ) == (None, None, 0, None, None)
 
 
-# --- dropout -------------------------------------------------------------------------------------------------------
+# --- dropout --------------------------------------------------------------------------------------
 
 
 def test_dropout_does_not_depend_on_the_micro_batch() -> None:
@@ -172,7 +211,9 @@ def test_the_sampler_and_the_gate_never_see_dropout() -> None:
 
 @settings(deadline=None)
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 9), st.sampled_from([0.1, 0.5, 0.9]))
-def test_a_mask_depends_on_the_position_and_not_on_the_padding(row: int, positions: int, features: int, rate: float) -> None:
+def test_a_mask_depends_on_the_position_and_not_on_the_padding(
+    row: int, positions: int, features: int, rate: float
+) -> None:
     key = DropoutKey(7)
     layer = KeyedDropout(rate, 2, key)
     with key.active(3, [row], torch.device("cpu")):
@@ -192,18 +233,32 @@ def test_dropout_keeps_the_rate_and_the_mean() -> None:
     assert torch.equal(layer(torch.ones(1, 2, 3)), torch.ones(1, 2, 3))
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(0, 7), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 7),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 2**32 - 1),
+)
 def test_torch_and_numpy_draw_the_same_bits(seed: int, stream: int, a: int, d: int) -> None:
     counters = np.array([d, (d + 1) % 2**32, 5])
     ours = torch_philox(seed, stream, (a, 2, 3, torch.from_numpy(counters)))
-    np.testing.assert_array_equal(ours.numpy().T, philox(seed, stream, (a, 2, 3, counters)).astype(np.int64))
+    np.testing.assert_array_equal(
+        ours.numpy().T, philox(seed, stream, (a, 2, 3, counters)).astype(np.int64)
+    )
 
 
-# --- learning rate, minibatches, rows ------------------------------------------------------------------------------
+# --- learning rate, minibatches, rows -------------------------------------------------------------
 
 
-@given(st.sampled_from(["constant", "linear", "cosine"]), st.integers(0, 20), st.integers(1, 60), st.integers(0, 80))
-def test_learning_rate_is_positive_below_the_peak_and_a_function_of_the_step(schedule: Any, warmup: int, steps: int, step: int) -> None:
+@given(
+    st.sampled_from(["constant", "linear", "cosine"]),
+    st.integers(0, 20),
+    st.integers(1, 60),
+    st.integers(0, 80),
+)
+def test_learning_rate_is_positive_below_the_peak_and_a_function_of_the_step(
+    schedule: Any, warmup: int, steps: int, step: int
+) -> None:
     rate = learning_rate(0.1, step, schedule, warmup, steps)
     assert 0 <= rate <= 0.1 + 1e-15
     assert step >= steps or rate > 0
@@ -221,8 +276,13 @@ def test_schedules_end_where_they_should() -> None:
 
 
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(0, 5))
-def test_minibatches_are_a_partition_of_nearly_equal_parts(rows: int, count: int, step: int) -> None:
-    batch = [LearnerRow(number, row, row.logprobs, row.logprobs) for number, row in enumerate(make_rows(rows))]
+def test_minibatches_are_a_partition_of_nearly_equal_parts(
+    rows: int, count: int, step: int
+) -> None:
+    batch = [
+        LearnerRow(number, row, row.logprobs, row.logprobs)
+        for number, row in enumerate(make_rows(rows))
+    ]
     parts = minibatch_split(batch, count, 3, step, 0)
     assert sorted(row.number for part in parts for row in part) == list(range(rows))
     assert len(parts) == min(count, rows)
@@ -231,16 +291,27 @@ def test_minibatches_are_a_partition_of_nearly_equal_parts(rows: int, count: int
 
 @given(st.integers(1, 12), st.integers(1, 80), st.booleans())
 def test_micro_batches_stay_within_the_budget(rows: int, budget: int, share: bool) -> None:
-    batch = [LearnerRow(number, row, row.logprobs, row.logprobs) for number, row in enumerate([*make_rows(rows), *make_rows(rows, seed=1)])]
+    batch = [
+        LearnerRow(number, row, row.logprobs, row.logprobs)
+        for number, row in enumerate([*make_rows(rows), *make_rows(rows, seed=1)])
+    ]
     kernel, device = FusedAttention(), torch.device("cpu")
     parts = list(split_rows(batch, budget, share=share))
     assert sorted(row.number for part in parts for row in part) == list(range(2 * rows))
     packed = [pack(part, device, kernel, budget, share=share).token_ids.numel() for part in parts]
-    assert all(len(part) == 1 or tokens <= budget for part, tokens in zip(parts, packed, strict=True))
+    assert all(
+        len(part) == 1 or tokens <= budget for part, tokens in zip(parts, packed, strict=True)
+    )
 
 
 def test_the_state_before_a_token_predicts_it() -> None:
-    row = Row(np.array([5, 6, 7, 8, 9, 10], np.int32), ((2, 4), (5, 6)), np.zeros(3, np.float32), np.zeros(3, np.float32), 0)
+    row = Row(
+        np.array([5, 6, 7, 8, 9, 10], np.int32),
+        ((2, 4), (5, 6)),
+        np.zeros(3, np.float32),
+        np.zeros(3, np.float32),
+        0,
+    )
     shifted = shift(row)
     assert shifted.predictors.tolist() == [1, 2, 4]
     assert shifted.targets.tolist() == [7, 8, 10]
@@ -249,12 +320,14 @@ def test_the_state_before_a_token_predicts_it() -> None:
 
 @pytest.mark.parametrize("spans", [((0, 2),), ((2, 9),), ((3, 4), (2, 3)), ((2, 5),)])
 def test_rows_whose_spans_do_not_fit_are_refused(spans: tuple[tuple[int, int], ...]) -> None:
-    row = Row(np.arange(5, dtype=np.int32), spans, np.zeros(2, np.float32), np.zeros(2, np.float32), 0)
+    row = Row(
+        np.arange(5, dtype=np.int32), spans, np.zeros(2, np.float32), np.zeros(2, np.float32), 0
+    )
     with pytest.raises(ValueError, match="row 0"):
         check_rows([row])
 
 
-# --- the adapter's folder ------------------------------------------------------------------------------------------
+# --- the adapter's folder -------------------------------------------------------------------------
 
 
 def test_the_saved_adapter_loads_in_peft_as_it_is(tmp_path: Path) -> None:
@@ -263,18 +336,27 @@ def test_the_saved_adapter_loads_in_peft_as_it_is(tmp_path: Path) -> None:
 
     learner = make_learner(config_for())
     learner.adapter.save(tmp_path)
-    assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == model_folder("qwen3")
-    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder("qwen3")), tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ] == model_folder("qwen3")
+    loaded = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(model_folder("qwen3")), tmp_path
+    )
     ids = torch.arange(4, 20).unsqueeze(0)
     with torch.no_grad():
-        torch.testing.assert_close(loaded(input_ids=ids).logits, learner.adapter.peft_model(input_ids=ids).logits)
+        torch.testing.assert_close(
+            loaded(input_ids=ids).logits, learner.adapter.peft_model(input_ids=ids).logits
+        )
 
 
 def test_the_saved_adapter_names_its_base_as_the_user_did(tmp_path: Path) -> None:
     config = config_for(model={"model": "lab"})
     base = load_base_model(config, resolve_model("lab"), torch.device("cpu"))
     Adapter(base, config.model, config.lora, config.training.seed).save(tmp_path)
-    assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == "lab"
+    assert (
+        json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"]
+        == "lab"
+    )
     assert 'base_model: "lab"' in (tmp_path / "README.md").read_text()
 
 
@@ -289,7 +371,10 @@ def test_initial_weights_depend_on_the_seed_alone_and_leave_the_base_unchanged()
     a = [value for name, value in weights(one).items() if "lora_A" in name]
     b = [value for name, value in weights(one).items() if "lora_B" in name]
     assert all(bool((value == 0).all()) for value in b)
-    assert all(0.5 / value.shape[1] ** 0.5 < float(value.abs().max()) <= 1 / value.shape[1] ** 0.5 for value in a)
+    assert all(
+        0.5 / value.shape[1] ** 0.5 < float(value.abs().max()) <= 1 / value.shape[1] ** 0.5
+        for value in a
+    )
     assert not torch.equal(a[0], a[1])
 
 
@@ -302,7 +387,10 @@ def test_all_linear_layers_of_the_blocks_are_adapted_and_the_head_is_not() -> No
 def test_starting_from_an_adapter_takes_its_weights(tmp_path: Path) -> None:
     source = make_learner(config_for())
     source.adapter.save(tmp_path)
-    assert same(weights(make_learner(config_for(lora={"init_from": str(tmp_path)}), untouched=True)), weights(source))
+    assert same(
+        weights(make_learner(config_for(lora={"init_from": str(tmp_path)}), untouched=True)),
+        weights(source),
+    )
 
 
 @pytest.mark.parametrize(
@@ -314,7 +402,9 @@ def test_starting_from_an_adapter_takes_its_weights(tmp_path: Path) -> None:
         ({"lora": {"target_modules": ["q_proj"]}}, "no such layer is adapted here"),
     ],
 )
-def test_starting_from_another_kind_of_adapter_is_refused(tmp_path: Path, sections: dict[str, dict[str, Any]], words: str) -> None:
+def test_starting_from_another_kind_of_adapter_is_refused(
+    tmp_path: Path, sections: dict[str, dict[str, Any]], words: str
+) -> None:
     from retrain.errors import ConfigurationError
 
     make_learner(config_for()).adapter.save(tmp_path)
@@ -330,7 +420,7 @@ def test_an_unknown_target_module_is_refused_with_the_known_ones() -> None:
         make_learner(config_for(lora={"target_modules": ["w_q"]}))
 
 
-# --- devices and the backend ---------------------------------------------------------------------------------------
+# --- devices and the backend ----------------------------------------------------------------------
 
 
 def test_a_named_device_that_is_absent_is_refused_and_the_unset_default_falls_back() -> None:
@@ -349,7 +439,9 @@ def test_a_named_device_that_is_absent_is_refused_and_the_unset_default_falls_ba
 
 
 @pytest.mark.parametrize("has_units", [False, True])
-def test_bf16_on_a_processor_without_units_for_it_is_said(monkeypatch: pytest.MonkeyPatch, has_units: bool) -> None:
+def test_bf16_on_a_processor_without_units_for_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, has_units: bool
+) -> None:
     from retrain.model import devices
 
     monkeypatch.setattr(devices, "computes_bf16", lambda: has_units)
@@ -366,14 +458,23 @@ def test_attention_is_never_cudnns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "dropout", "checkpointing"), [("qwen3", 0.0, False), ("qwen3", 0.2, True), ("gemma2", 0.0, False), ("gemma2", 0.2, True)]
+    ("family", "dropout", "checkpointing"),
+    [("qwen3", 0.0, False), ("qwen3", 0.2, True), ("gemma2", 0.0, False), ("gemma2", 0.2, True)],
 )
 def test_the_learner_uses_no_operator_that_is_refused_where_kernels_must_be_deterministic(
     family: str, dropout: float, checkpointing: bool
 ) -> None:
-    learner = make_learner(config_for(family, lora={"dropout": dropout}, loss={"entropy_coef": 0.1}), checkpointing=checkpointing)
-    with _deterministic(torch.device("cuda")):  # the flags are the process's, and this build of torch heeds them on a CPU
-        assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    learner = make_learner(
+        config_for(family, lora={"dropout": dropout}, loss={"entropy_coef": 0.1}),
+        checkpointing=checkpointing,
+    )
+    with _deterministic(
+        torch.device("cuda")
+    ):  # the flags are the process's, and this build of torch heeds them on a CPU
+        assert (
+            torch.are_deterministic_algorithms_enabled()
+            and not torch.is_deterministic_algorithms_warn_only_enabled()
+        )
         assert learner.train(make_rows(), 0).updates == 1
         with pytest.raises(RuntimeError, match="deterministic"):
             torch.zeros(4).put_(torch.tensor([0]), torch.ones(1))
@@ -385,14 +486,27 @@ def test_engine_and_learner_are_one_policy_before_and_after_an_update() -> None:
 
     backend = LocalBackend(config_for(training={"lr": 0.05}), eos_ids=[3])
     for step in range(2):
-        prompts = [np.arange(4 + slot, 12 + 2 * slot, dtype=np.int32) % VOCABULARY for slot in range(3)]
-        requests = [SampleRequest(ids, 2, 12, 0.7, NoiseKey(1, 0, step, slot)) for slot, ids in enumerate(prompts)]
+        prompts = [
+            np.arange(4 + slot, 12 + 2 * slot, dtype=np.int32) % VOCABULARY for slot in range(3)
+        ]
+        requests = [
+            SampleRequest(ids, 2, 12, 0.7, NoiseKey(1, 0, step, slot))
+            for slot, ids in enumerate(prompts)
+        ]
         rows = []
         for done in backend.engine.sample(requests):
             prompt = prompts[done.request]
             span = (len(prompt), len(prompt) + len(done.token_ids))
             advantages = np.full(len(done.token_ids), 1 - 2 * done.sample, np.float32)
-            rows.append(Row(np.concatenate([prompt, done.token_ids]), (span,), done.logprobs, advantages, done.request))
+            rows.append(
+                Row(
+                    np.concatenate([prompt, done.token_ids]),
+                    (span,),
+                    done.logprobs,
+                    advantages,
+                    done.request,
+                )
+            )
         result = backend.train(rows, step)
         assert result.ratio_max == pytest.approx(1, abs=1e-4)
         assert result.updates == 1
@@ -400,5 +514,7 @@ def test_engine_and_learner_are_one_policy_before_and_after_an_update() -> None:
 
 def test_the_parameter_line_has_pefts_form() -> None:
     backend = LocalBackend(config_for(), eos_ids=[3])
-    assert backend.trainable_parameters_line().startswith(f"trainable params: {backend.num_trainable:,d} || all params: ")
+    assert backend.trainable_parameters_line().startswith(
+        f"trainable params: {backend.num_trainable:,d} || all params: "
+    )
     assert backend.device_name == "cpu"

@@ -1,4 +1,6 @@
-"""Whatever a model writes is read in a time in proportion to its length: in the trainer's thread nothing else could stop it."""
+"""Whatever a model writes is read in a time in proportion to its length: in the trainer's thread
+nothing else could stop it.
+"""
 
 import time
 from collections.abc import Callable
@@ -27,7 +29,29 @@ READERS: dict[str, Callable[[str], object]] = {
     "secrets": _REDACTOR.text,
 }
 HOSTILE = (
-    *("$", "0", " ", "\\", "{", "(", "!", "9!", "^{", "a", "'", "=", "\n", "-", "://", "eyJ-", "sk-", "?key", "&a", "%3A%2F%2F", "%3Fkey"),
+    *(
+        "$",
+        "0",
+        " ",
+        "\\",
+        "{",
+        "(",
+        "!",
+        "9!",
+        "^{",
+        "a",
+        "'",
+        "=",
+        "\n",
+        "-",
+        "://",
+        "eyJ-",
+        "sk-",
+        "?key",
+        "&a",
+        "%3A%2F%2F",
+        "%3Fkey",
+    ),
     *(
         r"\boxed",
         r"\boxed ",
@@ -75,13 +99,29 @@ def test_four_times_the_text_takes_four_times_as_long(name: str) -> None:
     read = READERS[name]
     for fragment in HOSTILE:
         for before, after in (("", ""), ("$", "x"), (r"\boxed{1}", "}"), ("0", "x")):
-            short, long = (before + fragment * (size // len(fragment)) + after for size in (_SHORT, _LONG))
+            short, long = (
+                before + fragment * (size // len(fragment)) + after for size in (_SHORT, _LONG)
+            )
             if seconds(read, long, 1) > 0.01:  # below, it is no matter
-                assert seconds(read, long) < 8 * seconds(read, short) + 0.01, (fragment, before, after)
+                assert seconds(read, long) < 8 * seconds(read, short) + 0.01, (
+                    fragment,
+                    before,
+                    after,
+                )
 
 
 @pytest.mark.parametrize(
-    "text", ["$" * 1600 + "x", "0" * 10**6 + "x", r"\boxed" * 160_000, r"\fbox" * 200_000, r"\boxed{" * 150_000, " " * 10**6]
+    "text",
+    [
+        "$" * 1600 + "x",
+        "0" * 10**6 + "x",
+        r"\boxed" * 160_000,
+        r"\fbox" * 200_000,
+        r"\boxed{" * 150_000,
+        " " * 10**6,
+    ],
 )
 def test_a_million_hostile_characters_are_judged_at_once(text: str) -> None:
-    assert seconds(lambda answer: (decide_by_strings(answer, "4"), extract_boxed(answer)), text) < 5  # quadratic time would be minutes
+    assert (
+        seconds(lambda answer: (decide_by_strings(answer, "4"), extract_boxed(answer)), text) < 5
+    )  # quadratic time would be minutes

@@ -29,14 +29,26 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(folder: Path, seed: int, **sections: dict[str, Any]) -> None:
     evaluation = {"at_end": True, "at_start": True, "max_examples": 6}
-    retrain.train(small(folder, training={"seed": seed, "max_steps": 2}, evaluation=evaluation, **sections), quiet=True)
+    retrain.train(
+        small(folder, training={"seed": seed, "max_steps": 2}, evaluation=evaluation, **sections),
+        quiet=True,
+    )
 
 
 def test_a_frame_holds_what_the_runs_recorded(trained: Path) -> None:
     frame = retrain.load_runs(trained)
     assert list(frame.columns[:4]) == ["run", "condition", "seed", "step"]
-    assert frame[["run", "seed", "step"]].values.tolist() == [["run_s1", 1, 0], ["run_s1", 1, 1], ["run_s2", 2, 0], ["run_s2", 2, 1]]
-    records = [record for seed in (1, 2) for record in retrain.Run(trained / f"run_s{seed}", None).metrics()]  # type: ignore[arg-type]
+    assert frame[["run", "seed", "step"]].values.tolist() == [
+        ["run_s1", 1, 0],
+        ["run_s1", 1, 1],
+        ["run_s2", 2, 0],
+        ["run_s2", 2, 1],
+    ]
+    records = [
+        record
+        for seed in (1, 2)
+        for record in retrain.Run(trained / f"run_s{seed}", None).metrics()
+    ]  # type: ignore[arg-type]
     for name in ("loss", "mean_reward", "step_time_s", "num_datums"):
         assert frame[name].tolist() == [getattr(record, name) for record in records]
     assert frame["plan_entropy_mean"].isna().all() and frame["sepa_gate_step"].isna().all()
@@ -49,16 +61,24 @@ def test_types_do_not_depend_on_the_data(trained: Path, tmp_path: Path) -> None:
     assert (
         retrain.load_runs(tmp_path)
         .dtypes.drop(["run", "condition", "uncertainty_kind", "bp_action", "bp_regime"])
-        .equals(retrain.load_runs(trained).dtypes.drop(["run", "condition", "uncertainty_kind", "bp_action", "bp_regime"]))
+        .equals(
+            retrain.load_runs(trained).dtypes.drop(
+                ["run", "condition", "uncertainty_kind", "bp_action", "bp_regime"]
+            )
+        )
     )
     assert isinstance(retrain.load_runs(trained)["uncertainty_kind"].dtype, pd.CategoricalDtype)
 
 
-def test_a_run_that_could_not_be_started_any_more_is_read_and_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_could_not_be_started_any_more_is_read_and_not_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It ran under the rules of an earlier version: k1 was no refused loss term then."""
     folder = write_run(tmp_path / "old", 1, finished=False, max_steps=3)
     config = folder / "config.toml"
-    config.write_text(config.read_text().replace("kl_coef = 0.0", "kl_coef = 0.1").replace('"k3"', '"k1"'))
+    config.write_text(
+        config.read_text().replace("kl_coef = 0.0", "kl_coef = 0.1").replace('"k3"', '"k1"')
+    )
     assert StoredRun(folder).config.loss.kl_estimator == "k1"
     assert len(retrain.load_runs(folder)) == 2
     assert main(["--resume", str(folder)]) == 2
@@ -72,13 +92,30 @@ def test_a_finished_run_says_so_and_gives_its_last_evaluation(trained: Path) -> 
     assert len(first.final_evaluation.problems) == 6
 
 
-def test_real_runs_compare(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_real_runs_compare(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train(tmp_path / "gtpo", 1, algorithm={"transform_mode": "gtpo"})
-    assert main(["compare", str(tmp_path / "gtpo"), "--baseline", *map(str, sorted(trained.iterdir())), "--json"]) == 0
+    assert (
+        main(
+            [
+                "compare",
+                str(tmp_path / "gtpo"),
+                "--baseline",
+                *map(str, sorted(trained.iterdir())),
+                "--json",
+            ]
+        )
+        == 0
+    )
     result = json.loads(capsys.readouterr().out)
     (found,) = result["contrasts"]
     assert result["metric"] == "pass@1" and list(found["differences"]) == ["1"]
-    assert (found["same_prompts"], found["shared_noise"], found["verdict"]) == (1, 1, "inconclusive")
+    assert (found["same_prompts"], found["shared_noise"], found["verdict"]) == (
+        1,
+        1,
+        "inconclusive",
+    )
     assert found["differing_keys"] == ["algorithm.transform_mode"]
 
 
@@ -91,7 +128,9 @@ def test_the_tail_of_a_file_is_its_end(trained: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_torn_last_line_is_no_step(tmp_path: Path) -> None:
-    run = StoredRun(write_run(tmp_path / "run", 1, rates=[0.1, 0.2, 0.3], finished=False, max_steps=9))
+    run = StoredRun(
+        write_run(tmp_path / "run", 1, rates=[0.1, 0.2, 0.3], finished=False, max_steps=9)
+    )
     with run.folder.metrics.open("a") as file:
         file.write('{"step": 3, "condition": "x", "correct')
     assert run.steps == 3 and run.unfinished == "stopped after 3 of 9 steps"
@@ -115,8 +154,12 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize(("damage", "place"), DAMAGE.items())
-def test_a_damaged_line_is_named(damage: str, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By load_runs, which reads the file from its start, and by status and compare, which read the last steps from its end."""
+def test_a_damaged_line_is_named(
+    damage: str, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By load_runs, which reads the file from its start, and by status and compare, which read the
+    last steps from its end.
+    """
     run = StoredRun(write_run(tmp_path / "run", 1, rates=[0.1, 0.2], held_out=problems([1])))
     other = write_run(tmp_path / "other", 1, rates=[0.1, 0.2], held_out=problems([1]))
     lines = run.folder.metrics.read_text().splitlines()
@@ -126,33 +169,55 @@ def test_a_damaged_line_is_named(damage: str, place: str, tmp_path: Path, capsys
         retrain.load_runs(tmp_path)
     assert main(["status", str(run.path)]) == 0
     assert re.search(sentence, capsys.readouterr().out)
-    assert main(["compare", str(run.path), "--baseline", str(other), "--metric", "correct_rate"]) == 1
+    assert (
+        main(["compare", str(run.path), "--baseline", str(other), "--metric", "correct_rate"]) == 1
+    )
     assert re.search(sentence, capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(("damage", "place"), [('{"step": 2, "exam', "line 1"), ('{"step": 2, "example_id": "0"}', "step 2")])
-def test_a_damaged_line_of_an_evaluation_is_named(damage: str, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("damage", "place"),
+    [('{"step": 2, "exam', "line 1"), ('{"step": 2, "example_id": "0"}', "step 2")],
+)
+def test_a_damaged_line_of_an_evaluation_is_named(
+    damage: str, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = StoredRun(write_run(tmp_path / "run", 1, held_out=problems([1, 0])))
     other = write_run(tmp_path / "other", 1, held_out=problems([1, 0]))
-    run.folder.evaluation.write_text(damage + "\n" + run.folder.evaluation.read_text().splitlines()[1] + "\n")
-    for command in (["status", str(run.path)], ["compare", str(run.path), "--baseline", str(other)]):
+    run.folder.evaluation.write_text(
+        damage + "\n" + run.folder.evaluation.read_text().splitlines()[1] + "\n"
+    )
+    for command in (
+        ["status", str(run.path)],
+        ["compare", str(run.path), "--baseline", str(other)],
+    ):
         main(command)
         printed = capsys.readouterr()
         assert re.search(rf"run/evaluation\.jsonl, {place}\b", printed.out + printed.err)
 
 
-def test_a_line_without_a_step_is_named_by_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_without_a_step_is_named_by_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = StoredRun(write_run(tmp_path / "run", 1, rates=[0.1, 0.2]))
-    run.folder.metrics.write_text(re.sub(r'"step": ?\d+', '"step": null', run.folder.metrics.read_text()))
+    run.folder.metrics.write_text(
+        re.sub(r'"step": ?\d+', '"step": null', run.folder.metrics.read_text())
+    )
     assert main(["report", str(run.path)]) == 1
     assert re.search(r"run/metrics\.jsonl, line 1\b", capsys.readouterr().err)
 
 
 def test_lines_of_other_versions_are_read(tmp_path: Path) -> None:
     run = StoredRun(write_run(tmp_path / "run", 1))
-    run.folder.metrics.write_text('{"step": 0, "condition": "x", "correct_rate": 1, "of_the_future": [1]}\n')
+    run.folder.metrics.write_text(
+        '{"step": 0, "condition": "x", "correct_rate": 1, "of_the_future": [1]}\n'
+    )
     frame = retrain.load_runs(tmp_path)
-    assert frame["correct_rate"].tolist() == [1.0] and np.isnan(frame["loss"][0]) and "of_the_future" not in frame
+    assert (
+        frame["correct_rate"].tolist() == [1.0]
+        and np.isnan(frame["loss"][0])
+        and "of_the_future" not in frame
+    )
 
 
 def test_runs_are_found_in_campaigns_and_beside_them(tmp_path: Path) -> None:
@@ -160,7 +225,11 @@ def test_runs_are_found_in_campaigns_and_beside_them(tmp_path: Path) -> None:
     write_run(tmp_path / "logs" / "alone", 7)
     (tmp_path / "logs" / "notes").mkdir()
     frame = retrain.load_runs(tmp_path / "logs")
-    assert list(dict.fromkeys(frame["run"])) == ["alone", "campaign_1/runs/grpo+none_s1", "campaign_1/runs/grpo+none_s2"]
+    assert list(dict.fromkeys(frame["run"])) == [
+        "alone",
+        "campaign_1/runs/grpo+none_s1",
+        "campaign_1/runs/grpo+none_s2",
+    ]
     assert set(retrain.load_runs(tmp_path / "logs" / "alone")["run"]) == {"alone"}
 
 
@@ -184,7 +253,9 @@ def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
 
 def test_untrained_weights_are_no_final_evaluation(tmp_path: Path) -> None:
     run = StoredRun(write_run(tmp_path / "run", 1, held_out=problems([1])))
-    run.folder.evaluation.write_text(run.folder.evaluation.read_text().replace('"step": 2', '"step": 0'))
+    run.folder.evaluation.write_text(
+        run.folder.evaluation.read_text().replace('"step": 2', '"step": 0')
+    )
     assert run.final_evaluation is None
 
 
@@ -206,8 +277,12 @@ def test_a_summary_that_is_not_done_is_no_result(tmp_path: Path) -> None:
         ("vllm", None, False),
     ],
 )
-def test_shared_noise_is_what_the_run_recorded_of_its_engine(tmp_path: Path, engine: str, recorded: object, shared: bool) -> None:
-    """A folder of an earlier version has recorded nothing; the built-in engine is then known by its name, and no plugin is imported."""
+def test_shared_noise_is_what_the_run_recorded_of_its_engine(
+    tmp_path: Path, engine: str, recorded: object, shared: bool
+) -> None:
+    """A folder of an earlier version has recorded nothing; the built-in engine is then known by its
+    name, and no plugin is imported.
+    """
     (tmp_path / "config.toml").write_text(f'[inference]\nengine = "{engine}"\n')
     if recorded:
         (tmp_path / "environment.json").write_text(json.dumps({"engine": recorded}))

@@ -1,4 +1,6 @@
-"""What is predicted of a run's memory without its weights, against the tensors of the run itself."""
+"""What is predicted of a run's memory without its weights, against the tensors of the run
+itself.
+"""
 
 import json
 import weakref
@@ -42,7 +44,9 @@ QWEN3_4B: dict[str, Any] = {
 def qwen(folder: Path, layers: int = 36, **sections: dict[str, Any]) -> TrainConfig:
     """The standard profile on a model of which only the configuration is there."""
     (folder / "config.json").write_text(json.dumps(QWEN3_4B | {"num_hidden_layers": layers}))
-    training = {"batch_size": 8, "group_size": 16, "max_tokens": 10240} | sections.pop("training", {})
+    training = {"batch_size": 8, "group_size": 16, "max_tokens": 10240} | sections.pop(
+        "training", {}
+    )
     model = {"model": str(folder), "lora_rank": 32} | sections.pop("model", {})
     backend = {"devices": "gpu:0"} | sections.pop("backend", {})
     return small(folder / "run", model=model, training=training, backend=backend, **sections)
@@ -63,8 +67,14 @@ def rows(count: int, prompt: int, actions: int) -> list[Row]:
     ]
 
 
-@pytest.mark.parametrize("sections", [{}, {"lora": {"dropout": 0.1}}, {"model": {"dtype": "bf16"}}], ids=["fp32", "dropout", "bf16"])
-def test_a_model_without_weights_has_the_footprint_and_the_choices_of_the_real_one(tmp_path: Path, sections: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "sections",
+    [{}, {"lora": {"dropout": 0.1}}, {"model": {"dtype": "bf16"}}],
+    ids=["fp32", "dropout", "bf16"],
+)
+def test_a_model_without_weights_has_the_footprint_and_the_choices_of_the_real_one(
+    tmp_path: Path, sections: dict[str, Any]
+) -> None:
     config = small(tmp_path, **sections)
     backend, predicted = LocalBackend(config), predict_memory(config)
     assert predicted.size == footprint(backend._base, config)
@@ -73,29 +83,57 @@ def test_a_model_without_weights_has_the_footprint_and_the_choices_of_the_real_o
 
 
 def test_a_dialogue_has_room_for_what_its_environment_says() -> None:
-    """Where there can be a second reply, memory is predicted for longer rows, within the model's context."""
+    """Where there can be a second reply, memory is predicted for longer rows, within the model's
+    context.
+    """
 
     def longest(max_tokens: int = 64, **environment: Any) -> int:
-        config = TrainConfig.model_validate({"model": {"model": "lab"}, "training": {"max_tokens": max_tokens}, "environment": environment})
+        config = TrainConfig.model_validate(
+            {
+                "model": {"model": "lab"},
+                "training": {"max_tokens": max_tokens},
+                "environment": environment,
+            }
+        )
         context = context_length(load_model_config(resolve_model(config.model.model)))
         return longest_row(config.training, config.environment, context, 100)
 
-    assert longest() == longest(provider="reasoning_gym", id="chain_sum") == longest(provider="my.Mine", max_turns=1) == 164
-    assert longest(provider="my.Mine") == longest(provider="my.Mine", max_turns=3) == 164 + PROMPT_ALLOWANCE
+    assert (
+        longest()
+        == longest(provider="reasoning_gym", id="chain_sum")
+        == longest(provider="my.Mine", max_turns=1)
+        == 164
+    )
+    assert (
+        longest(provider="my.Mine")
+        == longest(provider="my.Mine", max_turns=3)
+        == 164 + PROMPT_ALLOWANCE
+    )
     assert longest(1500) == 1600 and longest(1500, provider="my.Mine") == 2048
 
 
 def test_what_evaluations_sample_may_be_longer_than_what_is_trained(tmp_path: Path) -> None:
-    """Decoding has room for it where the run evaluates, and the learner is planned for what it trains."""
+    """Decoding has room for it where the run evaluates, and the learner is planned for what it
+    trains.
+    """
 
     def planned(**evaluation: Any) -> tuple[int, int, str]:
         config = small(tmp_path, evaluation=evaluation)
         predicted = predict_memory(config)
-        longest = longest_sampled(config.training, config.evaluation, config.environment, context=0, prompt_tokens=100)
-        return longest - config.training.max_tokens, predicted.activations.bytes, predicted.kv_cache.note
+        longest = longest_sampled(
+            config.training, config.evaluation, config.environment, context=0, prompt_tokens=100
+        )
+        return (
+            longest - config.training.max_tokens,
+            predicted.activations.bytes,
+            predicted.kv_cache.note,
+        )
 
     training = small(tmp_path).training.max_tokens
-    unread, read = planned(every=0, at_start=False, at_end=False, max_tokens=3 * training), planned(every=1, max_tokens=3 * training)
+    unread, read = (
+        planned(every=0, at_start=False, at_end=False, max_tokens=3 * training),
+        planned(every=1, max_tokens=3 * training),
+    )
     assert (unread[0], read[0]) == (100, 100 + 2 * training)
     assert unread[1] == read[1] and unread[2] != read[2]
 
@@ -106,7 +144,11 @@ def test_the_parts_that_stay_are_the_bytes_of_the_tensors(tmp_path: Path) -> Non
     backend.train(rows(2, 5, 7), 0)
     frozen = [p for p in backend._base.model.parameters() if not p.requires_grad]
     trained = list(backend._learner.optimizer.parameters.values())
-    moments = [state[key] for state in backend._learner.optimizer._adamw.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    moments = [
+        state[key]
+        for state in backend._learner.optimizer._adamw.state.values()
+        for key in ("exp_avg", "exp_avg_sq")
+    ]
     fused = backend._fused
     assert fused is not None
     projections = fused._projections
@@ -114,18 +156,30 @@ def test_the_parts_that_stay_are_the_bytes_of_the_tensors(tmp_path: Path) -> Non
     copies = sum(factor.nbytes for p in projections for factor in p.factors or ())
     assert predicted.weights.bytes == sum(p.nbytes for p in frozen)
     assert predicted.adapter.bytes == sum(p.nbytes for p in trained) + copies
-    assert predicted.optimizer.bytes == sum(p.grad.nbytes for p in trained if p.grad is not None) + sum(m.nbytes for m in moments)
+    assert predicted.optimizer.bytes == sum(
+        p.grad.nbytes for p in trained if p.grad is not None
+    ) + sum(m.nbytes for m in moments)
     fused.refresh(sampling=True)
-    copies = [weight for weight in (fused._packed_head, *(p.copy for p in projections)) if weight is not None]
+    copies = [
+        weight
+        for weight in (fused._packed_head, *(p.copy for p in projections))
+        if weight is not None
+    ]
     assert predicted.merged_copy.bytes == 4 * sum(copy._weight.numel() for copy in copies) > 0
 
 
-@pytest.mark.parametrize("sections", [{}, {"lora": {"dropout": 0.1}}], ids=["fused", "the model's own"])
-def test_activations_are_what_a_forward_pass_of_the_learner_keeps(tmp_path: Path, sections: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "sections", [{}, {"lora": {"dropout": 0.1}}], ids=["fused", "the model's own"]
+)
+def test_activations_are_what_a_forward_pass_of_the_learner_keeps(
+    tmp_path: Path, sections: dict[str, Any]
+) -> None:
     config = small(tmp_path, **sections)
     backend = LocalBackend(config)
     learner, kept = backend._learner, {}
-    (piece,) = learner._pieces([_learner_row(row, number) for number, row in enumerate(rows(8, 40, 60))], share=False)
+    (piece,) = learner._pieces(
+        [_learner_row(row, number) for number, row in enumerate(rows(8, 40, 60))], share=False
+    )
     micro = learner._micro_batch(piece)
     parameters = {p.untyped_storage().data_ptr() for p in backend._base.model.parameters()}
 
@@ -135,11 +189,16 @@ def test_activations_are_what_a_forward_pass_of_the_learner_keeps(tmp_path: Path
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with learner._training(micro, 0), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+    with (
+        learner._training(micro, 0),
+        torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor),
+    ):
         hidden = learner._hidden_states(micro)
     assert hidden.requires_grad
     tokens = micro.token_ids.numel()
-    assert sum(kept.values()) == pytest.approx(tokens * footprint(backend._base, config).kept_per_token, rel=0.05)
+    assert sum(kept.values()) == pytest.approx(
+        tokens * footprint(backend._base, config).kept_per_token, rel=0.05
+    )
 
 
 class Allocations(TorchDispatchMode):
@@ -172,23 +231,41 @@ def storages(tree: Any) -> list[torch.UntypedStorage]:
 
 @pytest.mark.parametrize("choice", ["kept", "checkpointed", "offloaded"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_learning_pass_takes_what_is_predicted_for_its_tokens(tmp_path: Path, choice: str, dtype: str) -> None:
-    """On a CPU the host's memory, to which the inputs of the layers are offloaded, is the device's own, so it counts too."""
-    config = small(tmp_path, model={"dtype": dtype}, training={"gradient_checkpointing": choice != "kept"})
+def test_a_learning_pass_takes_what_is_predicted_for_its_tokens(
+    tmp_path: Path, choice: str, dtype: str
+) -> None:
+    """On a CPU the host's memory, to which the inputs of the layers are offloaded, is the device's
+    own, so it counts too.
+    """
+    config = small(
+        tmp_path, model={"dtype": dtype}, training={"gradient_checkpointing": choice != "kept"}
+    )
     predicted, offloading = predict_memory(config), choice == "offloaded"
-    backend, size = LocalBackend(config, replace(predicted.choices, offload_activations=offloading)), predicted.size
+    backend, size = (
+        LocalBackend(config, replace(predicted.choices, offload_activations=offloading)),
+        predicted.size,
+    )
     backend.train(rows(1, 5, 7), 0)
     peaks = [_peak_of_pass(backend, count) for count in (4, 8)]
-    per_token = size.activations_per_token(checkpointing=choice != "kept", offloading=offloading) + size.gradients_per_token
+    per_token = (
+        size.activations_per_token(checkpointing=choice != "kept", offloading=offloading)
+        + size.gradients_per_token
+    )
     text = backend._base.model.config
-    per_token += text.num_hidden_layers * text.hidden_size * size.dtype.itemsize if offloading else 0
+    per_token += (
+        text.num_hidden_layers * text.hidden_size * size.dtype.itemsize if offloading else 0
+    )
     assert (peaks[1] - peaks[0]) / 400 == pytest.approx(per_token, rel=0.15)
 
 
 def _peak_of_pass(backend: LocalBackend, count: int) -> int:
-    """Bytes at most while a gradient is computed of so many rows of 100 tokens, their head aside."""
+    """Bytes at most while a gradient is computed of so many rows of 100 tokens, their head
+    aside.
+    """
     learner = backend._learner
-    (piece,) = learner._pieces([_learner_row(row, number) for number, row in enumerate(rows(count, 40, 60))], share=False)
+    (piece,) = learner._pieces(
+        [_learner_row(row, number) for number, row in enumerate(rows(count, 40, 60))], share=False
+    )
     micro = learner._micro_batch(piece)
     with learner._training(micro, 0), Allocations() as allocations:
         learner._hidden_states(micro).sum().backward()  # type: ignore[no-untyped-call]
@@ -214,18 +291,34 @@ def test_the_standard_profile_of_a_4b_model(tmp_path: Path) -> None:
     assert predicted.optimizer.bytes == 12 * 66_060_288
     tokens = predicted.choices.decode_tokens
     assert predicted.kv_cache.note.startswith(
-        f"{tokens:,} tokens in pages at 144 KiB: {tokens // 11264} of 128 completions at their longest"
+        f"{tokens:,} tokens in pages at 144 KiB: {tokens // 11264} of 128 completions at their"
+        " longest"
     )
     assert predicted.kv_cache.bytes == tokens * 147_456
     assert predicted.fixed < predicted.peak < 24 * GIB
-    plans = [plan(config, load_model_config(str(tmp_path)), predicted.size, Machine("cuda", gib * GIB, 1)) for gib in (16, 24, 80, 141)]
+    plans = [
+        plan(
+            config, load_model_config(str(tmp_path)), predicted.size, Machine("cuda", gib * GIB, 1)
+        )
+        for gib in (16, 24, 80, 141)
+    ]
     assert [choices.gradient_checkpointing for choices in plans] == [True, True, False, False]
     assert [choices.decode_tokens // 11_264 for choices in plans] == PROFILE_ROWS
-    assert [choices.decode_tokens // 2_048 for choices in plans] == [14, 40, 223, 423], "2, 5, 24 and 44 before there were pages"
+    assert [choices.decode_tokens // 2_048 for choices in plans] == [
+        14,
+        40,
+        223,
+        423,
+    ], "2, 5, 24 and 44 before there were pages"
     smallest = Machine("cuda", 16 * GIB, 1)
     learning, _ = budgets(config.training.batch_size, predicted.size, smallest)
     model_config = load_model_config(str(tmp_path))
-    assert activation_bytes(config.training, config.environment, model_config, predicted.size, plans[0]) <= learning
+    assert (
+        activation_bytes(
+            config.training, config.environment, model_config, predicted.size, plans[0]
+        )
+        <= learning
+    )
 
 
 def memory_of(folder: Path, gib: float = 40, **sections: dict[str, Any]) -> Memory:
@@ -233,36 +326,60 @@ def memory_of(folder: Path, gib: float = 40, **sections: dict[str, Any]) -> Memo
     return predict_memory(qwen(folder, layers=4, **sections), memory_gib=gib)
 
 
-def test_activations_are_offloaded_only_where_a_row_does_not_fit_with_checkpointing(tmp_path: Path) -> None:
+def test_activations_are_offloaded_only_where_a_row_does_not_fit_with_checkpointing(
+    tmp_path: Path,
+) -> None:
     """16 GiB: rows of 11k tokens fit checkpointed, rows of 21k do not, and they fit offloaded."""
-    short, long = (predict_memory(qwen(tmp_path, training={"max_tokens": tokens}), memory_gib=16) for tokens in (10_240, 20_480))
+    short, long = (
+        predict_memory(qwen(tmp_path, training={"max_tokens": tokens}), memory_gib=16)
+        for tokens in (10_240, 20_480)
+    )
     assert [memory.choices.gradient_checkpointing for memory in (short, long)] == [True, True]
     assert [memory.choices.offload_activations for memory in (short, long)] == [False, True]
-    assert "offloaded" not in short.activations.note and "offloaded (" in long.activations.note and long.peak <= 16 * GIB
-    forced = predict_memory(qwen(tmp_path, training={"max_tokens": 20_480, "gradient_checkpointing": False}), memory_gib=16)
+    assert (
+        "offloaded" not in short.activations.note
+        and "offloaded (" in long.activations.note
+        and long.peak <= 16 * GIB
+    )
+    forced = predict_memory(
+        qwen(tmp_path, training={"max_tokens": 20_480, "gradient_checkpointing": False}),
+        memory_gib=16,
+    )
     assert not forced.choices.offload_activations
 
 
 def test_what_was_asked_for_shows_in_its_part(tmp_path: Path) -> None:
     plain = memory_of(tmp_path)
     layers = plain.size.layer_weights
-    assert plain.weights.bytes - memory_of(tmp_path, model={"load_in_4bit": True}).weights.bytes == pytest.approx(0.742 * layers, rel=1e-3)
+    assert plain.weights.bytes - memory_of(
+        tmp_path, model={"load_in_4bit": True}
+    ).weights.bytes == pytest.approx(0.742 * layers, rel=1e-3)
     assert memory_of(tmp_path, model={"lora_rank": 64}).optimizer.bytes == 2 * plain.optimizer.bytes
     short = memory_of(tmp_path, training={"max_tokens": 512, "batch_size": 1, "group_size": 4})
     assert short.kv_cache.bytes < plain.kv_cache.bytes and "turns" not in short.kv_cache.note
     int8 = memory_of(tmp_path, inference={"kv_cache_dtype": "int8"})
-    assert int8.choices.decode_tokens > plain.choices.decode_tokens and "4 x 11,264" not in int8.kv_cache.note
-    kept, checkpointed = (memory_of(tmp_path, 80, training={"gradient_checkpointing": on}).activations for on in (False, True))
+    assert (
+        int8.choices.decode_tokens > plain.choices.decode_tokens
+        and "4 x 11,264" not in int8.kv_cache.note
+    )
+    kept, checkpointed = (
+        memory_of(tmp_path, 80, training={"gradient_checkpointing": on}).activations
+        for on in (False, True)
+    )
     assert kept.note.endswith("KiB") and checkpointed.note.endswith("checkpointed")
 
 
 def test_a_larger_device_decodes_more_rows_and_no_budget_passes_the_device(tmp_path: Path) -> None:
     sizes = [memory_of(tmp_path, gib) for gib in (16, 24, 80)]
-    assert [size.choices.decode_tokens for size in sizes] == sorted({size.choices.decode_tokens for size in sizes})
+    assert [size.choices.decode_tokens for size in sizes] == sorted(
+        {size.choices.decode_tokens for size in sizes}
+    )
     assert all(size.peak <= size.machine.memory for size in sizes)
 
 
-def test_a_device_on_which_not_one_completion_fits_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_a_device_on_which_not_one_completion_fits_is_said_before_anything_is_loaded(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(EnvironmentFailure, match=r"lower \[training\] max_tokens"):
         memory_of(tmp_path, gib=1.6)
 
@@ -274,10 +391,26 @@ def test_choices_that_a_run_has_stored_are_kept(tmp_path: Path) -> None:
     assert predict_memory(config, memory_gib=machine.memory / GIB, choices=stored).choices == stored
 
 
-def test_a_run_says_its_memory_before_it_loads_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_says_its_memory_before_it_loads_the_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = small(tmp_path / "run", training={"max_steps": 1})
     train(config)
     printed = capsys.readouterr().out.splitlines()
     (line,) = [text for text in printed if text.startswith("Predicted memory of tensors")]
-    assert printed.index(line) < next(index for index, text in enumerate(printed) if text.startswith("Loading train model"))
-    assert all(word in line for word in ("weights", "adapter", "optimizer", "KV cache", "activations", "logits", "peak", "cpu"))
+    assert printed.index(line) < next(
+        index for index, text in enumerate(printed) if text.startswith("Loading train model")
+    )
+    assert all(
+        word in line
+        for word in (
+            "weights",
+            "adapter",
+            "optimizer",
+            "KV cache",
+            "activations",
+            "logits",
+            "peak",
+            "cpu",
+        )
+    )

@@ -1,4 +1,6 @@
-"""Sampler and learner give the log-probs of transformers' own forward pass in float64, past every window of every family."""
+"""Sampler and learner give the log-probs of transformers' own forward pass in float64, past every
+window of every family.
+"""
 
 import sys
 from pathlib import Path
@@ -35,18 +37,33 @@ def test_sampler_and_learner_compute_the_familys_own_log_probs(family: str) -> N
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "doge", "nemotron", "deepseek_v3"])
-def test_a_family_that_only_a_server_samples_is_scored_padded_and_refused_by_the_sampler_in_a_sentence(family: str) -> None:
+def test_a_family_that_only_a_server_samples_is_scored_padded_and_refused_by_the_sampler_in_a_sentence(
+    family: str,
+) -> None:
     assert compare_padded(family) < 1e-4
-    with pytest.raises(ConfigurationError, match=r'engine = "pytorch" cannot decode \w+, which has .*; use .* or engine = "vllm"'):
+    with pytest.raises(
+        ConfigurationError,
+        match=r'engine = "pytorch" cannot decode \w+, which has .*; use .* or engine = "vllm"',
+    ):
         refuse_undecodable(tiny_model(family))
 
 
 def test_layers_that_peft_refuses_are_one_sentence_and_elements_of_a_list_are_left_alone() -> None:
     config = CONFIG_MAPPING["mamba2"](
-        vocab_size=61, hidden_size=32, num_hidden_layers=2, num_heads=4, head_dim=16, state_size=16, n_groups=1, chunk_size=16
+        vocab_size=61,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_heads=4,
+        head_dim=16,
+        state_size=16,
+        n_groups=1,
+        chunk_size=16,
     )
     model = transformers.AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ConfigurationError, match=r"\[lora\] target_modules: peft does not adapt all of in_proj, out_proj in Mamba2"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"\[lora\] target_modules: peft does not adapt all of in_proj, out_proj in Mamba2",
+    ):
         adapted(model, "mamba2")
     model = tiny_model("gemma3n_text")
     base, _, _ = adapted(model, "gemma3n_text")
@@ -54,8 +71,12 @@ def test_layers_that_peft_refuses_are_one_sentence_and_elements_of_a_list_are_le
 
 
 @pytest.mark.parametrize("family", WINDOWED)
-def test_a_fused_forward_without_the_familys_window_is_found_out_and_said(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, family, {**FAMILIES[family], "sliding_window": 4096})  # longer than a probe, as a real one is
+def test_a_fused_forward_without_the_familys_window_is_found_out_and_said(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        FAMILIES, family, {**FAMILIES[family], "sliding_window": 4096}
+    )  # longer than a probe, as a real one is
     model, lines = tiny_model(family), list[str]()
     assert FusedDecoder.of(model, merge=False, say=lines.append) is not None and not lines
 
@@ -78,7 +99,9 @@ def test_the_shrunken_copy_leaves_model_and_random_numbers_as_they_are() -> None
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3"])
-def test_experts_are_computed_without_the_operator_that_has_no_deterministic_form(family: str) -> None:
+def test_experts_are_computed_without_the_operator_that_has_no_deterministic_form(
+    family: str,
+) -> None:
     model, ids = tiny_model(family), torch.arange(4, 20).unsqueeze(0)
     before = model(input_ids=ids).logits
     choose_deterministic_experts(model)
@@ -87,14 +110,37 @@ def test_experts_are_computed_without_the_operator_that_has_no_deterministic_for
 
 
 def test_a_run_trains_a_mixture_of_experts_in_float32(tmp_path: Path) -> None:
-    """A torch that knows the shape of a grouped product in bfloat16 alone cannot predict its memory, and the run goes on."""
+    """A torch that knows the shape of a grouped product in bfloat16 alone cannot predict its
+    memory, and the run goes on.
+    """
     tokenizer = transformers.AutoTokenizer.from_pretrained(resolve_model("lab"))
-    ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 512}
-    shape = _SHAPE | FAMILIES["qwen3_moe"] | ends | {"vocab_size": len(tokenizer), "num_hidden_layers": 2}
-    model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3MoeConfig(**shape), dtype=torch.float32)
+    ends = {
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": tokenizer.eos_token_id,
+        "max_position_embeddings": 512,
+    }
+    shape = (
+        _SHAPE
+        | FAMILIES["qwen3_moe"]
+        | ends
+        | {
+            "vocab_size": len(tokenizer),
+            "num_hidden_layers": 2,
+        }
+    )
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.Qwen3MoeConfig(**shape), dtype=torch.float32
+    )
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    run = train(small(tmp_path / "run", model={"model": str(tmp_path / "model")}, training={"max_steps": 1, "max_tokens": 8}), quiet=True)
+    run = train(
+        small(
+            tmp_path / "run",
+            model={"model": str(tmp_path / "model")},
+            training={"max_steps": 1, "max_tokens": 8},
+        ),
+        quiet=True,
+    )
     (record,) = run.metrics()
     assert record.ratio_mean == pytest.approx(1, abs=1e-4)
 

@@ -1,7 +1,9 @@
-"""Folders written by an earlier retrain go on, are evaluated, compared and reported as they always were.
+"""Folders written by an earlier retrain go on, are evaluated, compared and reported as they always
+were.
 
-tests/data/written_by_0.1.0 was written at commit 68cde85: a run killed between its second and third checkpoint, and a campaign killed
-in the last of its four runs. Neither is ever written again: what reads them has to go on reading them.
+tests/data/written_by_0.1.0 was written at commit 68cde85: a run killed between its second and third
+checkpoint, and a campaign killed in the last of its four runs. Neither is ever written again: what
+reads them has to go on reading them.
 """
 
 import json
@@ -35,7 +37,9 @@ def test_an_old_run_goes_on_where_it_was_killed(run: Path) -> None:
     config = replaced(load_config(OLD / "run.toml"), {"resume.from": str(run)})
     assert train(config, quiet=True).summary.steps == 3
     assert [line["step"] for line in lines(run / "metrics.jsonl")] == [0, 1, 2]
-    assert [line["completion"] for line in lines(run / "emergence" / "generations.jsonl")] == [line["completion"] for line in before]
+    assert [line["completion"] for line in lines(run / "emergence" / "generations.jsonl")] == [
+        line["completion"] for line in before
+    ]
     assert [line["step"] for line in lines(run / "evaluation.jsonl")] == [0] * 4 + [3] * 4
     assert json.loads((run / "summary.json").read_text())["evaluation"]["before"]["problems"] == 4
 
@@ -53,14 +57,18 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = Path(shutil.copytree(OLD / "campaign", tmp_path_factory.mktemp("old") / "campaign"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("retrain.campaign.board.Board.say", lambda board, line: None)
-        manifest = run_campaign(replaced(load_config(OLD / "campaign.toml"), {"resume.from": str(folder)}))
+        manifest = run_campaign(
+            replaced(load_config(OLD / "campaign.toml"), {"resume.from": str(folder)})
+        )
     assert [entry.status for entry in manifest.runs] == [Status.DONE] * 4
     return folder
 
 
 def test_an_old_campaign_goes_on_with_the_run_that_was_killed(campaign: Path) -> None:
     for name in ("grpo+none_s1", "weighted_s1", "grpo+none_s2"):
-        assert (campaign / "runs" / name / "metrics.jsonl").read_bytes() == (OLD / "campaign/runs" / name / "metrics.jsonl").read_bytes()
+        assert (campaign / "runs" / name / "metrics.jsonl").read_bytes() == (
+            OLD / "campaign/runs" / name / "metrics.jsonl"
+        ).read_bytes()
     killed = campaign / "runs" / "weighted_s2"
     assert [line["step"] for line in lines(killed / "metrics.jsonl")] == [0, 1]
     assert "Resuming" in (killed / "output.log").read_text()

@@ -1,4 +1,6 @@
-"""A loss of one's own: what is proved before a run, the sentence that each mistake gets, and that it learns as a built-in one does."""
+"""A loss of one's own: what is proved before a run, the sentence that each mistake gets, and that
+it learns as a built-in one does.
+"""
 
 import json
 import sys
@@ -63,20 +65,32 @@ def by_root(counts, group, params):
 WRONG: dict[str, tuple[str, str]] = {
     "divides by zero": (
         "return -tokens.advantages * tokens.new / (tokens.old - tokens.sampler)",
-        "gives -inf for a token with new = -0.0562, old = 0, advantages = -0.805; its terms must be finite",
+        (
+            "gives -inf for a token with new = -0.0562, old = 0, advantages = -0.805; its terms"
+            " must be finite"
+        ),
     ),
     "takes log(1 - p)": (
         "return -tokens.advantages * torch.log1p(-tokens.new.exp())",
-        "gives -inf for a token with new = 0, old = 0, advantages = -0.527; its terms must be finite",
+        (
+            "gives -inf for a token with new = 0, old = 0, advantages = -0.527; its terms must be"
+            " finite"
+        ),
     ),
-    "takes the mean": ("return (-tokens.advantages * tokens.new).mean()", "it gave a tensor of shape [], and must give one term for each"),
+    "takes the mean": (
+        "return (-tokens.advantages * tokens.new).mean()",
+        "it gave a tensor of shape [], and must give one term for each",
+    ),
     "centres by the batch": (
         "terms = -tokens.advantages * tokens.new\nreturn terms - terms.mean()",
         "gives a sequence other terms when it stands alone",
     ),
     "whitens its advantages": (
         "a = tokens.advantages\nreturn -(a / (a.std() + 1e-6)) * tokens.new",
-        "gives a sequence other terms when it stands alone, so the result would depend on how the batch is cut into micro-batches",
+        (
+            "gives a sequence other terms when it stands alone, so the result would depend on how"
+            " the batch is cut into micro-batches"
+        ),
     ),
     "detaches everything": (
         "return -tokens.advantages * tokens.new.detach()",
@@ -103,15 +117,30 @@ WRONG: dict[str, tuple[str, str]] = {
         "multiply its terms by tokens.advantages, or declare wrong.own_term = True",
     ),
     "reads its sequence": (
-        "r = torch.split(tokens.new - tokens.old, list(tokens.lengths))\nreturn -tokens.advantages * torch.cat([p - p.mean() for p in r])",
-        "gives a token other terms when it is a sequence of its own, so it reads its sequence; declare wrong.sequence_level = True",
+        (
+            "r = torch.split(tokens.new - tokens.old, list(tokens.lengths))\nreturn"
+            " -tokens.advantages * torch.cat([p - p.mean() for p in r])"
+        ),
+        (
+            "gives a token other terms when it is a sequence of its own, so it reads its sequence;"
+            " declare wrong.sequence_level = True"
+        ),
     ),
-    "is random": ("return -tokens.advantages * tokens.new * (torch.rand(len(tokens.new)) < 0.5)", "draws random numbers, so a run with it"),
+    "is random": (
+        "return -tokens.advantages * tokens.new * (torch.rand(len(tokens.new)) < 0.5)",
+        "draws random numbers, so a run with it",
+    ),
     "counts its calls": (
         "CALLS.append(1)\nreturn -tokens.advantages * tokens.new * len(CALLS)",
         "gives other values when it is called again",
     ),
-    "raises": ("return tokens.logits", "fails on a small example (AttributeError: 'ActionTokens' object has no attribute 'logits')"),
+    "raises": (
+        "return tokens.logits",
+        (
+            "fails on a small example (AttributeError: 'ActionTokens' object has no attribute"
+            " 'logits')"
+        ),
+    ),
     "a parameter that is not given": (
         'return -tokens.advantages * tokens.new * params["beta"]',
         'reads params["beta"], which [loss] params does not give',
@@ -124,7 +153,10 @@ WRONG: dict[str, tuple[str, str]] = {
         "return -tokens.advantages * tokens.new.double()",
         "gives torch.float64 for inputs of torch.float32; keep the dtype",
     ),
-    "applies the weights": ("return -tokens.advantages * tokens.new * tokens.weights", "reads tokens.weights, which are the normalisation"),
+    "applies the weights": (
+        "return -tokens.advantages * tokens.new * tokens.weights",
+        "reads tokens.weights, which are the normalisation",
+    ),
     "entropy without saying so": (
         "return -tokens.advantages * (tokens.new + tokens.entropy)",
         "reads tokens.entropy, which is None unless it declares wrong.needs_entropy = True",
@@ -137,7 +169,10 @@ WRONG: dict[str, tuple[str, str]] = {
         'return -tokens.advantages * tokens.new, {"kl": 0.1}',
         "its metric kl must be a tensor of shape [14] (tokens) or [5]",
     ),
-    "a mask of numbers": ('return -tokens.advantages * tokens.new, {"clipped": tokens.new}', "and must be a mask of torch.bool"),
+    "a mask of numbers": (
+        'return -tokens.advantages * tokens.new, {"clipped": tokens.new}',
+        "and must be a mask of torch.bool",
+    ),
 }
 
 
@@ -154,18 +189,26 @@ def own(mode: str, **more: Any) -> TrainConfig:
     return config_for(loss={"mode": f"my_losses.{mode}", **more})
 
 
-# --- what is proved -------------------------------------------------------------------------------------------------
+# --- what is proved -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_loss_is_refused_before_the_run_in_a_sentence_that_says_what_to_do(name: str, module: Any) -> None:
+def test_a_wrong_loss_is_refused_before_the_run_in_a_sentence_that_says_what_to_do(
+    name: str, module: Any
+) -> None:
     body, sentence = WRONG[name]
     lines = "".join(f"    {line}\n" for line in body.split("\n"))
-    module(f"import torch\nCALLS, SCALE = [], torch.nn.Parameter(torch.ones(()))\ndef wrong(tokens, params):\n{lines}")
+    module(
+        "import torch\nCALLS, SCALE = [], torch.nn.Parameter(torch.ones(()))\ndef wrong(tokens,"
+        f" params):\n{lines}"
+    )
     before = torch.random.get_rng_state()
     (problem,) = incapable(own("wrong"))
     assert problem.startswith('[loss] mode = "my_losses.wrong" ') and sentence in problem
-    assert problem.endswith("; fix it, or set [plugins] strict = false to be warned only.") and problem.count("\n") == 0
+    assert (
+        problem.endswith("; fix it, or set [plugins] strict = false to be warned only.")
+        and problem.count("\n") == 0
+    )
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -182,12 +225,18 @@ def test_with_strict_false_a_wrong_loss_is_warned_of(module: Any) -> None:
     module("def wrong(tokens):\n    return -(tokens.advantages + 0.01) * tokens.new")
     config = config_for(loss={"mode": "my_losses.wrong"}, plugins={"strict": False})
     assert incapable(config) == []
-    assert any("has a gradient where every advantage is 0" in note and "continues" in note for note in loss_notes(config))
+    assert any(
+        "has a gradient where every advantage is 0" in note and "continues" in note
+        for note in loss_notes(config)
+    )
 
 
 def test_a_loss_with_the_sign_of_a_gain_is_asked_about(module: Any) -> None:
     module(SOUND + "\ndef gain(tokens):\n    return tokens.new * tokens.advantages\n")
-    assert any("is its sign meant?" in note for note in loss_notes(config_for(loss={"mode": "my_losses.gain"})))
+    assert any(
+        "is its sign meant?" in note
+        for note in loss_notes(config_for(loss={"mode": "my_losses.gain"}))
+    )
     for sound in ("dro", "mean_ratio", "surprised"):
         assert not any("sign" in note for note in loss_notes(own(sound))), sound
 
@@ -195,34 +244,69 @@ def test_a_loss_with_the_sign_of_a_gain_is_asked_about(module: Any) -> None:
 def test_explain_says_what_a_loss_declares(module: Any) -> None:
     module(SOUND)
     text = " ".join(explain(own("dro")).losses)
-    assert "proved on a small batch" in text and "a term of its own where the advantage is 0" in text
+    assert (
+        "proved on a small batch" in text and "a term of its own where the advantage is 0" in text
+    )
     assert "reads whole sequences" in " ".join(explain(own("mean_ratio")).losses)
     assert explain(config_for()).losses == ()
 
 
 def test_a_correction_and_an_aggregation_are_tried_too(module: Any) -> None:
     module(SOUND)
-    sound = {"correction": "my_losses.cautious", "old_logprobs": "recomputed", "aggregation": "my_losses.by_root"}
+    sound = {
+        "correction": "my_losses.cautious",
+        "old_logprobs": "recomputed",
+        "aggregation": "my_losses.by_root",
+    }
     assert incapable(config_for(loss=sound | {"aggregation_params": {"power": 0.5}})) == []
     (problem,) = incapable(config_for(loss=sound))
-    assert 'aggregation = "my_losses.by_root" reads params["power"], which [loss] aggregation_params does not give' in problem
+    assert (
+        'aggregation = "my_losses.by_root" reads params["power"], which [loss] aggregation_params'
+        " does not give" in problem
+    )
 
 
 @pytest.mark.parametrize(
     ("prover", "function", "sentence"),
     [
-        (prove_correction, lambda tokens: (tokens.new - tokens.sampler).exp(), "its weights carry gradient; detach them"),
-        (prove_correction, lambda tokens: tokens.old / tokens.old.sum(), "gives a sequence other weights when it stands alone"),
+        (
+            prove_correction,
+            lambda tokens: (tokens.new - tokens.sampler).exp(),
+            "its weights carry gradient; detach them",
+        ),
+        (
+            prove_correction,
+            lambda tokens: tokens.old / tokens.old.sum(),
+            "gives a sequence other weights when it stands alone",
+        ),
         (prove_correction, lambda tokens: 1 / tokens.old, "gives weights that are not finite"),
-        (prove_aggregation, lambda counts, group: 1 / counts.sum(), "it gave an array of shape [], and must give one weight for each of 5"),
-        (prove_aggregation, lambda counts, group: counts - 2.5, "it gave the weight -1.5; a weight is finite and at least 0"),
-        (prove_aggregation, lambda counts, group: np.arange(5.0), "when the completions come in another order"),
-        (prove_aggregation, lambda counts, group: 1 / (1 + group), "or the groups have other numbers"),
+        (
+            prove_aggregation,
+            lambda counts, group: 1 / counts.sum(),
+            "it gave an array of shape [], and must give one weight for each of 5",
+        ),
+        (
+            prove_aggregation,
+            lambda counts, group: counts - 2.5,
+            "it gave the weight -1.5; a weight is finite and at least 0",
+        ),
+        (
+            prove_aggregation,
+            lambda counts, group: np.arange(5.0),
+            "when the completions come in another order",
+        ),
+        (
+            prove_aggregation,
+            lambda counts, group: 1 / (1 + group),
+            "or the groups have other numbers",
+        ),
         (prove_aggregation, lambda counts, group: 0.0 * counts, "gives every token the weight 0"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_wrong_correction_or_aggregation_is_refused(prover: Any, function: Any, sentence: str) -> None:
+def test_a_wrong_correction_or_aggregation_is_refused(
+    prover: Any, function: Any, sentence: str
+) -> None:
     kind = prover.__name__.removeprefix("prove_")
     with pytest.raises(Unproved) as caught:
         prover(OwnFunction(kind, f"my_losses.{kind}", function, {}))
@@ -235,25 +319,36 @@ def test_a_parameter_that_a_built_in_loss_does_not_know_or_take_is_refused() -> 
         in incapable(config_for(loss={"mode": "sapo", "params": {"tau": 1.0}}))[0]
     )
     assert (
-        "[loss] params tau_pos = 0 must be a number above 0." in incapable(config_for(loss={"mode": "sapo", "params": {"tau_pos": 0}}))[0]
+        "[loss] params tau_pos = 0 must be a number above 0."
+        in incapable(config_for(loss={"mode": "sapo", "params": {"tau_pos": 0}}))[0]
     )
 
 
 def test_a_backend_without_losses_of_ones_own_says_so(module: Any) -> None:
     module(
-        "from retrain.backends import BackendCapabilities\nfrom retrain.backends.local.backend import LocalBackend\n"
-        f"class Other(LocalBackend):\n    capabilities = BackendCapabilities(True, True, True)\n{SOUND}"
+        "from retrain.backends import BackendCapabilities\nfrom retrain.backends.local.backend"
+        " import LocalBackend\nclass Other(LocalBackend):\n    capabilities ="
+        f" BackendCapabilities(True, True, True)\n{SOUND}"
     )
-    config = config_from_mapping({"backend": {"backend": "my_losses.Other"}, "loss": {"mode": "my_losses.dro"}})
-    assert '[loss] mode = "my_losses.dro" is a plugin, and backend "my_losses.Other" takes none; use a built-in name.' in incapable(config)
     config = config_from_mapping(
-        {"backend": {"backend": "prime_rl"}, "loss": {"mode": "my_losses.dro"}, "algorithm": {"transform_mode": "none"}}
+        {"backend": {"backend": "my_losses.Other"}, "loss": {"mode": "my_losses.dro"}}
+    )
+    assert (
+        '[loss] mode = "my_losses.dro" is a plugin, and backend "my_losses.Other" takes none; use a'
+        " built-in name." in incapable(config)
+    )
+    config = config_from_mapping(
+        {
+            "backend": {"backend": "prime_rl"},
+            "loss": {"mode": "my_losses.dro"},
+            "algorithm": {"transform_mode": "none"},
+        }
     )
     (problem,) = incapable(config)
     assert "PRIME-RL's trainer has its own loss" in problem
 
 
-# --- what is learned ------------------------------------------------------------------------------------------------
+# --- what is learned ------------------------------------------------------------------------------
 
 
 def rows_near(learner: Any) -> list[Any]:
@@ -262,10 +357,15 @@ def rows_near(learner: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("budget", [1, 40, 4096], ids=["one row", "a few", "all"])
-def test_a_copy_of_a_built_in_loss_has_its_gradient_to_the_bit_and_its_clip_fraction(module: Any, budget: int) -> None:
+def test_a_copy_of_a_built_in_loss_has_its_gradient_to_the_bit_and_its_clip_fraction(
+    module: Any, budget: int
+) -> None:
     module(SOUND)
     found = {}
-    for name, loss in {"built in": {"mode": "ppo"}, "own": {"mode": "my_losses.ppo", "params": {"clip": 0.2}}}.items():
+    for name, loss in {
+        "built in": {"mode": "ppo"},
+        "own": {"mode": "my_losses.ppo", "params": {"clip": 0.2}},
+    }.items():
         learner = make_learner(config_for(loss=loss), budget)
         result = learner.train(rows_near(learner), 0)
         found[name] = (gradients(learner), result)
@@ -273,12 +373,16 @@ def test_a_copy_of_a_built_in_loss_has_its_gradient_to_the_bit_and_its_clip_frac
         assert torch.equal(gradient, found["built in"][0][name]), name
     assert found["own"][1].clip_fraction == found["built in"][1].clip_fraction > 0
     metrics = found["own"][1].loss_metrics
-    assert set(metrics) == {"rho"} and metrics["rho"] == pytest.approx(found["own"][1].ratio_mean, rel=1e-5)
+    assert set(metrics) == {"rho"} and metrics["rho"] == pytest.approx(
+        found["own"][1].ratio_mean, rel=1e-5
+    )
     assert found["built in"][1].loss_metrics is None
 
 
 @pytest.mark.parametrize("mode", ["dro", "mean_ratio", "surprised"])
-def test_what_a_loss_declares_is_given_and_its_gradient_does_not_depend_on_the_micro_batches(module: Any, mode: str) -> None:
+def test_what_a_loss_declares_is_given_and_its_gradient_does_not_depend_on_the_micro_batches(
+    module: Any, mode: str
+) -> None:
     module(SOUND)
     one, other = (make_learner(own(mode), budget) for budget in (1, 4096))
     rows = rows_near(one)
@@ -286,7 +390,9 @@ def test_what_a_loss_declares_is_given_and_its_gradient_does_not_depend_on_the_m
     assert distance(gradients(one), gradients(other)) < 1e-5
     assert results[0].clip_fraction is None and results[0].grad_norm > 0
     if mode == "mean_ratio":
-        assert results[0].loss_metrics["mean"] == pytest.approx(results[1].loss_metrics["mean"], rel=1e-5)
+        assert results[0].loss_metrics["mean"] == pytest.approx(
+            results[1].loss_metrics["mean"], rel=1e-5
+        )
 
 
 def test_two_processes_have_the_gradient_and_the_metrics_of_one(module: Any) -> None:
@@ -301,8 +407,12 @@ def test_two_processes_have_the_gradient_and_the_metrics_of_one(module: Any) -> 
     assert alone.sent[0][-2].tolist()[0][1] == sum(row.num_actions for row in rows)
 
 
-def test_a_term_of_its_own_acts_on_groups_with_an_advantage_whether_or_not_there_is_a_kl_term(module: Any) -> None:
-    """With a KL term the rows of groups with equal rewards are in the batch too; they have no policy term there either."""
+def test_a_term_of_its_own_acts_on_groups_with_an_advantage_whether_or_not_there_is_a_kl_term(
+    module: Any,
+) -> None:
+    """With a KL term the rows of groups with equal rewards are in the batch too; they have no
+    policy term there either.
+    """
     module(SOUND)
     losses = []
     for kl in (0.0, 1e-9):
@@ -314,10 +424,12 @@ def test_a_term_of_its_own_acts_on_groups_with_an_advantage_whether_or_not_there
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-def test_an_aggregation_sees_the_whole_optimizer_batch_once_and_gives_the_weights(module: Any) -> None:
+def test_an_aggregation_sees_the_whole_optimizer_batch_once_and_gives_the_weights(
+    module: Any,
+) -> None:
     module(
-        "SEEN = []\n"
-        "def sequence_mean(counts, group):\n    SEEN.append((counts.tolist(), group.tolist()))\n    return 1 / (len(counts) * counts)\n"
+        "SEEN = []\ndef sequence_mean(counts, group):\n    SEEN.append((counts.tolist(),"
+        " group.tolist()))\n    return 1 / (len(counts) * counts)\n"
     )
     found = {}
     for aggregation in ("sequence_mean", "my_losses.sequence_mean"):
@@ -328,14 +440,23 @@ def test_an_aggregation_sees_the_whole_optimizer_batch_once_and_gives_the_weight
         learner.train([*rows[:4], *silent(rows[4:], trained=True)], 0)
         found[aggregation] = gradients(learner)
     assert distance(*found.values()) < 1e-6
-    assert seen[0] == ([row.num_actions for row in rows[:4]], [row.group for row in rows[:4]]), "those that count"
+    assert seen[0] == (
+        [row.num_actions for row in rows[:4]],
+        [row.group for row in rows[:4]],
+    ), "those that count"
 
 
 def test_a_correction_of_ones_own_weighs_the_terms(module: Any) -> None:
-    module("def tis(tokens, params):\n    return (tokens.old - tokens.sampler).clamp(-20, 20).exp().clamp(max=params['cap'])")
+    module(
+        "def tis(tokens, params):\n    return (tokens.old - tokens.sampler).clamp(-20,"
+        " 20).exp().clamp(max=params['cap'])"
+    )
     loss = {"old_logprobs": "recomputed"}
     found = []
-    for more in ({"correction": "tis"}, {"correction": "my_losses.tis", "correction_params": {"cap": 2.0}}):
+    for more in (
+        {"correction": "tis"},
+        {"correction": "my_losses.tis", "correction_params": {"cap": 2.0}},
+    ):
         learner = make_learner(config_for(loss=loss | more), 40)
         learner.train(rows_near(learner), 0)
         found.append(gradients(learner))
@@ -343,26 +464,60 @@ def test_a_correction_of_ones_own_weighs_the_terms(module: Any) -> None:
 
 
 def test_what_a_loss_raises_in_a_run_ends_it_in_a_sentence(module: Any) -> None:
-    module("def late(tokens):\n    assert len(tokens.new) < 20, 'too many'\n    return -tokens.advantages * tokens.new")
+    module(
+        "def late(tokens):\n    assert len(tokens.new) < 20, 'too many'\n    return"
+        " -tokens.advantages * tokens.new"
+    )
     learner = make_learner(own("late"))
-    with pytest.raises(RunFailed, match=r'^\[loss\] mode = "my_losses.late" failed with AssertionError: too many\.$'):
+    with pytest.raises(
+        RunFailed,
+        match=r'^\[loss\] mode = "my_losses.late" failed with AssertionError: too many\.$',
+    ):
         learner.train(rows_near(learner), 0)
 
 
-def test_a_run_with_a_copy_of_a_built_in_loss_has_its_bytes_with_workers_and_after_a_resume(module: Any, tmp_path: Path) -> None:
+def test_a_run_with_a_copy_of_a_built_in_loss_has_its_bytes_with_workers_and_after_a_resume(
+    module: Any, tmp_path: Path
+) -> None:
     module(SOUND)
-    training = {"max_steps": 2, "max_tokens": 12, "save_every": 1, "micro_batch_tokens": 200, "updates_per_batch": 2}
-    train(small(tmp_path / "built_in", training=training, loss={"mode": "ppo"}), quiet=True, skip_parity=True)
+    training = {
+        "max_steps": 2,
+        "max_tokens": 12,
+        "save_every": 1,
+        "micro_batch_tokens": 200,
+        "updates_per_batch": 2,
+    }
+    train(
+        small(tmp_path / "built_in", training=training, loss={"mode": "ppo"}),
+        quiet=True,
+        skip_parity=True,
+    )
     before = torch.get_num_threads()
     torch.set_num_threads(2)  # and so two workers
     try:
         loss: dict[str, Any] = {"mode": "my_losses.ppo", "params": {"clip": 0.2}}
-        train(small(tmp_path / "own", training=training | {"max_steps": 1}, loss=loss), quiet=True, skip_parity=True)
-        train(small(tmp_path / "own", training=training, loss=loss, resume={"from": str(tmp_path / "own")}), quiet=True, skip_parity=True)
+        train(
+            small(tmp_path / "own", training=training | {"max_steps": 1}, loss=loss),
+            quiet=True,
+            skip_parity=True,
+        )
+        train(
+            small(
+                tmp_path / "own",
+                training=training,
+                loss=loss,
+                resume={"from": str(tmp_path / "own")},
+            ),
+            quiet=True,
+            skip_parity=True,
+        )
     finally:
         torch.set_num_threads(before)
     for name in ("adapter_model.safetensors", "optimizer.safetensors"):
-        left, right = ((tmp_path / run / "checkpoints" / "step_000002" / name).read_bytes() for run in ("built_in", "own"))
+        left, right = (
+            (tmp_path / run / "checkpoints" / "step_000002" / name).read_bytes()
+            for run in ("built_in", "own")
+        )
         assert left == right, name
     records = [timeless(tmp_path / run / "metrics.jsonl") for run in ("built_in", "own")]
     assert all(record.pop("loss_metrics")["rho"] > 0 for record in records[1])

@@ -8,7 +8,9 @@ from peft.tuners.lora import Linear
 from retrain.model.packed import HalfWeight, PackedWeight, fits_half, laid_out
 from retrain.model.projection import Projection
 
-pytestmark = pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="this torch has no FBGEMM")
+pytestmark = pytest.mark.skipif(
+    "fbgemm" not in torch.backends.quantized.supported_engines, reason="this torch has no FBGEMM"
+)
 
 
 def _weight(*, trained_in: torch.dtype, outputs: int = 520, inputs: int = 320) -> torch.Tensor:
@@ -21,7 +23,11 @@ def test_a_weight_is_held_in_16_bits_where_these_hold_every_value():
     assert isinstance(laid_out(weight, None), HalfWeight)
     assert isinstance(laid_out(_weight(trained_in=torch.float32), None), PackedWeight)
     assert not fits_half(weight.bfloat16()) and not fits_half(weight[:4])
-    for outside in (1 + 2.0**-12, float("inf"), float("nan")):  # beyond float16's precision, and no numbers
+    for outside in (
+        1 + 2.0**-12,
+        float("inf"),
+        float("nan"),
+    ):  # beyond float16's precision, and no numbers
         weight[519, 319] = outside
         assert not fits_half(weight)
 
@@ -30,7 +36,9 @@ def test_the_product_in_16_bits_is_that_of_float32():
     weight, bias = _weight(trained_in=torch.bfloat16), torch.randn(520)
     x = torch.randn(3, 7, 320)
     exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
-    torch.testing.assert_close(HalfWeight(weight, bias).product(x).double(), exact, rtol=0, atol=5e-6)
+    torch.testing.assert_close(
+        HalfWeight(weight, bias).product(x).double(), exact, rtol=0, atol=5e-6
+    )
 
 
 @pytest.mark.parametrize("size", [1e-20, 1e-8, 1e-5, 1.0, 1e3, 1e20])
@@ -57,7 +65,9 @@ def test_weights_trained_in_float32_are_never_halved(size: float) -> None:
 
 
 @pytest.mark.parametrize("size", [1e2, 1e3, 1e4, 1e5])
-def test_an_output_keeps_its_precision_where_the_input_of_its_largest_weight_is_0(size: float) -> None:
+def test_an_output_keeps_its_precision_where_the_input_of_its_largest_weight_is_0(
+    size: float,
+) -> None:
     x = torch.randn(8, 320, generator=torch.Generator().manual_seed(1))
     x[:, 7] = 0
     for trained_in in (torch.float32, torch.bfloat16):
@@ -73,7 +83,9 @@ def test_a_row_has_the_same_bits_whatever_the_rows_beside_it():
     held, x = HalfWeight(_weight(trained_in=torch.bfloat16), None), torch.randn(65, 320)
     whole = held.product(x)
     assert all(
-        torch.equal(held.product(x[start : start + rows]), whole[start : start + rows]) for rows in range(1, 34) for start in (0, 31)
+        torch.equal(held.product(x[start : start + rows]), whole[start : start + rows])
+        for rows in range(1, 34)
+        for start in (0, 31)
     )
 
 

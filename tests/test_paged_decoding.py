@@ -1,4 +1,6 @@
-"""Decoding from fixed buffers over pages draws what the other engine draws, token for token, however short memory is."""
+"""Decoding from fixed buffers over pages draws what the other engine draws, token for token,
+however short memory is.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,7 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_engine_decoding import EOS, assert_agrees, assert_same, prompts, requests, run, tiny, with_adapter
+from test_engine_decoding import (
+    EOS,
+    assert_agrees,
+    assert_same,
+    prompts,
+    requests,
+    run,
+    tiny,
+    with_adapter,
+)
 
 from retrain.errors import RunFailed
 from retrain.inference_engine.base import BASE_MODEL, NoiseKey, SampleRequest, Truncation
@@ -17,12 +28,21 @@ from retrain.model.devices import EngineOptions
 PAGES = EngineOptions(paged=True, page_tokens=8)
 
 
-def paged(model: torch.nn.Module, eos: Sequence[int] = EOS, options: EngineOptions = PAGES, **settings: Any) -> TorchEngine:
+def paged(
+    model: torch.nn.Module,
+    eos: Sequence[int] = EOS,
+    options: EngineOptions = PAGES,
+    **settings: Any,
+) -> TorchEngine:
     return TorchEngine(model, eos, "cpu", options=options, **settings)
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "ragged prompts, rows that finish and are taken over": {"count": 5, "max_tokens": 30, "temperature": 0.7},
+    "ragged prompts, rows that finish and are taken over": {
+        "count": 5,
+        "max_tokens": 30,
+        "temperature": 0.7,
+    },
     "greedy": {"count": 2, "max_tokens": 12, "temperature": 0.0},
     "one token": {"count": 3, "max_tokens": 1},
     "past a block of noise": {"count": 2, "max_tokens": 150},
@@ -35,7 +55,9 @@ CASES: dict[str, dict[str, Any]] = {
 def test_families_draw_the_same(family: str, rows: int) -> None:
     model, asked = tiny(family), requests(count=4, max_tokens=20, temperature=0.7)
     eos = range(2, 12)
-    assert_same(run(paged(model, eos, decode_rows=rows), asked), run(TorchEngine(model, eos, "cpu"), asked))
+    assert_same(
+        run(paged(model, eos, decode_rows=rows), asked), run(TorchEngine(model, eos, "cpu"), asked)
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -48,10 +70,17 @@ def test_requests_of_every_kind_draw_the_same(case: str) -> None:
 
 
 def test_truncated_rows_beside_whole_and_greedy_ones_draw_the_same() -> None:
-    cuts = [Truncation(), Truncation(top_p=0.7), Truncation(top_k=5, min_p=0.02), Truncation(top_k=3)]
+    cuts = [
+        Truncation(),
+        Truncation(top_p=0.7),
+        Truncation(top_k=5, min_p=0.02),
+        Truncation(top_k=3),
+    ]
     asked = [
         SampleRequest(prompt, 2, 15, temperature, NoiseKey(1, 0, 0, number), truncation=cut)
-        for number, (prompt, cut, temperature) in enumerate(zip(prompts(4), cuts, (1.0, 0.7, 1.0, 0.0), strict=True))
+        for number, (prompt, cut, temperature) in enumerate(
+            zip(prompts(4), cuts, (1.0, 0.7, 1.0, 0.0), strict=True)
+        )
     ]
     model = tiny()
     found, expected = run(paged(model, []), asked), run(TorchEngine(model, [], "cpu"), asked)
@@ -65,7 +94,9 @@ def test_truncated_rows_beside_whole_and_greedy_ones_draw_the_same() -> None:
 def test_a_later_turn_draws_its_own_noise() -> None:
     """Positions go on across turns: `first_position` is part of the noise, on both paths."""
     model, first = tiny(), requests(count=2)
-    later = [replace(request, first_position=70) for request in first]  # past a block of 64 uniforms
+    later = [
+        replace(request, first_position=70) for request in first
+    ]  # past a block of 64 uniforms
     found = run(paged(model, []), later)
     assert_same(found, run(TorchEngine(model, EOS, "cpu"), later), atol=1e-4)
     before = run(paged(model, []), first)
@@ -73,9 +104,17 @@ def test_a_later_turn_draws_its_own_noise() -> None:
 
 
 def test_room_for_a_later_turn_changes_no_angle() -> None:
-    """A table of angles past longrope's original length would hold other angles for every position."""
+    """A table of angles past longrope's original length would hold other angles for every
+    position.
+    """
     short, long = [1.0, 1.1, 1.2, 1.3], [4.0, 6.0, 8.0, 9.0]
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": short, "long_factor": long, "original_max_position_embeddings": 40}
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": short,
+        "long_factor": long,
+        "original_max_position_embeddings": 40,
+    }
     asked = [replace(request, may_go_on=True) for request in requests(count=2, max_tokens=20)]
     model = tiny("llama", rope_parameters=rope)
     assert_same(run(paged(model, []), asked), run(TorchEngine(model, [], "cpu"), asked), atol=1e-4)
@@ -105,7 +144,9 @@ def test_rows_under_several_adapters_draw_the_same(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("tokens", [50, 90, 200])
 @pytest.mark.parametrize("shares", [True, False])
-def test_short_memory_changes_no_completion(tokens: int, shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_memory_changes_no_completion(
+    tokens: int, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pages for one row and a little, for two, for five: rows wait, and go back."""
     from retrain.inference_engine.paged_run import PagedRun
 
@@ -113,12 +154,23 @@ def test_short_memory_changes_no_completion(tokens: int, shares: bool, monkeypat
     plenty = run(paged(model, []), asked)
     back: list[int] = []
     stop = PagedRun._stop
-    monkeypatch.setattr(PagedRun, "_stop", lambda run, rows: (back.extend(row.number for row in rows), stop(run, rows))[1])
-    engine = paged(model, [], EngineOptions(paged=True, page_tokens=8, prefix_caching=shares), decode_tokens=tokens)
+    monkeypatch.setattr(
+        PagedRun,
+        "_stop",
+        lambda run, rows: (back.extend(row.number for row in rows), stop(run, rows))[1],
+    )
+    engine = paged(
+        model,
+        [],
+        EngineOptions(paged=True, page_tokens=8, prefix_caching=shares),
+        decode_tokens=tokens,
+    )
     assert_same(run(engine, asked), plenty, atol=1e-4)
     assert back, "some rows went back"
     engine.release()
-    assert engine._paged is not None and engine._paged.pool.free == engine._paged.pool.pages, "every page came back"
+    assert engine._paged is not None and engine._paged.pool.free == engine._paged.pool.pages, (
+        "every page came back"
+    )
 
 
 def test_the_youngest_row_goes_back_and_the_same_bytes_come_twice() -> None:
@@ -131,7 +183,10 @@ def test_a_group_shares_the_full_pages_of_its_prompt() -> None:
     prompt = np.arange(3, 3 + 20).astype(np.int32)  # two and a half pages of 8
     engine = paged(tiny(), [])
     stream = engine.sample(
-        [SampleRequest(prompt, 4, 30, 1.0, NoiseKey(1, 0, 0, 0)), SampleRequest(prompt, 1, 2, 1.0, NoiseKey(1, 0, 0, 1))]
+        [
+            SampleRequest(prompt, 4, 30, 1.0, NoiseKey(1, 0, 0, 0)),
+            SampleRequest(prompt, 1, 2, 1.0, NoiseKey(1, 0, 0, 1)),
+        ]
     )
     assert next(stream).request == 1
     pool = engine._paged.pool  # type: ignore[union-attr]
@@ -147,10 +202,16 @@ def test_a_redraw_uses_the_kept_prompt_until_the_weights_change() -> None:
     model = with_adapter(tiny())
     engine = paged(model)
     first = requests(many=1)
-    redraw = [SampleRequest(r.prompt_ids, 4, r.max_tokens, r.temperature, r.noise, first_sample=4) for r in first]
+    redraw = [
+        SampleRequest(r.prompt_ids, 4, r.max_tokens, r.temperature, r.noise, first_sample=4)
+        for r in first
+    ]
     run(engine, first)
     compute, calls = engine._decoder.run_prompts, []
-    engine._decoder.run_prompts = lambda prompts, *rest: (calls.append(len(prompts)), compute(prompts, *rest))[1]  # type: ignore[method-assign]
+    engine._decoder.run_prompts = lambda prompts, *rest: (
+        calls.append(len(prompts)),
+        compute(prompts, *rest),
+    )[1]  # type: ignore[method-assign]
     assert_agrees(model, redraw, run(engine, redraw), atol=1e-4)
     assert calls == []
     with torch.no_grad():
@@ -185,13 +246,17 @@ def test_two_calls_at_once_do_not_meet() -> None:
         assert_same(each, expected)
 
 
-def test_pages_are_given_back_before_a_learning_pass_that_does_not_fit_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_given_back_before_a_learning_pass_that_does_not_fit_beside_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from learner_models import config_for, make_rows
 
     from retrain.backends.local import backend as local
 
     backend = local.LocalBackend(config_for(), eos_ids=[3])
-    backend.engine = TorchEngine(backend._adapter.peft_model, [3], "cpu", options=PAGES, fused=backend._fused)
+    backend.engine = TorchEngine(
+        backend._adapter.peft_model, [3], "cpu", options=PAGES, fused=backend._fused
+    )
     asked = [SampleRequest(np.arange(4, 15, dtype=np.int32), 4, 12, 0.7, NoiseKey(1, 0, 0, 0))]
     before = run(backend.engine, asked)
     held = backend.engine.held_bytes

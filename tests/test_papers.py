@@ -1,6 +1,8 @@
-"""examples/papers: the gradient that each file gives on one fixed batch is that of its paper's formula, written out here in float64.
+"""examples/papers: the gradient that each file gives on one fixed batch is that of its paper's
+formula, written out here in float64.
 
-Nothing of the references is shared with retrain: one completion at a time, as the papers write it, and autograd through log-probs.
+Nothing of the references is shared with retrain: one completion at a time, as the papers write it,
+and autograd through log-probs.
 """
 
 import math
@@ -26,7 +28,18 @@ from retrain.config import TrainConfig, config_from_mapping
 from retrain.config.load import replaced
 from retrain.config.overrides import deep_merge
 from retrain.errors import ConfigurationError
-from retrain.types import Completion, Example, FinishReason, Group, Outcome, Prompt, Row, Score, Scored, Trajectory
+from retrain.types import (
+    Completion,
+    Example,
+    FinishReason,
+    Group,
+    Outcome,
+    Prompt,
+    Row,
+    Score,
+    Scored,
+    Trajectory,
+)
 from scripts.docs_papers import papers, papers_document
 
 PAPERS = Path(__file__).resolve().parents[1] / "examples" / "papers"
@@ -34,7 +47,7 @@ MAX_TOKENS, CACHE = 128, 32
 """Of the files."""
 
 
-# --- the batch -----------------------------------------------------------------------------------------------------
+# --- the batch ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -56,19 +69,30 @@ Objective = Callable[[Answers], Tensor]
 
 REWARDS = ((1, 0, 0, 1), (1, 1, 1, 0), (1, 1, 1, 1), (0, 0, 0, 0), (0, 1, 0, 0))
 LENGTHS = ((5, 9, 128, 60), (104, 3, 31, 120), (7, 110, 20, 4), (12, 128, 6, 40), (1, 17, 99, 2))
-SPREADS = ((0.0, 0.3, 3.0, 0.02), (0.3, 1e-3, 3.0, 0.1), (0.3, 0.3, 0.3, 0.3), (0.1, 0.2, 0.1, 2e-3), (0.5, 0.1, 0.0, 2e-3))
+SPREADS = (
+    (0.0, 0.3, 3.0, 0.02),
+    (0.3, 1e-3, 3.0, 0.1),
+    (0.3, 0.3, 0.3, 0.3),
+    (0.1, 0.2, 0.1, 2e-3),
+    (0.5, 0.1, 0.0, 2e-3),
+)
 SHIFTS = ((4.5e-4, 0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0), (0, 0, -3.3e-4, 0))
-"""Of a completion's log-ratios: from just outside of gspo's clip of 3e-4 and 4e-4, on both sides, to beyond cispo's bound of 4."""
+"""Of a completion's log-ratios: from just outside of gspo's clip of 3e-4 and 4e-4, on both sides,
+to beyond cispo's bound of 4."""
 
 
 def answers(*, on_policy: bool = False) -> Answers:
-    """Two prompts are solved or hopeless; three completions lie in the cache of the soft overlong penalty."""
+    """Two prompts are solved or hopeless; three completions lie in the cache of the soft overlong
+    penalty.
+    """
     draw = np.random.default_rng(0)
 
     def answer(reward: float, length: int, spread: float, shift: float) -> Answer:
         old = -draw.exponential(1.5, length).astype(np.float32).astype(np.float64)
         new = np.minimum(old + shift + spread * draw.standard_normal(length), -1e-3)
-        return Answer(reward, torch.tensor(old if on_policy else new).requires_grad_(), torch.tensor(old))
+        return Answer(
+            reward, torch.tensor(old if on_policy else new).requires_grad_(), torch.tensor(old)
+        )
 
     shapes = zip(REWARDS, LENGTHS, SPREADS, SHIFTS, strict=True)
     return [[answer(*shape) for shape in zip(*prompt, strict=True)] for prompt in shapes]
@@ -77,14 +101,18 @@ def answers(*, on_policy: bool = False) -> Answers:
 def gradients(batch: Answers) -> Tensor:
     """The gradient of every token's log-prob, [n]; of one that was not used, 0."""
     leaves = [answer.new for prompt in batch for answer in prompt]
-    return torch.cat([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves])
+    return torch.cat(
+        [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+    )
 
 
-# --- the papers ----------------------------------------------------------------------------------------------------
+# --- the papers -----------------------------------------------------------------------------------
 
 
 def mixed(batch: Answers) -> Answers:
-    """The prompts with right and wrong answers: the others have no advantage and count in no mean."""
+    """The prompts with right and wrong answers: the others have no advantage and count in no
+    mean.
+    """
     return [prompt for prompt in batch if len({answer.reward for answer in prompt}) > 1]
 
 
@@ -105,7 +133,9 @@ def clipped(ratios: Tensor, advantage: float, low: float, high: float) -> Tensor
     return torch.minimum(ratios * advantage, ratios.clamp(1 - low, 1 + high) * advantage)
 
 
-def over(batch: Answers, advantage: Callable[[list[Answer]], list[float]]) -> Iterator[tuple[Answer, float]]:
+def over(
+    batch: Answers, advantage: Callable[[list[Answer]], list[float]]
+) -> Iterator[tuple[Answer, float]]:
     for prompt in batch:
         yield from zip(prompt, advantage(prompt), strict=True)
 
@@ -128,7 +158,9 @@ def dapo(batch: Answers) -> Tensor:
             shaped.append((1.0 if answer.reward else -1.0) + penalty)
         return over_std([value - sum(shaped) / len(shaped) for value in shaped], shaped)
 
-    terms = [clipped(answer.ratios, a, 0.2, 0.28).sum() for answer, a in over(mixed(batch), advantage)]
+    terms = [
+        clipped(answer.ratios, a, 0.2, 0.28).sum() for answer, a in over(mixed(batch), advantage)
+    ]
     return sum(terms, torch.tensor(0.0)) / num_tokens(mixed(batch))
 
 
@@ -140,7 +172,9 @@ def dr_grpo(batch: Answers) -> Tensor:
 def lite_ppo(batch: Answers) -> Tensor:
     everything = [answer.reward for prompt in batch for answer in prompt]
     pairs = over(mixed(batch), lambda prompt: over_std(centred(prompt), everything))
-    return sum((clipped(answer.ratios, a, 0.2, 0.2).sum() for answer, a in pairs), torch.tensor(0.0)) / num_tokens(mixed(batch))
+    return sum(
+        (clipped(answer.ratios, a, 0.2, 0.2).sum() for answer, a in pairs), torch.tensor(0.0)
+    ) / num_tokens(mixed(batch))
 
 
 def gspo(batch: Answers) -> Tensor:
@@ -154,7 +188,10 @@ def gspo(batch: Answers) -> Tensor:
 def cispo(batch: Answers) -> Tensor:
     of_prompts = []
     for prompt in mixed(batch):
-        terms = [(answer.ratios.clamp(max=4.0).detach() * a * answer.new).sum() for answer, a in over([prompt], grpo)]
+        terms = [
+            (answer.ratios.clamp(max=4.0).detach() * a * answer.new).sum()
+            for answer, a in over([prompt], grpo)
+        ]
         of_prompts.append(torch.stack(terms).sum() / num_tokens([prompt]))
     return torch.stack(of_prompts).mean()
 
@@ -180,7 +217,11 @@ def sapo(batch: Answers) -> Tensor:
 def gmpo(batch: Answers) -> Tensor:
     terms = []
     for answer, a in over(mixed(batch), grpo):
-        ratios = answer.ratios.clamp(max=math.exp(0.4)) if a > 0 else answer.ratios.clamp(min=math.exp(-0.4))
+        ratios = (
+            answer.ratios.clamp(max=math.exp(0.4))
+            if a > 0
+            else answer.ratios.clamp(min=math.exp(-0.4))
+        )
         terms.append(a * ratios.prod() ** (1 / len(ratios)))
     return torch.stack(terms).mean()
 
@@ -231,12 +272,14 @@ ON_POLICY = {"rloo"}
 """Papers whose formula has no ratio, since they make one update per batch."""
 
 
-# --- retrain -------------------------------------------------------------------------------------------------------
+# --- retrain --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
 def imported_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A plugin's folder stays on sys.path; here it does not outlive the test, nor do modules named after papers."""
+    """A plugin's folder stays on sys.path; here it does not outlive the test, nor do modules named
+    after papers.
+    """
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
     for name in OBJECTIVES:
@@ -255,9 +298,18 @@ def rows_of(config: TrainConfig, batch: Answers) -> list[Row]:
         for sample, answer in enumerate(answers_of_prompt):
             length = len(answer.old)
             reason = FinishReason.LENGTH if length == MAX_TOKENS else FinishReason.STOP
-            completion = Completion(slot, sample, np.zeros(length, np.int32), answer.old.numpy().astype(np.float32), None, reason)
+            completion = Completion(
+                slot,
+                sample,
+                np.zeros(length, np.int32),
+                answer.old.numpy().astype(np.float32),
+                None,
+                reason,
+            )
             outcome = Outcome.RIGHT if answer.reward else Outcome.WRONG
-            members.append(Scored(Trajectory.of(completion), "", Score(outcome, float(answer.reward))))
+            members.append(
+                Scored(Trajectory.of(completion), "", Score(outcome, float(answer.reward)))
+            )
         groups.append(Group(Prompt(Example("?", "!"), "?", np.zeros(3, np.int32)), slot, members))
     return CreditPipeline(config, lambda ids: [""] * len(ids)).assign(groups, 0, 0.0).rows()
 
@@ -267,14 +319,18 @@ def descend(config: TrainConfig, batch: Answers) -> None:
     rows = rows_of(config, batch)
     trained = [row for row in rows if row.trained]
     counted = [row.num_counted for row in trained]
-    weights = row_weights(trained, counted, aggregation_of(config), config.training.max_tokens, num_completions(rows))
+    weights = row_weights(
+        trained, counted, aggregation_of(config), config.training.max_tokens, num_completions(rows)
+    )
     lengths = [row.num_actions for row in trained]
     old = torch.cat([torch.tensor(row.logprobs, dtype=torch.float64) for row in trained])
     tokens = ActionTokens(
         new=torch.cat([batch[row.group][row.sample].new for row in trained]),
         old=old,
         sampler=old,
-        advantages=torch.cat([torch.tensor(row.advantages, dtype=torch.float64) for row in trained]),
+        advantages=torch.cat(
+            [torch.tensor(row.advantages, dtype=torch.float64) for row in trained]
+        ),
         weights=torch.tensor(weights, dtype=torch.float64).repeat_interleave(torch.tensor(lengths)),
         lengths=lengths,
     )
@@ -312,7 +368,9 @@ def test_the_gradient_of_a_file_is_that_of_its_papers_formula(name: str) -> None
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_setting_of_a_file_matters_to_its_gradient(name: str) -> None:
-    """With any key of the method changed the gradient is another one: none is decoration, and the batch would show a wrong value."""
+    """With any key of the method changed the gradient is another one: none is decoration, and the
+    batch would show a wrong value.
+    """
     config, wanted = config_of(name), gradient_of_paper(name)
 
     def is_noticed(change: dict[str, Any]) -> bool:
@@ -326,7 +384,9 @@ def test_every_setting_of_a_file_matters_to_its_gradient(name: str) -> None:
 
 
 def changed(section: str, config: TrainConfig) -> Iterator[dict[str, Any]]:
-    """Each key that the file sets in a section: a number larger by a quarter, a name back at its default."""
+    """Each key that the file sets in a section: a number larger by a quarter, a name back at its
+    default.
+    """
     for key in sorted(getattr(config, section).model_fields_set - {"max_grad_norm"}):
         path = f"{section}.{key}"
         value, default = config.value(path), TrainConfig().value(path)
@@ -339,14 +399,29 @@ def changed(section: str, config: TrainConfig) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted(PAPERS.glob("*.py"))])
-def test_a_file_with_a_plugin_beside_it_takes_a_step_on_the_lab_that_starts_on_policy(name: str, tmp_path: Path) -> None:
-    short = {"max_steps": 1, "batch_size": 2, "group_size": 4, "max_tokens": 8, "minibatches": 1, "updates_per_batch": 2}
+def test_a_file_with_a_plugin_beside_it_takes_a_step_on_the_lab_that_starts_on_policy(
+    name: str, tmp_path: Path
+) -> None:
+    short = {
+        "max_steps": 1,
+        "batch_size": 2,
+        "group_size": 4,
+        "max_tokens": 8,
+        "minibatches": 1,
+        "updates_per_batch": 2,
+    }
     changes = {f"training.{key}": value for key, value in short.items()}
-    paid_at_random = {"reward.type": "random", "backend.devices": "cpu", "logging.log_dir": str(tmp_path / "run")}
+    paid_at_random = {
+        "reward.type": "random",
+        "backend.devices": "cpu",
+        "logging.log_dir": str(tmp_path / "run"),
+    }
     run = train(replaced(config_of(name), changes | paid_at_random), quiet=True, skip_parity=True)
     (step,) = run.metrics()
     assert step.loss is not None and math.isfinite(step.loss)
-    assert step.log_ratio_mean is not None and step.log_ratio_mean < 1e-4  # before the first update, whose ratio is 1
+    assert (
+        step.log_ratio_mean is not None and step.log_ratio_mean < 1e-4
+    )  # before the first update, whose ratio is 1
 
 
 def test_settings_at_the_papers_scale_go_with_the_file() -> None:
@@ -358,4 +433,6 @@ def test_settings_at_the_papers_scale_go_with_the_file() -> None:
 
 
 def test_the_page_of_papers_has_not_drifted() -> None:
-    assert (PAPERS.parents[1] / "docs" / "papers.md").read_text(encoding="utf-8") == papers_document(), "run `make docs`"
+    assert (PAPERS.parents[1] / "docs" / "papers.md").read_text(
+        encoding="utf-8"
+    ) == papers_document(), "run `make docs`"

@@ -1,4 +1,6 @@
-"""The semantic detector with a small encoder that counts words: windows, offsets, thresholds, batches."""
+"""The semantic detector with a small encoder that counts words: windows, offsets, thresholds,
+batches.
+"""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrain.advantages.planning import RegexDetector
-from retrain.advantages.semantic import EXECUTION_ANCHORS, FEWEST_WORDS, PLANNING_ANCHORS, STRIDE_WORDS, WINDOW_WORDS, SemanticDetector
+from retrain.advantages.semantic import (
+    EXECUTION_ANCHORS,
+    FEWEST_WORDS,
+    PLANNING_ANCHORS,
+    STRIDE_WORDS,
+    WINDOW_WORDS,
+    SemanticDetector,
+)
 
 PLANS = ("think", "check", "wait", "plan", "idea", "try", "consider", "verify")
 
@@ -41,7 +50,10 @@ def pieces_of(text: str, size: int = 3) -> list[str]:
 def marked(text: str, pieces: Sequence[str], mask: npt.NDArray[np.uint8]) -> str:
     """The text with a dash for every character of a token that is not marked."""
     assert "".join(pieces) == text and len(mask) == len(pieces)
-    return "".join(piece if mark else "-" * len(piece) for piece, mark in zip(pieces, mask.tolist(), strict=True))
+    return "".join(
+        piece if mark else "-" * len(piece)
+        for piece, mark in zip(pieces, mask.tolist(), strict=True)
+    )
 
 
 COMPUTES = "3 + 4 = 7 and 7 + 5 = 12 so 12 = 3 * 4 "
@@ -55,7 +67,9 @@ def test_the_tokens_of_a_planning_window_are_marked_and_no_others() -> None:
     planning = text.index("wait"), text.index("try it")
     assert "-" not in shown[planning[0] : planning[1]]
     spread = (WINDOW_WORDS - 1) * 5  # a window that plans may begin or end outside of the phrase
-    assert set(shown[: planning[0] - spread]) <= {"-"} and set(shown[planning[1] + spread :]) <= {"-"}
+    assert set(shown[: planning[0] - spread]) <= {"-"} and set(shown[planning[1] + spread :]) <= {
+        "-"
+    }
 
 
 def test_how_words_are_cut_into_tokens_does_not_matter() -> None:
@@ -64,8 +78,12 @@ def test_how_words_are_cut_into_tokens_does_not_matter() -> None:
     characters = {place for place, mark in enumerate(by_character.tolist()) if mark}
     for size in (2, 5, 11):
         pieces, start = pieces_of(text, size), 0
-        for piece, mark in zip(pieces, SemanticDetector(Counter()).detect(pieces).tolist(), strict=True):
-            assert bool(mark) == any(place in characters for place in range(start, start + len(piece)))
+        for piece, mark in zip(
+            pieces, SemanticDetector(Counter()).detect(pieces).tolist(), strict=True
+        ):
+            assert bool(mark) == any(
+                place in characters for place in range(start, start + len(piece))
+            )
             start += len(piece)
 
 
@@ -74,7 +92,9 @@ def test_white_space_and_empty_pieces_are_never_marked() -> None:
     assert SemanticDetector(Counter()).detect(pieces).tolist() == [1, 0, 0, 1, 0, 1, 1]
 
 
-@pytest.mark.parametrize(("words", "planned"), [(0, False), (FEWEST_WORDS - 1, False), (FEWEST_WORDS, True)])
+@pytest.mark.parametrize(
+    ("words", "planned"), [(0, False), (FEWEST_WORDS - 1, False), (FEWEST_WORDS, True)]
+)
 def test_fewer_than_three_words_plan_nothing(words: int, planned: bool) -> None:
     encoder = Counter()
     assert SemanticDetector(encoder).detect(["think "] * words).any() == planned
@@ -96,7 +116,13 @@ def test_windows_cover_every_word_and_the_last_one_is_long(count: int) -> None:
 def test_a_step_is_one_call_in_which_each_text_occurs_once() -> None:
     encoder = Counter()
     detector = SemanticDetector(encoder)
-    completions = [pieces_of(COMPUTES * 4), pieces_of(PLANNING * 4, 5), pieces_of(COMPUTES * 4), ["a"], []]
+    completions = [
+        pieces_of(COMPUTES * 4),
+        pieces_of(PLANNING * 4, 5),
+        pieces_of(COMPUTES * 4),
+        ["a"],
+        [],
+    ]
     masks = detector.detect_all(completions)
     assert len(encoder.calls) == 3 and len(set(encoder.calls[-1])) == len(encoder.calls[-1])
     for completion, mask in zip(completions, masks, strict=True):
@@ -114,7 +140,9 @@ def test_the_threshold_is_a_margin_over_execution_and_min_similarity_a_floor() -
 
 
 def test_the_anchors_are_two_different_lists() -> None:
-    assert (len(set(PLANNING_ANCHORS)), len(set(EXECUTION_ANCHORS))) == (20, 15) and not set(PLANNING_ANCHORS) & set(EXECUTION_ANCHORS)
+    assert (len(set(PLANNING_ANCHORS)), len(set(EXECUTION_ANCHORS))) == (20, 15) and not set(
+        PLANNING_ANCHORS
+    ) & set(EXECUTION_ANCHORS)
 
 
 def test_regex_masks_of_a_step_are_those_of_its_completions() -> None:

@@ -1,4 +1,6 @@
-"""Plugins of every kind: how they are found, what is checked, and the sentence that each mistake gets."""
+"""Plugins of every kind: how they are found, what is checked, and the sentence that each mistake
+gets.
+"""
 
 import itertools
 import sys
@@ -15,14 +17,26 @@ from retrain.advantages.pipeline import CreditPipeline
 from retrain.config import TrainConfig, load_config
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.plugins import inspect_call, load_plugin
-from retrain.types import Completion, Example, FinishReason, Group, Outcome, Prompt, Score, Scored, Trajectory
+from retrain.types import (
+    Completion,
+    Example,
+    FinishReason,
+    Group,
+    Outcome,
+    Prompt,
+    Score,
+    Scored,
+    Trajectory,
+)
 
 _numbers = itertools.count()
 
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
-    """Writes a module into the current folder and returns its name, new in every test, because Python caches modules by name."""
+    """Writes a module into the current folder and returns its name, new in every test, because
+    Python caches modules by name.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)
@@ -41,13 +55,17 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 
 def config(strict: bool = True, **algorithm: object) -> TrainConfig:
-    return TrainConfig.model_validate({"algorithm": {"transform_mode": "none", **algorithm}, "plugins": {"strict": strict}})
+    return TrainConfig.model_validate(
+        {"algorithm": {"transform_mode": "none", **algorithm}, "plugins": {"strict": strict}}
+    )
 
 
 def step() -> list[Group]:
     def scored(sample: int, logprobs: list[float], score: Score) -> Scored:
         ids = np.arange(len(logprobs), dtype=np.int32)
-        completion = Completion(0, sample, ids, np.array(logprobs, np.float32), None, FinishReason.STOP)
+        completion = Completion(
+            0, sample, ids, np.array(logprobs, np.float32), None, FinishReason.STOP
+        )
         return Scored(Trajectory.of(completion), "", score)
 
     prompt = Prompt(Example("q", "a"), "q", np.array([1], np.int32))
@@ -69,7 +87,7 @@ def refused(configuration: TrainConfig) -> str:
     return message
 
 
-# -- advantages ------------------------------------------------------------------------------------------------------
+# -- advantages ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -80,8 +98,14 @@ def refused(configuration: TrainConfig) -> str:
         "def f(rewards, *, params=None):\n    return [2 * r for r in rewards]",
         "def f(r, **kwargs):\n    return [2 * x for x in r]",
         "def f(ctx):\n    return [2 * r for r in ctx.rewards]",
-        "from retrain.advantages import AdvantageContext\ndef f(group: AdvantageContext):\n    return [2 * r for r in group.rewards]",
-        "class F:\n    def __call__(self, rewards):\n        return [2 * r for r in rewards]\nf = F()",
+        (
+            "from retrain.advantages import AdvantageContext\ndef f(group: AdvantageContext):\n   "
+            " return [2 * r for r in group.rewards]"
+        ),
+        (
+            "class F:\n    def __call__(self, rewards):\n        return [2 * r for r in rewards]\nf"
+            " = F()"
+        ),
         "import numpy as np\ndef f(rewards):\n    return 2 * np.array(rewards)",
     ],
 )
@@ -93,7 +117,10 @@ def test_parameters_reach_the_plain_form_and_the_context(write: Callable[..., st
     plain = write("def f(rewards, params):\n    return [params['scale'] * r for r in rewards]")
     context = write("def f(ctx):\n    return [ctx.params['scale'] * r for r in ctx.rewards]")
     for name in (plain, context):
-        assert run(config(advantage_mode=f"{name}.f", advantage_params={"scale": 3.0})) == [[3.0] * 3, [0.0]]
+        assert run(config(advantage_mode=f"{name}.f", advantage_params={"scale": 3.0})) == [
+            [3.0] * 3,
+            [0.0],
+        ]
 
 
 def test_parameters_that_a_function_cannot_take_are_an_error(write: Callable[..., str]) -> None:
@@ -105,24 +132,42 @@ def test_parameters_that_a_function_cannot_take_are_an_error(write: Callable[...
 @pytest.mark.parametrize(
     ("source", "named"),
     [
-        ("def f(rewards):\n    return [float(r == max(rewards)) for r in rewards]", "mean 1 where all rewards are 0, 1 where"),
+        (
+            "def f(rewards):\n    return [float(r == max(rewards)) for r in rewards]",
+            "mean 1 where all rewards are 0, 1 where",
+        ),
         ("def f(rewards):\n    return rewards", "mean 1 where all rewards are 1"),
-        ("import numpy as np\ndef f(rewards):\n    r = np.float32(rewards)\n    return (r - r.mean()) / (r.std() + 1e-3)", ""),
+        (
+            (
+                "import numpy as np\ndef f(rewards):\n    r = np.float32(rewards)\n    return (r -"
+                " r.mean()) / (r.std() + 1e-3)"
+            ),
+            "",
+        ),
         ("def f(ctx):\n    return [0.0] * len(ctx.rewards)", ""),
     ],
 )
-def test_an_advantage_that_moves_a_group_of_equal_rewards_is_named_at_the_start(source: str, named: str, write: Callable[..., str]) -> None:
+def test_an_advantage_that_moves_a_group_of_equal_rewards_is_named_at_the_start(
+    source: str, named: str, write: Callable[..., str]
+) -> None:
     name = f"{write(source)}.f"
     notes = CreditPipeline(config(advantage_mode=name), lambda ids: [""] * len(ids)).notes
     assert len(notes) == bool(named) and all(named in note and name in note for note in notes)
 
 
-def test_an_advantage_that_fails_on_equal_rewards_is_refused_before_the_run(write: Callable[..., str]) -> None:
-    name = write("def f(rewards):\n    low, high = min(rewards), max(rewards)\n    return [(r - low) / (high - low) for r in rewards]")
-    assert "fails on a small example (ZeroDivisionError" in refused(config(advantage_mode=f"{name}.f"))
+def test_an_advantage_that_fails_on_equal_rewards_is_refused_before_the_run(
+    write: Callable[..., str],
+) -> None:
+    name = write(
+        "def f(rewards):\n    low, high = min(rewards), max(rewards)\n    return [(r - low) / (high"
+        " - low) for r in rewards]"
+    )
+    assert "fails on a small example (ZeroDivisionError" in refused(
+        config(advantage_mode=f"{name}.f")
+    )
 
 
-# -- transforms, uncertainty, algorithms -----------------------------------------------------------------------------
+# -- transforms, uncertainty, algorithms -----------------------------------------------------------
 
 SHIFT = """
 from retrain.advantages import TransformSpec
@@ -141,36 +186,45 @@ def make_params(params):
 def test_a_transform_factory_gives_a_spec_that_acts(write: Callable[..., str]) -> None:
     name = write(SHIFT)
     shifted = run(config(transform_mode=f"{name}.make", advantage_mode="grpo"), lam=1.0)
-    assert shifted == run(config(transform_mode="gtpo", advantage_mode="grpo")), "all three tokens are planning, one completion has none"
-    assert run(config(transform_mode=f"{name}.make_params", transform_params={"k": 4.0}, advantage_mode="grpo")) == [[2.0] * 3, [-2.0]]
+    assert shifted == run(config(transform_mode="gtpo", advantage_mode="grpo")), (
+        "all three tokens are planning, one completion has none"
+    )
+    assert run(
+        config(
+            transform_mode=f"{name}.make_params", transform_params={"k": 4.0}, advantage_mode="grpo"
+        )
+    ) == [[2.0] * 3, [-2.0]]
 
 
 def test_a_transform_of_the_context_gives_token_advantages(write: Callable[..., str]) -> None:
     name = write(
-        "from retrain.advantages import TransformOutput\n"
-        "def f(ctx):\n"
-        "    return TransformOutput(token_advs=[[a * (1 + m) + ctx.sepa_lambda for m in row]\n"
-        "                                       for a, row in zip(ctx.advantages, ctx.planning_mask)])"
+        "from retrain.advantages import TransformOutput\ndef f(ctx):\n    return"
+        " TransformOutput(token_advs=[[a * (1 + m) + ctx.sepa_lambda for m in row]\n               "
+        "                        for a, row in zip(ctx.advantages, ctx.planning_mask)])"
     )
     assert run(config(transform_mode=f"{name}.f", advantage_mode="grpo")) == [[1.5] * 3, [0.0]]
 
 
 def test_an_uncertainty_plugin_weighs_tokens(write: Callable[..., str]) -> None:
     name = write(
-        "def f(logprobs):\n    return [0.0] * (len(logprobs) - 1) + [float(len(logprobs))]\ndef g(ctx):\n    return f(ctx.logprobs)"
+        "def f(logprobs):\n    return [0.0] * (len(logprobs) - 1) + [float(len(logprobs))]\ndef"
+        " g(ctx):\n    return f(ctx.logprobs)"
     )
     for function in ("f", "g"):
-        settings = config(transform_mode="gtpo", advantage_mode="grpo", uncertainty_kind=f"{name}.{function}")
+        settings = config(
+            transform_mode="gtpo", advantage_mode="grpo", uncertainty_kind=f"{name}.{function}"
+        )
         assert run(settings)[0] == pytest.approx([0.45, 0.45, 0.6])
         override = {"transform_params": {"uncertainty_kind": f"{name}.{function}"}}
-        assert run(config(transform_mode="gtpo", advantage_mode="grpo", **override))[0] == pytest.approx([0.45, 0.45, 0.6])
+        assert run(config(transform_mode="gtpo", advantage_mode="grpo", **override))[
+            0
+        ] == pytest.approx([0.45, 0.45, 0.6])
 
 
 def test_an_algorithm_plugin_assigns_the_whole_step(write: Callable[..., str]) -> None:
     name = write(
-        "from retrain.advantages import AlgorithmOutput\n"
-        "def f(ctx):\n"
-        "    return AlgorithmOutput(token_advs=[[[r + ctx.params['b']] * len(lp) for r, lp in zip(rs, lps)]\n"
+        "from retrain.advantages import AlgorithmOutput\ndef f(ctx):\n    return"
+        " AlgorithmOutput(token_advs=[[[r + ctx.params['b']] * len(lp) for r, lp in zip(rs, lps)]\n"
         "                                       for rs, lps in zip(ctx.rewards, ctx.logprobs)])"
     )
     assert run(config(algorithm_mode=f"{name}.f", params={"b": 1.0})) == [[2.0] * 3, [1.0]]
@@ -178,7 +232,7 @@ def test_an_algorithm_plugin_assigns_the_whole_step(write: Callable[..., str]) -
     assert masked == [[0.0, 2.0, 0.0], [0.0]]
 
 
-# -- the shape of results --------------------------------------------------------------------------------------------
+# -- the shape of results --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -192,25 +246,42 @@ def test_an_algorithm_plugin_assigns_the_whole_step(write: Callable[..., str]) -
         ("raise KeyError('scale')", "KeyError"),
     ],
 )
-def test_a_failed_probe_is_an_error_or_with_strict_off_a_warning(body: str, problem: str, write: Callable[..., str]) -> None:
+def test_a_failed_probe_is_an_error_or_with_strict_off_a_warning(
+    body: str, problem: str, write: Callable[..., str]
+) -> None:
     import re
 
     name = write(f"def f(rewards):\n    {body}")
     assert re.search(problem, refused(config(advantage_mode=f"{name}.f")))
-    lenient = CreditPipeline(config(strict=False, advantage_mode=f"{name}.f"), lambda ids: [""] * len(ids))
+    lenient = CreditPipeline(
+        config(strict=False, advantage_mode=f"{name}.f"), lambda ids: [""] * len(ids)
+    )
     assert len(lenient.notes) == 1 and re.search(problem, lenient.notes[0])
     with pytest.raises(RunFailed, match="group 0"):
         lenient.assign(step(), 0, 0.0)
 
 
-def test_a_plugin_that_breaks_later_stops_the_run_naming_the_group(write: Callable[..., str]) -> None:
-    name = write("def f(ctx):\n    if ctx.step == 2:\n        raise ValueError('step two')\n    return ctx.rewards")
-    with pytest.raises(RunFailed, match=r"advantage \"plugin_under_test_\d+\.f\" on group 0 failed with ValueError: step two\."):
+def test_a_plugin_that_breaks_later_stops_the_run_naming_the_group(
+    write: Callable[..., str],
+) -> None:
+    name = write(
+        "def f(ctx):\n    if ctx.step == 2:\n        raise ValueError('step two')\n    return"
+        " ctx.rewards"
+    )
+    with pytest.raises(
+        RunFailed,
+        match=(
+            r"advantage \"plugin_under_test_\d+\.f\" on group 0 failed with ValueError: step two\."
+        ),
+    ):
         run(config(advantage_mode=f"{name}.f"))
 
 
 def test_a_wrong_length_names_group_and_completion(write: Callable[..., str]) -> None:
-    name = write("def f(logprobs):\n    return logprobs[:2] if len(logprobs) == 3 and logprobs[0] == -0.5 else [1.0] * len(logprobs)")
+    name = write(
+        "def f(logprobs):\n    return logprobs[:2] if len(logprobs) == 3 and logprobs[0] == -0.5"
+        " else [1.0] * len(logprobs)"
+    )
     with pytest.raises(RunFailed, match="group 0, completion 0: uncertainty"):
         run(config(transform_mode="gtpo", uncertainty_kind=f"{name}.f"))
 
@@ -221,13 +292,19 @@ def test_a_factory_must_return_a_spec(write: Callable[..., str]) -> None:
     assert "returned int" in refused(config(strict=False, transform_mode=f"{name}.f"))
 
 
-# -- finding ---------------------------------------------------------------------------------------------------------
+# -- finding ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("path", "told"),
     [
-        ("no_such_module_anywhere.f", "tried plugins.no_such_module_anywhere (no such module), no_such_module_anywhere (no such module)"),
+        (
+            "no_such_module_anywhere.f",
+            (
+                "tried plugins.no_such_module_anywhere (no such module), no_such_module_anywhere"
+                " (no such module)"
+            ),
+        ),
         ("{broken}.f", "SyntaxError"),
         ("{raising}.f", "RuntimeError: on import"),
         ("{needy}.f", "ModuleNotFoundError: No module named 'a_missing_library'"),
@@ -238,12 +315,17 @@ def test_a_factory_must_return_a_spec(write: Callable[..., str]) -> None:
         ("maxlr", "is not known; it can be grpo, grpo_std, maxrl, reinforce, reinforce_pp, rloo"),
     ],
 )
-def test_a_plugin_that_cannot_be_loaded_is_one_sentence_even_when_not_strict(path: str, told: str, write: Callable[..., str]) -> None:
+def test_a_plugin_that_cannot_be_loaded_is_one_sentence_even_when_not_strict(
+    path: str, told: str, write: Callable[..., str]
+) -> None:
     modules = {
         "broken": write("def f(:"),
         "raising": write("raise RuntimeError('on import')"),
         "needy": write("import a_missing_library"),
-        "good": write("NUMBER = 3\ndef function(rewards): return rewards\ndef three(a, b, c): ...\ndef keyword(rewards, *, needed): ..."),
+        "good": write(
+            "NUMBER = 3\ndef function(rewards): return rewards\ndef three(a, b, c): ...\ndef"
+            " keyword(rewards, *, needed): ..."
+        ),
     }
     name = path.format(**modules)
     for strict in (True, False):
@@ -268,7 +350,9 @@ def test_search_paths_come_before_plain_imports(write: Callable[..., str]) -> No
     assert load_plugin("advantage", f"{first}.f", config())([0.0]) == [2.0]
 
 
-def test_the_folder_of_the_file_is_importable_from_elsewhere(write: Callable[..., str], tmp_path: Path) -> None:
+def test_the_folder_of_the_file_is_importable_from_elsewhere(
+    write: Callable[..., str], tmp_path: Path
+) -> None:
     name = write("def f(rewards): return [5.0] * len(rewards)", "elsewhere")
     file = tmp_path / "elsewhere" / "run.toml"
     file.write_text(f'[algorithm]\nadvantage_mode = "{name}.f"\ntransform_mode = "none"\n')
@@ -281,18 +365,29 @@ def test_the_folder_of_the_file_is_importable_from_elsewhere(write: Callable[...
     assert str(file) in str(caught.value)
 
 
-def test_the_users_folder_does_not_stay_before_installed_libraries(write: Callable[..., str], tmp_path: Path) -> None:
+def test_the_users_folder_does_not_stay_before_installed_libraries(
+    write: Callable[..., str], tmp_path: Path
+) -> None:
     name = write("def f(rewards): return rewards")
     load_plugin("advantage", f"{name}.f", config())
     assert sys.path[0] != str(tmp_path)
     assert str(tmp_path) in sys.path
 
 
-def test_entry_points_are_found_and_a_name_found_twice_is_an_error(write: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_points_are_found_and_a_name_found_twice_is_an_error(
+    write: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = write("def f(rewards): return [7.0] * len(rewards)")
     monkeypatch.syspath_prepend(".")
-    installed = [EntryPoint("median", f"{name}:f", "retrain.plugins"), EntryPoint("grpo", f"{name}:f", "retrain.plugins")]
-    monkeypatch.setattr(plugins, "entry_points", lambda group: EntryPoints(point for point in installed if point.group == group))
+    installed = [
+        EntryPoint("median", f"{name}:f", "retrain.plugins"),
+        EntryPoint("grpo", f"{name}:f", "retrain.plugins"),
+    ]
+    monkeypatch.setattr(
+        plugins,
+        "entry_points",
+        lambda group: EntryPoints(point for point in installed if point.group == group),
+    )
     assert load_plugin("advantage", "median", config(), plugins_builtins())([0.0]) == [7.0]
     with pytest.raises(ConfigurationError, match="found twice"):
         load_plugin("advantage", "grpo", config(), plugins_builtins())
@@ -304,7 +399,7 @@ def test_entry_points_are_found_and_a_name_found_twice_is_an_error(write: Callab
         load_plugin("advantage", "lost", config(), plugins_builtins())
 
 
-# -- the other kinds -------------------------------------------------------------------------------------------------
+# -- the other kinds -------------------------------------------------------------------------------
 
 
 def test_a_reward_tells_which_keywords_it_takes(write: Callable[..., str]) -> None:
@@ -315,11 +410,20 @@ def test_a_reward_tells_which_keywords_it_takes(write: Callable[..., str]) -> No
         "def wrong(response): return 1.0\n"
     )
     keywords = {
-        function: inspect_call("reward", load_plugin("reward", f"{name}.{function}", config())).keywords
+        function: (
+            inspect_call("reward", load_plugin("reward", f"{name}.{function}", config())).keywords
+        )
         for function in ("plain", "rich", "everything")
     }
-    assert keywords == {"plain": frozenset(), "rich": {"prompt", "example", "params"}, "everything": {"prompt", "example", "params"}}
-    with pytest.raises(ConfigurationError, match=r"f\(response, reference, prompt=\.\.\., example=\.\.\., params=\.\.\.\)"):
+    assert keywords == {
+        "plain": frozenset(),
+        "rich": {"prompt", "example", "params"},
+        "everything": {"prompt", "example", "params"},
+    }
+    with pytest.raises(
+        ConfigurationError,
+        match=r"f\(response, reference, prompt=\.\.\., example=\.\.\., params=\.\.\.\)",
+    ):
         load_plugin("reward", f"{name}.wrong", config())
 
 

@@ -1,4 +1,6 @@
-"""The pieces of a step are computed by worker processes, and nobody can tell how many there were."""
+"""The pieces of a step are computed by worker processes, and nobody can tell how many there
+were.
+"""
 
 import os
 import signal
@@ -21,10 +23,19 @@ from retrain.model.pool import Pool, can_fork, in_order
 from retrain.types import MachineChoices
 from tests.runs import small, timeless
 
-pytestmark = pytest.mark.skipif(not can_fork(), reason="workers are forked, which this system's libraries do not survive")
+pytestmark = pytest.mark.skipif(
+    not can_fork(), reason="workers are forked, which this system's libraries do not survive"
+)
 
 SHARED: dict[str, Any] = {
-    "training": {"batch_size": 17, "max_steps": 2, "save_every": 1, "max_tokens": 12, "micro_batch_tokens": 200, "updates_per_batch": 2},
+    "training": {
+        "batch_size": 17,
+        "max_steps": 2,
+        "save_every": 1,
+        "max_tokens": 12,
+        "micro_batch_tokens": 200,
+        "updates_per_batch": 2,
+    },
     "loss": {"mode": "ppo", "kl_coef": 0.01, "max_grad_norm": 1.0},
     "evaluation": {"at_end": True, "max_examples": 5},
 }
@@ -57,7 +68,9 @@ def assert_same_bytes(left: Path, right: Path) -> None:
         assert (left / name).read_bytes() == (right / name).read_bytes(), name
 
 
-def test_a_run_is_the_same_bytes_whatever_the_number_of_workers(alone: Path, tmp_path: Path) -> None:
+def test_a_run_is_the_same_bytes_whatever_the_number_of_workers(
+    alone: Path, tmp_path: Path
+) -> None:
     run(tmp_path / "run", 3)
     assert_same_bytes(alone, tmp_path / "run")
 
@@ -77,21 +90,35 @@ def test_a_run_may_go_on_with_another_number_of_workers(alone: Path, tmp_path: P
 
 
 def test_a_small_model_gets_workers_and_the_threads_of_a_stored_run_stand(tmp_path: Path) -> None:
-    """Threads changed a run's bytes, workers do not: one that was begun with threads goes on with as many."""
+    """Threads changed a run's bytes, workers do not: one that was begun with threads goes on with
+    as many.
+    """
     before = torch.get_num_threads()
-    stored = MachineChoices(threads=2, decode_rows=128, decode_tokens=4096, micro_batch_tokens=256, gradient_checkpointing=False)
+    stored = MachineChoices(
+        threads=2,
+        decode_rows=128,
+        decode_tokens=4096,
+        micro_batch_tokens=256,
+        gradient_checkpointing=False,
+    )
     torch.set_num_threads(3)
     try:
-        for choices, expected in ((None, (3, 1)), (stored, (1, 2)), (replace(stored, threads=1), (3, 1))):
+        for choices, expected in (
+            (None, (3, 1)),
+            (stored, (1, 2)),
+            (replace(stored, threads=1), (3, 1)),
+        ):
             with closing(LocalBackend(small(tmp_path), choices, eos_ids=(258,))) as backend:
                 assert (backend.choices.workers, backend.choices.threads) == expected
                 assert torch.get_num_threads() == expected[1]
-            assert torch.get_num_threads() == 3, "the next run of this process has all of them again"
+            assert torch.get_num_threads() == 3, (
+                "the next run of this process has all of them again"
+            )
     finally:
         torch.set_num_threads(before)
 
 
-# --- the pool itself -----------------------------------------------------------------------------------------------------
+# --- the pool itself ------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -116,7 +143,9 @@ def test_workers_see_what_changed_between_two_calls(pool: Pool, changing: torch.
     changing += 1
     second = list(in_order(compute(range(4))))
     assert [value for value, _ in second] == [3, 4, 5, 6]
-    assert not first & {version for _, version in second}, "what was derived from the old values would be taken for current"
+    assert not first & {version for _, version in second}, (
+        "what was derived from the old values would be taken for current"
+    )
 
 
 def test_what_a_worker_raises_is_raised_here_and_the_pool_goes_on(pool: Pool) -> None:
@@ -153,12 +182,13 @@ def test_a_worker_that_is_killed_ends_the_run_in_a_sentence(pool: Pool) -> None:
 
 def test_workers_leave_signals_to_the_parent_and_die_with_it() -> None:
     program = (
-        "import os, time\nfrom retrain.model.pool import Pool\n"
-        "def work(piece):\n    yield os.getpid()\n    time.sleep(60)\n"
-        "pids = [pid for _, pid in zip(range(2), (pid for _, pid in Pool(2).shared(work)([0, 1])))]\n"
-        "print(*pids, flush=True)\ntime.sleep(60)\n"
+        "import os, time\nfrom retrain.model.pool import Pool\ndef work(piece):\n    yield"
+        " os.getpid()\n    time.sleep(60)\npids = [pid for _, pid in zip(range(2), (pid for _, pid"
+        " in Pool(2).shared(work)([0, 1])))]\nprint(*pids, flush=True)\ntime.sleep(60)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         workers = [int(pid) for pid in process.stdout.readline().split()]
         assert len(set(workers)) == 2

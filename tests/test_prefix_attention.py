@@ -1,4 +1,6 @@
-"""Attention of packed rows, as matrix products or by a fused kernel, is plain causal attention of every row, in values and gradients."""
+"""Attention of packed rows, as matrix products or by a fused kernel, is plain causal attention of
+every row, in values and gradients.
+"""
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from retrain.model.attention import FusedAttention
 from retrain.model.packing import PackedAttention, Segment
 
 HEADS, KEY_HEADS, SIZE = 6, 2, 8
-# Two prompts that rows of several lengths continue, one of them by padding, and a row without a prompt.
+# Two prompts that rows of several lengths continue, one of them by padding, and a row without a
+# prompt.
 SEGMENTS = [
     Segment(0, 5),
     Segment(5, 7, 0, 5),
@@ -30,31 +33,48 @@ def packed_inputs() -> list[Tensor]:
 
 
 def row_by_row(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Each segment's queries over its prompt and itself, the keys repeated for the heads that share them."""
+    """Each segment's queries over its prompt and itself, the keys repeated for the heads that share
+    them.
+    """
     parts = []
     for segment in SEGMENTS:
         before = range(segment.prompt_start, segment.prompt_start + segment.prompt_length)
         seen = [*before, *range(segment.start, segment.stop)]
         visible = torch.ones(segment.length, len(seen)).tril_(segment.prompt_length).bool()
-        keys, values = (tensor[:, :, seen].repeat_interleave(HEADS // KEY_HEADS, dim=1) for tensor in (key, value))
+        keys, values = (
+            tensor[:, :, seen].repeat_interleave(HEADS // KEY_HEADS, dim=1)
+            for tensor in (key, value)
+        )
         queries = query[:, :, segment.start : segment.stop]
-        parts.append(F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible, scale=0.3))
+        parts.append(
+            F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible, scale=0.3)
+        )
     return torch.cat(parts, dim=2)
 
 
 @pytest.mark.parametrize("budget", [8, 30, 1000])
-@pytest.mark.parametrize(("scores", "longest"), [(1, 512), (1 << 22, 512), (1, 0)], ids=["queries in turns", "queries at once", "kernel"])
-def test_packed_rows_attend_as_single_rows_do(budget: int, scores: int, longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("scores", "longest"),
+    [(1, 512), (1 << 22, 512), (1, 0)],
+    ids=["queries in turns", "queries at once", "kernel"],
+)
+def test_packed_rows_attend_as_single_rows_do(
+    budget: int, scores: int, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(packing, "_LONGEST_AS_PRODUCTS", longest)
     monkeypatch.setattr(prefix_attention, "_SCORES", scores)
     monkeypatch.setattr(prefix_attention, "_FEWEST_QUERIES", 2)
     inputs = packed_inputs()
     expected = row_by_row(*inputs)
-    found = PackedAttention(SEGMENTS, budget, FusedAttention(), torch.device("cpu")).attention(*inputs, 0.3, None, None)
+    found = PackedAttention(SEGMENTS, budget, FusedAttention(), torch.device("cpu")).attention(
+        *inputs, 0.3, None, None
+    )
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     gradient = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     for of_found, of_expected in zip(
-        torch.autograd.grad(found, inputs, gradient), torch.autograd.grad(expected, inputs, gradient), strict=True
+        torch.autograd.grad(found, inputs, gradient),
+        torch.autograd.grad(expected, inputs, gradient),
+        strict=True,
     ):
         torch.testing.assert_close(of_found, of_expected, rtol=1e-5, atol=1e-5)
 
@@ -62,6 +82,8 @@ def test_packed_rows_attend_as_single_rows_do(budget: int, scores: int, longest:
 def test_a_window_that_hides_nothing_changes_nothing_and_one_that_hides_something_does() -> None:
     inputs = packed_inputs()
     attention = PackedAttention(SEGMENTS, 1000, FusedAttention(), torch.device("cpu"))
-    whole, wide, narrow = (attention.attention(*inputs, 0.3, window, None) for window in (None, 12, 2))
+    whole, wide, narrow = (
+        attention.attention(*inputs, 0.3, window, None) for window in (None, 12, 2)
+    )
     assert torch.equal(whole, wide)
     assert not torch.allclose(whole, narrow)

@@ -1,4 +1,6 @@
-"""The prime_rl backend against a counterpart of its own: what is on the wire, the handshake, whole runs, and what goes wrong."""
+"""The prime_rl backend against a counterpart of its own: what is on the wire, the handshake, whole
+runs, and what goes wrong.
+"""
 
 import os
 import signal
@@ -55,7 +57,7 @@ def row(prompt: int, spans: tuple[tuple[int, int], ...], length: int, kept: bool
     )
 
 
-# -- the wire ------------------------------------------------------------------------------------------------------------
+# -- the wire --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fields", [V090, None], ids=["v0.9.0", "later"])
@@ -63,11 +65,25 @@ def test_a_receiver_of_v090_and_a_later_one_read_the_same_streams(fields: Any) -
     samples = [Sample.of(row(0, ((2, 5),), 5)), Sample.of(row(1, ((1, 2), (3, 4)), 6))]
     (batch,) = decode(encode([samples], 0.7), *([fields] if fields else []))
     assert batch.input_ids == [0, 10, 20, 30, 40, 0, 10, 20, 30, 40, 50]
-    assert batch.loss_mask == [False, False, True, True, True, False, True, False, True, False, False]
+    assert batch.loss_mask == [
+        False,
+        False,
+        True,
+        True,
+        True,
+        False,
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
     assert batch.advantages == [0, 0, 0.5, 1.5, 2.5, 0, 0.5, 0, 1.5, 0, 0]
     assert batch.inference_logprobs == [0, 0, -1, -2, -3, 0, -1, 0, -2, 0, 0]
     assert batch.position_ids == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5]
-    assert batch.temperatures == [0.7] * 11  # the first action is scored with the entry of the context token before it
+    assert (
+        batch.temperatures == [0.7] * 11
+    )  # the first action is scored with the entry of the context token before it
     assert batch.sequence_lengths == batch.seq_lens == [5, 6]
     assert set(batch.env_names) != {"all"}
     assert batch.ref_logprobs is batch.rl_weights is None
@@ -75,7 +91,11 @@ def test_a_receiver_of_v090_and_a_later_one_read_the_same_streams(fields: Any) -
 
 def test_rows_come_back_as_they_were_sent() -> None:
     rows = [row(0, ((2, 5),), 5), row(1, ((1, 2), (3, 4)), 6)]
-    back = [found for batch in decode(encode([[Sample.of(one)] for one in rows], 1.0)) for found in rows_of(batch)]
+    back = [
+        found
+        for batch in decode(encode([[Sample.of(one)] for one in rows], 1.0))
+        for found in rows_of(batch)
+    ]
     for sent, got in zip(rows, back, strict=True):
         assert sent.spans == got.spans and (sent.token_ids == got.token_ids).all()
         assert (sent.logprobs == got.logprobs).all() and (sent.advantages == got.advantages).all()
@@ -91,12 +111,17 @@ def test_kept_sets_are_counted_per_token_and_listed_one_after_another() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_rank_gets_as_many_micro_batches_within_the_budget(ranks: int) -> None:
-    samples = [Sample.of(row(number, ((1, length),), length)) for number, length in enumerate((5, 9, 3, 4, 4, 7, 30))]
+    samples = [
+        Sample.of(row(number, ((1, length),), length))
+        for number, length in enumerate((5, 9, 3, 4, 4, 7, 30))
+    ]
     shares = share_out(samples, ranks, 10)
     assert len({len(share) for share in shares}) == 1
     packs = [pack for share in shares for pack in share]
     assert all(sum(map(len, pack)) <= 10 or len(pack) == 1 for pack in packs)
-    assert sorted(int(sample.mask.sum()) for pack in packs for sample in pack if sample.mask.any()) == [2, 3, 3, 4, 6, 8, 29]
+    assert sorted(
+        int(sample.mask.sum()) for pack in packs for sample in pack if sample.mask.any()
+    ) == [2, 3, 3, 4, 6, 8, 29]
 
 
 def test_a_step_without_anything_to_learn_is_a_batch_without_actions() -> None:
@@ -105,7 +130,7 @@ def test_a_step_without_anything_to_learn_is_a_batch_without_actions() -> None:
     assert batch.loss_mask == [False, False] and list(rows_of(batch)) == []
 
 
-# -- the transports ------------------------------------------------------------------------------------------------------
+# -- the transports --------------------------------------------------------------------------------
 
 
 def test_a_file_appears_whole_under_both_names(tmp_path: Path) -> None:
@@ -113,17 +138,24 @@ def test_a_file_appears_whole_under_both_names(tmp_path: Path) -> None:
     sender.prepare(0)
     sender.send(3, [b"first", b"second"])
     for name in ("rollouts", "batches"):  # of v0.9.0 and of later versions
-        assert [(tmp_path / name / "step_3" / f"rank_{rank}.bin").read_bytes() for rank in (0, 1)] == [b"first", b"second"]
+        assert [
+            (tmp_path / name / "step_3" / f"rank_{rank}.bin").read_bytes() for rank in (0, 1)
+        ] == [b"first", b"second"]
     assert not list(tmp_path.glob("**/*.tmp"))
 
 
-def test_what_an_interrupted_session_left_is_cleared_and_what_another_wrote_is_refused(tmp_path: Path) -> None:
+def test_what_an_interrupted_session_left_is_cleared_and_what_another_wrote_is_refused(
+    tmp_path: Path,
+) -> None:
     sender = FileSystemSender(tmp_path)
     sender.prepare(0)
     for batch in (1, 2, 3):
         sender.send(batch, [b"x"])
     FileSystemSender(tmp_path).prepare(2)
-    assert sorted(file.parent.name for file in tmp_path.glob("rollouts/*/rank_0.bin")) == ["step_1", "step_2"]
+    assert sorted(file.parent.name for file in tmp_path.glob("rollouts/*/rank_0.bin")) == [
+        "step_1",
+        "step_2",
+    ]
     other = tmp_path / "other" / "rollouts" / "step_1"
     other.mkdir(parents=True)
     with pytest.raises(ConfigurationError, match="holds batches that this retrain did not write"):
@@ -146,21 +178,31 @@ def free_ports() -> int:
 
 
 def test_zmq_reaches_each_rank_on_its_topic_and_says_when_one_has_gone() -> None:
-    """Every socket is closed also where the test fails: a context that is collected with open ones waits for ever, in some other test."""
-    options = PrimeRLOptions(transport="zmq", zmq_port=free_ports(), trainer_ranks=2, sync_wait_s=30, sync_poll_s=0.01)
+    """Every socket is closed also where the test fails: a context that is collected with open ones
+    waits for ever, in some other test.
+    """
+    options = PrimeRLOptions(
+        transport="zmq", zmq_port=free_ports(), trainer_ranks=2, sync_wait_s=30, sync_poll_s=0.01
+    )
     with ExitStack() as stack:
         sender = stack.enter_context(closing(ZmqSender(options)))
-        ranks = [stack.enter_context(closing(ZmqReceiver(options.zmq_port, rank))) for rank in (0, 1)]
+        ranks = [
+            stack.enter_context(closing(ZmqReceiver(options.zmq_port, rank))) for rank in (0, 1)
+        ]
         sender.send(1, [b"for 0", b"for 1"])
         assert [rank.receive(1, lambda: False) for rank in ranks] == [b"for 0", b"for 1"]
         ranks[1].close()
         sender._options = options.model_copy(update={"sync_wait_s": 0.1})
         while not refuses(sender):
             time.sleep(0.01)
-        with pytest.raises(ServerFailure, match=r"1 of 2 data ranks did not subscribe .* start the trainer"):
+        with pytest.raises(
+            ServerFailure, match=r"1 of 2 data ranks did not subscribe .* start the trainer"
+        ):
             sender.send(2, [b"", b""])
         sender._options = options
-        ranks[1] = stack.enter_context(closing(ZmqReceiver(options.zmq_port, 1)))  # a trainer that starts anew
+        ranks[1] = stack.enter_context(
+            closing(ZmqReceiver(options.zmq_port, 1))
+        )  # a trainer that starts anew
         sender.send(2, [b"a", b"b"])
         assert [rank.receive(2, lambda: False) for rank in ranks] == [b"a", b"b"]
 
@@ -173,7 +215,7 @@ def refuses(sender: ZmqSender) -> bool:
     return False
 
 
-# -- the handshake -------------------------------------------------------------------------------------------------------
+# -- the handshake ---------------------------------------------------------------------------------
 
 
 def broadcasts(folder: Path, wait_s: float = 0.2) -> Broadcasts:
@@ -193,7 +235,9 @@ def in_thread(work: Any, *arguments: Any) -> threading.Thread:
     return thread
 
 
-def test_a_version_is_acknowledged_before_it_is_written_and_taken_after_it_is_finished(tmp_path: Path) -> None:
+def test_a_version_is_acknowledged_before_it_is_written_and_taken_after_it_is_finished(
+    tmp_path: Path,
+) -> None:
     trainer = Broadcaster(tmp_path)
     thread = in_thread(trainer.broadcast, 0, weights)
     policy = broadcasts(tmp_path, 5).take(0)
@@ -208,7 +252,13 @@ def test_a_version_is_acknowledged_before_it_is_written_and_taken_after_it_is_fi
 
 
 def test_a_trainer_that_never_offers_is_named_with_the_folder_and_the_key(tmp_path: Path) -> None:
-    with pytest.raises(ServerFailure, match=r"did not offer policy v0 in .*broadcasts within sync_wait_s = 0.2 s .*no policy has come yet"):
+    with pytest.raises(
+        ServerFailure,
+        match=(
+            r"did not offer policy v0 in .*broadcasts within sync_wait_s = 0.2 s .*no policy has"
+            r" come yet"
+        ),
+    ):
         broadcasts(tmp_path).take(0)
 
 
@@ -218,7 +268,9 @@ def test_an_offer_that_is_never_finished_is_told_apart(tmp_path: Path) -> None:
         broadcasts(tmp_path).take(0)
     (folder / ".started").touch()
     (folder / ".receiver_ready").unlink()
-    with pytest.raises(ServerFailure, match="acknowledged, but it began to write it and did not finish"):
+    with pytest.raises(
+        ServerFailure, match="acknowledged, but it began to write it and did not finish"
+    ):
         broadcasts(tmp_path).take(0)
 
 
@@ -249,12 +301,17 @@ def test_a_trainer_that_starts_anew_is_answered_again(tmp_path: Path) -> None:
 
 def test_a_trainer_ahead_of_the_run_is_not_followed(tmp_path: Path) -> None:
     Broadcaster(tmp_path).offer(7)
-    with pytest.raises(ServerFailure, match=r"offers policy v7 .*has sent 3 batches: resume the trainer at step 3"):
+    with pytest.raises(
+        ServerFailure, match=r"offers policy v7 .*has sent 3 batches: resume the trainer at step 3"
+    ):
         broadcasts(tmp_path).take(3)
     assert not (tmp_path / "broadcasts" / "step_7" / ".receiver_ready").exists()
 
 
-@pytest.mark.parametrize(("damage", "sentence"), [("cut", "is incomplete although it is marked as finished"), ("none", "holds no weights")])
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [("cut", "is incomplete although it is marked as finished"), ("none", "holds no weights")],
+)
 def test_a_truncated_policy_is_not_served(tmp_path: Path, damage: str, sentence: str) -> None:
     def write(folder: Path) -> None:
         if damage == "cut":
@@ -268,7 +325,7 @@ def test_a_truncated_policy_is_not_served(tmp_path: Path, damage: str, sentence:
     thread.join()
 
 
-# -- whole runs ----------------------------------------------------------------------------------------------------------
+# -- whole runs ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -284,8 +341,14 @@ def server(learner: LocalBackend, tmp_path: Path) -> Iterator[InferenceServer]:
         yield found
 
 
-def prime(folder: Path, server: InferenceServer, transport: str = "filesystem", **sections: Any) -> Any:
-    options = FAST | {"transport": transport, "output_dir": str(folder / "shared")} | sections.pop("options", {})
+def prime(
+    folder: Path, server: InferenceServer, transport: str = "filesystem", **sections: Any
+) -> Any:
+    options = (
+        FAST
+        | {"transport": transport, "output_dir": str(folder / "shared")}
+        | sections.pop("options", {})
+    )
     backend = {"backend": "prime_rl", "options": options}
     return small(folder / "run", backend=backend, inference={"url": server.url}, **sections)
 
@@ -294,7 +357,11 @@ def prime(folder: Path, server: InferenceServer, transport: str = "filesystem", 
 def trainer_of(config: Any, learner: LocalBackend, **settings: Any) -> Iterator[Trainer]:
     options = config.backend.prime_rl
     folder = output_dir(config.backend, config.logging)
-    receiver = ZmqReceiver(options.zmq_port) if options.transport == "zmq" else FileReceiver(folder, settings.pop("where", "rollouts"))
+    receiver = (
+        ZmqReceiver(options.zmq_port)
+        if options.transport == "zmq"
+        else FileReceiver(folder, settings.pop("where", "rollouts"))
+    )
     trainer = Trainer(learner, folder, receiver, **{"steps": config.training.max_steps, **settings})
     trainer.start()
     try:
@@ -304,17 +371,28 @@ def trainer_of(config: Any, learner: LocalBackend, **settings: Any) -> Iterator[
 
 
 @pytest.mark.parametrize("transport", ["filesystem", "zmq"])
-def test_a_run_trains_through_the_wire(tmp_path: Path, learner: LocalBackend, server: InferenceServer, transport: str) -> None:
-    """Held-out prompts are asked again at each other policy, so a prefix cache without a salt would answer for an old one."""
-    sections = {"training": {"micro_batch_tokens": 200}, "evaluation": {"every": 2, "max_examples": 2}}
+def test_a_run_trains_through_the_wire(
+    tmp_path: Path, learner: LocalBackend, server: InferenceServer, transport: str
+) -> None:
+    """Held-out prompts are asked again at each other policy, so a prefix cache without a salt would
+    answer for an old one.
+    """
+    sections = {
+        "training": {"micro_batch_tokens": 200},
+        "evaluation": {"every": 2, "max_examples": 2},
+    }
     config = prime(tmp_path, server, transport, options={"zmq_port": free_ports()}, **sections)
     with trainer_of(config, learner) as trainer:
         run = train(config, quiet=True)
         trainer.join(timeout=20)
     assert trainer.error is None and sorted(trainer.batches) == [1, 2, 3, 4]
     records = run.metrics()
-    assert [record.loss for record in records] == [None] * 4 and all(record.loss_is_placeholder for record in records)
-    sent = [sum(1 for batch in trainer.batches[step] for _ in rows_of(batch)) for step in (1, 2, 3, 4)]
+    assert [record.loss for record in records] == [None] * 4 and all(
+        record.loss_is_placeholder for record in records
+    )
+    sent = [
+        sum(1 for batch in trainer.batches[step] for _ in rows_of(batch)) for step in (1, 2, 3, 4)
+    ]
     assert sent == [record.num_datums for record in records] and sum(sent)
     assert [path for path, _ in server.calls].count("/load_lora_adapter") == 5  # v0 to v4
     assert server.stale == 0 and max(trainer.differences) < 1e-3
@@ -338,10 +416,18 @@ def test_a_run_whose_trainer_dies_while_a_step_is_sampled_is_saved_and_goes_on(
             return usual(body)
 
         monkeypatch.setattr(server, "_inference_v1_generate", dies)
-        with pytest.raises(ServerFailure, match=r"1 of 1 data ranks did not subscribe .* The run is saved after 2 steps: continue with"):
+        with pytest.raises(
+            ServerFailure,
+            match=(
+                r"1 of 1 data ranks did not subscribe .* The run is saved after 2 steps: continue"
+                r" with"
+            ),
+        ):
             train(config, quiet=True)
     monkeypatch.undo()
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == ["step_000002"]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == [
+        "step_000002"
+    ]
     with trainer_of(config, learner, first=3) as trainer:
         again = train(replaced(config, {"resume.from": str(tmp_path / "run")}), quiet=True)
     assert trainer.error is None and [record.step for record in again.metrics()] == [0, 1, 2, 3]
@@ -355,7 +441,10 @@ def test_a_step_that_was_sent_in_part_is_not_called_saved(
 
     monkeypatch.setattr(ZmqSender, "send", breaks)
     config = prime(tmp_path, server, "zmq", options={"zmq_port": free_ports()})
-    told = r"Half of it was sent\. Step 0 was under way and is not saved, and there is no checkpoint yet, so a resume begins at step 0"
+    told = (
+        r"Half of it was sent\. Step 0 was under way and is not saved, and there is no checkpoint"
+        r" yet, so a resume begins at step 0"
+    )
     with trainer_of(config, learner), pytest.raises(ServerFailure, match=told):
         train(config, quiet=True)
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
@@ -394,18 +483,27 @@ sync_poll_s = 0.2 # polling interval for broadcast weights
 def test_the_documented_block_runs_with_a_later_trainer_and_is_resumed(
     tmp_path: Path, learner: LocalBackend, server: InferenceServer
 ) -> None:
-    """adapter_path is the trainer's output_dir. The trainer vanishes after two batches, and both sides go on from step 2."""
+    """adapter_path is the trainer's output_dir. The trainer vanishes after two batches, and both
+    sides go on from step 2.
+    """
     backend = tomllib.loads(SEEDS_BLOCK.format(folder=tmp_path / "shared"))["backend"]
     backend["options"] |= {"sync_wait_s": 5}
     config = small(tmp_path / "run", backend=backend, inference={"url": server.url})
     shared = tmp_path / "shared"
     gone = Trainer(learner, shared, FileReceiver(shared, "batches"), steps=2)
     gone.start()
-    with pytest.raises(ServerFailure, match=r"did not offer policy v4 .*continue with `retrain .* --resume"):
+    with pytest.raises(
+        ServerFailure, match=r"did not offer policy v4 .*continue with `retrain .* --resume"
+    ):
         train(replaced(config, {"training.max_steps": 8}), quiet=True)
     gone.stop()
-    with trainer_of(config, learner, first=3, steps=6, where="batches") as trainer:  # batches 3 and 4 still lie there
-        run = train(replaced(config, {"training.max_steps": 6, "resume.from": str(tmp_path / "run")}), quiet=True)
+    with trainer_of(
+        config, learner, first=3, steps=6, where="batches"
+    ) as trainer:  # batches 3 and 4 still lie there
+        run = train(
+            replaced(config, {"training.max_steps": 6, "resume.from": str(tmp_path / "run")}),
+            quiet=True,
+        )
         trainer.join(timeout=20)
     assert trainer.error is None and sorted(trainer.batches) == [3, 4, 5, 6]
     assert [record.step for record in run.metrics()] == [0, 1, 2, 3, 4, 5]
@@ -428,12 +526,18 @@ def test_whole_weights_are_read_while_the_server_stands_still_and_it_is_resumed_
     except ServerFailure as error:
         said = str(error)
     pool.close()
-    assert [path for path, _ in server.calls] == ["/pause?mode=keep&clear_cache=false", "/update_weights", "/resume"]
+    assert [path for path, _ in server.calls] == [
+        "/pause?mode=keep&clear_cache=false",
+        "/update_weights",
+        "/resume",
+    ]
     assert server.calls[1][1] == {"weight_dir": str(folder)} and not server.paused
     assert (said is not None and "answered 400: injected" in said) is refused
 
 
-def test_raw_logprobs_are_found_out(tmp_path: Path, server: InferenceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raw_logprobs_are_found_out(
+    tmp_path: Path, server: InferenceServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dialect, served = PrimeDialect(small(tmp_path), [0]), ServedPolicy("policy", tmp_path, "v0.0")
     pool = ServerPool([server.url], what=dialect.title, timeout_s=5)
 
@@ -444,7 +548,9 @@ def test_raw_logprobs_are_found_out(tmp_path: Path, server: InferenceServer, mon
     raw = [{"token_id": token, "logprob": -1.0} for token in (3, 4)]
     answer = {"choices": [{"logprobs": {"content": [{"top_logprobs": raw}]}}]}
     monkeypatch.setattr(server, "_inference_v1_generate", lambda body: answer)
-    with pytest.raises(ServerFailure, match=r"0\.736 in all\): start it with logprobs_mode = processed_logprobs"):
+    with pytest.raises(
+        ServerFailure, match=r"0\.736 in all\): start it with logprobs_mode = processed_logprobs"
+    ):
         check()
     pool.close()
 
@@ -452,7 +558,9 @@ def test_raw_logprobs_are_found_out(tmp_path: Path, server: InferenceServer, mon
 def test_kept_sets_of_an_answer_reach_the_wire() -> None:
     """The server lists the tokens of each set, and the trainer renormalises over them."""
     sets = ([5, 2], [7], [1, 2, 3])
-    completion = Completion(0, 0, np.array([5, 7, 3], np.int32), np.zeros(3, np.float32), None, FinishReason.LENGTH)
+    completion = Completion(
+        0, 0, np.array([5, 7, 3], np.int32), np.zeros(3, np.float32), None, FinishReason.LENGTH
+    )
     completion = replace(completion, kept_ids=tuple(np.array(ids, np.int32) for ids in sets))
     prompt = Prompt(Example("", ""), "", np.array([1, 2], np.int32))
     (sent,) = Row.of(prompt, Trajectory.of(completion), np.ones(3, np.float32), 0)
@@ -464,6 +572,14 @@ def test_kept_sets_of_an_answer_reach_the_wire() -> None:
 def test_a_campaign_and_the_kept_denominator_are_refused(tmp_path: Path) -> None:
     conditions = [{"advantage_mode": "grpo", "transform_mode": "none"}]
     with pytest.raises(ConfigurationError, match="whose runs would all feed one trainer"):
-        small(tmp_path, backend={"backend": "prime_rl"}, campaign={"seeds": [1], "conditions": conditions})
+        small(
+            tmp_path,
+            backend={"backend": "prime_rl"},
+            campaign={"seeds": [1], "conditions": conditions},
+        )
     with pytest.raises(ConfigurationError, match="divides by all sampled tokens"):
-        small(tmp_path, backend={"backend": "prime_rl"}, algorithm={"surprisal_mask_denominator": "kept"})
+        small(
+            tmp_path,
+            backend={"backend": "prime_rl"},
+            algorithm={"surprisal_mask_denominator": "kept"},
+        )

@@ -14,5 +14,13 @@ def test_the_memory_of_a_process_is_read_in_bytes() -> None:
 
 
 def test_the_module_that_every_process_imports_first_is_light() -> None:
-    loaded = "import sys, retrain.processes; print([name for name in ('torch', 'numpy', 'psutil') if name in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    loaded = (
+        "import sys, retrain.processes; print([name for name in ('torch', 'numpy', 'psutil') if"
+        " name in sys.modules])"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", loaded], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )

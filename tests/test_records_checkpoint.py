@@ -1,4 +1,6 @@
-"""Checkpoints: used only if every byte matches, and a crash at any instant leaves the last good one."""
+"""Checkpoints: used only if every byte matches, and a crash at any instant leaves the last good
+one.
+"""
 
 import json
 import os
@@ -8,13 +10,32 @@ from pathlib import Path
 import pytest
 
 from retrain.errors import EnvironmentFailure, RunFailed
-from retrain.records.checkpoint import MANIFEST, CheckpointStore, TrainerState, commit_folder, verify
+from retrain.records.checkpoint import (
+    MANIFEST,
+    CheckpointStore,
+    TrainerState,
+    commit_folder,
+    verify,
+)
 from retrain.types import MachineChoices
 
 
 def _state(step: int) -> TrainerState:
-    choices = MachineChoices(threads=2, decode_rows=8, decode_tokens=1024, micro_batch_tokens=2048, gradient_checkpointing=False)
-    return TrainerState(seed=7, config_hash="c0ffee", step=step, cursor=4 * step, sepa={"gate_open": True}, choices=choices)
+    choices = MachineChoices(
+        threads=2,
+        decode_rows=8,
+        decode_tokens=1024,
+        micro_batch_tokens=2048,
+        gradient_checkpointing=False,
+    )
+    return TrainerState(
+        seed=7,
+        config_hash="c0ffee",
+        step=step,
+        cursor=4 * step,
+        sepa={"gate_open": True},
+        choices=choices,
+    )
 
 
 def _write(folder: Path) -> None:
@@ -43,7 +64,9 @@ def test_every_flipped_bit_is_noticed_and_the_one_before_is_used(store: Checkpoi
         original = path.read_bytes()
         for _ in range(20):
             damaged = bytearray(original)
-            place = rng.choice([index for index, byte in enumerate(original) if not chr(byte).isspace()])
+            place = rng.choice(
+                [index for index, byte in enumerate(original) if not chr(byte).isspace()]
+            )
             damaged[place] ^= 1 << rng.randrange(8)
             path.write_bytes(damaged)
             said: list[str] = []
@@ -65,7 +88,9 @@ def test_a_missing_or_shortened_file_is_named(store: CheckpointStore) -> None:
         store.at(4)
 
 
-def test_a_crash_at_any_write_leaves_the_last_good_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_at_any_write_leaves_the_last_good_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every fsync and every rename is a place where the machine may stop."""
     real_fsync, real_rename = os.fsync, Path.rename
 
@@ -129,12 +154,19 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_the_disk_says_of_tensors_is_the_oserror_that_it_is_of_any_file(tmp_path: Path, small_files: None) -> None:
+def test_what_the_disk_says_of_tensors_is_the_oserror_that_it_is_of_any_file(
+    tmp_path: Path, small_files: None
+) -> None:
     import numpy as np
     from safetensors.numpy import save_file
 
     with pytest.raises(OSError, match="File too large"):
-        commit_folder(tmp_path / "step_000001", lambda folder: save_file({"a": np.zeros(10**6)}, folder / "a"), step=1, config_hash="")
+        commit_folder(
+            tmp_path / "step_000001",
+            lambda folder: save_file({"a": np.zeros(10**6)}, folder / "a"),
+            step=1,
+            config_hash="",
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -154,7 +186,9 @@ def test_a_state_in_the_middle_of_a_step_is_never_sealed(store: CheckpointStore)
     assert store.steps() == [2, 4]
 
 
-def test_a_folder_whose_replacement_fails_returns(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_whose_replacement_fails_returns(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.save_final(_state(4), _write)
     real = Path.rename
 
@@ -167,7 +201,11 @@ def test_a_folder_whose_replacement_fails_returns(store: CheckpointStore, monkey
     with pytest.raises(OSError, match="Input/output"):
         store.save_final(_state(6), _write)
     assert verify(store.folder / "final") == ""
-    assert sorted(path.name for path in store.folder.iterdir()) == ["final", "step_000002", "step_000004"]
+    assert sorted(path.name for path in store.folder.iterdir()) == [
+        "final",
+        "step_000002",
+        "step_000004",
+    ]
 
 
 def test_a_state_of_another_version_is_refused(store: CheckpointStore) -> None:
@@ -175,4 +213,6 @@ def test_a_state_of_another_version_is_refused(store: CheckpointStore) -> None:
     assert newest is not None
     text = (newest.folder / "trainer_state.json").read_text()
     with pytest.raises(RunFailed, match="version 99"):
-        TrainerState.from_json(text.replace('"schema_version": 1', '"schema_version": 99'), newest.folder)
+        TrainerState.from_json(
+            text.replace('"schema_version": 1', '"schema_version": 99'), newest.folder
+        )

@@ -27,11 +27,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(config, quiet=True).folder
 
 
-def test_eval_writes_every_answer_and_never_over_another_evaluation(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_writes_every_answer_and_never_over_another_evaluation(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["eval", str(run), "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)
     folder = EvaluationFolder(Path(summary["folder"]))
-    assert folder.path == run / "evaluations" / "1" and main(["eval", str(run), "--output", str(folder.path)]) == 2
+    assert (
+        folder.path == run / "evaluations" / "1"
+        and main(["eval", str(run), "--output", str(folder.path)]) == 2
+    )
     assert "is not an empty folder" in capsys.readouterr().err
     answers = lines(folder.samples)
     assert len(answers) == 12 and {(item["example_id"], item["sample"]) for item in answers} == {
@@ -45,17 +50,29 @@ def test_eval_writes_every_answer_and_never_over_another_evaluation(run: Path, t
     assert {sample["epoch"] for sample in log["samples"]} == {1, 2}
 
 
-def write_evaluation(folder: Path, right: list[int], unjudged: int = 0, **sections: dict[str, Any]) -> Path:
+def write_evaluation(
+    folder: Path, right: list[int], unjudged: int = 0, **sections: dict[str, Any]
+) -> Path:
     files = EvaluationFolder(folder)
-    evaluation = Evaluation(2, [EvaluationRecord(2, f"p{i}", f"task-{i % 2}", 4, c, 0, c / 4) for i, c in enumerate(right)])
+    evaluation = Evaluation(
+        2,
+        [
+            EvaluationRecord(2, f"p{i}", f"task-{i % 2}", 4, c, 0, c / 4)
+            for i, c in enumerate(right)
+        ],
+    )
     for index in range(unjudged):
-        evaluation.problems[index] = EvaluationRecord(2, f"p{index}", f"task-{index % 2}", 0, 0, 4, None)  # type: ignore[index]
+        evaluation.problems[index] = EvaluationRecord(
+            2, f"p{index}", f"task-{index % 2}", 0, 0, 4, None
+        )  # type: ignore[index]
     mark(folder, KIND)
     files.write(small(folder, reward={"type": "match"}, **sections), evaluation, [])
     return folder
 
 
-def test_two_evaluations_are_compared_in_pairs_of_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_evaluations_are_compared_in_pairs_of_problems(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rng = np.random.default_rng(0)
     hard = rng.integers(0, 3, 60)
     one = write_evaluation(tmp_path / "one", [int(c) for c in hard])
@@ -63,7 +80,9 @@ def test_two_evaluations_are_compared_in_pairs_of_problems(tmp_path: Path, capsy
     lost = write_evaluation(tmp_path / "lost", [int(c) + 1 for c in hard], unjudged=40)
     assert main(["compare", str(two), "--baseline", str(one), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["pairs"]["mean"] == pytest.approx(0.25) and found["pairs"]["interval"] == pytest.approx([0.25, 0.25])
+    assert found["pairs"]["mean"] == pytest.approx(0.25) and found["pairs"][
+        "interval"
+    ] == pytest.approx([0.25, 0.25])
     assert found["differs"] and [task["problems"] for task in found["tasks"]] == [30, 30]
     assert main(["compare", str(two), "--baseline", str(one)]) == 0
     assert "answers these 60 problems better than" in capsys.readouterr().out
@@ -77,7 +96,10 @@ def test_evaluations_of_other_problems_or_at_another_temperature_are_not_compare
     one = write_evaluation(tmp_path / "one", [1] * 9)
     fewer = write_evaluation(tmp_path / "fewer", [1] * 8)
     hot = write_evaluation(tmp_path / "hot", [1] * 9, evaluation={"temperature": 0.3})
-    for other, words in ((fewer, "answered different problems (9 and 8, 8 shared)"), (hot, "hot at temperature 0.3")):
+    for other, words in (
+        (fewer, "answered different problems (9 and 8, 8 shared)"),
+        (hot, "hot at temperature 0.3"),
+    ):
         assert main(["compare", str(one), "--baseline", str(other)]) == 2
         assert words in capsys.readouterr().err
     assert main(["compare", str(one)]) == 2 and "--baseline EVALUATION" in capsys.readouterr().err
@@ -87,15 +109,28 @@ def test_every_task_and_every_k_has_an_interval() -> None:
     problems = [EvaluationRecord(0, f"p{i}", f"task-{i % 2}", 4, i % 5, 0, None) for i in range(40)]
     summary = Evaluation(0, problems, ks=[1, 4]).summary()
     assert summary["pass@4_interval"][0] < summary["pass@4"] < summary["pass@4_interval"][1]
-    assert {task: part["problems"] for task, part in summary["tasks"].items()} == {"task-0": 20, "task-1": 20}
+    assert {task: part["problems"] for task, part in summary["tasks"].items()} == {
+        "task-0": 20,
+        "task-1": 20,
+    }
     for part in summary["tasks"].values():
         assert part["pass@1_interval"][0] < part["pass@1"] < part["pass@1_interval"][1]
 
 
 def test_before_and_after_are_compared_by_problem() -> None:
-    """Hard and easy problems alike gain an eighth: the paired interval is narrow where the two intervals overlap."""
-    before = Evaluation(0, [EvaluationRecord(0, f"p{i}", "t", 8, (i % 2) * 6, 0, None) for i in range(60)])
-    after = Evaluation(9, [EvaluationRecord(9, f"p{i}", "t", 8, (i % 2) * 6 + 1 - (i == 0), 0, None) for i in range(60)])
+    """Hard and easy problems alike gain an eighth: the paired interval is narrow where the two
+    intervals overlap.
+    """
+    before = Evaluation(
+        0, [EvaluationRecord(0, f"p{i}", "t", 8, (i % 2) * 6, 0, None) for i in range(60)]
+    )
+    after = Evaluation(
+        9,
+        [
+            EvaluationRecord(9, f"p{i}", "t", 8, (i % 2) * 6 + 1 - (i == 0), 0, None)
+            for i in range(60)
+        ],
+    )
     found = after.difference_from(before)
     assert found is not None and found[0] == pytest.approx(0.1229, abs=1e-3) and found[1][0] > 0.1
     assert after.interval[0] < before.interval[1]

@@ -15,13 +15,29 @@ from retrain.records.redact import MASK, Redactor
 PLAIN = Redactor({})
 
 
-@pytest.mark.parametrize("name", ["WANDB_API_KEY", "HF_TOKEN", "MY_SECRET", "db_password", "TINKER_API_KEY", "AWS_SECRET_ACCESS_KEY"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "WANDB_API_KEY",
+        "HF_TOKEN",
+        "MY_SECRET",
+        "db_password",
+        "TINKER_API_KEY",
+        "AWS_SECRET_ACCESS_KEY",
+    ],
+)
 def test_values_of_secret_variables_are_masked(name: str) -> None:
     assert Redactor({name: "wonderful-value"}).text("it is wonderful-value!") == f"it is {MASK}!"
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("TOKENIZERS_PARALLELISM", "false-ish"), ("SSH_KEY_PATH", "/home/me/.ssh"), ("HOME", "/root/me"), ("A_KEY", "1")]
+    ("name", "value"),
+    [
+        ("TOKENIZERS_PARALLELISM", "false-ish"),
+        ("SSH_KEY_PATH", "/home/me/.ssh"),
+        ("HOME", "/root/me"),
+        ("A_KEY", "1"),
+    ],
 )
 def test_values_that_are_no_secret_stay(name: str, value: str) -> None:
     assert Redactor({name: value}).text(f"x {value} 1") == f"x {value} 1"
@@ -72,20 +88,41 @@ def test_a_secret_inside_a_longer_one_leaves_nothing_behind() -> None:
     assert Redactor({"A_TOKEN": "abcdef", "B_TOKEN": "abcdef-ghijkl"}).text("abcdef-ghijkl") == MASK
 
 
-@given(st.recursive(st.text() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10))
+@given(
+    st.recursive(
+        st.text() | st.integers(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+        max_leaves=10,
+    )
+)
 def test_no_string_of_a_structure_keeps_the_secret(value: object) -> None:
     redactor = Redactor({"A_KEY": "sesame-open"})
-    assert "sesame-open" not in str(redactor.json({"deep": [value, {"sesame-open": "x sesame-open"}]}))
+    assert "sesame-open" not in str(
+        redactor.json({"deep": [value, {"sesame-open": "x sesame-open"}]})
+    )
 
 
 @pytest.mark.parametrize(
-    "name", ["api_key", "hf_token", "Authorization", "judge_password", "passphrase", "session-cookie", "aws_credentials", "clientSecret"]
+    "name",
+    [
+        "api_key",
+        "hf_token",
+        "Authorization",
+        "judge_password",
+        "passphrase",
+        "session-cookie",
+        "aws_credentials",
+        "clientSecret",
+    ],
 )
 def test_a_string_under_a_key_named_like_a_secret_is_masked_wherever_it_stands(name: str) -> None:
     assert PLAIN.json({"params": [{name: "abc", "deeper": {name: ["x", "y"]}}]}) == {
         "params": [{name: MASK, "deeper": {name: [MASK, MASK]}}]
     }
-    assert PLAIN.arguments(["--reward-params", f"{name}=abc=", f"--reward-params={name}=abc"])[-1] == f"--reward-params={name}={MASK}"
+    assert (
+        PLAIN.arguments(["--reward-params", f"{name}=abc=", f"--reward-params={name}=abc"])[-1]
+        == f"--reward-params={name}={MASK}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,14 +147,21 @@ def test_a_key_that_only_looks_like_a_secrets_keeps_its_value(name: str, value: 
     [
         ("https://host/cb#access_token=abc&n=1", "https://host/cb#access_token=***&n=1"),
         ("https://host/?x-auth=abc", "https://host/?x-auth=***"),
-        ("next=https%3A%2F%2Fuser%3Apa55%40host%2F%3Fapi_key%3Dabc%26n%3D1", "next=https%3A%2F%2F***%40host%2F%3Fapi_key%3D***%26n%3D1"),
+        (
+            "next=https%3A%2F%2Fuser%3Apa55%40host%2F%3Fapi_key%3Dabc%26n%3D1",
+            "next=https%3A%2F%2F***%40host%2F%3Fapi_key%3D***%26n%3D1",
+        ),
     ],
 )
-def test_credentials_are_masked_in_fragments_and_percent_encoded_too(text: str, masked: str) -> None:
+def test_credentials_are_masked_in_fragments_and_percent_encoded_too(
+    text: str, masked: str
+) -> None:
     assert PLAIN.text(text) == masked
 
 
-@pytest.mark.parametrize("write", [str, repr, json.dumps, quote, lambda value: toml_value({"a": value})])
+@pytest.mark.parametrize(
+    "write", [str, repr, json.dumps, quote, lambda value: toml_value({"a": value})]
+)
 def test_a_secret_is_masked_with_every_escape(write: Callable[[str], str]) -> None:
     secret = 'p"w\\n ü/+'
     text = Redactor({"A_KEY": secret}).text(f"it is {write(secret)}!")
@@ -128,7 +172,11 @@ def test_a_masked_configuration_loads_and_hides_every_secret() -> None:
     secret = 'quoted"\\secret'
     config = config_from_mapping(
         {
-            "reward": {"type": "custom", "custom_module": "mine", "params": {"api_key": "abcdef", "note": secret, "max_tokens": 3}},
+            "reward": {
+                "type": "custom",
+                "custom_module": "mine",
+                "params": {"api_key": "abcdef", "note": secret, "max_tokens": 3},
+            },
             "data": {"system_prompt": f"say {secret}"},
             "environment": {"args": {"auth": {"token": "tiny"}}},
         }
@@ -142,5 +190,13 @@ def test_a_masked_configuration_loads_and_hides_every_secret() -> None:
 
 @pytest.mark.parametrize("word", ["random", "sampler", "token_mean", "constant", "training"])
 def test_a_secret_that_is_a_word_of_the_configuration_leaves_it_loadable(word: str) -> None:
-    config = config_from_mapping({"reward": {"type": "random"}, "loss": {"old_logprobs": "sampler", "aggregation": "token_mean"}})
-    assert config_from_toml(dump_toml(Redactor({"A_TOKEN": word}).config(config))).reward.type == "random"
+    config = config_from_mapping(
+        {
+            "reward": {"type": "random"},
+            "loss": {"old_logprobs": "sampler", "aggregation": "token_mean"},
+        }
+    )
+    assert (
+        config_from_toml(dump_toml(Redactor({"A_TOKEN": word}).config(config))).reward.type
+        == "random"
+    )

@@ -26,14 +26,42 @@ from tests.stops import hang_up
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "run"
-    train(small(folder, evaluation={"at_start": True, "at_end": True, "max_examples": 4, "samples": 2, "k": [1, 2]}), quiet=True)
+    train(
+        small(
+            folder,
+            evaluation={
+                "at_start": True,
+                "at_end": True,
+                "max_examples": 4,
+                "samples": 2,
+                "k": [1, 2],
+            },
+        ),
+        quiet=True,
+    )
     return folder
 
 
 def test_every_promised_file_is_there(done: Path) -> None:
-    expected = ["metrics.jsonl", "emergence/steps.jsonl", "emergence/generations.jsonl", "evaluation.jsonl", "config.toml"]
-    expected += ["environment.json", "summary.json", "trainer_state.json", "checkpoints/step_000002", "checkpoints/step_000004"]
-    assert [name for name in [*expected, "checkpoints/final/adapter_model.safetensors"] if not (done / name).exists()] == []
+    expected = [
+        "metrics.jsonl",
+        "emergence/steps.jsonl",
+        "emergence/generations.jsonl",
+        "evaluation.jsonl",
+        "config.toml",
+    ]
+    expected += [
+        "environment.json",
+        "summary.json",
+        "trainer_state.json",
+        "checkpoints/step_000002",
+        "checkpoints/step_000004",
+    ]
+    assert [
+        name
+        for name in [*expected, "checkpoints/final/adapter_model.safetensors"]
+        if not (done / name).exists()
+    ] == []
 
 
 def test_the_summary_holds_both_evaluations_and_the_last_metrics(done: Path) -> None:
@@ -64,10 +92,16 @@ def test_the_final_adapter_loads_in_peft(done: Path) -> None:
 
     base = AutoModelForCausalLM.from_pretrained(LAB_MODEL)
     adapted = PeftModel.from_pretrained(base, done / "checkpoints" / "final")
-    assert any(parameter.abs().sum() > 0 for name, parameter in adapted.named_parameters() if "lora_B" in name)
+    assert any(
+        parameter.abs().sum() > 0
+        for name, parameter in adapted.named_parameters()
+        if "lora_B" in name
+    )
 
 
-def test_a_folder_with_a_run_is_not_written_again_unless_told_to(done: Path, tmp_path: Path) -> None:
+def test_a_folder_with_a_run_is_not_written_again_unless_told_to(
+    done: Path, tmp_path: Path
+) -> None:
     before = (done / "metrics.jsonl").read_bytes()
     with pytest.raises(ConfigurationError, match=r"already holds a run.*--resume.*--overwrite"):
         train(small(done), quiet=True)
@@ -97,13 +131,17 @@ def test_overwrite_starts_anew_and_leaves_foreign_files_alone(tmp_path: Path) ->
     ],
     ids=lambda mistake: next(iter(mistake)),
 )
-def test_what_is_refused_does_not_empty_the_folder_that_it_would_overwrite(mistake: dict[str, Any], tmp_path: Path) -> None:
+def test_what_is_refused_does_not_empty_the_folder_that_it_would_overwrite(
+    mistake: dict[str, Any], tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     train(small(folder, training={"max_steps": 1}), quiet=True, skip_parity=True)
     before = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
     with pytest.raises(RetrainError):
         train(small(folder, **mistake), overwrite=True, quiet=True)
-    assert {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()} == before
+    assert {
+        path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+    } == before
 
 
 def test_nothing_without_our_marker_is_ever_deleted(tmp_path: Path) -> None:
@@ -114,27 +152,45 @@ def test_nothing_without_our_marker_is_ever_deleted(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / "weights").read_text() == "precious"
 
 
-def test_a_given_adapter_path_is_honoured_and_another_runs_checkpoints_are_safe(tmp_path: Path) -> None:
-    shared = {"backend": {"devices": "cpu", "adapter_path": str(tmp_path / "adapters")}, "training": {"max_steps": 2}}
+def test_a_given_adapter_path_is_honoured_and_another_runs_checkpoints_are_safe(
+    tmp_path: Path,
+) -> None:
+    shared = {
+        "backend": {"devices": "cpu", "adapter_path": str(tmp_path / "adapters")},
+        "training": {"max_steps": 2},
+    }
     train(small(tmp_path / "one" / "run", **shared), quiet=True)
     assert (tmp_path / "adapters" / "run" / "final" / "adapter_model.safetensors").is_file()
     assert not (tmp_path / "one" / "run" / "checkpoints").exists()
     with pytest.raises(ConfigurationError, match="another run"):
         train(small(tmp_path / "two" / "run", **shared), quiet=True)
-    resumed = small(tmp_path / "one" / "run", **shared | {"training": {"max_steps": 3}, "resume": {"from": str(tmp_path / "one" / "run")}})
+    resumed = small(
+        tmp_path / "one" / "run",
+        **shared
+        | {
+            "training": {"max_steps": 3},
+            "resume": {"from": str(tmp_path / "one" / "run")},
+        },
+    )
     assert train(resumed, quiet=True).summary.steps == 3
     train(small(tmp_path / "one" / "run", **shared), overwrite=True, quiet=True)
 
 
 def test_two_writers_of_one_folder_are_refused_and_the_owner_is_named(tmp_path: Path) -> None:
-    with Session.open(small(tmp_path / "run"), overwrite=False, quiet=True), pytest.raises(ConfigurationError, match=f"pid {os.getpid()}"):
+    with (
+        Session.open(small(tmp_path / "run"), overwrite=False, quiet=True),
+        pytest.raises(ConfigurationError, match=f"pid {os.getpid()}"),
+    ):
         train(small(tmp_path / "run"), quiet=True)
 
 
 def test_a_seed_is_drawn_once_and_stored(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     first = train(small(folder, training={"seed": -1, "max_steps": 1}), quiet=True)
-    again = train(small(folder, training={"seed": -1, "max_steps": 2}, resume={"from": str(folder)}), quiet=True)
+    again = train(
+        small(folder, training={"seed": -1, "max_steps": 2}, resume={"from": str(folder)}),
+        quiet=True,
+    )
     assert first.summary.seed == again.summary.seed >= 0
     assert f"seed = {first.summary.seed}" in (folder / "config.toml").read_text()
 
@@ -148,14 +204,25 @@ def test_max_hours_stops_with_the_state_saved(tmp_path: Path) -> None:
 
 def started(command: list[str], env: dict[str, str]) -> "subprocess.Popen[str]":
     """Python itself, from its start to its end."""
-    return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
 
 
-@pytest.mark.parametrize(("number", "code", "start"), [(signal.SIGINT, 130, started), (signal.SIGTERM, 143, Command)])
-def test_one_signal_saves_and_exits_with_its_code(tmp_path: Path, number: signal.Signals, code: int, start: Any) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "start"), [(signal.SIGINT, 130, started), (signal.SIGTERM, 143, Command)]
+)
+def test_one_signal_saves_and_exits_with_its_code(
+    tmp_path: Path, number: signal.Signals, code: int, start: Any
+) -> None:
     folder, file = tmp_path / "run", tmp_path / "run.toml"
-    file.write_text(dump_toml(small(folder, training={"max_steps": 500, "save_every": 400})), encoding="utf-8")
-    command, environment = [sys.executable, "-m", "retrain", str(file)], os.environ | {"OMP_NUM_THREADS": "1"}
+    file.write_text(
+        dump_toml(small(folder, training={"max_steps": 500, "save_every": 400})), encoding="utf-8"
+    )
+    command, environment = (
+        [sys.executable, "-m", "retrain", str(file)],
+        os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     process = start(command, env=environment)
     wait_for_lines(folder / "metrics.jsonl", 2, process)
     process.send_signal(signal.SIGUSR1)  # saves and goes on
@@ -176,7 +243,9 @@ def test_one_signal_saves_and_exits_with_its_code(tmp_path: Path, number: signal
 
 def test_a_terminal_that_closes_saves_as_sigterm_does(tmp_path: Path) -> None:
     folder, file = tmp_path / "run", tmp_path / "run.toml"
-    file.write_text(dump_toml(small(folder, training={"max_steps": 500, "save_every": 400})), encoding="utf-8")
+    file.write_text(
+        dump_toml(small(folder, training={"max_steps": 500, "save_every": 400})), encoding="utf-8"
+    )
     assert hang_up(file, folder) == 129
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["reason"]) == ("interrupted", "Interrupted by SIGHUP.")
@@ -204,7 +273,9 @@ def test_a_run_under_nohup_outlives_its_terminal(hangups: None) -> None:
         assert interrupts.stopped_by is None
 
 
-def test_rows_are_on_the_disk_before_their_checkpoint_is_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_on_the_disk_before_their_checkpoint_is_sealed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, synced = os.fsync, []
 
     def watch(descriptor: int) -> None:
@@ -212,15 +283,31 @@ def test_rows_are_on_the_disk_before_their_checkpoint_is_sealed(tmp_path: Path, 
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", watch)
-    sections = {"evaluation": {"every": 1, "max_examples": 2}, "logging": {"tokens_every": 1}, "training": {"max_steps": 1}}
+    sections = {
+        "evaluation": {"every": 1, "max_examples": 2},
+        "logging": {"tokens_every": 1},
+        "training": {"max_steps": 1},
+    }
     train(small(tmp_path / "run", **sections), quiet=True)
     before = synced[: synced.index("manifest.json")]
-    assert {"metrics.jsonl", "evaluation.jsonl", "steps.jsonl", "generations.jsonl", "emergence", ".tmp-step_0.safetensors"} <= {*before}
+    assert {
+        "metrics.jsonl",
+        "evaluation.jsonl",
+        "steps.jsonl",
+        "generations.jsonl",
+        "emergence",
+        ".tmp-step_0.safetensors",
+    } <= {*before}
     state = json.loads((tmp_path / "run" / "trainer_state.json").read_text())
-    assert state["files"]["metrics.jsonl"]["size"] == (tmp_path / "run" / "metrics.jsonl").stat().st_size
+    assert (
+        state["files"]["metrics.jsonl"]["size"]
+        == (tmp_path / "run" / "metrics.jsonl").stat().st_size
+    )
 
 
-def test_a_refused_row_is_tried_again_and_the_third_time_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_row_is_tried_again_and_the_third_time_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from retrain.errors import EnvironmentFailure
 
     real, refused = os.write, 1
@@ -236,20 +323,31 @@ def test_a_refused_row_is_tried_again_and_the_third_time_stops_the_run(tmp_path:
     train(small(tmp_path / "once"), quiet=True)
     assert [line["step"] for line in lines(tmp_path / "once" / "metrics.jsonl")] == [0, 1, 2, 3]
     refused = 1000
-    with pytest.raises(EnvironmentFailure, match=r"step 3 could not be written to .*metrics\.jsonl: No space left.*3 times in a row"):
+    with pytest.raises(
+        EnvironmentFailure,
+        match=r"step 3 could not be written to .*metrics\.jsonl: No space left.*3 times in a row",
+    ):
         train(small(tmp_path / "always", training={"max_steps": 9, "save_every": 9}), quiet=True)
     refused = 0
-    resumed = small(tmp_path / "always", training={"max_steps": 2, "save_every": 9}, resume={"from": str(tmp_path / "always")})
+    resumed = small(
+        tmp_path / "always",
+        training={"max_steps": 2, "save_every": 9},
+        resume={"from": str(tmp_path / "always")},
+    )
     train(resumed, quiet=True)
     assert [line["step"] for line in lines(tmp_path / "always" / "metrics.jsonl")] == [0, 1]
 
 
 def wait_for_lines(path: Path, count: int, process: "Command | subprocess.Popen[str]") -> None:
-    while process.poll() is None and (not path.exists() or len(path.read_bytes().splitlines()) < count):
+    while process.poll() is None and (
+        not path.exists() or len(path.read_bytes().splitlines()) < count
+    ):
         time.sleep(0.02)
 
 
-def test_a_failed_save_is_tried_again_and_the_third_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_is_tried_again_and_the_third_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from retrain.backends.local.backend import LocalBackend
     from retrain.errors import EnvironmentFailure
 
@@ -275,16 +373,24 @@ def test_a_disk_that_fills_up_stops_the_run_in_a_sentence_and_room_lets_it_go_on
     def no_room(store: CheckpointStore, *_: object) -> None:
         raise OSError(27, "File too large")
 
-    monkeypatch.setattr(CheckpointStore, "rehearse", lambda store, size: None)  # it was not full when the run began
+    monkeypatch.setattr(
+        CheckpointStore, "rehearse", lambda store, size: None
+    )  # it was not full when the run began
     sections = {"training": {"max_steps": 3, "save_every": 1}}
-    with pytest.raises(EnvironmentFailure, match=r"checkpoint of step 3 could not be written .* File too large, 3 times in a row"):
+    with pytest.raises(
+        EnvironmentFailure,
+        match=r"checkpoint of step 3 could not be written .* File too large, 3 times in a row",
+    ):
         train(small(tmp_path / "run", **sections), quiet=True)
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     resumed = small(tmp_path / "run", **sections, resume={"from": str(tmp_path / "run")})
     with monkeypatch.context() as full:
         full.setattr(CheckpointStore, "save_final", no_room)
-        with pytest.raises(EnvironmentFailure, match=r"cannot be written: File too large; .* continue with `retrain .* --resume .*`"):
+        with pytest.raises(
+            EnvironmentFailure,
+            match=r"cannot be written: File too large; .* continue with `retrain .* --resume .*`",
+        ):
             train(resumed, quiet=True)
     train(resumed, quiet=True)
     assert [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
@@ -299,10 +405,18 @@ def test_interrupting_twice_ends_at_once(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_rewards_that_cannot_be_judged_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "broken_reward.py").write_text("def score(response, reference):\n    raise KeyError('judge is down')\n")
+def test_rewards_that_cannot_be_judged_stop_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_reward.py").write_text(
+        "def score(response, reference):\n    raise KeyError('judge is down')\n"
+    )
     monkeypatch.chdir(tmp_path)
-    config = small(tmp_path / "run", reward={"type": "custom", "custom_module": "broken_reward"}, training={"batch_size": 8})
+    config = small(
+        tmp_path / "run",
+        reward={"type": "custom", "custom_module": "broken_reward"},
+        training={"batch_size": 8},
+    )
     with pytest.raises(RunFailed, match=r"could not be judged.*judge is down"):
         train(config, quiet=True)
     record = lines(tmp_path / "run" / "metrics.jsonl")[0]

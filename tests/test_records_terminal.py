@@ -1,4 +1,6 @@
-"""Nothing that a model, an exception or a foreign folder says acts on the terminal, wherever a sentence with it is shown or kept."""
+"""Nothing that a model, an exception or a foreign folder says acts on the terminal, wherever a
+sentence with it is shown or kept.
+"""
 
 import json
 from pathlib import Path
@@ -18,12 +20,17 @@ SAFE = "<U+202E>gnp end"
 
 def test_a_clean_sentence_keeps_its_words_lines_and_tabs() -> None:
     assert clean(f"a\t{HOSTILE}\nb") == f"a\t{SAFE}\nb"
-    assert clean("begun \x1b]8;; never ended; go on with --resume") == "begun 8;; never ended; go on with --resume"
+    assert (
+        clean("begun \x1b]8;; never ended; go on with --resume")
+        == "begun 8;; never ended; go on with --resume"
+    )
     plain = "accuracy → 90 % (naïve, 东京, 👩‍🔬)\n"
     assert clean(plain) == plain
 
 
-def test_an_error_shows_no_escapes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_shows_no_escapes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(arguments: list[str]) -> int:
         raise RunFailed(f"the reward said {HOSTILE}")
 
@@ -44,11 +51,16 @@ def test_a_foreign_run_cannot_write_escapes_by_its_name_or_its_reason(
     assert not set("\x1b\x9b\u202e\r\x00") & set(captured.out + captured.err)
 
 
-def test_the_summary_of_a_run_that_failed_holds_no_escapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_summary_of_a_run_that_failed_holds_no_escapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise RunFailed(f"the reward said {HOSTILE}")
 
     monkeypatch.setattr("retrain.run.session.Session.sample", fail)
     with pytest.raises(RunFailed):
         train(small(tmp_path / "run", training={"max_steps": 1}), quiet=True)
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["reason"] == f"the reward said {SAFE}"
+    assert (
+        json.loads((tmp_path / "run" / "summary.json").read_text())["reason"]
+        == f"the reward said {SAFE}"
+    )

@@ -1,4 +1,6 @@
-"""`retrain report`: one page that holds everything, asks nobody for anything, and in which what a model wrote is only text."""
+"""`retrain report`: one page that holds everything, asks nobody for anything, and in which what a
+model wrote is only text.
+"""
 
 import json
 import re
@@ -86,37 +88,89 @@ class Page(HTMLParser):
         return sum(name == tag for name, _ in self.elements)
 
 
-ADDRESSES = frozenset({"src", "href", "srcset", "action", "formaction", "data", "poster", "background", "xlink:href", "ping", "manifest"})
+ADDRESSES = frozenset(
+    {
+        "src",
+        "href",
+        "srcset",
+        "action",
+        "formaction",
+        "data",
+        "poster",
+        "background",
+        "xlink:href",
+        "ping",
+        "manifest",
+    }
+)
 
 
 @pytest.mark.parametrize("name", ["campaign_page", "run_page"])
-def test_nothing_in_the_page_has_an_address_outside_it(name: str, request: pytest.FixtureRequest) -> None:
+def test_nothing_in_the_page_has_an_address_outside_it(
+    name: str, request: pytest.FixtureRequest
+) -> None:
     html: str = request.getfixturevalue(name)
     page = Page(html)
-    links = [value or "" for _, attributes in page.elements for key, value in attributes.items() if key in ADDRESSES]
+    links = [
+        value or ""
+        for _, attributes in page.elements
+        for key, value in attributes.items()
+        if key in ADDRESSES
+    ]
     assert links and all(link.startswith("#") or link == "data:," for link in links), links
     assert set(re.findall(r"url\(([^)]*)\)", html)) <= set(re.findall(r"url\((#[^)]*)\)", html))
-    assert "@import" not in html and page.count("iframe") == page.count("object") == page.count("embed") == page.count("img") == 0
-    (policy,) = [attributes["content"] for _, attributes in page.elements if attributes.get("http-equiv") == "Content-Security-Policy"]
-    assert policy and "default-src 'none'" in policy and "connect-src" not in policy and "unsafe-inline'; script" in policy
+    assert (
+        "@import" not in html
+        and page.count("iframe")
+        == page.count("object")
+        == page.count("embed")
+        == page.count("img")
+        == 0
+    )
+    (policy,) = [
+        attributes["content"]
+        for _, attributes in page.elements
+        if attributes.get("http-equiv") == "Content-Security-Policy"
+    ]
+    assert (
+        policy
+        and "default-src 'none'" in policy
+        and "connect-src" not in policy
+        and "unsafe-inline'; script" in policy
+    )
     assert "script-src 'sha256-" in policy and "form-action 'none'" in policy
 
 
 def test_what_a_model_wrote_is_only_text(campaign_page: str) -> None:
     page = Page(campaign_page)
     assert page.count("script") == 1 and page.count("img") == 0
-    handlers = [key for _, attributes in page.elements for key in attributes if key.startswith("on")]
+    handlers = [
+        key for _, attributes in page.elements for key in attributes if key.startswith("on")
+    ]
     assert not handlers
     for text in HOSTILE:
         assert visible(text) in page.text
-    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", campaign_page)
+    assert not re.search(
+        "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", campaign_page
+    )
     assert "<b>lab-1</b>" in page.text and "{{ 7 * 191 }}" in page.text
 
 
 def test_a_campaigns_page_has_its_figures_verdicts_and_completions(campaign_page: str) -> None:
     page = Page(campaign_page)
     named = {attributes["id"] for tag, attributes in page.elements if tag == "figure"}
-    wanted = ("training", "held-out", "differences", "entropy", "sepa", "lengths", "signal", "throughput", "phases", "squeeze")
+    wanted = (
+        "training",
+        "held-out",
+        "differences",
+        "entropy",
+        "sepa",
+        "lengths",
+        "signal",
+        "throughput",
+        "phases",
+        "squeeze",
+    )
     assert named == {f"figure-{name}" for name in wanted} and page.count("svg") == len(wanted)
     assert "Verdicts against maxrl+gtpo" in page.text and "percentage points" in page.text
     for label in ("maxrl+gtpo", "maxrl+gtpo_hicra", "maxrl+gtpo_sepa"):
@@ -125,7 +179,9 @@ def test_a_campaigns_page_has_its_figures_verdicts_and_completions(campaign_page
     assert "Step 0: 2 of 6 right" in page.text and "Step 23: 2 of 6 right" in page.text
 
 
-def test_the_verdicts_are_those_of_compare(campaign: Path, campaign_page: str, capsys: Captured) -> None:
+def test_the_verdicts_are_those_of_compare(
+    campaign: Path, campaign_page: str, capsys: Captured
+) -> None:
     assert main(["compare", str(campaign), "--json"]) == 0
     text = " ".join(Page(campaign_page).text.split())
     for contrast in json.loads(capsys.readouterr().out)["contrasts"]:
@@ -134,23 +190,49 @@ def test_the_verdicts_are_those_of_compare(campaign: Path, campaign_page: str, c
 
 def test_a_runs_page_has_its_tokens_under_both_transforms(run_page: str) -> None:
     page = Page(run_page)
-    assert "maxrl+gtpo_sepa" in page.text and "maxrl+gtpo_hicra" in page.text and "Verdicts" not in page.text
-    tokens = [attributes for tag, attributes in page.elements if tag == "span" and "surprisal" in (attributes.get("title") or "")]
-    assert len(tokens) > 100 and all("episode" in (token["title"] or "") and "entropy" in (token["title"] or "") for token in tokens)
-    assert any("plan" in (token["class"] or "").split() for token in tokens) and any("a-" in (token["class"] or "") for token in tokens)
+    assert (
+        "maxrl+gtpo_sepa" in page.text
+        and "maxrl+gtpo_hicra" in page.text
+        and "Verdicts" not in page.text
+    )
+    tokens = [
+        attributes
+        for tag, attributes in page.elements
+        if tag == "span" and "surprisal" in (attributes.get("title") or "")
+    ]
+    assert len(tokens) > 100 and all(
+        "episode" in (token["title"] or "") and "entropy" in (token["title"] or "")
+        for token in tokens
+    )
+    assert any("plan" in (token["class"] or "").split() for token in tokens) and any(
+        "a-" in (token["class"] or "") for token in tokens
+    )
     assert "log-ratio" in (tokens[0]["title"] or "") or "log-ratio" in page.text
     assert "[training]" in page.text  # config.toml
 
 
 def test_ids_of_figures_do_not_collide(campaign_page: str) -> None:
-    ids = [attributes["id"] for tag, attributes in Page(campaign_page).elements if "id" in attributes and tag in ("clippath", "path", "g")]
+    ids = [
+        attributes["id"]
+        for tag, attributes in Page(campaign_page).elements
+        if "id" in attributes and tag in ("clippath", "path", "g")
+    ]
     assert len(ids) == len(set(ids)) > 20
-    assert set(re.findall(r'(?:url\(|href=")#([^)"]+)', campaign_page)) - {"verdicts", "figures", "runs", "completions"} <= set(ids)
+    assert set(re.findall(r'(?:url\(|href=")#([^)"]+)', campaign_page)) - {
+        "verdicts",
+        "figures",
+        "runs",
+        "completions",
+    } <= set(ids)
 
 
 def test_figures_take_their_colours_from_the_page(campaign_page: str) -> None:
     drawings = "".join(re.findall(r"<svg.*?</svg>", campaign_page, re.DOTALL))
-    assert not set(re.findall(r"#[0-9a-f]{6}\b", drawings)) and "var(--series-0)" in drawings and "var(--ink)" in drawings
+    assert (
+        not set(re.findall(r"#[0-9a-f]{6}\b", drawings))
+        and "var(--series-0)" in drawings
+        and "var(--ink)" in drawings
+    )
     style = re.search(r"<style>(.*?)</style>", campaign_page, re.DOTALL)
     assert style
     light, _, dark = style.group(1).partition("prefers-color-scheme: dark")
@@ -158,12 +240,15 @@ def test_figures_take_their_colours_from_the_page(campaign_page: str) -> None:
         assert f"{variable}:" in light and f"{variable}:" in dark
 
 
-# -- the numbers behind the lines ----------------------------------------------------------------------------------------
+# -- the numbers behind the lines ------------------------------------------------------------------
 
 
 def arm(*rates: list[float | None]) -> ConditionCurves:
     curves = [
-        Curves(np.arange(len(values), dtype=float), {"correct_rate": np.array([np.nan if v is None else v for v in values])})
+        Curves(
+            np.arange(len(values), dtype=float),
+            {"correct_rate": np.array([np.nan if v is None else v for v in values])},
+        )
         for values in rates
     ]
     return ConditionCurves("a", [], curves, [])
@@ -173,7 +258,9 @@ def test_a_band_is_mean_and_deviation_over_the_runs_step_by_step() -> None:
     band = arm([0.1, 0.2, None, 0.4], [0.3, 0.2, 0.5, 0.8]).band("correct_rate")
     assert band and band.sd is not None and band.steps.tolist() == [0, 1, 2, 3]
     np.testing.assert_allclose(band.mean, [0.2, 0.2, 0.5, 0.6])
-    np.testing.assert_allclose(band.sd, [np.std([0.1, 0.3], ddof=1), 0, 0, np.std([0.4, 0.8], ddof=1)], atol=1e-12)
+    np.testing.assert_allclose(
+        band.sd, [np.std([0.1, 0.3], ddof=1), 0, 0, np.std([0.4, 0.8], ddof=1)], atol=1e-12
+    )
     alone = arm([0.5, 0.6]).band("correct_rate")
     assert alone and alone.sd is None
 
@@ -198,26 +285,42 @@ def test_curves_are_the_files_numbers(campaign: Path) -> None:
     assert band and band.mean.tolist() == [line["completion_tokens_mean"] for line in lines]
     assert not found.has("plan_entropy_mean") or lines[0]["plan_entropy_mean"] is not None
     final = run.final_evaluation
-    assert final and found.held_out[0][-1].accuracy == final.pass_at[1] and [p.step for p in found.held_out[0]] == [0, 12, 24]
+    assert (
+        final
+        and found.held_out[0][-1].accuracy == final.pass_at[1]
+        and [p.step for p in found.held_out[0]] == [0, 12, 24]
+    )
 
 
 def test_runs_of_several_campaigns_are_told_apart_and_not_compared(tmp_path: Path) -> None:
     for name in ("one", "two"):
         write_campaign(tmp_path / name, {"grpo+none": [5, 6], "maxrl+none": [7, 8]}, asked=10)
     data = read_report_data(ReportRequest(tmp_path))
-    assert [arm.label for arm in data.arms] == ["one: grpo+none", "one: maxrl+none", "two: grpo+none", "two: maxrl+none"]
+    assert [arm.label for arm in data.arms] == [
+        "one: grpo+none",
+        "one: maxrl+none",
+        "two: grpo+none",
+        "two: maxrl+none",
+    ]
     assert data.comparison is None and "several campaigns" in data.notes[0]
 
 
 def test_loose_runs_are_compared_with_the_condition_that_is_named(tmp_path: Path) -> None:
     for mode in ("grpo", "maxrl"):
         for seed in (1, 2):
-            write_run(tmp_path / f"{mode}_{seed}", seed, [0.1 * seed, 0.2], algorithm={"advantage_mode": mode})
+            write_run(
+                tmp_path / f"{mode}_{seed}",
+                seed,
+                [0.1 * seed, 0.2],
+                algorithm={"advantage_mode": mode},
+            )
     data = read_report_data(ReportRequest(tmp_path, baseline="maxrl+none"))
     assert data.comparison and data.comparison.baseline == "maxrl+none" and data.kind == "runs"
 
 
-def test_runs_of_one_condition_and_several_configurations_are_said_to_be_mixed(tmp_path: Path) -> None:
+def test_runs_of_one_condition_and_several_configurations_are_said_to_be_mixed(
+    tmp_path: Path,
+) -> None:
     for seed, rate in ((1, 1e-3), (2, 1e-3), (3, 1e-4)):
         write_run(tmp_path / f"run_{seed}", seed, training={"lr": rate})
     (note,) = read_report_data(ReportRequest(tmp_path)).notes
@@ -235,10 +338,20 @@ def test_what_is_missing_makes_no_figure(tmp_path: Path) -> None:
 
 
 def test_a_campaign_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
-    entries = [{"condition": condition, "seed": 1, "status": "pending"} for condition in ("grpo+none", "maxrl+none")]
+    entries = [
+        {"condition": condition, "seed": 1, "status": "pending"}
+        for condition in ("grpo+none", "maxrl+none")
+    ]
     write_manifest(tmp_path, entries)
     assert "0 of 2" in build_page(ReportRequest(tmp_path))
-    write_run(tmp_path / "runs" / "grpo+none_s1", 1, [0.5], finished=False, max_steps=3, algorithm={"advantage_mode": "grpo"})
+    write_run(
+        tmp_path / "runs" / "grpo+none_s1",
+        1,
+        [0.5],
+        finished=False,
+        max_steps=3,
+        algorithm={"advantage_mode": "grpo"},
+    )
     page = Page(build_page(ReportRequest(tmp_path)))
     assert "1/3" in page.text and "pending" in page.text and "No comparison" in page.text
 
@@ -247,7 +360,11 @@ def test_one_evaluation_a_run_is_a_row_for_each_condition_and_comes_first(tmp_pa
     campaign = write_campaign(tmp_path, {"grpo+none": [5, 6, 8], "maxrl+none": [7, 8, 9]}, asked=10)
     first, *_ = draw_figures(read_report_data(ReportRequest(campaign)))
     (axes,) = first.figure.axes
-    assert first.name == "held-out" and "After 2 steps" in first.caption and "one standard deviation" in first.caption
+    assert (
+        first.name == "held-out"
+        and "After 2 steps" in first.caption
+        and "one standard deviation" in first.caption
+    )
     assert {text.get_text() for text in axes.texts} == {"grpo+none: 63.3%", "maxrl+none: 80.0%"}
     dots = [sorted(line.get_xdata()) for line in axes.lines if line.get_marker() == "o"]
     assert np.allclose(dots, [[50, 60, 80], [70, 80, 90]])
@@ -256,7 +373,10 @@ def test_one_evaluation_a_run_is_a_row_for_each_condition_and_comes_first(tmp_pa
 def test_a_campaign_that_goes_on_says_so_and_counts_what_is_planned(tmp_path: Path) -> None:
     campaign = write_campaign(tmp_path, {"grpo+none": [5, 6], "maxrl+none": [7, 8]}, asked=10)
     manifest = json.loads((campaign / "manifest.json").read_text())
-    manifest["runs"] += [{"name": f"{one}_s3", "condition": one, "seed": 3, "status": "pending"} for one in ("grpo+none", "maxrl+none")]
+    manifest["runs"] += [
+        {"name": f"{one}_s3", "condition": one, "seed": 3, "status": "pending"}
+        for one in ("grpo+none", "maxrl+none")
+    ]
     (campaign / "manifest.json").write_text(json.dumps(manifest))
     write_run(
         campaign / "runs" / "grpo+none_s3",
@@ -267,23 +387,40 @@ def test_a_campaign_that_goes_on_says_so_and_counts_what_is_planned(tmp_path: Pa
         algorithm={"advantage_mode": "grpo", "transform_mode": "none"},
     )
     page = build_page(ReportRequest(campaign))
-    assert "Still to come: 2 runs." in page and "<dt>seeds</dt><dd>3</dd>" in page and "<dt>steps</dt><dd>9 of 12</dd>" in page
-    row = re.search("<tr>" + "".join(f"<td[^>]*>{cell}</td>" for cell in (r"grpo\+none", "3", "2", "55.0%", "50.0%")), page)
+    assert (
+        "Still to come: 2 runs." in page
+        and "<dt>seeds</dt><dd>3</dd>" in page
+        and "<dt>steps</dt><dd>9 of 12</dd>" in page
+    )
+    row = re.search(
+        "<tr>"
+        + "".join(f"<td[^>]*>{cell}</td>" for cell in (r"grpo\+none", "3", "2", "55.0%", "50.0%")),
+        page,
+    )
     assert row  # the run on its way is not in the training accuracy
 
 
-# -- the command ---------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
-def test_the_command_writes_page_and_pictures(campaign: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_the_command_writes_page_and_pictures(
+    campaign: Path, tmp_path: Path, capsys: Captured
+) -> None:
     page = tmp_path / "new" / "page.html"
-    assert main(["report", str(campaign), "--output", str(page), "--baseline", "maxrl+gtpo_sepa"]) == 0
+    assert (
+        main(["report", str(campaign), "--output", str(page), "--baseline", "maxrl+gtpo_sepa"]) == 0
+    )
     said = capsys.readouterr().out.splitlines()
     assert said[0] == f"Report: {page}" and "Verdicts against maxrl+gtpo_sepa" in page.read_text()
     pictures = sorted(page.parent.glob("page-*.png"))
     assert len(pictures) == 10 and len(said) == 11
-    assert all(picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000 for picture in pictures)
-    assert sorted(path.name for path in page.parent.iterdir()) == sorted(["page.html", *(picture.name for picture in pictures)])
+    assert all(
+        picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000
+        for picture in pictures
+    )
+    assert sorted(path.name for path in page.parent.iterdir()) == sorted(
+        ["page.html", *(picture.name for picture in pictures)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -296,7 +433,9 @@ def test_the_command_writes_page_and_pictures(campaign: Path, tmp_path: Path, ca
         (["--serve", "--output", "x.html"], "give one of them"),
     ],
 )
-def test_a_mistake_is_one_sentence(campaign: Path, arguments: list[str], said: str, capsys: Captured) -> None:
+def test_a_mistake_is_one_sentence(
+    campaign: Path, arguments: list[str], said: str, capsys: Captured
+) -> None:
     assert main(["report", str(campaign), *arguments]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
@@ -307,14 +446,16 @@ def test_a_folder_without_runs_is_refused(tmp_path: Path, capsys: Captured) -> N
     assert "holds no run" in capsys.readouterr().err
 
 
-def test_without_the_extra_one_sentence_names_it(campaign: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_without_the_extra_one_sentence_names_it(
+    campaign: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["report", str(campaign)]) == 3
     error = capsys.readouterr().err
     assert install_hint("report") in error and error.count("\n") == 1
 
 
-# -- served --------------------------------------------------------------------------------------------------------------
+# -- served ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -331,7 +472,9 @@ def server(campaign: Path, tmp_path: Path) -> Iterator[ReportServer]:
 
 def fetch(server: ReportServer, path: str, **headers: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(urllib.request.Request(f"{server.url}{path}", headers=headers), timeout=30) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(f"{server.url}{path}", headers=headers), timeout=30
+        ) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -340,11 +483,15 @@ def fetch(server: ReportServer, path: str, **headers: str) -> tuple[int, str]:
 def test_the_server_follows_the_files(server: ReportServer) -> None:
     folder = server.request.folder
     status, first = fetch(server, "")
-    assert status == 200 and "connect-src &#39;self&#39;" in first and 'data-refresh="500.0"' in first
+    assert (
+        status == 200 and "connect-src &#39;self&#39;" in first and 'data-refresh="500.0"' in first
+    )
     before = fetch(server, "version")
     assert fetch(server, "version") == before and before[1] == version_of(folder)
     with (folder / "runs" / "maxrl+gtpo_s1" / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 24, "condition": "maxrl+gtpo", "correct_rate": 0.125}) + "\n")
+        file.write(
+            json.dumps({"step": 24, "condition": "maxrl+gtpo", "correct_rate": 0.125}) + "\n"
+        )
     assert fetch(server, "version") != before
     assert "25/24" in fetch(server, "")[1] and "25/24" not in first
 
@@ -367,7 +514,7 @@ def test_the_server_answers_this_machine_only(server: ReportServer) -> None:
     assert fetch(server, "", Host=f"localhost:{server.port}")[0] == 200
 
 
-# -- looked at -----------------------------------------------------------------------------------------------------------
+# -- looked at -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -409,7 +556,9 @@ def test_the_page_looks_right_in_a_browser(
         assert paper == ("rgb(20, 24, 31)" if dark else "rgb(255, 255, 255)")
 
 
-def test_a_token_that_is_touched_shows_its_numbers(browser: Browser, run_page: str, tmp_path: Path) -> None:
+def test_a_token_that_is_touched_shows_its_numbers(
+    browser: Browser, run_page: str, tmp_path: Path
+) -> None:
     path = tmp_path / "run.html"
     path.write_text(run_page, encoding="utf-8")
     browser.open(path.as_uri(), 375)
@@ -418,7 +567,10 @@ def test_a_token_that_is_touched_shows_its_numbers(browser: Browser, run_page: s
     browser.evaluate("document.querySelector('.flow span').click()")
     assert "surprisal" in browser.evaluate("document.querySelector('.numbers').textContent")
     browser.evaluate("document.querySelector('input[value=s]').click()")
-    assert browser.evaluate("document.querySelector('.view').dataset.by") == "s" and browser.evaluate(colour) != by_advantage
+    assert (
+        browser.evaluate("document.querySelector('.view').dataset.by") == "s"
+        and browser.evaluate(colour) != by_advantage
+    )
 
 
 def test_a_served_page_comes_back_by_itself(browser: Browser, server: ReportServer) -> None:
@@ -427,7 +579,11 @@ def test_a_served_page_comes_back_by_itself(browser: Browser, server: ReportServ
     browser.evaluate("document.querySelector('#completions details').open = true")
     opened = browser.evaluate("document.querySelector('#completions details').id")
     with (server.request.folder / "runs" / "maxrl+gtpo_s1" / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 24, "condition": "maxrl+gtpo", "correct_rate": 0.125}) + "\n")
-    browser.wait_for("document.readyState == 'complete' && document.body.textContent.includes('25/24')")
+        file.write(
+            json.dumps({"step": 24, "condition": "maxrl+gtpo", "correct_rate": 0.125}) + "\n"
+        )
+    browser.wait_for(
+        "document.readyState == 'complete' && document.body.textContent.includes('25/24')"
+    )
     assert browser.evaluate(f"document.getElementById({json.dumps(opened)}).open")
     assert browser.said == []

@@ -37,20 +37,34 @@ def test_the_last_box_is_the_answer(text: str, answer: str) -> None:
     assert extract_boxed(text) == answer
 
 
-@pytest.mark.parametrize("text", ["", "42", r"\boxed", r"\boxed{42", r"\boxed{1} \boxed{\frac{1}{2}", r"\boxed{1\}", r"\boxed{4" + "\\"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "42",
+        r"\boxed",
+        r"\boxed{42",
+        r"\boxed{1} \boxed{\frac{1}{2}",
+        r"\boxed{1\}",
+        r"\boxed{4" + "\\",
+    ],
+)
 def test_no_box_and_an_unfinished_box_are_no_answer(text: str) -> None:
     assert extract_boxed(text) is None
 
 
 _CONTENT = st.recursive(
-    st.text(st.characters(exclude_characters="{}\\", exclude_categories=["Cs"]), max_size=5) | st.sampled_from([r"\{", r"\}", r"\\"]),
+    st.text(st.characters(exclude_characters="{}\\", exclude_categories=["Cs"]), max_size=5)
+    | st.sampled_from([r"\{", r"\}", r"\\"]),
     lambda inner: st.builds(lambda a, b: f"{{{a}}}{b}", inner, inner),
     max_leaves=8,
 )
 
 
 @given(before=st.text(max_size=20).filter(lambda text: "</think>" not in text), content=_CONTENT)
-def test_a_balanced_box_gives_back_its_content_and_every_cut_of_it_gives_nothing(before: str, content: str) -> None:
+def test_a_balanced_box_gives_back_its_content_and_every_cut_of_it_gives_nothing(
+    before: str, content: str
+) -> None:
     before = before.replace("\\", "/")
     box = f"\\boxed{{{content}}}"
     assert extract_boxed(before + box) == content.strip()
@@ -67,5 +81,8 @@ def test_a_box_in_the_scratchpad_counts_only_when_asked() -> None:
 
 
 def test_importing_rewards_imports_no_symbolic_mathematics() -> None:
-    code = "import sys, retrain.rewards; sys.exit(bool({'sympy', 'math_verify', 'torch'} & set(sys.modules)))"
+    code = (
+        "import sys, retrain.rewards; sys.exit(bool({'sympy', 'math_verify', 'torch'} &"
+        " set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,6 @@
-"""User functions: called as they ask, killed when they hang, and never turned into a zero when they fail."""
+"""User functions: called as they ask, killed when they hang, and never turned into a zero when they
+fail.
+"""
 
 import sys
 from pathlib import Path
@@ -112,12 +114,28 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def custom(function: str, **reward: Any) -> Scorer:
-    table = {"type": "custom", "custom_module": "my_rewards", "custom_function": function, "workers": 1, "deadline_s": 30.0} | reward
+    table = {
+        "type": "custom",
+        "custom_module": "my_rewards",
+        "custom_function": function,
+        "workers": 1,
+        "deadline_s": 30.0,
+    } | reward
     return build_scorer(TrainConfig.model_validate({"reward": table}))
 
 
-def request(response: str = "4", info: dict[str, Any] | None = None, reference: str | None = "4") -> ScoreRequest:
-    return ScoreRequest(response, reference, "the prompt", Example("What is 2+2?", "4", info=info), step=0, slot=0, sample=0)
+def request(
+    response: str = "4", info: dict[str, Any] | None = None, reference: str | None = "4"
+) -> ScoreRequest:
+    return ScoreRequest(
+        response,
+        reference,
+        "the prompt",
+        Example("What is 2+2?", "4", info=info),
+        step=0,
+        slot=0,
+        sample=0,
+    )
 
 
 def judged(scorer: Scorer, response: str = "4", info: dict[str, Any] | None = None) -> Score:
@@ -125,7 +143,15 @@ def judged(scorer: Scorer, response: str = "4", info: dict[str, Any] | None = No
 
 
 @pytest.mark.parametrize(
-    ("function", "reward"), [("score", 1.0), ("half", 0.5), ("keywords", 1.0), ("later", 1.0), ("numpy_float", 0.75), ("numpy_bool", 1.0)]
+    ("function", "reward"),
+    [
+        ("score", 1.0),
+        ("half", 0.5),
+        ("keywords", 1.0),
+        ("later", 1.0),
+        ("numpy_float", 0.75),
+        ("numpy_bool", 1.0),
+    ],
 )
 def test_a_float_or_a_bool_is_the_reward(function: str, reward: float) -> None:
     with custom(function) as scorer:
@@ -165,9 +191,17 @@ def test_info_that_cannot_travel_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("response", "reason"),
-    [("hang", "deadline_s"), ("sleep", "deadline_s"), ("exit", "exit code 3"), ("quit", "SystemExit"), ("crash", "signal 11")],
+    [
+        ("hang", "deadline_s"),
+        ("sleep", "deadline_s"),
+        ("exit", "exit code 3"),
+        ("quit", "SystemExit"),
+        ("crash", "signal 11"),
+    ],
 )
-def test_code_that_hangs_or_dies_costs_one_verdict_and_the_worker_is_replaced(response: str, reason: str) -> None:
+def test_code_that_hangs_or_dies_costs_one_verdict_and_the_worker_is_replaced(
+    response: str, reason: str
+) -> None:
     with custom("by_request", deadline_s=2.0) as scorer:
         score = judged(scorer, response)
         assert score.outcome is Outcome.COULD_NOT_JUDGE
@@ -190,7 +224,9 @@ def test_a_dotted_path_is_a_reward_too() -> None:
         assert not scorer.compares_answers
 
 
-def test_a_module_beside_the_configuration_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_beside_the_configuration_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
@@ -209,7 +245,9 @@ def test_a_module_beside_the_configuration_is_found(tmp_path: Path, monkeypatch:
         ("score", {"bonus": 1}, "takes no params"),
     ],
 )
-def test_a_function_that_cannot_be_a_reward_is_refused_at_the_start(function: str, params: dict[str, Any], said: str) -> None:
+def test_a_function_that_cannot_be_a_reward_is_refused_at_the_start(
+    function: str, params: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigurationError, match=said) as refused:
         custom(function, params=params)
     assert len(refused.value.problems) == 1
@@ -217,12 +255,19 @@ def test_a_function_that_cannot_be_a_reward_is_refused_at_the_start(function: st
 
 def test_params_that_no_reward_takes_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="bonus"):
-        build_scorer(TrainConfig.model_validate({"reward": {"type": "match", "params": {"bonus": 1}}}))
+        build_scorer(
+            TrainConfig.model_validate({"reward": {"type": "match", "params": {"bonus": 1}}})
+        )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("response", ["noise", "no JSON", "a list", "no number", "another's", "a word", "infinity", "deep"])
-def test_a_reply_that_cannot_be_read_could_not_judge_and_the_next_answer_is_its_own(response: str) -> None:
+@pytest.mark.parametrize(
+    "response",
+    ["noise", "no JSON", "a list", "no number", "another's", "a word", "infinity", "deep"],
+)
+def test_a_reply_that_cannot_be_read_could_not_judge_and_the_next_answer_is_its_own(
+    response: str,
+) -> None:
     with custom("by_channel", deadline_s=10.0) as scorer:
         score = judged(scorer, response)
         assert score.outcome is Outcome.COULD_NOT_JUDGE
@@ -239,4 +284,6 @@ def test_a_worker_that_writes_for_ever_ends_on_the_deadline() -> None:
 
 def test_a_child_that_a_reward_forks_answers_for_nobody() -> None:
     with custom("by_fork") as scorer:
-        assert [judged(scorer, response).reward for response in ("fork", "4", "fork", "fork", "4")] == [1.0] * 5
+        assert [
+            judged(scorer, response).reward for response in ("fork", "4", "fork", "fork", "4")
+        ] == [1.0] * 5

@@ -38,7 +38,9 @@ def nested_fraction(depth: int) -> str:
         (r"\leftarrow", "5", None),
     ],
 )
-def test_strings_and_integers_are_decided_at_once(answer: str, reference: str, verdict: bool | None) -> None:
+def test_strings_and_integers_are_decided_at_once(
+    answer: str, reference: str, verdict: bool | None
+) -> None:
     assert decide_by_strings(answer, reference) is verdict
 
 
@@ -131,8 +133,13 @@ def test_answers_of_an_ordinary_size_are_not_refused(answer: str) -> None:
     assert not is_refused(canonical_latex(answer))
 
 
-@pytest.mark.parametrize("answer", [r"\int e^{\sin x^2}\cos x^3 dx", r"\sum_{i=1}^{1000}\frac{1}{i^3}", r"\prod_{i=1}^{9} i"])
-def test_an_answer_that_is_left_to_be_evaluated_is_wrong_unless_the_reference_is_so_too(answer: str) -> None:
+@pytest.mark.parametrize(
+    "answer",
+    [r"\int e^{\sin x^2}\cos x^3 dx", r"\sum_{i=1}^{1000}\frac{1}{i^3}", r"\prod_{i=1}^{9} i"],
+)
+def test_an_answer_that_is_left_to_be_evaluated_is_wrong_unless_the_reference_is_so_too(
+    answer: str,
+) -> None:
     assert decide_by_strings(answer, "4") is False
     assert decide_by_strings(answer, r"\int_0^1 x dx") is None
     assert decide_by_strings(r"\integer", "4") is None

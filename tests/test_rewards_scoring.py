@@ -1,4 +1,6 @@
-"""Verdicts: right, wrong, could not judge; sums of rewards; and the guard that stops a run without verdicts."""
+"""Verdicts: right, wrong, could not judge; sums of rewards; and the guard that stops a run without
+verdicts.
+"""
 
 import json
 from collections.abc import Iterator
@@ -10,16 +12,31 @@ from hypothesis import strategies as st
 
 from retrain.config import TrainConfig
 from retrain.errors import RunFailed
-from retrain.rewards import FailureGuard, Scorer, ScoreRequest, build_scorer, extract_boxed, gold_response
+from retrain.rewards import (
+    FailureGuard,
+    Scorer,
+    ScoreRequest,
+    build_scorer,
+    extract_boxed,
+    gold_response,
+)
 from retrain.types import Example, Outcome, Score
 
 
 def scorer_of(seed: int = 7, **reward: Any) -> Scorer:
-    return build_scorer(TrainConfig.model_validate({"training": {"seed": seed}, "reward": {"workers": 1, "deadline_s": 60.0} | reward}))
+    return build_scorer(
+        TrainConfig.model_validate(
+            {"training": {"seed": seed}, "reward": {"workers": 1, "deadline_s": 60.0} | reward}
+        )
+    )
 
 
-def request(response: str, reference: str | None = "4", step: int = 0, slot: int = 0, sample: int = 0) -> ScoreRequest:
-    return ScoreRequest(response, reference, "prompt", Example("What is 2+2?", "4"), step, slot, sample)
+def request(
+    response: str, reference: str | None = "4", step: int = 0, slot: int = 0, sample: int = 0
+) -> ScoreRequest:
+    return ScoreRequest(
+        response, reference, "prompt", Example("What is 2+2?", "4"), step, slot, sample
+    )
 
 
 def score(scorer: Scorer, response: str, reference: str | None = "4") -> Score:
@@ -51,7 +68,9 @@ def math_scorer() -> Iterator[Scorer]:
         (r"<think>\boxed{4}</think> no", "4", WRONG),
     ],
 )
-def test_math_is_right_or_wrong(math_scorer: Scorer, response: str, reference: str | None, expected: Score) -> None:
+def test_math_is_right_or_wrong(
+    math_scorer: Scorer, response: str, reference: str | None, expected: Score
+) -> None:
     assert score(math_scorer, response, reference) == expected
 
 
@@ -63,7 +82,10 @@ def test_an_infinite_sum_is_no_reward() -> None:
 
 
 def test_match_compares_strings_and_hendrycks_forms() -> None:
-    with scorer_of(type="match") as exact, scorer_of(type="match", normalize="hendrycks") as lenient:
+    with (
+        scorer_of(type="match") as exact,
+        scorer_of(type="match", normalize="hendrycks") as lenient,
+    ):
         assert score(exact, r"\boxed{0.5}", "0.5") == RIGHT
         assert score(exact, r"\boxed{0.5}", r"\frac{1}{2}") == WRONG
         assert score(lenient, r"\boxed{0.5}", r"\frac{1}{2}") == RIGHT
@@ -82,7 +104,11 @@ def test_a_box_in_the_scratchpad_counts_when_the_configuration_says_so() -> None
         assert score(scorer, r"<think>\boxed{4}</think> no") == RIGHT
 
 
-@given(st.text(alphabet="0123456789x+-^\\frac ,.()", min_size=1, max_size=20).filter(lambda text: text.strip() and not text.endswith("\\")))
+@given(
+    st.text(alphabet="0123456789x+-^\\frac ,.()", min_size=1, max_size=20).filter(
+        lambda text: text.strip() and not text.endswith("\\")
+    )
+)
 def test_the_gold_answer_is_found_in_the_gold_response(reference: str) -> None:
     assert extract_boxed(gold_response(reference)) == reference.strip()
 
@@ -91,7 +117,10 @@ def test_the_gold_answer_scores_where_answers_are_compared(math_scorer: Scorer) 
     assert math_scorer.compares_answers
     assert math_scorer.gold_reward == 1.0
     assert score(math_scorer, gold_response(r"\frac{1}{2}"), r"\frac{1}{2}") == RIGHT
-    with scorer_of(type=["match", "math"], weights=[0.5, 2.0]) as both, scorer_of(type=["match", "random"]) as mixed:
+    with (
+        scorer_of(type=["match", "math"], weights=[0.5, 2.0]) as both,
+        scorer_of(type=["match", "random"]) as mixed,
+    ):
         assert both.compares_answers
         assert score(both, gold_response("7"), "7").reward == both.gold_reward == 2.5
         assert not mixed.compares_answers
@@ -114,16 +143,34 @@ def test_one_part_that_cannot_judge_makes_the_whole_so() -> None:
 
 
 def test_random_rewards_depend_on_the_coordinates_alone() -> None:
-    with scorer_of(type="random", random_p=0.3) as scorer, scorer_of(seed=8, type="random", random_p=0.3) as other:
+    with (
+        scorer_of(type="random", random_p=0.3) as scorer,
+        scorer_of(seed=8, type="random", random_p=0.3) as other,
+    ):
 
         def draw(who: Scorer, order: range) -> dict[int, float | None]:
-            return {i: who.submit(request("", None, step=i // 100, slot=i // 10 % 10, sample=i % 10)).result(1).reward for i in order}
+            return {
+                i: (
+                    who.submit(request("", None, step=i // 100, slot=i // 10 % 10, sample=i % 10))
+                    .result(1)
+                    .reward
+                )
+                for i in order
+            }
 
         forward, backward = draw(scorer, range(2000)), draw(scorer, range(1999, -1, -1))
         assert forward == backward
         assert forward != draw(other, range(2000))
-        assert len({tuple(forward[i] for i in range(step, step + 100)) for step in range(0, 2000, 100)}) == 20  # no coordinate is left out
-        assert len({tuple(forward[i] for i in range(slot, slot + 10)) for slot in range(0, 100, 10)}) > 5
+        assert (
+            len(
+                {tuple(forward[i] for i in range(step, step + 100)) for step in range(0, 2000, 100)}
+            )
+            == 20
+        )  # no coordinate is left out
+        assert (
+            len({tuple(forward[i] for i in range(slot, slot + 10)) for slot in range(0, 100, 10)})
+            > 5
+        )
         assert len({forward[sample] for sample in range(10)}) == 2
         assert 0.25 < sum(value or 0.0 for value in forward.values()) / 2000 < 0.35
 
@@ -132,7 +179,9 @@ def test_a_closed_scorer_still_gives_verdicts_that_say_so() -> None:
     scorer = scorer_of(type="math")
     scorer.close()
     scorer.close()
-    assert scorer.submit(request(r"\boxed{\frac{8}{2}}")).result(5).outcome is Outcome.COULD_NOT_JUDGE
+    assert (
+        scorer.submit(request(r"\boxed{\frac{8}{2}}")).result(5).outcome is Outcome.COULD_NOT_JUDGE
+    )
 
 
 def failed(reason: str) -> Score:
@@ -140,7 +189,9 @@ def failed(reason: str) -> Score:
 
 
 def test_the_guard_stops_when_nothing_can_be_judged() -> None:
-    with pytest.raises(RunFailed, match=r"8 of 8 .* of the last step .* \(8 times: it is down\), .* --resume\.$"):
+    with pytest.raises(
+        RunFailed, match=r"8 of 8 .* of the last step .* \(8 times: it is down\), .* --resume\.$"
+    ):
         FailureGuard(0.05).observe([failed("it is down.")] * 8)
 
 
@@ -148,11 +199,15 @@ def test_the_guard_does_not_stop_for_one_bad_answer_of_the_first_step() -> None:
     FailureGuard(0.05).observe([failed("slow")] + [RIGHT] * 7)
 
 
-def test_the_guard_stops_above_the_rate_of_a_whole_window_and_names_the_most_frequent_reason() -> None:
+def test_the_guard_stops_above_the_rate_of_a_whole_window_and_names_the_most_frequent_reason() -> (
+    None
+):
     guard = FailureGuard(0.05, window=20)
     for _ in range(30):
         guard.observe([failed("slow")] + [WRONG] * 19)  # exactly 5%
-    with pytest.raises(RunFailed, match=r" times: slow\), more than \[reward\] max_failure_rate = 0.05 "):
+    with pytest.raises(
+        RunFailed, match=r" times: slow\), more than \[reward\] max_failure_rate = 0.05 "
+    ):
         guard.observe([failed("died"), failed("slow")] + [WRONG] * 18)
 
 
@@ -186,7 +241,11 @@ def test_an_empty_step_is_no_failure() -> None:
     FailureGuard(0.0).observe([])
 
 
-@given(st.lists(st.lists(st.sampled_from([RIGHT, WRONG, failed("a"), failed("b")]), max_size=6), max_size=30))
+@given(
+    st.lists(
+        st.lists(st.sampled_from([RIGHT, WRONG, failed("a"), failed("b")]), max_size=6), max_size=30
+    )
+)
 def test_the_guard_goes_on_from_its_saved_state(steps: list[list[Score]]) -> None:
     def verdicts(guard: FailureGuard, observed: list[list[Score]]) -> list[str]:
         said = []

@@ -1,4 +1,6 @@
-"""Real math-verify in real worker processes: a job that hangs, dies or swells is ended, and the pool judges the next one."""
+"""Real math-verify in real worker processes: a job that hangs, dies or swells is ended, and the
+pool judges the next one.
+"""
 
 import os
 import signal
@@ -21,7 +23,9 @@ DEADLINE_S = 2.0
 
 
 @contextmanager
-def pool_of(setup: WorkerSetup, count: int = 1, deadline_s: float = DEADLINE_S) -> Iterator[WorkerPool]:
+def pool_of(
+    setup: WorkerSetup, count: int = 1, deadline_s: float = DEADLINE_S
+) -> Iterator[WorkerPool]:
     pool = WorkerPool(setup, count, deadline_s)
     try:
         yield pool
@@ -35,9 +39,15 @@ def math_pool(count: int = 1, deadline_s: float = DEADLINE_S) -> AbstractContext
 
 def children(pid: int) -> set[int]:
     """Living child processes, `ps` itself aside."""
-    listed = subprocess.run(["ps", "-e", "-o", "pid=,ppid=,stat=,comm="], capture_output=True, text=True, check=True).stdout.splitlines()
+    listed = subprocess.run(
+        ["ps", "-e", "-o", "pid=,ppid=,stat=,comm="], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     rows = [row.split(maxsplit=3) for row in listed]
-    return {int(row[0]) for row in rows if int(row[1]) == pid and not row[2].startswith("Z") and row[3] != "ps"}
+    return {
+        int(row[0])
+        for row in rows
+        if int(row[1]) == pid and not row[2].startswith("Z") and row[3] != "ps"
+    }
 
 
 def descendants(pid: int) -> set[int]:
@@ -76,11 +86,17 @@ def pool() -> Iterator[WorkerPool]:
         (r"\frac{1}{", "4", 0.0),
         (r"\foo{\bar", "4", 0.0),
         ("4", r"x=4", 1.0),
-        ("2x+z=1", "1", 1.0),  # the order counts: an equation gives its right side where a number is wanted,
+        (
+            "2x+z=1",
+            "1",
+            1.0,
+        ),  # the order counts: an equation gives its right side where a number is wanted,
         ("1", "2x+z=1", 0.0),  # and a number is no equation
     ],
 )
-def test_equal_expressions_are_right_and_unparsable_ones_wrong(patient_pool: WorkerPool, answer: str, gold: str, value: float) -> None:
+def test_equal_expressions_are_right_and_unparsable_ones_wrong(
+    patient_pool: WorkerPool, answer: str, gold: str, value: float
+) -> None:
     assert verify(patient_pool, answer, gold).result(60) == Judgement(value)
 
 
@@ -93,7 +109,9 @@ def test_equal_expressions_are_right_and_unparsable_ones_wrong(patient_pool: Wor
         (r"\frac{1}{1+" * 40 + "1" + "}" * 40, "4"),  # the library's alarm is swallowed
     ],
 )
-def test_a_hard_answer_ends_on_the_deadline_and_the_next_is_judged_by_a_forked_worker(pool: WorkerPool, answer: str, gold: str) -> None:
+def test_a_hard_answer_ends_on_the_deadline_and_the_next_is_judged_by_a_forked_worker(
+    pool: WorkerPool, answer: str, gold: str
+) -> None:
     assert verify(pool, r"\frac{8}{2}").result(60).value == 1.0
     servers = children(os.getpid())
     judgement = verify(pool, answer, gold).result(60)
@@ -103,7 +121,9 @@ def test_a_hard_answer_ends_on_the_deadline_and_the_next_is_judged_by_a_forked_w
     assert children(os.getpid()) == servers  # the replacement is forked, not imported anew
 
 
-def test_an_answer_that_swells_is_stopped_before_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_swells_is_stopped_before_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(workers, "MEMORY_LIMIT", 200 << 20)
     with math_pool(deadline_s=60) as pool:
         judgement = verify(pool, "(x+y+z+1)^{900}", "(x+y+z)^{900}").result(60)
@@ -114,7 +134,9 @@ def test_an_answer_that_swells_is_stopped_before_its_deadline(monkeypatch: pytes
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_an_answer_for_which_memory_runs_out_inside_math_verify_is_not_wrong() -> None:
-    """The library's own `except Exception` would make it so. In a process of its own: the limit holds for ever."""
+    """The library's own `except Exception` would make it so. In a process of its own: the limit
+    holds for ever.
+    """
     script = (
         "import resource; from retrain.rewards.verification import equal\n"
         "mapped = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
@@ -122,14 +144,26 @@ def test_an_answer_for_which_memory_runs_out_inside_math_verify_is_not_wrong() -
         "try: print(equal('(x+y+z)^{60}', '(x+y+z+1)^{60}'))\n"
         "except MemoryError: print('no memory')\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "no memory\n"
 
 
-def test_an_import_does_not_count_against_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(2)\ndef score(response, reference): return 1.0\n")
+def test_an_import_does_not_count_against_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_to_import.py").write_text(
+        "import time\ntime.sleep(2)\ndef score(response, reference): return 1.0\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
-    job = {"handler": "slow_to_import.score", "response": "", "reference": "", "prompt": "", "example": {"prompt": "", "reference": ""}}
+    job = {
+        "handler": "slow_to_import.score",
+        "response": "",
+        "reference": "",
+        "prompt": "",
+        "example": {"prompt": "", "reference": ""},
+    }
     with pool_of(WorkerSetup(rewards=("slow_to_import.score",)), deadline_s=1.0) as pool:
         assert pool.submit(job).result(60) == Judgement(1.0)
 
@@ -139,7 +173,9 @@ def test_many_threads_may_submit_and_each_gets_its_own_verdict() -> None:
         verdicts: dict[int, float | None] = {}
 
         def ask(number: int) -> None:
-            verdicts[number] = verify(pool, rf"\frac{{{2 * number}}}{{2}}", str(number % 5)).result(60).value
+            verdicts[number] = (
+                verify(pool, rf"\frac{{{2 * number}}}{{2}}", str(number % 5)).result(60).value
+            )
 
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(40)]
         for thread in threads:
@@ -182,18 +218,16 @@ def test_the_pool_outlives_its_workers_and_its_fork_server() -> None:
 
 
 @linux_only
-def test_workers_die_with_a_trainer_that_was_killed_even_in_the_middle_of_an_endless_answer(tmp_path: Path) -> None:
+def test_workers_die_with_a_trainer_that_was_killed_even_in_the_middle_of_an_endless_answer(
+    tmp_path: Path,
+) -> None:
     script = tmp_path / "trainer.py"
     script.write_text(
-        "import time\n"
-        "from retrain.rewards.workers import WorkerPool, WorkerSetup\n"
-        "pool = WorkerPool(WorkerSetup(verify=True), 2, 600.0)\n"
-        "pool.wait_ready()\n"
-        "asked = [pool.submit({'handler': 'verify', 'gold': '9^{9^{9^9}}', 'answer': '10'}) for _ in range(2)]\n"
-        "while not all(future.running() for future in asked): time.sleep(0.05)\n"
-        "time.sleep(0.2)\n"
-        "print('busy', flush=True)\n"
-        "time.sleep(600)\n"
+        "import time\nfrom retrain.rewards.workers import WorkerPool, WorkerSetup\npool ="
+        " WorkerPool(WorkerSetup(verify=True), 2, 600.0)\npool.wait_ready()\nasked ="
+        " [pool.submit({'handler': 'verify', 'gold': '9^{9^{9^9}}', 'answer': '10'}) for _ in"
+        " range(2)]\nwhile not all(future.running() for future in asked):"
+        " time.sleep(0.05)\ntime.sleep(0.2)\nprint('busy', flush=True)\ntime.sleep(600)\n"
     )
     trainer = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None
@@ -239,7 +273,9 @@ def score(response, reference):
 
 @linux_only
 @pytest.mark.parametrize("response", ["die", "sleep"])
-def test_a_child_that_holds_the_channel_delays_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, response: str) -> None:
+def test_a_child_that_holds_the_channel_delays_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, response: str
+) -> None:
     (tmp_path / "leaving.py").write_text(LEAVES_A_CHILD)
     monkeypatch.chdir(tmp_path)
     setup = WorkerSetup(rewards=("leaving.score",), plugins={}, params={})

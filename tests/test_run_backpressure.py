@@ -1,4 +1,6 @@
-"""Back pressure in whole runs: the batch size follows the record, and a resumed run visits the same sizes."""
+"""Back pressure in whole runs: the batch size follows the record, and a resumed run visits the same
+sizes.
+"""
 
 import shutil
 from pathlib import Path
@@ -32,20 +34,39 @@ ALL = {"generations_per_step": 100}
 
 
 def pressed(folder: Path, **changes: Any) -> TrainConfig:
-    pressure = {"enabled": True, "warmup_steps": 1, "max_batch_size": 4, "cooldown": 0, "min_r2": 0.0}
+    pressure = {
+        "enabled": True,
+        "warmup_steps": 1,
+        "max_batch_size": 4,
+        "cooldown": 0,
+        "min_r2": 0.0,
+    }
     training = {"max_steps": 9, "batch_size": 3, "group_size": 2, "max_tokens": 8, "save_every": 3}
     return small(folder, backpressure=pressure | changes, training=training, logging=ALL)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return train(pressed(tmp_path_factory.mktemp("pressed") / "run", peak_gflops=50.0, peak_bw_gb_s=10.0), quiet=True)
+    return train(
+        pressed(tmp_path_factory.mktemp("pressed") / "run", peak_gflops=50.0, peak_bw_gb_s=10.0),
+        quiet=True,
+    )
 
 
 def test_the_batch_is_the_one_that_the_step_before_announced(run: Run) -> None:
     records = run.metrics()
-    assert [record.batch_size for record in records[:7]] == [1, 2, 4, 1, 2, 4, 3]  # the sweep twice, then the configured size
-    assert [record.next_batch_size for record in records[:-1]] == [record.batch_size for record in records[1:]]
+    assert [record.batch_size for record in records[:7]] == [
+        1,
+        2,
+        4,
+        1,
+        2,
+        4,
+        3,
+    ]  # the sweep twice, then the configured size
+    assert [record.next_batch_size for record in records[:-1]] == [
+        record.batch_size for record in records[1:]
+    ]
     assert [record.bp_action for record in records[:6]] == ["sweep"] * 6
     assert all(record.bp_step_time_s == record.step_time_s for record in records)
 
@@ -63,22 +84,37 @@ def test_prompts_go_on_where_the_step_before_ended(run: Run) -> None:
 
 
 def test_a_resumed_run_decides_by_the_recorded_times(run: Run, tmp_path: Path) -> None:
-    """Steps 3 to 8 are made again from the checkpoint of step 3, with other times on the clock and the same bytes."""
+    """Steps 3 to 8 are made again from the checkpoint of step 3, with other times on the clock and
+    the same bytes.
+    """
     again = tmp_path / "run"
     shutil.copytree(run.folder, again)
     for step in (6, 9):
         shutil.rmtree(again / "checkpoints" / f"step_{step:06d}")
-    shutil.copyfile(again / "checkpoints" / "step_000003" / "trainer_state.json", again / "trainer_state.json")
-    config = replaced(pressed(again, peak_gflops=50.0, peak_bw_gb_s=10.0), {"resume.from": str(again)})
+    shutil.copyfile(
+        again / "checkpoints" / "step_000003" / "trainer_state.json", again / "trainer_state.json"
+    )
+    config = replaced(
+        pressed(again, peak_gflops=50.0, peak_bw_gb_s=10.0), {"resume.from": str(again)}
+    )
     resumed = train(config, quiet=True)
     assert timeless(resumed.folder / "metrics.jsonl") == timeless(run.folder / "metrics.jsonl")
     for name in ("final/adapter_model.safetensors", "step_000009/adapter_model.safetensors"):
-        assert (resumed.folder / "checkpoints" / name).read_bytes() == (run.folder / "checkpoints" / name).read_bytes()
+        assert (resumed.folder / "checkpoints" / name).read_bytes() == (
+            run.folder / "checkpoints" / name
+        ).read_bytes()
 
 
 def test_the_roofline_names_the_bound_where_the_batch_may_grow(run: Run) -> None:
     regimes = {record.bp_regime for record in run.metrics()}
-    assert regimes <= {"warmup", "memory_bound", "compute_bound", "retrograde", "optimal", "unknown"}
+    assert regimes <= {
+        "warmup",
+        "memory_bound",
+        "compute_bound",
+        "retrograde",
+        "optimal",
+        "unknown",
+    }
 
 
 def test_the_documented_block_runs_as_it_is(tmp_path: Path) -> None:
@@ -101,5 +137,7 @@ log_dir = "{tmp_path / "run"}"
 
 
 def test_split_mode_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="sampled before the one before it has been measured"):
+    with pytest.raises(
+        ConfigurationError, match="sampled before the one before it has been measured"
+    ):
         small(tmp_path, backpressure={"enabled": True}, backend={"devices": "gpu:0,gpu:1"})

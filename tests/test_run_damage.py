@@ -1,4 +1,6 @@
-"""What a missing, damaged, copied, moved or linked run folder does: a run goes on whole or is left as it is."""
+"""What a missing, damaged, copied, moved or linked run folder does: a run goes on whole or is left
+as it is.
+"""
 
 import hashlib
 import json
@@ -47,7 +49,10 @@ def opened(config: TrainConfig, *, overwrite: bool = False) -> OpenedRun:
 def tree(folder: Path) -> dict[str, str]:
     """Name -> sha256 of every file; the lock's own file aside."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
-    return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
 
 
 def flip_a_bit(path: Path, byte: int = 1000) -> None:
@@ -61,7 +66,7 @@ def without_line(path: Path, number: int) -> None:
     path.write_bytes(b"".join(kept[:number] + kept[number + 1 :]))
 
 
-# -- damaged ---------------------------------------------------------------------------------------------------------------
+# -- damaged ---------------------------------------------------------------------------------------
 
 
 def damage_every_checkpoint(folder: Path) -> None:
@@ -71,13 +76,31 @@ def damage_every_checkpoint(folder: Path) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (lambda folder: (folder / "config.toml").unlink(), r"config\.toml is missing"),
-    "no metrics": (lambda folder: (folder / "metrics.jsonl").unlink(), r"metrics\.jsonl is missing"),
-    "no evaluation": (lambda folder: (folder / "evaluation.jsonl").unlink(), r"evaluation\.jsonl is missing"),
+    "no metrics": (
+        lambda folder: (folder / "metrics.jsonl").unlink(),
+        r"metrics\.jsonl is missing",
+    ),
+    "no evaluation": (
+        lambda folder: (folder / "evaluation.jsonl").unlink(),
+        r"evaluation\.jsonl is missing",
+    ),
     "a lost line": (lambda folder: without_line(folder / "metrics.jsonl", 0), r"metrics\.jsonl"),
-    "a changed line": (lambda folder: flip_a_bit(folder / "evaluation.jsonl", 5), r"evaluation\.jsonl differs from its sha256"),
-    "every checkpoint damaged": (damage_every_checkpoint, r"step_000002 is not used: adapter_model\.safetensors differs"),
-    "no checkpoints": (lambda folder: shutil.rmtree(folder / "checkpoints"), r"trainer_state\.json says that a checkpoint was made"),
-    "only checkpoints": (lambda folder: [path.unlink() for path in folder.iterdir() if path.suffix] and None, r"config\.toml is missing"),
+    "a changed line": (
+        lambda folder: flip_a_bit(folder / "evaluation.jsonl", 5),
+        r"evaluation\.jsonl differs from its sha256",
+    ),
+    "every checkpoint damaged": (
+        damage_every_checkpoint,
+        r"step_000002 is not used: adapter_model\.safetensors differs",
+    ),
+    "no checkpoints": (
+        lambda folder: shutil.rmtree(folder / "checkpoints"),
+        r"trainer_state\.json says that a checkpoint was made",
+    ),
+    "only checkpoints": (
+        lambda folder: [path.unlink() for path in folder.iterdir() if path.suffix] and None,
+        r"config\.toml is missing",
+    ),
 }
 
 
@@ -88,7 +111,9 @@ def test_a_run_that_cannot_be_verified_is_refused_and_left_as_it_is(run: Path, n
     damage(run)
     (run / ".retrain.json").write_text(marker)
     before = tree(run)
-    with pytest.raises(ConfigurationError, match=rf"cannot be resumed and is left as it is: .*{words}.*--overwrite"):
+    with pytest.raises(
+        ConfigurationError, match=rf"cannot be resumed and is left as it is: .*{words}.*--overwrite"
+    ):
         opened(resumed(run))
     with pytest.raises(ConfigurationError, match=r"already holds a run.*--resume.*--overwrite"):
         opened(small(run, **SECTIONS))
@@ -98,10 +123,14 @@ def test_a_run_that_cannot_be_verified_is_refused_and_left_as_it_is(run: Path, n
 def test_a_folder_in_which_a_run_left_nothing_is_started_anew(tmp_path: Path) -> None:
     RunFolder(tmp_path / "run").create()
     assert opened(small(tmp_path / "run")).state.step == 0
-    assert opened(resumed(tmp_path / "run")).notes == (f"{tmp_path / 'run'} has no checkpoint yet: starting at step 0.",)
+    assert opened(resumed(tmp_path / "run")).notes == (
+        f"{tmp_path / 'run'} has no checkpoint yet: starting at step 0.",
+    )
 
 
-def test_a_checkpoint_whose_steps_lost_their_rows_gives_way_to_the_one_before_and_is_kept(run: Path) -> None:
+def test_a_checkpoint_whose_steps_lost_their_rows_gives_way_to_the_one_before_and_is_kept(
+    run: Path,
+) -> None:
     """A power cut can leave a sealed step beside rows that never reached the disk."""
     metrics = run / "metrics.jsonl"
     os.truncate(metrics, metrics.stat().st_size - 10)
@@ -127,7 +156,9 @@ def test_whatever_stands_behind_the_sealed_rows_is_cut(run: Path) -> None:
         with (run / name).open("ab") as file:
             file.write(bytes(5000) + b"\n{}\n")
     assert opened(resumed(run)).state.step == 4
-    assert {name: digest for name, digest in tree(run).items() if not name.endswith(".aside")} == before
+    assert {
+        name: digest for name, digest in tree(run).items() if not name.endswith(".aside")
+    } == before
     assert (run / "metrics.jsonl.aside").read_bytes() == bytes(5000) + b"\n{}\n"
 
 
@@ -135,20 +166,29 @@ def test_lost_completions_are_said_and_stop_nothing(run: Path) -> None:
     (run / "emergence" / "generations.jsonl").unlink()
     opening = opened(resumed(run))
     assert opening.state.step == 4
-    assert any("emergence/generations.jsonl: generations.jsonl is missing" in note for note in opening.notes)
+    assert any(
+        "emergence/generations.jsonl: generations.jsonl is missing" in note
+        for note in opening.notes
+    )
 
 
 def test_what_a_kill_leaves_among_the_checkpoints_is_cleared_away(run: Path) -> None:
     checkpoints = run / "checkpoints"
     (checkpoints / ".tmp-rehearsal").write_bytes(b"half of a file")
     (checkpoints / ".tmp-step_000006").mkdir()
-    (checkpoints / "step_000004").rename(checkpoints / ".tmp-replaced-step_000004")  # killed between two renames
+    (checkpoints / "step_000004").rename(
+        checkpoints / ".tmp-replaced-step_000004"
+    )  # killed between two renames
     opening = opened(resumed(run))
     assert opening.state.step == 4
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["final", "step_000002", "step_000004"]
+    assert sorted(path.name for path in checkpoints.iterdir()) == [
+        "final",
+        "step_000002",
+        "step_000004",
+    ]
 
 
-# -- checkpoints outside of the run's folder -----------------------------------------------------------------------------
+# -- checkpoints outside of the run's folder -------------------------------------------------------
 
 
 @pytest.fixture
@@ -167,16 +207,27 @@ def sign(folder: Path, **content: object) -> None:
 
 
 def test_a_run_signs_its_checkpoints_with_its_id_and_folder(tmp_path: Path) -> None:
-    config = small(tmp_path / "run", backend={"devices": "cpu", "adapter_path": str(tmp_path / "adapters")})
+    config = small(
+        tmp_path / "run", backend={"devices": "cpu", "adapter_path": str(tmp_path / "adapters")}
+    )
     target = opened(config).store.folder
     pointer = json.loads((tmp_path / "run" / "checkpoints.json").read_text())
     marker = json.loads((target / ".retrain.json").read_text())
-    assert marker == {"kind": "checkpoints", "format": 1, "run": str(tmp_path / "run"), "run_id": pointer["run_id"]}
+    assert marker == {
+        "kind": "checkpoints",
+        "format": 1,
+        "run": str(tmp_path / "run"),
+        "run_id": pointer["run_id"],
+    }
     assert pointer["path"] == str(target)
 
 
-def test_a_path_to_checkpoints_that_are_not_the_runs_is_not_believed(run: Path, outside: Path, made: Path) -> None:
-    (run / "checkpoints.json").write_text(json.dumps({"path": str(made / "checkpoints"), "run_id": "1234"}))
+def test_a_path_to_checkpoints_that_are_not_the_runs_is_not_believed(
+    run: Path, outside: Path, made: Path
+) -> None:
+    (run / "checkpoints.json").write_text(
+        json.dumps({"path": str(made / "checkpoints"), "run_id": "1234"})
+    )
     before = tree(made)
     with pytest.raises(ConfigurationError, match="has no marker of this run"):
         opened(resumed(run, training={"keep_checkpoints": 2}))
@@ -201,13 +252,18 @@ def test_a_damaged_pointer_is_named(run: Path, outside: Path, content: str, prob
         opened(resumed(run))
 
 
-def test_a_copied_run_leaves_the_originals_checkpoints_alone(run: Path, outside: Path, tmp_path: Path) -> None:
+def test_a_copied_run_leaves_the_originals_checkpoints_alone(
+    run: Path, outside: Path, tmp_path: Path
+) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "copies" / "run"))
     before = tree(outside)
     with pytest.raises(ConfigurationError, match=f"belong to {run}, of which {copy} is a copy"):
         opened(resumed(copy))
     with pytest.raises(ConfigurationError, match="holds the checkpoints of another run"):
-        opened(small(copy, backend={"devices": "cpu", "adapter_path": str(outside.parent)}), overwrite=True)
+        opened(
+            small(copy, backend={"devices": "cpu", "adapter_path": str(outside.parent)}),
+            overwrite=True,
+        )
     assert tree(outside) == before
     assert opened(resumed(run)).state.step == 4
     shutil.copytree(outside, copy / "checkpoints")  # as the message says
@@ -216,7 +272,9 @@ def test_a_copied_run_leaves_the_originals_checkpoints_alone(run: Path, outside:
     assert opening.state.step == 4 and opening.store.folder == copy / "checkpoints"
 
 
-def test_a_copied_run_with_its_checkpoints_inside_is_a_run_of_its_own(run: Path, tmp_path: Path) -> None:
+def test_a_copied_run_with_its_checkpoints_inside_is_a_run_of_its_own(
+    run: Path, tmp_path: Path
+) -> None:
     before = tree(run)
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     without_line(copy / "metrics.jsonl", 3)
@@ -246,13 +304,25 @@ def test_a_linked_run_is_the_run_itself(run: Path, outside: Path, tmp_path: Path
 def test_checkpoints_that_an_earlier_version_marked_become_signed(run: Path, outside: Path) -> None:
     sign(outside, kind="checkpoints", format=1, run_id="1234")
     assert opened(resumed(run)).state.step == 4
-    assert json.loads((outside / ".retrain.json").read_text()) == {"kind": "checkpoints", "format": 1, "run_id": "1234", "run": str(run)}
+    assert json.loads((outside / ".retrain.json").read_text()) == {
+        "kind": "checkpoints",
+        "format": 1,
+        "run_id": "1234",
+        "run": str(run),
+    }
 
 
-def test_checkpoints_whose_run_lost_its_folder_are_deleted_only_when_told_to(run: Path, outside: Path) -> None:
+def test_checkpoints_whose_run_lost_its_folder_are_deleted_only_when_told_to(
+    run: Path, outside: Path
+) -> None:
     shutil.rmtree(run)
-    before, config = tree(outside), small(run, backend={"devices": "cpu", "adapter_path": str(outside.parent)})
-    with pytest.raises(ConfigurationError, match=r"holds checkpoints of .*whose own files are gone.*--overwrite"):
+    before, config = (
+        tree(outside),
+        small(run, backend={"devices": "cpu", "adapter_path": str(outside.parent)}),
+    )
+    with pytest.raises(
+        ConfigurationError, match=r"holds checkpoints of .*whose own files are gone.*--overwrite"
+    ):
         opened(config)
     assert tree(outside) == before
     (outside / "notes.txt").write_text("mine")
@@ -265,10 +335,12 @@ def test_a_folder_of_checkpoints_is_no_place_for_a_run(outside: Path) -> None:
         opened(small(outside))
 
 
-# -- links below a run's folder ------------------------------------------------------------------------------------------
+# -- links below a run's folder --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "tokens", "emergence", "metrics.jsonl", "emergence/generations.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["checkpoints", "tokens", "emergence", "metrics.jsonl", "emergence/generations.jsonl"]
+)
 def test_a_link_below_a_runs_folder_is_never_followed(run: Path, tmp_path: Path, name: str) -> None:
     elsewhere = (run / name).rename(tmp_path / "elsewhere")
     (run / name).symlink_to(elsewhere)
@@ -278,9 +350,9 @@ def test_a_link_below_a_runs_folder_is_never_followed(run: Path, tmp_path: Path,
     assert tree(tmp_path) == before
     opened(small(run), overwrite=True)
     assert not (run / name).exists() and elsewhere.exists()
-    assert {path: digest for path, digest in tree(tmp_path).items() if path.startswith("elsewhere")} == {
-        path: digest for path, digest in before.items() if path.startswith("elsewhere")
-    }
+    assert {
+        path: digest for path, digest in tree(tmp_path).items() if path.startswith("elsewhere")
+    } == {path: digest for path, digest in before.items() if path.startswith("elsewhere")}
 
 
 def test_a_linked_checkpoint_loses_its_link_and_nothing_else(run: Path, tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""What a whole run must get right: one policy, shared noise, groups that say what they were, a gate that stops what is broken."""
+"""What a whole run must get right: one policy, shared noise, groups that say what they were, a gate
+that stops what is broken.
+"""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -28,7 +30,9 @@ def with_temperature(temperature: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_ratio_is_one_before_the_first_optimizer_step_of_every_step(tmp_path: Path, temperature: float) -> None:
+def test_the_ratio_is_one_before_the_first_optimizer_step_of_every_step(
+    tmp_path: Path, temperature: float
+) -> None:
     """Also after the weights have changed: the sampler serves the adapter that was just trained."""
     train(small(tmp_path / "run", **with_temperature(temperature)), quiet=True)
     records = lines(tmp_path / "run" / "metrics.jsonl")
@@ -40,14 +44,19 @@ def test_the_ratio_is_one_before_the_first_optimizer_step_of_every_step(tmp_path
 
 
 def test_conditions_of_one_seed_share_prompts_and_noise(tmp_path: Path) -> None:
-    """Common random numbers: before any learning, the arms of a comparison have written the very same completions."""
+    """Common random numbers: before any learning, the arms of a comparison have written the very
+    same completions.
+    """
     generations = []
     for advantage, transform in (("grpo", "none"), ("maxrl", "gtpo_hicra")):
         folder = tmp_path / advantage
         algorithm = {"advantage_mode": advantage, "transform_mode": transform}
         train(small(folder, algorithm=algorithm, training={"max_steps": 2}), quiet=True)
         generations.append(lines(folder / "emergence" / "generations.jsonl"))
-    first, second = ([(g["prompt_id"], g["sample"], g["completion"]) for g in arm if g["step"] == 0] for arm in generations)
+    first, second = (
+        [(g["prompt_id"], g["sample"], g["completion"]) for g in arm if g["step"] == 0]
+        for arm in generations
+    )
     assert first == second
     prompts = [[(g["step"], g["prompt_id"]) for g in arm] for arm in generations]
     assert prompts[0] == prompts[1]
@@ -71,31 +80,56 @@ def test_the_same_run_twice_gives_the_same_bytes(tmp_path: Path) -> None:
 def test_dynamic_sampling_redraws_uniform_groups_with_the_same_prompt(tmp_path: Path) -> None:
     """With a reward of 1 at probability 0.02 nearly every group of 4 is uniform at first."""
     rare = {"type": "random", "random_p": 0.02}
-    train(small(tmp_path / "off", reward=rare, training={"max_steps": 1, "batch_size": 4}), quiet=True)
-    train(small(tmp_path / "on", reward=rare, training={"max_steps": 1, "batch_size": 4, "dynamic_sampling": 30}), quiet=True)
+    train(
+        small(tmp_path / "off", reward=rare, training={"max_steps": 1, "batch_size": 4}), quiet=True
+    )
+    train(
+        small(
+            tmp_path / "on",
+            reward=rare,
+            training={"max_steps": 1, "batch_size": 4, "dynamic_sampling": 30},
+        ),
+        quiet=True,
+    )
     off, on = (lines(tmp_path / name / "metrics.jsonl")[0] for name in ("off", "on"))
     assert on["num_datums"] > off["num_datums"]
     assert on["batch_size"] == off["batch_size"] == 4
     drawn = lines(tmp_path / "on" / "emergence" / "generations.jsonl")
-    assert {g["prompt_id"] for g in drawn} == {g["prompt_id"] for g in lines(tmp_path / "off" / "emergence" / "generations.jsonl")}
+    assert {g["prompt_id"] for g in drawn} == {
+        g["prompt_id"] for g in lines(tmp_path / "off" / "emergence" / "generations.jsonl")
+    }
     assert max(g["sample"] for g in drawn) >= 4
     assert off["groups_redrawn"] == 0 < on["groups_redrawn"]
-    for rate in ("correct_rate", "running_correct_rate", "mean_reward", "completion_tokens_mean", "max_token_hit_rate"):
-        assert on[rate] == off[rate], "what a redraw gives is selected by its rewards, so the first draws are what is averaged"
+    for rate in (
+        "correct_rate",
+        "running_correct_rate",
+        "mean_reward",
+        "completion_tokens_mean",
+        "max_token_hit_rate",
+    ):
+        assert on[rate] == off[rate], (
+            "what a redraw gives is selected by its rewards, so the first draws are what is averaged"
+        )
 
 
 @pytest.mark.parametrize("success", [(0.2, 0.2), (0.0, 0.4), (1.0, 0.5)], ids=str)
 def test_redraws_do_not_bias_the_correct_rate(success: tuple[float, float]) -> None:
-    """Prompts of these two probabilities of success, groups of 4 with up to 8 redraws, over 400 steps."""
+    """Prompts of these two probabilities of success, groups of 4 with up to 8 redraws, over 400
+    steps.
+    """
     rng = np.random.default_rng(0)
-    prompts = [Prompt(Example(str(p), "", info={"p": p}), "", np.zeros(1, np.int32)) for p in success * 4]
+    prompts = [
+        Prompt(Example(str(p), "", info={"p": p}), "", np.zeros(1, np.int32)) for p in success * 4
+    ]
     scorer = cast(Scorer, ScorerOf(rng))
     sampler = Sampler(EngineOf(), scorer, lambda ids: "")
     plan = SamplingPlan(group_size=4, max_tokens=1, temperature=1.0, seed=0, stream=0, redraws=8)
     watcher = Watcher(lambda: None, lambda completion: None)
     steps = [sampler.draw(prompts, step, plan, watcher) for step in range(400)]
     assert sum(rollout.redrawn for rollout in steps) > 1000
-    assert np.mean([reward_statistics(rollout).correct_rate for rollout in steps]) == pytest.approx(np.mean(success), abs=0.02)
+    assert np.mean([reward_statistics(rollout).correct_rate for rollout in steps]) == pytest.approx(
+        np.mean(success), abs=0.02
+    )
 
 
 class EngineOf(InferenceEngine):
@@ -106,7 +140,14 @@ class EngineOf(InferenceEngine):
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         for number, request in enumerate(requests):
             for sample in range(request.first_sample, request.first_sample + request.count):
-                yield Completion(number, sample, np.zeros(1, np.int32), np.zeros(1, np.float32), None, FinishReason.STOP)
+                yield Completion(
+                    number,
+                    sample,
+                    np.zeros(1, np.int32),
+                    np.zeros(1, np.float32),
+                    None,
+                    FinishReason.STOP,
+                )
 
 
 class ScorerOf:
@@ -123,8 +164,13 @@ class ScorerOf:
         return future
 
 
-def test_what_could_not_be_judged_is_left_out_of_its_group_and_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = "def score(response, reference):\n    n = sum(map(ord, response))\n    return None if n % 5 == 0 else float(n % 2)\n"
+def test_what_could_not_be_judged_is_left_out_of_its_group_and_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = (
+        "def score(response, reference):\n    n = sum(map(ord, response))\n    return None if n % 5"
+        " == 0 else float(n % 2)\n"
+    )
     (tmp_path / "sometimes.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     reward = {"type": "custom", "custom_module": "sometimes", "max_failure_rate": 1.0}
@@ -138,14 +184,24 @@ def test_what_could_not_be_judged_is_left_out_of_its_group_and_of_training(tmp_p
         of_step = [g for g in generations if g["step"] == record["step"]]
         rewards = [g["reward"] for g in of_step if g["reward"] is not None]
         assert record["reward_could_not_judge"] == len(of_step) - len(rewards)
-        skipped = sum(record[f"groups_skipped_{reason}"] for reason in ("all_correct", "all_wrong", "other"))
+        skipped = sum(
+            record[f"groups_skipped_{reason}"] for reason in ("all_correct", "all_wrong", "other")
+        )
         assert record["informative_fraction"] == 1 - skipped / record["batch_size"]
         assert record["mean_reward"] == pytest.approx(np.mean(rewards))
 
 
-def test_truncated_completions_that_the_loss_leaves_out_are_not_counted_as_trained(tmp_path: Path) -> None:
-    training, logging = {"max_steps": 1, "batch_size": 4, "max_tokens": 8}, {"generations_per_step": 99, "tokens_every": 1}
-    train(small(tmp_path / "run", loss={"mask_truncated": True}, training=training, logging=logging), quiet=True)
+def test_truncated_completions_that_the_loss_leaves_out_are_not_counted_as_trained(
+    tmp_path: Path,
+) -> None:
+    training, logging = (
+        {"max_steps": 1, "batch_size": 4, "max_tokens": 8},
+        {"generations_per_step": 99, "tokens_every": 1},
+    )
+    train(
+        small(tmp_path / "run", loss={"mask_truncated": True}, training=training, logging=logging),
+        quiet=True,
+    )
     (record,) = lines(tmp_path / "run" / "metrics.jsonl")
     generations = lines(tmp_path / "run" / "emergence" / "generations.jsonl")
     ended = [g for g in generations if g["finish_reason"] == "stop" and g["advantage"]]
@@ -155,17 +211,38 @@ def test_truncated_completions_that_the_loss_leaves_out_are_not_counted_as_train
 
 
 def test_a_step_without_informative_groups_is_logged_and_changes_no_weight(tmp_path: Path) -> None:
-    train(small(tmp_path / "run", reward={"type": "random", "random_p": 0.0}, training={"max_steps": 2}), quiet=True)
+    train(
+        small(
+            tmp_path / "run", reward={"type": "random", "random_p": 0.0}, training={"max_steps": 2}
+        ),
+        quiet=True,
+    )
     records = lines(tmp_path / "run" / "metrics.jsonl")
     assert [record["step"] for record in records] == [0, 1]
-    assert all(record["num_datums"] == 0 and record["loss"] is None and record["groups_skipped_all_wrong"] == 2 for record in records)
+    assert all(
+        record["num_datums"] == 0
+        and record["loss"] is None
+        and record["groups_skipped_all_wrong"] == 2
+        for record in records
+    )
 
 
-def test_updates_that_are_never_finite_stop_the_run_with_the_weights_unharmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "huge.py").write_text("def advantage(rewards):\n    return [1e38 if r else -1e38 for r in rewards]\n")
+def test_updates_that_are_never_finite_stop_the_run_with_the_weights_unharmed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "huge.py").write_text(
+        "def advantage(rewards):\n    return [1e38 if r else -1e38 for r in rewards]\n"
+    )
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RunFailed, match="3 steps in a row"):
-        train(small(tmp_path / "run", algorithm={"advantage_mode": "huge.advantage"}, training={"max_steps": 9, "lr": 1e-3}), quiet=True)
+        train(
+            small(
+                tmp_path / "run",
+                algorithm={"advantage_mode": "huge.advantage"},
+                training={"max_steps": 9, "lr": 1e-3},
+            ),
+            quiet=True,
+        )
     from safetensors.numpy import load_file
 
     (checkpoint,) = sorted((tmp_path / "run" / "checkpoints").glob("step_*"))[-1:]
@@ -174,7 +251,7 @@ def test_updates_that_are_never_finite_stop_the_run_with_the_weights_unharmed(tm
     assert all(not tensor.any() for name, tensor in adapter.items() if "lora_B" in name)
 
 
-# -- the parity gate, and the faults that it is there for --------------------------------------------------------------
+# -- the parity gate, and the faults that it is there for ------------------------------------------
 
 
 def break_engine(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
@@ -187,9 +264,16 @@ def break_engine(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     monkeypatch.setattr(TorchEngine, "sample", broken)
 
 
-@pytest.mark.parametrize("fault", [lambda lp: lp * 0.7, lambda lp: lp + 2e-4, lambda lp: np.roll(lp, 1), lambda lp: lp * np.nan])
-def test_the_gate_stops_an_engine_with_wrong_logprobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
-    break_engine(monkeypatch, lambda completion: replace(completion, logprobs=fault(completion.logprobs)))
+@pytest.mark.parametrize(
+    "fault",
+    [lambda lp: lp * 0.7, lambda lp: lp + 2e-4, lambda lp: np.roll(lp, 1), lambda lp: lp * np.nan],
+)
+def test_the_gate_stops_an_engine_with_wrong_logprobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any
+) -> None:
+    break_engine(
+        monkeypatch, lambda completion: replace(completion, logprobs=fault(completion.logprobs))
+    )
     with pytest.raises(RunFailed, match="Parity gate"):
         train(small(tmp_path / "run"), quiet=True)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
@@ -201,4 +285,7 @@ def test_the_gate_stops_a_reward_that_refuses_the_gold_answer(tmp_path: Path) ->
     # A reference whose braces do not balance can never be boxed.
     (data / "train.jsonl").write_text('{"prompt": "1+1=?", "answer": "{2"}\n' * 8)
     with pytest.raises(RunFailed, match=r"gold answer"):
-        train(small(tmp_path / "run", data={"source": str(data)}, reward={"type": "match"}), quiet=True)
+        train(
+            small(tmp_path / "run", data={"source": str(data)}, reward={"type": "match"}),
+            quiet=True,
+        )

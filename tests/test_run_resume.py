@@ -1,4 +1,6 @@
-"""Resume is exact: N steps equal k steps + resume + N - k steps, byte for byte, wherever the run was cut."""
+"""Resume is exact: N steps equal k steps + resume + N - k steps, byte for byte, wherever the run
+was cut.
+"""
 
 import os
 import random
@@ -48,14 +50,21 @@ EVERYTHING: dict[str, Any] = {
 
 
 def merged(**extra: dict[str, Any]) -> dict[str, Any]:
-    return {section: EVERYTHING.get(section, {}) | extra.get(section, {}) for section in {*EVERYTHING, *extra}}
+    return {
+        section: EVERYTHING.get(section, {}) | extra.get(section, {})
+        for section in {*EVERYTHING, *extra}
+    }
 
 
 def assert_same_run(left: Path, right: Path) -> None:
     assert timeless(left / "metrics.jsonl") == timeless(right / "metrics.jsonl")
     for name in ("emergence/generations.jsonl", "evaluation.jsonl"):
         assert (left / name).read_bytes() == (right / name).read_bytes(), name
-    files = sorted(path.relative_to(left) for folder in (f"checkpoints/step_{STEPS:06d}", "tokens") for path in (left / folder).iterdir())
+    files = sorted(
+        path.relative_to(left)
+        for folder in (f"checkpoints/step_{STEPS:06d}", "tokens")
+        for path in (left / folder).iterdir()
+    )
     assert any(path.name == "optimizer.safetensors" for path in files)
     for name in files:
         if name.name not in ("trainer_state.json", "manifest.json"):  # they hold seconds
@@ -91,7 +100,9 @@ def run_until(cut: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("cut", [5, 6])
-def test_k_steps_and_a_resume_equal_the_straight_run(straight: Path, tmp_path: Path, cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_k_steps_and_a_resume_equal_the_straight_run(
+    straight: Path, tmp_path: Path, cut: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "run"
     run_until(cut, folder, monkeypatch)
     train(small(folder, **merged(resume={"from": str(folder)})), quiet=True)
@@ -99,7 +110,10 @@ def test_k_steps_and_a_resume_equal_the_straight_run(straight: Path, tmp_path: P
 
 
 def test_a_damaged_newest_checkpoint_costs_steps_but_no_bytes(
-    straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    straight: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = tmp_path / "run"
     run_until(5, folder, monkeypatch)
@@ -117,13 +131,16 @@ def test_a_killed_run_resumes_to_the_same_bytes(straight: Path, tmp_path: Path, 
     config = small(folder, **EVERYTHING)
     file = tmp_path / "run.toml"
     file.write_text(dump_toml(config), encoding="utf-8")
-    # The last bits of a sum depend on the number of threads, so the killed run has as many as the straight one in this process.
+    # The last bits of a sum depend on the number of threads, so the killed run has as many as the
+    # straight one in this process.
     environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     command = [sys.executable, "-m", "retrain", str(file), "--quiet"]
     process = commands.Command(command, env=environment)
     metrics, rng = folder / "metrics.jsonl", random.Random(kill)
     wanted = rng.randrange(STEPS)
-    while process.poll() is None and (len(lines_so_far(metrics)) < wanted or not (folder / ".retrain.json").exists()):
+    while process.poll() is None and (
+        len(lines_so_far(metrics)) < wanted or not (folder / ".retrain.json").exists()
+    ):
         time.sleep(0.01)
     time.sleep(rng.uniform(0, 0.3))
     process.kill()
@@ -132,22 +149,48 @@ def test_a_killed_run_resumes_to_the_same_bytes(straight: Path, tmp_path: Path, 
     assert_same_run(straight, folder)
 
 
-def test_a_run_with_everything_at_once_that_is_killed_again_and_again_has_the_same_bytes(tmp_path: Path, pytestconfig: Any) -> None:
-    """Back pressure, redraws and a correction beside the rest; `--kills` says how often one run is killed."""
+def test_a_run_with_everything_at_once_that_is_killed_again_and_again_has_the_same_bytes(
+    tmp_path: Path, pytestconfig: Any
+) -> None:
+    """Back pressure, redraws and a correction beside the rest; `--kills` says how often one run is
+    killed.
+    """
     more = merged(
         algorithm={"surprisal_mask_rho": 0.8},
-        training={"dynamic_sampling": 2, "keep_checkpoints": 2, "group_size": 2, "save_every": 3, "weight_decay": 0.01},
+        training={
+            "dynamic_sampling": 2,
+            "keep_checkpoints": 2,
+            "group_size": 2,
+            "save_every": 3,
+            "weight_decay": 0.01,
+        },
         loss={"correction": "tis", "entropy_coef": 0.001},
-        backpressure={"enabled": True, "warmup_steps": 1, "max_batch_size": 2, "cooldown": 0, "min_r2": 0.0},
+        backpressure={
+            "enabled": True,
+            "warmup_steps": 1,
+            "max_batch_size": 2,
+            "cooldown": 0,
+            "min_r2": 0.0,
+        },
         evaluation={"samples": 2, "k": [1, 2], "at_end": True},
     )
-    whole, cut, rng, kills = tmp_path / "whole", tmp_path / "cut", random.Random(1), pytestconfig.getoption("kills")
+    whole, cut, rng, kills = (
+        tmp_path / "whole",
+        tmp_path / "cut",
+        random.Random(1),
+        pytestconfig.getoption("kills"),
+    )
     for folder in (whole, cut):
-        (tmp_path / f"{folder.name}.toml").write_text(dump_toml(small(folder, **more)), encoding="utf-8")
+        (tmp_path / f"{folder.name}.toml").write_text(
+            dump_toml(small(folder, **more)), encoding="utf-8"
+        )
     assert killed(tmp_path / "whole.toml", whole, STEPS, 240) == 0
     for number in range(kills):
         killed(
-            tmp_path / "cut.toml", cut, rng.randrange(1 + number * STEPS // kills, 1 + (number + 1) * STEPS // kills), rng.uniform(0, 0.5)
+            tmp_path / "cut.toml",
+            cut,
+            rng.randrange(1 + number * STEPS // kills, 1 + (number + 1) * STEPS // kills),
+            rng.uniform(0, 0.5),
         )
     assert killed(tmp_path / "cut.toml", cut, STEPS, 240) == 0
     assert len({record["batch_size"] for record in lines(whole / "metrics.jsonl")}) > 1
@@ -155,7 +198,9 @@ def test_a_run_with_everything_at_once_that_is_killed_again_and_again_has_the_sa
     assert_same_run(whole, cut)
 
 
-def test_two_signals_save_nothing_and_the_resumed_run_has_the_same_bytes(straight: Path, tmp_path: Path, moment: Placed | Random) -> None:
+def test_two_signals_save_nothing_and_the_resumed_run_has_the_same_bytes(
+    straight: Path, tmp_path: Path, moment: Placed | Random
+) -> None:
     """`pytest tests/test_run_resume.py --stops 50` tries all moments."""
     folder, file = tmp_path / "run", tmp_path / "run.toml"
     file.write_text(dump_toml(small(folder, **EVERYTHING)), encoding="utf-8")
@@ -164,7 +209,9 @@ def test_two_signals_save_nothing_and_the_resumed_run_has_the_same_bytes(straigh
     assert_same_run(straight, folder)
 
 
-def test_without_periodic_checkpoints_the_end_and_a_stop_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_periodic_checkpoints_the_end_and_a_stop_are_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "run"
     config = {"training": {"save_every": 0, "max_steps": 3}}
 
@@ -174,12 +221,19 @@ def test_without_periodic_checkpoints_the_end_and_a_stop_are_saved(tmp_path: Pat
 
     real = Session.turn_to_learning
     with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        patch.setattr(Session, "turn_to_learning", lambda self, used: (stopped(self.state.step), real(self, used=used))[1])
+        patch.setattr(
+            Session,
+            "turn_to_learning",
+            lambda self, used: (stopped(self.state.step), real(self, used=used))[1],
+        )
         train(small(folder, **config), quiet=True)
     (stop,) = (folder / "checkpoints").glob("step_*")
     train(small(folder, **config, resume={"from": str(folder)}), quiet=True)
     names = {path.name for path in (folder / "checkpoints").iterdir()}
-    assert names == {stop.name, "step_000003", "final"} and stop.name in ("step_000001", "step_000002")
+    assert names == {stop.name, "step_000003", "final"} and stop.name in (
+        "step_000001",
+        "step_000002",
+    )
 
 
 def lines_so_far(path: Path) -> list[bytes]:
@@ -188,7 +242,10 @@ def lines_so_far(path: Path) -> list[bytes]:
 
 def test_what_may_not_change_is_refused_with_both_values(straight: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"lr.*0\.5.*0\.001|lr.*0\.001.*0\.5"):
-        train(small(straight, **merged(training={"lr": 0.5}, resume={"from": str(straight)})), quiet=True)
+        train(
+            small(straight, **merged(training={"lr": 0.5}, resume={"from": str(straight)})),
+            quiet=True,
+        )
 
 
 def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
@@ -196,18 +253,31 @@ def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
         train(small(tmp_path / "x", resume={"from": str(tmp_path)}), quiet=True)
 
 
-def test_a_run_without_a_step_left_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_step_left_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train(small(tmp_path, training={"max_steps": 1}), quiet=True)
     train(small(tmp_path, training={"max_steps": 1}, resume={"from": str(tmp_path)}))
-    assert "No step is left: [training] max_steps = 1 is reached; raise it to train on." in capsys.readouterr().out
+    assert (
+        "No step is left: [training] max_steps = 1 is reached; raise it to train on."
+        in capsys.readouterr().out
+    )
 
 
-def test_a_credential_in_a_url_is_stored_masked_and_is_no_difference_at_resume(tmp_path: Path) -> None:
+def test_a_credential_in_a_url_is_stored_masked_and_is_no_difference_at_resume(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "run"
     url = {"model": {"base_url": "https://me:hunter2secret@example.org"}}
     train(small(folder, **url, training={"max_steps": 1}), quiet=True)
     assert "hunter2secret" not in (folder / "config.toml").read_text()
-    assert train(small(folder, **url, training={"max_steps": 2}, resume={"from": str(folder)}), quiet=True).summary.steps == 2
+    assert (
+        train(
+            small(folder, **url, training={"max_steps": 2}, resume={"from": str(folder)}),
+            quiet=True,
+        ).summary.steps
+        == 2
+    )
 
 
 def test_a_run_that_failing_rewards_stopped_fails_again_while_they_do_and_goes_on_once_they_are_mended(
@@ -215,24 +285,37 @@ def test_a_run_that_failing_rewards_stopped_fails_again_while_they_do_and_goes_o
 ) -> None:
     broken = tmp_path / "broken"
     (tmp_path / "judge_of_test.py").write_text(
-        f"from pathlib import Path\n\ndef score(response, reference):\n    assert not Path({str(broken)!r}).exists(), 'judge is down'\n"
-        "    return float(len(response) % 2)\n"
+        "from pathlib import Path\n\ndef score(response, reference):\n    assert not"
+        f" Path({str(broken)!r}).exists(), 'judge is down'\n    return float(len(response) % 2)\n"
     )
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "run"
-    sections = {"reward": {"type": "custom", "custom_module": "judge_of_test"}, "training": {"max_steps": 6}}
+    sections = {
+        "reward": {"type": "custom", "custom_module": "judge_of_test"},
+        "training": {"max_steps": 6},
+    }
     resumed = small(folder, **sections, resume={"from": str(folder)})
     broken.touch()
     for config, steps in ((small(folder, **sections), 1), (resumed, 2)):
-        with pytest.raises(RunFailed, match=r"8 of 8 completions of the last step .*judge is down.* continue with --resume"):
+        with pytest.raises(
+            RunFailed,
+            match=r"8 of 8 completions of the last step .*judge is down.* continue with --resume",
+        ):
             train(config, quiet=True)
         assert len(lines(folder / "metrics.jsonl")) == steps
     broken.unlink()
     train(resumed, quiet=True)
-    assert [line["reward_could_not_judge"] for line in lines(folder / "metrics.jsonl")] == [8, 8, 0, 0, 0, 0]
+    assert [line["reward_could_not_judge"] for line in lines(folder / "metrics.jsonl")] == [
+        8,
+        8,
+        0,
+        0,
+        0,
+        0,
+    ]
 
 
-# -- the commands that are printed -------------------------------------------------------------------------------------
+# -- the commands that are printed -----------------------------------------------------------------
 
 
 def printed_commands(text: str) -> list[list[str]]:
@@ -243,10 +326,16 @@ def printed_commands(text: str) -> list[list[str]]:
 def test_every_printed_command_continues_the_run_whatever_began_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The folder has another configuration as ./retrain.toml; the run has a file, a flag, and a folder with a space."""
+    """The folder has another configuration as ./retrain.toml; the run has a file, a flag, and a
+    folder with a space.
+    """
     monkeypatch.chdir(tmp_path)
-    Path("retrain.toml").write_text(dump_toml(small(Path("other"), training={"max_steps": 9, "lr": 1e-6})))
-    Path("my.toml").write_text(dump_toml(small(Path("logs/my run"), training={"max_steps": 2, "max_hours": 1e-9})))
+    Path("retrain.toml").write_text(
+        dump_toml(small(Path("other"), training={"max_steps": 9, "lr": 1e-6}))
+    )
+    Path("my.toml").write_text(
+        dump_toml(small(Path("logs/my run"), training={"max_steps": 2, "max_hours": 1e-9}))
+    )
     flags = ["my.toml", "--lr", "3e-4"]
     assert main(flags) == 0
     (again,) = printed_commands(capsys.readouterr().out)
@@ -254,7 +343,10 @@ def test_every_printed_command_continues_the_run_whatever_began_it(
     (held,) = printed_commands(capsys.readouterr().err)
     assert again[:3] == held == ["logs/my run/config.toml", "--resume", "logs/my run"]
     assert main([*again[:-1], "1"]) == 0 and again[-2] == "--max-hours" and float(again[-1]) > 1e-9
-    assert [line["step"] for line in lines(Path("logs/my run/metrics.jsonl"))] == [0, 1] and not Path("other").exists()
+    assert [line["step"] for line in lines(Path("logs/my run/metrics.jsonl"))] == [
+        0,
+        1,
+    ] and not Path("other").exists()
 
 
 def test_resume_without_a_file_reads_the_runs_own_or_a_newer_retrain_toml_of_the_same_run(
@@ -274,24 +366,46 @@ def test_resume_without_a_file_reads_the_runs_own_or_a_newer_retrain_toml_of_the
         return line
 
     assert resumed("--max-steps", "9") == "Read logs/run/config.toml."
-    assert (started[-1].training.max_steps, started[-1].training.lr, started[-1].resume.from_) == (9, 3e-4, "logs/run")
+    assert (started[-1].training.max_steps, started[-1].training.lr, started[-1].resume.from_) == (
+        9,
+        3e-4,
+        "logs/run",
+    )
     beside.write_text(dump_toml(begun))
-    assert resumed() == (
-        "Read logs/run/config.toml, and not retrain.toml, which describes another run: [training] lr = 0.001 (was 0.0003)."
+    assert (
+        resumed() == "Read logs/run/config.toml, and not retrain.toml, which describes another run:"
+        " [training] lr = 0.001 (was 0.0003)."
     )
     assert started[-1].training.lr == 3e-4
     assert resumed("--lr", "1e-3") == "Read retrain.toml, which describes this run."
     beside.write_text(dump_toml(replaced(begun, {"training.lr": 3e-4, "training.max_steps": 50})))
-    assert resumed() == "Read retrain.toml, which describes this run, with changes: [training] max_steps = 50 (was 4)."
+    assert (
+        resumed()
+        == "Read retrain.toml, which describes this run, with changes: [training] max_steps = 50"
+        " (was 4)."
+    )
     assert started[-1].training.max_steps == 50
     beside.write_text("[training]\nlr = fast\n")
     assert resumed().startswith("Read logs/run/config.toml, and not retrain.toml: retrain.toml ")
 
 
-def test_the_printed_command_of_a_campaign_has_its_file_and_its_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_printed_command_of_a_campaign_has_its_file_and_its_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("camp.toml").write_text('[campaign]\nseeds = [0]\n[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\n')
-    given = ["--lr", "3e-4", "--campaign-seeds", "1,2", "--no-plugins-strict", "--advantage-param", "cap=0.5"]
+    Path("camp.toml").write_text(
+        '[campaign]\nseeds = [0]\n[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode'
+        ' = "none"\n'
+    )
+    given = [
+        "--lr",
+        "3e-4",
+        "--campaign-seeds",
+        "1,2",
+        "--no-plugins-strict",
+        "--advantage-param",
+        "cap=0.5",
+    ]
     given += ["--data-system-prompt", "a 'b' c"]
     config = load_config("camp.toml", given, {})
     (command,) = printed_commands(f"`{campaign_command(config, Path('logs/a campaign'))}`")
@@ -314,13 +428,21 @@ def test_a_refused_run_leaves_no_folder_behind(
     monkeypatch.chdir(tmp_path)
     Path("lines.jsonl").write_text('{"question": "1+1", "gold": "2"}\n')
     (tmp_path / "here").mkdir()
-    config = small(Path("here/logs/run"), **wrong, backend={"devices": "cpu", "adapter_path": str(tmp_path / "adapters" / "mine")})
+    config = small(
+        Path("here/logs/run"),
+        **wrong,
+        backend={"devices": "cpu", "adapter_path": str(tmp_path / "adapters" / "mine")},
+    )
     with pytest.raises(ConfigurationError, match=said):
         train(config, quiet=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "lines.jsonl"] and not [*Path("here").iterdir()]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "lines.jsonl"] and not [
+        *Path("here").iterdir()
+    ]
 
 
-def test_a_refused_run_deletes_nothing_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_run_deletes_nothing_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
     with pytest.raises(ConfigurationError, match="cannot be loaded"):

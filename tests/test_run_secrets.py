@@ -1,4 +1,6 @@
-"""No secret of a run reaches its folder or its streams, whoever says it: a user's code, a judge, or the configuration."""
+"""No secret of a run reaches its folder or its streams, whoever says it: a user's code, a judge, or
+the configuration.
+"""
 
 import base64
 import json
@@ -21,8 +23,15 @@ def canary(number: int, shape: str = "{}") -> str:
 
 
 VARIABLES = {
-    **{name: canary(number) for number, name in enumerate(["HF_TOKEN", "WANDB_API_KEY", "MY_SECRET", "DB_PASSWORD", "SESSION_COOKIE"])},
-    "THE_JUDGE": canary(5).replace("/", "_").replace("+", "-"),  # a name like any other, which judge_api_key_env makes a secret's
+    **{
+        name: canary(number)
+        for number, name in enumerate(
+            ["HF_TOKEN", "WANDB_API_KEY", "MY_SECRET", "DB_PASSWORD", "SESSION_COOKIE"]
+        )
+    },
+    "THE_JUDGE": (
+        canary(5).replace("/", "_").replace("+", "-")
+    ),  # a name like any other, which judge_api_key_env makes a secret's
 }
 PARAMS = {
     "api_key": canary(6),
@@ -45,7 +54,11 @@ SHAPES = [
     "tml-" + "qZ22vKxW7pLmT3nBqZ22",
     "wandb_v1_" + "qZ23vKxW7pLmT3nBqZ23",
 ]
-MARKS = [*(f"qZ{number:02d}vKx".encode() for number in range(24)), b"QZ14VKX", base64.b64encode(b"qZ19vKxW")[:10]]
+MARKS = [
+    *(f"qZ{number:02d}vKx".encode() for number in range(24)),
+    b"QZ14VKX",
+    base64.b64encode(b"qZ19vKxW")[:10],
+]
 
 REWARD = """
 import json
@@ -64,19 +77,40 @@ def score(response, reference, params):
 
 
 def said() -> list[str]:
-    """Everything that is secret, in the forms in which it may be repeated, and where a cut of the text would halve it."""
+    """Everything that is secret, in the forms in which it may be repeated, and where a cut of the
+    text would halve it.
+    """
     values = [*VARIABLES.values(), PARAMS["api_key"], canary(7), canary(8), canary(9), canary(10)]
     plain = [f"refused {value}" for value in [*values, *SHAPES]]
-    forms = [json.dumps(values[0]), repr(values[1]), quote(values[2]), quote(values[6], safe=""), f"{values[3][:6]}\x1b[31m{values[3][6:]}"]
+    forms = [
+        json.dumps(values[0]),
+        repr(values[1]),
+        quote(values[2]),
+        quote(values[6], safe=""),
+        f"{values[3][:6]}\x1b[31m{values[3][6:]}",
+    ]
     return [*plain, *forms, *("x" * (300 - back) + " " + values[4] for back in (8, 12, 16, 60, 80))]
 
 
 def assert_nothing_leaked(folder: Path, streams: str, marks: list[bytes]) -> None:
-    written = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    assert "trainer_state.json" in written and "metrics.jsonl" in written and "config.toml" in written
-    leaks = [(name, mark) for name, content in {**written, "the streams": streams.encode()}.items() for mark in marks if mark in content]
+    written = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    assert (
+        "trainer_state.json" in written and "metrics.jsonl" in written and "config.toml" in written
+    )
+    leaks = [
+        (name, mark)
+        for name, content in {**written, "the streams": streams.encode()}.items()
+        for mark in marks
+        if mark in content
+    ]
     assert not leaks
-    assert b"\x1b" not in b"".join(content for name, content in written.items() if name.endswith((".json", ".jsonl", ".toml")))
+    assert b"\x1b" not in b"".join(
+        content for name, content in written.items() if name.endswith((".json", ".jsonl", ".toml"))
+    )
 
 
 @pytest.fixture
@@ -91,15 +125,37 @@ def secretive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_a_reward_says_is_masked_in_every_file_and_stream(secretive: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    reward = {"type": "telltale.score", "params": PARAMS, "workers": 1, "max_failure_rate": 1.0, "judge_api_key_env": "THE_JUDGE"}
-    steps = {"max_steps": 3, "batch_size": 2, "group_size": 8, "max_tokens": 4, "save_every": 1, "max_examples": 32}
-    config = small(secretive / "run", reward=reward, training=steps, logging={"generations_per_step": 16})
+def test_what_a_reward_says_is_masked_in_every_file_and_stream(
+    secretive: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reward = {
+        "type": "telltale.score",
+        "params": PARAMS,
+        "workers": 1,
+        "max_failure_rate": 1.0,
+        "judge_api_key_env": "THE_JUDGE",
+    }
+    steps = {
+        "max_steps": 3,
+        "batch_size": 2,
+        "group_size": 8,
+        "max_tokens": 4,
+        "save_every": 1,
+        "max_examples": 32,
+    }
+    config = small(
+        secretive / "run", reward=reward, training=steps, logging={"generations_per_step": 16}
+    )
     (secretive / "run.toml").write_text(dump_toml(config))
     assert main(["run.toml", "--overwrite", "--skip-parity"]) == 0
     out, err = capfd.readouterr()
     state = json.loads((secretive / "run" / "trainer_state.json").read_text())
-    masked = [count for _, counts in state["rewards"]["steps"] for reason, count in counts.items() if "***" in reason]
+    masked = [
+        count
+        for _, counts in state["rewards"]["steps"]
+        for reason, count in counts.items()
+        if "***" in reason
+    ]
     assert sum(masked) > 30  # the reward did say them
     assert_nothing_leaked(secretive / "run", out + err, MARKS)
     # the other way to stop: the guard's sentence names the most frequent reason
@@ -109,7 +165,9 @@ def test_what_a_reward_says_is_masked_in_every_file_and_stream(secretive: Path, 
     assert_nothing_leaked(secretive / "run", out + err, MARKS)
 
 
-def test_what_a_judge_echoes_is_masked_in_every_file_and_stream(secretive: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_a_judge_echoes_is_masked_in_every_file_and_stream(
+    secretive: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     texts = iter(said() * 9)
 
     def echoing(handler: Handler) -> None:
@@ -121,7 +179,13 @@ def test_what_a_judge_echoes_is_masked_in_every_file_and_stream(secretive: Path,
             handler.error(403, f"{next(texts)} and {handler.headers['Authorization']}")
 
     with serving(echoing) as server:
-        reward = {"type": "judge", "judge_model": "m", "judge_base_url": server.url, "judge_api_key_env": "THE_JUDGE", "params": {}}
+        reward = {
+            "type": "judge",
+            "judge_model": "m",
+            "judge_base_url": server.url,
+            "judge_api_key_env": "THE_JUDGE",
+            "params": {},
+        }
         reward |= {"max_failure_rate": 1.0, "judge_cache": False}
         steps = {"max_steps": 4, "max_tokens": 4, "save_every": 1, "max_examples": 32}
         train(small(secretive / "run", reward=reward, training=steps), skip_parity=True)
@@ -129,4 +193,6 @@ def test_what_a_judge_echoes_is_masked_in_every_file_and_stream(secretive: Path,
     state = json.loads((secretive / "run" / "trainer_state.json").read_text())
     assert "***" in json.dumps(state["rewards"])
     of_params = {f"qZ{number:02d}vKx".encode() for number in range(6, 11)}  # this run has none
-    assert_nothing_leaked(secretive / "run", out + err, [mark for mark in MARKS if mark not in of_params])
+    assert_nothing_leaked(
+        secretive / "run", out + err, [mark for mark in MARKS if mark not in of_params]
+    )

@@ -1,4 +1,6 @@
-"""A base of which every process holds a part computes what a whole one does, whoever has more or less to do."""
+"""A base of which every process holds a part computes what a whole one does, whoever has more or
+less to do.
+"""
 
 import sys
 from pathlib import Path
@@ -22,17 +24,25 @@ Seen = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
-    """What each of two processes saw, by case. A pass that one of them leaves out is waited for until the time is up."""
+    """What each of two processes saw, by case. A pass that one of them leaves out is waited for
+    until the time is up.
+    """
     folder = tmp_path_factory.mktemp("sharded")
-    output, codes = Ranks([sys.executable, str(Path(__file__).with_name("sharded.py")), str(folder)]).communicate(timeout=200)
+    output, codes = Ranks(
+        [sys.executable, str(Path(__file__).with_name("sharded.py")), str(folder)]
+    ).communicate(timeout=200)
     assert codes == [0, 0], output
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "bf16"])
-def test_a_sharded_base_samples_and_learns_what_a_whole_one_does(processes: list[Seen], case: str) -> None:
+def test_a_sharded_base_samples_and_learns_what_a_whole_one_does(
+    processes: list[Seen], case: str
+) -> None:
     alone = observe(case, ALONE)
-    assert len({len(tokens) for tokens in alone["tokens"][1].values()}) > 2, "completions of several lengths"
+    assert len({len(tokens) for tokens in alone["tokens"][1].values()}) > 2, (
+        "completions of several lengths"
+    )
     for seen in (process[case] for process in processes):
         assert seen["tokens"] == alone["tokens"]
         np.testing.assert_allclose(seen["results"], alone["results"], rtol=1e-3, atol=1e-6)
@@ -70,7 +80,7 @@ def test_memory_is_predicted_as_what_a_process_holds(processes: list[Seen]) -> N
             assert counted.kept_per_token == pytest.approx(predicted.kept_per_token, rel=0.05)
 
 
-# -- what cannot be sharded -----------------------------------------------------------------------------------------------
+# -- what cannot be sharded ------------------------------------------------------------------------
 
 
 def test_one_process_has_nobody_to_share_with(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Split mode: sampling one step ahead on weights of its own. Both devices are this CPU; the threads and the copies are real."""
+"""Split mode: sampling one step ahead on weights of its own. Both devices are this CPU; the threads
+and the copies are real.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +23,9 @@ def two_devices() -> Iterator[None]:
     cpu = torch.device("cpu")
     with pytest.MonkeyPatch.context() as patch:
         for module in (retrain.model.devices, retrain.backends.local.backend, retrain.model.memory):
-            patch.setattr(module, "choose_device", lambda config, world=None: DeviceChoice(cpu, "", cpu))
+            patch.setattr(
+                module, "choose_device", lambda config, world=None: DeviceChoice(cpu, "", cpu)
+            )
         yield
 
 
@@ -48,21 +52,34 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(folder: Path, sections: dict[str, Any] | None = None, **training: Any) -> list[dict[str, Any]]:
+def run(
+    folder: Path, sections: dict[str, Any] | None = None, **training: Any
+) -> list[dict[str, Any]]:
     resume = {"resume": {"from": str(folder)}} if folder.exists() else {}
-    split = small(folder, backend={"devices": "gpu:0,gpu:1"}, training={"max_steps": 8, **training}, **resume, **(sections or {}))
+    split = small(
+        folder,
+        backend={"devices": "gpu:0,gpu:1"},
+        training={"max_steps": 8, **training},
+        **resume,
+        **(sections or {}),
+    )
     with two_devices():
         train(split, quiet=True)
     return timeless(folder / "metrics.jsonl")
 
 
 def on_policy(folder: Path) -> list[bool]:
-    """Of each step whether the weights that sampled it learned from it: the ratio is 1 then, and is not otherwise."""
+    """Of each step whether the weights that sampled it learned from it: the ratio is 1 then, and is
+    not otherwise.
+    """
     return [abs(record["ratio_max"] - 1) < 1e-4 for record in lines(folder / "metrics.jsonl")]
 
 
 def prompts(folder: Path) -> list[tuple[int, str]]:
-    return [(line["step"], line["prompt_id"]) for line in lines(folder / "emergence" / "generations.jsonl")]
+    return [
+        (line["step"], line["prompt_id"])
+        for line in lines(folder / "emergence" / "generations.jsonl")
+    ]
 
 
 def test_a_step_is_sampled_by_the_weights_before_the_last_update(straight: Path) -> None:
@@ -74,25 +91,37 @@ def test_an_evaluation_has_the_engine_to_itself(evaluated: Path) -> None:
     assert on_policy(evaluated) == [True, False, False, True, False, False, True, False]
 
 
-def test_every_step_has_the_prompts_of_a_run_on_one_device(straight: Path, evaluated: Path, single: Path) -> None:
+def test_every_step_has_the_prompts_of_a_run_on_one_device(
+    straight: Path, evaluated: Path, single: Path
+) -> None:
     assert prompts(straight) == prompts(evaluated) == prompts(single)
 
 
-def test_with_a_checkpoint_at_every_step_split_mode_is_the_run_on_one_device(single: Path, tmp_path: Path) -> None:
+def test_with_a_checkpoint_at_every_step_split_mode_is_the_run_on_one_device(
+    single: Path, tmp_path: Path
+) -> None:
     split, records = run(tmp_path / "split", save_every=1), lines(single / "metrics.jsonl")
-    assert [record["mean_reward"] for record in split] == [record["mean_reward"] for record in records]
-    assert [record["loss"] for record in split] == pytest.approx([record["loss"] for record in records], abs=1e-5)
+    assert [record["mean_reward"] for record in split] == [
+        record["mean_reward"] for record in records
+    ]
+    assert [record["loss"] for record in split] == pytest.approx(
+        [record["loss"] for record in records], abs=1e-5
+    )
 
 
 def test_a_resumed_split_run_equals_the_straight_one(straight: Path, tmp_path: Path) -> None:
     run(tmp_path / "run", save_every=4, top_p=0.9, max_steps=4)
     assert run(tmp_path / "run", save_every=4, top_p=0.9) == timeless(straight / "metrics.jsonl")
     for name in ("adapter_model.safetensors", "optimizer.safetensors"):
-        left, right = (folder / "checkpoints" / "step_000008" / name for folder in (straight, tmp_path / "run"))
+        left, right = (
+            folder / "checkpoints" / "step_000008" / name for folder in (straight, tmp_path / "run")
+        )
         assert left.read_bytes() == right.read_bytes()
 
 
-def test_a_sampling_failure_ahead_is_the_runs_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sampling_failure_ahead_is_the_runs_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from retrain.run.rollout import Sampler
 
     real = Sampler.draw

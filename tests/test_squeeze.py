@@ -41,7 +41,9 @@ WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
 
 class Base(nn.Module):
-    """Three adapted layers, one of them narrower than the adapter's rank, and a head that is saved whole."""
+    """Three adapted layers, one of them narrower than the adapter's rank, and a head that is saved
+    whole.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,16 +62,24 @@ def base() -> Base:
     return Base()
 
 
-def peft_adapter(folder: Path, *, dtype: torch.dtype = torch.float32, zero: tuple[str, ...] = (), **options: Any) -> Path:
+def peft_adapter(
+    folder: Path, *, dtype: torch.dtype = torch.float32, zero: tuple[str, ...] = (), **options: Any
+) -> Path:
     """An adapter that peft made and saved, its factors random but for the layers in `zero`."""
-    config = LoraConfig(**{"r": 8, "lora_alpha": 12, "target_modules": ["wide", "tall", "narrow"]} | options)
+    config = LoraConfig(
+        **{"r": 8, "lora_alpha": 12, "target_modules": ["wide", "tall", "narrow"]} | options
+    )
     model = get_peft_model(base(), config)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_" in name and not any(f".{layer}." in name and "lora_B" in name for layer in zero):
-            decay = torch.arange(1.0, 1 + min(parameter.shape)).pow(-1.0)  # of a falling spectrum, as a trained adapter is
+            decay = torch.arange(1.0, 1 + min(parameter.shape)).pow(
+                -1.0
+            )  # of a falling spectrum, as a trained adapter is
             values = torch.randn(parameter.shape, generator=generator)
-            parameter.data = values * (decay if parameter.shape[1] == len(decay) else decay[:, None])
+            parameter.data = values * (
+                decay if parameter.shape[1] == len(decay) else decay[:, None]
+            )
         if "lora_" in name:
             parameter.data = parameter.data.to(dtype)
     model.save_pretrained(folder)
@@ -80,11 +90,16 @@ def updates(folder: Path) -> dict[str, Tensor]:
     """The full update of every layer, as peft merges it, in float64."""
     model = PeftModel.from_pretrained(base(), folder)  # type: ignore[arg-type]
     layers = {
-        name.removeprefix("base_model.model."): module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")
+        name.removeprefix("base_model.model."): module
+        for name, module in model.named_modules()
+        if hasattr(module, "get_delta_weight")
     }
     for module in layers.values():
         module.double()  # type: ignore[operator]
-    return {name: module.get_delta_weight("default").detach().double() for name, module in layers.items()}  # type: ignore[operator]
+    return {
+        name: module.get_delta_weight("default").detach().double()
+        for name, module in layers.items()
+    }  # type: ignore[operator]
 
 
 def cut(update: Tensor, k: int) -> Tensor:
@@ -92,7 +107,7 @@ def cut(update: Tensor, k: int) -> Tensor:
     return (u[:, :k] * s[:k]) @ vh[:k]
 
 
-# -- spectra -------------------------------------------------------------------------------------------------------------
+# -- spectra ---------------------------------------------------------------------------------------
 
 shapes = st.tuples(st.integers(1, 6), st.integers(1, 7), st.integers(1, 7), st.integers(0, 10_000))
 
@@ -107,7 +122,9 @@ def test_singular_values_are_those_of_the_full_product(shape: tuple[int, int, in
     layer = layer_spectrum(a, b)
     full = torch.linalg.svdvals(b @ a)[: min(rank, d_in, d_out)]
     assert layer.rank == rank and layer.effective_rank == len(full)
-    torch.testing.assert_close(torch.tensor(layer.singular_values, dtype=torch.float64), full, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        torch.tensor(layer.singular_values, dtype=torch.float64), full, rtol=1e-9, atol=1e-12
+    )
     left, values, right = factorise(a, b, "layer")
     torch.testing.assert_close(left * values @ right.T, b @ a, rtol=1e-9, atol=1e-12)
     for k in range(1, rank + 2):
@@ -135,7 +152,7 @@ def test_shapes_that_do_not_fit_and_numbers_that_are_none_are_errors() -> None:
             layer_spectrum(a, b)
 
 
-# -- recommendation ------------------------------------------------------------------------------------------------------
+# -- recommendation --------------------------------------------------------------------------------
 
 LAYERS: list[dict[int, float] | None] = [{1: 0.5, 2: 0.9, 4: 1.0}, {1: 0.9, 2: 0.999, 4: 1.0}]
 
@@ -157,24 +174,33 @@ def test_a_layer_of_lower_rank_keeps_everything_above_it() -> None:
     assert recommend_rank([{1: 0.5, 2: 1.0}, {1: 0.5, 2: 0.8, 4: 0.96}], [1, 2, 4], 0.95) == 4
 
 
-def test_a_threshold_met_but_for_rounding_is_met_and_one_that_no_rank_meets_gives_the_source_rank() -> None:
+def test_a_threshold_met_but_for_rounding_is_met_and_one_that_no_rank_meets_gives_the_source_rank() -> (
+    None
+):
     assert recommend_rank([{1: 0.95 - 1e-13, 2: 1.0}], [1, 2], 0.95) == 1
     assert recommend_rank([{1: 0.95 - 1e-11, 2: 1.0}], [1, 2], 0.95) == 2
     assert recommend_rank([{1: 0.5, 2: 0.6}], [1, 2], 0.95, source_rank=8) == 8
 
 
 def test_default_ranks_are_the_powers_of_two_and_the_source_rank() -> None:
-    assert [powers_of_two(rank) for rank in (1, 2, 8, 12)] == [(1,), (1, 2), (1, 2, 4, 8), (1, 2, 4, 8, 12)]
+    assert [powers_of_two(rank) for rank in (1, 2, 8, 12)] == [
+        (1,),
+        (1, 2),
+        (1, 2, 4, 8),
+        (1, 2, 4, 8, 12),
+    ]
 
 
-# -- alpha ---------------------------------------------------------------------------------------------------------------
+# -- alpha -----------------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 512), st.integers(1, 512), st.integers(1, 300))
 def test_alpha_keeps_the_scale(first: int, second: int, alpha: int) -> None:
     k, r = sorted((first, second))
     assert compressed_alpha(alpha, r, k) / k == pytest.approx(alpha / r, rel=1e-14)
-    assert compressed_alpha(alpha, r, k, use_rslora=True) / math.sqrt(k) == pytest.approx(alpha / math.sqrt(r), rel=1e-14)
+    assert compressed_alpha(alpha, r, k, use_rslora=True) / math.sqrt(k) == pytest.approx(
+        alpha / math.sqrt(r), rel=1e-14
+    )
 
 
 def test_alpha_is_never_rounded_away() -> None:
@@ -184,7 +210,7 @@ def test_alpha_is_never_rounded_away() -> None:
         compressed_alpha(16, 8, 9)
 
 
-# -- adapters of peft ----------------------------------------------------------------------------------------------------
+# -- adapters of peft ------------------------------------------------------------------------------
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -196,24 +222,35 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("target", [1, 3, 4, 8, {"wide": 3, "tall": 6, "narrow": 1}], ids=str)
-def test_peft_loads_the_truncated_update(tmp_path: Path, case: dict[str, Any], target: int | dict[str, int]) -> None:
+def test_peft_loads_the_truncated_update(
+    tmp_path: Path, case: dict[str, Any], target: int | dict[str, int]
+) -> None:
     source = peft_adapter(tmp_path / "source", **case)
     compression = compress_adapter(source, tmp_path / "small", target)
     ranks = dict.fromkeys(("wide", "tall", "narrow"), target) if isinstance(target, int) else target
     before, after = updates(source), updates(tmp_path / "small")
     cut_off = whole = 0.0
     for name, update in before.items():
-        torch.testing.assert_close(after[name], cut(update, ranks[name]), rtol=0, atol=1e-6 * float(update.abs().max() + 1e-9))
+        torch.testing.assert_close(
+            after[name],
+            cut(update, ranks[name]),
+            rtol=0,
+            atol=1e-6 * float(update.abs().max() + 1e-9),
+        )
         cut_off += float((update - cut(update, ranks[name])).square().sum())
         whole += float(update.square().sum())
-    assert compression.relative_error == pytest.approx(math.sqrt(cut_off / whole), rel=1e-6, abs=1e-6)
+    assert compression.relative_error == pytest.approx(
+        math.sqrt(cut_off / whole), rel=1e-6, abs=1e-6
+    )
     assert 0 < compression.storage_error < 1e-6
 
 
 def test_a_uniform_rank_needs_no_patterns_and_the_settings_stay(tmp_path: Path) -> None:
     source = peft_adapter(tmp_path / "source", lora_dropout=0.1)
     compress_adapter(source, tmp_path / "small", 2)
-    before, after = (json.loads((folder / SETTINGS).read_text()) for folder in (source, tmp_path / "small"))
+    before, after = (
+        json.loads((folder / SETTINGS).read_text()) for folder in (source, tmp_path / "small")
+    )
     assert {name for name in after if after[name] != before[name]} == {"r", "lora_alpha"}
     assert (after["r"], after["lora_alpha"]) == (2, 3)
 
@@ -232,7 +269,9 @@ def test_what_the_rank_does_not_touch_is_carried_over(tmp_path: Path) -> None:
     before, after = (load_file(folder / WEIGHTS) for folder in (source, tmp_path / "small"))
     assert before.keys() == after.keys()
     others = [name for name in before if "lora_" not in name]
-    assert any("head" in name for name in others) and any(name.endswith(("wide.base_layer.bias", "wide.bias")) for name in others)
+    assert any("head" in name for name in others) and any(
+        name.endswith(("wide.base_layer.bias", "wide.bias")) for name in others
+    )
     assert all(torch.equal(before[name], after[name]) for name in others)
 
 
@@ -240,7 +279,10 @@ def test_a_layer_of_zeros_can_still_be_trained(tmp_path: Path) -> None:
     source = peft_adapter(tmp_path / "source", zero=("tall",))
     compress_adapter(source, tmp_path / "small", 2)
     tensors = load_file(tmp_path / "small" / WEIGHTS)
-    assert not tensors["base_model.model.tall.lora_B.weight"].any() and tensors["base_model.model.tall.lora_A.weight"].all()
+    assert (
+        not tensors["base_model.model.tall.lora_B.weight"].any()
+        and tensors["base_model.model.tall.lora_A.weight"].all()
+    )
 
 
 def test_mixed_ranks_and_untrained_layers_are_analysed_by_layer(tmp_path: Path) -> None:
@@ -256,7 +298,9 @@ def test_mixed_ranks_and_untrained_layers_are_analysed_by_layer(tmp_path: Path) 
     trained = [layer for layer in analysis.layers if not layer.is_zero]
     for row in analysis.table:
         values = [layer.retained(row.rank) for layer in trained]
-        assert (row.mean, row.min, row.max) == pytest.approx((sum(values) / 2, min(values), max(values)))
+        assert (row.mean, row.min, row.max) == pytest.approx(
+            (sum(values) / 2, min(values), max(values))
+        )
     ranks = analysis.ranks_per_layer()
     assert ranks["tall"] == 1
     for layer in trained:
@@ -268,10 +312,12 @@ def test_the_error_in_the_table_is_that_of_the_compression(tmp_path: Path) -> No
     source = peft_adapter(tmp_path / "source", alpha_pattern={"wide": 30})
     errors = {row.rank: row.error for row in analyze_adapter(source).table}
     for rank in (1, 2, 4):
-        assert compress_adapter(source, tmp_path / f"rank{rank}", rank).relative_error == pytest.approx(errors[rank], rel=1e-9)
+        assert compress_adapter(
+            source, tmp_path / f"rank{rank}", rank
+        ).relative_error == pytest.approx(errors[rank], rel=1e-9)
 
 
-# -- refusals ------------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 def change_settings(**values: object) -> Callable[[Path], None]:
@@ -302,14 +348,28 @@ def add_tensor(name: str, tensor: Tensor) -> Callable[[Path], None]:
         (change_settings(target_parameters=["experts.w"]), "target_parameters"),
         (change_settings(init_lora_weights="pissa_niter_4"), "pissa_niter_4"),
         (change_settings(r=4), "has rank 8, and adapter_config.json says 4"),
-        (add_tensor("base_model.model.wide.lora_magnitude_vector.weight", torch.ones(20)), "lora_magnitude_vector"),
+        (
+            add_tensor("base_model.model.wide.lora_magnitude_vector.weight", torch.ones(20)),
+            "lora_magnitude_vector",
+        ),
         (add_tensor("base_model.model.emb.lora_embedding_A", torch.ones(8, 5)), "lora_embedding_A"),
-        (add_tensor("base_model.model.wide.lora_A.weight", torch.ones(8, 24, 1, 1)), "lora_A [8, 24, 1, 1]"),
-        (add_tensor("base_model.model.more.lora_A.weight", torch.ones(8, 24)), "lacks base_model.model.more.lora_B.weight"),
-        (add_tensor("base_model.model.wide.lora_A.weight", torch.full((8, 24), math.inf)), "wide holds nan or inf"),
+        (
+            add_tensor("base_model.model.wide.lora_A.weight", torch.ones(8, 24, 1, 1)),
+            "lora_A [8, 24, 1, 1]",
+        ),
+        (
+            add_tensor("base_model.model.more.lora_A.weight", torch.ones(8, 24)),
+            "lacks base_model.model.more.lora_B.weight",
+        ),
+        (
+            add_tensor("base_model.model.wide.lora_A.weight", torch.full((8, 24), math.inf)),
+            "wide holds nan or inf",
+        ),
     ],
 )
-def test_what_cannot_be_squeezed_is_refused_in_one_sentence(tmp_path: Path, damage: Callable[[Path], None], words: str) -> None:
+def test_what_cannot_be_squeezed_is_refused_in_one_sentence(
+    tmp_path: Path, damage: Callable[[Path], None], words: str
+) -> None:
     source = peft_adapter(tmp_path / "source")
     damage(source)
     with pytest.raises(ConfigurationError) as refusal:
@@ -330,14 +390,19 @@ def test_an_untrained_adapter_has_no_recommendation(tmp_path: Path) -> None:
         ({"target_ranks": [2, 2]}, "rising order"),
         ({"target_ranks": [4, 9]}, "from 1 to 8"),
         ({"device": "mps"}, "no float64"),
-        ({"compress_to": 9, "output_path": "new"}, "compress_to = 9 is out of range; allowed: 1 to 8"),
+        (
+            {"compress_to": 9, "output_path": "new"},
+            "compress_to = 9 is out of range; allowed: 1 to 8",
+        ),
         ({"compress_to": 4, "per_layer": True, "output_path": "new"}, "leave one of them out"),
         ({"evaluate": True, "output_path": "new"}, "one rank, one whole-number alpha"),
         ({"output_path": "source"}, "is the adapter itself"),
         ({"output_path": "full"}, "was not made by a squeeze job"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused_and_nothing_is_written(tmp_path: Path, values: dict[str, Any], words: str) -> None:
+def test_settings_that_do_not_fit_are_refused_and_nothing_is_written(
+    tmp_path: Path, values: dict[str, Any], words: str
+) -> None:
     source = peft_adapter(tmp_path / "source", alpha_pattern={"wide": 7})
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
@@ -351,46 +416,76 @@ def test_settings_that_do_not_fit_are_refused_and_nothing_is_written(tmp_path: P
 
 def test_a_source_rank_that_is_right_changes_nothing(tmp_path: Path) -> None:
     source = peft_adapter(tmp_path / "source")
-    assert squeeze_adapter(config_from_mapping({"squeeze": {"source_rank": 8}}), source) == squeeze_adapter(TrainConfig(), source)
+    assert squeeze_adapter(
+        config_from_mapping({"squeeze": {"source_rank": 8}}), source
+    ) == squeeze_adapter(TrainConfig(), source)
 
 
-# -- the job -------------------------------------------------------------------------------------------------------------
+# -- the job ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(small(tmp_path_factory.mktemp("trained") / "run", training={"max_steps": 2}), quiet=True).adapter
+    return train(
+        small(tmp_path_factory.mktemp("trained") / "run", training={"max_steps": 2}), quiet=True
+    ).adapter
 
 
-def test_accuracy_is_measured_on_the_compressed_update(tmp_path: Path, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sections = {"training": {"max_tokens": 64}, "reward": {"type": "match"}, "evaluation": {"max_examples": 6}}
+def test_accuracy_is_measured_on_the_compressed_update(
+    tmp_path: Path, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sections = {
+        "training": {"max_tokens": 64},
+        "reward": {"type": "match"},
+        "evaluation": {"max_examples": 6},
+    }
     source = shutil.copytree(trained, tmp_path / "source")
     generator = torch.Generator().manual_seed(0)
     weights = load_file(source / WEIGHTS)
-    noise = {name: 0.3 * torch.randn(tensor.shape, generator=generator) for name, tensor in weights.items() if "lora_B" in name}
-    save_file(weights | noise, source / WEIGHTS)  # an update of full rank that changes what the model writes
+    noise = {
+        name: 0.3 * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in weights.items()
+        if "lora_B" in name
+    }
+    save_file(
+        weights | noise, source / WEIGHTS
+    )  # an update of full rank that changes what the model writes
 
     values = {"adapter_path": str(source), "output_path": str(tmp_path / "out"), "evaluate": True}
     config = small(tmp_path / "unused", **sections, squeeze=values)
     whole = run_squeeze(replaced(config, {"squeeze.compress_to": 4})).accuracy
-    part = run_squeeze(replaced(config, {"squeeze.compress_to": 1}), overwrite=True, quiet=True).accuracy
+    part = run_squeeze(
+        replaced(config, {"squeeze.compress_to": 1}), overwrite=True, quiet=True
+    ).accuracy
     assert whole is not None and part is not None
     assert whole.before.problems == whole.after.problems == part.before.problems
     assert whole.before.tokens == whole.after.tokens == part.before.tokens != part.after.tokens
     assert whole.line() in capsys.readouterr().out.splitlines()
-    assert json.loads((tmp_path / "out" / "squeeze.json").read_text())["evaluation"] == json.loads(json.dumps(part.to_json()))
-    assert whole.differences == [0.0] * 6 and whole.interval is None and "the same accuracy on every problem" in whole.line()
+    assert json.loads((tmp_path / "out" / "squeeze.json").read_text())["evaluation"] == json.loads(
+        json.dumps(part.to_json())
+    )
+    assert (
+        whole.differences == [0.0] * 6
+        and whole.interval is None
+        and "the same accuracy on every problem" in whole.line()
+    )
 
 
 def test_the_cost_of_a_compression_is_told_problem_by_problem() -> None:
-    """Hard problems stay hard and easy ones easy, so the difference is known far better than either accuracy."""
+    """Hard problems stay hard and easy ones easy, so the difference is known far better than either
+    accuracy.
+    """
     rng = np.random.default_rng(0)
     easy = rng.random(400) < 0.5
     after = easy & (rng.random(400) > 0.02)
-    accuracy = Accuracy(*(Evaluation(0, problems([int(one) for one in right])) for right in (easy, after)))
+    accuracy = Accuracy(
+        *(Evaluation(0, problems([int(one) for one in right])) for right in (easy, after))
+    )
     d = after.astype(float) - easy
     assert accuracy.interval == pytest.approx(stats.norm.interval(0.95, d.mean(), stats.sem(d)))
-    assert accuracy.interval is not None and accuracy.interval[1] - accuracy.interval[0] < 0.04 < np.diff(accuracy.before.interval)
+    assert accuracy.interval is not None and accuracy.interval[1] - accuracy.interval[
+        0
+    ] < 0.04 < np.diff(accuracy.before.interval)
     assert f": {100 * d.mean():+.1f} pp, 95% interval" in accuracy.line()
 
 
@@ -398,7 +493,9 @@ def test_a_trained_adapter_is_squeezed_by_a_file_of_squeeze_alone(
     tmp_path: Path, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, out = tmp_path / "squeeze.toml", tmp_path / "small"
-    file.write_text(f'[squeeze]\nadapter_path = "{trained}"\noutput_path = "{out}"\ncompress_to = 2\n')
+    file.write_text(
+        f'[squeeze]\nadapter_path = "{trained}"\noutput_path = "{out}"\ncompress_to = 2\n'
+    )
     assert main([str(file)]) == 0
     printed = capsys.readouterr().out
     analysis = analyze_adapter(trained)
@@ -431,4 +528,6 @@ def test_an_analysis_alone_draws_its_curve_beside_the_runs_and_touches_no_adapte
     picture.parent.rmdir()
     picture.parent.touch()
     assert main(["squeeze.toml"]) == 0
-    assert f"The variance curve is not drawn: {picture} cannot be written" in capsys.readouterr().out
+    assert (
+        f"The variance curve is not drawn: {picture} cannot be written" in capsys.readouterr().out
+    )

@@ -31,7 +31,14 @@ from tests import commands
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real run of two steps with an evaluation."""
     evaluation = {"at_end": True, "max_examples": 4}
-    return train(small(tmp_path_factory.mktemp("logs") / "run", training={"max_steps": 2}, evaluation=evaluation), quiet=True).folder
+    return train(
+        small(
+            tmp_path_factory.mktemp("logs") / "run",
+            training={"max_steps": 2},
+            evaluation=evaluation,
+        ),
+        quiet=True,
+    ).folder
 
 
 @pytest.fixture
@@ -70,12 +77,21 @@ def test_a_finished_run_shows_its_last_step_and_its_evaluation(run: Path) -> Non
     assert (status.correct_rate, status.mean_reward, status.loss) == tuple(
         records[-1][name] for name in ("correct_rate", "mean_reward", "loss")
     )
-    assert status.median_step_time_s == pytest.approx(sum(record["step_time_s"] for record in records) / 2)
-    assert status.tokens_per_s == pytest.approx(sum(record["tokens_per_s"] for record in records) / 2)
-    assert status.held_out == json.loads((run / "summary.json").read_text())["evaluation"]["after"]["pass@1"]
+    assert status.median_step_time_s == pytest.approx(
+        sum(record["step_time_s"] for record in records) / 2
+    )
+    assert status.tokens_per_s == pytest.approx(
+        sum(record["tokens_per_s"] for record in records) / 2
+    )
+    assert (
+        status.held_out
+        == json.loads((run / "summary.json").read_text())["evaluation"]["after"]["pass@1"]
+    )
 
 
-def test_a_run_without_its_last_step_and_without_a_process_has_stopped_and_says_how_to_go_on(run: Path) -> None:
+def test_a_run_without_its_last_step_and_without_a_process_has_stopped_and_says_how_to_go_on(
+    run: Path,
+) -> None:
     (run / "summary.json").unlink()
     metrics = run / "metrics.jsonl"
     metrics.write_text(metrics.read_text().splitlines(keepends=True)[0] + '{"step": 1, "con')
@@ -84,7 +100,9 @@ def test_a_run_without_its_last_step_and_without_a_process_has_stopped_and_says_
     assert f"retrain {run}/config.toml --resume {run}" in status.note
 
 
-def test_a_run_that_lost_its_configuration_is_named_and_its_evaluations_are_no_runs(run: Path) -> None:
+def test_a_run_that_lost_its_configuration_is_named_and_its_evaluations_are_no_runs(
+    run: Path,
+) -> None:
     (run / "evaluations" / "one").mkdir(parents=True)
     shutil.move(run / "config.toml", run / "evaluations" / "one" / "config.toml")
     for folder in (run, run.parent):
@@ -97,7 +115,9 @@ def test_a_live_process_runs_until_it_is_silent_for_long(run: Path, sleeper: int
     own(run, sleeper)
     assert state_of(run) is State.RUNNING
     age(run, 3600)
-    os.utime(RunFolder(run).lock_owner)  # a session that began just now may load its model for a while
+    os.utime(
+        RunFolder(run).lock_owner
+    )  # a session that began just now may load its model for a while
     assert state_of(run) is State.RUNNING
 
 
@@ -139,18 +159,23 @@ def test_a_killed_run_is_recognised(tmp_path: Path) -> None:
         (status,) = overview(tmp_path).runs
         assert status.state is State.RUNNING and status.steps >= 1
         assert status.remaining_s is not None and status.median_step_time_s is not None
-        assert status.remaining_s == pytest.approx((1000 - status.steps) * status.median_step_time_s)
+        assert status.remaining_s == pytest.approx(
+            (1000 - status.steps) * status.median_step_time_s
+        )
     finally:
         process.kill()
         process.wait(60)
     assert state_of(tmp_path) is State.DEAD
 
 
-def test_a_failed_run_says_why_and_a_resumed_one_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_run_says_why_and_a_resumed_one_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken = tmp_path / "broken"
     broken.touch()
     (tmp_path / "fragile.py").write_text(
-        f"import os\ndef advantage(rewards):\n    assert not os.path.exists({str(broken)!r}), 'it is broken'\n    return rewards\n"
+        f"import os\ndef advantage(rewards):\n    assert not os.path.exists({str(broken)!r}), 'it"
+        " is broken'\n    return rewards\n"
     )
     monkeypatch.chdir(tmp_path)
     sections = {"algorithm": {"advantage_mode": "fragile.advantage"}, "plugins": {"strict": False}}
@@ -158,8 +183,13 @@ def test_a_failed_run_says_why_and_a_resumed_one_no_longer(tmp_path: Path, monke
         train(small(tmp_path / "run", **sections), quiet=True)
     (status,) = overview(tmp_path).runs
     assert (status.state, status.steps) == (State.FAILED, 0)
-    assert f"failed after 0 steps ({str(failure.value).rstrip('.')}); resume it with" in status.note and "it is broken" in status.note
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["reason"] == str(failure.value)
+    assert (
+        f"failed after 0 steps ({str(failure.value).rstrip('.')}); resume it with" in status.note
+        and "it is broken" in status.note
+    )
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["reason"] == str(
+        failure.value
+    )
     broken.unlink()
     train(small(tmp_path / "run", **sections, resume={"from": str(tmp_path / "run")}), quiet=True)
     (status,) = overview(tmp_path).runs
@@ -167,10 +197,19 @@ def test_a_failed_run_says_why_and_a_resumed_one_no_longer(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(
-    ("error", "state", "words"), [(Interrupted("Enough.", 2), State.STOPPED, "was interrupted"), (KeyError("x"), State.FAILED, "KeyError")]
+    ("error", "state", "words"),
+    [
+        (Interrupted("Enough.", 2), State.STOPPED, "was interrupted"),
+        (KeyError("x"), State.FAILED, "KeyError"),
+    ],
 )
-def test_whatever_ends_a_session_is_in_its_summary(error: Exception, state: State, words: str, tmp_path: Path) -> None:
-    with pytest.raises(type(error)), Session.open(small(tmp_path / "run"), overwrite=False, quiet=True):
+def test_whatever_ends_a_session_is_in_its_summary(
+    error: Exception, state: State, words: str, tmp_path: Path
+) -> None:
+    with (
+        pytest.raises(type(error)),
+        Session.open(small(tmp_path / "run"), overwrite=False, quiet=True),
+    ):
         raise error
     (status,) = overview(tmp_path).runs
     assert status.state is state and words in status.note
@@ -182,7 +221,14 @@ def campaign(folder: Path, finished: Path) -> Path:
     for seed, status in ((1, "done"), (2, "failed"), (3, "pending")):
         name = f"maxrl+none_s{seed}"
         entries.append(
-            {"name": name, "condition": "maxrl+none", "seed": seed, "status": status, "dir": f"runs/{name}", "reason": "no disk"}
+            {
+                "name": name,
+                "condition": "maxrl+none",
+                "seed": seed,
+                "status": status,
+                "dir": f"runs/{name}",
+                "reason": "no disk",
+            }
         )
         if status != "pending":
             shutil.copytree(finished, folder / "runs" / name)
@@ -191,7 +237,9 @@ def campaign(folder: Path, finished: Path) -> Path:
     return folder
 
 
-def test_a_campaign_counts_its_runs_and_those_that_have_not_started(finished: Path, tmp_path: Path) -> None:
+def test_a_campaign_counts_its_runs_and_those_that_have_not_started(
+    finished: Path, tmp_path: Path
+) -> None:
     folder = campaign(tmp_path / "campaign_20260101_000000", finished)
     shutil.copytree(finished, tmp_path / "alone")
     seen = overview(tmp_path)
@@ -201,10 +249,14 @@ def test_a_campaign_counts_its_runs_and_those_that_have_not_started(finished: Pa
     assert found.counts == {"done": 1, "failed": 1, "pending": 1}
     assert (found.steps, found.max_steps, found.remaining_s) == (4, 6, None)
     text = "\n".join(printed_lines(seen))
-    assert "3 runs (1 done, 1 failed, 1 pending), step 4 of 6" in text and "failed (no disk)" in text
+    assert (
+        "3 runs (1 done, 1 failed, 1 pending), step 4 of 6" in text and "failed (no disk)" in text
+    )
 
 
-def test_what_is_left_of_a_campaign_is_shared_by_the_runs_that_run(finished: Path, tmp_path: Path, sleeper: int) -> None:
+def test_what_is_left_of_a_campaign_is_shared_by_the_runs_that_run(
+    finished: Path, tmp_path: Path, sleeper: int
+) -> None:
     folder = campaign(tmp_path / "campaign", finished)
     own(folder / "runs" / "maxrl+none_s1", sleeper)
     (found,) = overview(tmp_path).campaigns
@@ -213,7 +265,14 @@ def test_what_is_left_of_a_campaign_is_shared_by_the_runs_that_run(finished: Pat
 
 
 def test_checkpoints_outside_a_run_are_neither_runs_nor_campaigns(tmp_path: Path) -> None:
-    train(small(tmp_path / "run", training={"max_steps": 2}, backend={"adapter_path": str(tmp_path / "adapters")}), quiet=True)
+    train(
+        small(
+            tmp_path / "run",
+            training={"max_steps": 2},
+            backend={"adapter_path": str(tmp_path / "adapters")},
+        ),
+        quiet=True,
+    )
     seen = overview(tmp_path)
     assert (tmp_path / "adapters" / "run" / "step_000002").is_dir()
     assert [status.name for status in seen.runs] == ["run"] and not seen.campaigns
@@ -238,25 +297,33 @@ def test_a_run_that_cannot_be_read_does_not_hide_the_others(finished: Path, tmp_
         ({"loss": 0.5, "grad_norm": 0.3}, ""),
     ],
 )
-def test_a_loss_near_0_or_none_is_explained_by_its_cause(values: dict[str, Any], words: str) -> None:
+def test_a_loss_near_0_or_none_is_explained_by_its_cause(
+    values: dict[str, Any], words: str
+) -> None:
     note = loss_note(StepRecord(step=0, condition="maxrl+none", **values))
     assert words in note and bool(note) == bool(words)
 
 
-# -- the command ---------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 def test_the_command_prints_a_table_or_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(run.parent)]) == 0
     header, row, *_ = capsys.readouterr().out.splitlines()
-    assert header.split()[:3] == ["run", "state", "step"] and row.split()[:3] == ["run", "done", "2/2"]
+    assert header.split()[:3] == ["run", "state", "step"] and row.split()[:3] == [
+        "run",
+        "done",
+        "2/2",
+    ]
     for arguments in (["--json"], ["--format", "json"]):
         assert main(["status", str(run.parent), *arguments]) == 0
         document = json.loads(capsys.readouterr().out)
         assert document["campaigns"] == [] and document["runs"][0]["state"] == "done"
 
 
-def test_a_narrow_terminal_leaves_columns_out_before_lines_wrap(finished: Path, tmp_path: Path) -> None:
+def test_a_narrow_terminal_leaves_columns_out_before_lines_wrap(
+    finished: Path, tmp_path: Path
+) -> None:
     shutil.copytree(finished, tmp_path / "maxrl+gtpo_hicra_s101")
     wide, narrow, tiny = (printed_lines(overview(tmp_path), width) for width in (None, 80, 20))
     assert len(wide[0]) > 80 >= max(map(len, narrow[:2]))
@@ -264,7 +331,9 @@ def test_a_narrow_terminal_leaves_columns_out_before_lines_wrap(finished: Path, 
     assert tiny[0].split() == ["run", "state", "step", "correct", "held-out", "left"]
 
 
-def test_watching_ends_when_nothing_runs_any_more(run: Path, sleeper: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watching_ends_when_nothing_runs_any_more(
+    run: Path, sleeper: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     own(run, sleeper)
     command = [sys.executable, "-m", "retrain", "status", str(run), "--watch", "--interval", "0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watcher:
@@ -275,7 +344,9 @@ def test_watching_ends_when_nothing_runs_any_more(run: Path, sleeper: int, capsy
     assert watcher.returncode == 0 and "dead" in rest
 
 
-def test_a_folder_without_runs_is_said_and_one_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_runs_is_said_and_one_that_is_not_there_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["status", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"No runs in {tmp_path}.\n"
     with pytest.raises(ConfigurationError):
@@ -285,21 +356,35 @@ def test_a_folder_without_runs_is_said_and_one_that_is_not_there_is_refused(tmp_
 @pytest.mark.parametrize(
     ("changed", "found"),
     [
-        (lambda first, second: first + second + second, r"metrics\.jsonl, line 3, holds step 1 a second time"),
+        (
+            lambda first, second: first + second + second,
+            r"metrics\.jsonl, line 3, holds step 1 a second time",
+        ),
         (lambda first, second: second + first, r"metrics\.jsonl begins at step 1"),
-        (lambda first, second: first + second.replace('"step": 1', '"step": 5'), r"metrics\.jsonl, line 2, holds step 5 after step 0"),
-        (lambda first, second: first, r"metrics\.jsonl ends after 1 of the 2 steps that summary\.json counts"),
+        (
+            lambda first, second: first + second.replace('"step": 1', '"step": 5'),
+            r"metrics\.jsonl, line 2, holds step 5 after step 0",
+        ),
+        (
+            lambda first, second: first,
+            r"metrics\.jsonl ends after 1 of the 2 steps that summary\.json counts",
+        ),
         (lambda first, second: "", r"metrics\.jsonl holds none of the 2 steps"),
         (None, r"metrics\.jsonl is missing, with the 2 steps"),
     ],
 )
-def test_steps_that_are_missing_or_stand_twice_are_named(run: Path, changed: Callable[[str, str], str] | None, found: str) -> None:
+def test_steps_that_are_missing_or_stand_twice_are_named(
+    run: Path, changed: Callable[[str, str], str] | None, found: str
+) -> None:
     (whole,) = overview(run).runs
     assert "metrics.jsonl" not in whole.note
     metrics = run / "metrics.jsonl"
     if changed is None:
         metrics.unlink()
     else:
-        metrics.write_text(changed(*metrics.read_text(encoding="utf-8").splitlines(keepends=True)), encoding="utf-8")
+        metrics.write_text(
+            changed(*metrics.read_text(encoding="utf-8").splitlines(keepends=True)),
+            encoding="utf-8",
+        )
     (damaged,) = overview(run).runs
     assert re.search(found + ".*put it back from a copy", damaged.note)

@@ -1,4 +1,6 @@
-"""The Tinker backend's own logic: shifted datums, one normalisation, real losses, what is asked for before what, and no torch anywhere."""
+"""The Tinker backend's own logic: shifted datums, one normalisation, real losses, what is asked for
+before what, and no torch anywhere.
+"""
 
 import gzip
 import io
@@ -40,7 +42,10 @@ from retrain.run.notes import notes
 from retrain.types import FinishReason, Row, StepResult
 
 KEY = "tml-a-key-that-stays-here"
-TINKER: dict[str, Any] = {"backend": {"backend": "tinker", "devices": "gpu:0"}, "model": {"model": "lab", "lora_rank": 4}}
+TINKER: dict[str, Any] = {
+    "backend": {"backend": "tinker", "devices": "gpu:0"},
+    "model": {"model": "lab", "lora_rank": 4},
+}
 
 
 @pytest.fixture
@@ -58,8 +63,14 @@ def tinker_config(folder: Path, **sections: dict[str, Any]) -> Any:
     return small(folder, **deep_merge(TINKER, sections))
 
 
-def backend_for(folder: Path, said: list[str] | None = None, **sections: dict[str, Any]) -> TinkerBackend:
-    return TinkerBackend(tinker_config(folder, **sections), eos_ids=[258], say=(said if said is not None else []).append)
+def backend_for(
+    folder: Path, said: list[str] | None = None, **sections: dict[str, Any]
+) -> TinkerBackend:
+    return TinkerBackend(
+        tinker_config(folder, **sections),
+        eos_ids=[258],
+        say=(said if said is not None else []).append,
+    )
 
 
 def make_rows(count: int = 3) -> list[Row]:
@@ -77,19 +88,29 @@ def make_rows(count: int = 3) -> list[Row]:
     ]
 
 
-# -- datums --------------------------------------------------------------------------------------------------------------
+# -- datums ----------------------------------------------------------------------------------------
 
 
 def test_targets_are_the_next_tokens_and_only_actions_have_advantages(double: Double) -> None:
-    row = Row(np.array([5, 6, 7, 8, 9], np.int32), ((3, 5),), np.array([-1, -2], np.float32), np.array([0.5, -0.25], np.float32), 0)
+    row = Row(
+        np.array([5, 6, 7, 8, 9], np.int32),
+        ((3, 5),),
+        np.array([-1, -2], np.float32),
+        np.array([0.5, -0.25], np.float32),
+        0,
+    )
     datum: Any = policy_datum(ShiftedRow.of(row), row.logprobs, row.advantages)
     assert datum.model_input.ids == [5, 6, 7, 8]
-    assert datum["target_tokens"].tolist() == [6, 7, 8, 9] and datum["target_tokens"].dtype == np.int64
+    assert (
+        datum["target_tokens"].tolist() == [6, 7, 8, 9] and datum["target_tokens"].dtype == np.int64
+    )
     assert datum["advantages"].tolist() == [0, 0, 0.5, -0.25]
     assert datum["logprobs"].tolist() == [0, 0, -1, -2]
 
 
-def test_tokens_of_the_environment_have_no_advantage_and_what_follows_the_last_action_is_not_sent(double: Double) -> None:
+def test_tokens_of_the_environment_have_no_advantage_and_what_follows_the_last_action_is_not_sent(
+    double: Double,
+) -> None:
     values = np.array([1, 2, 3], np.float32)
     row = Row(np.arange(10, 19, dtype=np.int32), ((2, 4), (6, 7)), -values, values, 0)
     datum: Any = policy_datum(ShiftedRow.of(row), row.logprobs, row.advantages)
@@ -103,10 +124,17 @@ def test_tokens_of_the_environment_have_no_advantage_and_what_follows_the_last_a
 def test_the_gradient_is_normalised_once_however_the_service_adds_up(
     double: Double, tmp_path: Path, aggregation: str, reduction: str
 ) -> None:
-    """The reference divides by what docs/losses.md names; the service by nothing, or by positions and rows."""
+    """The reference divides by what docs/losses.md names; the service by nothing, or by positions
+    and rows.
+    """
     double.reduction = reduction
     options = {"options": {"loss_reduction": reduction}}
-    backend = backend_for(tmp_path, backend=options, loss={"aggregation": aggregation}, training={"lr": 1e-3, "max_tokens": 24})
+    backend = backend_for(
+        tmp_path,
+        backend=options,
+        loss={"aggregation": aggregation},
+        training={"lr": 1e-3, "max_tokens": 24},
+    )
     rows = make_rows()
     before = backend.trainer.weights.logits.copy()
     result = backend.train(rows, 0)
@@ -123,15 +151,23 @@ def test_the_gradient_is_normalised_once_however_the_service_adds_up(
     for row, weight in zip(rows, weights[aggregation], strict=True):
         start, stop = row.spans[0]
         ids = torch.tensor(row.token_ids.astype(np.int64))
-        new = torch.log_softmax(logits[ids[start - 1 : stop - 1]], -1).gather(1, ids[start:stop, None])[:, 0]
-        expected = expected - (torch.exp(new - torch.tensor(row.logprobs)) * torch.tensor(row.advantages)).sum() * weight
+        new = torch.log_softmax(logits[ids[start - 1 : stop - 1]], -1).gather(
+            1, ids[start:stop, None]
+        )[:, 0]
+        expected = (
+            expected
+            - (torch.exp(new - torch.tensor(row.logprobs)) * torch.tensor(row.advantages)).sum()
+            * weight
+        )
     expected.backward()  # type: ignore[no-untyped-call]
     np.testing.assert_allclose(gradient, logits.grad, rtol=1e-4, atol=1e-8)
     assert result.loss == pytest.approx(expected.item(), rel=1e-5)
     assert result.grad_norm == pytest.approx(float(np.linalg.norm(gradient)), rel=1e-6)
 
 
-def one_update(folder: Path, loss: dict[str, Any], rows: list[Row] | None = None) -> tuple[Any, StepResult, Any]:
+def one_update(
+    folder: Path, loss: dict[str, Any], rows: list[Row] | None = None
+) -> tuple[Any, StepResult, Any]:
     """Return (gradient, result, logits before the update)."""
     backend = backend_for(folder, loss=loss, training={"lr": 1e-3, "max_tokens": 24})
     before = backend.trainer.weights.logits.copy()
@@ -159,82 +195,156 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     sys.modules.pop("tinker_losses", None)
 
 
-def test_a_loss_of_ones_own_has_the_gradient_of_the_services_when_it_is_the_same(double: Double, tmp_path: Path, own_module: None) -> None:
+def test_a_loss_of_ones_own_has_the_gradient_of_the_services_when_it_is_the_same(
+    double: Double, tmp_path: Path, own_module: None
+) -> None:
     gradient, result, _ = one_update(tmp_path / "a", {"aggregation": "sequence_mean"})
-    loss = {"mode": "tinker_losses.importance", "params": {"scale": 1.0}, "aggregation": "sequence_mean"}
+    loss = {
+        "mode": "tinker_losses.importance",
+        "params": {"scale": 1.0},
+        "aggregation": "sequence_mean",
+    }
     own, own_result, _ = one_update(tmp_path / "b", loss)
     np.testing.assert_allclose(own, gradient, rtol=1e-5, atol=1e-8)
-    assert own_result.loss == pytest.approx(result.loss, rel=1e-5) and own_result.grad_norm == pytest.approx(result.grad_norm, rel=1e-5)
-    assert own_result.ratio_mean == pytest.approx(result.ratio_mean) and own_result.loss_metrics == {
-        "rho": pytest.approx(result.ratio_mean)
-    }
+    assert own_result.loss == pytest.approx(
+        result.loss, rel=1e-5
+    ) and own_result.grad_norm == pytest.approx(result.grad_norm, rel=1e-5)
+    assert own_result.ratio_mean == pytest.approx(
+        result.ratio_mean
+    ) and own_result.loss_metrics == {"rho": pytest.approx(result.ratio_mean)}
     assert 0 < own_result.clip_fraction < 1 and own_result.updates == 1
     assert [name for name, _ in double.losses] == ["importance_sampling", "custom"]
 
 
-def test_sapo_and_an_aggregation_of_ones_own_have_their_gradient(double: Double, tmp_path: Path, own_module: None) -> None:
-    gradient, result, before = one_update(tmp_path, {"mode": "sapo", "aggregation": "tinker_losses.halves"})
-    logits, expected = torch.tensor(before, requires_grad=True), torch.zeros((), dtype=torch.float64)
+def test_sapo_and_an_aggregation_of_ones_own_have_their_gradient(
+    double: Double, tmp_path: Path, own_module: None
+) -> None:
+    gradient, result, before = one_update(
+        tmp_path, {"mode": "sapo", "aggregation": "tinker_losses.halves"}
+    )
+    logits, expected = (
+        torch.tensor(before, requires_grad=True),
+        torch.zeros((), dtype=torch.float64),
+    )
     for row in make_rows():
         start, stop = row.spans[0]
         ids = torch.tensor(row.token_ids.astype(np.int64))
-        new = torch.log_softmax(logits[ids[start - 1 : stop - 1]], -1).gather(1, ids[start:stop, None])[:, 0]
+        new = torch.log_softmax(logits[ids[start - 1 : stop - 1]], -1).gather(
+            1, ids[start:stop, None]
+        )[:, 0]
         rho, advantages = torch.exp(new - torch.tensor(row.logprobs)), torch.tensor(row.advantages)
         tau = torch.where(advantages > 0, torch.tensor(1.0), torch.tensor(1.05))
-        expected = expected - (4 / tau * torch.sigmoid(tau * (rho - 1)) * advantages).sum() * 0.5**row.group / row.num_actions
+        expected = (
+            expected
+            - (4 / tau * torch.sigmoid(tau * (rho - 1)) * advantages).sum()
+            * 0.5**row.group
+            / row.num_actions
+        )
     expected.backward()  # type: ignore[no-untyped-call]
     np.testing.assert_allclose(gradient, logits.grad, rtol=1e-4, atol=1e-8)
     assert result.loss == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_a_loss_of_ones_own_that_is_not_finite_is_skipped_and_nothing_is_sent(double: Double, tmp_path: Path, own_module: None) -> None:
+def test_a_loss_of_ones_own_that_is_not_finite_is_skipped_and_nothing_is_sent(
+    double: Double, tmp_path: Path, own_module: None
+) -> None:
     gradient, result, _ = one_update(tmp_path, {"mode": "tinker_losses.breaks"})
-    assert result.updates == 0 and result.nonfinite_updates == 1 and result.nonfinite_tensor == "loss"
+    assert (
+        result.updates == 0 and result.nonfinite_updates == 1 and result.nonfinite_tensor == "loss"
+    )
     assert not gradient.any() and "ask optim_step" not in double.events
 
 
-def test_a_forward_pass_that_never_ends_inside_the_sdk_is_given_up(double: Double, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_pass_that_never_ends_inside_the_sdk_is_given_up(
+    double: Double, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = backend_for(tmp_path, loss={"mode": "sapo"}, backend={"options": {"timeout_s": 0.1}})
     forever = threading.Event()
-    monkeypatch.setattr(backend.trainer, "forward_backward_custom", lambda data, loss: forever.wait())
-    with pytest.raises(EnvironmentFailure, match=r"gave no answer within 0.1 s \(\[backend.options\] timeout_s\) \(asked for an update\)"):
+    monkeypatch.setattr(
+        backend.trainer, "forward_backward_custom", lambda data, loss: forever.wait()
+    )
+    with pytest.raises(
+        EnvironmentFailure,
+        match=(
+            r"gave no answer within 0.1 s \(\[backend.options\] timeout_s\) \(asked for an update\)"
+        ),
+    ):
         backend.train(make_rows(), 0)
     forever.set()
 
 
-@pytest.mark.parametrize("loss", [{"mode": "sapo"}, {"aggregation": "tinker_losses.halves"}], ids=str)
-def test_a_loss_that_is_computed_here_needs_torch(loss: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "loss", [{"mode": "sapo"}, {"aggregation": "tinker_losses.halves"}], ids=str
+)
+def test_a_loss_that_is_computed_here_needs_torch(
+    loss: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     (problem,) = incapable(tinker_config(tmp_path, loss=loss))
     assert "is computed here with torch, which is not installed; pip install torch" in problem
 
 
-def test_what_a_service_of_means_or_one_without_entropies_cannot_do_is_refused(tmp_path: Path, own_module: None) -> None:
-    (problem,) = incapable(tinker_config(tmp_path, backend={"options": {"loss_reduction": "mean"}}, loss={"mode": "sapo"}))
+def test_what_a_service_of_means_or_one_without_entropies_cannot_do_is_refused(
+    tmp_path: Path, own_module: None
+) -> None:
+    (problem,) = incapable(
+        tinker_config(
+            tmp_path, backend={"options": {"loss_reduction": "mean"}}, loss={"mode": "sapo"}
+        )
+    )
     assert "use importance_sampling, ppo or cispo." in problem
     (tmp_path / "tinker_losses.py").write_text(OWN + "importance.needs_entropy = True\n")
-    (problem,) = incapable(tinker_config(tmp_path, loss={"mode": "tinker_losses.importance", "params": {"scale": 1.0}}))
-    assert 'reads tokens.entropy, which backend "tinker" does not have; use backend = "local".' in problem
+    (problem,) = incapable(
+        tinker_config(tmp_path, loss={"mode": "tinker_losses.importance", "params": {"scale": 1.0}})
+    )
+    assert (
+        'reads tokens.entropy, which backend "tinker" does not have; use backend = "local".'
+        in problem
+    )
 
 
-@pytest.mark.parametrize("settings", [{}, {"mode": "ppo"}, {"mode": "ppo", "clip_high": 0.05}, {"mode": "cispo", "clip_high": 1.1}])
-def test_the_reported_loss_and_clip_are_those_of_the_local_learner(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"mode": "ppo"}, {"mode": "ppo", "clip_high": 0.05}, {"mode": "cispo", "clip_high": 1.1}],
+)
+def test_the_reported_loss_and_clip_are_those_of_the_local_learner(
+    settings: dict[str, Any],
+) -> None:
     noise, chosen = np.random.default_rng(1), Loss(**settings)
     old, advantages = noise.normal(-2, 1, 200), noise.normal(size=200)
     new = old + noise.normal(0, 0.2, 200)
-    tokens = ActionTokens(*(torch.tensor(values) for values in (new, old, old, advantages, np.ones(200))), lengths=[200])
-    np.testing.assert_allclose(datums.policy_terms(new, old, advantages, chosen), policy_terms(tokens, chosen).numpy())
-    np.testing.assert_array_equal(datums.clipped_tokens(new, old, advantages, chosen), clipped_tokens(tokens, chosen).numpy())
+    tokens = ActionTokens(
+        *(torch.tensor(values) for values in (new, old, old, advantages, np.ones(200))),
+        lengths=[200],
+    )
+    np.testing.assert_allclose(
+        datums.policy_terms(new, old, advantages, chosen), policy_terms(tokens, chosen).numpy()
+    )
+    np.testing.assert_array_equal(
+        datums.clipped_tokens(new, old, advantages, chosen), clipped_tokens(tokens, chosen).numpy()
+    )
 
 
 def test_clip_bounds_and_adam_reach_the_service(double: Double, tmp_path: Path) -> None:
     training = {"lr": 0.5, "weight_decay": 0.1, "lr_warmup_steps": 4}
     loss_keys = {"mode": "ppo", "clip_high": 0.3, "max_grad_norm": 2.0}
-    backend = backend_for(tmp_path, loss=loss_keys, training=training, optimizer={"beta1": 0.8, "beta2": 0.9, "eps": 1e-6})
+    backend = backend_for(
+        tmp_path,
+        loss=loss_keys,
+        training=training,
+        optimizer={"beta1": 0.8, "beta2": 0.9, "eps": 1e-6},
+    )
     backend.train(make_rows(), 0)
     assert double.losses == [("ppo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.3})]
     (adam,) = double.adam
-    assert (adam.learning_rate, adam.beta1, adam.beta2, adam.eps, adam.weight_decay, adam.grad_clip_norm) == (
+    assert (
+        adam.learning_rate,
+        adam.beta1,
+        adam.beta2,
+        adam.eps,
+        adam.weight_decay,
+        adam.grad_clip_norm,
+    ) == (
         0.125,
         0.8,
         0.9,
@@ -242,13 +352,17 @@ def test_clip_bounds_and_adam_reach_the_service(double: Double, tmp_path: Path) 
         0.1,
         2.0,
     )
-    assert double.created == [{"base_model": backend.base_model, "rank": 4, "seed": 3, "train_unembed": False}]
+    assert double.created == [
+        {"base_model": backend.base_model, "rank": 4, "seed": 3, "train_unembed": False}
+    ]
 
 
-# -- the order of requests -----------------------------------------------------------------------------------------------
+# -- the order of requests -------------------------------------------------------------------------
 
 
-def test_all_updates_of_a_step_and_its_sampler_are_asked_for_before_anything_is_waited_for(double: Double, tmp_path: Path) -> None:
+def test_all_updates_of_a_step_and_its_sampler_are_asked_for_before_anything_is_waited_for(
+    double: Double, tmp_path: Path
+) -> None:
     backend = backend_for(tmp_path, training={"updates_per_batch": 2, "minibatches": 2})
     assert backend.trainer is not None
     double.events.clear()
@@ -261,7 +375,9 @@ def test_all_updates_of_a_step_and_its_sampler_are_asked_for_before_anything_is_
     assert double.events.count("ask sampler") == 1 and double.events[-1] == "wait sampler"
 
 
-def test_a_row_that_is_not_trained_is_not_sent_but_counts_in_a_constant_divisor(double: Double, tmp_path: Path) -> None:
+def test_a_row_that_is_not_trained_is_not_sent_but_counts_in_a_constant_divisor(
+    double: Double, tmp_path: Path
+) -> None:
     from dataclasses import replace
 
     backend = backend_for(tmp_path, loss={"aggregation": "constant"}, training={"max_tokens": 24})
@@ -271,27 +387,49 @@ def test_a_row_that_is_not_trained_is_not_sent_but_counts_in_a_constant_divisor(
     np.testing.assert_allclose(datum["advantages"][2:], first.advantages / (4 * 24), rtol=1e-6)
 
 
-# -- sampling ------------------------------------------------------------------------------------------------------------
+# -- sampling --------------------------------------------------------------------------------------
 
 
 def request(count: int = 3, sample: int = 0) -> SampleRequest:
-    return SampleRequest(np.array([65, 66], np.int32), count, 12, 1.0, NoiseKey(1, 0, 5, 2), first_sample=sample)
+    return SampleRequest(
+        np.array([65, 66], np.int32), count, 12, 1.0, NoiseKey(1, 0, 5, 2), first_sample=sample
+    )
 
 
-def test_completions_are_numbered_end_with_eos_and_repeat_with_their_coordinates(double: Double, tmp_path: Path) -> None:
+def test_completions_are_numbered_end_with_eos_and_repeat_with_their_coordinates(
+    double: Double, tmp_path: Path
+) -> None:
     engine = backend_for(tmp_path).engine
     engine.sync(lambda folder: None, 0)
-    first = sorted(engine.sample([request(40), request(2, sample=40)]), key=lambda one: (one.request, one.sample))
-    assert [(one.request, one.sample) for one in first] == [(0, number) for number in range(40)] + [(1, 40), (1, 41)]
+    first = sorted(
+        engine.sample([request(40), request(2, sample=40)]),
+        key=lambda one: (one.request, one.sample),
+    )
+    assert [(one.request, one.sample) for one in first] == [(0, number) for number in range(40)] + [
+        (1, 40),
+        (1, 41),
+    ]
     for one in first:
         assert len(one.token_ids) == len(one.logprobs) and (one.logprobs < 0).all()
-        assert (one.finish_reason is FinishReason.STOP) == (one.token_ids[-1] == 258) == (one.finish_reason is not FinishReason.LENGTH)
+        assert (
+            (one.finish_reason is FinishReason.STOP)
+            == (one.token_ids[-1] == 258)
+            == (one.finish_reason is not FinishReason.LENGTH)
+        )
     again = sorted(engine.sample([request(40)]), key=lambda one: one.sample)
-    assert all(np.array_equal(one.token_ids, other.token_ids) for one, other in zip(first, again, strict=False))
+    assert all(
+        np.array_equal(one.token_ids, other.token_ids)
+        for one, other in zip(first, again, strict=False)
+    )
 
 
-@pytest.mark.parametrize(("fault", "words"), [("drops_eos", "never learn to stop"), ("drops_logprobs", "needs one for each")])
-def test_a_service_that_withholds_eos_or_log_probs_stops_the_run(double: Double, tmp_path: Path, fault: str, words: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [("drops_eos", "never learn to stop"), ("drops_logprobs", "needs one for each")],
+)
+def test_a_service_that_withholds_eos_or_log_probs_stops_the_run(
+    double: Double, tmp_path: Path, fault: str, words: str
+) -> None:
     setattr(double, fault, True)
     engine = backend_for(tmp_path).engine
     engine.sync(lambda folder: None, 0)
@@ -299,18 +437,30 @@ def test_a_service_that_withholds_eos_or_log_probs_stops_the_run(double: Double,
         list(engine.sample([request(200)]))
 
 
-# -- errors --------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "problem", "words"),
     [
         ("session", APIStatusError(401), "refused the key in TINKER_API_KEY (401)"),
-        ("create", APIStatusError(400, "no such model"), "refused the request (400: no such model)"),
+        (
+            "create",
+            APIStatusError(400, "no such model"),
+            "refused the request (400: no such model)",
+        ),
         ("optim_step", APIStatusError(503), "failed (503) and failed again whenever the SDK tried"),
         ("forward_backward", APIConnectionError("lost"), "could not be reached"),
-        ("forward_backward", ValueError("Error retrieving result: exceeded 3 retries"), "failed: Error retrieving result"),
-        ("forward_backward", TimeoutError(), "gave no answer within 7 s ([backend.options] timeout_s)"),
+        (
+            "forward_backward",
+            ValueError("Error retrieving result: exceeded 3 retries"),
+            "failed: Error retrieving result",
+        ),
+        (
+            "forward_backward",
+            TimeoutError(),
+            "gave no answer within 7 s ([backend.options] timeout_s)",
+        ),
     ],
 )
 def test_an_error_of_the_service_is_one_sentence_and_no_further_call_is_made(
@@ -319,10 +469,16 @@ def test_an_error_of_the_service_is_one_sentence_and_no_further_call_is_made(
     double.problems[name] = problem
     with pytest.raises(EnvironmentFailure) as raised:
         backend_for(tmp_path, backend={"options": {"timeout_s": 7.0}}).train(make_rows(), 0)
-    assert words in str(raised.value) and f"--resume {tmp_path}`" in str(raised.value) and KEY not in str(raised.value)
+    assert (
+        words in str(raised.value)
+        and f"--resume {tmp_path}`" in str(raised.value)
+        and KEY not in str(raised.value)
+    )
 
 
-def test_after_a_failure_nothing_more_is_asked_of_the_service(double: Double, tmp_path: Path) -> None:
+def test_after_a_failure_nothing_more_is_asked_of_the_service(
+    double: Double, tmp_path: Path
+) -> None:
     backend = backend_for(tmp_path)
     double.problems["forward_backward"] = APIStatusError(400)
     with pytest.raises(EnvironmentFailure):
@@ -344,25 +500,38 @@ def test_a_refusal_by_the_sampler_saves_the_run(double: Double, tmp_path: Path) 
             return APIStatusError(429, "quota") if name == "sample" and sampled > 12 else default
 
     double.problems = Later()
-    with pytest.raises(ServerFailure, match=r"saved after \d steps: continue with `retrain .* --resume .*--base-url"):
+    with pytest.raises(
+        ServerFailure,
+        match=r"saved after \d steps: continue with `retrain .* --resume .*--base-url",
+    ):
         train(config, quiet=True)
     (checkpoint,) = (tmp_path / "run/checkpoints").glob("step_*")
-    assert json.loads((checkpoint / STATE_FILE).read_text())["state"].startswith("tinker://run-1/weights/")
+    assert json.loads((checkpoint / STATE_FILE).read_text())["state"].startswith(
+        "tinker://run-1/weights/"
+    )
 
 
-def test_log_probs_that_are_not_finite_end_the_run_and_advantages_that_are_not_are_never_sent(double: Double, tmp_path: Path) -> None:
+def test_log_probs_that_are_not_finite_end_the_run_and_advantages_that_are_not_are_never_sent(
+    double: Double, tmp_path: Path
+) -> None:
     from dataclasses import replace
 
     backend = backend_for(tmp_path)
     rows = make_rows()
     result = backend.train([replace(rows[0], advantages=rows[0].advantages * np.nan), *rows[1:]], 0)
-    assert (result.updates, result.nonfinite_updates, result.nonfinite_tensor) == (0, 1, "advantages") and not double.sent
+    assert (result.updates, result.nonfinite_updates, result.nonfinite_tensor) == (
+        0,
+        1,
+        "advantages",
+    ) and not double.sent
     double.broken = True
     with pytest.raises(RunFailed, match="not finite"):
         backend.train(rows, 0)
 
 
-def test_without_a_key_or_the_sdk_the_sentence_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_key_or_the_sdk_the_sentence_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "tinker", None)
     with pytest.raises(EnvironmentFailure, match=r"pip install"):
         backend_for(tmp_path)
@@ -372,7 +541,7 @@ def test_without_a_key_or_the_sdk_the_sentence_says_what_to_do(tmp_path: Path, m
         backend_for(tmp_path)
 
 
-# -- whole runs ----------------------------------------------------------------------------------------------------------
+# -- whole runs ------------------------------------------------------------------------------------
 
 
 def test_a_run_saves_places_at_the_service_and_resumes_from_them(
@@ -388,14 +557,23 @@ def test_a_run_saves_places_at_the_service_and_resumes_from_them(
         "Step 0",
     ]
     assert [shown.index(line) for line in order] == sorted(shown.index(line) for line in order)
-    assert "Parity gate passed" in shown and "stays with the service as tinker://run-1/sampler_weights/" in shown
+    assert (
+        "Parity gate passed" in shown
+        and "stays with the service as tinker://run-1/sampler_weights/" in shown
+    )
     assert [record.loss_is_placeholder for record in run.metrics()] == [False] * 4
-    resumed = train(tinker_config(tmp_path / "run", resume={"from": str(tmp_path / "run")}, training={"max_steps": 6}))
+    resumed = train(
+        tinker_config(
+            tmp_path / "run", resume={"from": str(tmp_path / "run")}, training={"max_steps": 6}
+        )
+    )
     assert "Creating training client from tinker://run-1/weights/" in capsys.readouterr().out
     assert [record.step for record in resumed.metrics()] == list(range(6))
     assert (
         double.keys == [KEY, KEY]
-        and KEY not in (tmp_path / "run/config.toml").read_text() + (tmp_path / "run/environment.json").read_text()
+        and KEY
+        not in (tmp_path / "run/config.toml").read_text()
+        + (tmp_path / "run/environment.json").read_text()
     )
 
 
@@ -414,7 +592,10 @@ def test_a_state_is_restored_with_its_optimizer_by_services_of_both_kinds(
 
 def test_a_campaign_makes_its_workers_share_a_throttle(double: Double, tmp_path: Path) -> None:
     sections = {
-        "campaign": {"seeds": [1, 2], "conditions": [{"advantage_mode": "grpo", "transform_mode": "none"}]},
+        "campaign": {
+            "seeds": [1, 2],
+            "conditions": [{"advantage_mode": "grpo", "transform_mode": "none"}],
+        },
         "training": {"max_steps": 1},
     }
     manifest = run_campaign(tinker_config(tmp_path / "campaign", **sections), quiet=True)
@@ -455,19 +636,36 @@ sys.exit(code)
 
 @pytest.mark.parametrize("campaign", [False, True])
 def test_neither_a_run_nor_a_campaign_imports_torch(tmp_path: Path, campaign: bool) -> None:
-    toml = '[backend]\nbackend = "tinker"\n[model]\nmodel = "lab"\n[data]\nsource = "lab"\n[reward]\ntype = "random"\n'
+    toml = (
+        '[backend]\nbackend = "tinker"\n[model]\nmodel = "lab"\n[data]\nsource ='
+        ' "lab"\n[reward]\ntype = "random"\n'
+    )
     toml += "[training]\nmax_steps = 2\n"
-    toml += "batch_size = 2\ngroup_size = 4\nmax_tokens = 8\n[evaluation]\nat_end = true\nmax_examples = 4\n"
     toml += (
-        '[campaign]\nseeds = [1]\nmax_steps = 1\nconditions = [{advantage_mode = "grpo", transform_mode = "none"}]\n[squeeze]\n' * campaign
+        "batch_size = 2\ngroup_size = 4\nmax_tokens = 8\n[evaluation]\nat_end = true\nmax_examples"
+        " = 4\n"
+    )
+    toml += (
+        '[campaign]\nseeds = [1]\nmax_steps = 1\nconditions = [{advantage_mode = "grpo",'
+        ' transform_mode = "none"}]\n[squeeze]\n' * campaign
     )
     (tmp_path / "run.toml").write_text(toml)
     environment = os.environ | {"TINKER_API_KEY": KEY, "PYTHONPATH": str(Path(__file__).parent)}
-    command = [sys.executable, "-c", BLOCKED, str(tmp_path / "run.toml"), "--log-dir", str(tmp_path / "logs")]
+    command = [
+        sys.executable,
+        "-c",
+        BLOCKED,
+        str(tmp_path / "run.toml"),
+        "--log-dir",
+        str(tmp_path / "logs"),
+    ]
     found = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert found.returncode == 0, found.stdout + found.stderr
     assert "Traceback" not in found.stderr and "PyTorch was not found" not in found.stderr
-    assert not campaign or "LoRA-Squeeze failed; the campaign continues: LoRA-Squeeze needs torch" in found.stdout
+    assert (
+        not campaign
+        or "LoRA-Squeeze failed; the campaign continues: LoRA-Squeeze needs torch" in found.stdout
+    )
 
 
 COMMANDS_WITHOUT_TORCH = """
@@ -480,8 +678,17 @@ print(json.dumps([main(command.split()) for command in sys.argv[1:]]))
 
 
 def test_a_command_that_needs_torch_says_where_it_is_to_be_had(tmp_path: Path) -> None:
-    (tmp_path / "lab.toml").write_text('[model]\nmodel = "lab"\n[data]\nsource = "lab"\n[training]\nmax_examples = 64\n')
-    commands = ["lab.toml", "explain lab.toml", "eval lab.toml", "serve vllm lab.toml", "inspect .", "backends"]
+    (tmp_path / "lab.toml").write_text(
+        '[model]\nmodel = "lab"\n[data]\nsource = "lab"\n[training]\nmax_examples = 64\n'
+    )
+    commands = [
+        "lab.toml",
+        "explain lab.toml",
+        "eval lab.toml",
+        "serve vllm lab.toml",
+        "inspect .",
+        "backends",
+    ]
     command = [sys.executable, "-c", COMMANDS_WITHOUT_TORCH, *commands]
     found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert json.loads(found.stdout.splitlines()[-1]) == [3, 3, 3, 3, 3, 0], found.stderr
@@ -490,28 +697,41 @@ def test_a_command_that_needs_torch_says_where_it_is_to_be_had(tmp_path: Path) -
     assert "Traceback" not in found.stderr and "bug" not in found.stderr
 
 
-# -- configurations ------------------------------------------------------------------------------------------------------
+# -- configurations --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["minimal_tinker", "campaign"])
 def test_the_blocks_of_the_guide_start_as_they_are(name: str) -> None:
     from retrain.backends.declared import incapable
 
-    config = config_from_toml((Path(__file__).parent / f"data/config_blocks/{name}.toml").read_text())
+    config = config_from_toml(
+        (Path(__file__).parent / f"data/config_blocks/{name}.toml").read_text()
+    )
     assert config.backend.backend == "tinker" and config.training.temperature == 1.0
     assert incapable(config) == []
 
 
 def test_options_belong_to_their_backend() -> None:
     unused = unused_keys(config_from_mapping({"backend": {"options": {"loss_reduction": "mean"}}}))
-    assert unused == ['[backend.options] loss_reduction = "mean" is unused here: it is an option of tinker, and backend is "local".']
+    assert unused == [
+        (
+            '[backend.options] loss_reduction = "mean" is unused here: it is an option of tinker, and'
+            ' backend is "local".'
+        )
+    ]
 
 
 @pytest.mark.parametrize("command", [[], ["explain"]])
 def test_a_file_of_every_default_is_refused_for_its_temperature(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str], double: Double
 ) -> None:
-    every_key = config_from_mapping({"model": {"model": "lab"}, "data": {"source": "lab"}, "logging": {"log_dir": str(tmp_path / "run")}})
+    every_key = config_from_mapping(
+        {
+            "model": {"model": "lab"},
+            "data": {"source": "lab"},
+            "logging": {"log_dir": str(tmp_path / "run")},
+        }
+    )
     (tmp_path / "all.toml").write_text(dump_toml(every_key))
     assert main([*command, str(tmp_path / "all.toml"), "--backend", "tinker"]) == 2
     said = "".join(capsys.readouterr())
@@ -522,11 +742,14 @@ def test_a_file_of_every_default_is_refused_for_its_temperature(
 
 
 def test_the_temperature_is_said_and_is_one() -> None:
-    assert any("sampled and trained at temperature 1" in line for line in notes(config_from_mapping(TINKER)))
+    assert any(
+        "sampled and trained at temperature 1" in line
+        for line in notes(config_from_mapping(TINKER))
+    )
     assert config_from_mapping({}).training.temperature == 0.7
 
 
-# -- adapters ------------------------------------------------------------------------------------------------------------
+# -- adapters --------------------------------------------------------------------------------------
 
 
 def tar(**files: bytes) -> bytes:
@@ -540,7 +763,9 @@ def tar(**files: bytes) -> bytes:
 
 
 @contextmanager
-def archive_server(status: int, body: bytes, redirect: str = "") -> Iterator[tuple[str, list[str | None]]]:
+def archive_server(
+    status: int, body: bytes, redirect: str = ""
+) -> Iterator[tuple[str, list[str | None]]]:
     keys: list[str | None] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -561,26 +786,51 @@ def archive_server(status: int, body: bytes, redirect: str = "") -> Iterator[tup
     server.server_close()
 
 
-def test_an_archive_becomes_a_peft_folder_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_archive_becomes_a_peft_folder_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TINKER_API_KEY", KEY)
-    factors = {f"base_model.model.model.layers.0.{name}.lora_{part}.weight": np.zeros((2, 2)) for name in ("mlp.up", "q") for part in "AB"}
+    factors = {
+        f"base_model.model.model.layers.0.{name}.lora_{part}.weight": np.zeros((2, 2))
+        for name in ("mlp.up", "q")
+        for part in "AB"
+    }
     weights = safetensors.numpy.save(factors)
-    packed = tar(adapter_config__json=b'{"target_modules": null}', adapter_model__safetensors=weights, **{"../../escaped": b"no"})
+    packed = tar(
+        adapter_config__json=b'{"target_modules": null}',
+        adapter_model__safetensors=weights,
+        **{"../../escaped": b"no"},
+    )
     with archive_server(200, packed) as (store, store_keys):
         elsewhere = store.replace("127.0.0.1", "localhost")
         with archive_server(302, b"", redirect=elsewhere) as (url, keys):
             archive.download_adapter(url, "tinker://run/sampler_weights/name", tmp_path / ".", 10)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
     assert keys == [KEY] and store_keys == [None]
-    assert json.loads((tmp_path / "adapter_config.json").read_text()) == {"target_modules": ["q", "up"]}
+    assert json.loads((tmp_path / "adapter_config.json").read_text()) == {
+        "target_modules": ["q", "up"]
+    }
 
 
 @pytest.mark.parametrize(
     ("status", "body", "words"),
-    [(404, b"", "offers no archive of the adapter"), (200, b"no tar", "holds no adapter"), (200, tar(a=b""), "holds no adapter")],
-    ids=["refused", "no archive", "an archive of something else"],  # an archive holds the time of its making
+    [
+        (404, b"", "offers no archive of the adapter"),
+        (200, b"no tar", "holds no adapter"),
+        (200, tar(a=b""), "holds no adapter"),
+    ],
+    ids=[
+        "refused",
+        "no archive",
+        "an archive of something else",
+    ],  # an archive holds the time of its making
 )
-def test_a_service_without_an_archive_gives_a_sentence(tmp_path: Path, status: int, body: bytes, words: str) -> None:
+def test_a_service_without_an_archive_gives_a_sentence(
+    tmp_path: Path, status: int, body: bytes, words: str
+) -> None:
     with archive_server(status, body) as (url, _), pytest.raises(EnvironmentFailure, match=words):
         archive.download_adapter(url, "tinker://run/name", tmp_path, 10)
 
@@ -604,7 +854,10 @@ def odd_tar(kind: bytes, name: str = "adapter_config.json", size: int = 0) -> by
         (tar(**{f"{number}": b"" for number in range(1001)}), "more than 1000 files"),
         (tar(adapter_config__json=b"{}")[:-40] + bytes(32), "holds no adapter"),
         (odd_tar(tarfile.REGTYPE, "other", size=1 << 40), "other has 1099511627776 bytes"),
-        (tar(adapter_config__json=b"[" * 100_000, adapter_model__safetensors=b""), "RecursionError"),
+        (
+            tar(adapter_config__json=b"[" * 100_000, adapter_model__safetensors=b""),
+            "RecursionError",
+        ),
         (tar(adapter_config__json=b"[]", adapter_model__safetensors=b""), "holds no object"),
     ],
     ids=[
@@ -621,18 +874,31 @@ def odd_tar(kind: bytes, name: str = "adapter_config.json", size: int = 0) -> by
         "list",
     ],
 )
-def test_an_archive_that_is_hostile_writes_nothing_outside_and_is_one_sentence(tmp_path: Path, body: bytes, words: str) -> None:
+def test_an_archive_that_is_hostile_writes_nothing_outside_and_is_one_sentence(
+    tmp_path: Path, body: bytes, words: str
+) -> None:
     (tmp_path / "folder").mkdir()
-    with archive_server(200, body) as (url, _), pytest.raises(EnvironmentFailure, match=words) as caught:
+    with (
+        archive_server(200, body) as (url, _),
+        pytest.raises(EnvironmentFailure, match=words) as caught,
+    ):
         archive.download_adapter(url, "tinker://run/name", tmp_path / "folder", 10)
     assert "holds no adapter" in str(caught.value) and "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
-    assert {path.name for path in (tmp_path / "folder").iterdir()} <= {"adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in (tmp_path / "folder").iterdir()} <= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
 
 
-def test_an_archive_without_end_and_a_path_upwards_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_archive_without_end_and_a_path_upwards_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(archive, "_MOST_BYTES", 1000)
-    with archive_server(200, bytes(5000)) as (url, _), pytest.raises(EnvironmentFailure, match="more than any adapter"):
+    with (
+        archive_server(200, bytes(5000)) as (url, _),
+        pytest.raises(EnvironmentFailure, match="more than any adapter"),
+    ):
         archive.download_adapter(url, "tinker://run/name", tmp_path, 10)
     with pytest.raises(EnvironmentFailure, match="is not a path of a Tinker service"):
         archive.download_adapter("http://127.0.0.1:1", "tinker://../name", tmp_path, 10)
@@ -641,17 +907,46 @@ def test_an_archive_without_end_and_a_path_upwards_are_refused(tmp_path: Path, m
 def test_metrics_of_a_run_are_written(double: Double, tmp_path: Path) -> None:
     train(tinker_config(tmp_path / "run", training={"max_steps": 2}), quiet=True)
     for line in lines(tmp_path / "run/metrics.jsonl"):
-        assert line["loss"] is not None and line["grad_norm"] is not None and abs(line["ratio_mean"] - 1) < 1e-5
+        assert (
+            line["loss"] is not None
+            and line["grad_norm"] is not None
+            and abs(line["ratio_mean"] - 1) < 1e-5
+        )
 
 
-def test_a_path_of_the_service_is_squeezed_after_a_download(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_of_the_service_is_squeezed_after_a_download(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from retrain.cli.main import main
 
     local = train(small(tmp_path / "local"), quiet=True).adapter
-    packed = tar(**{name.replace(".", "__"): (local / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")})
-    (tmp_path / "squeeze.toml").write_text('[squeeze]\nadapter_path = "tinker://run/sampler_weights/name"\n')
-    for status, code, words in ((200, 0, "Recommended rank: "), (404, 3, "this service offers no archive of the adapter")):
+    packed = tar(
+        **{
+            name.replace(".", "__"): (local / name).read_bytes()
+            for name in ("adapter_config.json", "adapter_model.safetensors")
+        }
+    )
+    (tmp_path / "squeeze.toml").write_text(
+        '[squeeze]\nadapter_path = "tinker://run/sampler_weights/name"\n'
+    )
+    for status, code, words in (
+        (200, 0, "Recommended rank: "),
+        (404, 3, "this service offers no archive of the adapter"),
+    ):
         with archive_server(status, packed) as (url, _):
-            assert main([str(tmp_path / "squeeze.toml"), "--base-url", url, "--log-dir", str(tmp_path / "logs/train")]) == code
+            assert (
+                main(
+                    [
+                        str(tmp_path / "squeeze.toml"),
+                        "--base-url",
+                        url,
+                        "--log-dir",
+                        str(tmp_path / "logs/train"),
+                    ]
+                )
+                == code
+            )
         shown = capsys.readouterr()
-        assert words in shown.out + shown.err and "base_url" not in shown.out.replace("model.base_url = ", "")
+        assert words in shown.out + shown.err and "base_url" not in shown.out.replace(
+            "model.base_url = ", ""
+        )

@@ -19,7 +19,11 @@ EXAMPLE = Example("What is 12+30?", "42", example_id="one")
 
 
 def conversation(*turns: tuple[str, str]) -> Example:
-    return Example([ChatMessage(role=role, content=content) for role, content in turns], "42", example_id="talk")
+    return Example(
+        [ChatMessage(role=role, content=content) for role, content in turns],
+        "42",
+        example_id="talk",
+    )
 
 
 def data(**keys) -> Data:
@@ -37,8 +41,13 @@ def test_a_text_prompt_becomes_one_user_message_and_ends_where_the_assistant_beg
 def test_the_ids_are_those_of_the_chat_template():
     tokenizer = byte_level()
     _, ids = render_prompt(tokenizer, EXAMPLE, data(system_prompt="Be brief."))
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": EXAMPLE.prompt}]
-    own = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": EXAMPLE.prompt},
+    ]
+    own = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
     assert ids.tolist() == own
     assert ids.dtype == "int32"
 
@@ -51,7 +60,11 @@ def test_math_and_gsm8k_prompts_end_with_the_box_instruction(source):
 
 
 def test_a_template_that_was_set_replaces_the_instruction_and_keeps_other_braces():
-    text, _ = render_prompt(byte_level(), EXAMPLE, data(source="math", prompt_template=r"Q: {prompt} Answer in \boxed{}"))
+    text, _ = render_prompt(
+        byte_level(),
+        EXAMPLE,
+        data(source="math", prompt_template=r"Q: {prompt} Answer in \boxed{}"),
+    )
     assert r"user" + "\n" + r"Q: What is 12+30? Answer in \boxed{}<|im_end|>" in text
     assert "Reason step" not in text
 
@@ -62,7 +75,9 @@ def test_a_bare_template_leaves_the_prompt_as_it_is():
 
 
 def test_a_prompt_with_the_placeholder_in_it_is_not_expanded():
-    text, _ = render_prompt(byte_level(), Example("say {prompt}", "x"), data(prompt_template="<{prompt}>"))
+    text, _ = render_prompt(
+        byte_level(), Example("say {prompt}", "x"), data(prompt_template="<{prompt}>")
+    )
     assert "<say {prompt}>" in text
 
 
@@ -81,18 +96,25 @@ def test_an_examples_own_system_message_wins():
 
 
 def test_chat_template_args_reach_the_template():
-    text, _ = render_prompt(byte_level(), EXAMPLE, data(chat_template_args={"enable_thinking": False}))
+    text, _ = render_prompt(
+        byte_level(), EXAMPLE, data(chat_template_args={"enable_thinking": False})
+    )
     assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
 def test_an_argument_that_retrain_sets_itself_is_refused():
     with pytest.raises(ConfigurationError, match="add_generation_prompt is set by retrain"):
-        render_prompt(byte_level(), EXAMPLE, data(chat_template_args={"add_generation_prompt": False}))
+        render_prompt(
+            byte_level(), EXAMPLE, data(chat_template_args={"add_generation_prompt": False})
+        )
 
 
 def test_a_chat_template_that_refuses_a_role_is_named_in_one_sentence():
     tokenizer = deepcopy(byte_level())
-    tokenizer.chat_template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    tokenizer.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported')"
+        " }}{% endif %}"
+    )
     with pytest.raises(ConfigurationError, match="roles system, user: System role not supported"):
         render_prompt(tokenizer, EXAMPLE, data(system_prompt="Be brief."))
 
@@ -105,7 +127,9 @@ def test_without_a_chat_template_a_prompt_is_plain_text():
 
 def test_without_a_chat_template_a_conversation_is_refused():
     with pytest.raises(ConfigurationError, match="has no chat template"):
-        render_prompt(characters(), conversation(("user", "a"), ("assistant", "b"), ("user", "c")), data())
+        render_prompt(
+            characters(), conversation(("user", "a"), ("assistant", "b"), ("user", "c")), data()
+        )
 
 
 def test_a_plain_prompt_gets_one_bos_and_no_eos():
@@ -119,7 +143,9 @@ def test_a_plain_prompt_gets_one_bos_and_no_eos():
 
 def test_a_template_that_writes_bos_does_not_get_a_second_one():
     tokenizer = deepcopy(sentencepiece())
-    tokenizer.chat_template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    )
     _, ids = render_prompt(tokenizer, EXAMPLE, data())
     assert ids.tolist().count(tokenizer.bos_token_id) == 1
     assert tokenizer.eos_token_id not in ids
@@ -136,16 +162,22 @@ def test_a_template_without_bos_gets_none():
 
 
 def test_every_end_token_is_found_once():
-    tokenizer = byte_level(eos="<|endoftext|>")  # a base model's EOS: the template ends turns with another token
+    tokenizer = byte_level(
+        eos="<|endoftext|>"
+    )  # a base model's EOS: the template ends turns with another token
     end, turn = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
     assert eos_token_ids(tokenizer) == tuple(sorted((end, turn)))
     config = LlamaConfig(eos_token_id=7)
-    assert eos_token_ids(tokenizer, config, GenerationConfig(eos_token_id=[turn, 9])) == tuple(sorted({end, turn, 7, 9}))
+    assert eos_token_ids(tokenizer, config, GenerationConfig(eos_token_id=[turn, 9])) == tuple(
+        sorted({end, turn, 7, 9})
+    )
 
 
 def test_a_turn_that_ends_with_ordinary_text_adds_no_end_token():
     tokenizer = deepcopy(byte_level())
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} The{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message['content'] }} The{% endfor %}"
+    )
     assert eos_token_ids(tokenizer) == (tokenizer.eos_token_id,)
 
 
@@ -161,14 +193,18 @@ def test_a_model_without_any_end_token_is_refused():
 
 def test_the_text_side_of_a_folder_needs_no_weights(tmp_path):
     byte_level().save_pretrained(tmp_path)
-    LlamaConfig(vocab_size=512, max_position_embeddings=128, eos_token_id=2).save_pretrained(tmp_path)
+    LlamaConfig(vocab_size=512, max_position_embeddings=128, eos_token_id=2).save_pretrained(
+        tmp_path
+    )
     text = load_text_model(Model(model=str(tmp_path)))
     assert (len(text.vocabulary), text.context, text.eos_ids) == (512, 128, (2,))
     assert text.tokenizer("Let me")["input_ids"] == byte_level()("Let me")["input_ids"]
 
 
 def test_a_missing_folder_is_one_sentence(tmp_path):
-    with pytest.raises(EnvironmentFailure, match=r'is not a folder on this machine; name one, .* or "lab"') as failure:
+    with pytest.raises(
+        EnvironmentFailure, match=r'is not a folder on this machine; name one, .* or "lab"'
+    ) as failure:
         load_tokenizer(str(tmp_path / "nothing"))
     assert "\n" not in str(failure.value)
 
@@ -195,9 +231,19 @@ assert is_offline_mode(), "the next user of the hub would wait again"
 
 
 def test_an_unreachable_hub_fails_within_seconds_and_says_what_works_offline(tmp_path):
-    environment = {"PATH": "", "HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}  # a port that nothing listens on
+    environment = {
+        "PATH": "",
+        "HOME": str(tmp_path),
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+    }  # a port that nothing listens on
     start = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", OFFLINE], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", OFFLINE],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     assert "the hub (http://127.0.0.1:9) could not be reached" in done.stdout
     assert 'model = "lab"' in done.stdout

@@ -1,4 +1,6 @@
-"""What tokens contribute to a text: pieces, their concatenation, and agreement with the tokenizer's own decoder."""
+"""What tokens contribute to a text: pieces, their concatenation, and agreement with the tokenizer's
+own decoder.
+"""
 
 import time
 
@@ -42,7 +44,9 @@ def test_byte_level_text_is_the_tokenizers_own_even_for_broken_utf8(ids):
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_text_is_the_tokenizers_own_but_for_the_first_space(kind, data):
-    ids = data.draw(st.lists(st.integers(min_value=0, max_value=len(TABLES[kind]) - 1), max_size=40))
+    ids = data.draw(
+        st.lists(st.integers(min_value=0, max_value=len(TABLES[kind]) - 1), max_size=40)
+    )
     own = decode(KINDS[kind](), ids)
     assert TABLES[kind].text(ids) in (own, f" {own}")
 
@@ -81,7 +85,12 @@ def test_a_special_token_inside_a_code_point_does_not_break_it():
     tokenizer = byte_level()
     ids = tokenizer("龍", add_special_tokens=False)["input_ids"]
     assert len(ids) == 3
-    assert TABLES["byte_level"].pieces([ids[0], tokenizer.eos_token_id, *ids[1:]]) == ["", "", "", "龍"]
+    assert TABLES["byte_level"].pieces([ids[0], tokenizer.eos_token_id, *ids[1:]]) == [
+        "",
+        "",
+        "",
+        "龍",
+    ]
 
 
 def test_a_code_point_left_open_stands_in_the_last_token_that_wrote_a_byte():
@@ -92,13 +101,21 @@ def test_a_code_point_left_open_stands_in_the_last_token_that_wrote_a_byte():
 
 def test_special_tokens_are_empty_and_added_ones_are_not():
     tokenizer = byte_level()
-    ids = tokenizer("<|im_start|>a<think>two words<|im_end|>", add_special_tokens=False)["input_ids"]
+    ids = tokenizer("<|im_start|>a<think>two words<|im_end|>", add_special_tokens=False)[
+        "input_ids"
+    ]
     assert TABLES["byte_level"].pieces(ids) == ["", "a", "<think>", "two words", ""]
 
 
 def test_words_without_a_decoder_are_joined_with_spaces():
     ids = words()("let me check 42", add_special_tokens=False)["input_ids"]
-    assert TABLES["words"].pieces([words().eos_token_id, *ids]) == ["", "let", " me", " check", " 42"]
+    assert TABLES["words"].pieces([words().eos_token_id, *ids]) == [
+        "",
+        "let",
+        " me",
+        " check",
+        " 42",
+    ]
 
 
 def test_a_decoder_that_is_not_read_is_asked_what_each_token_adds():
@@ -117,4 +134,6 @@ def test_pieces_take_a_million_tokens_in_a_few_seconds():
     ids = np.array((byte_level()("".join(LINES))["input_ids"] * 10_000)[:1_000_000], dtype=np.int32)
     start = time.process_time()
     assert len(TABLES["byte_level"].pieces(ids)) == len(ids)
-    assert time.process_time() - start < 5  # measured: 0.6 s; the bound only catches a decoder called token by token
+    assert (
+        time.process_time() - start < 5
+    )  # measured: 0.6 s; the bound only catches a decoder called token by token

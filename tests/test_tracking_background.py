@@ -1,4 +1,6 @@
-"""A tracker that raises or hangs: the run goes on at its own pace, and the person at the screen is told once."""
+"""A tracker that raises or hangs: the run goes on at its own pace, and the person at the screen is
+told once.
+"""
 
 import threading
 import time
@@ -26,7 +28,9 @@ class Recorder(ExternalTracker):
     """Keeps the steps that it is told, after `hindrance` has let it."""
 
     def __init__(self, folder: Path, hindrance: Callable[[], object] = lambda: None) -> None:
-        super().__init__(ExternalSettings(TrainConfig(), RunFolder(folder), "grpo+none", Redactor({}), {}, 0))
+        super().__init__(
+            ExternalSettings(TrainConfig(), RunFolder(folder), "grpo+none", Redactor({}), {}, 0)
+        )
         self.hindrance = hindrance
         self.steps: list[int] = []
         self.closed = 0
@@ -83,8 +87,8 @@ def test_a_tracker_that_raises_is_said_once_and_closed(tmp_path: Path) -> None:
     assert sink.closed == 1
     assert said == [
         (
-            "recorder failed and receives nothing more from this run (ZeroDivisionError: no such server); "
-            f"the run continues, and {tmp_path} holds all of it."
+            "recorder failed and receives nothing more from this run (ZeroDivisionError: no such"
+            f" server); the run continues, and {tmp_path} holds all of it."
         )
     ]
 
@@ -102,7 +106,10 @@ def test_a_tracker_that_hangs_takes_no_time_and_no_more_memory_than_its_queue(
     assert time.monotonic() - began < 30, "the tracker hangs for ever"
     assert tracker._events.qsize() <= 11 and sink.steps == []
     assert said == [
-        f"recorder is 10 events behind and drops new ones until it catches up; the run continues, and {tmp_path} holds all of it."
+        (
+            "recorder is 10 events behind and drops new ones until it catches up; the run continues,"
+            f" and {tmp_path} holds all of it."
+        )
     ]
 
 
@@ -115,7 +122,9 @@ def test_the_end_of_a_run_waits_for_a_tracker_no_longer_than_its_patience(
     began = time.monotonic()
     tracker.close()
     assert 0.1 < time.monotonic() - began < 30
-    assert [line.partition(";")[0] for line in said] == ["recorder did not end within 0.2 s and is abandoned"]
+    assert [line.partition(";")[0] for line in said] == [
+        "recorder did not end within 0.2 s and is abandoned"
+    ]
 
 
 def test_a_tracker_that_was_never_started_is_closed_at_once(tmp_path: Path) -> None:
@@ -126,7 +135,11 @@ def test_a_tracker_that_was_never_started_is_closed_at_once(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", ["raises", "hangs"])
 def test_a_run_does_not_notice_what_becomes_of_its_tracker(
-    kind: str, tmp_path: Path, never: threading.Event, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: str,
+    tmp_path: Path,
+    never: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def init(**settings: Any) -> None:
         never.wait() if kind == "hangs" else fail()

@@ -22,7 +22,8 @@ from retrain.tracking.base import GroupScored, Progress
 from retrain.tracking.console import Console, evaluation_line, group_line, step_line, summary_lines
 
 STEP = StepRecord(
-    step=0, condition="maxrl+gtpo_sepa", loss=-0.0012, mean_reward=0.1875, correct_rate=0.1875, num_datums=16, batch_size=4,
+    step=0, condition="maxrl+gtpo_sepa", loss=-0.0012, mean_reward=0.1875, correct_rate=0.1875,
+    num_datums=16, batch_size=4,
     group_size=8, sepa_lambda=0.0, step_time_s=45.24,
 )  # fmt: skip
 
@@ -40,16 +41,29 @@ def problem(samples: int, correct: int, could_not_judge: int = 0) -> EvaluationR
     return EvaluationRecord(0, "a", "t", samples, correct, could_not_judge, 0.5)
 
 
-def console(out: io.StringIO, error: io.StringIO | None = None, *, quiet: bool = False, clock: Any = None) -> Console:
+def console(
+    out: io.StringIO, error: io.StringIO | None = None, *, quiet: bool = False, clock: Any = None
+) -> Console:
     arguments = {"clock": clock} if clock else {}
-    return Console(quiet=quiet, redactor=Redactor({"MY_TOKEN": "s3cr3t-value"}), out=out, error=error or io.StringIO(), **arguments)
+    return Console(
+        quiet=quiet,
+        redactor=Redactor({"MY_TOKEN": "s3cr3t-value"}),
+        out=out,
+        error=error or io.StringIO(),
+        **arguments,
+    )
 
 
 def test_lines_are_those_of_the_documentation() -> None:
     assert group_line(GroupScored(3, 8, "120")) == "  group: 3/8 correct | answer=120"
-    assert group_line(GroupScored(0, 8, r"\frac{1}{4}")) == r"  group: 0/8 correct | answer=\frac{1}{4}"
-    assert step_line(STEP) == (
-        "Step 0 [maxrl+gtpo_sepa] | loss=-0.0012 | reward=0.188 | correct=18.8% | datums=16 | bs=4 | gs=8 | sepa_l=0.0000 | time=45.2s"
+    assert (
+        group_line(GroupScored(0, 8, r"\frac{1}{4}"))
+        == r"  group: 0/8 correct | answer=\frac{1}{4}"
+    )
+    assert (
+        step_line(STEP)
+        == "Step 0 [maxrl+gtpo_sepa] | loss=-0.0012 | reward=0.188 | correct=18.8% | datums=16 |"
+        " bs=4 | gs=8 | sepa_l=0.0000 | time=45.2s"
     )
 
 
@@ -65,15 +79,18 @@ def test_what_is_absent_is_a_dash_and_no_zero() -> None:
 
 def test_evaluation_line_shows_the_interval_and_what_could_not_be_judged() -> None:
     line = evaluation_line(evaluation(20, problem(4, 2, could_not_judge=1), problem(4, 1)))
-    assert line == (
-        "Evaluation at step 20 | pass@1=37.5% [0.0%, 100.0%] | pass@4=100.0% [15.8%, 100.0%] | problems=2 | samples=8 | could_not_judge=1"
-        " | time=3.2s"
+    assert (
+        line
+        == "Evaluation at step 20 | pass@1=37.5% [0.0%, 100.0%] | pass@4=100.0% [15.8%, 100.0%] |"
+        " problems=2 | samples=8 | could_not_judge=1 | time=3.2s"
     )
 
 
 def test_the_end_compares_before_and_after() -> None:
     before, after = evaluation(0, problem(100, 37)), evaluation(70, problem(10, 8))
-    summary = RunSummary("done", "a+b", 0, 70, 140.0, 1234567, before, after, STEP, "checkpoints/final")
+    summary = RunSummary(
+        "done", "a+b", 0, 70, 140.0, 1234567, before, after, STEP, "checkpoints/final"
+    )
     text = "\n".join(summary_lines(summary, Path("logs/lab")))
     assert "70 steps" in text and "1,234,567 tokens" in text
     assert re.search(r"pass@1=37\.0%.* -> pass@1=80\.0%", text)
@@ -141,7 +158,10 @@ def test_a_full_disk_under_standard_output_is_not_taken_for_the_runs() -> None:
         def write(self, text: str) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(EnvironmentFailure, match="Standard output or error cannot be written"), writing_to(Path("run"), "start it again"):
+    with (
+        pytest.raises(EnvironmentFailure, match="Standard output or error cannot be written"),
+        writing_to(Path("run"), "start it again"),
+    ):
         console(Full()).message("a line")
 
 
@@ -175,4 +195,6 @@ def test_no_color_leaves_the_bar_without_colour(monkeypatch: Any) -> None:
     for done in range(5):
         sink.emit(Progress("sampling", done, 10))
     sink.close()
-    assert "sampling" in error.getvalue() and not re.search(r"\x1b\[[0-9;]*3[0-9]m", error.getvalue())
+    assert "sampling" in error.getvalue() and not re.search(
+        r"\x1b\[[0-9;]*3[0-9]m", error.getvalue()
+    )

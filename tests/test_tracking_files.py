@@ -1,4 +1,6 @@
-"""A run's files: lines that survive a crash, numbers that JSON cannot hold, secrets that never reach the disk."""
+"""A run's files: lines that survive a crash, numbers that JSON cannot hold, secrets that never
+reach the disk.
+"""
 
 import hashlib
 import json
@@ -33,14 +35,22 @@ surprisal_tau ratio_mean ess truncated_reward_mean nonfinite_updates time_sample
 step_time_s tokens_per_s peak_memory_gib""".split()  # noqa: SIM905
 
 JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
 
 
-def generation(step: int = 0, prompt_id: str = "p", sample: int = 0, completion: str = "") -> GenerationRecord:
-    return GenerationRecord(step, prompt_id, sample, "1+1=", completion, 1.0, "right", 0.5, "stop", 3)
+def generation(
+    step: int = 0, prompt_id: str = "p", sample: int = 0, completion: str = ""
+) -> GenerationRecord:
+    return GenerationRecord(
+        step, prompt_id, sample, "1+1=", completion, 1.0, "right", 0.5, "stop", 3
+    )
 
 
 def run_files(folder: Path, **logging: object) -> RunFiles:
@@ -59,7 +69,9 @@ def test_absent_is_null_and_never_zero() -> None:
 
 
 def test_step_record_reads_lines_of_other_versions() -> None:
-    record = StepRecord.from_json({"step": 3, "condition": "grpo+none", "loss": 0.5, "key_of_a_later_version": 1})
+    record = StepRecord.from_json(
+        {"step": 3, "condition": "grpo+none", "loss": 0.5, "key_of_a_later_version": 1}
+    )
     assert record == StepRecord(step=3, condition="grpo+none", loss=0.5)
 
 
@@ -71,8 +83,23 @@ def test_a_line_reads_back_as_it_was_written(record: dict[str, object]) -> None:
 
 
 def test_nonfinite_numbers_are_null_and_named() -> None:
-    line = json.loads(encode_line({"loss": math.nan, "grad_norm": np.float32(np.inf), "inner": [1.0, -math.inf], "ess": np.float32(0.5)}))
-    assert line == {"loss": None, "grad_norm": None, "inner": [1.0, None], "ess": 0.5, "nonfinite": ["loss", "grad_norm", "inner[1]"]}
+    line = json.loads(
+        encode_line(
+            {
+                "loss": math.nan,
+                "grad_norm": np.float32(np.inf),
+                "inner": [1.0, -math.inf],
+                "ess": np.float32(0.5),
+            }
+        )
+    )
+    assert line == {
+        "loss": None,
+        "grad_norm": None,
+        "inner": [1.0, None],
+        "ess": 0.5,
+        "nonfinite": ["loss", "grad_norm", "inner[1]"],
+    }
 
 
 def test_lone_surrogates_are_escaped() -> None:
@@ -110,7 +137,9 @@ def test_each_line_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     writes: list[bytes] = []
     real = os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, data: writes.append(data) or real(descriptor, data))
+    monkeypatch.setattr(
+        os, "write", lambda descriptor, data: writes.append(data) or real(descriptor, data)
+    )
     with JsonlWriter(tmp_path / "metrics.jsonl") as writer:
         writer.write({"text": "x" * 100_000})
         writer.write({"step": 1})
@@ -139,19 +168,29 @@ def test_resume_cuts_every_file_back_to_the_checkpoint(tmp_path: Path, sealed: b
     folder.cut_to(state, print)
     for path in (folder.metrics, folder.emergence_steps, folder.generations):
         assert steps_of(path) == [0, 1, 2, 3]
-    assert sorted(path.name for path in folder.tokens.iterdir()) == ["step_0.safetensors", "step_3.safetensors"]
-    asides = [path.with_name(f"{path.name}.aside") for path in (folder.metrics, folder.emergence_steps, folder.generations)]
+    assert sorted(path.name for path in folder.tokens.iterdir()) == [
+        "step_0.safetensors",
+        "step_3.safetensors",
+    ]
+    asides = [
+        path.with_name(f"{path.name}.aside")
+        for path in (folder.metrics, folder.emergence_steps, folder.generations)
+    ]
     assert [steps_of(path) for path in asides] == [[4, 5]] * 3
     folder.cut_to(state, print)
     again = run_files(tmp_path, generations_every=1)
     again.sync()
-    assert [steps_of(path) for path in asides] == [[4, 5]] * 3, "until a new row is on the disk, whatever is looked at before"
+    assert [steps_of(path) for path in asides] == [[4, 5]] * 3, (
+        "until a new row is on the disk, whatever is looked at before"
+    )
     again.emit(StepRecord(step=4, condition="grpo+none"))
     assert [path.exists() for path in asides] == [False, False, True]
     again.close()
 
 
-def test_what_a_run_without_a_checkpoint_has_made_is_kept_until_it_is_made_again(tmp_path: Path) -> None:
+def test_what_a_run_without_a_checkpoint_has_made_is_kept_until_it_is_made_again(
+    tmp_path: Path,
+) -> None:
     folder, files = RunFolder(tmp_path), run_files(tmp_path)
     files.emit(StepRecord(step=0, condition="grpo+none"))
     files.close()
@@ -163,14 +202,20 @@ def test_what_a_run_without_a_checkpoint_has_made_is_kept_until_it_is_made_again
 
 
 @pytest.mark.parametrize("sealed", [True, False], ids=["sealed with its files", "of 0.1.0"])
-def test_an_evaluation_that_was_cut_while_it_was_written_leaves_no_row(tmp_path: Path, sealed: bool) -> None:
-    """A checkpoint of step 4 that a signal asked for during its evaluation; the next session was killed while it wrote the rows."""
+def test_an_evaluation_that_was_cut_while_it_was_written_leaves_no_row(
+    tmp_path: Path, sealed: bool
+) -> None:
+    """A checkpoint of step 4 that a signal asked for during its evaluation; the next session was
+    killed while it wrote the rows.
+    """
     folder, files = RunFolder(tmp_path), run_files(tmp_path)
     files.emit(Evaluation(2, problems(step=2), ks=[1]))
     extents = files.sync()
     files.emit(Evaluation(4, problems(step=4), ks=[1]))
     files.close()
-    last = TrainerState(seed=0, config_hash="", step=4, last_evaluation=2, files=extents if sealed else {})
+    last = TrainerState(
+        seed=0, config_hash="", step=4, last_evaluation=2, files=extents if sealed else {}
+    )
     folder.cut_to(last, print)
     assert steps_of(folder.evaluation) == [2, 2]
 
@@ -179,14 +224,21 @@ def problems(step: int) -> list[EvaluationRecord]:
     return [EvaluationRecord(step, f"problem-{index}", "task", 1, 1, 0, 1.0) for index in range(2)]
 
 
-def test_a_checkpoint_of_an_earlier_version_whose_steps_lost_a_row_is_not_used(tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_earlier_version_whose_steps_lost_a_row_is_not_used(
+    tmp_path: Path,
+) -> None:
     with JsonlWriter(RunFolder(tmp_path).metrics) as writer:
         for step in (0, 2):
             writer.write({"step": step})
-    assert RunFolder(tmp_path).missing_rows(TrainerState(0, "", step=3)) == "metrics.jsonl has no line for step 1"
+    assert (
+        RunFolder(tmp_path).missing_rows(TrainerState(0, "", step=3))
+        == "metrics.jsonl has no line for step 1"
+    )
 
 
-def test_a_line_that_the_disk_refuses_is_written_whole_when_there_is_room(tmp_path: Path, small_files: None) -> None:
+def test_a_line_that_the_disk_refuses_is_written_whole_when_there_is_room(
+    tmp_path: Path, small_files: None
+) -> None:
     path = tmp_path / "metrics.jsonl"
     with JsonlWriter(path) as writer:
         writer.write({"step": 0})
@@ -234,14 +286,24 @@ def test_a_step_is_written_to_metrics_and_emergence(tmp_path: Path) -> None:
 def test_generations_follow_their_two_keys(tmp_path: Path) -> None:
     files = run_files(tmp_path, generations_every=2, generations_per_step=3)
     for step in range(4):
-        files.emit(Generations(step, [generation(step, prompt_id, sample) for prompt_id in "ab" for sample in range(4)]))
+        files.emit(
+            Generations(
+                step,
+                [generation(step, prompt_id, sample) for prompt_id in "ab" for sample in range(4)],
+            )
+        )
     files.close()
-    lines = [(line["step"], line["prompt_id"], line["sample"]) for line in read_jsonl(RunFolder(tmp_path).generations)]
+    lines = [
+        (line["step"], line["prompt_id"], line["sample"])
+        for line in read_jsonl(RunFolder(tmp_path).generations)
+    ]
     assert lines == [(step, *place) for step in (0, 2) for place in (("a", 0), ("b", 0), ("a", 1))]
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=12), st.integers(0, 15))
-def test_recorded_generations_cover_as_many_prompts_as_they_can(prompts: list[str], count: int) -> None:
+def test_recorded_generations_cover_as_many_prompts_as_they_can(
+    prompts: list[str], count: int
+) -> None:
     chosen = spread([generation(prompt_id=prompt) for prompt in prompts], count)
     assert len(chosen) == min(count, len(prompts))
     assert len({record.prompt_id for record in chosen}) == min(count, len(set(prompts)))
@@ -249,36 +311,52 @@ def test_recorded_generations_cover_as_many_prompts_as_they_can(prompts: list[st
 
 def test_no_file_of_a_run_holds_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = "0123456789abcdef"
-    monkeypatch.setattr("sys.argv", ["retrain", "--base-url", f"https://me:hunter22@host/?token={secret}"])
+    monkeypatch.setattr(
+        "sys.argv", ["retrain", "--base-url", f"https://me:hunter22@host/?token={secret}"]
+    )
     monkeypatch.chdir(tmp_path)
     files = run_files(tmp_path / "run", wandb_run_name=f"run-{secret}")
     files.emit(Started("cpu"))
-    files.emit(Generations(0, [generation(completion=f"the key is {secret} and hf_abcdefghijklmnopqrst")]))
+    files.emit(
+        Generations(0, [generation(completion=f"the key is {secret} and hf_abcdefghijklmnopqrst")])
+    )
     files.emit(StepRecord(step=0, condition="grpo+none"))
     files.emit(RunSummary("done", "grpo+none", 0, 1, 1.0, 10, None, None, None, f"/x/{secret}"))
     files.close()
-    written = {path.name: path.read_text() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    written = {
+        path.name: path.read_text() for path in (tmp_path / "run").rglob("*") if path.is_file()
+    }
     assert {"config.toml", "environment.json", "generations.jsonl", "summary.json"} <= set(written)
     for name, text in written.items():
         for leaked in (secret, "hunter22", "hf_abcdefghijklmnopqrst"):
             assert leaked not in text, name
 
 
-def test_environment_holds_versions_and_no_environment_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_holds_versions_and_no_environment_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SOME_ORDINARY_VARIABLE", "a-value-of-the-environment")
     monkeypatch.chdir(tmp_path)
     files = run_files(tmp_path / "run")
     files.emit(Started("cpu"))
     text = (tmp_path / "run" / "environment.json").read_text()
     environment = json.loads(text)
-    assert environment["packages"]["torch"].startswith("2.") and environment["device"] == "cpu" and environment["git"] is None
+    assert (
+        environment["packages"]["torch"].startswith("2.")
+        and environment["device"] == "cpu"
+        and environment["git"] is None
+    )
     assert "a-value-of-the-environment" not in text
     files.emit(Started("cpu"))
     assert len(json.loads((tmp_path / "run" / "environment.json").read_text())["resumed"]) == 1
 
 
 def test_token_tables_read_back_in_the_order_of_their_stages(tmp_path: Path) -> None:
-    stages = {"episode": np.ones(5, np.float32), "gtpo": np.full(5, 2, np.float32), "alpha": np.zeros(5, np.float32)}
+    stages = {
+        "episode": np.ones(5, np.float32),
+        "gtpo": np.full(5, 2, np.float32),
+        "alpha": np.zeros(5, np.float32),
+    }
     table = TokenTable(
         offsets=np.array([0, 2, 5]),
         slot=np.array([0, 0], np.int32),
@@ -291,7 +369,9 @@ def test_token_tables_read_back_in_the_order_of_their_stages(tmp_path: Path) -> 
     )
     write_tokens(tmp_path / "tokens" / "step_3.safetensors", table, 3)
     back = read_tokens(tmp_path / "tokens" / "step_3.safetensors")
-    assert list(back.advantages) == list(stages) and back.entropies is None and back.mask is not None
+    assert (
+        list(back.advantages) == list(stages) and back.entropies is None and back.mask is not None
+    )
     np.testing.assert_array_equal(back.mask, table.mask)
     np.testing.assert_array_equal(back.advantages["gtpo"], stages["gtpo"])
     assert [path.name for path in (tmp_path / "tokens").iterdir()] == ["step_3.safetensors"]

@@ -1,4 +1,6 @@
-"""Trackers outside of the run's folder: which ones, under which names, and what a missing extra says."""
+"""Trackers outside of the run's folder: which ones, under which names, and what a missing extra
+says.
+"""
 
 import sys
 from pathlib import Path
@@ -15,7 +17,14 @@ from retrain.tracking.base import Tracker, Trackers
 from retrain.tracking.build import tracker_names
 from retrain.tracking.external import import_extra, metric_name, metrics
 
-RECORD = StepRecord(step=4, condition="grpo+none", loss=0.5, exec_entropy_mean=1.0, bp_sigma=0.1, sepa_gate_open=True)
+RECORD = StepRecord(
+    step=4,
+    condition="grpo+none",
+    loss=0.5,
+    exec_entropy_mean=1.0,
+    bp_sigma=0.1,
+    sepa_gate_open=True,
+)
 
 
 def config(**logging: Any) -> TrainConfig:
@@ -49,11 +58,16 @@ def test_absent_numbers_are_not_logged() -> None:
 def test_a_wandb_project_switches_wandb_on() -> None:
     assert tracker_names(config().logging) == []
     assert tracker_names(config(wandb_project="p").logging) == ["wandb"]
-    assert tracker_names(config(wandb_project="p", trackers=["tensorboard", "wandb"]).logging) == ["tensorboard", "wandb"]
+    assert tracker_names(config(wandb_project="p", trackers=["tensorboard", "wandb"]).logging) == [
+        "tensorboard",
+        "wandb",
+    ]
 
 
 def test_a_missing_extra_is_one_sentence_that_names_it() -> None:
-    with pytest.raises(EnvironmentFailure, match=r"a_module.*not installed.*pip install .*\[trackio\]"):
+    with pytest.raises(
+        EnvironmentFailure, match=r"a_module.*not installed.*pip install .*\[trackio\]"
+    ):
         import_extra("a_module_that_nobody_has", "trackio")
 
 

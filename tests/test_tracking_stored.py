@@ -40,10 +40,17 @@ def completion(step: int, text: str) -> GenerationRecord:
     return GenerationRecord(step, "p", 0, "1+1=", text, 1.0, "right", 0.5, "stop", 3)
 
 
-def session(folder: Path, settings: TrainConfig, steps: Sequence[int], resumed: dict[str, str] | None = None) -> dict[str, str]:
+def session(
+    folder: Path, settings: TrainConfig, steps: Sequence[int], resumed: dict[str, str] | None = None
+) -> dict[str, str]:
     """One process's share of a run; returns what its checkpoint keeps."""
     tracker = build_tracker(
-        settings, RunFolder(folder), condition="grpo+none", quiet=True, resumed=resumed, first_step=steps[0] if resumed else 0
+        settings,
+        RunFolder(folder),
+        condition="grpo+none",
+        quiet=True,
+        resumed=resumed,
+        first_step=steps[0] if resumed else 0,
     )
     tracker.emit(Started("cpu"))
     state = tracker.state()
@@ -54,7 +61,7 @@ def session(folder: Path, settings: TrainConfig, steps: Sequence[int], resumed: 
     return tracker.state() | state
 
 
-# -- wandb ---------------------------------------------------------------------------------------------------------------
+# -- wandb -----------------------------------------------------------------------------------------
 
 
 def wandb_logs(folder: Path) -> list[Path]:
@@ -84,13 +91,29 @@ def wandb_rows(log: Path, key: str) -> list[list[Any]]:
 
 
 def test_a_run_in_wandb_holds_its_names_its_numbers_and_every_completion(tmp_path: Path) -> None:
-    logging = {"wandb_project": "sums", "wandb_group": "mine", "wandb_tags": f"first, {'x' * 80}", "generations_per_step": 2}
+    logging = {
+        "wandb_project": "sums",
+        "wandb_group": "mine",
+        "wandb_tags": f"first, {'x' * 80}",
+        "generations_per_step": 2,
+    }
     run = train(
-        small(tmp_path / "run", training={"max_steps": 3}, evaluation={"at_start": True, "max_examples": 2}, logging=logging), quiet=True
+        small(
+            tmp_path / "run",
+            training={"max_steps": 3},
+            evaluation={"at_start": True, "max_examples": 2},
+            logging=logging,
+        ),
+        quiet=True,
     )
     (log,) = wandb_logs(run.folder)
     seen = json.loads(wandb_read(log, "--summary"))
-    assert (seen["project"], seen["name"], seen["state"], seen["exit_code"]) == ("sums", "maxrl+none", "finished", 0)
+    assert (seen["project"], seen["name"], seen["state"], seen["exit_code"]) == (
+        "sums",
+        "maxrl+none",
+        "finished",
+        0,
+    )
     assert seen["tags"] == ["first", "x" * 64]
     assert seen["summary"]["status"] == "done" and seen["config"]["training"]["max_steps"] == 3
     assert '"run_group":"mine"' in wandb_read(log).replace(" ", "")
@@ -102,8 +125,13 @@ def test_a_run_in_wandb_holds_its_names_its_numbers_and_every_completion(tmp_pat
     assert {"train/entropy/exec_mean", "train/surprisal/exec_mean"} <= steps[0].keys()
     (evaluation,) = [item for item in history if "eval/pass@1" in item]
     assert evaluation["trainer/step"] == 0
-    stored = [[line[name] for name in ("step", "prompt_id", "completion")] for line in read_jsonl(RunFolder(run.folder).generations)]
-    assert [[row[0], row[1], row[4]] for row in wandb_rows(log, "completions")] == stored and len(stored) == 6
+    stored = [
+        [line[name] for name in ("step", "prompt_id", "completion")]
+        for line in read_jsonl(RunFolder(run.folder).generations)
+    ]
+    assert [[row[0], row[1], row[4]] for row in wandb_rows(log, "completions")] == stored and len(
+        stored
+    ) == 6
 
 
 def test_a_resumed_run_goes_on_in_the_same_wandb_run_and_replaces_no_table(tmp_path: Path) -> None:
@@ -113,17 +141,35 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run_and_replaces_no_table(tmp_p
     first, second = wandb_logs(tmp_path)
     run_id = state["wandb_run_id"]
     assert first.name == second.name == f"run-{run_id}.wandb"
-    assert [item["trainer/step"] for item in wandb_history(second) if "train/loss" in item] == [2, 3]
-    axes = [record["metric"] for line in wandb_read(second).splitlines() if (record := json.loads(line))["type"] == "metric"]
-    assert any(axis.get("glob_name") == "train/*" and axis.get("step_metric") == "trainer/step" for axis in axes)
+    assert [item["trainer/step"] for item in wandb_history(second) if "train/loss" in item] == [
+        2,
+        3,
+    ]
+    axes = [
+        record["metric"]
+        for line in wandb_read(second).splitlines()
+        if (record := json.loads(line))["type"] == "metric"
+    ]
+    assert any(
+        axis.get("glob_name") == "train/*" and axis.get("step_metric") == "trainer/step"
+        for axis in axes
+    )
     assert [row[0] for row in wandb_rows(first, "completions")] == [0, 1, 2]
     assert [row[0] for row in wandb_rows(second, "completions_from_step_2")] == [2, 3]
 
 
 def test_the_checkpoint_keeps_the_wandb_run_and_resume_uses_it(tmp_path: Path) -> None:
-    train(small(tmp_path / "run", training={"max_steps": 2}, logging={"wandb_project": "p"}), quiet=True)
     train(
-        small(tmp_path / "run", training={"max_steps": 3}, logging={"wandb_project": "p"}, resume={"from": str(tmp_path / "run")}),
+        small(tmp_path / "run", training={"max_steps": 2}, logging={"wandb_project": "p"}),
+        quiet=True,
+    )
+    train(
+        small(
+            tmp_path / "run",
+            training={"max_steps": 3},
+            logging={"wandb_project": "p"},
+            resume={"from": str(tmp_path / "run")},
+        ),
         quiet=True,
     )
     first, second = wandb_logs(tmp_path / "run")
@@ -133,17 +179,25 @@ def test_the_checkpoint_keeps_the_wandb_run_and_resume_uses_it(tmp_path: Path) -
 
 
 def test_a_table_grows_by_no_more_increments_than_wandb_shows(tmp_path: Path) -> None:
-    settings = TrainConfig.model_validate({"logging": {"wandb_project": "p"}, "training": {"max_steps": 250}})
+    settings = TrainConfig.model_validate(
+        {"logging": {"wandb_project": "p"}, "training": {"max_steps": 250}}
+    )
     session(tmp_path, settings, range(8))
     (log,) = wandb_logs(tmp_path)
-    assert sum("completions.path" in item for item in wandb_history(log)) == 3  # of 3, 3 and the last 2 steps
+    assert (
+        sum("completions.path" in item for item in wandb_history(log)) == 3
+    )  # of 3, 3 and the last 2 steps
     assert [row[0] for row in wandb_rows(log, "completions")] == list(range(8))
 
 
-# -- tensorboard ---------------------------------------------------------------------------------------------------------
+# -- tensorboard -----------------------------------------------------------------------------------
 
-needs_tensorboard = pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs the extra tensorboard")
-needs_trackio = pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="needs the extra trackio")
+needs_tensorboard = pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard") is None, reason="needs the extra tensorboard"
+)
+needs_trackio = pytest.mark.skipif(
+    importlib.util.find_spec("trackio") is None, reason="needs the extra trackio"
+)
 
 
 def events(folder: Path) -> Any:
@@ -160,13 +214,23 @@ def points(folder: Path, tag: str) -> list[tuple[int, float]]:
 def test_tensorboard_shows_the_metrics_the_evaluations_and_the_completions(tmp_path: Path) -> None:
     evaluation = {"every": 2, "max_examples": 2}
     run = train(
-        small(tmp_path / "run", training={"max_steps": 2}, evaluation=evaluation, logging={"trackers": ["tensorboard"]}), quiet=True
+        small(
+            tmp_path / "run",
+            training={"max_steps": 2},
+            evaluation=evaluation,
+            logging={"trackers": ["tensorboard"]},
+        ),
+        quiet=True,
     )
     folder = RunFolder(run.folder).tensorboard
     for tag in metrics(run.metrics()[0]):
-        assert points(folder, tag) == [(record.step, pytest.approx(metrics(record)[tag])) for record in run.metrics()]
+        assert points(folder, tag) == [
+            (record.step, pytest.approx(metrics(record)[tag])) for record in run.metrics()
+        ]
     after = run.summary.after
-    assert after is not None and points(folder / "eval", "eval/pass@1") == [(2, pytest.approx(after.pass_at[1]))]
+    assert after is not None and points(folder / "eval", "eval/pass@1") == [
+        (2, pytest.approx(after.pass_at[1]))
+    ]
     first, *_ = events(folder).Tensors("completions/text_summary")
     text = first.tensor_proto.string_val[0].decode()
     assert all(
@@ -177,11 +241,18 @@ def test_tensorboard_shows_the_metrics_the_evaluations_and_the_completions(tmp_p
 
 
 @needs_tensorboard
-def test_tensorboard_shows_a_step_that_was_made_again_once_and_keeps_the_evaluation_of_its_checkpoint(tmp_path: Path) -> None:
+def test_tensorboard_shows_a_step_that_was_made_again_once_and_keeps_the_evaluation_of_its_checkpoint(
+    tmp_path: Path,
+) -> None:
     for steps, resumed in (([0, 1, 2, 3], {}), ([2, 3, 4], {"first": "session"})):
         first = steps[0]
         tracker = build_tracker(
-            config("tensorboard"), RunFolder(tmp_path), condition="grpo+none", quiet=True, resumed=resumed, first_step=first
+            config("tensorboard"),
+            RunFolder(tmp_path),
+            condition="grpo+none",
+            quiet=True,
+            resumed=resumed,
+            first_step=first,
         )
         tracker.emit(Started("cpu"))
         for step in steps:
@@ -189,12 +260,26 @@ def test_tensorboard_shows_a_step_that_was_made_again_once_and_keeps_the_evaluat
                 tracker.emit(Evaluation(step, [EvaluationRecord(step, "a", "sums", 1, 1, 0, 1.0)]))
             tracker.emit(StepRecord(step=step, condition="grpo+none", loss=step / 2))
         tracker.close()
-        time.sleep(1.1)  # the library reads the files of a folder in the order of the seconds in their names
-    assert points(tmp_path / "tensorboard", "train/loss") == [(0, 0.0), (1, 0.5), (2, 1.0), (3, 1.5), (4, 2.0)]
-    assert [step for step, _ in points(tmp_path / "tensorboard" / "eval", "eval/pass@1")] == [0, 1, 2, 3, 4]
+        time.sleep(
+            1.1
+        )  # the library reads the files of a folder in the order of the seconds in their names
+    assert points(tmp_path / "tensorboard", "train/loss") == [
+        (0, 0.0),
+        (1, 0.5),
+        (2, 1.0),
+        (3, 1.5),
+        (4, 2.0),
+    ]
+    assert [step for step, _ in points(tmp_path / "tensorboard" / "eval", "eval/pass@1")] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
-# -- trackio -------------------------------------------------------------------------------------------------------------
+# -- trackio ---------------------------------------------------------------------------------------
 
 
 def trackio_read(project: str) -> dict[str, list[dict[str, Any]]]:
@@ -202,13 +287,30 @@ def trackio_read(project: str) -> dict[str, list[dict[str, Any]]]:
     from trackio import Api
     from trackio.sqlite_storage import SQLiteStorage
 
-    return {run.id: SQLiteStorage.get_logs(project, run.name, run_id=run.id) for run in Api().runs(project)}
+    return {
+        run.id: SQLiteStorage.get_logs(project, run.name, run_id=run.id)
+        for run in Api().runs(project)
+    }
 
 
 @needs_trackio
-def test_trackio_holds_the_numbers_and_the_completions_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    logging = {"trackers": ["trackio"], "wandb_project": "sums", "wandb_run_name": "first", "generations_per_step": 2}
-    run = train(small(tmp_path / "run", training={"max_steps": 2}, evaluation={"at_end": True, "max_examples": 2}, logging=logging))
+def test_trackio_holds_the_numbers_and_the_completions_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logging = {
+        "trackers": ["trackio"],
+        "wandb_project": "sums",
+        "wandb_run_name": "first",
+        "generations_per_step": 2,
+    }
+    run = train(
+        small(
+            tmp_path / "run",
+            training={"max_steps": 2},
+            evaluation={"at_end": True, "max_examples": 2},
+            logging=logging,
+        )
+    )
     (logged,) = trackio_read("sums").values()
     steps = [item for item in logged if "train/loss" in item]
     assert [item["step"] for item in steps] == [0, 1]
@@ -222,24 +324,35 @@ def test_trackio_holds_the_numbers_and_the_completions_of_a_run(tmp_path: Path, 
 
 
 @needs_trackio
-def test_a_resumed_run_goes_on_in_its_own_trackio_run_and_not_in_a_newer_one_of_the_same_name(tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_in_its_own_trackio_run_and_not_in_a_newer_one_of_the_same_name(
+    tmp_path: Path,
+) -> None:
     settings = config("trackio", wandb_project="p")
     state = session(tmp_path, settings, [0, 1])
     session(tmp_path, settings, [0, 1, 2])
     assert session(tmp_path, settings, [2], state) == state
-    assert {run: [item["step"] for item in logged if "train/loss" in item] for run, logged in trackio_read("p").items()}[
-        state["trackio_run_id"]
-    ] == [0, 1, 2]
+    assert {
+        run: [item["step"] for item in logged if "train/loss" in item]
+        for run, logged in trackio_read("p").items()
+    }[state["trackio_run_id"]] == [0, 1, 2]
 
 
-# -- all of them ---------------------------------------------------------------------------------------------------------
+# -- all of them -----------------------------------------------------------------------------------
 
 
 @needs_tensorboard
 @needs_trackio
-def test_a_squeeze_analysis_is_a_run_of_its_own_with_its_curve_over_the_rank(tmp_path: Path) -> None:
+def test_a_squeeze_analysis_is_a_run_of_its_own_with_its_curve_over_the_rank(
+    tmp_path: Path,
+) -> None:
     analysis = Analysis(
-        Path("adapter"), 4, 2, "mean", 0.95, (TableRow(1, 0.5, 0.25, 0.75, 0.5, 0.7), TableRow(2, 0.96, 0.9, 1.0, 0.97, 0.2)), ()
+        Path("adapter"),
+        4,
+        2,
+        "mean",
+        0.95,
+        (TableRow(1, 0.5, 0.25, 0.75, 0.5, 0.7), TableRow(2, 0.96, 0.9, 1.0, 0.97, 0.2)),
+        (),
     )
     settings = config("wandb", "trackio", "tensorboard", wandb_project="ranks", wandb_tags="mine")
     said: list[str] = []
@@ -248,21 +361,40 @@ def test_a_squeeze_analysis_is_a_run_of_its_own_with_its_curve_over_the_rank(tmp
     (log,) = wandb_logs(tmp_path)
     seen = json.loads(wandb_read(log, "--summary"))
     assert (seen["name"], seen["tags"], seen["exit_code"]) == ("squeeze-analysis", ["mine"], 0)
-    assert seen["summary"]["squeeze/recommended_rank"] == 2 and seen["summary"]["squeeze/threshold"] == 0.95
-    curve = [(item["squeeze/rank"], item["squeeze/variance_mean"]) for item in wandb_history(log) if "squeeze/variance_mean" in item]
+    assert (
+        seen["summary"]["squeeze/recommended_rank"] == 2
+        and seen["summary"]["squeeze/threshold"] == 0.95
+    )
+    curve = [
+        (item["squeeze/rank"], item["squeeze/variance_mean"])
+        for item in wandb_history(log)
+        if "squeeze/variance_mean" in item
+    ]
     assert curve == [(1, 0.5), (2, 0.96)]
-    assert wandb_rows(log, "squeeze/table") == [[1, 0.5, 0.25, 0.75, 0.5, 0.7], [2, 0.96, 0.9, 1.0, 0.97, 0.2]]
-    assert points(tmp_path / "tensorboard", "squeeze/variance_min") == [(1, 0.25), (2, pytest.approx(0.9))]
+    assert wandb_rows(log, "squeeze/table") == [
+        [1, 0.5, 0.25, 0.75, 0.5, 0.7],
+        [2, 0.96, 0.9, 1.0, 0.97, 0.2],
+    ]
+    assert points(tmp_path / "tensorboard", "squeeze/variance_min") == [
+        (1, 0.25),
+        (2, pytest.approx(0.9)),
+    ]
     (logged,) = trackio_read("ranks").values()
-    assert {item["step"]: item["squeeze/error"] for item in logged if "squeeze/error" in item} == {1: 0.7, 2: 0.2}
+    assert {item["step"]: item["squeeze/error"] for item in logged if "squeeze/error" in item} == {
+        1: 0.7,
+        2: 0.2,
+    }
 
 
 @needs_tensorboard
-def test_a_squeeze_job_sends_its_analysis_beside_the_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_squeeze_job_sends_its_analysis_beside_the_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = train(small(tmp_path / "logs" / "run", training={"max_steps": 1}), quiet=True)
     file = tmp_path / "squeeze.toml"
     file.write_text(
-        f'[squeeze]\nadapter_path = "{run.adapter}"\n[logging]\ntrackers = ["tensorboard"]\nlog_dir = "{tmp_path}/logs/train"\n'
+        f'[squeeze]\nadapter_path = "{run.adapter}"\n[logging]\ntrackers = ["tensorboard"]\nlog_dir'
+        f' = "{tmp_path}/logs/train"\n'
     )
     assert main([str(file)]) == 0
     assert "unused" not in capsys.readouterr().out
@@ -276,7 +408,16 @@ def test_a_squeeze_job_sends_its_analysis_beside_the_runs(tmp_path: Path, capsys
 def test_no_tracker_holds_a_secret(tmp_path: Path) -> None:
     hook = sys.excepthook
     session(
-        tmp_path, config("wandb", "trackio", "tensorboard", wandb_project=f"p-{SECRET}", wandb_group=SECRET, wandb_run_name=SECRET), [0]
+        tmp_path,
+        config(
+            "wandb",
+            "trackio",
+            "tensorboard",
+            wandb_project=f"p-{SECRET}",
+            wandb_group=SECRET,
+            wandb_run_name=SECRET,
+        ),
+        [0],
     )
     assert sys.excepthook is hook  # which masks tracebacks
     written = [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -1,4 +1,6 @@
-"""A wandb server that is not there, or never answers, beside the real library: the run is kept on disk, and its process ends in time."""
+"""A wandb server that is not there, or never answers, beside the real library: the run is kept on
+disk, and its process ends in time.
+"""
 
 import os
 import socket
@@ -52,13 +54,20 @@ for step in range(50):
     time.sleep(0.02)
 tracker.close()
 """,
-).replace("from retrain.records.run_folder", "from retrain.records.entries import StepRecord\nfrom retrain.records.run_folder")
+).replace(
+    "from retrain.records.run_folder",
+    "from retrain.records.entries import StepRecord\nfrom retrain.records.run_folder",
+)
 """One whose wandb service process is killed in the middle."""
 
 
 @pytest.fixture(params=["closed", "silent"])
-def server(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of a port that nobody listens on, or of one that takes every connection and never says a word."""
+def server(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """The address of a port that nobody listens on, or of one that takes every connection and never
+    says a word.
+    """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         if request.param == "silent":
@@ -74,7 +83,9 @@ def test_the_run_is_kept_on_disk_and_how_to_send_it_is_said_once(
     server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(retrain.tracking.wandb, "_INIT_S", 2.0)
-    tracker = build_tracker(config(wandb_project="p"), RunFolder(tmp_path / "run"), condition="grpo+none")
+    tracker = build_tracker(
+        config(wandb_project="p"), RunFolder(tmp_path / "run"), condition="grpo+none"
+    )
     (tmp_path / "run").mkdir()
     began = time.monotonic()
     tracker.emit(Started("cpu"))
@@ -86,7 +97,11 @@ def test_the_run_is_kept_on_disk_and_how_to_send_it_is_said_once(
     assert [item["trainer/step"] for item in wandb_history(log) if "train/loss" in item] == [0]
     out = capsys.readouterr().out
     run_id = tracker.state()["wandb_run_id"]
-    assert out.count("wandb cannot be reached") == out.count(f"`wandb sync --id {run_id} {tmp_path}/run/wandb/offline-run-*-") == 1
+    assert (
+        out.count("wandb cannot be reached")
+        == out.count(f"`wandb sync --id {run_id} {tmp_path}/run/wandb/offline-run-*-")
+        == 1
+    )
     assert SECRET not in out
 
 
@@ -95,7 +110,9 @@ def run_of(code: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=120)
 
 
-def test_a_process_ends_in_time_though_wandb_still_waits_for_its_server(server: str, tmp_path: Path) -> None:
+def test_a_process_ends_in_time_though_wandb_still_waits_for_its_server(
+    server: str, tmp_path: Path
+) -> None:
     began = time.monotonic()
     ended = run_of(LEAVING, tmp_path / "run")
     assert time.monotonic() - began < 30, "without a limit it is a minute"
@@ -103,7 +120,9 @@ def test_a_process_ends_in_time_though_wandb_still_waits_for_its_server(server: 
     assert ended.stdout.count("wandb did not end within 0.5 s and is abandoned") == 1
 
 
-def test_a_process_ends_without_a_traceback_though_wandbs_own_process_has_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_ends_without_a_traceback_though_wandbs_own_process_has_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keep_here(tmp_path / "home", monkeypatch)
     ended = run_of(DYING, tmp_path / "run")
     assert ended.returncode == 0 and "Traceback" not in ended.stderr

@@ -1,4 +1,6 @@
-"""A truncated policy is trained as it was sampled: over the kept tokens, whatever the rounding, with the gradient of the formulas."""
+"""A truncated policy is trained as it was sampled: over the kept tokens, whatever the rounding,
+with the gradient of the formulas.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +10,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learner_models import VOCABULARY, config_for, distance, gradients, make_learner, make_rows, with_logprobs
+from learner_models import (
+    VOCABULARY,
+    config_for,
+    distance,
+    gradients,
+    make_learner,
+    make_rows,
+    with_logprobs,
+)
 from learner_reference import reference_loss, row_scores
 
 from retrain.backends.local.backend import LocalBackend
@@ -19,17 +29,21 @@ from retrain.model.head import Head, score_tokens
 from retrain.model.truncation import Cuts, keep_only
 from retrain.types import Row
 
-# -- the head ------------------------------------------------------------------------------------------------------------
+# -- the head --------------------------------------------------------------------------------------
 
 
-def full_head(head: Head, hidden: torch.Tensor, targets: torch.Tensor, kept: torch.Tensor, temperature: float) -> list[torch.Tensor]:
+def full_head(
+    head: Head, hidden: torch.Tensor, targets: torch.Tensor, kept: torch.Tensor, temperature: float
+) -> list[torch.Tensor]:
     """Log-probs and entropies in float64 through autograd, one token after the other."""
     logprobs, entropies = [], []
     for state, target, count in zip(hidden, targets.tolist(), kept.tolist(), strict=True):
         logits = head.weight.double() @ state * head.scale
         if head.softcap is not None:
             logits = head.softcap * torch.tanh(logits / head.softcap)
-        others = [token for token in torch.argsort(logits, descending=True).tolist() if token != target]
+        others = [
+            token for token in torch.argsort(logits, descending=True).tolist() if token != target
+        ]
         distribution = torch.log_softmax((logits / temperature)[[target, *others[: count - 1]]], -1)
         logprobs.append(distribution[0])
         entropies.append(-(distribution.exp() * distribution).sum())
@@ -47,7 +61,13 @@ def full_head(head: Head, hidden: torch.Tensor, targets: torch.Tensor, kept: tor
     seed=st.integers(0, 2**16),
 )
 def test_the_chunked_head_over_kept_tokens_equals_float64(
-    tokens: int, rows_per_chunk: int, temperature: float, softcap: float | None, vocabulary: int, most: int, seed: int
+    tokens: int,
+    rows_per_chunk: int,
+    temperature: float,
+    softcap: float | None,
+    vocabulary: int,
+    most: int,
+    seed: int,
 ) -> None:
     noise = torch.Generator().manual_seed(seed)
     head = Head(torch.randn(vocabulary, 8, generator=noise), None, 1.5, softcap)
@@ -57,7 +77,15 @@ def test_the_chunked_head_over_kept_tokens_equals_float64(
     factors = torch.randn(2, tokens, generator=noise)
 
     ours = hidden.clone().requires_grad_()
-    scores = score_tokens(head, ours, targets, temperature, kept=kept, entropy=True, chunk_bytes=4 * vocabulary * rows_per_chunk)
+    scores = score_tokens(
+        head,
+        ours,
+        targets,
+        temperature,
+        kept=kept,
+        entropy=True,
+        chunk_bytes=4 * vocabulary * rows_per_chunk,
+    )
     assert scores.entropies is not None and ours.grad is None
     (factors[0] * scores.logprobs + factors[1] * scores.entropies).sum().backward()
 
@@ -68,31 +96,47 @@ def test_the_chunked_head_over_kept_tokens_equals_float64(
     assert ours.grad is not None and theirs.grad is not None
     torch.testing.assert_close(scores.logprobs.double(), logprobs, atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(scores.entropies.double(), entropies, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(ours.grad.double(), theirs.grad, atol=1e-3 * float(theirs.grad.abs().max() + 1), rtol=1e-3)
+    torch.testing.assert_close(
+        ours.grad.double(), theirs.grad, atol=1e-3 * float(theirs.grad.abs().max() + 1), rtol=1e-3
+    )
 
 
 def test_a_count_that_reaches_the_whole_vocabulary_changes_no_byte() -> None:
     head, hidden, targets = Head(torch.randn(61, 8)), torch.randn(9, 8), torch.arange(9)
     plain = score_tokens(head, hidden, targets, 0.7, entropy=True)
-    counted = score_tokens(head, hidden, targets, 0.7, kept=torch.tensor([61, 10**12] * 4 + [2**63 - 1]), entropy=True)
+    counted = score_tokens(
+        head, hidden, targets, 0.7, kept=torch.tensor([61, 10**12] * 4 + [2**63 - 1]), entropy=True
+    )
     assert torch.equal(plain.logprobs, counted.logprobs)
-    assert plain.entropies is not None and counted.entropies is not None and torch.equal(plain.entropies, counted.entropies)
+    assert (
+        plain.entropies is not None
+        and counted.entropies is not None
+        and torch.equal(plain.entropies, counted.entropies)
+    )
 
 
-# -- another rounding, another policy --------------------------------------------------------------------------------------
+# -- another rounding, another policy --------------------------------------------------------------
 
 
-def sampled(z: torch.Tensor, top_k: int, top_p: float, min_p: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def sampled(
+    z: torch.Tensor, top_k: int, top_p: float, min_p: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens, log-probs and kept counts of one draw from every row."""
     rows = len(z)
     cuts = Cuts(np.full(rows, top_k), np.full(rows, top_p), np.full(rows, min_p))
     drawn = draw(z, np.ones(rows, np.float32), np.random.default_rng(0).random(rows), cuts)
     assert drawn.kept is not None
-    return torch.from_numpy(drawn.tokens), torch.from_numpy(drawn.logprobs), torch.from_numpy(drawn.kept.astype(np.int64))
+    return (
+        torch.from_numpy(drawn.tokens),
+        torch.from_numpy(drawn.logprobs),
+        torch.from_numpy(drawn.kept.astype(np.int64)),
+    )
 
 
 def learned(z: torch.Tensor, tokens: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    return torch.log_softmax(keep_only(z.clone(), tokens, kept), -1).gather(-1, tokens[:, None])[:, 0]
+    return torch.log_softmax(keep_only(z.clone(), tokens, kept), -1).gather(-1, tokens[:, None])[
+        :, 0
+    ]
 
 
 CUTS = [(0, 0.9, 0.0), (20, 1.0, 0.0), (0, 1.0, 0.1), (50, 0.7, 0.01)]
@@ -101,18 +145,28 @@ CUTS = [(0, 0.9, 0.0), (20, 1.0, 0.0), (0, 1.0, 0.1), (50, 0.7, 0.01)]
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("spread", [0.3, 2.0, 6.0])
 @pytest.mark.parametrize("rounding", ["1e-5", "0.05", "bf16"])
-def test_another_rounding_moves_a_truncated_log_prob_by_no_more_than_twice_what_it_moves_a_logit(rounding, spread, cut) -> None:
+def test_another_rounding_moves_a_truncated_log_prob_by_no_more_than_twice_what_it_moves_a_logit(
+    rounding, spread, cut
+) -> None:
     noise = torch.Generator().manual_seed(7)
     z = torch.randn(100, 1000, generator=noise) * spread
-    other = z.bfloat16().float() if rounding == "bf16" else z + float(rounding) * (2 * torch.rand(z.shape, generator=noise) - 1)
+    other = (
+        z.bfloat16().float()
+        if rounding == "bf16"
+        else z + float(rounding) * (2 * torch.rand(z.shape, generator=noise) - 1)
+    )
     tokens, logprobs, kept = sampled(z, *cut)
     moved = (other - z).abs().amax(-1)
     assert ((learned(other, tokens, kept) - logprobs).abs() <= 2 * moved + 1e-5).all()
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_the_count_stands_for_the_sampler_s_own_set_better_than_a_threshold_would(cut: tuple[int, float, float]) -> None:
-    """Tokens near a threshold come and go under rounding, each with all of its probability; a count only exchanges near-equal ones."""
+def test_the_count_stands_for_the_sampler_s_own_set_better_than_a_threshold_would(
+    cut: tuple[int, float, float],
+) -> None:
+    """Tokens near a threshold come and go under rounding, each with all of its probability; a count
+    only exchanges near-equal ones.
+    """
     noise = torch.Generator().manual_seed(7)
     z = 4 * torch.randn(400, 1000, generator=noise)
     other = z.bfloat16().float()
@@ -123,15 +177,24 @@ def test_the_count_stands_for_the_sampler_s_own_set_better_than_a_threshold_woul
     below.scatter_(-1, tokens[:, None], False)
 
     def logprobs(removed: torch.Tensor) -> torch.Tensor:
-        return torch.log_softmax(other.masked_fill(removed, -torch.inf), -1).gather(-1, tokens[:, None])[:, 0]
+        return torch.log_softmax(other.masked_fill(removed, -torch.inf), -1).gather(
+            -1, tokens[:, None]
+        )[:, 0]
 
-    by_count, by_threshold = ((values - logprobs(~own)).abs().mean() for values in (learned(other, tokens, kept), logprobs(below)))
+    by_count, by_threshold = (
+        (values - logprobs(~own)).abs().mean()
+        for values in (learned(other, tokens, kept), logprobs(below))
+    )
     assert by_count < 1e-4 and by_threshold > 10 * by_count
 
 
 @settings(max_examples=50, deadline=None)
-@given(seed=st.integers(0, 2**31), drift=st.sampled_from([0.1, 2.0, 200.0]), cut=st.sampled_from(CUTS))
-def test_the_sampled_token_stays_in_its_set_however_far_the_policy_has_moved(seed, drift, cut) -> None:
+@given(
+    seed=st.integers(0, 2**31), drift=st.sampled_from([0.1, 2.0, 200.0]), cut=st.sampled_from(CUTS)
+)
+def test_the_sampled_token_stays_in_its_set_however_far_the_policy_has_moved(
+    seed, drift, cut
+) -> None:
     noise = torch.Generator().manual_seed(seed)
     z = 3 * torch.randn(8, 200, generator=noise)
     moved = z + drift * torch.randn(z.shape, generator=noise)
@@ -145,7 +208,7 @@ def test_the_sampled_token_stays_in_its_set_however_far_the_policy_has_moved(see
     assert hidden.grad is not None and hidden.grad.isfinite().all()
 
 
-# -- the learner -----------------------------------------------------------------------------------------------------------
+# -- the learner -----------------------------------------------------------------------------------
 
 LOSSES: list[dict[str, Any]] = [
     {},
@@ -161,26 +224,45 @@ LOSSES: list[dict[str, Any]] = [
 def truncated_rows() -> list[Row]:
     """Kept sets from one token to all; one row of the batch is not truncated."""
     rng = np.random.default_rng(4)
-    rows = [replace(row, kept=rng.choice([1, 2, 5, 20, VOCABULARY], row.num_actions).astype(np.int32)) for row in make_rows()]
+    rows = [
+        replace(row, kept=rng.choice([1, 2, 5, 20, VOCABULARY], row.num_actions).astype(np.int32))
+        for row in make_rows()
+    ]
     return [*rows[:-1], replace(rows[-1], kept=None)]
 
 
 @pytest.mark.parametrize("budget", [1, 4096], ids=["one row", "all"])
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: "-".join(map(str, loss.values())) or "plain")
-def test_the_gradient_over_kept_tokens_equals_the_written_out_loss(loss: dict[str, Any], budget: int) -> None:
+@pytest.mark.parametrize(
+    "loss", LOSSES, ids=lambda loss: "-".join(map(str, loss.values())) or "plain"
+)
+def test_the_gradient_over_kept_tokens_equals_the_written_out_loss(
+    loss: dict[str, Any], budget: int
+) -> None:
     learner = make_learner(config_for(loss=loss), budget)
     rows = truncated_rows()
-    rows = [replace(noisy, kept=row.kept) for noisy, row in zip(with_logprobs(rows, learner.logprobs(rows), noise=0.3), rows, strict=True)]
+    rows = [
+        replace(noisy, kept=row.kept)
+        for noisy, row in zip(
+            with_logprobs(rows, learner.logprobs(rows), noise=0.3), rows, strict=True
+        )
+    ]
     result = learner.train(rows, 0)
     ours = gradients(learner)
 
     model = learner.adapter.peft_model
     with torch.no_grad():
         with model.disable_adapter():  # the base is not truncated
-            frozen = [[float(lp) for lp in row_scores(model, replace(row, kept=None), 0.7)[0]] for row in rows]
+            frozen = [
+                [float(lp) for lp in row_scores(model, replace(row, kept=None), 0.7)[0]]
+                for row in rows
+            ]
         own = [[float(lp) for lp in row_scores(model, row, 0.7)[0]] for row in rows]
-    old = own if loss.get("old_logprobs") == "recomputed" else [row.logprobs.tolist() for row in rows]
-    clips = {"ppo": {"low": 0.2, "high": 0.2}, "cispo": {"low": 0.0, "high": 4.0}}.get(loss.get("mode", ""), {})
+    old = (
+        own if loss.get("old_logprobs") == "recomputed" else [row.logprobs.tolist() for row in rows]
+    )
+    clips = {"ppo": {"low": 0.2, "high": 0.2}, "cispo": {"low": 0.0, "high": 4.0}}.get(
+        loss.get("mode", ""), {}
+    )
     settings = {name: value for name, value in loss.items() if name != "old_logprobs"} | clips
     learner.optimizer.zero_gradients()
     theirs = reference_loss(model, rows, old, frozen, temperature=0.7, **settings)
@@ -190,10 +272,14 @@ def test_the_gradient_over_kept_tokens_equals_the_written_out_loss(loss: dict[st
 
 
 def test_the_kl_term_against_the_whole_base_has_the_gradient_of_the_kl_over_the_kept_set() -> None:
-    """Expected over the truncated policy in float64: k2's is exact, k3's is that of the reverse KL times the base's mass of the set."""
+    """Expected over the truncated policy in float64: k2's is exact, k3's is that of the reverse KL
+    times the base's mass of the set.
+    """
     noise = torch.Generator().manual_seed(3)
     z = torch.randn(6, dtype=torch.float64, generator=noise).requires_grad_()  # of the kept tokens
-    base = torch.log_softmax(torch.randn(9, dtype=torch.float64, generator=noise), -1)[:6]  # the same tokens, of a vocabulary of nine
+    base = torch.log_softmax(torch.randn(9, dtype=torch.float64, generator=noise), -1)[
+        :6
+    ]  # the same tokens, of a vocabulary of nine
     policy, within = torch.log_softmax(z, -1), torch.log_softmax(base, -1)
     (forward,) = torch.autograd.grad((policy.exp() * (policy - within)).sum(), z, retain_graph=True)
     (reverse,) = torch.autograd.grad((within.exp() * (within - policy)).sum(), z, retain_graph=True)
@@ -211,31 +297,54 @@ def test_kept_counts_that_do_not_fit_a_row_are_refused() -> None:
             check_rows([replace(row, kept=counts)])
 
 
-# -- engine and learner ----------------------------------------------------------------------------------------------------
+# -- engine and learner ----------------------------------------------------------------------------
 
-TRUNCATIONS = [Truncation(top_p=0.8), Truncation(top_k=5), Truncation(min_p=0.1), Truncation(20, 0.9, 0.02)]
+TRUNCATIONS = [
+    Truncation(top_p=0.8),
+    Truncation(top_k=5),
+    Truncation(min_p=0.1),
+    Truncation(20, 0.9, 0.02),
+]
 
 
 def rows_of(backend: LocalBackend, truncation: Truncation, step: int) -> list[Row]:
     prompts = [np.arange(4 + slot, 12 + 2 * slot, dtype=np.int32) % VOCABULARY for slot in range(3)]
-    requests = [SampleRequest(ids, 2, 24, 0.7, NoiseKey(1, 0, step, slot), truncation=truncation) for slot, ids in enumerate(prompts)]
+    requests = [
+        SampleRequest(ids, 2, 24, 0.7, NoiseKey(1, 0, step, slot), truncation=truncation)
+        for slot, ids in enumerate(prompts)
+    ]
     rows = []
     for done in backend.engine.sample(requests):
         prompt = prompts[done.request]
         span = (len(prompt), len(prompt) + len(done.token_ids))
         advantages = np.full(len(done.token_ids), 1 - 2 * done.sample, np.float32)
-        rows.append(Row(np.concatenate([prompt, done.token_ids]), (span,), done.logprobs, advantages, done.request, kept=done.kept))
+        rows.append(
+            Row(
+                np.concatenate([prompt, done.token_ids]),
+                (span,),
+                done.logprobs,
+                advantages,
+                done.request,
+                kept=done.kept,
+            )
+        )
     return rows
 
 
 @pytest.mark.parametrize("old", ["sampler", "recomputed"])
 @pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
-def test_a_truncated_policy_has_ratio_one_before_and_after_an_update(truncation: Truncation, old: str) -> None:
-    backend = LocalBackend(config_for(training={"lr": 0.05}, loss={"old_logprobs": old}), eos_ids=[3])
+def test_a_truncated_policy_has_ratio_one_before_and_after_an_update(
+    truncation: Truncation, old: str
+) -> None:
+    backend = LocalBackend(
+        config_for(training={"lr": 0.05}, loss={"old_logprobs": old}), eos_ids=[3]
+    )
     for step in range(2):
         rows = rows_of(backend, truncation, step)
         kept = np.concatenate([row.kept for row in rows if row.kept is not None])
-        assert len(kept) == sum(row.num_actions for row in rows) and 1 < kept.mean() < VOCABULARY / 2
+        assert (
+            len(kept) == sum(row.num_actions for row in rows) and 1 < kept.mean() < VOCABULARY / 2
+        )
         result = backend.train(rows, step)
         assert result.ratio_max == pytest.approx(1, abs=1e-4)
         assert result.updates == 1
@@ -251,23 +360,46 @@ def test_without_the_kept_sets_the_ratio_of_a_truncated_sample_is_below_one() ->
 
 def test_in_bf16_engine_and_learner_stay_within_the_gate_of_half_precision() -> None:
     backend = LocalBackend(config_for(model={"dtype": "bf16"}), eos_ids=[3])
-    rows = [row for truncation in TRUNCATIONS for step in range(4) for row in rows_of(backend, truncation, step)]
-    differences = np.concatenate([np.abs(own - row.logprobs) for own, row in zip(backend.logprobs(rows), rows, strict=True)])
+    rows = [
+        row
+        for truncation in TRUNCATIONS
+        for step in range(4)
+        for row in rows_of(backend, truncation, step)
+    ]
+    differences = np.concatenate(
+        [np.abs(own - row.logprobs) for own, row in zip(backend.logprobs(rows), rows, strict=True)]
+    )
     assert differences.mean() < 0.02 and differences.max() < 0.5
 
 
 def test_a_request_without_truncation_and_a_greedy_one_carry_no_counts() -> None:
     backend = LocalBackend(config_for(), eos_ids=[3])
     assert all(row.kept is None for row in rows_of(backend, Truncation(), 0))
-    greedy = SampleRequest(np.arange(4, 9, dtype=np.int32), 1, 8, 0.0, NoiseKey(1, 0, 0, 0), truncation=Truncation(top_p=0.5))
+    greedy = SampleRequest(
+        np.arange(4, 9, dtype=np.int32),
+        1,
+        8,
+        0.0,
+        NoiseKey(1, 0, 0, 0),
+        truncation=Truncation(top_p=0.5),
+    )
     assert [done.kept for done in backend.engine.sample([greedy])] == [None]
 
 
 def test_truncated_and_whole_requests_share_a_batch_without_changing_each_other() -> None:
     backend = LocalBackend(config_for(), eos_ids=[3])
     requests = [
-        SampleRequest(np.arange(4, 9 + slot, dtype=np.int32), 2, 12 + 3 * slot, 0.7, NoiseKey(1, 0, 0, slot), truncation=truncation)
-        for slot, truncation in enumerate([Truncation(), Truncation(top_p=0.8), Truncation(top_k=2)])
+        SampleRequest(
+            np.arange(4, 9 + slot, dtype=np.int32),
+            2,
+            12 + 3 * slot,
+            0.7,
+            NoiseKey(1, 0, 0, slot),
+            truncation=truncation,
+        )
+        for slot, truncation in enumerate(
+            [Truncation(), Truncation(top_p=0.8), Truncation(top_k=2)]
+        )
     ]
     together = {(done.request, done.sample): done for done in backend.engine.sample(requests)}
     for slot, request in enumerate(requests):

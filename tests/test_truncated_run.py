@@ -1,4 +1,6 @@
-"""A whole run of a truncated policy: what it records, what the gate stops, and which engines are refused."""
+"""A whole run of a truncated policy: what it records, what the gate stops, and which engines are
+refused.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -30,34 +32,54 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("logs") / "run"
     training = {"max_steps": 2, "batch_size": 3, "temperature": 1.3, **TRUNCATED}
     loss = {"kl_coef": 0.1, "entropy_coef": 0.01}
-    config = small(folder, training=training, loss=loss, logging={"tokens_every": 1}, evaluation={"at_end": True, "max_examples": 2})
+    config = small(
+        folder,
+        training=training,
+        loss=loss,
+        logging={"tokens_every": 1},
+        evaluation={"at_end": True, "max_examples": 2},
+    )
     return train(config, quiet=True).folder
 
 
 def test_every_step_of_a_truncated_run_starts_at_ratio_one(run: Path) -> None:
     for record in lines(run / "metrics.jsonl"):
         assert record["num_datums"] and record["ratio_max"] == pytest.approx(1, abs=1e-4)
-    assert json.loads((run / "environment.json").read_text())["parity_gate"]["max_difference"] < 1e-4
+    assert (
+        json.loads((run / "environment.json").read_text())["parity_gate"]["max_difference"] < 1e-4
+    )
 
 
 def test_the_token_file_holds_how_many_tokens_each_one_was_drawn_from(run: Path) -> None:
     table = read_tokens(RunFolder(run).step_tokens(1))
     assert table.kept is not None and table.kept.dtype == np.int32
-    assert table.kept.shape == table.token_ids.shape and 1 == table.kept.min() < table.kept.max() <= 20
+    assert (
+        table.kept.shape == table.token_ids.shape and 1 == table.kept.min() < table.kept.max() <= 20
+    )
     alone = table.kept == 1
-    assert (table.logprobs[alone] == 0).all() and table.entropies is not None and (table.entropies[alone] == 0).all()
+    assert (
+        (table.logprobs[alone] == 0).all()
+        and table.entropies is not None
+        and (table.entropies[alone] == 0).all()
+    )
     assert (table.logprobs[~alone] < 0).all()
 
 
-def test_inspect_shows_the_kept_count_of_every_token(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_the_kept_count_of_every_token(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["inspect", str(run), "--json"]) == 0
     for completion in json.loads(capsys.readouterr().out)["completions"]:
-        assert len(completion["kept"]) == len(completion["token_ids"]) and min(completion["kept"]) >= 1
+        assert (
+            len(completion["kept"]) == len(completion["token_ids"]) and min(completion["kept"]) >= 1
+        )
     assert main(["inspect", str(run), "--table", "--against", "gtpo"]) == 0
     assert " kept " in capsys.readouterr().out
 
 
-def break_engine(monkeypatch: pytest.MonkeyPatch, change: Callable[[Completion], Completion]) -> None:
+def break_engine(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Completion], Completion]
+) -> None:
     real = TorchEngine.sample
 
     def broken(engine: TorchEngine, requests: Any) -> Iterator[Completion]:
@@ -84,11 +106,19 @@ def test_the_gate_stops_an_engine_whose_kept_sets_are_not_what_it_drew_from(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_an_engine_that_cannot_give_kept_sets_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_cannot_give_kept_sets_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     declared = ENGINES["pytorch"]
     assert declared is not None
     monkeypatch.setitem(ENGINES, "pytorch", replace(declared, kept_set=False))
-    with pytest.raises(ConfigurationError, match=r'\[training\] top_p = 0.9 is trained over .* leave it at 1.0, or use engine = "pytorch"'):
+    with pytest.raises(
+        ConfigurationError,
+        match=(
+            r"\[training\] top_p = 0.9 is trained over .* leave it at 1.0, or use engine ="
+            r' "pytorch"'
+        ),
+    ):
         train(small(tmp_path / "run", training={"top_p": 0.9}), quiet=True)
     assert kept_set_refusals(small(tmp_path), kept_set=False) == []
     assert len(kept_set_refusals(small(tmp_path, training=TRUNCATED), kept_set=False)) == 3
@@ -98,5 +128,8 @@ def test_a_run_says_that_it_is_truncated_and_counts_the_memory(tmp_path: Path) -
     whole, cut = small(tmp_path), small(tmp_path, training={"top_p": 0.9}, loss={"kl_coef": 0.1})
     assert not any("renormalised" in note for note in notes(whole))
     (note,) = [note for note in notes(cut) if "renormalised" in note]
-    assert note.startswith("[training] top_p = 0.9: sampled and trained as") and "the base's whole distribution" in note
+    assert (
+        note.startswith("[training] top_p = 0.9: sampled and trained as")
+        and "the base's whole distribution" in note
+    )
     assert predict_memory(cut).logits.bytes > predict_memory(whole).logits.bytes

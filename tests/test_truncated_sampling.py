@@ -1,4 +1,6 @@
-"""top_k, top_p and min_p in the sampler: the kept set by its definition, and draws from the renormalised distribution."""
+"""top_k, top_p and min_p in the sampler: the kept set by its definition, and draws from the
+renormalised distribution.
+"""
 
 import numpy as np
 import pytest
@@ -15,8 +17,12 @@ ROUNDING = 1e-6
 """Float32 exponentials may put a boundary that lies this close to top_p on either side."""
 
 
-def reference_sets(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> list[list[int]]:
-    """The kept set in float64, as the definition says it, token by token; more than one where the boundary is within rounding."""
+def reference_sets(
+    logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float
+) -> list[list[int]]:
+    """The kept set in float64, as the definition says it, token by token; more than one where the
+    boundary is within rounding.
+    """
     z = logits.astype(np.float32) / np.float32(temperature)
     order = np.lexsort((np.arange(len(z)), -z))
     z64 = z[order].astype(np.float64) - float(z.max())
@@ -27,7 +33,10 @@ def reference_sets(logits: np.ndarray, temperature: float, top_k: int, top_p: fl
     lengths = [len(after_top_k)] * 2
     if top_p < 1:
         lengths = [int((cumulative < top_p + slack).sum()) + 1 for slack in (-ROUNDING, ROUNDING)]
-    return [sorted(order[:length].tolist()) for length in {min(length, tall, len(after_top_k)) for length in lengths}]
+    return [
+        sorted(order[:length].tolist())
+        for length in {min(length, tall, len(after_top_k)) for length in lengths}
+    ]
 
 
 def cuts(*rows: tuple[int, float, float]) -> Cuts:
@@ -40,7 +49,9 @@ def kept_set(logits: np.ndarray, temperature: float, *cut: float) -> list[int]:
     z = z - z.max()
     sets = KeptSets.of_cuts(z, z.exp().sum(-1, dtype=torch.float64), cuts(cut))  # type: ignore[arg-type]
     beyond = sets.beyond(z)
-    on_device = FixedKeptSets.of_device_cuts(z, z.exp().sum(-1, dtype=torch.float64), *(torch.tensor([value]) for value in cut))
+    on_device = FixedKeptSets.of_device_cuts(
+        z, z.exp().sum(-1, dtype=torch.float64), *(torch.tensor([value]) for value in cut)
+    )
     assert torch.equal(on_device.counts, sets.counts) and torch.equal(on_device.beyond(z), beyond)
     tokens = (~beyond)[0].nonzero()[:, 0].tolist()
     assert len(tokens) == int(sets.counts[0])
@@ -48,16 +59,22 @@ def kept_set(logits: np.ndarray, temperature: float, *cut: float) -> list[int]:
 
 
 TRUNCATIONS = st.tuples(
-    st.sampled_from([0, 2, 3, 40, 10_000]), st.sampled_from([1.0, 0.999, 0.9, 0.5, 1e-6]), st.sampled_from([0.0, 0.02, 0.5])
+    st.sampled_from([0, 2, 3, 40, 10_000]),
+    st.sampled_from([1.0, 0.999, 0.9, 0.5, 1e-6]),
+    st.sampled_from([0.0, 0.02, 0.5]),
 )
 
 
 @settings(max_examples=80, deadline=None)
 @given(
-    seed=st.integers(0, 2**31), vocabulary=st.sampled_from([2, 7, 100, 129, 257, 2500]), temperature=st.sampled_from([0.3, 1.0, 1.5]),
-    spread=st.sampled_from([0.0, 0.1, 3.0, 12.0]), step=st.sampled_from([0.0, 0.25, 2.0]), truncation=TRUNCATIONS,
+    seed=st.integers(0, 2**31), vocabulary=st.sampled_from([2, 7, 100, 129, 257, 2500]),
+    temperature=st.sampled_from([0.3, 1.0, 1.5]),
+    spread=st.sampled_from([0.0, 0.1, 3.0, 12.0]), step=st.sampled_from([0.0, 0.25, 2.0]),
+    truncation=TRUNCATIONS,
 )  # fmt: skip
-def test_the_kept_set_is_the_definition_s_with_ties_to_the_lower_id(seed, vocabulary, temperature, spread, step, truncation):
+def test_the_kept_set_is_the_definition_s_with_ties_to_the_lower_id(
+    seed, vocabulary, temperature, spread, step, truncation
+):
     logits = np.random.default_rng(seed).normal(0, spread, vocabulary).astype(np.float32)
     if step:  # many equal logits, as bf16 gives
         logits = np.round(logits / step) * np.float32(step)
@@ -67,7 +84,10 @@ def test_the_kept_set_is_the_definition_s_with_ties_to_the_lower_id(seed, vocabu
 
 
 @pytest.mark.parametrize("spread", [0.5, 4.0])
-@pytest.mark.parametrize("truncation", [(0, 0.9, 0.0), (50_000, 0.99, 0.0), (30, 1.0, 0.0), (0, 1.0, 0.01), (0, 0.3, 1e-3)])
+@pytest.mark.parametrize(
+    "truncation",
+    [(0, 0.9, 0.0), (50_000, 0.99, 0.0), (30, 1.0, 0.0), (0, 1.0, 0.01), (0, 0.3, 1e-3)],
+)
 def test_the_kept_set_of_a_vocabulary_of_152k_is_exact(spread, truncation):
     logits = np.random.default_rng(3).normal(0, spread, 151_936).astype(np.float32)
     for values in (logits, torch.from_numpy(logits).bfloat16().float().numpy()):
@@ -76,12 +96,20 @@ def test_the_kept_set_of_a_vocabulary_of_152k_is_exact(spread, truncation):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    seed=st.integers(0, 2**31), vocabulary=st.sampled_from([7, 300, 3000]), temperature=st.sampled_from([0.7, 1.0]),
+    seed=st.integers(0, 2**31), vocabulary=st.sampled_from([7, 300, 3000]),
+    temperature=st.sampled_from([0.7, 1.0]),
     uniform=st.floats(1e-9, 1 - 1e-9), truncation=TRUNCATIONS,
 )  # fmt: skip
-def test_token_log_prob_and_entropy_are_those_of_the_renormalised_distribution(seed, vocabulary, temperature, uniform, truncation):
+def test_token_log_prob_and_entropy_are_those_of_the_renormalised_distribution(
+    seed, vocabulary, temperature, uniform, truncation
+):
     logits = np.random.default_rng(seed).normal(0, 3, vocabulary).astype(np.float32)
-    drawn = draw(torch.from_numpy(logits)[None], np.float32([temperature]), np.array([uniform]), cuts(truncation))
+    drawn = draw(
+        torch.from_numpy(logits)[None],
+        np.float32([temperature]),
+        np.array([uniform]),
+        cuts(truncation),
+    )
     kept = kept_set(logits, temperature, *truncation)
     z = logits[kept].astype(np.float64) / temperature
     logp = z - z.max() - np.log(np.exp(z - z.max()).sum())
@@ -98,14 +126,21 @@ def test_a_token_that_is_cut_off_is_never_drawn_and_the_others_have_their_share(
     uniforms = (np.arange(4000) + 0.5) / 4000
     drawn = draw(logits, np.ones(4000, np.float32), uniforms, cuts(*[(3, 1.0, 0.0)] * 4000))
     share = np.exp([3.0, 2.0, 3.0])
-    assert np.bincount(drawn.tokens, minlength=5).tolist() == pytest.approx([0, *(4000 * share / share.sum()), 0], abs=1.01)
+    assert np.bincount(drawn.tokens, minlength=5).tolist() == pytest.approx(
+        [0, *(4000 * share / share.sum()), 0], abs=1.01
+    )
 
 
 def test_rows_without_a_cut_are_drawn_as_they_were_beside_rows_with_one():
     logits = torch.from_numpy(np.random.default_rng(1).normal(0, 3, (6, 900)).astype(np.float32))
     temperatures, uniforms = np.full(6, 0.9, np.float32), np.random.default_rng(2).random(6)
     plain = draw(logits, temperatures, uniforms)
-    mixed = draw(logits, temperatures, uniforms, cuts(OFF, (0, 0.5, 0.0), OFF, (2, 1.0, 0.0), OFF, (0, 1.0, 0.3)))
+    mixed = draw(
+        logits,
+        temperatures,
+        uniforms,
+        cuts(OFF, (0, 0.5, 0.0), OFF, (2, 1.0, 0.0), OFF, (0, 1.0, 0.3)),
+    )
     for name in ("tokens", "logprobs", "entropies"):
         assert (getattr(plain, name)[::2] == getattr(mixed, name)[::2]).all()
         assert (getattr(plain, name)[1::2] != getattr(mixed, name)[1::2]).any()
@@ -114,22 +149,36 @@ def test_rows_without_a_cut_are_drawn_as_they_were_beside_rows_with_one():
 
 def test_a_truncated_row_does_not_depend_on_the_rows_beside_it():
     """Kept sets of 1 to some thousand tokens, so that rows are decided at different looks."""
-    logits = torch.from_numpy(np.random.default_rng(1).normal(0, 1, (60, 9000)).astype(np.float32)) * torch.linspace(0.1, 8, 60)[:, None]
+    logits = (
+        torch.from_numpy(np.random.default_rng(1).normal(0, 1, (60, 9000)).astype(np.float32))
+        * torch.linspace(0.1, 8, 60)[:, None]
+    )
     temperatures, uniforms = np.full(60, 0.9, np.float32), np.random.default_rng(2).random(60)
     rows = cuts(*[(0, 0.9, 0.0), (5000, 0.99, 1e-4), OFF] * 20)
     together = draw(logits, temperatures, uniforms, rows)
-    assert together.kept is not None and together.kept.min() < 128 < 2048 < together.kept[np.arange(60) % 3 < 2].max()
+    assert (
+        together.kept is not None
+        and together.kept.min() < 128 < 2048 < together.kept[np.arange(60) % 3 < 2].max()
+    )
     for row in range(0, 60, 7):
-        alone = draw(logits[row : row + 1], temperatures[:1], uniforms[row : row + 1], rows[row : row + 1])
+        alone = draw(
+            logits[row : row + 1], temperatures[:1], uniforms[row : row + 1], rows[row : row + 1]
+        )
         assert alone.kept is not None
-        assert (together.tokens[row], together.logprobs[row], together.kept[row]) == (alone.tokens[0], alone.logprobs[0], alone.kept[0])
+        assert (together.tokens[row], together.logprobs[row], together.kept[row]) == (
+            alone.tokens[0],
+            alone.logprobs[0],
+            alone.kept[0],
+        )
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_logits_that_are_not_finite_show_in_the_log_prob_of_a_truncated_row(bad):
     logits = torch.randn(2, 300)
     logits[1, 280] = bad
-    drawn = draw(logits, np.ones(2, np.float32), np.array([0.3, 0.3]), cuts((50, 0.9, 0.01), (50, 0.9, 0.01)))
+    drawn = draw(
+        logits, np.ones(2, np.float32), np.array([0.3, 0.3]), cuts((50, 0.9, 0.01), (50, 0.9, 0.01))
+    )
     assert np.isfinite(drawn.logprobs[0]) and not np.isfinite(drawn.logprobs[1])
 
 

@@ -1,4 +1,6 @@
-"""A run that learns nothing says so and why: at the start, after three steps, at its end and in `retrain status`. It is never stopped."""
+"""A run that learns nothing says so and why: at the start, after three steps, at its end and in
+`retrain status`. It is never stopped.
+"""
 
 import json
 from pathlib import Path
@@ -18,9 +20,23 @@ from retrain.types import Example, Prompt
 
 def step(**values: Any) -> StepRecord:
     """A step of two groups of four that trained nothing; all wrong unless told otherwise."""
-    usual = {"num_datums": 0, "batch_size": 2, "group_size": 4, "mean_reward": 0.0, "reward_std": 0.0, "informative_fraction": 0.0}
-    skipped = {"groups_skipped_all_correct": 0, "groups_skipped_all_wrong": 2, "groups_skipped_other": 0, "groups_identical": 0}
-    return StepRecord(step=0, condition="a+b", **(usual | skipped | {"max_token_hit_rate": 0.0} | values))
+    usual = {
+        "num_datums": 0,
+        "batch_size": 2,
+        "group_size": 4,
+        "mean_reward": 0.0,
+        "reward_std": 0.0,
+        "informative_fraction": 0.0,
+    }
+    skipped = {
+        "groups_skipped_all_correct": 0,
+        "groups_skipped_all_wrong": 2,
+        "groups_skipped_other": 0,
+        "groups_identical": 0,
+    }
+    return StepRecord(
+        step=0, condition="a+b", **(usual | skipped | {"max_token_hit_rate": 0.0} | values)
+    )
 
 
 TRAINED = step(num_datums=4, informative_fraction=0.5, groups_skipped_all_wrong=1)
@@ -30,22 +46,54 @@ SOLVED = step(groups_skipped_all_wrong=0, groups_skipped_all_correct=2, mean_rew
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"answer_found_rate": 0.0}, r"nothing: 0 of 24 completions hold \boxed{}; unless the prompts ask for one, set [data] prompt"),
-        ({"answer_found_rate": 0.0, "max_token_hit_rate": 0.5}, r": 0 of 24 completions hold \boxed{}, 12 were cut at [training]"),
-        ({"answer_found_rate": 0.0, "max_token_hit_rate": 1.0}, r"all 24 completions were cut at [training] max_tokens and 0 of 24"),
-        ({"answer_found_rate": 0.5}, r"all 24 completions are wrong (12 of 24 completions hold \boxed{}); use easier"),
+        (
+            {"answer_found_rate": 0.0},
+            (
+                r"nothing: 0 of 24 completions hold \boxed{}; unless the prompts ask for one, set"
+                r" [data] prompt"
+            ),
+        ),
+        (
+            {"answer_found_rate": 0.0, "max_token_hit_rate": 0.5},
+            r": 0 of 24 completions hold \boxed{}, 12 were cut at [training]",
+        ),
+        (
+            {"answer_found_rate": 0.0, "max_token_hit_rate": 1.0},
+            r"all 24 completions were cut at [training] max_tokens and 0 of 24",
+        ),
+        (
+            {"answer_found_rate": 0.5},
+            r"all 24 completions are wrong (12 of 24 completions hold \boxed{}); use easier",
+        ),
         ({"reward_std": 0.1, "mean_reward": 0.2}, "all 24 completions are wrong; use easier"),
-        ({"max_token_hit_rate": 1.0}, "all 24 completions were cut at [training] max_tokens; raise it"),
+        (
+            {"max_token_hit_rate": 1.0},
+            "all 24 completions were cut at [training] max_tokens; raise it",
+        ),
         ({"mean_reward": 0.3}, "all 24 completions have the reward 0.3; `retrain audit` shows"),
         ({}, "all 24 completions have the reward 0; `retrain audit` shows"),
-        ({"mean_reward": None, "reward_std": None, "groups_skipped_other": 2}, "none of 24 completions could be judged"),
+        (
+            {"mean_reward": None, "reward_std": None, "groups_skipped_other": 2},
+            "none of 24 completions could be judged",
+        ),
         ({"max_token_hit_rate": 1.0, "groups_identical": 2}, "were cut"),  # as short beginnings are
         ({"groups_identical": 2}, "the completions of each group are the same, token by token"),
         (
-            {"groups_skipped_all_wrong": 1, "groups_skipped_all_correct": 1, "mean_reward": 0.5, "reward_std": 0.5},
-            "no group has completions that differ in their reward (3 groups all right, 3 all wrong, 0 neither)",
+            {
+                "groups_skipped_all_wrong": 1,
+                "groups_skipped_all_correct": 1,
+                "mean_reward": 0.5,
+                "reward_std": 0.5,
+            },
+            (
+                "no group has completions that differ in their reward (3 groups all right, 3 all"
+                " wrong, 0 neither)"
+            ),
         ),
-        ({"num_datums": 8, "answer_found_rate": 0.0}, "3 steps trained on no reward: 0 of 24"),  # a KL term trains all rows
+        (
+            {"num_datums": 8, "answer_found_rate": 0.0},
+            "3 steps trained on no reward: 0 of 24",
+        ),  # a KL term trains all rows
     ],
 )
 def test_the_line_names_the_cause_that_the_records_show(values: dict[str, Any], words: str) -> None:
@@ -54,7 +102,9 @@ def test_the_line_names_the_cause_that_the_records_show(values: dict[str, Any], 
 
 
 def test_steps_that_are_all_right_are_solved_and_not_steps_that_taught_nothing() -> None:
-    assert untrained_line([SOLVED] * 3).startswith("3 steps had nothing to learn: all 24 completions are right")
+    assert untrained_line([SOLVED] * 3).startswith(
+        "3 steps had nothing to learn: all 24 completions are right"
+    )
     mixed = untrained_line([SOLVED, step(), SOLVED, step()])
     assert mixed.startswith("2 steps trained nothing: all 16 completions have the reward 0")
     assert untrained_line([]) == ""
@@ -75,15 +125,29 @@ def test_it_is_told_once_a_streak_when_three_steps_of_a_kind_are_there() -> None
 def test_a_constant_reward_of_ones_own_is_named_on_the_screen_in_the_summary_and_in_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "constant_reward.py").write_text("def score(response, reference):\n    return 0.25\n")
+    (tmp_path / "constant_reward.py").write_text(
+        "def score(response, reference):\n    return 0.25\n"
+    )
     monkeypatch.chdir(tmp_path)
-    run = train(small(tmp_path / "run", reward={"type": "custom", "custom_module": "constant_reward"}))
+    run = train(
+        small(tmp_path / "run", reward={"type": "custom", "custom_module": "constant_reward"})
+    )
     told = [line for line in capsys.readouterr().out.splitlines() if "trained nothing" in line]
-    expected = [f"{steps} steps trained nothing: all {8 * steps} completions have the reward 0.25" for steps in (3, 4)]
+    expected = [
+        f"{steps} steps trained nothing: all {8 * steps} completions have the reward 0.25"
+        for steps in (3, 4)
+    ]
     assert [line.split(";")[0] for line in told] == expected
-    assert json.loads((run.folder / "summary.json").read_text())["untrained"] == told[1] == run.summary.untrained
+    assert (
+        json.loads((run.folder / "summary.json").read_text())["untrained"]
+        == told[1]
+        == run.summary.untrained
+    )
     assert overview(run.folder).runs[0].loss_note == told[1]
-    assert [(line["reward_std"], line["answer_found_rate"]) for line in lines(run.folder / "metrics.jsonl")] == [(0.0, None)] * 4
+    assert [
+        (line["reward_std"], line["answer_found_rate"])
+        for line in lines(run.folder / "metrics.jsonl")
+    ] == [(0.0, None)] * 4
 
 
 def test_a_model_that_is_not_asked_for_a_box_gets_a_template_at_the_start_and_a_count_afterwards(
@@ -91,29 +155,51 @@ def test_a_model_that_is_not_asked_for_a_box_gets_a_template_at_the_start_and_a_
 ) -> None:
     """The lab model from a folder, as any other; in 4 tokens it does not come to its answer."""
     lab = Path(__file__).parents[1] / "retrain" / "assets" / "lab"
-    (tmp_path / "sums.jsonl").write_text("".join(f'{{"prompt": "{n}+1=?", "answer": "{n + 1}"}}\n' for n in range(4)))
-    sections = {"model": {"model": str(lab)}, "data": {"source": str(tmp_path / "sums.jsonl")}, "reward": {"type": "match"}}
+    (tmp_path / "sums.jsonl").write_text(
+        "".join(f'{{"prompt": "{n}+1=?", "answer": "{n + 1}"}}\n' for n in range(4))
+    )
+    sections = {
+        "model": {"model": str(lab)},
+        "data": {"source": str(tmp_path / "sums.jsonl")},
+        "reward": {"type": "match"},
+    }
     training = {"max_tokens": 4, "max_steps": 3}
     run = train(small(tmp_path / "run", **sections, training=training))
     said = capsys.readouterr().out
     (asked,) = [line for line in said.splitlines() if "none of 4 prompts asks" in line]
     assert r"set [data] prompt_template = '{prompt} Put the final answer in \boxed{}.'" in asked
-    assert "3 steps trained nothing: all 24 completions were cut" in said and r"0 of 24 completions hold \boxed{}" in said
-    assert run.summary.steps == 3 and [line["answer_found_rate"] for line in lines(run.folder / "metrics.jsonl")] == [0.0] * 3
+    assert (
+        "3 steps trained nothing: all 24 completions were cut" in said
+        and r"0 of 24 completions hold \boxed{}" in said
+    )
+    assert (
+        run.summary.steps == 3
+        and [line["answer_found_rate"] for line in lines(run.folder / "metrics.jsonl")] == [0.0] * 3
+    )
 
 
 @pytest.mark.parametrize(
     ("sections", "prompt", "words"),
     [
         ({}, "1+1=?", "'{prompt} Put the final answer in"),
-        ({"data": {"prompt_template": "Q: {prompt}"}}, "Q: 1+1=?", r'prompt_template = "Q: {prompt} Put the final answer in \\boxed{}."'),
-        ({"reward": {"type": ["math", "random"], "weights": [0.5, 0.5]}}, "1+1=?", '["math", "random"] reads'),
+        (
+            {"data": {"prompt_template": "Q: {prompt}"}},
+            "Q: 1+1=?",
+            r'prompt_template = "Q: {prompt} Put the final answer in \\boxed{}."',
+        ),
+        (
+            {"reward": {"type": ["math", "random"], "weights": [0.5, 0.5]}},
+            "1+1=?",
+            '["math", "random"] reads',
+        ),
         ({}, r"1+1=? Put the answer in \boxed{}.", ""),
         ({"reward": {"type": "random"}}, "1+1=?", ""),
         ({"model": {"model": "lab"}}, "1+1=?", ""),
     ],
 )
-def test_only_prompts_without_a_box_under_a_reward_that_reads_one_are_told(sections: dict[str, Any], prompt: str, words: str) -> None:
+def test_only_prompts_without_a_box_under_a_reward_that_reads_one_are_told(
+    sections: dict[str, Any], prompt: str, words: str
+) -> None:
     config = TrainConfig.model_validate({"reward": {"type": "match"}} | sections)
     note = unasked_note(config, [Prompt(Example(prompt, "2"), prompt, None)])  # type: ignore[arg-type]  # its tokens are not read
     assert words in note and bool(note) == bool(words)

@@ -1,7 +1,9 @@
-"""A stand-in for the Tinker SDK and its service: a bigram model that samples, scores and learns for real, in this process.
+"""A stand-in for the Tinker SDK and its service: a bigram model that samples, scores and learns for
+real, in this process.
 
-It has the calls that retrain makes and no others. The loss is importance sampling, as the service defines it: a sum over all tokens, or
-with `reduction = "mean"` SkyRL's mean over positions and rows. `tests/servers` has the real SDK and a real server.
+It has the calls that retrain makes and no others. The loss is importance sampling, as the service
+defines it: a sum over all tokens, or with `reduction = "mean"` SkyRL's mean over positions and
+rows. `tests/servers` has the real SDK and a real server.
 """
 
 import sys
@@ -96,7 +98,9 @@ class Sampled:
 
 
 class Answer:
-    """The SDK's future. The work is done when it is asked for; `double.events` says when somebody waited."""
+    """The SDK's future. The work is done when it is asked for; `double.events` says when somebody
+    waited.
+    """
 
     def __init__(self, name: str, work: Callable[[], Any]) -> None:
         double.events.append(f"ask {name}")
@@ -133,11 +137,16 @@ class TrainingClient:
         logits = logits - logits.max(-1, keepdims=True)
         probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
         assert len(datum.model_input.ids) == len(datum["target_tokens"])
-        return probabilities, np.log(np.take_along_axis(probabilities, datum["target_tokens"][:, None], 1)[:, 0])
+        return probabilities, np.log(
+            np.take_along_axis(probabilities, datum["target_tokens"][:, None], 1)[:, 0]
+        )
 
     def _outputs(self, data: list[Datum]) -> Output:
         double.sent.append(data)
-        logprobs = [np.full_like(scored, np.nan) if double.broken else scored for _, scored in map(self._scored, data)]
+        logprobs = [
+            np.full_like(scored, np.nan) if double.broken else scored
+            for _, scored in map(self._scored, data)
+        ]
         return Output([{"logprobs": TensorData(one.astype(np.float32))} for one in logprobs])
 
     def forward(self, data: list[Datum], loss_fn: str) -> Answer:
@@ -149,17 +158,24 @@ class TrainingClient:
         return Answer("forward_backward", lambda: self._backward(data))
 
     def forward_backward_custom(self, data: list[Datum], loss_fn: Callable[..., Any]) -> Answer:
-        """As the SDK 0.38: it waits for a forward pass, and sends the gradient with respect to the log-probs as cross-entropy weights."""
+        """As the SDK 0.38: it waits for a forward pass, and sends the gradient with respect to the
+        log-probs as cross-entropy weights.
+        """
         import torch
 
-        assert all(set(datum.loss_fn_inputs) <= {"target_tokens", "weights"} for datum in data), "the SDK refuses other inputs"
+        assert all(set(datum.loss_fn_inputs) <= {"target_tokens", "weights"} for datum in data), (
+            "the SDK refuses other inputs"
+        )
         scored = self.forward(data, "cross_entropy").result(timeout=1).loss_fn_outputs
         logprobs = [torch.tensor(one["logprobs"].to_numpy()).requires_grad_() for one in scored]
         loss, metrics = loss_fn(data, logprobs)
         assert all(isinstance(value, float) for value in metrics.values())
         loss.backward()
         double.losses.append(("custom", None))
-        return Answer("forward_backward", lambda: self._cross_entropy(data, [-one.grad.numpy() for one in logprobs]))
+        return Answer(
+            "forward_backward",
+            lambda: self._cross_entropy(data, [-one.grad.numpy() for one in logprobs]),
+        )
 
     def _cross_entropy(self, data: list[Datum], weights: list[Any]) -> Output:
         """The gradient of the sum of -log p * weight over all positions."""
@@ -192,18 +208,29 @@ class TrainingClient:
         return Output(metrics={"double/grad_norm": norm})
 
     def load_state_with_optimizer(self, path: str) -> Answer:
-        self.weights = Weights(double.kept[path].logits.copy(), double.kept[path].gradient.copy(), double.kept[path].steps)
+        self.weights = Weights(
+            double.kept[path].logits.copy(),
+            double.kept[path].gradient.copy(),
+            double.kept[path].steps,
+        )
         return Answer("load_state", lambda: None)
 
     def save_state(self, name: str) -> Answer:
-        return Answer("save_state", lambda: Output(path=self._kept(f"tinker://{self.run}/weights/{name}")))
+        return Answer(
+            "save_state", lambda: Output(path=self._kept(f"tinker://{self.run}/weights/{name}"))
+        )
 
     def save_weights_for_sampler(self, name: str) -> Answer:
-        return Answer("save_weights_for_sampler", lambda: Output(path=self._kept(f"tinker://{self.run}/sampler_weights/{name}")))
+        return Answer(
+            "save_weights_for_sampler",
+            lambda: Output(path=self._kept(f"tinker://{self.run}/sampler_weights/{name}")),
+        )
 
     def _kept(self, path: str) -> str:
         assert path not in double.kept, "a name is used once"
-        double.kept[path] = Weights(self.weights.logits.copy(), self.weights.gradient.copy(), self.weights.steps)
+        double.kept[path] = Weights(
+            self.weights.logits.copy(), self.weights.gradient.copy(), self.weights.steps
+        )
         return path
 
     def save_weights_and_get_sampling_client(self) -> Answer:
@@ -214,8 +241,15 @@ class SamplingClient:
     def __init__(self, logits: Any) -> None:
         self.logits = logits
 
-    def sample(self, prompt: ModelInput, num_samples: int, sampling_params: SamplingParams) -> Answer:
-        return Answer("sample", lambda: Sampled([self._one(prompt, sampling_params, number) for number in range(num_samples)]))
+    def sample(
+        self, prompt: ModelInput, num_samples: int, sampling_params: SamplingParams
+    ) -> Answer:
+        return Answer(
+            "sample",
+            lambda: Sampled(
+                [self._one(prompt, sampling_params, number) for number in range(num_samples)]
+            ),
+        )
 
     def _one(self, prompt: ModelInput, params: SamplingParams, number: int) -> Sequence:
         noise = np.random.default_rng((params.seed, number))
@@ -240,8 +274,12 @@ class ServiceClient:
             raise problem
         self.holder = object()
 
-    def create_lora_training_client(self, base_model: str, rank: int, seed: int, train_unembed: bool) -> Answer:
-        double.created.append({"base_model": base_model, "rank": rank, "seed": seed, "train_unembed": train_unembed})
+    def create_lora_training_client(
+        self, base_model: str, rank: int, seed: int, train_unembed: bool
+    ) -> Answer:
+        double.created.append(
+            {"base_model": base_model, "rank": rank, "seed": seed, "train_unembed": train_unembed}
+        )
         logits = np.random.default_rng(seed).normal(0, 0.5, (VOCABULARY, VOCABULARY))
         return Answer("create", lambda: TrainingClient(Weights(logits, np.zeros_like(logits))))
 
@@ -250,7 +288,10 @@ class ServiceClient:
         if double.loads_into_adapters:
             double.problems["restore"] = APIStatusError(422)
             return Answer("restore", lambda: None)
-        return Answer("create", lambda: TrainingClient(Weights(kept.logits.copy(), kept.gradient.copy(), kept.steps)))
+        return Answer(
+            "create",
+            lambda: TrainingClient(Weights(kept.logits.copy(), kept.gradient.copy(), kept.steps)),
+        )
 
     def close(self, status: str) -> Answer:
         return Answer("close", lambda: None)

@@ -1,4 +1,6 @@
-"""Trackers in tests: everything that they keep stays in the test's folder, and nothing is sent anywhere."""
+"""Trackers in tests: everything that they keep stays in the test's folder, and nothing is sent
+anywhere.
+"""
 
 from pathlib import Path
 

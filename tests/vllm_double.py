@@ -1,6 +1,8 @@
-"""A server in this process that answers as vLLM's does, with the lab model behind it, and what can be wrong with it.
+"""A server in this process that answers as vLLM's does, with the lab model behind it, and what can
+be wrong with it.
 
-Written from the answers of vLLM 0.32 that docs/servers.md describes; `make test-servers` runs the same engine against the real one.
+Written from the answers of vLLM 0.32 that docs/servers.md describes; `make test-servers` runs the
+same engine against the real one.
 """
 
 import json
@@ -52,7 +54,9 @@ def lab() -> Any:
 
 
 class VLLMDouble:
-    """`url` once started. `asked` lists (path, body) of every POST; `faults` answers before anything else does."""
+    """`url` once started. `asked` lists (path, body) of every POST; `faults` answers before
+    anything else does.
+    """
 
     lock = threading.Lock()
 
@@ -61,14 +65,17 @@ class VLLMDouble:
         self.asked: list[tuple[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.faults: list[Callable[[str, Any], Answer | None]] = []
-        """Each may answer a POST, or return None for the usual answer; an answer of status 0 breaks the connection."""
+        """Each may answer a POST, or return None for the usual answer; an answer of status 0 breaks
+        the connection."""
         self.replies_text = False
         """It says neither token ids nor log-probs, and loads no adapters, as a hosted service."""
         self.chats = False
         """As `replies_text`, and of messages alone."""
         self.chat_limit = "max_tokens"
         """The name of the limit of a reply that it knows."""
-        self.raw = self.base_only = self.text_only = self.token_strings = self.kept_sets = self.sleeps = False
+        self.raw = self.base_only = self.text_only = self.token_strings = self.kept_sets = (
+            self.sleeps
+        ) = False
         self.hangs_up_on_server_info = False
         """As vLLM without pip in its environment, whose error closes the connection."""
         self.forgets_adapters_asleep = self.forgotten = self.asleep = False
@@ -87,7 +94,9 @@ class VLLMDouble:
                 self.reply(double.get(self.path.partition("?")[0]))
 
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
+                body = json.loads(
+                    self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}"
+                )
                 double.headers.append(dict(self.headers))
                 self.reply(double.post(self.path.partition("?")[0], body))
 
@@ -116,7 +125,9 @@ class VLLMDouble:
         self.connections: list[Any] = []
         self.server = Server(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(
+            target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
 
     def kill(self) -> None:
         self.server.shutdown()
@@ -128,14 +139,27 @@ class VLLMDouble:
     def paths(self) -> list[str]:
         return [path for path, _ in self.asked]
 
-    # -- answers -------------------------------------------------------------------------------------------------------
+    # -- answers -----------------------------------------------------------------------------------
 
     def get(self, path: str) -> Answer:
         if path == "/health":
             return 200, ""
         if path == "/v1/models":
-            base = {"id": "base", "root": "/models/lab", "parent": None, "max_model_len": self.context}
-            return 200, {"data": [base, *({"id": name, "root": str(at), "parent": "base"} for name, at in self.adapters.items())]}
+            base = {
+                "id": "base",
+                "root": "/models/lab",
+                "parent": None,
+                "max_model_len": self.context,
+            }
+            return 200, {
+                "data": [
+                    base,
+                    *(
+                        {"id": name, "root": str(at), "parent": "base"}
+                        for name, at in self.adapters.items()
+                    ),
+                ]
+            }
         if path == "/is_sleeping":
             return 200, {"is_sleeping": self.asleep}
         if path == "/server_info":
@@ -154,7 +178,11 @@ class VLLMDouble:
             return 200, f"Success: LoRA adapter '{body['lora_name']}' added successfully."
         if path == "/v1/unload_lora_adapter":
             known = self.adapters.pop(body["lora_name"], None)
-            return (200, "Success") if known else error(404, f"The lora adapter '{body['lora_name']}' cannot be found.")
+            return (
+                (200, "Success")
+                if known
+                else error(404, f"The lora adapter '{body['lora_name']}' cannot be found.")
+            )
         if path == "/sleep":
             self.asleep, self.forgotten = True, self.forgets_adapters_asleep
             return 200, {"status": "sleeping", "level": 1}
@@ -165,33 +193,50 @@ class VLLMDouble:
             return self.refusal(body) or self.chat(body)
         if path in ("/v1/completions", "/inference/v1/generate") and not self.chats:
             settings = body.get("sampling_params", body)
-            return self.refusal(settings) or self.complete(body, body.get("prompt", body.get("token_ids")), settings)
+            return self.refusal(settings) or self.complete(
+                body, body.get("prompt", body.get("token_ids")), settings
+            )
         return 404, {"detail": "Not Found"}
 
     def refusal(self, settings: Any) -> Answer | None:
         unknown = sorted(self.refuses & settings.keys())
-        return error(400, f"Unrecognized request argument supplied: {unknown[0]}") if unknown else None
+        return (
+            error(400, f"Unrecognized request argument supplied: {unknown[0]}") if unknown else None
+        )
 
     def complete(self, body: Any, prompt: Any, settings: Any) -> Answer:
         if body["model"] != "base" and body["model"] not in self.adapters:
             return error(404, f"The model `{body['model']}` does not exist.")
         if isinstance(prompt, list) is (self.text_only or self.replies_text):
-            return error(400, "prompt must be a string") if isinstance(prompt, list) else error(400, "a list of token ids")
+            return (
+                error(400, "prompt must be a string")
+                if isinstance(prompt, list)
+                else error(400, "a list of token ids")
+            )
         if self.replies_text:
             return self.write(body["model"], prompt, settings)
         with self.lock:
             self.calls += 1
-            completions = sorted(self.sample(body["model"], prompt, settings), key=lambda one: one.sample)
+            completions = sorted(
+                self.sample(body["model"], prompt, settings), key=lambda one: one.sample
+            )
             top = self.top_logprobs(prompt, settings) if settings.get("logprobs") else None
         return 200, {"choices": [self.choice(one, prompt, top) for one in completions]}
 
     def chat(self, body: Any) -> Answer:
         if unknown := {"max_tokens", "max_completion_tokens"} & body.keys() - {self.chat_limit}:
-            return error(400, f"Unsupported parameter: {unknown.pop()}. Use '{self.chat_limit}' instead.")
+            return error(
+                400, f"Unsupported parameter: {unknown.pop()}. Use '{self.chat_limit}' instead."
+            )
         prompt = load_tokenizer("lab").apply_chat_template(
-            body["messages"], tokenize=False, add_generation_prompt=True, **body.get("chat_template_kwargs", {})
+            body["messages"],
+            tokenize=False,
+            add_generation_prompt=True,
+            **body.get("chat_template_kwargs", {}),
         )
-        status, answer = self.write(body["model"], prompt, body | {"max_tokens": body[self.chat_limit]})
+        status, answer = self.write(
+            body["model"], prompt, body | {"max_tokens": body[self.chat_limit]}
+        )
         for choice in answer["choices"]:
             choice["message"] = {"role": "assistant", "content": choice.pop("text") or None}
         answer["usage"]["prompt_tokens"] += 3  # its template may be another
@@ -206,7 +251,9 @@ class VLLMDouble:
         choices = [
             {
                 "index": one.sample,
-                "text": texts.decode([token for token in one.token_ids.tolist() if token not in lab()._eos_ids()]),
+                "text": texts.decode(
+                    [token for token in one.token_ids.tolist() if token not in lab()._eos_ids()]
+                ),
                 "finish_reason": "stop" if one.finish_reason is FinishReason.STOP else "length",
                 "logprobs": None,
             }
@@ -219,7 +266,11 @@ class VLLMDouble:
         if name != "base" and lab().shown != (self.url, name):
             lab()._adapter.load(self.adapters[name])
             lab().shown = (self.url, name)
-        cut = Truncation(max(settings.get("top_k", -1), 0), settings.get("top_p", 1.0), settings.get("min_p", 0.0))
+        cut = Truncation(
+            max(settings.get("top_k", -1), 0),
+            settings.get("top_p", 1.0),
+            settings.get("min_p", 0.0),
+        )
         request = SampleRequest(
             prompt_ids=self.mapped(np.array(prompt, np.int32)),
             count=settings.get("n", 1),
@@ -235,7 +286,15 @@ class VLLMDouble:
     def with_raw_logprobs(self, one: Completion, request: SampleRequest) -> Completion:
         ids = np.concatenate([request.prompt_ids, one.token_ids])
         row = Row(ids, ((len(request.prompt_ids), len(ids)),), one.logprobs, 0 * one.logprobs, 0)
-        return Completion(one.request, one.sample, one.token_ids, lab().logprobs([row])[0], None, one.finish_reason, one.kept)
+        return Completion(
+            one.request,
+            one.sample,
+            one.token_ids,
+            lab().logprobs([row])[0],
+            None,
+            one.finish_reason,
+            one.kept,
+        )
 
     def mapped(self, ids: Any) -> Any:
         return ids if self.permuted is None else self.permuted[ids].astype(np.int32)
@@ -243,16 +302,31 @@ class VLLMDouble:
     def top_logprobs(self, prompt: list[int], settings: Any) -> dict[str, float]:
         with torch.no_grad():
             logits = lab()._base.model(input_ids=torch.tensor([prompt])).logits[0, -1]
-        top = torch.log_softmax(logits / (1 if self.raw else settings.get("temperature", 1.0)), -1).topk(settings["logprobs"])
-        return {str(int(token)): float(value) for value, token in zip(top.values, top.indices, strict=True)}
+        top = torch.log_softmax(
+            logits / (1 if self.raw else settings.get("temperature", 1.0)), -1
+        ).topk(settings["logprobs"])
+        return {
+            str(int(token)): float(value)
+            for value, token in zip(top.values, top.indices, strict=True)
+        }
 
     def choice(self, one: Completion, prompt: list[int], top: Any) -> Any:
         ids = self.mapped(one.token_ids).tolist()
-        logprobs = {"token_logprobs": one.logprobs.tolist(), "tokens": [f"token_id:{token}" for token in ids], "top_logprobs": [top]}
+        logprobs = {
+            "token_logprobs": one.logprobs.tolist(),
+            "tokens": [f"token_id:{token}" for token in ids],
+            "top_logprobs": [top],
+        }
         mask = None if one.kept is None else [list(range(kept)) for kept in one.kept]
         own = {} if self.token_strings else {"token_ids": ids, "prompt_token_ids": prompt}
         reason = "stop" if one.finish_reason is FinishReason.STOP else "length"
-        return {"index": one.sample, "finish_reason": reason, "logprobs": logprobs, "sampling_mask": mask, **own}
+        return {
+            "index": one.sample,
+            "finish_reason": reason,
+            "logprobs": logprobs,
+            "sampling_mask": mask,
+            **own,
+        }
 
 
 def error(status: int, message: str) -> Answer:
@@ -270,7 +344,9 @@ def doubles(count: int = 1) -> Iterator[list[VLLMDouble]]:
             one.kill()
 
 
-def first(times: int, answer: Answer, path: str = "/v1/completions", after: int = 0) -> Callable[[str, Any], Answer | None]:
+def first(
+    times: int, answer: Answer, path: str = "/v1/completions", after: int = 0
+) -> Callable[[str, Any], Answer | None]:
     """Answers the first `times` requests of a path, from its `after`-th on."""
     seen = 0
 
@@ -284,7 +360,9 @@ def first(times: int, answer: Answer, path: str = "/v1/completions", after: int 
     return fault
 
 
-def scripted(answers: dict[int, Answer], path: str = "/v1/completions") -> Callable[[str, Any], Answer | None]:
+def scripted(
+    answers: dict[int, Answer], path: str = "/v1/completions"
+) -> Callable[[str, Any], Answer | None]:
     """Answers some requests of a path, by their number from 1."""
     seen = 0
 

@@ -1,4 +1,6 @@
-"""Samples a job with the PyTorch engine, `generate` or transformers' continuous batching, as settings["kind"] says."""
+"""Samples a job with the PyTorch engine, `generate` or transformers' continuous batching, as
+settings["kind"] says.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +16,11 @@ import numpy as np  # noqa: E402 - torch reads its environment when it is import
 import torch  # noqa: E402
 from device import measured_on  # noqa: E402
 from peft import PeftModel  # noqa: E402
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+)
 
 from retrain.inference_engine.base import NoiseKey, SampleRequest  # noqa: E402
 from retrain.inference_engine.torch_engine import TorchEngine  # noqa: E402
@@ -26,18 +32,32 @@ Run = Callable[[Job, int], int]
 
 
 def engine(settings: dict[str, Any]) -> Run:
-    """The engine as a run has it: the learner's fp32 model, a copy with merged adapter for the sampler, and `[inference] dtype`."""
+    """The engine as a run has it: the learner's fp32 model, a copy with merged adapter for the
+    sampler, and `[inference] dtype`.
+    """
     model = load(settings, torch.float32)
     fused = FusedDecoder.of(model.get_base_model(), merge=True)
     options = EngineOptions(weights=torch.bfloat16 if settings["engine_dtype"] == "bf16" else None)
-    decoder = TorchEngine(model, [], "cpu", decode_rows=settings["rows"], options=options, fused=fused)
+    decoder = TorchEngine(
+        model, [], "cpu", decode_rows=settings["rows"], options=options, fused=fused
+    )
 
     def run(job: Job, seed: int) -> int:
         if job.uniform:  # one request a group, as a trainer asks
-            asked = [SampleRequest(p, job.group, job.lengths[0], 1.0, NoiseKey(1, 0, seed, i)) for i, p in enumerate(job.prompts)]
+            asked = [
+                SampleRequest(p, job.group, job.lengths[0], 1.0, NoiseKey(1, 0, seed, i))
+                for i, p in enumerate(job.prompts)
+            ]
         else:
             asked = [
-                SampleRequest(prompt, 1, job.lengths[i * job.group + j], 1.0, NoiseKey(1, 0, seed, i), first_sample=j)
+                SampleRequest(
+                    prompt,
+                    1,
+                    job.lengths[i * job.group + j],
+                    1.0,
+                    NoiseKey(1, 0, seed, i),
+                    first_sample=j,
+                )
                 for i, prompt in enumerate(job.prompts)
                 for j in range(job.group)
             ]
@@ -47,7 +67,9 @@ def engine(settings: dict[str, Any]) -> Run:
 
 
 def generate(settings: dict[str, Any]) -> Run:
-    """One batch of all completions, prompts padded on the left, until the longest completion is done."""
+    """One batch of all completions, prompts padded on the left, until the longest completion is
+    done.
+    """
     device = settings.get("device", "cpu")
     model = load(settings, getattr(torch, settings["torch_dtype"])).to(device)
 
@@ -61,8 +83,10 @@ def generate(settings: dict[str, Any]) -> Run:
         torch.manual_seed(seed)
         with torch.no_grad():
             output = model.generate(
-                input_ids=torch.from_numpy(ids).to(device), attention_mask=torch.from_numpy(mask).to(device), do_sample=True,
-                temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=most, min_new_tokens=most, pad_token_id=0,
+                input_ids=torch.from_numpy(ids).to(device),
+                attention_mask=torch.from_numpy(mask).to(device), do_sample=True,
+                temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=most, min_new_tokens=most,
+                pad_token_id=0,
             )  # fmt: skip
         assert output.shape[1] == longest + most
         return job.tokens
@@ -73,7 +97,8 @@ def generate(settings: dict[str, Any]) -> Run:
 def continuous(settings: dict[str, Any]) -> Run:
     """What `generate_batch` does, with one manager for all turns, as a server would.
 
-    A prompt is prefilled once per group only if all completions have the same length, since `num_return_sequences` belongs to the manager.
+    A prompt is prefilled once per group only if all completions have the same length, since
+    `num_return_sequences` belongs to the manager.
     """
     model = load(settings, getattr(torch, settings["torch_dtype"]))
     tokens, rows, page = settings["tokens"], settings["rows"], settings["page_size"]
@@ -92,9 +117,17 @@ def continuous(settings: dict[str, Any]) -> Run:
                 running[other].stop(block=True)
                 running.pop(other).destroy()
             sampling = GenerationConfig(
-                do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=-1, max_new_tokens=tokens, num_return_sequences=group
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                eos_token_id=-1,
+                max_new_tokens=tokens,
+                num_return_sequences=group,
             )
-            running[group] = model.init_continuous_batching(generation_config=sampling, continuous_batching_config=config)
+            running[group] = model.init_continuous_batching(
+                generation_config=sampling, continuous_batching_config=config
+            )
             running[group].start()
         return running[group]
 
@@ -104,7 +137,10 @@ def continuous(settings: dict[str, Any]) -> Run:
             serving = manager(job.group if job.uniform else 1)
             lengths = job.lengths[:: job.group] if job.uniform else job.lengths
             for number, length in enumerate(lengths):
-                serving.add_request(job.prompts[number * len(job.prompts) // len(lengths)].tolist(), max_new_tokens=length)
+                serving.add_request(
+                    job.prompts[number * len(job.prompts) // len(lengths)].tolist(),
+                    max_new_tokens=length,
+                )
             return sum(tokens_of_next(serving) for _ in job.lengths)
 
     return run
@@ -123,18 +159,30 @@ def tokens_of_next(serving: Any) -> int:
 
 
 def load(settings: dict[str, Any], dtype: torch.dtype) -> Any:
-    """The model with the adapter in its dtype, so that bf16 layers need no cast; the engine keeps the adapter in fp32."""
+    """The model with the adapter in its dtype, so that bf16 layers need no cast; the engine keeps
+    the adapter in fp32.
+    """
     base = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype)
-    return PeftModel.from_pretrained(base, settings["adapter"], autocast_adapter_dtype=dtype == torch.float32).eval()
+    return PeftModel.from_pretrained(
+        base, settings["adapter"], autocast_adapter_dtype=dtype == torch.float32
+    ).eval()
 
 
 def setup(settings: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     torch.set_num_threads(settings["threads"])
-    run = {"engine": engine, "generate": generate, "continuous": continuous}[settings["kind"]](settings)
+    run = {"engine": engine, "generate": generate, "continuous": continuous}[settings["kind"]](
+        settings
+    )
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         shape = settings["vocabulary"], settings["prompts"], settings["group"]
-        job = make_job(*shape, request["tokens"], request["ragged"], request["step"], settings.get("prompt_tokens"))
+        job = make_job(
+            *shape,
+            request["tokens"],
+            request["ragged"],
+            request["step"],
+            settings.get("prompt_tokens"),
+        )
         with measured_on(settings.get("device", "cpu")) as measure:
             made = run(job, request["step"])
         assert made == job.tokens, f"{made} tokens instead of {job.tokens}"

@@ -1,6 +1,7 @@
 """Measurements on the computing device: seconds until it is done, memory, kernels, bandwidth.
 
-On CUDA memory is what torch's allocator has allocated and reserved; on a CPU it is the resident memory of the process.
+On CUDA memory is what torch's allocator has allocated and reserved; on a CPU it is the resident
+memory of the process.
 """
 
 import shutil
@@ -22,7 +23,9 @@ _COPIES = 10
 
 @contextmanager
 def measured_on(device: str) -> Iterator[Measure]:
-    """As `measured`; on CUDA the memory of the device: allocated before, peak allocated, peak reserved."""
+    """As `measured`; on CUDA the memory of the device: allocated before, peak allocated, peak
+    reserved.
+    """
     if not device.startswith("cuda"):
         with measured() as result:
             yield result
@@ -39,11 +42,16 @@ def measured_on(device: str) -> Iterator[Measure]:
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Name and driver of a GPU ("" on a CPU), and the bandwidth of a large copy in bytes per second, reads and writes counted."""
+    """Name and driver of a GPU ("" on a CPU), and the bandwidth of a large copy in bytes per
+    second, reads and writes counted.
+    """
     name = ""
     if device.startswith("cuda"):
         found = torch.cuda.get_device_properties(device)
-        name = f"{found.name}, {found.total_memory / GIB:.1f} GiB, {_driver()}, CUDA {torch.version.cuda}"
+        name = (
+            f"{found.name}, {found.total_memory / GIB:.1f} GiB, {_driver()}, CUDA"
+            f" {torch.version.cuda}"
+        )
     return {"device": name, "bandwidth": copy_bandwidth(device)}
 
 
@@ -69,12 +77,17 @@ def copy_bandwidth(device: str) -> float:
 
 
 def profiled(run: Callable[[], object], device: str) -> dict[str, Any]:
-    """Kernels of a run on CUDA, operators on a CPU: total seconds and calls, and the `top` ones by their own time."""
+    """Kernels of a run on CUDA, operators on a CPU: total seconds and calls, and the `top` ones by
+    their own time.
+    """
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     on_cuda = device.startswith("cuda")
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])], acc_events=True) as found:
+    with profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])],
+        acc_events=True,
+    ) as found:
         run()
         if on_cuda:
             torch.cuda.synchronize(device)
@@ -82,7 +95,9 @@ def profiled(run: Callable[[], object], device: str) -> dict[str, Any]:
         {
             "name": event.key[:_NAME_LENGTH].replace("|", "\\|"),
             "calls": event.count,
-            "seconds": (event.self_device_time_total if on_cuda else event.self_cpu_time_total) / 1e6,
+            "seconds": (
+                (event.self_device_time_total if on_cuda else event.self_cpu_time_total) / 1e6
+            ),
         }
         for event in found.key_averages()
         if event.device_type == (DeviceType.CUDA if on_cuda else DeviceType.CPU)

@@ -1,4 +1,6 @@
-"""Prompts, lengths and rows as functions of a few numbers, so that every process makes the same ones. numpy only."""
+"""Prompts, lengths and rows as functions of a few numbers, so that every process makes the same
+ones. numpy only.
+"""
 
 from dataclasses import dataclass
 
@@ -11,7 +13,9 @@ FIRST_TOKEN = 3
 
 @dataclass(frozen=True)
 class Job:
-    """Prompts and, per completion, the number of tokens; completion j of prompt i is lengths[i * group + j]."""
+    """Prompts and, per completion, the number of tokens; completion j of prompt i is lengths[i *
+    group + j].
+    """
 
     prompts: list[npt.NDArray[np.int32]]
     group: int
@@ -38,21 +42,41 @@ class Rows:
         return self.job.prompts[row // self.job.group]
 
 
-def make_job(vocabulary: int, prompts: int, group: int, tokens: int, ragged: bool, step: int, prompt_tokens: int | None = None) -> Job:
+def make_job(
+    vocabulary: int,
+    prompts: int,
+    group: int,
+    tokens: int,
+    ragged: bool,
+    step: int,
+    prompt_tokens: int | None = None,
+) -> Job:
     """Random prompts, new at each step, of `prompt_tokens` ids, or of tokens / 2 to tokens ids.
 
     Ragged completions have tokens / 8 to `tokens` tokens, the same at each step.
     """
     shape, content = np.random.default_rng(0), np.random.default_rng([1, step])
-    sizes = [prompt_tokens] * prompts if prompt_tokens else shape.integers(max(1, tokens // 2), tokens + 1, prompts).tolist()
+    sizes = (
+        [prompt_tokens] * prompts
+        if prompt_tokens
+        else shape.integers(max(1, tokens // 2), tokens + 1, prompts).tolist()
+    )
     made = [content.integers(FIRST_TOKEN, vocabulary, size).astype(np.int32) for size in sizes]
-    lengths = shape.integers(max(1, tokens // 8), tokens + 1, prompts * group).tolist() if ragged else [tokens] * (prompts * group)
+    lengths = (
+        shape.integers(max(1, tokens // 8), tokens + 1, prompts * group).tolist()
+        if ragged
+        else [tokens] * (prompts * group)
+    )
     return Job(made, group, lengths)
 
 
 def make_rows(vocabulary: int, prompts: int, group: int, tokens: int, ragged: bool) -> Rows:
-    """Random completions. No advantage is 0, so that every row is trained on; their mean is not 0, so that the loss is not 0."""
+    """Random completions. No advantage is 0, so that every row is trained on; their mean is not 0,
+    so that the loss is not 0.
+    """
     job = make_job(vocabulary, prompts, group, tokens, ragged, 0)
     rng = np.random.default_rng(2)
-    completions = [rng.integers(FIRST_TOKEN, vocabulary, length).astype(np.int32) for length in job.lengths]
+    completions = [
+        rng.integers(FIRST_TOKEN, vocabulary, length).astype(np.int32) for length in job.lengths
+    ]
     return Rows(job, completions, rng.standard_normal(prompts * group).astype(np.float32))

@@ -1,4 +1,6 @@
-"""TRL's learning pass: GRPOTrainer's own training step on given rows instead of sampled ones. Runs in the peers' Python."""
+"""TRL's learning pass: GRPOTrainer's own training step on given rows instead of sampled ones. Runs
+in the peers' Python.
+"""
 
 import tempfile
 from collections.abc import Callable
@@ -55,15 +57,29 @@ def build(settings: dict[str, Any], rows: Rows, folder: str) -> GivenRows:
 
 
 def micro_batches(rows: Rows, old: dict[str, np.ndarray], size: int) -> list[dict[str, Any]]:
-    """Micro-batches as TRL makes them: prompts padded on the left, completions on the right, to the longest of the whole batch."""
+    """Micro-batches as TRL makes them: prompts padded on the left, completions on the right, to the
+    longest of the whole batch.
+    """
     count = len(rows.completions)
     prompt_length, length = max(map(len, rows.job.prompts)), max(rows.job.lengths)
-    prompts, prompt_mask = np.full((count, prompt_length), PADDING, np.int64), np.zeros((count, prompt_length), np.int64)
-    completions, mask = np.full((count, length), PADDING, np.int64), np.zeros((count, length), np.int64)
+    prompts, prompt_mask = (
+        np.full((count, prompt_length), PADDING, np.int64),
+        np.zeros((count, prompt_length), np.int64),
+    )
+    completions, mask = (
+        np.full((count, length), PADDING, np.int64),
+        np.zeros((count, length), np.int64),
+    )
     logprobs = np.zeros((count, length), np.float32)
     for number, completion in enumerate(rows.completions):
         prompt = rows.prompt_of(number)
-        prompts[number, prompt_length - len(prompt) :], prompt_mask[number, prompt_length - len(prompt) :] = prompt, 1
+        (
+            prompts[number, prompt_length - len(prompt) :],
+            prompt_mask[number, prompt_length - len(prompt) :],
+        ) = (
+            prompt,
+            1,
+        )
         completions[number, : len(completion)], mask[number, : len(completion)] = completion, 1
         logprobs[number, : len(completion)] = old[f"{number:05d}"]
     whole = {
@@ -76,21 +92,30 @@ def micro_batches(rows: Rows, old: dict[str, np.ndarray], size: int) -> list[dic
     }
     total = torch.tensor(float(rows.job.tokens))
     return [
-        {key: torch.from_numpy(value[start : start + size]) for key, value in whole.items()} | {"num_items_in_batch": total}
+        {key: torch.from_numpy(value[start : start + size]) for key, value in whole.items()}
+        | {"num_items_in_batch": total}
         for start in range(0, count, size)
     ]
 
 
 def setup(settings: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     torch.set_num_threads(settings["threads"])
-    rows = make_rows(settings["vocabulary"], settings["prompts"], settings["group"], settings["tokens"], settings["ragged"])
+    rows = make_rows(
+        settings["vocabulary"],
+        settings["prompts"],
+        settings["group"],
+        settings["tokens"],
+        settings["ragged"],
+    )
     folder = tempfile.TemporaryDirectory()
     trainer = build(settings, rows, folder.name)
     parts = micro_batches(rows, load_file(settings["logprobs"]), settings["batch"])
     trainer.create_optimizer()
     trainer.current_gradient_accumulation_steps = len(parts)
     trainer.model.train()
-    sum(float(parameter.sum()) for parameter in trainer.model.parameters())  # weights are read from the file when they are first used
+    sum(
+        float(parameter.sum()) for parameter in trainer.model.parameters()
+    )  # weights are read from the file when they are first used
     if settings["checkpointing"]:
         trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
         trainer.model.enable_input_require_grads()
@@ -103,7 +128,11 @@ def setup(settings: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]
                 loss += float(trainer.training_step(trainer.model, dict(part), None))
             trainer.optimizer.step()
         if "gradient" in request:
-            gradient = {name.replace(".default.", "."): p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
+            gradient = {
+                name.replace(".default.", "."): p.grad
+                for name, p in trainer.model.named_parameters()
+                if p.grad is not None
+            }
             save_file(gradient, request["gradient"])
         return {**vars(measure), "loss": loss, "note": ""}
 

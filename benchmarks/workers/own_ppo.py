@@ -5,7 +5,9 @@ import torch
 from retrain.backends import ActionTokens
 
 
-def ppo(tokens: ActionTokens, params: dict[str, float]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def ppo(
+    tokens: ActionTokens, params: dict[str, float]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     log_ratios = tokens.new - tokens.old
     rho = log_ratios.clamp(-20, 20).exp()
     low, high = 1 - params["clip"], 1 + params["clip"]

@@ -1,4 +1,6 @@
-"""Preparations of a benchmark: an adapter, a model that never ends a completion, a model of a given shape, the machine's description."""
+"""Preparations of a benchmark: an adapter, a model that never ends a completion, a model of a given
+shape, the machine's description.
+"""
 
 import shutil
 from pathlib import Path
@@ -44,7 +46,9 @@ _PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfo
 
 
 def adapter(model: str, folder: str) -> dict[str, Any]:
-    """LoRA on every linear layer. B is not zero, so that gradients reach A and no peer can skip the adapter."""
+    """LoRA on every linear layer. B is not zero, so that gradients reach A and no peer can skip the
+    adapter.
+    """
     torch.manual_seed(0)
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     _save_adapter(base, folder)
@@ -52,7 +56,10 @@ def adapter(model: str, folder: str) -> dict[str, Any]:
 
 
 def _save_adapter(base: Any, folder: str) -> None:
-    wrapped = get_peft_model(base, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"))
+    wrapped = get_peft_model(
+        base,
+        LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():
             if ".lora_B." in name:
@@ -69,10 +76,11 @@ def shape(
     device: str = "cpu",
     adapter: str | None = None,
 ) -> dict[str, Any]:
-    """Random weights in one of SHAPES, or its first `layers`, with a context of `context` tokens and the lab's tokenizer.
+    """Random weights in one of SHAPES, or its first `layers`, with a context of `context` tokens
+    and the lab's tokenizer.
 
-    Its chat template writes only a message's text. `adapter` names a folder for an adapter as above. Returns the bytes of the weights
-    and of the keys and values of one token.
+    Its chat template writes only a message's text. `adapter` names a folder for an adapter as
+    above. Returns the bytes of the weights and of the keys and values of one token.
     """
     torch.manual_seed(0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(LAB_MODEL)
@@ -95,17 +103,20 @@ def shape(
 
 
 def endless(model: str, folder: str, prompts: list[str]) -> dict[str, Any]:
-    """`model` with an EOS token that it does not draw, and a chat template that writes only a message's text.
+    """`model` with an EOS token that it does not draw, and a chat template that writes only a
+    message's text.
 
-    Every trainer that reads this folder then samples completions of full length. The EOS token is the least probable one after these
-    prompts; the benchmark reports the lengths.
+    Every trainer that reads this folder then samples completions of full length. The EOS token is
+    the least probable one after these prompts; the benchmark reports the lengths.
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     network = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     highest = torch.full((network.config.vocab_size,), -torch.inf)
     with torch.no_grad():
         for prompt in prompts:
-            logits = network(**tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)).logits[0]
+            logits = network(
+                **tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+            ).logits[0]
             highest = torch.maximum(highest, logits.log_softmax(-1).amax(0))
     never = int(highest[: len(tokenizer)].argmin())
     target = Path(folder)
@@ -117,7 +128,11 @@ def endless(model: str, folder: str, prompts: list[str]) -> dict[str, Any]:
     tokenizer.save_pretrained(folder)
     network.config.eos_token_id = never
     network.config.save_pretrained(folder)
-    special = {"eos_token_id": never, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id}
+    special = {
+        "eos_token_id": never,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+    }
     transformers.GenerationConfig(**special).save_pretrained(folder)
     return {"eos_token_id": never, "highest_logprob": float(highest[never])}
 

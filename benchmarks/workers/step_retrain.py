@@ -25,7 +25,11 @@ def setup(settings: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]
         with tempfile.TemporaryDirectory() as folder:
             config = config_from_mapping(
                 {
-                    "model": {"model": settings["model"], "lora_rank": settings["rank"], "dtype": settings.get("dtype", "fp32")},
+                    "model": {
+                        "model": settings["model"],
+                        "lora_rank": settings["rank"],
+                        "dtype": settings.get("dtype", "fp32"),
+                    },
                     "inference": {"dtype": settings["inference_dtype"]},
                     "backend": {"devices": settings.get("device", "cpu")},
                     "data": {"source": settings["data"]},

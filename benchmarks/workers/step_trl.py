@@ -1,4 +1,6 @@
-"""A few steps of TRL's GRPOTrainer: seconds of each step by phase, and peak memory. Runs in the peers' Python."""
+"""A few steps of TRL's GRPOTrainer: seconds of each step by phase, and peak memory. Runs in the
+peers' Python.
+"""
 
 import json
 import tempfile
@@ -54,27 +56,45 @@ class TimedTrainer(GRPOTrainer):
 
 
 def paging(settings: dict[str, Any], completions: int) -> dict[str, int]:
-    """A KV cache for every completion with its prompt; the default takes half of the machine's memory."""
+    """A KV cache for every completion with its prompt; the default takes half of the machine's
+    memory.
+    """
     pages = -(-(settings["tokens"] + _LONGEST_PROMPT) // _PAGE)
-    return {"page_size": _PAGE, "num_blocks": completions * (pages + 1), "max_batch_tokens": 1024, "max_requests_per_batch": completions}
+    return {
+        "page_size": _PAGE,
+        "num_blocks": completions * (pages + 1),
+        "max_batch_tokens": 1024,
+        "max_requests_per_batch": completions,
+    }
 
 
 def setup(settings: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     torch.set_num_threads(settings["threads"])
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
-    prompts = [json.loads(line)["prompt"] for line in Path(settings["data"]).read_text().splitlines()]
+    prompts = [
+        json.loads(line)["prompt"] for line in Path(settings["data"]).read_text().splitlines()
+    ]
     rng = np.random.default_rng(0)
     on_cpu = settings.get("device", "cpu") == "cpu"
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         completions = settings["prompts"] * settings["group"]
-        with tempfile.TemporaryDirectory() as folder, measured_on(settings.get("device", "cpu")) as measure:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            measured_on(settings.get("device", "cpu")) as measure,
+        ):
             trainer = TimedTrainer(
-                model=AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32 if on_cpu else torch.bfloat16),
+                model=AutoModelForCausalLM.from_pretrained(
+                    settings["model"], dtype=torch.float32 if on_cpu else torch.bfloat16
+                ),
                 processing_class=tokenizer,
-                reward_funcs=lambda completions, **_: (rng.random(len(completions)) < 0.5).astype(float).tolist(),
+                reward_funcs=lambda completions, **_: (
+                    (rng.random(len(completions)) < 0.5).astype(float).tolist()
+                ),
                 train_dataset=Dataset.from_dict({"prompt": prompts}),
-                peft_config=LoraConfig(r=settings["rank"], lora_alpha=2 * settings["rank"], target_modules="all-linear"),
+                peft_config=LoraConfig(
+                    r=settings["rank"], lora_alpha=2 * settings["rank"], target_modules="all-linear"
+                ),
                 args=GRPOConfig(
                     output_dir=folder,
                     max_steps=request["steps"],
@@ -84,7 +104,9 @@ def setup(settings: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]
                     max_completion_length=settings["tokens"],
                     gradient_checkpointing=settings["checkpointing"],
                     use_transformers_continuous_batching=settings["continuous"],
-                    transformers_continuous_batching_config=paging(settings, completions) if settings["continuous"] else None,
+                    transformers_continuous_batching_config=(
+                        paging(settings, completions) if settings["continuous"] else None
+                    ),
                     learning_rate=1e-5,
                     lr_scheduler_type="constant",
                     max_grad_norm=1.0,

@@ -1,6 +1,8 @@
-"""The frame of a measured process: settings in, one line of JSON out for each request, and memory as the kernel reports it.
+"""The frame of a measured process: settings in, one line of JSON out for each request, and memory
+as the kernel reports it.
 
-It needs only the standard library, so that it runs in a peer's environment too. Memory is read from Linux's /proc.
+It needs only the standard library, so that it runs in a peer's environment too. Memory is read from
+Linux's /proc.
 """
 
 import contextlib
@@ -35,7 +37,9 @@ class Measure:
 
 @contextlib.contextmanager
 def measured() -> Iterator[Measure]:
-    """Wall seconds, CPU seconds and peak resident memory of the block alone; memory that the allocator caches is released first."""
+    """Wall seconds, CPU seconds and peak resident memory of the block alone; memory that the
+    allocator caches is released first.
+    """
     _give_back_free_memory()
     result = Measure(before_gib=resident_gib())
     _forget_peak()
@@ -66,11 +70,16 @@ def _forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def serve(setup: Callable[[dict[str, Any]], Callable[[dict[str, Any]], dict[str, Any]]], packages: tuple[str, ...]) -> None:
-    """Run a worker: `setup(settings)` gives the function that answers requests, one JSON line each, until standard input ends.
+def serve(
+    setup: Callable[[dict[str, Any]], Callable[[dict[str, Any]], dict[str, Any]]],
+    packages: tuple[str, ...],
+) -> None:
+    """Run a worker: `setup(settings)` gives the function that answers requests, one JSON line each,
+    until standard input ends.
 
-    Everything that libraries print goes to standard error. Every worker has the settings `threads` and `memory_limit_gib`, beyond which
-    an allocation fails (None: no limit, for CUDA, which maps far more memory than it uses).
+    Everything that libraries print goes to standard error. Every worker has the settings `threads`
+    and `memory_limit_gib`, beyond which an allocation fails (None: no limit, for CUDA, which maps
+    far more memory than it uses).
     """
     settings: dict[str, Any] = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")

@@ -1,4 +1,6 @@
-"""VESPO's loss (arXiv 2602.10693): completions count by a smooth function of their own importance weight."""
+"""VESPO's loss (arXiv 2602.10693): completions count by a smooth function of their own importance
+weight.
+"""
 
 import torch
 from torch import Tensor
@@ -7,9 +9,13 @@ from retrain.backends import ActionTokens
 
 
 def vespo(tokens: ActionTokens, params: dict[str, float]) -> tuple[Tensor, dict[str, Tensor]]:
-    """[N] -phi(W) A log pi, where W is the product of a completion's ratios and phi(W) = W^c1 exp(c2 (1 - W)), detached."""
+    """[N] -phi(W) A log pi, where W is the product of a completion's ratios and phi(W) = W^c1
+    exp(c2 (1 - W)), detached.
+    """
     counts = torch.tensor(tokens.lengths, device=tokens.new.device)
-    log_ratios = torch.segment_reduce((tokens.new - tokens.old).detach(), "sum", lengths=counts, initial=0.0)
+    log_ratios = torch.segment_reduce(
+        (tokens.new - tokens.old).detach(), "sum", lengths=counts, initial=0.0
+    )
     log_weights = log_ratios.clamp(-20.0, 20.0).repeat_interleave(counts)
 
     def phi(c1: float, c2: float) -> Tensor:

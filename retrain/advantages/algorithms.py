@@ -1,7 +1,8 @@
 """Whole algorithms, and what plugins of credit assignment may read.
 
-An `algorithm_mode` replaces the pair of advantage_mode and transform_mode. The built-in ones are recipes, i.e. names for such a pair; a
-plugin computes the token advantages of the whole step itself.
+An `algorithm_mode` replaces the pair of advantage_mode and transform_mode. The built-in ones are
+recipes, i.e. names for such a pair; a plugin computes the token advantages of the whole step
+itself.
 """
 
 from collections.abc import Sequence
@@ -75,8 +76,8 @@ class Recipe:
     advantage: str
     transform: str
     aggregation: str = ""
-    """The `[loss] aggregation` that belongs to the algorithm: unset means this value, and any other is refused. "" leaves it to the user.
-    """
+    """The `[loss] aggregation` that belongs to the algorithm: unset means this value, and any other
+    is refused. "" leaves it to the user. """
 
 
 RECIPES: dict[str, Recipe] = {
@@ -90,7 +91,9 @@ RECIPES: dict[str, Recipe] = {
 
 
 def recipe_of(modes: "Algorithm | Condition") -> Recipe | None:
-    """Return the advantage and the transform in use; None for an algorithm plugin, which has neither."""
+    """Return the advantage and the transform in use; None for an algorithm plugin, which has
+    neither.
+    """
     if modes.algorithm_mode:
         return RECIPES.get(modes.algorithm_mode)
     return Recipe(modes.advantage_mode, modes.transform_mode)

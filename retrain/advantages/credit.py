@@ -1,4 +1,6 @@
-"""The credit of one step's completions: token advantages, the learner's rows, and what is recorded about them."""
+"""The credit of one step's completions: token advantages, the learner's rows, and what is recorded
+about them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,19 +20,24 @@ class Assigned:
     episode: Float64Array
     """[N] episode advantages."""
     stages: dict[str, Float64Array]
-    """Stage -> token advantages [n], in the order in which the stages were applied; the last one goes to the loss."""
+    """Stage -> token advantages [n], in the order in which the stages were applied; the last one
+    goes to the loss."""
     uncertainty: Float64Array | None
     """[n] uncertainty, capped and before SEPA; None if nothing reads it."""
     informative: BoolArray
     """[P] True if some token of the group has an advantage before the top-rho mask."""
     counts: BoolArray
-    """[n] True for the tokens over which a mean of the policy term is taken; none lies outside the informative groups and the loss."""
+    """[n] True for the tokens over which a mean of the policy term is taken; none lies outside the
+    informative groups and the loss."""
     trained: BoolArray
-    """[N] True if the loss has a term for the completion: a policy term, or a KL or entropy term."""
+    """[N] True if the loss has a term for the completion: a policy term, or a KL or entropy
+    term."""
     kept_fraction: float | None
-    """Fraction of the tokens of trained completions that the top-rho mask kept; None with the mask off."""
+    """Fraction of the tokens of trained completions that the top-rho mask kept; None with the mask
+    off."""
     tau: float | None
-    """Threshold of the mask; None with the mask off, and if every group or completion has its own."""
+    """Threshold of the mask; None with the mask off, and if every group or completion has its
+    own."""
 
     @property
     def final(self) -> Float64Array:
@@ -53,10 +60,12 @@ class GroupCredit:
 
 @dataclass(frozen=True)
 class CreditStatistics:
-    """The fields of the step record that credit assignment fills; None if there is nothing to average.
+    """The fields of the step record that credit assignment fills; None if there is nothing to
+    average.
 
-    Means and population variances weigh every token of the judged completions equally, skipped groups included. Execution tokens are
-    all tokens outside planning phrases, i.e. all tokens where the condition does not look for phrases.
+    Means and population variances weigh every token of the judged completions equally, skipped
+    groups included. Execution tokens are all tokens outside planning phrases, i.e. all tokens where
+    the condition does not look for phrases.
     """
 
     exec_entropy_mean: float | None
@@ -78,7 +87,9 @@ class CreditStatistics:
     groups_skipped_other: int
 
     @classmethod
-    def of(cls, tokens: StepTokens, assigned: Assigned, groups: Sequence[GroupCredit]) -> "CreditStatistics":
+    def of(
+        cls, tokens: StepTokens, assigned: Assigned, groups: Sequence[GroupCredit]
+    ) -> "CreditStatistics":
         planning, execution = tokens.planning, ~tokens.planning
         surprisals = surprisal(tokens.logprobs)
         entropies = None if tokens.entropies is None else capped(tokens.entropies)
@@ -117,15 +128,24 @@ class Credit:
     groups: list[GroupCredit]
     statistics: CreditStatistics
     exec_uncertainty: Float64Array
-    """The configured uncertainty of all execution tokens, for SEPAController.update_auto; empty if nothing reads it."""
+    """The configured uncertainty of all execution tokens, for SEPAController.update_auto; empty if
+    nothing reads it."""
 
     @classmethod
-    def of(cls, sources: Sequence[Group], tokens: StepTokens, assigned: Assigned, exec_uncertainty: Float64Array) -> "Credit":
+    def of(
+        cls,
+        sources: Sequence[Group],
+        tokens: StepTokens,
+        assigned: Assigned,
+        exec_uncertainty: Float64Array,
+    ) -> "Credit":
         """Return the credit of each group, and the statistics over all of them."""
         episodes = tokens.by_group(assigned.episode.tolist())
         advantages = tokens.by_group(tokens.segments.split(assigned.final))
         groups = []
-        for group, episode, rows, informative in zip(sources, episodes, advantages, assigned.informative, strict=True):
+        for group, episode, rows, informative in zip(
+            sources, episodes, advantages, assigned.informative, strict=True
+        ):
             if informative:
                 reason = ""
             elif group.correct == len(group) > 0:
@@ -133,12 +153,28 @@ class Credit:
             else:
                 reason = "all_wrong" if group.correct == 0 < len(group) else "other"
             groups.append(GroupCredit(episode, rows, bool(informative), reason))
-        return cls(sources, tokens, assigned, groups, CreditStatistics.of(tokens, assigned, groups), exec_uncertainty)
+        return cls(
+            sources,
+            tokens,
+            assigned,
+            groups,
+            CreditStatistics.of(tokens, assigned, groups),
+            exec_uncertainty,
+        )
 
     def rows(self) -> list[Row]:
-        """Return the rows of each judged trajectory, in order. A row outside the informative groups has no advantage."""
-        trajectories = [(group.prompt, trajectory) for group in self.sources for trajectory in group.trajectories]
-        segments, advantages = self.tokens.segments, self.assigned.final * self.assigned.informative[self.tokens.token_groups()]
+        """Return the rows of each judged trajectory, in order. A row outside the informative groups
+        has no advantage.
+        """
+        trajectories = [
+            (group.prompt, trajectory)
+            for group in self.sources
+            for trajectory in group.trajectories
+        ]
+        segments, advantages = (
+            self.tokens.segments,
+            self.assigned.final * self.assigned.informative[self.tokens.token_groups()],
+        )
         given = zip(
             trajectories,
             segments.split(advantages.astype(np.float32)),
@@ -158,8 +194,12 @@ class Credit:
         return {stage: values.astype(np.float32) for stage, values in self.assigned.stages.items()}
 
 
-def _mean_and_variance(values: Float64Array | None, part: BoolArray) -> tuple[float, float] | tuple[None, None]:
-    """Return mean and variance over the tokens of `part` [n]; None if there are none, or no values."""
+def _mean_and_variance(
+    values: Float64Array | None, part: BoolArray
+) -> tuple[float, float] | tuple[None, None]:
+    """Return mean and variance over the tokens of `part` [n]; None if there are none, or no
+    values.
+    """
     if values is None or not part.any():
         return None, None
     return float(values[part].mean()), float(values[part].var())

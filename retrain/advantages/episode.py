@@ -1,10 +1,12 @@
-"""Episode-level advantages: rewards of a group in, one number per completion out. Pure float64 functions.
+"""Episode-level advantages: rewards of a group in, one number per completion out. Pure float64
+functions.
 
-Names differ over the literature. `grpo` here is the centred reward without the division by the group's standard deviation, i.e. the
-advantage of Dr.GRPO (arXiv 2503.20783); what arXiv 2402.03300 calls GRPO is `grpo_std`.
+Names differ over the literature. `grpo` here is the centred reward without the division by the
+group's standard deviation, i.e. the advantage of Dr.GRPO (arXiv 2503.20783); what arXiv 2402.03300
+calls GRPO is `grpo_std`.
 
-Every function returns [] for an empty group, exact zeros for a group whose rewards are all equal (`reinforce` apart), and raises
-ValueError naming the reward's index if a reward is NaN or infinite.
+Every function returns [] for an empty group, exact zeros for a group whose rewards are all equal
+(`reinforce` apart), and raises ValueError naming the reward's index if a reward is NaN or infinite.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,22 +19,29 @@ from retrain.advantages.ragged import Float64Array
 
 
 def grpo(rewards: Sequence[float]) -> list[float]:
-    """A_i = r_i - mean(r). Its expectation is (G-1)/G times the policy gradient; `rloo` removes the factor."""
+    """A_i = r_i - mean(r). Its expectation is (G-1)/G times the policy gradient; `rloo` removes the
+    factor.
+    """
     return _listed(_centred(_checked(rewards)))
 
 
 def maxrl(rewards: Sequence[float], eps: float = 1e-6) -> list[float]:
     """A_i = (r_i - mean(r)) / (mean(r) + eps), zero where mean(r) <= eps; bounded by [-1, G-1].
 
-    MaxRL, arXiv 2602.02710. With 0/1 rewards the estimator is unbiased for the truncated maximum-likelihood objective of order G-1,
-    because a group without a success contributes nothing; with other rewards it is the self-normalised estimate of grad log E[r].
-    Raises ValueError for a negative reward: the mean could then be near zero while the rewards are informative.
+    MaxRL, arXiv 2602.02710. With 0/1 rewards the estimator is unbiased for the truncated
+    maximum-likelihood objective of order G-1, because a group without a success contributes
+    nothing; with other rewards it is the self-normalised estimate of grad log E[r]. Raises
+    ValueError for a negative reward: the mean could then be near zero while the rewards are
+    informative.
     """
     r = _checked(rewards)
     if not (np.isfinite(eps) and eps >= 0):
         raise ValueError(f"eps is {eps}, it must be 0 or more")
     for index in np.flatnonzero(r < 0):
-        raise ValueError(f"reward {index} is {r[index]:g}, and maxrl needs rewards of 0 or more; shift the reward or use grpo")
+        raise ValueError(
+            f"reward {index} is {r[index]:g}, and maxrl needs rewards of 0 or more; shift the"
+            " reward or use grpo"
+        )
     mean = _mean(r)
     if mean <= eps:
         return [0.0] * len(r)
@@ -40,13 +49,17 @@ def maxrl(rewards: Sequence[float], eps: float = 1e-6) -> list[float]:
 
 
 def rloo(rewards: Sequence[float]) -> list[float]:
-    """A_i = r_i - mean of the others = G/(G-1) (r_i - mean(r)); zero for G = 1. Source: arXiv 2402.14740."""
+    """A_i = r_i - mean of the others = G/(G-1) (r_i - mean(r)); zero for G = 1. Source: arXiv
+    2402.14740.
+    """
     r = _checked(rewards)
     return _listed(_centred(r) * (len(r) / max(1, len(r) - 1)))
 
 
 def grpo_std(rewards: Sequence[float], ddof: int = 1, eps: float = 1e-6) -> list[float]:
-    """A_i = (r_i - mean(r)) / (std(r) + eps); zero for a constant group and for G <= ddof. Source: arXiv 2402.03300."""
+    """A_i = (r_i - mean(r)) / (std(r) + eps); zero for a constant group and for G <= ddof. Source:
+    arXiv 2402.03300.
+    """
     r = _checked(rewards)
     if ddof < 0 or ddof != int(ddof):
         raise ValueError(f"ddof is {ddof}, it must be a whole number of 0 or more")
@@ -71,10 +84,12 @@ def reinforce_pp(
     eps: float = 1e-8,
     weight: Literal["sequence", "token"] = "sequence",
 ) -> list[list[float]]:
-    """A'_i = r_i - mean of its group, then (A' - mean) / (std + eps) over all completions of the step, population std.
+    """A'_i = r_i - mean of its group, then (A' - mean) / (std + eps) over all completions of the
+    step, population std.
 
-    REINFORCE++ with the group baseline, arXiv 2501.03262. The step's mean and std count each completion once, or with
-    weight="token" once per token, with [G] `token_counts` per group. Zeros are ordinary values, not a mask.
+    REINFORCE++ with the group baseline, arXiv 2501.03262. The step's mean and std count each
+    completion once, or with weight="token" once per token, with [G] `token_counts` per group. Zeros
+    are ordinary values, not a mask.
     """
     if not (np.isfinite(eps) and eps >= 0):
         raise ValueError(f"eps is {eps}, it must be 0 or more")
@@ -104,7 +119,8 @@ class BuiltinAdvantage:
     parameters: frozenset[str]
     """Names that `[algorithm.advantage_params]` may hold."""
     batch_level: bool = False
-    """True if the function takes all the groups of a step, with their token counts, instead of one group."""
+    """True if the function takes all the groups of a step, with their token counts, instead of one
+    group."""
     group_relative: bool = True
     """True if it compares within a group, so that it is zero for every group of one completion."""
 
@@ -120,7 +136,9 @@ ADVANTAGES: dict[str, BuiltinAdvantage] = {
 
 
 def checked_groups(groups: Sequence[Sequence[float]]) -> list[Float64Array]:
-    """Return the rewards as float64. Raises ValueError naming the group and the index of the first reward that is not finite."""
+    """Return the rewards as float64. Raises ValueError naming the group and the index of the first
+    reward that is not finite.
+    """
     checked = []
     for index, group in enumerate(groups):
         try:
@@ -147,7 +165,9 @@ def _mean(r: Float64Array) -> float:
 
 
 def _centred(r: Float64Array) -> Float64Array:
-    """Return r - mean(r), exactly zero for a constant group; the computed mean of three times 0.1 is not 0.1."""
+    """Return r - mean(r), exactly zero for a constant group; the computed mean of three times 0.1
+    is not 0.1.
+    """
     if len(r) == 0 or r.min() == r.max():
         return np.zeros(len(r))
     centred: Float64Array = r - r.mean()

@@ -1,7 +1,8 @@
 """Credit assignment of one step, vectorised over flat ragged float64 arrays.
 
-The order is fixed: episode advantage; uncertainty, capped; SEPA on the uncertainty; GTPO weights from it; HICRA; the top-rho mask on
-the raw uncertainty; the check that every number is finite. Batch normalisation is part of the episode advantage (`reinforce_pp`).
+The order is fixed: episode advantage; uncertainty, capped; SEPA on the uncertainty; GTPO weights
+from it; HICRA; the top-rho mask on the raw uncertainty; the check that every number is finite.
+Batch normalisation is part of the episode advantage (`reinforce_pp`).
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +29,15 @@ from retrain.advantages.resolve import (
 from retrain.advantages.semantic import Encoder, SemanticDetector
 from retrain.advantages.sepa import check_ramp
 from retrain.advantages.step import StepTokens
-from retrain.advantages.transforms import TransformContext, TransformSpec, gtpo_group_weights, gtpo_weights, hicra, inverted, top_rho
+from retrain.advantages.transforms import (
+    TransformContext,
+    TransformSpec,
+    gtpo_group_weights,
+    gtpo_weights,
+    hicra,
+    inverted,
+    top_rho,
+)
 from retrain.advantages.uncertainty import canonical_kind, capped
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.plugins import refuse_unknown_params, user_code
@@ -58,54 +67,82 @@ class _Step:
 
 
 class CreditPipeline:
-    """The steps of credit assignment. It is built once per run from the configuration; `assign` is then a pure function of its arguments.
+    """The steps of credit assignment. It is built once per run from the configuration; `assign` is
+    then a pure function of its arguments.
 
-    `pieces` decodes the token ids of a completion into one text piece per token; `load_encoder` loads the sentence encoder of the semantic
-    planning detector by its name, where that is configured. Raises ConfigurationError for unknown names, plugins
-    that do not load, and values that contradict each other.
+    `pieces` decodes the token ids of a completion into one text piece per token; `load_encoder`
+    loads the sentence encoder of the semantic planning detector by its name, where that is
+    configured. Raises ConfigurationError for unknown names, plugins that do not load, and values
+    that contradict each other.
     """
 
-    def __init__(self, config: "TrainConfig", pieces: Callable[[Int32Array], list[str]], load_encoder: LoadEncoder | None = None) -> None:
+    def __init__(
+        self,
+        config: "TrainConfig",
+        pieces: Callable[[Int32Array], list[str]],
+        load_encoder: LoadEncoder | None = None,
+    ) -> None:
         self.config = config
         self.notes: list[str] = []
         """Sentences to print at the start of the run."""
         self._pieces = pieces
         algorithm = config.algorithm
         recipe = recipe_of(algorithm)
-        self._algorithm = None if recipe else resolve_algorithm(algorithm.algorithm_mode, config, self.notes)
+        self._algorithm = (
+            None if recipe else resolve_algorithm(algorithm.algorithm_mode, config, self.notes)
+        )
         if recipe is None:
-            self._transform = ResolvedTransform(TransformSpec("algorithm", needs_planning=True, uses_sepa_controller=True), None, {})
+            self._transform = ResolvedTransform(
+                TransformSpec("algorithm", needs_planning=True, uses_sepa_controller=True), None, {}
+            )
             self._episode = None
         else:
             if algorithm.algorithm_mode:
                 refuse_unknown_params("algorithm", algorithm.algorithm_mode, frozenset(), config)
-                # A recipe replaces advantage_mode and transform_mode, and with them the tables of their parameters.
+                # A recipe replaces advantage_mode and transform_mode, and with them the tables of
+                # their parameters.
                 bare = algorithm.model_copy(update={"advantage_params": {}, "transform_params": {}})
                 config = config.model_copy(update={"algorithm": bare})
             self._episode = resolve_advantage(recipe.advantage, config, self.notes)
             self._transform = resolve_transform(recipe.transform, config, self.notes)
         self.spec = self._transform.spec
         self.uncertainty_kind = canonical_kind(config.algorithm.uncertainty)
-        self._uncertainty = resolve_uncertainty(self.uncertainty_kind, config, self.notes) if self.needs_uncertainty else None
+        self._uncertainty = (
+            resolve_uncertainty(self.uncertainty_kind, config, self.notes)
+            if self.needs_uncertainty
+            else None
+        )
         self._detector: RegexDetector | SemanticDetector | None = None
         planning = config.planning
         if self.needs_planning and planning.detector == "regex":
             self._detector = RegexDetector(planning.grams)
         elif self.needs_planning:
             if load_encoder is None:
-                raise ConfigurationError('[planning] detector = "semantic" needs an encoder: give CreditPipeline one as load_encoder.')
-            self._detector = SemanticDetector(load_encoder(planning.model), planning.threshold, planning.min_similarity)
+                raise ConfigurationError(
+                    '[planning] detector = "semantic" needs an encoder: give CreditPipeline one as'
+                    " load_encoder."
+                )
+            self._detector = SemanticDetector(
+                load_encoder(planning.model), planning.threshold, planning.min_similarity
+            )
         composed = self._algorithm is None and self._transform.function is None
         if composed and self.spec.uses_sepa_controller:
             check_ramp(config.sepa)
         if self.spec.needs_rho and config.algorithm.surprisal_mask_rho == 0:
             raise ConfigurationError(
-                f'[algorithm] transform "{self.spec.name}" has no effect while surprisal_mask_rho is 0; set it above 0.'
+                f'[algorithm] transform "{self.spec.name}" has no effect while surprisal_mask_rho'
+                " is 0; set it above 0."
             )
         if self.spec.use_gtpo and config.gtpo.beta > 1:
-            self.notes.append(f"[gtpo] beta = {config.gtpo.beta:g} is above 1: weights are clipped at 0 and no longer average to 1.")
+            self.notes.append(
+                f"[gtpo] beta = {config.gtpo.beta:g} is above 1: weights are clipped at 0 and no"
+                " longer average to 1."
+            )
         if self.spec.apply_hicra and config.hicra.alpha == 1:
-            self.notes.append("[hicra] alpha = 1 removes the penalty of planning tokens in wrong completions altogether.")
+            self.notes.append(
+                "[hicra] alpha = 1 removes the penalty of planning tokens in wrong completions"
+                " altogether."
+            )
 
     @property
     def needs_planning(self) -> bool:
@@ -118,14 +155,25 @@ class CreditPipeline:
     @property
     def needs_uncertainty(self) -> bool:
         plugged_in = self._algorithm is not None or self._transform.function is not None
-        return plugged_in or self.spec.needs_uncertainty or self.config.algorithm.surprisal_mask_rho > 0
+        return (
+            plugged_in
+            or self.spec.needs_uncertainty
+            or self.config.algorithm.surprisal_mask_rho > 0
+        )
 
     def assign(self, groups: Sequence[Group], step: int, sepa_lambda: float) -> Credit:
-        """Assign credit to judged groups. Raises RunFailed naming group, completion and position of a number that is not finite."""
+        """Assign credit to judged groups. Raises RunFailed naming group, completion and position of
+        a number that is not finite.
+        """
         try:
             planning = None  # for a condition that does not look for planning phrases
             if self._detector is not None:
-                turns = [turn for group in groups for trajectory in group.trajectories for turn in trajectory.completions]
+                turns = [
+                    turn
+                    for group in groups
+                    for trajectory in group.trajectories
+                    for turn in trajectory.completions
+                ]
                 masks = self._detector.detect_all([self._pieces(turn.token_ids) for turn in turns])
                 planning = np.concatenate([np.zeros(0, dtype=np.uint8), *masks]).astype(np.bool_)
             tokens = StepTokens.of(groups, planning, self.config.loss.mask_truncated)
@@ -133,16 +181,29 @@ class CreditPipeline:
         except ValueError as error:
             raise RunFailed(f"Credit assignment of step {step}: {error}.") from error
         uncertainty = assigned.uncertainty if self.uses_sepa_controller else None
-        return Credit.of(groups, tokens, assigned, np.zeros(0) if uncertainty is None else uncertainty[~tokens.planning])
+        return Credit.of(
+            groups,
+            tokens,
+            assigned,
+            np.zeros(0) if uncertainty is None else uncertainty[~tokens.planning],
+        )
 
     def compute(self, tokens: StepTokens, step: int, sepa_lambda: float) -> Assigned:
-        """Compute all stages over flat arrays. Raises ValueError naming group, completion and position, or RunFailed from a plugin."""
+        """Compute all stages over flat arrays. Raises ValueError naming group, completion and
+        position, or RunFailed from a plugin.
+        """
         uncertainty = None if self._uncertainty is None else capped(self._uncertainty(tokens, step))
         at = _Step(tokens, step, sepa_lambda if self.uses_sepa_controller else 0.0, uncertainty)
-        episode, stages = self._composed_stages(at) if self._algorithm is None else self._algorithm_stages(at)
+        episode, stages = (
+            self._composed_stages(at) if self._algorithm is None else self._algorithm_stages(at)
+        )
         final = _last(stages)
-        informative = np.zeros(len(tokens.rewards), dtype=np.bool_)  # [P] True if some token of the group has an advantage
-        np.logical_or.at(informative, tokens.group_of, tokens.segments.maxima(np.abs(final)) > UNINFORMATIVE)
+        informative = np.zeros(
+            len(tokens.rewards), dtype=np.bool_
+        )  # [P] True if some token of the group has an advantage
+        np.logical_or.at(
+            informative, tokens.group_of, tokens.segments.maxima(np.abs(final)) > UNINFORMATIVE
+        )
         with_policy = informative[tokens.group_of] & tokens.in_loss
         completions = np.repeat(np.arange(len(tokens.segments)), tokens.segments.lengths)
         counts = with_policy[completions]
@@ -154,15 +215,33 @@ class CreditPipeline:
             kept_fraction = float(kept.sum() / counts.sum()) if counts.any() else None
             counts = kept if self.config.algorithm.surprisal_mask_denominator == "kept" else counts
         for token in np.flatnonzero(~np.isfinite(final)):
-            raise ValueError(f"{tokens.token_place(int(token))}: the advantage is {final[token]}, it must be a finite number")
-        return Assigned(episode, stages, uncertainty, informative, counts, self._trained(tokens, counts), kept_fraction, tau)
+            raise ValueError(
+                f"{tokens.token_place(int(token))}: the advantage is {final[token]}, it must be a"
+                " finite number"
+            )
+        return Assigned(
+            episode,
+            stages,
+            uncertainty,
+            informative,
+            counts,
+            self._trained(tokens, counts),
+            kept_fraction,
+            tau,
+        )
 
     def _trained(self, tokens: StepTokens, counts: BoolArray) -> BoolArray:
-        """Return [N] True if the loss has a term for the completion: a policy term, or a KL or entropy term, which all in the loss have."""
+        """Return [N] True if the loss has a term for the completion: a policy term, or a KL or
+        entropy term, which all in the loss have.
+        """
         every = self.config.loss.kl_coef > 0 or self.config.loss.entropy_coef > 0
-        return tokens.in_loss & (tokens.segments.lengths > 0) & ((tokens.segments.sums(counts.astype(np.float64)) > 0) | every)
+        return (
+            tokens.in_loss
+            & (tokens.segments.lengths > 0)
+            & ((tokens.segments.sums(counts.astype(np.float64)) > 0) | every)
+        )
 
-    # -- stages ------------------------------------------------------------------------------------------------------
+    # -- stages ------------------------------------------------------------------------------------
 
     def _composed_stages(self, at: _Step) -> tuple[Float64Array, Stages]:
         """Return the episode advantages [N] and the stages of an advantage and a transform."""
@@ -173,21 +252,28 @@ class CreditPipeline:
             stages["transform"] = self._by_context(at, episode, self._transform.function)
             return episode, stages
         if self.spec.use_gtpo and at.uncertainty is not None:
-            stages["gtpo"] = stages["episode"] * self._weights(at.tokens, self._entropy_transform(at, at.uncertainty), episode)
+            stages["gtpo"] = stages["episode"] * self._weights(
+                at.tokens, self._entropy_transform(at, at.uncertainty), episode
+            )
         if self.spec.apply_hicra:
             stages["hicra"] = hicra(_last(stages), at.tokens.planning, self.config.hicra.alpha)
         if (own := self.spec.post_process) is not None:
             so_far = at.tokens.nested(_last(stages))  # [P][G][T]
 
             def post_process(context: TransformContext) -> Sequence[Sequence[float]]:
-                with user_code(f'post_process of transform "{self.spec.name}" on group {context.group}', RunFailed):
+                with user_code(
+                    f'post_process of transform "{self.spec.name}" on group {context.group}',
+                    RunFailed,
+                ):
                     return own(so_far[context.group], context)
 
             stages["post_process"] = self._by_context(at, episode, post_process)
         return episode, stages
 
     def _algorithm_stages(self, at: _Step) -> tuple[Float64Array, Stages]:
-        """Return the same for an algorithm plugin; its episode advantage is the mean over a completion's tokens."""
+        """Return the same for an algorithm plugin; its episode advantage is the mean over a
+        completion's tokens.
+        """
         assert self._algorithm is not None and at.uncertainty is not None
         tokens = at.tokens
         context = AlgorithmContext(
@@ -201,46 +287,74 @@ class CreditPipeline:
             hicra_alpha=self.config.hicra.alpha,
             params=dict(self.config.algorithm.params),
         )
-        advantages = step_tokens(self._algorithm(context), tokens, f'algorithm "{self.config.algorithm.algorithm_mode}"')
+        advantages = step_tokens(
+            self._algorithm(context), tokens, f'algorithm "{self.config.algorithm.algorithm_mode}"'
+        )
         return tokens.segments.means(advantages), {"algorithm": advantages}
 
     def _entropy_transform(self, at: _Step, uncertainty: Float64Array) -> Float64Array:
-        """Return the uncertainty [n] that GTPO weights by. Raises ValueError naming a token that a transform left not finite."""
+        """Return the uncertainty [n] that GTPO weights by. Raises ValueError naming a token that a
+        transform left not finite.
+        """
         spec, segments = self.spec, at.tokens.segments
         if spec.flat_entropy_transform is not None:
             with user_code(f'transform "{spec.name}"', RunFailed):
-                changed = spec.flat_entropy_transform(uncertainty, at.tokens.planning, segments, at.sepa_lambda)
+                changed = spec.flat_entropy_transform(
+                    uncertainty, at.tokens.planning, segments, at.sepa_lambda
+                )
             if np.shape(changed) != (segments.total,):
-                raise ValueError(f'transform "{spec.name}" gave shape {np.shape(changed)} for {segments.total} tokens')
+                raise ValueError(
+                    f'transform "{spec.name}" gave shape {np.shape(changed)} for {segments.total}'
+                    " tokens"
+                )
             for token in np.flatnonzero(~np.isfinite(changed)):
-                raise ValueError(f'{at.tokens.token_place(int(token))}: transform "{spec.name}" gave {changed[token]}')
+                raise ValueError(
+                    f'{at.tokens.token_place(int(token))}: transform "{spec.name}" gave'
+                    f" {changed[token]}"
+                )
             return changed
         if spec.entropy_transform is None:
             return uncertainty
         rows = []
-        for index, (values, mask) in enumerate(zip(segments.split(uncertainty), segments.split(at.tokens.planning), strict=True)):
+        for index, (values, mask) in enumerate(
+            zip(segments.split(uncertainty), segments.split(at.tokens.planning), strict=True)
+        ):
             place = at.tokens.place(index)
             with user_code(f'transform "{spec.name}" on {place}', RunFailed):
-                row = spec.entropy_transform(values.tolist(), mask.astype(int).tolist(), at.sepa_lambda)
+                row = spec.entropy_transform(
+                    values.tolist(), mask.astype(int).tolist(), at.sepa_lambda
+                )
             rows.append(numbers(row, len(values), f'{place}: transform "{spec.name}"'))
         return flatten(rows)
 
-    def _weights(self, tokens: StepTokens, uncertainty: Float64Array, episode: Float64Array) -> Float64Array:
+    def _weights(
+        self, tokens: StepTokens, uncertainty: Float64Array, episode: Float64Array
+    ) -> Float64Array:
         gtpo = self.config.gtpo
         if gtpo.negative == "inverse":
             uncertainty = inverted(uncertainty, tokens.segments, episode)
         if gtpo.norm == "group":
-            return gtpo_group_weights(uncertainty, tokens.segments, gtpo.beta, tokens.group_of, episode)
+            return gtpo_group_weights(
+                uncertainty, tokens.segments, gtpo.beta, tokens.group_of, episode
+            )
         return gtpo_weights(uncertainty, tokens.segments, gtpo.beta)
 
-    def _by_context(self, at: _Step, episode: Float64Array, function: GroupTransform) -> Float64Array:
+    def _by_context(
+        self, at: _Step, episode: Float64Array, function: GroupTransform
+    ) -> Float64Array:
         """Return the token advantages [n] that a plugin computes group by group."""
         assert at.uncertainty is not None
         tokens = at.tokens
-        logprobs, entropies, masks = tokens.nested(tokens.logprobs), tokens.nested(at.uncertainty), tokens.nested_masks()
+        logprobs, entropies, masks = (
+            tokens.nested(tokens.logprobs),
+            tokens.nested(at.uncertainty),
+            tokens.nested_masks(),
+        )
         advantages = tokens.by_group(episode.tolist())
         rows: list[Float64Array] = []
-        for group, (rewards, counts) in enumerate(zip(tokens.rewards, tokens.token_counts, strict=True)):
+        for group, (rewards, counts) in enumerate(
+            zip(tokens.rewards, tokens.token_counts, strict=True)
+        ):
             context = TransformContext(
                 rewards=list(rewards),
                 advantages=advantages[group],
@@ -254,11 +368,19 @@ class CreditPipeline:
                 hicra_alpha=self.config.hicra.alpha,
                 params=dict(self._transform.params),
             )
-            rows.extend(token_lists(function(context), counts, f'group {group}: transform "{self.spec.name}"'))
+            rows.extend(
+                token_lists(
+                    function(context), counts, f'group {group}: transform "{self.spec.name}"'
+                )
+            )
         return flatten(rows)
 
-    def _mask(self, tokens: StepTokens, uncertainty: Float64Array, with_policy: BoolArray) -> tuple[BoolArray, float | None]:
-        """Return the tokens [n] whose advantage is kept, and the step's threshold, which is set by completions `with_policy` [N] only."""
+    def _mask(
+        self, tokens: StepTokens, uncertainty: Float64Array, with_policy: BoolArray
+    ) -> tuple[BoolArray, float | None]:
+        """Return the tokens [n] whose advantage is kept, and the step's threshold, which is set by
+        completions `with_policy` [N] only.
+        """
         algorithm, segments = self.config.algorithm, tokens.segments
         completions = np.repeat(np.arange(len(segments)), segments.lengths)
         pools: dict[str, tuple[Int64Array, int]] = {
@@ -267,10 +389,17 @@ class CreditPipeline:
             "completion": (completions, len(segments)),
         }
         pool, count = pools[algorithm.surprisal_mask_scope]
-        result = top_rho(uncertainty, np.where(with_policy[completions], pool, -1), count, algorithm.surprisal_mask_rho)
-        return result.keep, (result.thresholds[0] if algorithm.surprisal_mask_scope == "batch" else None)
+        result = top_rho(
+            uncertainty,
+            np.where(with_policy[completions], pool, -1),
+            count,
+            algorithm.surprisal_mask_rho,
+        )
+        return result.keep, (
+            result.thresholds[0] if algorithm.surprisal_mask_scope == "batch" else None
+        )
 
-    # -- set-up ------------------------------------------------------------------------------------------------------
+    # -- set-up ------------------------------------------------------------------------------------
 
 
 def _last(stages: Stages) -> Float64Array:

@@ -1,4 +1,5 @@
-"""Flat ragged arrays: the tokens of a step's completions laid end to end, so that credit is a few passes over one array.
+"""Flat ragged arrays: the tokens of a step's completions laid end to end, so that credit is a few
+passes over one array.
 
 Shape letters: N completions, n tokens of all of them together.
 """
@@ -21,9 +22,13 @@ class Segments:
     def __init__(self, lengths: Iterable[int]) -> None:
         self.lengths: Int64Array = np.fromiter(lengths, dtype=np.int64)
         """[N]"""
-        self.offsets: Int64Array = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.lengths)])
+        self.offsets: Int64Array = np.concatenate(
+            [np.zeros(1, dtype=np.int64), np.cumsum(self.lengths)]
+        )
         """[N + 1], from 0 to n."""
-        self._filled = np.flatnonzero(self.lengths)  # reduceat reads a foreign element where a segment is empty
+        self._filled = np.flatnonzero(
+            self.lengths
+        )  # reduceat reads a foreign element where a segment is empty
         self._starts = self.offsets[self._filled]
 
     def __len__(self) -> int:
@@ -46,7 +51,9 @@ class Segments:
         return self._reduce(np.maximum, values)
 
     def means(self, values: Float64Array) -> Float64Array:
-        """Average over each completion, [n] -> [N]; 0 if it is empty. A constant completion's mean is that constant to the last bit."""
+        """Average over each completion, [n] -> [N]; 0 if it is empty. A constant completion's mean
+        is that constant to the last bit.
+        """
         means = self.sums(values) / np.maximum(self.lengths, 1)
         low, high = self.minima(values), self.maxima(values)
         return np.where(low == high, low, means)
@@ -57,7 +64,10 @@ class Segments:
 
     def split(self, values: npt.NDArray[Scalar]) -> list[npt.NDArray[Scalar]]:
         """Return the N views of [n] values, one per completion."""
-        return [values[start:stop] for start, stop in zip(self.offsets[:-1], self.offsets[1:], strict=True)]
+        return [
+            values[start:stop]
+            for start, stop in zip(self.offsets[:-1], self.offsets[1:], strict=True)
+        ]
 
     def locate(self, position: int) -> tuple[int, int]:
         """Return the completion of a flat position, and the position within it."""

@@ -1,6 +1,8 @@
-"""Resolution of the configuration's names to the functions of the pipeline: built-ins and plugins get the same form.
+"""Resolution of the configuration's names to the functions of the pipeline: built-ins and plugins
+get the same form.
 
-A plugin is tried on a small example when it is loaded, so that a wrong shape is found before the first step.
+A plugin is tried on a small example when it is loaded, so that a wrong shape is found before the
+first step.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,13 +12,32 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from retrain.advantages import uncertainty as kinds
-from retrain.advantages.algorithms import RECIPES, AdvantageContext, AlgorithmContext, AlgorithmOutput, UncertaintyContext
+from retrain.advantages.algorithms import (
+    RECIPES,
+    AdvantageContext,
+    AlgorithmContext,
+    AlgorithmOutput,
+    UncertaintyContext,
+)
 from retrain.advantages.episode import ADVANTAGES, BuiltinAdvantage, checked_groups
 from retrain.advantages.ragged import Float64Array, Segments, flatten
 from retrain.advantages.step import StepTokens
-from retrain.advantages.transforms import TRANSFORMS, TransformContext, TransformOutput, TransformSpec
+from retrain.advantages.transforms import (
+    TRANSFORMS,
+    TransformContext,
+    TransformOutput,
+    TransformSpec,
+)
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
-from retrain.plugins import describe, inspect_call, load_plugin, params_of, refuse_unknown_params, report_probe, user_code
+from retrain.plugins import (
+    describe,
+    inspect_call,
+    load_plugin,
+    params_of,
+    refuse_unknown_params,
+    report_probe,
+    user_code,
+)
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -58,11 +79,19 @@ def resolve_advantage(name: str, config: "TrainConfig", notes: list[str]) -> Epi
     def advantages(tokens: StepTokens, step: int) -> list[list[float]]:
         checked_groups(tokens.rewards)
         assigned = []
-        for group, (rewards, counts) in enumerate(zip(tokens.rewards, tokens.token_counts, strict=True)):
-            argument = AdvantageContext(list(rewards), counts, step, group, params) if call.takes_context else list(rewards)
+        for group, (rewards, counts) in enumerate(
+            zip(tokens.rewards, tokens.token_counts, strict=True)
+        ):
+            argument = (
+                AdvantageContext(list(rewards), counts, step, group, params)
+                if call.takes_context
+                else list(rewards)
+            )
             with user_code(f'advantage "{name}" on group {group}', RunFailed):
                 values = plugin(argument, **extra)
-            assigned.append(numbers(values, len(rewards), f'group {group}: advantage "{name}"').tolist())
+            assigned.append(
+                numbers(values, len(rewards), f'group {group}: advantage "{name}"').tolist()
+            )
         return assigned
 
     def trial() -> None:
@@ -74,19 +103,31 @@ def resolve_advantage(name: str, config: "TrainConfig", notes: list[str]) -> Epi
 
 
 def _note_on_equal_rewards(name: str, advantages: EpisodeStage) -> str:
-    """Name a plugin's advantages of equal rewards unless they cancel: such a group says nothing about which completion is better."""
+    """Name a plugin's advantages of equal rewards unless they cancel: such a group says nothing
+    about which completion is better.
+    """
     equal = replace(_SMALL, rewards=[[0.0, 0.0, 0.0], [1.0, 1.0]])
-    means = {group[0]: float(np.mean(values)) for group, values in zip(equal.rewards, advantages(equal, 0), strict=True)}
-    uncentred = [f"{mean:.3g} where all rewards are {reward:g}" for reward, mean in means.items() if abs(mean) > _CENTRED]
+    means = {
+        group[0]: float(np.mean(values))
+        for group, values in zip(equal.rewards, advantages(equal, 0), strict=True)
+    }
+    uncentred = [
+        f"{mean:.3g} where all rewards are {reward:g}"
+        for reward, mean in means.items()
+        if abs(mean) > _CENTRED
+    ]
     if not uncentred:
         return ""
     return (
-        f'[algorithm] advantage_mode = "{name}" gives equal rewards advantages that do not cancel (mean {", ".join(uncentred)}): it trains '
-        "such groups too, also one whose completions are all wrong; subtract the group's mean unless that is meant."
+        f'[algorithm] advantage_mode = "{name}" gives equal rewards advantages that do not cancel'
+        f" (mean {', '.join(uncentred)}): it trains such groups too, also one whose completions are"
+        " all wrong; subtract the group's mean unless that is meant."
     )
 
 
-def _builtin_advantage(name: str, builtin: BuiltinAdvantage, params: dict[str, Any], config: "TrainConfig") -> EpisodeStage:
+def _builtin_advantage(
+    name: str, builtin: BuiltinAdvantage, params: dict[str, Any], config: "TrainConfig"
+) -> EpisodeStage:
     refuse_unknown_params("advantage", name, builtin.parameters, config)
 
     def advantages(tokens: StepTokens, step: int) -> list[list[float]]:
@@ -103,7 +144,9 @@ def _builtin_advantage(name: str, builtin: BuiltinAdvantage, params: dict[str, A
     try:
         advantages(_SMALL, 0)
     except (ValueError, TypeError) as error:
-        raise ConfigurationError(f'[algorithm.advantage_params] of advantage_mode = "{name}": {describe(error)}.') from error
+        raise ConfigurationError(
+            f'[algorithm.advantage_params] of advantage_mode = "{name}": {describe(error)}.'
+        ) from error
     return advantages
 
 
@@ -119,7 +162,9 @@ def resolve_uncertainty(name: str, config: "TrainConfig", notes: list[str]) -> U
 
     def uncertainty(tokens: StepTokens, step: int) -> Float64Array:
         logprobs = tokens.segments.split(tokens.logprobs)
-        entropies = tokens.segments.split(tokens.entropies) if tokens.entropies is not None else None
+        entropies = (
+            tokens.segments.split(tokens.entropies) if tokens.entropies is not None else None
+        )
         values = []
         for index, completion in enumerate(logprobs):
             place = tokens.place(index)
@@ -128,7 +173,9 @@ def resolve_uncertainty(name: str, config: "TrainConfig", notes: list[str]) -> U
                 recorded = entropies[index].tolist() if entropies is not None else None
                 group = int(tokens.group_of[index])
                 first = int(np.searchsorted(tokens.group_of, group))
-                argument = UncertaintyContext(argument, recorded, step, group, index - first, params)
+                argument = UncertaintyContext(
+                    argument, recorded, step, group, index - first, params
+                )
             with user_code(f'uncertainty "{name}" on {place}', RunFailed):
                 given = plugin(argument, **extra)
             values.append(numbers(given, len(completion), f'{place}: uncertainty "{name}"'))
@@ -141,8 +188,8 @@ def resolve_uncertainty(name: str, config: "TrainConfig", notes: list[str]) -> U
 def _shannon_entropy(tokens: StepTokens, step: int) -> Float64Array:
     if tokens.entropies is None:
         raise ValueError(
-            'uncertainty_kind = "shannon_entropy" needs the entropy of every token, and this engine records none; use surprisal or '
-            "predictive_variance"
+            'uncertainty_kind = "shannon_entropy" needs the entropy of every token, and this engine'
+            " records none; use surprisal or predictive_variance"
         )
     return kinds.shannon_entropy(tokens.entropies)
 
@@ -162,32 +209,57 @@ def resolve_transform(name: str, config: "TrainConfig", notes: list[str]) -> Res
         return ResolvedTransform(plugin, None, {})
     call = inspect_call("transform", plugin)
     if call.takes_context:
-        return _context_transform(name, plugin, {"params": params} if "params" in call.keywords else {}, params, config, notes)
+        return _context_transform(
+            name,
+            plugin,
+            {"params": params} if "params" in call.keywords else {},
+            params,
+            config,
+            notes,
+        )
     with user_code(f'[algorithm] transform_mode = "{name}"', ConfigurationError):
         spec = plugin(params) if "params" in call.keywords else plugin()
     if not isinstance(spec, TransformSpec):
         raise ConfigurationError(
-            f'[algorithm] transform_mode = "{name}" returned {type(spec).__name__}, and a factory must return a '
-            "retrain.advantages.TransformSpec."
+            f'[algorithm] transform_mode = "{name}" returned {type(spec).__name__}, and a factory'
+            " must return a retrain.advantages.TransformSpec."
         )
     _probe("transform", name, config, notes, lambda: _try_spec(spec, params))
     return ResolvedTransform(spec, None, params)
 
 
 def _context_transform(
-    name: str, plugin: Callable[..., Any], extra: dict[str, Any], params: dict[str, Any], config: "TrainConfig", notes: list[str]
+    name: str,
+    plugin: Callable[..., Any],
+    extra: dict[str, Any],
+    params: dict[str, Any],
+    config: "TrainConfig",
+    notes: list[str],
 ) -> ResolvedTransform:
     def transform(context: TransformContext) -> Sequence[Sequence[float]]:
         with user_code(f'transform "{name}" on group {context.group}', RunFailed):
             output = plugin(context, **extra)
         if not isinstance(output, TransformOutput):
-            raise ValueError(f'transform "{name}" returned {type(output).__name__}, it must return a retrain.advantages.TransformOutput')
+            raise ValueError(
+                f'transform "{name}" returned {type(output).__name__}, it must return a'
+                " retrain.advantages.TransformOutput"
+            )
         return output.token_advs
 
     context = _small_context(params)
-    _probe("transform", name, config, notes, lambda: token_lists(transform(context), [len(row) for row in context.logprobs], "its output"))
+    _probe(
+        "transform",
+        name,
+        config,
+        notes,
+        lambda: token_lists(
+            transform(context), [len(row) for row in context.logprobs], "its output"
+        ),
+    )
     # What a function of the context reads is not known, so it is given everything.
-    return ResolvedTransform(TransformSpec(name, needs_planning=True, uses_sepa_controller=True), transform, params)
+    return ResolvedTransform(
+        TransformSpec(name, needs_planning=True, uses_sepa_controller=True), transform, params
+    )
 
 
 def resolve_algorithm(name: str, config: "TrainConfig", notes: list[str]) -> AlgorithmStage:
@@ -201,7 +273,10 @@ def resolve_algorithm(name: str, config: "TrainConfig", notes: list[str]) -> Alg
         with user_code(f'algorithm "{name}"', RunFailed):
             output = plugin(context, **extra)
         if not isinstance(output, AlgorithmOutput):
-            raise ValueError(f'algorithm "{name}" returned {type(output).__name__}, it must return a retrain.advantages.AlgorithmOutput')
+            raise ValueError(
+                f'algorithm "{name}" returned {type(output).__name__}, it must return a'
+                " retrain.advantages.AlgorithmOutput"
+            )
         return output.token_advs
 
     context = AlgorithmContext(
@@ -215,11 +290,17 @@ def resolve_algorithm(name: str, config: "TrainConfig", notes: list[str]) -> Alg
         hicra_alpha=config.hicra.alpha,
         params=params,
     )
-    _probe("algorithm", name, config, notes, lambda: step_tokens(algorithm(context), _SMALL, "its output"))
+    _probe(
+        "algorithm",
+        name,
+        config,
+        notes,
+        lambda: step_tokens(algorithm(context), _SMALL, "its output"),
+    )
     return algorithm
 
 
-# -- the shape of what plugins return --------------------------------------------------------------------------------
+# -- the shape of what plugins return --------------------------------------------------------------
 
 
 def numbers(values: Any, count: int, what: str) -> Float64Array:
@@ -227,20 +308,31 @@ def numbers(values: Any, count: int, what: str) -> Float64Array:
     try:
         array = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{what} gave {type(values).__name__}, it must give a list of {count} numbers") from error
+        raise ValueError(
+            f"{what} gave {type(values).__name__}, it must give a list of {count} numbers"
+        ) from error
     if array.shape != (count,):
-        raise ValueError(f"{what} gave an array of shape {array.shape}, it must give {count} numbers")
+        raise ValueError(
+            f"{what} gave an array of shape {array.shape}, it must give {count} numbers"
+        )
     for position in np.flatnonzero(~np.isfinite(array)):
-        raise ValueError(f"{what} gave {array[position]} at position {position}, it must give finite numbers")
+        raise ValueError(
+            f"{what} gave {array[position]} at position {position}, it must give finite numbers"
+        )
     return array
 
 
 def token_lists(rows: Any, lengths: Sequence[int], what: str) -> list[Float64Array]:
-    """Return one list of numbers for each completion of a group. Raises ValueError for another shape."""
+    """Return one list of numbers for each completion of a group. Raises ValueError for another
+    shape.
+    """
     rows = list(rows)
     if len(rows) != len(lengths):
         raise ValueError(f"{what} has {len(rows)} completions, it must have {len(lengths)}")
-    return [numbers(row, length, f"{what}, completion {index}") for index, (row, length) in enumerate(zip(rows, lengths, strict=True))]
+    return [
+        numbers(row, length, f"{what}, completion {index}")
+        for index, (row, length) in enumerate(zip(rows, lengths, strict=True))
+    ]
 
 
 def step_tokens(groups: Any, tokens: StepTokens, what: str) -> Float64Array:
@@ -256,7 +348,7 @@ def step_tokens(groups: Any, tokens: StepTokens, what: str) -> Float64Array:
     return flatten(rows)
 
 
-# -- probes ----------------------------------------------------------------------------------------------------------
+# -- probes ----------------------------------------------------------------------------------------
 
 _SMALL = StepTokens(
     rewards=[[1.0, 0.0, 0.0], [0.0, 1.0]],
@@ -289,16 +381,30 @@ def _try_spec(spec: TransformSpec, params: dict[str, Any]) -> None:
     lengths = [len(row) for row in context.logprobs]
     if spec.entropy_transform is not None:
         rows = zip(context.entropies, context.planning_mask, strict=True)
-        token_lists([spec.entropy_transform(list(row), list(mask), 0.5) for row, mask in rows], lengths, "entropy_transform")
+        token_lists(
+            [spec.entropy_transform(list(row), list(mask), 0.5) for row, mask in rows],
+            lengths,
+            "entropy_transform",
+        )
     if spec.flat_entropy_transform is not None:
         segments = Segments(lengths)
         planning = flatten(context.planning_mask).astype(np.bool_)
-        numbers(spec.flat_entropy_transform(flatten(context.entropies), planning, segments, 0.5), segments.total, "flat_entropy_transform")
+        numbers(
+            spec.flat_entropy_transform(flatten(context.entropies), planning, segments, 0.5),
+            segments.total,
+            "flat_entropy_transform",
+        )
     if spec.post_process is not None:
-        token_lists(spec.post_process([list(row) for row in context.entropies], replace(context)), lengths, "post_process")
+        token_lists(
+            spec.post_process([list(row) for row in context.entropies], replace(context)),
+            lengths,
+            "post_process",
+        )
 
 
-def _probe(kind: str, name: str, config: "TrainConfig", notes: list[str], trial: Callable[[], object]) -> None:
+def _probe(
+    kind: str, name: str, config: "TrainConfig", notes: list[str], trial: Callable[[], object]
+) -> None:
     try:
         with user_code("", _ProbeFailed):
             try:
@@ -307,4 +413,6 @@ def _probe(kind: str, name: str, config: "TrainConfig", notes: list[str], trial:
                 raise failure.__cause__ or failure from None
     except _ProbeFailed as failure:
         cause = failure.__cause__ or failure
-        notes.append(report_probe(kind, name, f"fails on a small example ({describe(cause)})", config))
+        notes.append(
+            report_probe(kind, name, f"fails on a small example ({describe(cause)})", config)
+        )

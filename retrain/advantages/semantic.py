@@ -1,8 +1,9 @@
 """The semantic detector: windows of words whose embedding is nearer to planning than to execution.
 
-An encoder turns sentences into unit vectors. Two centroids, of phrases that plan and of phrases that execute, are its yardstick: a window
-plans iff cos(w, planning) > cos(w, execution) + threshold and cos(w, planning) > min_similarity. Windows have 12 words, each begins 6
-after the one before, and words are those of the decoded text. All tokens of a planning window are marked.
+An encoder turns sentences into unit vectors. Two centroids, of phrases that plan and of phrases
+that execute, are its yardstick: a window plans iff cos(w, planning) > cos(w, execution) + threshold
+and cos(w, planning) > min_similarity. Windows have 12 words, each begins 6 after the one before,
+and words are those of the decoded text. All tokens of a planning window are marked.
 """
 
 import re
@@ -68,13 +69,20 @@ class Encoder(Protocol):
 
 
 class SemanticDetector:
-    """Marks the tokens of the windows that plan. Its state is the encoder alone, so equal steps have equal masks."""
+    """Marks the tokens of the windows that plan. Its state is the encoder alone, so equal steps
+    have equal masks.
+    """
 
-    def __init__(self, encode: Encoder, threshold: float = 0.02, min_similarity: float = 0.25) -> None:
+    def __init__(
+        self, encode: Encoder, threshold: float = 0.02, min_similarity: float = 0.25
+    ) -> None:
         self._encode = encode
         self._threshold = threshold
         self._min_similarity = min_similarity
-        means = [np.asarray(encode(anchors), np.float64).mean(axis=0) for anchors in (PLANNING_ANCHORS, EXECUTION_ANCHORS)]
+        means = [
+            np.asarray(encode(anchors), np.float64).mean(axis=0)
+            for anchors in (PLANNING_ANCHORS, EXECUTION_ANCHORS)
+        ]
         self._centroids = np.stack([mean / np.linalg.norm(mean) for mean in means], axis=1)
         """[d, 2] planning, execution; each of length 1."""
 
@@ -83,25 +91,45 @@ class SemanticDetector:
         return self.detect_all([pieces])[0]
 
     def detect_all(self, completions: Sequence[Sequence[str]]) -> list[npt.NDArray[np.uint8]]:
-        """The masks of several completions, whose windows are encoded in one call, each different text once.
+        """The masks of several completions, whose windows are encoded in one call, each different
+        text once.
 
-        Nothing is kept for a later call: a window's vector depends in its last bits on the batch that it is encoded in, and a resumed run
-        must see the same batches.
+        Nothing is kept for a later call: a window's vector depends in its last bits on the batch
+        that it is encoded in, and a resumed run must see the same batches.
         """
         texts = ["".join(pieces) for pieces in completions]
         spans = [[match.span() for match in _WORD.finditer(text)] for text in texts]
-        # The first word of each window. The last window reaches the last word and has at least 7 words, unless the text has fewer.
+        # The first word of each window. The last window reaches the last word and has at least 7
+        # words, unless the text has fewer.
         windows = [
-            range(0, max(len(words) - WINDOW_WORDS + STRIDE_WORDS, 1) if len(words) >= FEWEST_WORDS else 0, STRIDE_WORDS) for words in spans
+            range(
+                0,
+                (
+                    max(len(words) - WINDOW_WORDS + STRIDE_WORDS, 1)
+                    if len(words) >= FEWEST_WORDS
+                    else 0
+                ),
+                STRIDE_WORDS,
+            )
+            for words in spans
         ]
-        sentences = [_sentences(text, words, starts) for text, words, starts in zip(texts, spans, windows, strict=True)]
+        sentences = [
+            _sentences(text, words, starts)
+            for text, words, starts in zip(texts, spans, windows, strict=True)
+        ]
         plans: dict[str, bool] = {}
         if different := list(dict.fromkeys(sentence for own in sentences for sentence in own)):
-            to_planning, to_execution = (np.asarray(self._encode(different), np.float64) @ self._centroids).T
-            planning = (to_planning > to_execution + self._threshold) & (to_planning > self._min_similarity)
+            to_planning, to_execution = (
+                np.asarray(self._encode(different), np.float64) @ self._centroids
+            ).T
+            planning = (to_planning > to_execution + self._threshold) & (
+                to_planning > self._min_similarity
+            )
             plans = dict(zip(different, planning.tolist(), strict=True))
         masks = []
-        for pieces, text, words, starts, own in zip(completions, texts, spans, windows, sentences, strict=True):
+        for pieces, text, words, starts, own in zip(
+            completions, texts, spans, windows, sentences, strict=True
+        ):
             marked = np.zeros(len(words), dtype=np.bool_)
             for start, sentence in zip(starts, own, strict=True):
                 marked[start : start + WINDOW_WORDS] |= plans[sentence]
@@ -111,16 +139,26 @@ class SemanticDetector:
 
 def _sentences(text: str, words: Sequence[tuple[int, int]], starts: range) -> list[str]:
     last = len(words) - 1
-    pieces = (text[words[start][0] : words[min(start + WINDOW_WORDS - 1, last)][1]] for start in starts)
+    pieces = (
+        text[words[start][0] : words[min(start + WINDOW_WORDS - 1, last)][1]] for start in starts
+    )
     return [" ".join(piece.split()) for piece in pieces]
 
 
-def _token_mask(pieces: Sequence[str], length: int, words: Sequence[tuple[int, int]], planning: BoolArray) -> npt.NDArray[np.uint8]:
-    """[T] 1 where a token has a character of a planning word. `length` counts the text's characters; `planning` is [W]."""
+def _token_mask(
+    pieces: Sequence[str], length: int, words: Sequence[tuple[int, int]], planning: BoolArray
+) -> npt.NDArray[np.uint8]:
+    """[T] 1 where a token has a character of a planning word. `length` counts the text's
+    characters; `planning` is [W].
+    """
     edges = np.zeros(length + 1, dtype=np.int64)
-    for start, stop in (span for span, plans in zip(words, planning.tolist(), strict=True) if plans):
+    for start, stop in (
+        span for span, plans in zip(words, planning.tolist(), strict=True) if plans
+    ):
         edges[start] += 1
         edges[stop] -= 1
-    marked = np.concatenate([[0], np.cumsum(np.cumsum(edges)[:length])])  # [length + 1] marked characters before each place
+    marked = np.concatenate(
+        [[0], np.cumsum(np.cumsum(edges)[:length])]
+    )  # [length + 1] marked characters before each place
     ends = np.cumsum([0, *map(len, pieces)])
     return np.asarray(np.diff(marked[ends]) > 0, dtype=np.uint8)

@@ -1,11 +1,13 @@
-"""SEPA's controller: how strongly the uncertainty of execution tokens is pooled, as a function of the step and of the run so far.
+"""SEPA's controller: how strongly the uncertainty of execution tokens is pooled, as a function of
+the step and of the run so far.
 
-    linear(s) = 0 if s <= delay_steps else min(1, (s - delay_steps) / steps)
-    auto(s)   = 1 - min(1, (var_ema / var_0) / var_threshold), and 0 until var_0 is known
-    lambda(s) = 0 while the gate is closed, else linear(s), or max(auto(s), linear(s)) with schedule = "auto"
+    linear(s) = 0 if s <= delay_steps else min(1, (s - delay_steps) / steps) auto(s)   = 1 - min(1,
+    (var_ema / var_0) / var_threshold), and 0 until var_0 is known lambda(s) = 0 while the gate is
+    closed, else linear(s), or max(auto(s), linear(s)) with schedule = "auto"
 
-The order within a step is resolve, learn, observe, update_auto: a gate that opens in step s acts from step s + 1. Opening the gate does
-not restart the ramp, so lambda can jump. auto is not monotone: where the variance rises again, lambda falls to the linear floor.
+The order within a step is resolve, learn, observe, update_auto: a gate that opens in step s acts
+from step s + 1. Opening the gate does not restart the ramp, so lambda can jump. auto is not
+monotone: where the variance rises again, lambda falls to the linear floor.
 """
 
 import math
@@ -20,17 +22,22 @@ from retrain.errors import ConfigurationError
 if TYPE_CHECKING:
     from retrain.config.schema import Algorithm, Sepa
 
-_VARIANCE_FLOOR = 1e-8  # nats squared; keeps the ratio to var_0 finite for a policy that is sure from the start
+_VARIANCE_FLOOR = (
+    1e-8  # nats squared; keeps the ratio to var_0 finite for a policy that is sure from the start
+)
 
 
 class SEPAController:
-    """Holds the gate and the variance of execution tokens; lambda itself is a function of the step and this state."""
+    """Holds the gate and the variance of execution tokens; lambda itself is a function of the step
+    and this state.
+    """
 
     def __init__(self, settings: "Sepa") -> None:
         self.settings = settings
         self.gate_open = settings.correct_rate_gate <= 0
         self.gate_step: int | None = None
-        """The step whose correct rate opened the gate; None while closed, and where it was open from the start."""
+        """The step whose correct rate opened the gate; None while closed, and where it was open
+        from the start."""
         self.var_ema: float | None = None
         self.var_0: float | None = None
         """The smoothed variance at the end of the warm-up."""
@@ -42,13 +49,19 @@ class SEPAController:
         if not self.gate_open:
             return 0.0
         linear = linear_lambda(self.settings, step)
-        if self.settings.schedule != "auto" or self.var_0 is None or self.var_ema is None:  # auto begins after the warm-up
+        if (
+            self.settings.schedule != "auto" or self.var_0 is None or self.var_ema is None
+        ):  # auto begins after the warm-up
             return linear
-        auto = 1.0 - min(1.0, (self.var_ema / max(self.var_0, _VARIANCE_FLOOR)) / self.settings.var_threshold)
+        auto = 1.0 - min(
+            1.0, (self.var_ema / max(self.var_0, _VARIANCE_FLOOR)) / self.settings.var_threshold
+        )
         return max(auto, linear)
 
     def observe(self, correct_rate: float | None, step: int) -> None:
-        """Open the gate for good once a step's correct rate reaches it; None and NaN leave it as it is."""
+        """Open the gate for good once a step's correct rate reaches it; None and NaN leave it as it
+        is.
+        """
         if self.gate_open or correct_rate is None or math.isnan(correct_rate):
             return
         if correct_rate >= self.settings.correct_rate_gate:
@@ -56,14 +69,18 @@ class SEPAController:
             self.gate_step = step
 
     def update_auto(self, exec_uncertainty: Sequence[float] | npt.NDArray[np.floating]) -> None:
-        """Take in the uncertainty of all execution tokens of one step. Call it once per step; non-finite values are dropped."""
+        """Take in the uncertainty of all execution tokens of one step. Call it once per step;
+        non-finite values are dropped.
+        """
         values = np.asarray(exec_uncertainty, dtype=np.float64)
         values = values[np.isfinite(values)]
         if len(values) == 0:
             return
         variance = float(values.var())
         decay = self.settings.ema_decay
-        self.var_ema = variance if self.var_ema is None else decay * self.var_ema + (1.0 - decay) * variance
+        self.var_ema = (
+            variance if self.var_ema is None else decay * self.var_ema + (1.0 - decay) * variance
+        )
         if self.var_0 is None:
             self.warmup_seen += 1
             if self.warmup_seen >= self.settings.warmup:
@@ -81,7 +98,8 @@ class SEPAController:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Restore what `state_dict` gave; returns a sentence for each setting that differs from the stored one.
+        """Restore what `state_dict` gave; returns a sentence for each setting that differs from the
+        stored one.
 
         Raises ValueError naming the field that is missing or impossible; nothing is changed then.
         """
@@ -96,14 +114,17 @@ class SEPAController:
         self.var_ema, self.var_0 = var_ema, var_0
         stored = state.get("config", {})
         return [
-            f"[sepa] {key} = {value!r} differs from {stored[key]!r}, with which the checkpoint's controller ran."
+            f"[sepa] {key} = {value!r} differs from {stored[key]!r}, with which the checkpoint's"
+            " controller ran."
             for key, value in self.settings.model_dump().items()
             if key in stored and stored[key] != value
         ]
 
 
 def linear_lambda(settings: "Sepa", step: int) -> float:
-    """Return the linear ramp at the 0-based `step` without the gate; 0 throughout if steps is 0, which means no ramp."""
+    """Return the linear ramp at the 0-based `step` without the gate; 0 throughout if steps is 0,
+    which means no ramp.
+    """
     if step <= settings.delay_steps or settings.steps <= 0:
         return 0.0
     return min(1.0, (step - settings.delay_steps) / settings.steps)
@@ -119,7 +140,9 @@ def check_ramp(settings: "Sepa") -> None:
 
 
 def maximal_lambda(settings: "Sepa", max_steps: int) -> float:
-    """Return the largest lambda of the linear ramp within `max_steps`, which is also the floor of the auto schedule."""
+    """Return the largest lambda of the linear ramp within `max_steps`, which is also the floor of
+    the auto schedule.
+    """
     return linear_lambda(settings, max_steps - 1)
 
 
@@ -134,7 +157,8 @@ def follows_schedule(algorithm: "Algorithm") -> bool:
 
 
 def maximal_lambda_note(algorithm: "Algorithm", settings: "Sepa", max_steps: int) -> str | None:
-    """Return a sentence for the start of the run if the ramp ends below 1; None if it is complete or no built-in transform follows it.
+    """Return a sentence for the start of the run if the ramp ends below 1; None if it is complete
+    or no built-in transform follows it.
 
     Whether a plugin follows the schedule is known only once it is loaded.
     """
@@ -143,8 +167,9 @@ def maximal_lambda_note(algorithm: "Algorithm", settings: "Sepa", max_steps: int
         return None
     bound = "reaches at most" if settings.schedule == "linear" else "is only sure to reach"
     return (
-        f"SEPA's lambda {bound} {largest:.3f} in this run: the last step is {max_steps - 1}, and the ramp ends at step "
-        f"{settings.delay_steps + settings.steps}; lower [sepa] steps or delay_steps, or raise max_steps."
+        f"SEPA's lambda {bound} {largest:.3f} in this run: the last step is {max_steps - 1}, and"
+        f" the ramp ends at step {settings.delay_steps + settings.steps}; lower [sepa] steps or"
+        " delay_steps, or raise max_steps."
     )
 
 
@@ -159,6 +184,13 @@ def _variance(state: Mapping[str, Any], name: str) -> float | None:
     value = state.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"SEPA state: {name} is {value!r}, it must be a finite number of 0 or more, or null")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or value < 0
+    ):
+        raise ValueError(
+            f"SEPA state: {name} is {value!r}, it must be a finite number of 0 or more, or null"
+        )
     return float(value)

@@ -15,10 +15,11 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class StepTokens:
-    """The action tokens of one step: P groups with G completions each, N in all, whose n tokens lie end to end. Raises ValueError for
-    arrays that do not fit.
+    """The action tokens of one step: P groups with G completions each, N in all, whose n tokens lie
+    end to end. Raises ValueError for arrays that do not fit.
 
-    A trajectory of several turns counts as one completion: credit knows its actions, one after the other.
+    A trajectory of several turns counts as one completion: credit knows its actions, one after the
+    other.
     """
 
     rewards: list[list[float]]
@@ -48,21 +49,36 @@ class StepTokens:
             self._check(self.entropies, "entropy")
 
     @classmethod
-    def of(cls, groups: Sequence[Group], planning: BoolArray | None, mask_truncated: bool) -> "StepTokens":
-        """Build the arrays from judged groups; without a planning mask [n] every token counts as execution."""
+    def of(
+        cls, groups: Sequence[Group], planning: BoolArray | None, mask_truncated: bool
+    ) -> "StepTokens":
+        """Build the arrays from judged groups; without a planning mask [n] every token counts as
+        execution.
+        """
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         segments = Segments(len(trajectory.token_ids) for trajectory in trajectories)
         for index, trajectory in enumerate(trajectories):
             if len(trajectory.logprobs) != len(trajectory.token_ids):
-                raise ValueError(f"completion {index}: {len(trajectory.logprobs)} log-probs for {len(trajectory.token_ids)} tokens")
-        entropies = [trajectory.entropies for trajectory in trajectories if trajectory.entropies is not None]
+                raise ValueError(
+                    f"completion {index}: {len(trajectory.logprobs)} log-probs for"
+                    f" {len(trajectory.token_ids)} tokens"
+                )
+        entropies = [
+            trajectory.entropies for trajectory in trajectories if trajectory.entropies is not None
+        ]
         return cls(
             rewards=[group.rewards for group in groups],
             segments=segments,
             logprobs=flatten(trajectory.logprobs for trajectory in trajectories),
             entropies=flatten(entropies) if len(entropies) == len(trajectories) else None,
             planning=np.zeros(segments.total, dtype=np.bool_) if planning is None else planning,
-            in_loss=np.array([not (mask_truncated and one.finish_reason is FinishReason.LENGTH) for one in trajectories], dtype=np.bool_),
+            in_loss=np.array(
+                [
+                    not (mask_truncated and one.finish_reason is FinishReason.LENGTH)
+                    for one in trajectories
+                ],
+                dtype=np.bool_,
+            ),
         )
 
     @property
@@ -78,7 +94,9 @@ class StepTokens:
     def place(self, completion: int) -> str:
         """Name a completion by its flat index: group 3, completion 1."""
         group = int(self.group_of[completion])
-        return f"group {group}, completion {completion - int(np.searchsorted(self.group_of, group))}"
+        return (
+            f"group {group}, completion {completion - int(np.searchsorted(self.group_of, group))}"
+        )
 
     def token_place(self, token: int) -> str:
         completion, position = self.segments.locate(token)
@@ -90,7 +108,9 @@ class StepTokens:
 
     def nested_masks(self) -> list[list[list[int]]]:
         """Return the planning mask as plain lists [P][G][T]."""
-        return self.by_group([piece.astype(int).tolist() for piece in self.segments.split(self.planning)])
+        return self.by_group(
+            [piece.astype(int).tolist() for piece in self.segments.split(self.planning)]
+        )
 
     def token_groups(self) -> Int64Array:
         """Return the group of each token, [n]."""
@@ -101,4 +121,7 @@ class StepTokens:
         if len(values) != self.segments.total:
             raise ValueError(f"{len(values)} {name} values for {self.segments.total} tokens")
         for token in np.flatnonzero(~np.isfinite(values)):
-            raise ValueError(f"{self.token_place(int(token))}: {name} is {values[token]}, it must be a finite number")
+            raise ValueError(
+                f"{self.token_place(int(token))}: {name} is {values[token]}, it must be a finite"
+                " number"
+            )

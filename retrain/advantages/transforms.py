@@ -1,7 +1,9 @@
-"""Transforms from a completion's advantage to its tokens' advantages: SEPA, GTPO, HICRA and the top-rho mask, over flat ragged arrays.
+"""Transforms from a completion's advantage to its tokens' advantages: SEPA, GTPO, HICRA and the
+top-rho mask, over flat ragged arrays.
 
-A TransformSpec says which of the first three a transform takes; the mask is `[algorithm] surprisal_mask_rho`, whatever the transform. The
-order is fixed in pipeline.py: a new transform is a new spec, not a new order.
+A TransformSpec says which of the first three a transform takes; the mask is `[algorithm]
+surprisal_mask_rho`, whatever the transform. The order is fixed in pipeline.py: a new transform is a
+new spec, not a new order.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +17,11 @@ import numpy as np
 from retrain.advantages.ragged import BoolArray, Float64Array, Int64Array, Segments
 
 NEGLIGIBLE_MEAN = 1e-7
-"""Mean uncertainty in nats below which a completion counts as deterministic and its weights are uniform."""
+"""Mean uncertainty in nats below which a completion counts as deterministic and its weights are
+uniform."""
 INVERSE_FLOOR = 1e-3
-"""Least uncertainty in nats that negative = "inverse" divides by, so that a surer token is not punished more."""
+"""Least uncertainty in nats that negative = "inverse" divides by, so that a surer token is not
+punished more."""
 
 EntropyTransform = Callable[[list[float], list[int], float], Sequence[float]]
 """(entropies [T], planning_mask [T], sepa_lambda) -> [T], for one completion."""
@@ -70,7 +74,9 @@ class TransformSpec:
     """Changes the uncertainty of one completion before the weighting."""
     apply_hicra: bool = False
     """Amplify planning tokens after the weighting."""
-    post_process: Callable[[list[list[float]], TransformContext], Sequence[Sequence[float]]] | None = None
+    post_process: (
+        Callable[[list[list[float]], TransformContext], Sequence[Sequence[float]]] | None
+    ) = None
     """(token advantages [G][T], context) -> [G][T], after HICRA, for one group."""
     flat_entropy_transform: FlatEntropyTransform | None = None
     """Changes the uncertainty of all completions at once; it is used where both are given."""
@@ -82,31 +88,51 @@ class TransformSpec:
         return self.use_gtpo or self.post_process is not None
 
 
-# -- SEPA: what happens to the uncertainty ---------------------------------------------------------------------------
+# -- SEPA: what happens to the uncertainty ---------------------------------------------------------
 
 
-def sepa_pool(uncertainty: Float64Array, planning: BoolArray, segments: Segments, lam: float) -> Float64Array:
-    """H' = lam mu + (1 - lam) H on execution tokens, mu their mean in the completion. Keeps the completion's mean of H."""
+def sepa_pool(
+    uncertainty: Float64Array, planning: BoolArray, segments: Segments, lam: float
+) -> Float64Array:
+    """H' = lam mu + (1 - lam) H on execution tokens, mu their mean in the completion. Keeps the
+    completion's mean of H.
+    """
     lam = _checked_lambda(lam, uncertainty, planning)
     if lam == 0.0:
         return uncertainty
-    return np.where(planning, uncertainty, lam * _execution_means(uncertainty, planning, segments) + (1.0 - lam) * uncertainty)
+    return np.where(
+        planning,
+        uncertainty,
+        lam * _execution_means(uncertainty, planning, segments) + (1.0 - lam) * uncertainty,
+    )
 
 
-def sepa_amplify(uncertainty: Float64Array, planning: BoolArray, segments: Segments, lam: float) -> Float64Array:
-    """H' = (1 + lam) H - lam mu on execution tokens: the opposite of pooling. May go negative; keeps the completion's mean."""
+def sepa_amplify(
+    uncertainty: Float64Array, planning: BoolArray, segments: Segments, lam: float
+) -> Float64Array:
+    """H' = (1 + lam) H - lam mu on execution tokens: the opposite of pooling. May go negative;
+    keeps the completion's mean.
+    """
     lam = _checked_lambda(lam, uncertainty, planning)
     if lam == 0.0:
         return uncertainty
-    return np.where(planning, uncertainty, (1.0 + lam) * uncertainty - lam * _execution_means(uncertainty, planning, segments))
+    return np.where(
+        planning,
+        uncertainty,
+        (1.0 + lam) * uncertainty - lam * _execution_means(uncertainty, planning, segments),
+    )
 
 
-def sepa_amplify_clamped(uncertainty: Float64Array, planning: BoolArray, segments: Segments, lam: float) -> Float64Array:
+def sepa_amplify_clamped(
+    uncertainty: Float64Array, planning: BoolArray, segments: Segments, lam: float
+) -> Float64Array:
     """Apply `sepa_amplify` and floor the result at 0, which no longer keeps the mean."""
     return np.maximum(sepa_amplify(uncertainty, planning, segments, lam), 0.0)
 
 
-def _execution_means(uncertainty: Float64Array, planning: BoolArray, segments: Segments) -> Float64Array:
+def _execution_means(
+    uncertainty: Float64Array, planning: BoolArray, segments: Segments
+) -> Float64Array:
     """Return [n] the mean uncertainty of the execution tokens of each token's completion."""
     execution = (~planning).astype(np.float64)
     counts = segments.sums(execution)
@@ -115,7 +141,9 @@ def _execution_means(uncertainty: Float64Array, planning: BoolArray, segments: S
 
 
 def _checked_lambda(lam: float, uncertainty: Float64Array, planning: BoolArray) -> float:
-    """Clamp lambda to [0, 1]. Raises ValueError for NaN, or for a mask of another length than the uncertainty."""
+    """Clamp lambda to [0, 1]. Raises ValueError for NaN, or for a mask of another length than the
+    uncertainty.
+    """
     _check_mask(planning, uncertainty)
     if np.isnan(lam):
         raise ValueError("sepa_lambda is NaN")
@@ -127,25 +155,30 @@ def _check_mask(planning: BoolArray, values: Float64Array) -> None:
         raise ValueError(f"{len(planning)} mask entries for {len(values)} tokens")
 
 
-# -- GTPO: weights from uncertainty ----------------------------------------------------------------------------------
+# -- GTPO: weights from uncertainty ----------------------------------------------------------------
 
 
 def gtpo_weights(uncertainty: Float64Array, segments: Segments, beta: float) -> Float64Array:
     """w_t = max(0, 1 + beta (H_t / mean(H) - 1)) with the mean over the completion; [n] -> [n].
 
-    The form of arXiv 2508.04349 for successes, with the mean over one completion instead of over a group, for both signs of the
-    advantage. Uniform where mean(H) < 1e-7. For 0 <= beta <= 1 the weights of a completion sum to its length.
-    Raises ValueError for a negative beta.
+    The form of arXiv 2508.04349 for successes, with the mean over one completion instead of over a
+    group, for both signs of the advantage. Uniform where mean(H) < 1e-7. For 0 <= beta <= 1 the
+    weights of a completion sum to its length. Raises ValueError for a negative beta.
     """
     means = segments.spread(segments.means(uncertainty))
     return _weights(uncertainty, means, beta)
 
 
 def gtpo_group_weights(
-    uncertainty: Float64Array, segments: Segments, beta: float, groups: Int64Array, advantages: Float64Array
+    uncertainty: Float64Array,
+    segments: Segments,
+    beta: float,
+    groups: Int64Array,
+    advantages: Float64Array,
 ) -> Float64Array:
-    """The paper's normalisation (norm = "group"): the mean is taken at the same position over the completions of the group that have
-    the same sign of advantage and are still alive there. `groups` and `advantages` are [N]. Source: arXiv 2508.04349, equations 3 and 5.
+    """The paper's normalisation (norm = "group"): the mean is taken at the same position over the
+    completions of the group that have the same sign of advantage and are still alive there.
+    `groups` and `advantages` are [N]. Source: arXiv 2508.04349, equations 3 and 5.
     """
     means = np.zeros(segments.total)
     pieces, spreads = segments.split(uncertainty), segments.split(means)
@@ -164,9 +197,11 @@ def gtpo_group_weights(
     return _weights(uncertainty, means, beta)
 
 
-def inverted(uncertainty: Float64Array, segments: Segments, advantages: Float64Array) -> Float64Array:
-    """Replace H by 1/H in completions with a negative advantage (negative = "inverse"), so that confident mistakes weigh more. Source:
-    arXiv 2508.04349, equation 6.
+def inverted(
+    uncertainty: Float64Array, segments: Segments, advantages: Float64Array
+) -> Float64Array:
+    """Replace H by 1/H in completions with a negative advantage (negative = "inverse"), so that
+    confident mistakes weigh more. Source: arXiv 2508.04349, equation 6.
     """
     negative = segments.spread(advantages) < 0
     return np.where(negative, 1.0 / np.maximum(uncertainty, INVERSE_FLOOR), uncertainty)
@@ -180,24 +215,28 @@ def _weights(uncertainty: Float64Array, means: Float64Array, beta: float) -> Flo
     return np.maximum(0.0, 1.0 + beta * relative)
 
 
-# -- HICRA -----------------------------------------------------------------------------------------------------------
+# -- HICRA -----------------------------------------------------------------------------------------
 
 
 def hicra(token_advantages: Float64Array, planning: BoolArray, alpha: float) -> Float64Array:
     """A' = A + alpha |A| on planning tokens, [n] -> [n]. Source: arXiv 2509.03646.
 
-    Rewards planning more and punishes it less. It is not zero-sum: it adds alpha |A| to every planning token.
-    Raises ValueError for alpha outside [0, 1], where the sign of an advantage would flip, or a mask of another length.
+    Rewards planning more and punishes it less. It is not zero-sum: it adds alpha |A| to every
+    planning token. Raises ValueError for alpha outside [0, 1], where the sign of an advantage would
+    flip, or a mask of another length.
     """
     if not 0.0 <= alpha <= 1.0:
         raise ValueError(f"hicra alpha is {alpha}, it must lie in [0, 1]")
     _check_mask(planning, token_advantages)
     for position in np.flatnonzero(~np.isfinite(token_advantages)):
-        raise ValueError(f"token advantage {position} is {token_advantages[position]}, it must be a finite number")
+        raise ValueError(
+            f"token advantage {position} is {token_advantages[position]}, it must be a finite"
+            " number"
+        )
     return np.where(planning, token_advantages + alpha * np.abs(token_advantages), token_advantages)
 
 
-# -- the top-rho mask ------------------------------------------------------------------------------------------------
+# -- the top-rho mask ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -205,7 +244,8 @@ class TopRho:
     keep: BoolArray
     """[n] True for the tokens that are kept."""
     thresholds: list[float | None]
-    """Threshold tau of each pool: a token of at least this uncertainty is kept. None for a pool without tokens, or with the mask off."""
+    """Threshold tau of each pool: a token of at least this uncertainty is kept. None for a pool
+    without tokens, or with the mask off."""
 
 
 def kept_count(n: int, rho: float) -> int:
@@ -214,10 +254,12 @@ def kept_count(n: int, rho: float) -> int:
 
 
 def top_rho(uncertainty: Float64Array, pools: Int64Array, num_pools: int, rho: float) -> TopRho:
-    """Keep in each pool the tokens whose uncertainty reaches the k-th largest; ties at tau are all kept, so order does not matter.
+    """Keep in each pool the tokens whose uncertainty reaches the k-th largest; ties at tau are all
+    kept, so order does not matter.
 
-    `pools` [n] numbers the pool of each token: one for the step, a group, or a completion each; -1 is a token outside every pool,
-    which is kept. rho = 0 switches the mask off. Raises ValueError for rho outside [0, 1] or a NaN.
+    `pools` [n] numbers the pool of each token: one for the step, a group, or a completion each; -1
+    is a token outside every pool, which is kept. rho = 0 switches the mask off. Raises ValueError
+    for rho outside [0, 1] or a NaN.
     """
     if not 0.0 <= rho <= 1.0:
         raise ValueError(f"surprisal_mask_rho is {rho}, it must lie in [0, 1]")
@@ -242,11 +284,17 @@ def top_rho(uncertainty: Float64Array, pools: Int64Array, num_pools: int, rho: f
     return TopRho(keep, thresholds)
 
 
-# -- the transforms --------------------------------------------------------------------------------------------------
+# -- the transforms --------------------------------------------------------------------------------
 
 
 def _sepa(name: str, change: FlatEntropyTransform) -> TransformSpec:
-    return TransformSpec(name, use_gtpo=True, needs_planning=True, uses_sepa_controller=True, flat_entropy_transform=change)
+    return TransformSpec(
+        name,
+        use_gtpo=True,
+        needs_planning=True,
+        uses_sepa_controller=True,
+        flat_entropy_transform=change,
+    )
 
 
 TRANSFORMS: dict[str, TransformSpec] = {

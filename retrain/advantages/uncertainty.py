@@ -1,7 +1,8 @@
 """The policy's uncertainty at each token: the signal that GTPO, SEPA and the top-rho mask read.
 
-All of it is about the distribution that the token was drawn from: softmax(logits / temperature), renormalised where it is truncated.
-Surprisal is a property of the sampled token, entropy one of the distribution: neither is called by the other's name.
+All of it is about the distribution that the token was drawn from: softmax(logits / temperature),
+renormalised where it is truncated. Surprisal is a property of the sampled token, entropy one of the
+distribution: neither is called by the other's name.
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,9 @@ def canonical_kind(name: str) -> str:
 
 
 def surprisal(logprobs: Numbers, cap: float = CAP) -> Float64Array:
-    """clamp(-lp, 0, cap) in nats, [T] -> [T]; lp = -inf gives the cap, lp > 0 (bf16 noise) gives 0. Raises ValueError on NaN."""
+    """clamp(-lp, 0, cap) in nats, [T] -> [T]; lp = -inf gives the cap, lp > 0 (bf16 noise) gives 0.
+    Raises ValueError on NaN.
+    """
     return capped(-_checked(logprobs, "log-prob"), cap)
 
 
@@ -50,15 +53,21 @@ def predictive_variance(logprobs: Numbers) -> Float64Array:
 
 
 def shannon_entropy(entropies: Numbers, cap: float = CAP) -> Float64Array:
-    """clamp(H, 0, cap) of entropies that the engine recorded, in nats, [T] -> [T]. Raises ValueError on NaN."""
+    """clamp(H, 0, cap) of entropies that the engine recorded, in nats, [T] -> [T]. Raises
+    ValueError on NaN.
+    """
     return capped(_checked(entropies, "entropy"), cap)
 
 
 def capped(uncertainty: Float64Array, cap: float = CAP) -> Float64Array:
-    """Clamp to [0, cap]. Raises ValueError on NaN, which a comparison would let pass, or a cap that is not positive."""
+    """Clamp to [0, cap]. Raises ValueError on NaN, which a comparison would let pass, or a cap that
+    is not positive.
+    """
     if not cap > 0:
         raise ValueError(f"cap is {cap}, it must be a positive number")
-    return np.clip(_checked(uncertainty, "uncertainty"), 0.0, cap) + 0.0  # + 0.0 turns -0.0 into 0.0
+    return (
+        np.clip(_checked(uncertainty, "uncertainty"), 0.0, cap) + 0.0
+    )  # + 0.0 turns -0.0 into 0.0
 
 
 def _checked(values: Numbers, name: str) -> Float64Array:

@@ -1,1 +1,3 @@
-"""Analysis of stored runs: reading them, comparing conditions across seeds, and planning the number of seeds."""
+"""Analysis of stored runs: reading them, comparing conditions across seeds, and planning the number
+of seeds.
+"""

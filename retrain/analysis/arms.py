@@ -1,4 +1,6 @@
-"""The arms of a comparison: the finished runs of each condition, one per seed, and the runs that failed or cannot be compared."""
+"""The arms of a comparison: the finished runs of each condition, one per seed, and the runs that
+failed or cannot be compared.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -32,12 +34,16 @@ class Arm:
     @property
     def answered(self) -> int:
         """The number of held-out answers, judged or not."""
-        return self.unjudged + sum(int(run.answers.judged.sum()) for run in self.runs.values() if run.answers)
+        return self.unjudged + sum(
+            int(run.answers.judged.sum()) for run in self.runs.values() if run.answers
+        )
 
 
 @dataclass
 class RunsByCondition:
-    """Finished runs by condition and seed, conditions in the order of their first run, and a sentence for each run left out."""
+    """Finished runs by condition and seed, conditions in the order of their first run, and a
+    sentence for each run left out.
+    """
 
     conditions: dict[str, dict[int, StoredRun]] = field(default_factory=dict)
     failed: dict[str, set[int]] = field(default_factory=dict)
@@ -53,10 +59,13 @@ class RunsByCondition:
         return [run for by_seed in self.conditions.values() for run in by_seed.values()]
 
 
-def group_by_condition(runs: Iterable[StoredRun], problems: Mapping[Path, str] | None = None) -> RunsByCondition:
+def group_by_condition(
+    runs: Iterable[StoredRun], problems: Mapping[Path, str] | None = None
+) -> RunsByCondition:
     """Sort runs by condition and seed. `problems` says why some do not count (folder -> predicate).
 
-    Raises ConfigurationError for two finished runs of one condition and seed: a pair has one run of each.
+    Raises ConfigurationError for two finished runs of one condition and seed: a pair has one run of
+    each.
     """
     grouped = RunsByCondition()
     for run in runs:
@@ -74,20 +83,30 @@ def group_by_condition(runs: Iterable[StoredRun], problems: Mapping[Path, str] |
                 grouped.failed.setdefault(run.condition, set()).add(run.seed)
         elif run.seed in by_seed:
             raise ConfigurationError(
-                f"{by_seed[run.seed].path} and {run.path} are both {run.condition} with seed {run.seed}; name only one of them."
+                f"{by_seed[run.seed].path} and {run.path} are both {run.condition} with seed"
+                f" {run.seed}; name only one of them."
             )
         else:
             by_seed[run.seed] = run
     for same in repeated_numbers(grouped.runs):
         names = " and ".join(run.name for run in same)
-        grouped.left_out.append(f"{names} hold the same numbers in every step, which two seeds do not give: copies, so none is counted.")
+        grouped.left_out.append(
+            f"{names} hold the same numbers in every step, which two seeds do not give: copies, so"
+            " none is counted."
+        )
         for run in same:
             grouped.not_counted.add(run.path)
             del grouped.conditions[run.condition][run.seed]
     return grouped
 
 
-def arm_of(label: str, runs: Mapping[int, StoredRun], metric: Metric, left_out: list[str], failed: Iterable[int] = ()) -> Arm:
+def arm_of(
+    label: str,
+    runs: Mapping[int, StoredRun],
+    metric: Metric,
+    left_out: list[str],
+    failed: Iterable[int] = (),
+) -> Arm:
     """The runs that have the metric; each run without it adds a sentence to `left_out`."""
     values = {}
     for seed, run in runs.items():
@@ -96,41 +115,58 @@ def arm_of(label: str, runs: Mapping[int, StoredRun], metric: Metric, left_out: 
             values[seed] = value
         else:
             left_out.append(f"{run.name} has no {metric.name}.")
-    return Arm(label, values, {seed: runs[seed] for seed in values}, frozenset(failed) - set(values))
+    return Arm(
+        label, values, {seed: runs[seed] for seed in values}, frozenset(failed) - set(values)
+    )
 
 
 def control_label(conditions: Mapping[str, Mapping[int, StoredRun]], place: Path) -> str:
-    """The condition trained on random rewards. Raises ConfigurationError unless there is exactly one."""
-    labels = [label for label, runs in conditions.items() if runs and all(map(trained_on_chance, runs.values()))]
+    """The condition trained on random rewards. Raises ConfigurationError unless there is exactly
+    one.
+    """
+    labels = [
+        label
+        for label, runs in conditions.items()
+        if runs and all(map(trained_on_chance, runs.values()))
+    ]
     if len(labels) != 1:
         found = f"{len(labels)} ({', '.join(labels)})" if labels else "none"
         raise ConfigurationError(
-            f'--control needs one condition with [reward] type = "random", and {place} has {found}; name the baseline with --baseline.'
+            f'--control needs one condition with [reward] type = "random", and {place} has {found};'
+            " name the baseline with --baseline."
         )
     return labels[0]
 
 
-# -- runs that were measured alike ---------------------------------------------------------------------------------------
+# -- runs that were measured alike -----------------------------------------------------------------
 
 
-def judged_by(label: str, runs: Mapping[int, StoredRun], metric: Metric, judge: str, left_out: list[str]) -> dict[int, StoredRun]:
-    """The runs whose metric `judge` decides. The others are left out, with a sentence for each of their judges."""
+def judged_by(
+    label: str, runs: Mapping[int, StoredRun], metric: Metric, judge: str, left_out: list[str]
+) -> dict[int, StoredRun]:
+    """The runs whose metric `judge` decides. The others are left out, with a sentence for each of
+    their judges.
+    """
     alike = {seed: run for seed, run in runs.items() if metric.judge(run) == judge}
     for other, seeds in _seeds_by(runs, metric.judge, judge).items():
         left_out.append(
-            f"{label}{_which(seeds, runs)} is judged by {other}, and the baseline by {judge}: {metric.name} means different things in "
-            "the two, so they are not compared."
+            f"{label}{_which(seeds, runs)} is judged by {other}, and the baseline by {judge}:"
+            f" {metric.name} means different things in the two, so they are not compared."
         )
     return alike
 
 
 def evaluated_as(run: StoredRun) -> str:
-    """How a run's held-out answers were sampled, in words. Runs that were sampled alike get the same words."""
+    """How a run's held-out answers were sampled, in words. Runs that were sampled alike get the
+    same words.
+    """
     return evaluation_words(run.config.evaluation, run.config.training)
 
 
 def evaluation_words(evaluation: Evaluation, training: Training) -> str:
-    """The way in which held-out answers are sampled, such as: temperature 1, 4 samples, at most 1,024 tokens."""
+    """The way in which held-out answers are sampled, such as: temperature 1, 4 samples, at most
+    1,024 tokens.
+    """
     temperature = training.temperature if evaluation.temperature is None else evaluation.temperature
     kept = []  # what truncates the sampled distribution
     for name, off in {"top_k": 0.0, "top_p": 1.0, "min_p": 0.0}.items():
@@ -143,20 +179,35 @@ def evaluation_words(evaluation: Evaluation, training: Training) -> str:
     return ", ".join([f"temperature {temperature:g}", *kept, samples, f"at most {tokens:,} tokens"])
 
 
-def evaluated_alike(label: str, runs: Mapping[int, StoredRun], way: str, sentences: list[str], *, insist: bool) -> dict[int, StoredRun]:
-    """The runs evaluated in this way; with `insist` all of them. Each other way adds a sentence to `sentences`."""
+def evaluated_alike(
+    label: str, runs: Mapping[int, StoredRun], way: str, sentences: list[str], *, insist: bool
+) -> dict[int, StoredRun]:
+    """The runs evaluated in this way; with `insist` all of them. Each other way adds a sentence to
+    `sentences`.
+    """
     for other, seeds in _seeds_by(runs, evaluated_as, way).items():
         end = (
             "their difference contains that of the evaluations."
             if insist
             else "they are not compared. Name --metric pass@1 to compare them all the same."
         )
-        sentences.append(f"{label}{_which(seeds, runs)} was evaluated at {other}, and the baseline at {way}: {end}")
-    return dict(runs) if insist else {seed: run for seed, run in runs.items() if evaluated_as(run) == way}
+        sentences.append(
+            f"{label}{_which(seeds, runs)} was evaluated at {other}, and the baseline at {way}:"
+            f" {end}"
+        )
+    return (
+        dict(runs)
+        if insist
+        else {seed: run for seed, run in runs.items() if evaluated_as(run) == way}
+    )
 
 
-def _seeds_by(runs: Mapping[int, StoredRun], words: Callable[[StoredRun], str], expected: str) -> dict[str, list[int]]:
-    """Groups the seeds by the description that `words` gives their run, and leaves out the group whose description is `expected`."""
+def _seeds_by(
+    runs: Mapping[int, StoredRun], words: Callable[[StoredRun], str], expected: str
+) -> dict[str, list[int]]:
+    """Groups the seeds by the description that `words` gives their run, and leaves out the group
+    whose description is `expected`.
+    """
     seeds: dict[str, list[int]] = {}
     for seed, run in runs.items():
         seeds.setdefault(words(run), []).append(seed)
@@ -165,20 +216,32 @@ def _seeds_by(runs: Mapping[int, StoredRun], words: Callable[[StoredRun], str], 
 
 
 def _which(seeds: list[int], runs: Mapping[int, StoredRun]) -> str:
-    return "" if len(seeds) == len(runs) else f" (seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))})"
+    return (
+        ""
+        if len(seeds) == len(runs)
+        else f" (seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))})"
+    )
 
 
 def check_one_condition(label: str, runs: Mapping[int, StoredRun]) -> None:
-    """Raises ConfigurationError if the runs of an arm were trained with different values of a key that no resume may change."""
+    """Raises ConfigurationError if the runs of an arm were trained with different values of a key
+    that no resume may change.
+    """
     different = [f"{path} differs between {seeds}" for path, seeds in mixed_keys(runs, fixed=True)]
     if different:
-        raise ConfigurationError(f"{label} is not one condition: {'; '.join(different)}; give the runs of one condition.")
+        raise ConfigurationError(
+            f"{label} is not one condition: {'; '.join(different)}; give the runs of one condition."
+        )
 
 
 def mixed_keys(runs: Mapping[int, StoredRun], *, fixed: bool) -> Iterator[tuple[str, str]]:
-    """Each key that changes the training and differs within an arm, with the seeds; `fixed` are those that may not change at a resume."""
+    """Each key that changes the training and differs within an arm, with the seeds; `fixed` are
+    those that may not change at a resume.
+    """
     for key in all_keys():
-        apart = key.section == "evaluation" or key.path == "training.max_steps"  # which are looked at elsewhere
+        apart = (
+            key.section == "evaluation" or key.path == "training.max_steps"
+        )  # which are looked at elsewhere
         if key.traits.own_to_a_run or key.traits.may_change_at_resume == fixed or apart:
             continue
         if seeds := mixed_values(runs, lambda run, path=key.path: run.config.value(path)):  # type: ignore[misc]
@@ -186,13 +249,16 @@ def mixed_keys(runs: Mapping[int, StoredRun], *, fixed: bool) -> Iterator[tuple[
 
 
 def check_same_problems(runs: Iterable[StoredRun]) -> None:
-    """Raises ConfigurationError if two runs answered different held-out problems at their last evaluation."""
+    """Raises ConfigurationError if two runs answered different held-out problems at their last
+    evaluation.
+    """
     asked = [(run, run.answers.ids) for run in runs if run.answers]
     for run, problems in asked[1:]:
         first, expected = asked[0]
         if problems != expected:
             raise ConfigurationError(
-                f"{first.path} and {run.path} were evaluated on different held-out problems ({len(expected)} and {len(problems)}, "
-                f"{len({*expected} & {*problems})} shared), so their accuracies cannot be compared; use --metric correct_rate, "
-                "or give the runs the same [evaluation] section."
+                f"{first.path} and {run.path} were evaluated on different held-out problems"
+                f" ({len(expected)} and {len(problems)}, {len({*expected} & {*problems})} shared),"
+                " so their accuracies cannot be compared; use --metric correct_rate, or give the"
+                " runs the same [evaluation] section."
             )

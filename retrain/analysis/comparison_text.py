@@ -1,6 +1,8 @@
-"""A comparison for its readers: aligned text for a terminal, Markdown, and one JSON object with stable keys.
+"""A comparison for its readers: aligned text for a terminal, Markdown, and one JSON object with
+stable keys.
 
-All of them begin with the answer; then the arms, every seed, the contrasts, what qualifies the verdicts, and how it was computed.
+All of them begin with the answer; then the arms, every seed, the contrasts, what qualifies the
+verdicts, and how it was computed.
 """
 
 import textwrap
@@ -9,7 +11,14 @@ from dataclasses import asdict
 from typing import Any
 
 from retrain.analysis.compare import ArmSummary, Comparison, Contrast
-from retrain.analysis.explanation import caveats, computed, explanation, known_limits, looks_taken, sharing
+from retrain.analysis.explanation import (
+    caveats,
+    computed,
+    explanation,
+    known_limits,
+    looks_taken,
+    sharing,
+)
 from retrain.analysis.headline import answer, name_of, p_words
 from retrain.analysis.measures import difference_words, interval_words, size_words
 from retrain.analysis.tasks import PROFILE_THRESHOLDS, TaskAggregate
@@ -67,11 +76,20 @@ def _text(comparison: Comparison, width: int) -> Iterator[str]:
     yield ""
     head, rows = contrast_table(comparison)
     shown = [column for column, name in enumerate(head) if name not in _HIDDEN]
-    yield from _aligned(([head[column] for column in shown], [[row[column] for column in shown] for row in rows]), width)
+    yield from _aligned(
+        ([head[column] for column in shown], [[row[column] for column in shown] for row in rows]),
+        width,
+    )
     yield ""
     for contrast, row in zip(comparison.contrasts, rows, strict=True):
-        yield from _wrapped(f"{name_of(contrast, comparison)}: {explanation(contrast, comparison)}", width)
-        hidden = [f"{name} {cell}" for name, cell in zip(head, row, strict=True) if name in _HIDDEN and cell]
+        yield from _wrapped(
+            f"{name_of(contrast, comparison)}: {explanation(contrast, comparison)}", width
+        )
+        hidden = [
+            f"{name} {cell}"
+            for name, cell in zip(head, row, strict=True)
+            if name in _HIDDEN and cell
+        ]
         said = [*caveats(contrast, comparison), f"Also: {', '.join(hidden)}."]
         yield from (line for sentence in said for line in _wrapped(sentence, width, "  "))
     if any(arm.tasks for arm in comparison.arms):
@@ -87,7 +105,14 @@ def _text(comparison: Comparison, width: int) -> Iterator[str]:
 def sections(comparison: Comparison) -> Iterator[tuple[str, Sequence[str]]]:
     """The title and sentences of each section that follows the verdicts."""
     shared = list(dict.fromkeys(sharing(contrast) for contrast in comparison.contrasts))
-    together = [f"{name_of(contrast, comparison)}: {sharing(contrast)}" for contrast in comparison.contrasts] if len(shared) > 1 else shared
+    together = (
+        [
+            f"{name_of(contrast, comparison)}: {sharing(contrast)}"
+            for contrast in comparison.contrasts
+        ]
+        if len(shared) > 1
+        else shared
+    )
     found = {
         "Known limits": list(known_limits(comparison)),
         "Notes": comparison.notes,
@@ -103,13 +128,18 @@ def sections(comparison: Comparison) -> Iterator[tuple[str, Sequence[str]]]:
 
 def _wrapped(text: str, width: int, indent: str = "", after: str = "  ") -> list[str]:
     return textwrap.wrap(
-        text, width, initial_indent=indent, subsequent_indent=indent + after, break_long_words=False, break_on_hyphens=False
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent + after,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
 
 
 def _aligned(table: Table, width: int) -> Iterator[str]:
-    """Align labels and the last column to the left, numbers to the right. A table wider than the terminal has each label on a line of its
-    own.
+    """Align labels and the last column to the left, numbers to the right. A table wider than the
+    terminal has each label on a line of its own.
     """
     rows = [table[0], *table[1]]
     numbers = range(1, len(table[0]) - 1)
@@ -117,7 +147,13 @@ def _aligned(table: Table, width: int) -> Iterator[str]:
     if max(map(len, lines)) <= width:
         yield from lines
         return
-    for row, cells in zip(rows, table_lines([row[1:] for row in rows], right=[column - 1 for column in numbers], indent=GAP), strict=True):
+    for row, cells in zip(
+        rows,
+        table_lines(
+            [row[1:] for row in rows], right=[column - 1 for column in numbers], indent=GAP
+        ),
+        strict=True,
+    ):
         yield row[0]
         yield cells
 
@@ -127,27 +163,40 @@ def task_heading(comparison: Comparison) -> str:
     return f"Over tasks (interquartile mean of runs x tasks, {confidence} interval for new runs):"
 
 
-# -- tables --------------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def seed_line(contrast: Contrast, comparison: Comparison) -> str:
     """Every seed's difference, and the one that speaks most against the mean."""
     metric, found = comparison.metric, contrast.differences
     unit = " pp" if metric.is_rate else ""
-    values = " ".join(difference_words(value, metric).removesuffix(" pp") for value in found.values())
+    values = " ".join(
+        difference_words(value, metric).removesuffix(" pp") for value in found.values()
+    )
     if len(found) == 1:
         return f"{name_of(contrast, comparison)}, seed {next(iter(found))}: {values}{unit}"
     upwards = contrast.conclusion.mean >= 0
     seed = (min if upwards else max)(found, key=lambda seed: found[seed])
     end = f"{'least' if upwards else 'most'} {difference_words(found[seed], metric)}, seed {seed}"
-    return f"{name_of(contrast, comparison)}, seeds {' '.join(map(str, found))}: {values}{unit}; {end}"
+    return (
+        f"{name_of(contrast, comparison)}, seeds {' '.join(map(str, found))}: {values}{unit}; {end}"
+    )
 
 
 def arm_table(comparison: Comparison) -> Table:
-    failed, unjudged = any(arm.failed for arm in comparison.arms), any(arm.unjudged for arm in comparison.arms)
+    failed, unjudged = (
+        any(arm.failed for arm in comparison.arms),
+        any(arm.unjudged for arm in comparison.arms),
+    )
 
     def row(arm: ArmSummary) -> tuple[str, ...]:
-        mean = "" if arm.mean is None else f"{100 * arm.mean:.1f}%" if comparison.metric.is_rate else f"{arm.mean:.4g}"
+        mean = (
+            ""
+            if arm.mean is None
+            else f"{100 * arm.mean:.1f}%"
+            if comparison.metric.is_rate
+            else f"{arm.mean:.4g}"
+        )
         done = f"{arm.runs} / {arm.failed}" if failed else str(arm.runs)
         missing = f"{arm.unjudged:,} of {arm.answered:,}" if unjudged else ""
         tokens = "" if arm.tokens is None else f"{arm.tokens:,.0f}"
@@ -161,7 +210,15 @@ def arm_table(comparison: Comparison) -> Table:
             "" if arm.hours is None else f"{arm.hours:.2g}",
         )
 
-    head = ("condition", "done / failed" if failed else "runs", "mean", "sd between runs", "unjudged", "tokens per run", "hours per run")
+    head = (
+        "condition",
+        "done / failed" if failed else "runs",
+        "mean",
+        "sd between runs",
+        "unjudged",
+        "tokens per run",
+        "hours per run",
+    )
     rows = [row(arm) for arm in comparison.arms]
     kept = [column for column in range(len(head)) if any(cells[column] for cells in rows)]
     return [head[column] for column in kept], [[cells[column] for column in kept] for cells in rows]
@@ -181,7 +238,11 @@ def contrast_table(comparison: Comparison) -> Table:
                 str(found.pairs),
                 difference_words(found.mean, metric),
                 interval_words(found.interval, metric),
-                *([interval_words(contrast.wide.interval if contrast.wide else None, metric)] if wide else []),
+                *(
+                    [interval_words(contrast.wide.interval if contrast.wide else None, metric)]
+                    if wide
+                    else []
+                ),
                 p_words(found.p),
                 p_words(found.p_adjusted),
                 *([p_words(found.equivalence_p_adjusted)] if test.margin is not None else []),
@@ -207,24 +268,45 @@ def contrast_table(comparison: Comparison) -> Table:
 def task_table(comparison: Comparison) -> Table:
     """One row per arm whose held-out problems come from several tasks."""
     metric = comparison.metric
-    contrasts = {contrast.condition: contrast.tasks for contrast in comparison.contrasts if contrast.baseline == comparison.baseline}
+    contrasts = {
+        contrast.condition: contrast.tasks
+        for contrast in comparison.contrasts
+        if contrast.baseline == comparison.baseline
+    }
     rows = []
     for arm in comparison.arms:
         if arm.tasks:
-            ends = f" ({100 * arm.tasks.interval[0]:.1f} to {100 * arm.tasks.interval[1]:.1f})" if arm.tasks.interval else ""
+            ends = (
+                f" ({100 * arm.tasks.interval[0]:.1f} to {100 * arm.tasks.interval[1]:.1f})"
+                if arm.tasks.interval
+                else ""
+            )
             difference = chance = ""
             if against := contrasts.get(arm.label):
-                difference = f"{difference_words(against.iqm_difference, metric)} ({interval_words(against.interval, metric)})"
+                difference = (
+                    f"{difference_words(against.iqm_difference, metric)}"
+                    f" ({interval_words(against.interval, metric)})"
+                )
                 chance = f"{100 * against.probability_of_improvement:.0f}%"
-            rows.append((arm.label, str(len(arm.tasks.tasks)), f"{100 * arm.tasks.iqm:.1f}%{ends}", difference, chance))
+            rows.append(
+                (
+                    arm.label,
+                    str(len(arm.tasks.tasks)),
+                    f"{100 * arm.tasks.iqm:.1f}%{ends}",
+                    difference,
+                    chance,
+                )
+            )
     return ("condition", "tasks", "IQM", "difference", "a run beats the baseline's"), rows
 
 
-# -- as data -------------------------------------------------------------------------------------------------------------
+# -- as data ---------------------------------------------------------------------------------------
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
-    """The comparison as JSON values, differences and means in the metric's own units; what does not exist is null."""
+    """The comparison as JSON values, differences and means in the metric's own units; what does not
+    exist is null.
+    """
     test = comparison.test
     return {
         "answer": answer(comparison),
@@ -246,7 +328,10 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
         "failed": test.failed,
         "seeds_to_conclude": comparison.seeds_to_conclude,
         "to_come": comparison.to_come,
-        "arms": [asdict(arm) | {"condition": arm.label, "tasks": _tasks_json(arm.tasks)} for arm in comparison.arms],
+        "arms": [
+            asdict(arm) | {"condition": arm.label, "tasks": _tasks_json(arm.tasks)}
+            for arm in comparison.arms
+        ],
         "contrasts": [_contrast_json(contrast, comparison) for contrast in comparison.contrasts],
         "known_limits": list(known_limits(comparison)),
         "notes": list(comparison.notes),
@@ -268,7 +353,9 @@ def _contrast_json(contrast: Contrast, comparison: Comparison) -> dict[str, Any]
         "sd": found.sd,
         "interval": found.interval,
         "problem_interval": contrast.wide.interval if contrast.wide else None,
-        "problem_interval_without_covariate": contrast.wide.without_covariate if contrast.wide else None,
+        "problem_interval_without_covariate": (
+            contrast.wide.without_covariate if contrast.wide else None
+        ),
         "unjudged_bounds": found.bounds,
         "p": found.p,
         "p_adjusted": found.p_adjusted,
@@ -297,5 +384,12 @@ def _contrast_json(contrast: Contrast, comparison: Comparison) -> dict[str, Any]
 def _tasks_json(tasks: TaskAggregate | None) -> dict[str, Any] | None:
     if tasks is None:
         return None
-    profile = dict(zip((f"{threshold:g}" for threshold in PROFILE_THRESHOLDS), tasks.profile, strict=True))
-    return {"scores": dict(tasks.tasks), "iqm": tasks.iqm, "interval": tasks.interval, "performance_profile": profile}
+    profile = dict(
+        zip((f"{threshold:g}" for threshold in PROFILE_THRESHOLDS), tasks.profile, strict=True)
+    )
+    return {
+        "scores": dict(tasks.tasks),
+        "iqm": tasks.iqm,
+        "interval": tasks.interval,
+        "performance_profile": profile,
+    }

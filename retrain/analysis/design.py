@@ -1,7 +1,9 @@
-"""The cheapest design that finds a difference: how many seeds, held-out problems and samples, given what a pilot shows and costs.
+"""The cheapest design that finds a difference: how many seeds, held-out problems and samples, given
+what a pilot shows and costs.
 
-Var(d) = luck + (interaction + sampling / K) / P for the difference d of a pair evaluated on P problems with K samples each. Seeds average
-out all of it, problems the second part, samples the sampling. A seed costs a training run of each arm, an answer next to nothing.
+Var(d) = luck + (interaction + sampling / K) / P for the difference d of a pair evaluated on P
+problems with K samples each. Seeds average out all of it, problems the second part, samples the
+sampling. A seed costs a training run of each arm, an answer next to nothing.
 """
 
 from bisect import bisect_left
@@ -26,7 +28,8 @@ class Spread:
     luck: float
     """Variance that no evaluation removes."""
     interaction: float
-    """The variance of one problem's difference about the mean of its problem and its seed, without the sampling."""
+    """The variance of one problem's difference about the mean of its problem and its seed, without
+    the sampling."""
     sampling: float
     """The variance of the difference of one answer of each arm."""
     run_seconds: float
@@ -40,13 +43,17 @@ class Spread:
 
     @classmethod
     def of(cls, family: Sequence[Pairs]) -> "Spread | None":
-        """The spread, averaged over contrasts; None without held-out answers to several samples, or where the runs did not record their
-        times.
+        """The spread, averaged over contrasts; None without held-out answers to several samples, or
+        where the runs did not record their times.
         """
         parts = [part for pairs in family if (part := _parts(pairs))]
         runs = [run for pairs in family for pair in pairs.runs for run in pair]
-        seconds = [value for run in runs if isinstance(value := run.summary.get("seconds"), int | float)]
-        answers = []  # per run that recorded it, the median time to sample an answer in the last steps of training
+        seconds = [
+            value for run in runs if isinstance(value := run.summary.get("seconds"), int | float)
+        ]
+        # per run that recorded it, the median time to sample an answer in the last steps
+        # of training
+        answers = []
         for run in runs:
             found = [
                 record.time_sample_s / (record.batch_size * record.group_size)
@@ -62,16 +69,23 @@ class Spread:
 
 
 def _parts(pairs: Pairs) -> tuple[float, float, float] | None:
-    """The variances of luck, interaction and sampling of one contrast; None with one sample per problem, which cannot tell the last two
-    apart.
+    """The variances of luck, interaction and sampling of one contrast; None with one sample per
+    problem, which cannot tell the last two apart.
     """
     table = pairs.two_way()
     counts = [answers.judged for pair in pairs.runs for run in pair if (answers := run.answers)]
     samples = int(np.median(np.concatenate(counts))) if counts else 0
     if table is None or samples < 2:
         return None
-    rates = [answers.rates()[answers.judged > 1] for pair in pairs.runs for run in pair if (answers := run.answers)]
-    variances = [float(np.mean(rate * (1 - rate))) * samples / (samples - 1) for rate in rates if len(rate)]
+    rates = [
+        answers.rates()[answers.judged > 1]
+        for pair in pairs.runs
+        for run in pair
+        if (answers := run.answers)
+    ]
+    variances = [
+        float(np.mean(rate * (1 - rate))) * samples / (samples - 1) for rate in rates if len(rate)
+    ]
     sampling = 2 * float(np.mean(variances))
     return table.luck_variance, max(0.0, table.residual_square - sampling / samples), sampling
 
@@ -86,18 +100,38 @@ class Design:
     """The hours of all arms, one run after the other."""
 
 
-def cheapest(spread: Spread, effect: float, comparisons: int, alpha: float, power: float, correction: Correction = "maxt") -> Design | None:
-    """The design that finds `effect` in the least time; None if none of at most _MOST_SEEDS seeds does."""
+def cheapest(
+    spread: Spread,
+    effect: float,
+    comparisons: int,
+    alpha: float,
+    power: float,
+    correction: Correction = "maxt",
+) -> Design | None:
+    """The design that finds `effect` in the least time; None if none of at most _MOST_SEEDS seeds
+    does.
+    """
     found = [
         design
         for problems, samples in product(PROBLEMS, SAMPLES)
-        if (design := _with_fewest_seeds(spread, problems, samples, effect, comparisons, alpha, power, correction))
+        if (
+            design := _with_fewest_seeds(
+                spread, problems, samples, effect, comparisons, alpha, power, correction
+            )
+        )
     ]
     return min(found, key=lambda design: design.hours, default=None)
 
 
 def _with_fewest_seeds(
-    spread: Spread, problems: int, samples: int, effect: float, comparisons: int, alpha: float, power: float, correction: Correction
+    spread: Spread,
+    problems: int,
+    samples: int,
+    effect: float,
+    comparisons: int,
+    alpha: float,
+    power: float,
+    correction: Correction,
 ) -> Design | None:
     sd = spread.sd(problems, samples)
 
@@ -110,4 +144,10 @@ def _with_fewest_seeds(
     if first == len(counts):
         return None
     seeds = counts[first]
-    return Design(seeds, problems, samples, detectable(seeds), spread.seconds(seeds, problems, samples, comparisons + 1) / 3600)
+    return Design(
+        seeds,
+        problems,
+        samples,
+        detectable(seeds),
+        spread.seconds(seeds, problems, samples, comparisons + 1) / 3600,
+    )

@@ -1,14 +1,16 @@
-"""Evidence that may be looked at after every seed: an e-process for paired differences, its correction over a family,
-and the confidence sequence that it gives.
+"""Evidence that may be looked at after every seed: an e-process for paired differences, its
+correction over a family, and the confidence sequence that it gives.
 
-The null hypothesis is that of the exact sign-flip test: given the sizes |d_s| of the differences so far and the past, the sign of each
-difference is as likely to be + as -. A bet multiplies its capital by 1 + sign(d_s) * b_s, where |b_s| <= 1 depends only on the sizes up to
-and with seed s. Under the null hypothesis the expected factor is 1, so the capital is a nonnegative martingale that starts at 1, and so is
-the mean of several. By Ville's inequality such a capital ever reaches 1 / alpha with a probability of at most alpha, however often it is
-looked at and whenever the campaign stops.
+The null hypothesis is that of the exact sign-flip test: given the sizes |d_s| of the differences so
+far and the past, the sign of each difference is as likely to be + as -. A bet multiplies its
+capital by 1 + sign(d_s) * b_s, where |b_s| <= 1 depends only on the sizes up to and with seed s.
+Under the null hypothesis the expected factor is 1, so the capital is a nonnegative martingale that
+starts at 1, and so is the mean of several. By Ville's inequality such a capital ever reaches 1 /
+alpha with a probability of at most alpha, however often it is looked at and whenever the campaign
+stops.
 
-Sources: Vovk and Wang, arXiv 2208.08925 (nonparametric e-tests: Fisher, sign and Wilcoxon); Ville 1939; Vovk and Wang 2021, Annals of
-Statistics 49 (closed testing with means of e-values).
+Sources: Vovk and Wang, arXiv 2208.08925 (nonparametric e-tests: Fisher, sign and Wilcoxon); Ville
+1939; Vovk and Wang 2021, Annals of Statistics 49 (closed testing with means of e-values).
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,32 +20,48 @@ import numpy as np
 from retrain.analysis.statistics import Floats, numbers
 
 _STRENGTHS = (1.5, 3.0)
-"""Multiples of the size in b = tanh(strength * size). tanh(c |d|) is the likelihood ratio's bet for a normal shift; these two are near the
-best for effects of 1 to 3 standard deviations (benchmarks/looking.py)."""
+"""Multiples of the size in b = tanh(strength * size). tanh(c |d|) is the likelihood ratio's bet for
+a normal shift; these two are near the best for effects of 1 to 3 standard deviations
+(benchmarks/looking.py)."""
 _TIE = 1e-12
-"""A difference this small beside the largest so far is 0: it is what rounding leaves of equal rates."""
+"""A difference this small beside the largest so far is 0: it is what rounding leaves of equal
+rates."""
 
 
 def capital(differences: Floats) -> Floats:
-    """[..., seeds] differences in the order of the looks -> [..., seeds] capital of the e-process after each of them.
+    """[..., seeds] differences in the order of the looks -> [..., seeds] capital of the e-process
+    after each of them.
 
-    NaN is a seed without a pair, at which nothing is bet. The capital is the mean over bets of two kinds (sized by |d| and by its rank),
-    two strengths and both directions. Multiplying all differences by a number leaves it unchanged.
+    NaN is a seed without a pair, at which nothing is bet. The capital is the mean over bets of two
+    kinds (sized by |d| and by its rank), two strengths and both directions. Multiplying all
+    differences by a number leaves it unchanged.
     """
     from scipy.special import ndtri
 
     present = ~np.isnan(differences)
     sizes = np.where(present, np.abs(differences), 0.0)
     largest = np.maximum.accumulate(sizes, axis=-1)
-    sizes = np.where(sizes > _TIE * largest, sizes / np.where(largest[..., -1:] > 0, largest[..., -1:], 1.0), 0.0)
+    sizes = np.where(
+        sizes > _TIE * largest, sizes / np.where(largest[..., -1:] > 0, largest[..., -1:], 1.0), 0.0
+    )
     signs = np.where(sizes > 0, np.sign(np.where(present, differences, 0.0)), 0.0)
-    root_mean_square = np.sqrt(np.cumsum(sizes**2, axis=-1) / np.maximum(np.cumsum(present, axis=-1), 1))  # over the seeds so far
+    root_mean_square = np.sqrt(
+        np.cumsum(sizes**2, axis=-1) / np.maximum(np.cumsum(present, axis=-1), 1)
+    )  # over the seeds so far
     relative = sizes / np.where(root_mean_square > 0, root_mean_square, 1.0)
-    ranks = np.zeros_like(sizes)  # of each size among those so far, over their number + 1; ties take their mean rank
+    ranks = np.zeros_like(
+        sizes
+    )  # of each size among those so far, over their number + 1; ties take their mean rank
     for seed in range(sizes.shape[-1]):
-        before, own, there = sizes[..., : seed + 1], sizes[..., seed : seed + 1], present[..., : seed + 1]
+        before, own, there = (
+            sizes[..., : seed + 1],
+            sizes[..., seed : seed + 1],
+            present[..., : seed + 1],
+        )
         below, equal = ((before < own) & there).sum(axis=-1), ((before == own) & there).sum(axis=-1)
-        ranks[..., seed] = np.where(present[..., seed], (below + 0.5 * (equal + 1)) / (there.sum(axis=-1) + 1), 0.0)
+        ranks[..., seed] = np.where(
+            present[..., seed], (below + 0.5 * (equal + 1)) / (there.sum(axis=-1) + 1), 0.0
+        )
     ranked = ndtri(0.5 + 0.5 * ranks)
     capital = np.zeros_like(sizes)
     for size in (relative, ranked):
@@ -55,12 +73,14 @@ def capital(differences: Floats) -> Floats:
 
 
 def adjust(capitals: Floats) -> Floats:
-    """[..., contrasts, seeds] capitals -> the evidence for each contrast over the whole family, the largest up to each seed.
+    """[..., contrasts, seeds] capitals -> the evidence for each contrast over the whole family, the
+    largest up to each seed.
 
-    Evidence of 1 / alpha or more rejects a contrast's null hypothesis; the probability that any true one is ever rejected is at most
-    alpha, whatever the contrasts have in common. By closed testing, evidence is the least mean capital of any part of the family that
-    holds the contrast: itself with the j smallest others, for j = 0, 1, ... A mean of e-processes is an e-process, so each part's mean
-    obeys Ville's inequality at all looks together.
+    Evidence of 1 / alpha or more rejects a contrast's null hypothesis; the probability that any
+    true one is ever rejected is at most alpha, whatever the contrasts have in common. By closed
+    testing, evidence is the least mean capital of any part of the family that holds the contrast:
+    itself with the j smallest others, for j = 0, 1, ... A mean of e-processes is an e-process, so
+    each part's mean obeys Ville's inequality at all looks together.
     """
     contrasts = capitals.shape[-2]
     evidence = np.empty_like(capitals)
@@ -68,19 +88,25 @@ def adjust(capitals: Floats) -> Floats:
     for contrast in range(contrasts):
         others = np.sort(np.delete(capitals, contrast, axis=-2), axis=-2)
         own = capitals[..., contrast : contrast + 1, :]
-        evidence[..., contrast, :] = (np.cumsum(np.concatenate([own, others], axis=-2), axis=-2) / counts).min(axis=-2)
+        evidence[..., contrast, :] = (
+            np.cumsum(np.concatenate([own, others], axis=-2), axis=-2) / counts
+        ).min(axis=-2)
     largest: Floats = np.maximum.accumulate(evidence, axis=-1)
     return largest
 
 
 def evidence(family: Sequence[Mapping[int, float]], looks: int) -> list[float]:
-    """The evidence for each contrast after so many looks; a contrast maps the number of a look, from 0, to its difference there.
+    """The evidence for each contrast after so many looks; a contrast maps the number of a look,
+    from 0, to its difference there.
 
-    A contrast that lacks a look bets nothing there: a run failed, or the contrast was decided before.
+    A contrast that lacks a look bets nothing there: a run failed, or the contrast was decided
+    before.
     """
     if not family or not looks:
         return [1.0] * len(family)
-    differences = np.array([[contrast.get(look, np.nan) for look in range(looks)] for contrast in family])
+    differences = np.array(
+        [[contrast.get(look, np.nan) for look in range(looks)] for contrast in family]
+    )
     return [float(value) for value in adjust(capital(differences))[:, -1]]
 
 
@@ -89,28 +115,36 @@ def anytime_p(value: float) -> float:
     return min(1.0, 1.0 / value) if value > 0 else 1.0
 
 
-# -- an interval for the difference that holds at all looks at once -------------------------------------------------------
+# -- an interval for the difference that holds at all looks at once --------------------------------
 
 _REACH, _POINTS = 5.0, 1201
-"""The candidates lie up to sinh(5) = 74 ranges of the differences around their median, densest near it."""
+"""The candidates lie up to sinh(5) = 74 ranges of the differences around their median, densest near
+it."""
 
 
-def confidence_sequence(differences: Sequence[float] | Floats, confidence: float = 0.95) -> tuple[float, float] | None:
-    """The interval after one or more differences, in the order of the looks; None while it is not bounded, as below six seeds at 95%.
+def confidence_sequence(
+    differences: Sequence[float] | Floats, confidence: float = 0.95
+) -> tuple[float, float] | None:
+    """The interval after one or more differences, in the order of the looks; None while it is not
+    bounded, as below six seeds at 95%.
 
-    A value is in the interval after n seeds if no look up to then has found evidence of 1 / alpha against it: the e-process of the
-    differences minus that value never reached 1 / alpha. The true centre of the differences is in every interval of the sequence with a
-    probability of at least 1 - alpha, if the differences are symmetric about it. The ends are rounded outwards to
-    the next candidate, by at most half a percent of the range of the differences near their median.
+    A value is in the interval after n seeds if no look up to then has found evidence of 1 / alpha
+    against it: the e-process of the differences minus that value never reached 1 / alpha. The true
+    centre of the differences is in every interval of the sequence with a probability of at least 1
+    - alpha, if the differences are symmetric about it. The ends are rounded outwards to the next
+    candidate, by at most half a percent of the range of the differences near their median.
 
-    Source: Waudby-Smith and Ramdas, arXiv 2010.09686 (confidence sequences by betting). Their bets for bounded means assume no symmetry,
-    but with differences between -1 and 1 and ten seeds their intervals are tens of points wide, whatever the spread of the differences.
+    Source: Waudby-Smith and Ramdas, arXiv 2010.09686 (confidence sequences by betting). Their bets
+    for bounded means assume no symmetry, but with differences between -1 and 1 and ten seeds their
+    intervals are tens of points wide, whatever the spread of the differences.
     """
     d = numbers(differences)
     centre = float(np.median(d))
     scale = float(np.ptp(d)) or abs(centre) or 1.0
     candidates = centre + scale * np.sinh(np.linspace(-_REACH, _REACH, _POINTS))
-    kept = np.flatnonzero((capital(d - candidates[:, np.newaxis]) < 1 / (1 - confidence)).all(axis=1))
+    kept = np.flatnonzero(
+        (capital(d - candidates[:, np.newaxis]) < 1 / (1 - confidence)).all(axis=1)
+    )
     if len(kept) == 0:  # a narrow interval between two candidates
         kept = np.array([_POINTS // 2])
     if kept[0] == 0 or kept[-1] == _POINTS - 1:

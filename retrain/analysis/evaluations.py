@@ -1,7 +1,8 @@
-"""Two evaluations compared in pairs of problems: which of two sets of weights answers the same problems better.
+"""Two evaluations compared in pairs of problems: which of two sets of weights answers the same
+problems better.
 
-This is about two models, not about the conditions that trained them: another seed of either may differ by more than the interval says.
-Source: Miller 2024, arXiv 2411.00640.
+This is about two models, not about the conditions that trained them: another seed of either may
+differ by more than the interval says. Source: Miller 2024, arXiv 2411.00640.
 """
 
 from collections.abc import Iterator
@@ -33,7 +34,9 @@ class StoredEvaluation:
     @property
     def way(self) -> str:
         judge = judge_words(judging_rewards(self.config), self.config.reward)
-        return f"{evaluation_words(self.config.evaluation, self.config.training)}, judged by {judge}"
+        return (
+            f"{evaluation_words(self.config.evaluation, self.config.training)}, judged by {judge}"
+        )
 
     @property
     def step(self) -> int:
@@ -57,7 +60,8 @@ class ProblemPairs:
     p: float
     """Sign flips of whole problems."""
     bounds: tuple[float, float] | None
-    """With every unjudged answer counted against the candidate, and for it; None where all were judged."""
+    """With every unjudged answer counted against the candidate, and for it; None where all were
+    judged."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +76,17 @@ class EvaluationComparison:
 
     @property
     def differs(self) -> bool:
-        """True if the difference is significant, also with every unjudged answer counted against it."""
+        """True if the difference is significant, also with every unjudged answer counted against
+        it.
+        """
         ends = self.pairs.bounds or (self.pairs.mean, self.pairs.mean)
         shift = ends[0] - self.pairs.mean if self.pairs.mean > 0 else ends[1] - self.pairs.mean
         low, high = (end + shift for end in self.pairs.interval)
-        return self.pairs.p < self.alpha and (low > 0 or high < 0) and (low > 0) == (self.pairs.mean > 0)
+        return (
+            self.pairs.p < self.alpha
+            and (low > 0 or high < 0)
+            and (low > 0) == (self.pairs.mean > 0)
+        )
 
 
 def open_evaluation(folder: Path) -> StoredEvaluation:
@@ -87,31 +97,53 @@ def open_evaluation(folder: Path) -> StoredEvaluation:
     return StoredEvaluation(folder, load_stored(files.config, to_read=True), problems)
 
 
-def compare_evaluations(candidate: StoredEvaluation, baseline: StoredEvaluation, metric: Metric, alpha: float) -> EvaluationComparison:
-    """Compare two evaluations. Raises ConfigurationError unless both answered the same problems, sampled and judged in the same way."""
+def compare_evaluations(
+    candidate: StoredEvaluation, baseline: StoredEvaluation, metric: Metric, alpha: float
+) -> EvaluationComparison:
+    """Compare two evaluations. Raises ConfigurationError unless both answered the same problems,
+    sampled and judged in the same way.
+    """
     if metric.k is None:
-        raise ConfigurationError(f"--metric {metric.name} is not of held-out answers; two evaluations are compared by pass@K.")
+        raise ConfigurationError(
+            f"--metric {metric.name} is not of held-out answers; two evaluations are compared by"
+            " pass@K."
+        )
     if candidate.way != baseline.way:
         raise ConfigurationError(
-            f"{candidate.path} was evaluated at {candidate.way}, and {baseline.path} at {baseline.way}: evaluate both in the same way."
+            f"{candidate.path} was evaluated at {candidate.way}, and {baseline.path} at"
+            f" {baseline.way}: evaluate both in the same way."
         )
     ours, theirs = Answers.of(candidate.problems), Answers.of(baseline.problems)
     if ours.ids != theirs.ids:
         shared = len({*ours.ids} & {*theirs.ids})
         raise ConfigurationError(
-            f"{candidate.path} and {baseline.path} answered different problems ({len(ours.ids)} and {len(theirs.ids)}, {shared} shared): "
-            "evaluate both on the same."
+            f"{candidate.path} and {baseline.path} answered different problems ({len(ours.ids)} and"
+            f" {len(theirs.ids)}, {shared} shared): evaluate both on the same."
         )
     tasks = dict.fromkeys(item.task for item in candidate.problems)
-    by_task = [_pairs(candidate, baseline, metric.k, 1 - alpha, task) for task in tasks] if len(tasks) > 1 else []
+    by_task = (
+        [_pairs(candidate, baseline, metric.k, 1 - alpha, task) for task in tasks]
+        if len(tasks) > 1
+        else []
+    )
     whole = _pairs(candidate, baseline, metric.k, 1 - alpha, "")
     if whole is None:
-        raise ConfigurationError(f"fewer than two problems have {metric.name} in both evaluations, so there is nothing to compare.")
-    return EvaluationComparison(candidate.name, baseline.name, metric, alpha, whole, [pairs for pairs in by_task if pairs])
+        raise ConfigurationError(
+            f"fewer than two problems have {metric.name} in both evaluations, so there is nothing"
+            " to compare."
+        )
+    return EvaluationComparison(
+        candidate.name, baseline.name, metric, alpha, whole, [pairs for pairs in by_task if pairs]
+    )
 
 
-def _pairs(one: StoredEvaluation, other: StoredEvaluation, k: int, confidence: float, task: str) -> ProblemPairs | None:
-    ours, theirs = (Answers.of([item for item in side.problems if task in ("", item.task)]) for side in (one, other))
+def _pairs(
+    one: StoredEvaluation, other: StoredEvaluation, k: int, confidence: float, task: str
+) -> ProblemPairs | None:
+    ours, theirs = (
+        Answers.of([item for item in side.problems if task in ("", item.task)])
+        for side in (one, other)
+    )
     found = AnswerDifference.between(ours, theirs, k)
     known = found.by_problem[~np.isnan(found.by_problem)]
     if len(known) < 2:
@@ -130,19 +162,36 @@ def evaluation_lines(comparison: EvaluationComparison) -> Iterator[str]:
     """The answer first."""
     pairs, metric = comparison.pairs, comparison.metric
     low, high = (difference_words(end, metric).removesuffix(" pp") for end in pairs.interval)
-    shown = f"{difference_words(pairs.mean, metric)} [{low}, {high}] in {metric.name}, p {p_words(pairs.p)}"
+    shown = (
+        f"{difference_words(pairs.mean, metric)} [{low}, {high}] in {metric.name}, p"
+        f" {p_words(pairs.p)}"
+    )
     problems = counted(pairs.problems, "problem")
     if comparison.differs:
         verb = "better" if pairs.mean > 0 else "worse"
-        yield f"{comparison.candidate} answers these {problems} {verb} than {comparison.baseline}: {shown}."
+        yield (
+            f"{comparison.candidate} answers these {problems} {verb} than {comparison.baseline}:"
+            f" {shown}."
+        )
     else:
-        yield f"Undecided on these {problems}: {comparison.candidate} against {comparison.baseline} {shown}."
+        yield (
+            f"Undecided on these {problems}: {comparison.candidate} against {comparison.baseline}"
+            f" {shown}."
+        )
     for task in comparison.tasks:
-        difference = f"{difference_words(task.mean, metric)} ({interval_words(task.interval, metric)})"
+        difference = (
+            f"{difference_words(task.mean, metric)} ({interval_words(task.interval, metric)})"
+        )
         yield f"  {task.task}: {difference}, {counted(task.problems, 'problem')}"
     if pairs.bounds:
-        yield f"Answers that could not be judged leave {interval_words(pairs.bounds, metric)} possible."
-    yield "Paired by problem. This is about these two sets of weights: whether what trained them differs takes several seeds of both."
+        yield (
+            f"Answers that could not be judged leave {interval_words(pairs.bounds, metric)}"
+            " possible."
+        )
+    yield (
+        "Paired by problem. This is about these two sets of weights: whether what trained them"
+        " differs takes several seeds of both."
+    )
 
 
 def evaluation_json(comparison: EvaluationComparison) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""The sentences of a comparison: the conclusion of each contrast, the caveats, and how the numbers were computed."""
+"""The sentences of a comparison: the conclusion of each contrast, the caveats, and how the numbers
+were computed.
+"""
 
 from collections.abc import Iterator
 
@@ -16,15 +18,24 @@ _DIFFERENCES = (Verdict.IMPROVEMENT, Verdict.WORSE, Verdict.DIFFERENT)
 
 
 def explanation(contrast: Contrast, comparison: Comparison) -> str:
-    """The conclusion of one contrast: its verdict with the numbers behind it, or why there is none."""
+    """The conclusion of one contrast: its verdict with the numbers behind it, or why there is
+    none.
+    """
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
     among = " of runs that finished" if contrast.losses and test.failed == "exclude" else ""
     shown = f"{difference_words(found.mean, metric)} in {counted(found.pairs, 'pair')}{among}"
     if found.verdict is Verdict.INCONCLUSIVE:
         return f"{found.word(test.alpha)}: {shown}. {_why_inconclusive(contrast, comparison)}"
     if found.verdict is Verdict.EQUIVALENT:
-        return f"equivalent within {size_words(test.margin, metric)}: {shown}, adjusted p {p_words(found.equivalence_p_adjusted)} (TOST)."
-    within = f", but within the margin of {size_words(test.margin, metric)}" if found.within_margin else ""
+        return (
+            f"equivalent within {size_words(test.margin, metric)}: {shown}, adjusted p"
+            f" {p_words(found.equivalence_p_adjusted)} (TOST)."
+        )
+    within = (
+        f", but within the margin of {size_words(test.margin, metric)}"
+        if found.within_margin
+        else ""
+    )
     return f"{found.verdict}{within}: {shown}, adjusted p {p_words(found.p_adjusted)}."
 
 
@@ -32,40 +43,53 @@ def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
     pairs, family = counted(found.pairs, "pair"), counted(len(comparison.contrasts), "comparison")
     if test.rule == "evidence" and not found.unsure:
-        return f"The evidence is {1 / found.p_adjusted:.3g} over {family}; {1 / test.alpha:g} decides."
+        return (
+            f"The evidence is {1 / found.p_adjusted:.3g} over {family}; {1 / test.alpha:g} decides."
+        )
     if not found.can_conclude(test.alpha):
         return (
-            f"No result of {pairs} could be significant: the smallest possible adjusted p is {p_words(found.smallest_p_adjusted)}; "
-            f"at least {comparison.seeds_to_conclude} seeds are needed for {family} at {test.alpha:g}."
+            f"No result of {pairs} could be significant: the smallest possible adjusted p is"
+            f" {p_words(found.smallest_p_adjusted)}; at least {comparison.seeds_to_conclude} seeds"
+            f" are needed for {family} at {test.alpha:g}."
         )
     if found.unsure == "unjudged":
         return (
-            f"The judged answers alone differ significantly (adjusted p {p_words(found.p_adjusted)}), but those that could not be judged "
-            f"leave {interval_words(found.bounds, metric)} possible, and at the end that hurts it is not significant."
+            "The judged answers alone differ significantly (adjusted p"
+            f" {p_words(found.p_adjusted)}), but those that could not be judged leave"
+            f" {interval_words(found.bounds, metric)} possible, and at the end that hurts it is not"
+            " significant."
         )
     if found.unsure:
         problems = counted(comparison.problems, "problem")
         agree = f"The seeds agree (adjusted p {p_words(found.p_adjusted)})"
         if contrast.wide is None:
-            return f"{agree}, but {problems} with so few judged answers have no interval for new problems. Evaluate on more."
+            return (
+                f"{agree}, but {problems} with so few judged answers have no interval for new"
+                " problems. Evaluate on more."
+            )
         adjusted = " (wider over the family)" if len(comparison.contrasts) > 1 else ""
         return (
-            f"{agree}, but the interval for new problems, {interval_words(contrast.wide.interval, metric)}{adjusted}, contains 0: with "
-            f"{problems}, fewer than {FEW_PROBLEMS}, a few of them may carry the difference. Evaluate on more."
+            f"{agree}, but the interval for new problems,"
+            f" {interval_words(contrast.wide.interval, metric)}{adjusted}, contains 0: with"
+            f" {problems}, fewer than {FEW_PROBLEMS}, a few of them may carry the difference."
+            " Evaluate on more."
         )
     if not found.sd:
         return "All differences are equal, so they show nothing about chance."
     interval_alone = ""
     if found.interval and not found.interval[0] <= 0 <= found.interval[1]:
         p = f"adjusted p over {family}" if len(comparison.contrasts) > 1 else "p"
-        interval_alone = f"Its own interval excludes 0, but the {p}, {p_words(found.p_adjusted)}, is not below {test.alpha:g}. "
+        interval_alone = (
+            f"Its own interval excludes 0, but the {p}, {p_words(found.p_adjusted)}, is not below"
+            f" {test.alpha:g}. "
+        )
     if found.detectable is None:
         return interval_alone
     # At both ends of the sd's interval: at the observed sd alone the power would be overstated.
     low, high = (size_words(end, metric) for end in found.detectable)
     return (
-        f"{interval_alone}Such a campaign finds a true difference of {low} to {high} (over the sd's interval) in "
-        f"{100 * test.power:g}% of cases."
+        f"{interval_alone}Such a campaign finds a true difference of {low} to {high} (over the sd's"
+        f" interval) in {100 * test.power:g}% of cases."
     )
 
 
@@ -75,41 +99,46 @@ def caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
     if words := same_runs_words(contrast):
         yield f"{words[0].upper()}{words[1:]}."
     if found.bounds and found.unsure != "unjudged":
-        yield f"Unjudged answers could move the difference to {interval_words(found.bounds, metric)}."
+        yield (
+            f"Unjudged answers could move the difference to {interval_words(found.bounds, metric)}."
+        )
     if losses := contrast.losses:
         yield (
-            f"Failed runs: {losses.candidate} of {contrast.condition}, {losses.baseline} of {contrast.baseline} (exact p "
-            f"{p_words(losses.p)} if both lose runs alike)."
+            f"Failed runs: {losses.candidate} of {contrast.condition}, {losses.baseline} of"
+            f" {contrast.baseline} (exact p {p_words(losses.p)} if both lose runs alike)."
         )
     if contrast.losses and (worst := contrast.at_worst):
         yield (
-            f"Counted as the worst result (--failed worst): {worst.word(test.alpha)}, {difference_words(worst.mean, metric)} in "
-            f"{counted(worst.pairs, 'pair')}."
+            f"Counted as the worst result (--failed worst): {worst.word(test.alpha)},"
+            f" {difference_words(worst.mean, metric)} in {counted(worst.pairs, 'pair')}."
         )
     yield from _about_tails(contrast, comparison)
     if contrast.robust:
         yield _second_line(contrast, contrast.robust)
     if contrast.wide and contrast.wide.without_covariate:
         yield (
-            f"For new problems as hard for the base model as these: {interval_words(contrast.wide.interval, metric)} (the covariate is its "
-            f"pass rate at step 0; without it {interval_words(contrast.wide.without_covariate, metric)})."
+            "For new problems as hard for the base model as these:"
+            f" {interval_words(contrast.wide.interval, metric)} (the covariate is its pass rate at"
+            f" step 0; without it {interval_words(contrast.wide.without_covariate, metric)})."
         )
     if found.seeds_needed is not None:
         yield (
-            f"To find {size_words(test.effect, metric)} with a power of {100 * test.power:g}%, {found.seeds_needed} seeds are needed "
-            f"at the sd of the differences seen here ({size_words(found.sd, metric)})."
+            f"To find {size_words(test.effect, metric)} with a power of {100 * test.power:g}%,"
+            f" {found.seeds_needed} seeds are needed at the sd of the differences seen here"
+            f" ({size_words(found.sd, metric)})."
         )
     if contrast.pairing and found.sd:
         yield (
-            f"Pairing: the runs of a seed correlate by {contrast.pairing.correlation:.2f}; sd of the differences "
-            f"{size_words(found.sd, metric)}, for independent runs {size_words(contrast.pairing.unpaired_sd, metric)}."
+            f"Pairing: the runs of a seed correlate by {contrast.pairing.correlation:.2f}; sd of"
+            f" the differences {size_words(found.sd, metric)}, for independent runs"
+            f" {size_words(contrast.pairing.unpaired_sd, metric)}."
         )
     if (parts := contrast.parts) and found.sd:
         noise, luck = parts.noise_variance**0.5, parts.luck_variance**0.5
         advice = "more problems or samples" if noise > luck else "more seeds"
         yield (
-            f"The sd has two parts: {size_words(noise, metric)} from the evaluation, {size_words(luck, metric)} from the luck of the runs; "
-            f"{advice} would narrow it most."
+            f"The sd has two parts: {size_words(noise, metric)} from the evaluation,"
+            f" {size_words(luck, metric)} from the luck of the runs; {advice} would narrow it most."
         )
     if contrast.shared.is_same:
         yield "Nothing that was recorded differs between the arms: an A/A comparison."
@@ -119,55 +148,88 @@ def caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
 
 def _second_line(contrast: Contrast, robust: Robust) -> str:
     """Whether the verdict stands with failed and collapsed runs at their worst, seen and unseen."""
-    ahead = contrast.condition if contrast.conclusion.verdict is Verdict.IMPROVEMENT else contrast.baseline
+    ahead = (
+        contrast.condition
+        if contrast.conclusion.verdict is Verdict.IMPROVEMENT
+        else contrast.baseline
+    )
     seen = "; ".join(f"{seeds_words(seeds)} of {label}" for label, seeds in robust.fallen.items())
     further = " further" if robust.fallen.get(ahead) else ""
     worst = (
-        f"With failed and collapsed runs ({seen or 'none was seen'}) at 0, and as many{further} collapses of {ahead} as its runs do not "
-        f"rule out ({100 * robust.unseen:.0f}% of them)"
+        f"With failed and collapsed runs ({seen or 'none was seen'}) at 0, and as many{further}"
+        f" collapses of {ahead} as its runs do not rule out ({100 * robust.unseen:.0f}% of them)"
     )
     if robust.stands:
         return f"{worst}: {contrast.conclusion.verdict}."
-    enough = f" {robust.pairs_needed} pairs without a collapse would rule out enough." if robust.pairs_needed else ""
+    enough = (
+        f" {robust.pairs_needed} pairs without a collapse would rule out enough."
+        if robust.pairs_needed
+        else ""
+    )
     return f"{worst}: undecided.{enough}"
 
 
 def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
-    metric, found, seeds = comparison.metric, contrast.conclusion, outlying_seeds(contrast.differences)
+    metric, found, seeds = (
+        comparison.metric,
+        contrast.conclusion,
+        outlying_seeds(contrast.differences),
+    )
     if seeds:
-        shown = ", ".join(f"{seed} ({difference_words(contrast.differences[seed], metric)})" for seed in seeds)
+        shown = ", ".join(
+            f"{seed} ({difference_words(contrast.differences[seed], metric)})" for seed in seeds
+        )
         rest = [value for seed, value in contrast.differences.items() if seed not in seeds]
         yield (
-            f"Far from the others: seed{'' if len(seeds) == 1 else 's'} {shown}; without {'it' if len(seeds) == 1 else 'them'} the mean is "
-            f"{difference_words(statistics.mean(rest), metric)}. Sign flips and t intervals assume tails that are alike on both sides."
+            f"Far from the others: seed{'' if len(seeds) == 1 else 's'} {shown}; without"
+            f" {'it' if len(seeds) == 1 else 'them'} the mean is"
+            f" {difference_words(statistics.mean(rest), metric)}. Sign flips and t intervals assume"
+            " tails that are alike on both sides."
         )
-    unseen = 1 - 0.05 ** (1 / found.pairs)  # the fraction of runs in which an event may happen that no pair has shown
+    unseen = 1 - 0.05 ** (
+        1 / found.pairs
+    )  # the fraction of runs in which an event may happen that no pair has shown
     better = "lower" if comparison.test.lower_is_better else metric.better
     mean = next((arm.mean for arm in comparison.arms if arm.label == contrast.condition), None)
-    if found.verdict is Verdict.IMPROVEMENT and metric.is_rate and better == "higher" and mean and found.mean / mean < unseen:
+    if (
+        found.verdict is Verdict.IMPROVEMENT
+        and metric.is_rate
+        and better == "higher"
+        and mean
+        and found.mean / mean < unseen
+    ):
         yield (
-            f"A collapse that no seed showed: if {100 * found.mean / mean:.0f}% of the runs of {contrast.condition} fell to 0, the mean "
-            f"difference would be 0, and {found.pairs} pairs do not rule out up to {100 * unseen:.0f}%."
+            f"A collapse that no seed showed: if {100 * found.mean / mean:.0f}% of the runs of"
+            f" {contrast.condition} fell to 0, the mean difference would be 0, and {found.pairs}"
+            f" pairs do not rule out up to {100 * unseen:.0f}%."
         )
     if found.verdict is Verdict.EQUIVALENT or found.within_margin:
         largest = max(abs(value) for value in contrast.differences.values())
         yield (
-            f"The largest difference of a pair is {size_words(largest, metric)}. Equivalence is about the mean: {found.pairs} pairs do not "
-            f"rule out an event, such as a collapse, that happens in up to {100 * unseen:.0f}% of runs."
+            f"The largest difference of a pair is {size_words(largest, metric)}. Equivalence is"
+            f" about the mean: {found.pairs} pairs do not rule out an event, such as a collapse,"
+            f" that happens in up to {100 * unseen:.0f}% of runs."
         )
 
 
 def sharing(contrast: Contrast) -> str:
-    """A sentence on the prompts and the noise that the two runs of a pair shared, and on the environments where they differ."""
+    """A sentence on the prompts and the noise that the two runs of a pair shared, and on the
+    environments where they differ.
+    """
     shared = contrast.shared
     if not shared.pairs:
         return "No pair has two runs that finished."
     if shared.noise == shared.prompts == shared.pairs:
         words = "The arms of every pair saw the same prompts and shared their sampling noise."
     else:
-        words = f"Same prompts in {_of(shared.prompts, shared.pairs)} pairs, shared sampling noise in {_of(shared.noise, shared.pairs)}."
+        words = (
+            f"Same prompts in {_of(shared.prompts, shared.pairs)} pairs, shared sampling noise in"
+            f" {_of(shared.noise, shared.pairs)}."
+        )
     if shared.unrecorded:
-        words += f" The training data of {_of(shared.unrecorded, shared.pairs)} pairs was not recorded."
+        words += (
+            f" The training data of {_of(shared.unrecorded, shared.pairs)} pairs was not recorded."
+        )
     if shared.environment:
         words += f" The machines or versions differ: {', '.join(shared.environment)}."
     return words
@@ -181,31 +243,40 @@ _LIMITS = {
     "evidence": ("55%", "6.5%", "8.6%"),
     "exact": ("19 to 50%", "1 to 13%", "6 to 9%"),
 }
-"""False improvements of the e-process within 16 seeds, and of the exact test after 6 to 16 seeds: benchmarks/robust.py."""
+"""False improvements of the e-process within 16 seeds, and of the exact test after 6 to 16 seeds:
+benchmarks/robust.py."""
 
 
 def known_limits(comparison: Comparison) -> Iterator[str]:
-    """How often a verdict is wrong where what its test assumes does not hold; nothing without a verdict."""
+    """How often a verdict is wrong where what its test assumes does not hold; nothing without a
+    verdict.
+    """
     if not any(contrast.conclusion.verdict in _DIFFERENCES for contrast in comparison.contrasts):
         return
     looks = comparison.test.rule == "evidence"
     collapse, failure, tail = _LIMITS["evidence" if looks else "exact"]
     looked = ", looked at after every seed" if looks else ""
     yield (
-        f"In simulated campaigns whose arms have equal means{looked}, the test says improvement in {collapse} where a tenth of one arm's "
-        f"runs collapse, in {failure} where the worst fifth of one arm's runs fail, and in {tail} where one arm's luck has a long tail "
-        "downwards."
+        f"In simulated campaigns whose arms have equal means{looked}, the test says improvement in"
+        f" {collapse} where a tenth of one arm's runs collapse, in {failure} where the worst fifth"
+        f" of one arm's runs fail, and in {tail} where one arm's luck has a long tail downwards."
     )
     if any(contrast.robust for contrast in comparison.contrasts):
         yield (
-            "The line on failed and collapsed runs at 0 is wrong in at most 3% of the same campaigns. Its price: a gain from 50 to 60%, "
-            "which the test alone always finds, it finds with 16 pairs in 33% of campaigns and with 12 in none."
+            "The line on failed and collapsed runs at 0 is wrong in at most 3% of the same"
+            " campaigns. Its price: a gain from 50 to 60%, which the test alone always finds, it"
+            " finds with 16 pairs in 33% of campaigns and with 12 in none."
         )
 
 
 def looks_taken(comparison: Comparison) -> Iterator[str]:
-    """A sentence for each look: the evidence, the chance to decide, and the forecast of the seed's last evaluation before its end."""
-    metric, differences = comparison.metric, {contrast.condition: contrast.differences for contrast in comparison.contrasts}
+    """A sentence for each look: the evidence, the chance to decide, and the forecast of the seed's
+    last evaluation before its end.
+    """
+    metric, differences = (
+        comparison.metric,
+        {contrast.condition: contrast.differences for contrast in comparison.contrasts},
+    )
     for number, look in enumerate(comparison.looks, start=1):
         parts = []
         for condition, value in look.evidence.items():
@@ -214,14 +285,21 @@ def looks_taken(comparison: Comparison) -> Iterator[str]:
                 words += f", {look.decided[condition]}"
             elif condition in look.chance:
                 words += f", {100 * look.chance[condition]:.0f}% to decide by the last seed"
-            if condition in look.foreseen and (ended := differences.get(condition, {}).get(look.seed)) is not None:
+            if (
+                condition in look.foreseen
+                and (ended := differences.get(condition, {}).get(look.seed)) is not None
+            ):
                 last = look.foreseen[condition][-1]
                 words += (
-                    f" (after {counted(last.step, 'step')} {difference_words(last.expected, metric)} were foreseen and "
-                    f"{100 * last.chance:.0f}%; it ended at {difference_words(ended, metric)})"
+                    f" (after {counted(last.step, 'step')}"
+                    f" {difference_words(last.expected, metric)} were foreseen and"
+                    f" {100 * last.chance:.0f}%; it ended at {difference_words(ended, metric)})"
                 )
             parts.append(words)
-        parts += [f"{condition} without this seed, since one of its runs had failed" for condition in look.missing]
+        parts += [
+            f"{condition} without this seed, since one of its runs had failed"
+            for condition in look.missing
+        ]
         yield f"Look {number} (seed {look.seed}): {'; '.join(parts)}."
 
 
@@ -232,22 +310,41 @@ def computed(comparison: Comparison) -> Iterator[str]:
     how = f", sampled at {comparison.evaluated}" if comparison.evaluated else ""
     better = "lower" if test.lower_is_better else metric.better
     direction = f"{better} is better" if better else "neither direction is better"
-    yield f"{metric.description[0].upper()}{metric.description[1:]}{judge}{how}; {direction}. The unit is the run; runs are paired by seed."
+    yield (
+        f"{metric.description[0].upper()}{metric.description[1:]}{judge}{how}; {direction}. The"
+        " unit is the run; runs are paired by seed."
+    )
     several = len(comparison.contrasts) > 1
     family = counted(len(comparison.contrasts), "comparison")
-    adjusted = {"maxt": "joint sign flips of whole seeds (max-T)", "holm": "Holm", "evidence": "closed testing"}[test.rule]
+    adjusted = {
+        "maxt": "joint sign flips of whole seeds (max-T)",
+        "holm": "Holm",
+        "evidence": "closed testing",
+    }[test.rule]
     over = f", adjusted over {family} by {adjusted}" if several else ""
     if test.rule == "evidence":
         yield (
-            f"p: 1 / the evidence of an e-process after {counted(test.looks, 'look')}, one for each seed{over}; valid at every look. "
-            "Interval: its confidence sequence, not adjusted. Both assume what the exact test assumes, that a difference is as likely as "
-            "its negative where nothing differs."
+            f"p: 1 / the evidence of an e-process after {counted(test.looks, 'look')}, one for each"
+            f" seed{over}; valid at every look. Interval: its confidence sequence, not adjusted."
+            " Both assume what the exact test assumes, that a difference is as likely as its"
+            " negative where nothing differs."
         )
     else:
         yield f"Interval: Student's t over the seeds, not adjusted. p: exact sign flips{over}."
     if any(contrast.wide for contrast in comparison.contrasts):
-        all_of_them = f", at {100 * (1 - test.alpha / len(comparison.contrasts)):.4g}% (Bonferroni)" if several else ""
-        few = f"; with fewer than {FEW_PROBLEMS} problems a verdict needs it too{all_of_them}" if comparison.problems < FEW_PROBLEMS else ""
+        all_of_them = (
+            f", at {100 * (1 - test.alpha / len(comparison.contrasts)):.4g}% (Bonferroni)"
+            if several
+            else ""
+        )
+        few = (
+            f"; with fewer than {FEW_PROBLEMS} problems a verdict needs it too{all_of_them}"
+            if comparison.problems < FEW_PROBLEMS
+            else ""
+        )
         yield f"For new problems: two-way analysis of variance over seeds and problems{few}."
     if any(contrast.conclusion.verdict in _DIFFERENCES for contrast in comparison.contrasts):
-        yield "A difference that was picked because it is significant is too large on average (winner's curse); new seeds show its size."
+        yield (
+            "A difference that was picked because it is significant is too large on average"
+            " (winner's curse); new seeds show its size."
+        )

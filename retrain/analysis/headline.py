@@ -15,7 +15,12 @@ _VERBS = {
     Verdict.EQUIVALENT: ("is equivalent to", "are equivalent to"),
 }
 """For one condition and for several."""
-_SHORT = {Verdict.IMPROVEMENT: "better", Verdict.WORSE: "worse", Verdict.DIFFERENT: "different", Verdict.EQUIVALENT: "equivalent"}
+_SHORT = {
+    Verdict.IMPROVEMENT: "better",
+    Verdict.WORSE: "worse",
+    Verdict.DIFFERENT: "different",
+    Verdict.EQUIVALENT: "equivalent",
+}
 _WHY_UNSURE = {
     "": "",
     "unjudged": "; answers that could not be judged leave it open",
@@ -24,11 +29,19 @@ _WHY_UNSURE = {
 
 
 def answer(comparison: Comparison) -> str:
-    """The answer in a sentence, such as: 1 of 4 conditions beats grpo+none on these 200 problems: maxrl+none +13.2 pp [+9.1, +17.3] (8
-    seeds); 3 undecided.
+    """The answer in a sentence, such as: 1 of 4 conditions beats grpo+none on these 200 problems:
+    maxrl+none +13.2 pp [+9.1, +17.3] (8 seeds); 3 undecided.
     """
-    found = [contrast for contrast in comparison.contrasts if contrast.conclusion.verdict is not Verdict.INCONCLUSIVE]
-    so_far = f"So far, with {counted(comparison.to_come, 'run')} still to come: " if comparison.to_come else ""
+    found = [
+        contrast
+        for contrast in comparison.contrasts
+        if contrast.conclusion.verdict is not Verdict.INCONCLUSIVE
+    ]
+    so_far = (
+        f"So far, with {counted(comparison.to_come, 'run')} still to come: "
+        if comparison.to_come
+        else ""
+    )
     sentence = _decided(found, comparison) if found else _undecided(comparison)
     return so_far + sentence
 
@@ -39,23 +52,47 @@ def _decided(found: Sequence[Contrast], comparison: Comparison) -> str:
         items = [contrast for contrast in found if contrast.conclusion.verdict is verdict]
         if not items:
             continue
-        shown = ", ".join(item_words(contrast, comparison) + _within_margin(contrast, comparison) for contrast in items)
+        shown = ", ".join(
+            item_words(contrast, comparison) + _within_margin(contrast, comparison)
+            for contrast in items
+        )
         if parts:
             parts.append(f"{len(items)} {_SHORT[verdict]}: {shown}")
             continue
         several = len(items) > 1
         verb = _VERBS[verdict][several]
-        against = comparison.baseline if comparison.one_baseline else "their baselines" if several else "its baseline"
-        within = f" within {size_words(comparison.test.margin, comparison.metric)}" if verdict is Verdict.EQUIVALENT else ""
+        against = (
+            comparison.baseline
+            if comparison.one_baseline
+            else "their baselines"
+            if several
+            else "its baseline"
+        )
+        within = (
+            f" within {size_words(comparison.test.margin, comparison.metric)}"
+            if verdict is Verdict.EQUIVALENT
+            else ""
+        )
         if total == 1:
             one = items[0]
             shown = difference_and_interval(one, comparison) + _within_margin(one, comparison)
-            parts.append(f"{one.condition} {verb} {one.baseline}{within} {scope(comparison)}: {shown}")
+            parts.append(
+                f"{one.condition} {verb} {one.baseline}{within} {scope(comparison)}: {shown}"
+            )
         else:
-            parts.append(f"{len(items)} of {total} conditions {verb} {against}{within} {scope(comparison)}: {shown}")
+            parts.append(
+                f"{len(items)} of {total} conditions {verb} {against}{within} {scope(comparison)}:"
+                f" {shown}"
+            )
     words = [contrast.conclusion.word(comparison.test.alpha) for contrast in comparison.contrasts]
-    parts += [f"{words.count(word)} {word}" for word in ("undecided", "cannot conclude") if word in words]
-    fallen = [item for item in found if item.at_worst and item.at_worst.verdict is not item.conclusion.verdict]
+    parts += [
+        f"{words.count(word)} {word}" for word in ("undecided", "cannot conclude") if word in words
+    ]
+    fallen = [
+        item
+        for item in found
+        if item.at_worst and item.at_worst.verdict is not item.conclusion.verdict
+    ]
     if fallen:
         which = "" if total == 1 else f" {', '.join(name_of(item, comparison) for item in fallen)}"
         parts.append(f"undecided{which} if failed runs count as the worst result")
@@ -69,25 +106,37 @@ def _within_margin(contrast: Contrast, comparison: Comparison) -> str:
 
 
 def _undecided(comparison: Comparison) -> str:
-    """The answer where no contrast has a verdict: the design cannot give one, or the data did not decide."""
+    """The answer where no contrast has a verdict: the design cannot give one, or the data did not
+    decide.
+    """
     contrasts, test = comparison.contrasts, comparison.test
     if len(contrasts) == 1 and contrasts[0].same_runs == contrasts[0].conclusion.pairs:
-        return f"{contrasts[0].condition} against {contrasts[0].baseline}: {same_runs_words(contrasts[0])}."
-    if test.rule != "evidence" and not any(contrast.conclusion.can_conclude(test.alpha) for contrast in contrasts):
+        return (
+            f"{contrasts[0].condition} against {contrasts[0].baseline}:"
+            f" {same_runs_words(contrasts[0])}."
+        )
+    if test.rule != "evidence" and not any(
+        contrast.conclusion.can_conclude(test.alpha) for contrast in contrasts
+    ):
         seeds = max(contrast.conclusion.pairs for contrast in contrasts)
         return (
-            f"Cannot conclude: {counted(seeds, 'seed')} cannot show any difference from {_baselines(comparison)}, however large; "
-            f"{counted(len(contrasts), 'comparison')} at {test.alpha:g} need{'s' if len(contrasts) == 1 else ''} at least "
-            f"{comparison.seeds_to_conclude}."
+            f"Cannot conclude: {counted(seeds, 'seed')} cannot show any difference from"
+            f" {_baselines(comparison)}, however large; {counted(len(contrasts), 'comparison')} at"
+            f" {test.alpha:g} need{'s' if len(contrasts) == 1 else ''} at least"
+            f" {comparison.seeds_to_conclude}."
         )
     if len(contrasts) == 1:
         one = contrasts[0]
         why = _WHY_UNSURE[one.conclusion.unsure]
-        return f"Undecided {scope(comparison)}: {one.condition} against {one.baseline} {difference_and_interval(one, comparison)}{why}."
+        return (
+            f"Undecided {scope(comparison)}: {one.condition} against {one.baseline}"
+            f" {difference_and_interval(one, comparison)}{why}."
+        )
     largest = max(contrasts, key=lambda contrast: abs(contrast.conclusion.mean))
     return (
-        f"Undecided {scope(comparison)}: none of {len(contrasts)} conditions is shown to differ from {_baselines(comparison)}; the largest "
-        f"difference is {item_words(largest, comparison)}."
+        f"Undecided {scope(comparison)}: none of {len(contrasts)} conditions is shown to differ"
+        f" from {_baselines(comparison)}; the largest difference is"
+        f" {item_words(largest, comparison)}."
     )
 
 
@@ -107,18 +156,32 @@ def _baselines(comparison: Comparison) -> str:
 
 
 def scope(comparison: Comparison) -> str:
-    """The scope of a verdict: "on these 200 problems" or "in correct_rate", and "among the runs that finished" where arms lost runs."""
-    problems = "on this one problem" if comparison.problems == 1 else f"on these {comparison.problems:,} problems"
+    """The scope of a verdict: "on these 200 problems" or "in correct_rate", and "among the runs
+    that finished" where arms lost runs.
+    """
+    problems = (
+        "on this one problem"
+        if comparison.problems == 1
+        else f"on these {comparison.problems:,} problems"
+    )
     what = problems if comparison.problems else f"in {comparison.metric.name}"
     if comparison.problems and comparison.metric.k != 1:
         what = f"in {comparison.metric.name} {what}"
     losses = [contrast.losses for contrast in comparison.contrasts if contrast.losses]
     unequal = any(item.candidate != item.baseline for item in losses)
-    return f"{what}, among the runs that finished" if unequal and comparison.test.failed == "exclude" else what
+    return (
+        f"{what}, among the runs that finished"
+        if unequal and comparison.test.failed == "exclude"
+        else what
+    )
 
 
 def name_of(contrast: Contrast, comparison: Comparison) -> str:
-    return contrast.condition if comparison.one_baseline else f"{contrast.condition} against {contrast.baseline}"
+    return (
+        contrast.condition
+        if comparison.one_baseline
+        else f"{contrast.condition} against {contrast.baseline}"
+    )
 
 
 def item_words(contrast: Contrast, comparison: Comparison) -> str:
@@ -136,10 +199,16 @@ def difference_and_interval(contrast: Contrast, comparison: Comparison) -> str:
 
 
 def p_words(value: float | None) -> str:
-    """A p value in two digits, or in as many as it takes to stay on its side of ALPHA; "" for None."""
+    """A p value in two digits, or in as many as it takes to stay on its side of ALPHA; "" for
+    None.
+    """
     if value is None:
         return ""
     if value < 1e-4:
         return "<0.0001"
-    digits = next(digits for digits in range(2, 18) if (float(f"{value:.{digits}g}") < ALPHA) == (value < ALPHA))
+    digits = next(
+        digits
+        for digits in range(2, 18)
+        if (float(f"{value:.{digits}g}") < ALPHA) == (value < ALPHA)
+    )
     return f"{value:.{digits}g}" if value < 0.995 else "1"

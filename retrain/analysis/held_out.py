@@ -1,8 +1,10 @@
-"""The held-out answers of a run as arrays over problems, and the difference of two runs on the problems that both have judged.
+"""The held-out answers of a run as arrays over problems, and the difference of two runs on the
+problems that both have judged.
 
-An answer that could not be judged is neither right nor wrong. The difference of a pair is taken over the problems that were judged in
-both runs; how far the unjudged answers could move it is bounded by counting all of them against one arm and for the other. Source of
-the bounds: Manski 1990, American Economic Review 80.
+An answer that could not be judged is neither right nor wrong. The difference of a pair is taken
+over the problems that were judged in both runs; how far the unjudged answers could move it is
+bounded by counting all of them against one arm and for the other. Source of the bounds: Manski
+1990, American Economic Review 80.
 """
 
 from collections.abc import Sequence
@@ -39,7 +41,9 @@ class Answers:
     @classmethod
     def of(cls, records: Sequence[EvaluationRecord]) -> "Answers":
         ordered = sorted(records, key=lambda record: record.example_id)
-        counts = np.array([(item.correct, item.samples, item.could_not_judge) for item in ordered], dtype=np.int64).reshape(-1, 3)
+        counts = np.array(
+            [(item.correct, item.samples, item.could_not_judge) for item in ordered], dtype=np.int64
+        ).reshape(-1, 3)
         return cls(tuple(item.example_id for item in ordered), *counts.T)
 
     def rates(self, k: int = 1, unjudged: Unjudged = Unjudged.NOTHING) -> Floats:
@@ -47,9 +51,17 @@ class Answers:
         counts = self.judged if unjudged is Unjudged.NOTHING else self.judged + self.unjudged
         right = self.right + self.unjudged if unjudged is Unjudged.RIGHT else self.right
         if k == 1:
-            rates: Floats = np.divide(right, counts, out=np.full(len(counts), np.nan), where=counts > 0)
+            rates: Floats = np.divide(
+                right, counts, out=np.full(len(counts), np.nan), where=counts > 0
+            )
             return rates
-        return np.array([pass_at_k(int(n), int(c), k) if n >= k else np.nan for n, c in zip(counts, right, strict=True)], dtype=np.float64)
+        return np.array(
+            [
+                pass_at_k(int(n), int(c), k) if n >= k else np.nan
+                for n, c in zip(counts, right, strict=True)
+            ],
+            dtype=np.float64,
+        )
 
 
 @dataclass(frozen=True)
@@ -59,7 +71,8 @@ class AnswerDifference:
     by_problem: Floats
     """[problems]; NaN where a run judged fewer than k answers."""
     least: float
-    """The mean with every unjudged answer counted against the candidate: wrong there, right in the baseline."""
+    """The mean with every unjudged answer counted against the candidate: wrong there, right in the
+    baseline."""
     most: float
     unjudged: int
     """Answers of both runs."""

@@ -1,7 +1,9 @@
-"""Whether a run is what its campaign planned, and what it says of itself: looked at before it counts for a condition and a seed.
+"""Whether a run is what its campaign planned, and what it says of itself: looked at before it
+counts for a condition and a seed.
 
-The manifest says which run a folder should hold; its config.toml, its summary and its trainer state say which one it does hold. Anybody can
-write all of them alike, so this finds accidents and half-done edits, not forgery.
+The manifest says which run a folder should hold; its config.toml, its summary and its trainer state
+say which one it does hold. Anybody can write all of them alike, so this finds accidents and
+half-done edits, not forgery.
 """
 
 import json
@@ -10,7 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from retrain.analysis.runs import MANIFEST, StoredRun, campaign_runs, is_campaign, is_run, seeds_words
+from retrain.analysis.runs import (
+    MANIFEST,
+    StoredRun,
+    campaign_runs,
+    is_campaign,
+    is_run,
+    seeds_words,
+)
 from retrain.config.keys import keys_by_path
 from retrain.config.schema import DEFAULT_CONDITIONS, Condition
 from retrain.parsing import read_object
@@ -20,13 +29,17 @@ _MODES = ("advantage_mode", "transform_mode", "algorithm_mode")
 
 
 def given_keys(campaign: Path) -> Mapping[str, Any]:
-    """The sections of a campaign's configuration, with the keys that were given, as its manifest holds them."""
+    """The sections of a campaign's configuration, with the keys that were given, as its manifest
+    holds them.
+    """
     config = read_object(campaign / MANIFEST).get("config")
     return config if isinstance(config, dict) else {}
 
 
 def problem_of(run: StoredRun, given: Mapping[str, Any]) -> str:
-    """Why a run is not what its campaign planned, or contradicts itself, as a predicate; "" if it has not begun or is as it should be."""
+    """Why a run is not what its campaign planned, or contradicts itself, as a predicate; "" if it
+    has not begun or is as it should be.
+    """
     if not is_run(run.path):
         return ""
     return _contradiction(run) or _not_as_planned(run, given)
@@ -54,7 +67,9 @@ def _contradiction(run: StoredRun) -> str:
 
 
 def _not_as_planned(run: StoredRun, given: Mapping[str, Any]) -> str:
-    """How a run's stored configuration differs from its entry in the manifest and from the campaign's keys; "" if it does not."""
+    """How a run's stored configuration differs from its entry in the manifest and from the
+    campaign's keys; "" if it does not.
+    """
     planned, config = run.planned, run.config
     if planned is None:
         return ""
@@ -67,20 +82,32 @@ def _not_as_planned(run: StoredRun, given: Mapping[str, Any]) -> str:
     for path, value in planned_values(given, planned.condition).items():
         stored = _plain(config.value(path))
         if stored != value and MASK not in f"{stored}{value}":
-            return f"was trained with {path} = {json.dumps(stored)}, and {json.dumps(value)} is planned"
+            return (
+                f"was trained with {path} = {json.dumps(stored)}, and {json.dumps(value)} is"
+                " planned"
+            )
     return ""
 
 
 def planned_values(given: Mapping[str, Any], condition: str) -> dict[str, Any]:
-    """Key -> value of the keys that a campaign's configuration gives to a condition and that no resume may change.
+    """Key -> value of the keys that a campaign's configuration gives to a condition and that no
+    resume may change.
 
     Defaults are not among them: another version of retrain may have others.
     """
     tables = {name: table for name, table in given.items() if isinstance(table, dict)}
-    values = {f"{section}.{name}": value for section, table in tables.items() for name, value in table.items()}
+    values = {
+        f"{section}.{name}": value
+        for section, table in tables.items()
+        for name, value in table.items()
+    }
     own = _condition(tables["campaign"], condition) if "campaign" in tables else {}
     if own:
-        values = {path: value for path, value in values.items() if path.removeprefix("algorithm.") not in _MODES}
+        values = {
+            path: value
+            for path, value in values.items()
+            if path.removeprefix("algorithm.") not in _MODES
+        }
     values |= own
     keys = keys_by_path()
     return {path: value for path, value in values.items() if path in keys and _is_fixed(path)}
@@ -93,7 +120,9 @@ def _is_fixed(path: str) -> bool:
 
 def _condition(campaign: Mapping[str, Any], label: str) -> dict[str, Any]:
     """The keys of the condition of this label."""
-    tables = campaign.get("conditions") or [condition.model_dump(exclude_unset=True) for condition in DEFAULT_CONDITIONS]
+    tables = campaign.get("conditions") or [
+        condition.model_dump(exclude_unset=True) for condition in DEFAULT_CONDITIONS
+    ]
     for table in tables:
         modes = {name: table[name] for name in _MODES if table.get(name)}
         if label == (table.get("label") or Condition(**modes).label):
@@ -107,11 +136,13 @@ def _plain(value: Any) -> Any:
     return json.loads(json.dumps(value, default=lambda item: item.model_dump()))
 
 
-# -- runs that repeat others, and runs that are not listed ---------------------------------------------------------------
+# -- runs that repeat others, and runs that are not listed -----------------------------------------
 
 
 def repeated_numbers(runs: Iterable[StoredRun]) -> Iterator[list[StoredRun]]:
-    """Groups of finished runs of different seeds whose numbers are equal, which two seeds do not give."""
+    """Groups of finished runs of different seeds whose numbers are equal, which two seeds do not
+    give.
+    """
     for ended_alike in _grouped(runs, lambda run: run.ending):
         for same in _grouped(ended_alike, lambda run: run.numbers):
             if len({run.seed for run in same}) > 1:
@@ -119,8 +150,13 @@ def repeated_numbers(runs: Iterable[StoredRun]) -> Iterator[list[StoredRun]]:
 
 
 def are_the_same(pairs: Sequence[tuple[StoredRun, StoredRun]]) -> int:
-    """How many pairs hold one run twice: equal numbers in every step and every evaluation, but for what the clock measured."""
-    return sum(bool(one.ending) and one.ending == other.ending and one.numbers == other.numbers for one, other in pairs)
+    """How many pairs hold one run twice: equal numbers in every step and every evaluation, but for
+    what the clock measured.
+    """
+    return sum(
+        bool(one.ending) and one.ending == other.ending and one.numbers == other.numbers
+        for one, other in pairs
+    )
 
 
 def _grouped(runs: Iterable[StoredRun], value: Any) -> Iterator[list[StoredRun]]:
@@ -137,7 +173,7 @@ def not_listed(campaign: Path, runs: Iterable[StoredRun]) -> list[str]:
     return [folder.name for folder in folders if is_run(folder) and folder.resolve() not in listed]
 
 
-# -- runs that are given by folder ---------------------------------------------------------------------------------------
+# -- runs that are given by folder -----------------------------------------------------------------
 
 
 def campaigns_of(runs: Iterable[StoredRun]) -> dict[Path, list[StoredRun]]:
@@ -146,18 +182,33 @@ def campaigns_of(runs: Iterable[StoredRun]) -> dict[Path, list[StoredRun]]:
     return {folder: campaign_runs(folder) for folder in above if is_campaign(folder)}
 
 
-def as_planned(runs: Iterable[StoredRun], campaigns: Mapping[Path, Sequence[StoredRun]]) -> tuple[list[StoredRun], dict[Path, str]]:
-    """The runs with their campaign's entry, and why some of them do not count (folder -> predicate)."""
+def as_planned(
+    runs: Iterable[StoredRun], campaigns: Mapping[Path, Sequence[StoredRun]]
+) -> tuple[list[StoredRun], dict[Path, str]]:
+    """The runs with their campaign's entry, and why some of them do not count (folder ->
+    predicate).
+    """
     entries = {run.path.resolve(): run for listed in campaigns.values() for run in listed}
-    known = [replace(run, planned=entries[run.path.resolve()].planned) if run.path.resolve() in entries else run for run in runs]
+    known = [
+        (
+            replace(run, planned=entries[run.path.resolve()].planned)
+            if run.path.resolve() in entries
+            else run
+        )
+        for run in runs
+    ]
     problems = {run.path: problem for run in known if (problem := problem_of(run, {}))}
     for folder in campaigns:
-        problems |= problems_of(folder, [run for run in known if run.path.resolve().parent.parent == folder])
+        problems |= problems_of(
+            folder, [run for run in known if run.path.resolve().parent.parent == folder]
+        )
     return known, problems
 
 
 def absent_line(runs: Sequence[StoredRun], campaigns: Mapping[Path, Sequence[StoredRun]]) -> str:
-    """A sentence that names the campaigns of runs given by folder, and their seeds that are absent; "" for runs of no campaign."""
+    """A sentence that names the campaigns of runs given by folder, and their seeds that are absent;
+    "" for runs of no campaign.
+    """
     sentences = []
     for folder, listed in campaigns.items():
         given = {run.path.resolve() for run in runs}
@@ -166,8 +217,15 @@ def absent_line(runs: Sequence[StoredRun], campaigns: Mapping[Path, Sequence[Sto
         for run in listed:
             if run.condition in shown and run.path.resolve() not in given and not run.skipped:
                 absent.setdefault(run.condition, []).append(run.seed)
-        without = f" Absent here: {absent_words(absent)}; a choice of seeds makes p too small." if absent else ""
-        whole = f"these runs belong to the campaign {folder.name}, which `retrain compare` takes as a whole"
+        without = (
+            f" Absent here: {absent_words(absent)}; a choice of seeds makes p too small."
+            if absent
+            else ""
+        )
+        whole = (
+            f"these runs belong to the campaign {folder.name}, which `retrain compare` takes as a"
+            " whole"
+        )
         sentences.append(f"Exploratory: {whole}.{without}")
     return " ".join(sentences)
 

@@ -1,4 +1,6 @@
-"""Compares the two runs of a pair: prompts, noise, configuration keys, and the recorded environments (environment.json)."""
+"""Compares the two runs of a pair: prompts, noise, configuration keys, and the recorded
+environments (environment.json).
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +30,9 @@ _RECORDED = {
 
 @dataclass(frozen=True)
 class Shared:
-    """How many of the pairs saw the same prompts, how many also drew the same sampling noise, and what else differed."""
+    """How many of the pairs saw the same prompts, how many also drew the same sampling noise, and
+    what else differed.
+    """
 
     pairs: int
     prompts: int
@@ -48,37 +52,54 @@ class Shared:
     @classmethod
     def of(cls, pairs: Sequence[Pair]) -> "Shared":
         prompts = [_same_prompts(one, other) for one, other in pairs]
-        noise = [same and one.has_counter_noise and other.has_counter_noise for same, (one, other) in zip(prompts, pairs, strict=True)]
+        noise = [
+            same and one.has_counter_noise and other.has_counter_noise
+            for same, (one, other) in zip(prompts, pairs, strict=True)
+        ]
         return cls(
             pairs=len(pairs),
             prompts=sum(prompts),
             noise=sum(noise),
             unrecorded=sum(not (_data(one) and _data(other)) for one, other in pairs),
             differing_keys=tuple(differing_keys(pairs)),
-            environment=tuple(dict.fromkeys(words for one, other in pairs for words in differing_environment(one, other))),
+            environment=tuple(
+                dict.fromkeys(
+                    words for one, other in pairs for words in differing_environment(one, other)
+                )
+            ),
         )
 
 
 def _data(run: StoredRun) -> Any:
-    """The hash of the training data that a run recorded: ids, prompts and references in the source's order."""
+    """The hash of the training data that a run recorded: ids, prompts and references in the
+    source's order.
+    """
     return run.environment.get("data_sha256")
 
 
 def _same_prompts(one: StoredRun, other: StoredRun) -> bool:
-    """True if two runs of one seed saw the same prompts: the same recorded data in batches of the same size, which back pressure would
-    vary.
+    """True if two runs of one seed saw the same prompts: the same recorded data in batches of the
+    same size, which back pressure would vary.
     """
     if not _data(one) or _data(one) != _data(other):
         return False
     fixed_batches = not (one.config.backpressure.enabled or other.config.backpressure.enabled)
     same_environment = one.config.environment == other.config.environment
-    return same_environment and fixed_batches and all(one.config.value(key) == other.config.value(key) for key in _PROMPT_KEYS)
+    return (
+        same_environment
+        and fixed_batches
+        and all(one.config.value(key) == other.config.value(key) for key in _PROMPT_KEYS)
+    )
 
 
 def differing_keys(pairs: Sequence[Pair]) -> list[str]:
     """The keys that change the training and differ between the runs of some pair."""
     keys = [key.path for key in all_keys() if not key.traits.own_to_a_run]
-    return [key for key in keys if any(one.config.value(key) != other.config.value(key) for one, other in pairs)]
+    return [
+        key
+        for key in keys
+        if any(one.config.value(key) != other.config.value(key) for one, other in pairs)
+    ]
 
 
 def mixed_values(runs: Mapping[int, StoredRun], value: Callable[[StoredRun], Any]) -> str:
@@ -88,11 +109,15 @@ def mixed_values(runs: Mapping[int, StoredRun], value: Callable[[StoredRun], Any
         groups.setdefault(repr(value(runs[seed])), []).append(seed)
     if len(groups) < 2:
         return ""
-    return f"seeds {' and '.join(seeds_words(seeds).partition(' ')[2] for seeds in groups.values())}"
+    return (
+        f"seeds {' and '.join(seeds_words(seeds).partition(' ')[2] for seeds in groups.values())}"
+    )
 
 
 def mixed_code(label: str, runs: Mapping[int, StoredRun]) -> Iterator[str]:
-    """A sentence for each part of the code, as environment.json records it, in which the runs of one arm differ."""
+    """A sentence for each part of the code, as environment.json records it, in which the runs of
+    one arm differ.
+    """
     if seeds := mixed_values(runs, lambda run: run.code.revision):
         yield f"{label} ran on different revisions of retrain: {seeds} differ."
     for name in sorted({name for run in runs.values() for name in run.code.plugins}):
@@ -101,12 +126,20 @@ def mixed_code(label: str, runs: Mapping[int, StoredRun]) -> Iterator[str]:
 
 
 def differing_environment(one: StoredRun, other: StoredRun) -> Iterator[str]:
-    """Yield each difference between two recorded environments in words such as "torch (2.12.0, 2.13.0)"."""
+    """Yield each difference between two recorded environments in words such as "torch (2.12.0,
+    2.13.0)".
+    """
     ours, theirs = one.environment, other.environment
     for name, words in _RECORDED.items():
         if ours.get(name) != theirs.get(name):
-            is_short = name != "data_sha256" and not any(isinstance(recorded.get(name), dict) for recorded in (ours, theirs))
-            yield f"{words} ({_shown(ours.get(name))}, {_shown(theirs.get(name))})" if is_short else words
+            is_short = name != "data_sha256" and not any(
+                isinstance(recorded.get(name), dict) for recorded in (ours, theirs)
+            )
+            yield (
+                f"{words} ({_shown(ours.get(name))}, {_shown(theirs.get(name))})"
+                if is_short
+                else words
+            )
     if one.code.revision != other.code.revision:
         yield f"retrain's revision ({_shown(one.code.revision)}, {_shown(other.code.revision)})"
     for name in sorted({*one.code.plugins, *other.code.plugins}):

@@ -1,4 +1,5 @@
-"""The number by which runs are compared, chosen before looking at any, and its words: held-out accuracy, else the training correct rate.
+"""The number by which runs are compared, chosen before looking at any, and its words: held-out
+accuracy, else the training correct rate.
 
 `running_correct_rate` is not offered: a cumulative mean lags and favours early learning.
 """
@@ -18,10 +19,18 @@ from retrain.records.entries import Direction, StepRecord
 WINDOW = 50
 """Steps at the end of training over which a training metric is averaged."""
 _PASS_AT = re.compile(r"pass@([1-9]\d*)")
-DIRECTIONS: dict[str, Direction] = {field.name: field.metadata["better"] for field in fields(StepRecord) if "better" in field.metadata}
+DIRECTIONS: dict[str, Direction] = {
+    field.name: field.metadata["better"]
+    for field in fields(StepRecord)
+    if "better" in field.metadata
+}
 """The numeric fields of metrics.jsonl."""
-_RATES = frozenset({"correct_rate", "auc", "informative_fraction", "max_token_hit_rate", "clip_fraction"})
-_BY_REWARD = frozenset({"correct_rate", "auc", "mean_reward", "truncated_reward_mean", "informative_fraction"})
+_RATES = frozenset(
+    {"correct_rate", "auc", "informative_fraction", "max_token_hit_rate", "clip_fraction"}
+)
+_BY_REWARD = frozenset(
+    {"correct_rate", "auc", "mean_reward", "truncated_reward_mean", "informative_fraction"}
+)
 """Training metrics that depend on the training reward."""
 
 
@@ -41,7 +50,9 @@ class Metric:
         return int(match.group(1)) if match else None
 
     def judge(self, run: StoredRun) -> str:
-        """The reward that decides the metric in a run, in words that are equal for equal rewards; "" if no reward does."""
+        """The reward that decides the metric in a run, in words that are equal for equal rewards;
+        "" if no reward does.
+        """
         config = run.config
         if self.k is not None:
             return judge_words(judging_rewards(config), config.reward)
@@ -49,9 +60,14 @@ class Metric:
             return ""
         words = judge_words(training_rewards(config), config.reward)
         redraws = config.training.dynamic_sampling
-        if self.name == "informative_fraction" or not redraws or any(record.groups_redrawn is not None for record in run.last_metrics(1)):
+        if (
+            self.name == "informative_fraction"
+            or not redraws
+            or any(record.groups_redrawn is not None for record in run.last_metrics(1))
+        ):
             return words
-        # Before `groups_redrawn` was recorded, rewards were averaged over the groups dynamic_sampling kept; since then over first draws.
+        # Before `groups_redrawn` was recorded, rewards were averaged over the groups
+        # dynamic_sampling kept; since then over first draws.
         return f"{words} in the last of up to {redraws + 1} draws of each group"
 
     def of(self, run: StoredRun) -> float | None:
@@ -61,12 +77,17 @@ class Metric:
         run.check_metrics()
         if self.name == "auc":
             return learning_curve_mean(run.curve("correct_rate"))
-        values = [value for record in run.last_metrics(WINDOW) if (value := getattr(record, self.name)) is not None]
+        values = [
+            value
+            for record in run.last_metrics(WINDOW)
+            if (value := getattr(record, self.name)) is not None
+        ]
         return float(np.mean(values)) if values else None
 
 
 def choose_metric(name: str | None, runs: Sequence[StoredRun]) -> Metric:
-    """The metric called `name`; by default held-out pass@1 if any run has it, else the training correct rate.
+    """The metric called `name`; by default held-out pass@1 if any run has it, else the training
+    correct rate.
 
     Raises ConfigurationError for a name that is no metric.
     """
@@ -77,9 +98,16 @@ def choose_metric(name: str | None, runs: Sequence[StoredRun]) -> Metric:
     if _PASS_AT.fullmatch(name):
         return Metric(name, f"held-out {name} at the last evaluation", is_rate=True)
     if name == "auc":
-        return Metric(name, "mean of the training correct rate over all steps (area under the learning curve)", is_rate=True)
+        return Metric(
+            name,
+            "mean of the training correct rate over all steps (area under the learning curve)",
+            is_rate=True,
+        )
     if name == "running_correct_rate":
-        raise ConfigurationError(f"--metric {name} is a cumulative mean, which lags and favours early learning; use correct_rate or auc.")
+        raise ConfigurationError(
+            f"--metric {name} is a cumulative mean, which lags and favours early learning; use"
+            " correct_rate or auc."
+        )
     if name not in DIRECTIONS:
         raise ConfigurationError(
             f"--metric {name} is no metric; use pass@1 (or another pass@K), correct_rate, auc, "
@@ -87,13 +115,20 @@ def choose_metric(name: str | None, runs: Sequence[StoredRun]) -> Metric:
         )
     what = "training correct rate" if name == "correct_rate" else name
     short = max((run.steps for run in runs), default=WINDOW) <= WINDOW
-    return Metric(name, f"mean {what} of {'all' if short else f'the last {WINDOW}'} steps", name in _RATES, DIRECTIONS[name])
+    return Metric(
+        name,
+        f"mean {what} of {'all' if short else f'the last {WINDOW}'} steps",
+        name in _RATES,
+        DIRECTIONS[name],
+    )
 
 
 def held_out(run: StoredRun, k: int) -> float | None:
-    """pass@k at the run's last evaluation of trained weights, over the problems with k judged samples; None without one.
+    """pass@k at the run's last evaluation of trained weights, over the problems with k judged
+    samples; None without one.
 
-    It is computed from the stored samples, so any k that they suffice for can be asked for, whatever `[evaluation] k` said.
+    It is computed from the stored samples, so any k that they suffice for can be asked for,
+    whatever `[evaluation] k` said.
     """
     if run.answers is None:
         return None
@@ -108,18 +143,22 @@ def trained_on_chance(run: StoredRun) -> bool:
 
 
 def learning_curve_mean(points: Floats) -> float | None:
-    """The area under the curve [2, steps] of step numbers and rates, divided by its span; missing steps are interpolated."""
+    """The area under the curve [2, steps] of step numbers and rates, divided by its span; missing
+    steps are interpolated.
+    """
     steps, rates = points
     if len(steps) < 2:
         return float(rates[0]) if len(steps) else None
     return float(np.sum(np.diff(steps) * (rates[1:] + rates[:-1]) / 2) / (steps[-1] - steps[0]))
 
 
-# -- numbers in words ----------------------------------------------------------------------------------------------------
+# -- numbers in words ------------------------------------------------------------------------------
 
 
 def difference_words(value: float, metric: Metric) -> str:
-    """A difference in words, such as +13.2 pp; a small difference has two digits that say something, +0.042 pp."""
+    """A difference in words, such as +13.2 pp; a small difference has two digits that say
+    something, +0.042 pp.
+    """
     return f"{_points(value, '+')} pp" if metric.is_rate else f"{value:+.4g}"
 
 
@@ -133,7 +172,11 @@ def interval_words(interval: tuple[float, float] | None, metric: Metric) -> str:
     if interval is None:
         return ""
     low, high = interval
-    return f"{_points(low, '+')} to {_points(high, '+')} pp" if metric.is_rate else f"{low:+.4g} to {high:+.4g}"
+    return (
+        f"{_points(low, '+')} to {_points(high, '+')} pp"
+        if metric.is_rate
+        else f"{low:+.4g} to {high:+.4g}"
+    )
 
 
 def _points(value: float, sign: str) -> str:

@@ -25,46 +25,74 @@ def comparison_notes(
     runs = [run for arm in arms.values() for run in arm.runs.values()]
     yield from (run.damage for run in runs if run.damage)
     if grouped.to_come:
-        peeking = "" if test.rule == "evidence" else " Peeking inflates the false-positive rate above alpha."
+        peeking = (
+            ""
+            if test.rule == "evidence"
+            else " Peeking inflates the false-positive rate above alpha."
+        )
         yield f"Still to come: {counted(grouped.to_come, 'run')}.{peeking}"
     if metric.k is None and not asked:
         yield (
-            "No run has a held-out accuracy, so the training correct rate stands in for it: it is measured on training problems "
-            "while the model learns; [evaluation] at_end = true gives the better number."
+            "No run has a held-out accuracy, so the training correct rate stands in for it: it is"
+            " measured on training problems while the model learns; [evaluation] at_end = true"
+            " gives the better number."
         )
     if base.runs and all(map(trained_on_chance, base.runs.values())):
         yield (
-            f"{base.label} is a control, trained on random rewards: a difference from it is what an informative reward adds to "
-            "training as such."
+            f"{base.label} is a control, trained on random rewards: a difference from it is what an"
+            " informative reward adds to training as such."
         )
     for arm in arms.values():
         yield from mixed_code(arm.label, arm.runs)
         if mixed := [f"{path} ({seeds})" for path, seeds in mixed_keys(arm.runs, fixed=False)]:
             yield f"The runs of {arm.label} differ in {', '.join(mixed)}."
-    if again := [f"{run.name} ({run.planned.attempts} attempts)" for run in runs if run.planned and run.planned.attempts > 1]:
+    if again := [
+        f"{run.name} ({run.planned.attempts} attempts)"
+        for run in runs
+        if run.planned and run.planned.attempts > 1
+    ]:
         yield f"Tried again after a failure: {', '.join(again)}."
     ends = sorted({run.steps for run in runs})
     if len(ends) > 1:
-        yield f"The runs ended at different steps ({ends[0]} to {ends[-1]}), so they were trained for different lengths."
+        yield (
+            f"The runs ended at different steps ({ends[0]} to {ends[-1]}), so they were trained for"
+            " different lengths."
+        )
     if metric.k is not None:
         yield from _held_out_notes(runs, arms)
     compared = {arm.label for pairs in family for arm in (pairs.candidate, pairs.baseline)}
-    lonely = [f"{arm.label} ({', '.join(map(str, seeds))})" for arm in others if (seeds := [s for s in arm.values if s not in base.values])]
+    lonely = [
+        f"{arm.label} ({', '.join(map(str, seeds))})"
+        for arm in others
+        if (seeds := [s for s in arm.values if s not in base.values])
+    ]
     if lonely:
-        yield f"Seeds without a run of the baseline count in the means but in no difference: {'; '.join(lonely)}."
+        yield (
+            "Seeds without a run of the baseline count in the means but in no difference:"
+            f" {'; '.join(lonely)}."
+        )
     unpaired = [arm.label for arm in others if arm.label not in compared]
     if unpaired:
-        yield f"No run of {', '.join(unpaired)} has a partner in the baseline, so nothing is concluded about it."
+        yield (
+            f"No run of {', '.join(unpaired)} has a partner in the baseline, so nothing is"
+            " concluded about it."
+        )
 
 
 def _held_out_notes(runs: Sequence[StoredRun], arms: Mapping[str, Arm]) -> Iterator[str]:
     early = [run for run in runs if run.final_evaluation and run.final_evaluation.step < run.steps]
     if early:
-        yield f"{len(early)} of {len(runs)} runs trained on after their last held-out evaluation; [evaluation] at_end = true adds one."
+        yield (
+            f"{len(early)} of {len(runs)} runs trained on after their last held-out evaluation;"
+            " [evaluation] at_end = true adds one."
+        )
     unjudged = {label: arm.unjudged for label, arm in arms.items() if arm.unjudged}
     if unjudged:
-        counts = ", ".join(f"{count:,} of {arms[label].answered:,} of {label}" for label, count in unjudged.items())
+        counts = ", ".join(
+            f"{count:,} of {arms[label].answered:,} of {label}" for label, count in unjudged.items()
+        )
         yield (
-            f"{counted(sum(unjudged.values()), 'held-out answer')} could not be judged ({counts}). Differences are over the problems "
-            "judged in both runs of a pair, and a verdict holds with all unjudged answers counted against it."
+            f"{counted(sum(unjudged.values()), 'held-out answer')} could not be judged ({counts})."
+            " Differences are over the problems judged in both runs of a pair, and a verdict holds"
+            " with all unjudged answers counted against it."
         )

@@ -22,7 +22,8 @@ class WideInterval:
 
     interval: Interval
     without_covariate: Interval | None
-    """The interval without the base model's pass rates per problem, where these narrowed it; else None."""
+    """The interval without the base model's pass rates per problem, where these narrowed it; else
+    None."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class Pairs:
     baseline: Arm
     differences: Mapping[int, float]
     least: Mapping[int, float] | None
-    """The differences with every unjudged answer counted against the candidate; None where all were judged."""
+    """The differences with every unjudged answer counted against the candidate; None where all were
+    judged."""
     most: Mapping[int, float] | None
     by_problem: Floats | None
     """[pairs, problems]; None without held-out answers."""
@@ -64,10 +66,16 @@ class Pairs:
     def runs(self) -> list[tuple[StoredRun, StoredRun]]:
         """(candidate, baseline) of the pairs whose runs both finished."""
         ours, theirs = self.candidate.runs, self.baseline.runs
-        return [(ours[seed], theirs[seed]) for seed in self.differences if seed in ours and seed in theirs]
+        return [
+            (ours[seed], theirs[seed])
+            for seed in self.differences
+            if seed in ours and seed in theirs
+        ]
 
     def at_looks(self, looks: Mapping[int, int]) -> "Pairs":
-        """The contrast as an e-process has seen it: the seeds of `looks`, which gives the number of the look of each, in their order."""
+        """The contrast as an e-process has seen it: the seeds of `looks`, which gives the number of
+        the look of each, in their order.
+        """
         order = [seed for seed in looks if seed in self.differences]
         places = [list(self.differences).index(seed) for seed in order]
 
@@ -84,22 +92,33 @@ class Pairs:
         )
 
     def paired(self, alpha: float, family: int) -> Paired:
-        """The input of a verdict. The interval for new problems, where a verdict needs one, has Bonferroni's level over the family."""
+        """The input of a verdict. The interval for new problems, where a verdict needs one, has
+        Bonferroni's level over the family.
+        """
         wide = self.wide_interval(1 - alpha / family)
         few = self.by_problem is not None and self.by_problem.shape[1] < FEW_PROBLEMS
         least, most = (None if end is None else self._keyed(end) for end in (self.least, self.most))
         unbounded = (-np.inf, np.inf)  # one problem, or too few that were judged
-        return Paired(self._keyed(self.differences), least, most, (wide.interval if wide else unbounded) if few else None)
+        return Paired(
+            self._keyed(self.differences),
+            least,
+            most,
+            (wide.interval if wide else unbounded) if few else None,
+        )
 
     def _keyed(self, values: Mapping[int, float]) -> Mapping[int, float]:
-        return values if self.looks is None else {self.looks[seed]: value for seed, value in values.items()}
+        return (
+            values
+            if self.looks is None
+            else {self.looks[seed]: value for seed, value in values.items()}
+        )
 
     def two_way(self) -> TwoWay | None:
         return None if self.by_problem is None else TwoWay.of(self.by_problem)
 
     def wide_interval(self, confidence: float) -> WideInterval | None:
-        """The interval for new problems; None without held-out answers of two pairs to two problems. The base's pass rate is used where it
-        narrows the interval.
+        """The interval for new problems; None without held-out answers of two pairs to two
+        problems. The base's pass rate is used where it narrows the interval.
         """
         table = self.two_way()
         if table is None or self.by_problem is None:
@@ -111,27 +130,43 @@ class Pairs:
         if square is None or square >= table.problem_square:
             return WideInterval(plain, None)
         narrower = table.interval(confidence, square)
-        return WideInterval(narrower, plain) if narrower[1] - narrower[0] < plain[1] - plain[0] else WideInterval(plain, None)
+        return (
+            WideInterval(narrower, plain)
+            if narrower[1] - narrower[0] < plain[1] - plain[0]
+            else WideInterval(plain, None)
+        )
 
     def _base_rates(self) -> Floats | None:
-        """[problems] pass rate of the untrained model, over all runs that were evaluated before their first step."""
+        """[problems] pass rate of the untrained model, over all runs that were evaluated before
+        their first step.
+        """
         runs = [run for pair in self.runs for run in pair]
         if any(run.config.evaluation.covariate == "off" for run in runs):
             return None
         ids = next((run.answers.ids for run in runs if run.answers), ())
-        base = [run.base_answers for run in runs if run.base_answers and run.base_answers.ids == ids]
+        base = [
+            run.base_answers for run in runs if run.base_answers and run.base_answers.ids == ids
+        ]
         judged = sum((answers.judged for answers in base), np.zeros(len(ids), dtype=np.int64))
         if not base or not judged.all():
             return None
-        rates: Floats = sum((answers.right for answers in base), np.zeros(len(ids), dtype=np.int64)) / judged
+        rates: Floats = (
+            sum((answers.right for answers in base), np.zeros(len(ids), dtype=np.int64)) / judged
+        )
         return rates
 
     def pairing(self) -> Pairing | None:
         """How well pairing worked; None below three pairs, or where an arm does not vary."""
-        seeds = [seed for seed in self.differences if seed in self.candidate.values and seed in self.baseline.values]
+        seeds = [
+            seed
+            for seed in self.differences
+            if seed in self.candidate.values and seed in self.baseline.values
+        ]
         if len(seeds) < 3:
             return None
-        arms = np.array([[arm.values[seed] for seed in seeds] for arm in (self.candidate, self.baseline)])
+        arms = np.array(
+            [[arm.values[seed] for seed in seeds] for arm in (self.candidate, self.baseline)]
+        )
         variances = arms.var(axis=1, ddof=1)
         if not variances.all():
             return None
@@ -144,19 +179,32 @@ class Pairs:
             return None
         both = {*self.candidate.values, *ours} & {*self.baseline.values, *theirs}
         one, other = len((ours - theirs) & both), len((theirs - ours) & both)
-        tail = sum(comb(one + other, count) for count in range(min(one, other) + 1)) / 2 ** (one + other)
+        tail = sum(comb(one + other, count) for count in range(min(one, other) + 1)) / 2 ** (
+            one + other
+        )
         return Losses(len(ours), len(theirs), min(1.0, 2 * tail))
 
 
 def pair_up(candidate: Arm, baseline: Arm, metric: Metric, worst: float | None) -> Pairs:
-    """Pair the runs of two arms by seed. `worst` is the metric of a failed run; None leaves its pair out."""
+    """Pair the runs of two arms by seed. `worst` is the metric of a failed run; None leaves its
+    pair out.
+    """
     ours, theirs = (
-        dict(arm.values) if worst is None else {**arm.values, **dict.fromkeys(arm.failed, worst)} for arm in (candidate, baseline)
+        dict(arm.values) if worst is None else {**arm.values, **dict.fromkeys(arm.failed, worst)}
+        for arm in (candidate, baseline)
     )
     if metric.k is None:
-        return Pairs(candidate, baseline, statistics.paired_differences(ours, theirs), None, None, None)
-    found = {seed: _between(candidate, baseline, seed, metric.k, worst) for seed in theirs if seed in ours}
-    found = {seed: difference for seed, difference in found.items() if not np.isnan(difference.mean)}
+        return Pairs(
+            candidate, baseline, statistics.paired_differences(ours, theirs), None, None, None
+        )
+    found = {
+        seed: _between(candidate, baseline, seed, metric.k, worst)
+        for seed in theirs
+        if seed in ours
+    }
+    found = {
+        seed: difference for seed, difference in found.items() if not np.isnan(difference.mean)
+    }
     bounded = any(difference.unjudged for difference in found.values())
     return Pairs(
         candidate,
@@ -164,32 +212,53 @@ def pair_up(candidate: Arm, baseline: Arm, metric: Metric, worst: float | None) 
         differences={seed: difference.mean for seed, difference in found.items()},
         least={seed: difference.least for seed, difference in found.items()} if bounded else None,
         most={seed: difference.most for seed, difference in found.items()} if bounded else None,
-        by_problem=np.array([difference.by_problem for difference in found.values()]) if found else None,
+        by_problem=(
+            np.array([difference.by_problem for difference in found.values()]) if found else None
+        ),
     )
 
 
-def _between(candidate: Arm, baseline: Arm, seed: int, k: int, worst: float | None) -> AnswerDifference:
+def _between(
+    candidate: Arm, baseline: Arm, seed: int, k: int, worst: float | None
+) -> AnswerDifference:
     """A failed run answers every problem of its partner with `worst`."""
-    ours, theirs = (arm.runs[seed].answers if seed in arm.runs else None for arm in (candidate, baseline))
+    ours, theirs = (
+        arm.runs[seed].answers if seed in arm.runs else None for arm in (candidate, baseline)
+    )
     if ours and theirs:
         return AnswerDifference.between(ours, theirs, k)
     rates = [answers.rates(k) if answers else worst for answers in (ours, theirs)]
-    by_problem = np.atleast_1d(np.asarray(rates[0], dtype=np.float64) - np.asarray(rates[1], dtype=np.float64))
-    if not ours and not theirs:  # both failed: no difference, on as many problems as the other runs have
-        problems = next(len(run.answers.ids) for arm in (candidate, baseline) for run in arm.runs.values() if run.answers)
+    by_problem = np.atleast_1d(
+        np.asarray(rates[0], dtype=np.float64) - np.asarray(rates[1], dtype=np.float64)
+    )
+    if (
+        not ours and not theirs
+    ):  # both failed: no difference, on as many problems as the other runs have
+        problems = next(
+            len(run.answers.ids)
+            for arm in (candidate, baseline)
+            for run in arm.runs.values()
+            if run.answers
+        )
         by_problem = np.zeros(problems)
     mean = float(np.nanmean(by_problem))
     return AnswerDifference(by_problem, mean, mean, 0)
 
 
 def outlying_seeds(differences: Mapping[int, float]) -> Sequence[int]:
-    """Seeds whose difference lies far from the others: a robust z score above 8, from five pairs on.
+    """Seeds whose difference lies far from the others: a robust z score above 8, from five pairs
+    on.
 
-    Source of the score and of the fallback where half of the differences are equal: Iglewicz and Hoaglin 1993.
+    Source of the score and of the fallback where half of the differences are equal: Iglewicz and
+    Hoaglin 1993.
     """
     values = np.array(list(differences.values()))
     if len(values) < 5:
         return []
     distances = np.abs(values - np.median(values))
     scale = 1.4826 * float(np.median(distances)) or 1.2533 * float(distances.mean())
-    return [seed for seed, distance in zip(differences, distances, strict=True) if scale and distance > 8 * scale]
+    return [
+        seed
+        for seed, distance in zip(differences, distances, strict=True)
+        if scale and distance > 8 * scale
+    ]

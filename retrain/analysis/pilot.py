@@ -1,4 +1,6 @@
-"""A pilot: what earlier runs show about the spread of differences, and the plan of a campaign that rests on it."""
+"""A pilot: what earlier runs show about the spread of differences, and the plan of a campaign that
+rests on it.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,9 +38,11 @@ class HeldOutVariances:
     samples: int
     """Per problem."""
     between: float
-    """Variance of the difference in true accuracy; with one sample per problem it includes the sampling noise."""
+    """Variance of the difference in true accuracy; with one sample per problem it includes the
+    sampling noise."""
     within: float
-    """Variance of one sample, summed over both arms; 0 with one sample per problem, which cannot tell."""
+    """Variance of one sample, summed over both arms; 0 with one sample per problem, which cannot
+    tell."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +62,21 @@ class Pilot:
     sd_by_contrast: Mapping[str, float] = field(default_factory=dict)
     """Condition -> the sd of its differences from the baseline."""
     spread: Spread | None = None
-    """Where the variance comes from and what it costs to lower it; None where the runs do not show it."""
+    """Where the variance comes from and what it costs to lower it; None where the runs do not show
+    it."""
 
     @property
     def sd_interval(self) -> tuple[float, float]:
-        """The 95% interval of the sd; after a pilot of few seeds its ends differ by a factor of two or more."""
+        """The 95% interval of the sd; after a pilot of few seeds its ends differ by a factor of two
+        or more.
+        """
         return sd_interval(self.sd, self.freedom)
 
     @property
     def assured_sd(self) -> float:
-        """The upper limit that four of five pilots put above the true sd: seeds planned with it have the stated power as often."""
+        """The upper limit that four of five pilots put above the true sd: seeds planned with it
+        have the stated power as often.
+        """
         return sd_interval(self.sd, self.freedom, 2 * ASSURANCE - 1)[1]
 
 
@@ -83,11 +92,15 @@ class SeedPlan:
     correction: Correction = "maxt"
 
     def seeds(self, sd: float) -> int | None:
-        """Seeds that find the effect at this sd; None if more than MOST_SEEDS. Requires an effect."""
+        """Seeds that find the effect at this sd; None if more than MOST_SEEDS. Requires an
+        effect.
+        """
         assert self.effect is not None
         if out_of_reach(self.effect, sd, self.alpha, self.power, self.comparisons):
             return None
-        return seeds_needed(self.effect, sd, self.alpha, self.power, self.comparisons, self.correction)
+        return seeds_needed(
+            self.effect, sd, self.alpha, self.power, self.comparisons, self.correction
+        )
 
     def detectable(self) -> dict[int, float | None]:
         """Seeds -> the smallest difference they find; None if so few can conclude nothing."""
@@ -95,29 +108,41 @@ class SeedPlan:
         return {seeds: minimal_detectable_effect(seeds, self.sd, *rule) for seeds in SEED_COUNTS}
 
     def cheapest(self, spread: Spread) -> Design | None:
-        """The seeds, problems and samples that find the effect in the least time. Requires an effect."""
+        """The seeds, problems and samples that find the effect in the least time. Requires an
+        effect.
+        """
         assert self.effect is not None
-        return cheapest(spread, self.effect, self.comparisons, self.alpha, self.power, self.correction)
+        return cheapest(
+            spread, self.effect, self.comparisons, self.alpha, self.power, self.correction
+        )
 
     def problems(self, held_out: HeldOutVariances) -> int:
-        """The number of held-out problems that tell apart two given models which differ by the effect. Requires an effect."""
+        """The number of held-out problems that tell apart two given models which differ by the
+        effect. Requires an effect.
+        """
         assert self.effect is not None
-        return problems_needed(self.effect, held_out.between, held_out.within, held_out.samples, self.alpha, self.power)
+        return problems_needed(
+            self.effect, held_out.between, held_out.within, held_out.samples, self.alpha, self.power
+        )
 
 
 def read_pilot(folder: Path, metric_name: str | None = None) -> Pilot:
-    """The spread between the runs in or below `folder`: of paired differences if there are two conditions, else between the seeds of one.
+    """The spread between the runs in or below `folder`: of paired differences if there are two
+    conditions, else between the seeds of one.
 
     Raises ConfigurationError if no condition has two finished runs.
     """
     runs = find_runs(folder)
     grouped = group_by_condition(*as_planned(runs, campaigns_of(runs)))
     metric = choose_metric(metric_name, grouped.runs)
-    arms = [arm_of(label, runs, metric, grouped.left_out) for label, runs in grouped.conditions.items()]
+    arms = [
+        arm_of(label, runs, metric, grouped.left_out) for label, runs in grouped.conditions.items()
+    ]
     base, *others = arms
     paired = [arm for arm in others if len(paired_differences(arm.values, base.values)) > 1]
     if paired:
-        # The differences of all contrasts pooled. They share the baseline's runs, so the degrees of freedom are those of the longest.
+        # The differences of all contrasts pooled. They share the baseline's runs, so the degrees of
+        # freedom are those of the longest.
         differences = {arm.label: paired_differences(arm.values, base.values) for arm in paired}
         sds = {label: sample_sd(list(by_seed.values())) for label, by_seed in differences.items()}
         freedom = [len(by_seed) - 1 for by_seed in differences.values()]
@@ -126,40 +151,59 @@ def read_pilot(folder: Path, metric_name: str | None = None) -> Pilot:
         source = f"{max(freedom) + 1} pairs of {base.label} and {', '.join(differences)}"
         if metric.k != 1:
             return Pilot(metric, sd, max(freedom), source, len(paired), None, sds)
-        held_out = held_out_variances([(arm.runs[seed], base.runs[seed]) for arm in paired for seed in differences[arm.label]])
+        held_out = held_out_variances(
+            [(arm.runs[seed], base.runs[seed]) for arm in paired for seed in differences[arm.label]]
+        )
         spread = Spread.of([pair_up(arm, base, metric, None) for arm in paired])
         return Pilot(metric, sd, max(freedom), source, len(paired), held_out, sds, spread)
     largest = max(arms, key=lambda arm: len(arm.values))
     if len(largest.values) < 2:
         because = f" Left out: {' '.join(grouped.left_out)}" if grouped.left_out else ""
         raise ConfigurationError(
-            f"{folder} has no two finished runs of one condition with {metric.name}, so it shows no spread; "
-            f"run at least two seeds, or give --sd.{because}"
+            f"{folder} has no two finished runs of one condition with {metric.name}, so it shows no"
+            f" spread; run at least two seeds, or give --sd.{because}"
         )
     # Var(a - b) = 2 Var(a) for independent arms; pairing usually makes it less.
     sd = float(np.sqrt(2)) * sample_sd(list(largest.values.values()))
-    source = f"{len(largest.values)} runs of {largest.label} alone, as if two arms were independent: pairing usually needs fewer"
+    source = (
+        f"{len(largest.values)} runs of {largest.label} alone, as if two arms were independent:"
+        " pairing usually needs fewer"
+    )
     return Pilot(metric, sd, len(largest.values) - 1, source, 1, None)
 
 
 def held_out_variances(pairs: Sequence[tuple[StoredRun, StoredRun]]) -> HeldOutVariances | None:
-    """The variances over problems and samples, averaged over pairs of runs; None if no pair shares two problems that were judged equally
-    often.
+    """The variances over problems and samples, averaged over pairs of runs; None if no pair shares
+    two problems that were judged equally often.
     """
     parts = []
     for pair in pairs:
         evaluations = [run.final_evaluation for run in pair if run.final_evaluation]
         if len(evaluations) < 2:
             continue
-        ours, theirs = ({item.example_id: item for item in evaluation.problems} for evaluation in evaluations)
+        ours, theirs = (
+            {item.example_id: item for item in evaluation.problems} for evaluation in evaluations
+        )
         samples = max((item.samples for item in ours.values()), default=0)
-        shared = [name for name, item in ours.items() if name in theirs and item.samples == theirs[name].samples == samples]
+        shared = [
+            name
+            for name, item in ours.items()
+            if name in theirs and item.samples == theirs[name].samples == samples
+        ]
         if len(shared) < 2 or not samples:
             continue
-        rates = np.array([[arm[name].correct / samples for name in shared] for arm in (ours, theirs)])
-        within = float((rates * (1 - rates)).mean(axis=1).sum()) * samples / (samples - 1) if samples > 1 else 0.0
+        rates = np.array(
+            [[arm[name].correct / samples for name in shared] for arm in (ours, theirs)]
+        )
+        within = (
+            float((rates * (1 - rates)).mean(axis=1).sum()) * samples / (samples - 1)
+            if samples > 1
+            else 0.0
+        )
         total = float(np.var(rates[0] - rates[1], ddof=1))
-        parts.append(HeldOutVariances(len(shared), samples, max(0.0, total - within / samples), within))
+        parts.append(
+            HeldOutVariances(len(shared), samples, max(0.0, total - within / samples), within)
+        )
     if not parts:
         return None
     return HeldOutVariances(

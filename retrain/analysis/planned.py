@@ -1,6 +1,8 @@
-"""The plan of a comparison, which a campaign's manifest holds from before its first run, and the looks that were taken on the way.
+"""The plan of a comparison, which a campaign's manifest holds from before its first run, and the
+looks that were taken on the way.
 
-A plan is hashed, so that an edit shows. A comparison that differs from it is exploratory: its p is computed as if it had been planned.
+A plan is hashed, so that an edit shows. A comparison that differs from it is exploratory: its p is
+computed as if it had been planned.
 """
 
 import hashlib
@@ -51,7 +53,9 @@ class AnalysisPlan:
 
 
 def _sha256(plan: Mapping[str, Any]) -> str:
-    """The hash of a plan as it is stored, so that plans of versions with fewer fields keep theirs."""
+    """The hash of a plan as it is stored, so that plans of versions with fewer fields keep
+    theirs.
+    """
     content = {name: value for name, value in plan.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -62,19 +66,26 @@ class Look:
 
     seed: int
     evidence: Mapping[str, float]
-    """Condition -> evidence over the family, for those still running; 1 / alpha decides (e_process.adjust)."""
+    """Condition -> evidence over the family, for those still running; 1 / alpha decides
+    (e_process.adjust)."""
     chance: Mapping[str, float]
-    """Condition -> chance to be decided by the last seed if the differences go on as so far. Recorded; it stops nothing."""
+    """Condition -> chance to be decided by the last seed if the differences go on as so far.
+    Recorded; it stops nothing."""
     decided: Mapping[str, str]
     """Condition -> its verdict, for those decided at this look; they run no more."""
     missing: Sequence[str] = ()
-    """Conditions that the look went without, since a run of their pair had failed; a later look at the seed may take it."""
+    """Conditions that the look went without, since a run of their pair had failed; a later look at
+    the seed may take it."""
     foreseen: Mapping[str, Sequence[Forecast]] = field(default_factory=dict)
-    """Condition -> the forecast of each evaluation of the seed's runs, from the seeds looked at before. Recorded; it stops nothing."""
+    """Condition -> the forecast of each evaluation of the seed's runs, from the seeds looked at
+    before. Recorded; it stops nothing."""
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> "Look":
-        foreseen = {condition: [Forecast.from_json(item) for item in items] for condition, items in stored.get("foreseen", {}).items()}
+        foreseen = {
+            condition: [Forecast.from_json(item) for item in items]
+            for condition, items in stored.get("foreseen", {}).items()
+        }
         return cls(**{**stored, "foreseen": foreseen})
 
     def to_json(self) -> dict[str, Any]:
@@ -109,12 +120,23 @@ class CampaignRecord:
             looks = [Look.from_json(look) for look in content.get("looks") or []]
             seeds = [int(seed) for seed in content.get("seeds") or []]
         except (TypeError, ValueError, KeyError) as error:
-            raise RunFailed(f"{path} has a plan or a look that cannot be read ({error}): the file was changed.") from error
+            raise RunFailed(
+                f"{path} has a plan or a look that cannot be read ({error}): the file was changed."
+            ) from error
         if stored is None:
             removed = "looks" in content  # which came with the plan
-            return cls(None, edited=False, looks=looks, seeds=seeds, max_steps=content.get("max_steps"), removed=removed)
+            return cls(
+                None,
+                edited=False,
+                looks=looks,
+                seeds=seeds,
+                max_steps=content.get("max_steps"),
+                removed=removed,
+            )
         sha256 = _sha256(stored)
-        return cls(plan, stored.get("sha256") != sha256, looks, seeds, content.get("max_steps"), sha256)
+        return cls(
+            plan, stored.get("sha256") != sha256, looks, seeds, content.get("max_steps"), sha256
+        )
 
     @property
     def looked(self) -> tuple[int, ...]:
@@ -124,14 +146,27 @@ class CampaignRecord:
     @property
     def undecided(self) -> list[str]:
         """The plan's conditions without a verdict, the baseline left out."""
-        return [condition for condition in self.plan.conditions if self.decided_at(condition) is None] if self.plan else []
+        return (
+            [condition for condition in self.plan.conditions if self.decided_at(condition) is None]
+            if self.plan
+            else []
+        )
 
     def decided_at(self, condition: str) -> int | None:
         """The number of looks after which the condition was decided; None while it is not."""
-        return next((number for number, look in enumerate(self.looks, start=1) if condition in look.decided), None)
+        return next(
+            (
+                number
+                for number, look in enumerate(self.looks, start=1)
+                if condition in look.decided
+            ),
+            None,
+        )
 
     def looks_of(self, condition: str) -> dict[int, int]:
-        """Seed -> number of the look, from 0, at which the e-process of a condition took the pair of that seed."""
+        """Seed -> number of the look, from 0, at which the e-process of a condition took the pair
+        of that seed.
+        """
         taken: dict[int, int] = {}
         for number, look in enumerate(self.looks[: self.decided_at(condition)]):
             if condition not in look.missing:
@@ -139,7 +174,9 @@ class CampaignRecord:
         return taken
 
     def first_looks(self, condition: str) -> dict[int, int]:
-        """Seed -> number of the first look at it, from 0, whether the condition's pair was there or not."""
+        """Seed -> number of the first look at it, from 0, whether the condition's pair was there or
+        not.
+        """
         first: dict[int, int] = {}
         for number, look in enumerate(self.looks[: self.decided_at(condition)]):
             first.setdefault(look.seed, number)
@@ -147,28 +184,42 @@ class CampaignRecord:
 
     def was_looked_at(self, condition: str, seed: int) -> bool:
         """True if a look took the run of this condition and seed."""
-        conditions = self.plan.conditions if self.plan and condition == self.plan.baseline else (condition,)
+        conditions = (
+            self.plan.conditions if self.plan and condition == self.plan.baseline else (condition,)
+        )
         return any(seed in self.looks_of(other) for other in conditions)
 
     def foresee(self, runs: Sequence[StoredRun], seed: int) -> dict[str, list[Forecast]]:
-        """Condition -> the forecast of each evaluation of the runs of `seed`, from the seeds looked at before; only conditions that a look
-        has judged. `runs` are those of the campaign.
+        """Condition -> the forecast of each evaluation of the runs of `seed`, from the seeds looked
+        at before; only conditions that a look has judged. `runs` are those of the campaign.
         """
-        if self.plan is None or not self.looks or seed in self.looked or (k := choose_metric(self.plan.metric, []).k) is None:
+        if (
+            self.plan is None
+            or not self.looks
+            or seed in self.looked
+            or (k := choose_metric(self.plan.metric, []).k) is None
+        ):
             return {}
         by_place = {(run.condition, run.seed): run for run in runs}
         more, bar = len(self.seeds) - len(self.looked), len(self.undecided) / self.plan.alpha
         found = {}
         for condition in self.undecided:
             if condition in self.looks[-1].evidence:
-                *earlier, now = [(by_place[condition, s], by_place[self.plan.baseline, s]) for s in (*self.looks_of(condition), seed)]
+                *earlier, now = [
+                    (by_place[condition, s], by_place[self.plan.baseline, s])
+                    for s in (*self.looks_of(condition), seed)
+                ]
                 found[condition] = list(forecasts(earlier, now, k, more, bar))
         return {condition: items for condition, items in found.items() if items}
 
 
 def _plan(stored: Mapping[str, Any]) -> AnalysisPlan:
     later = ("better", "margin")  # which plans of earlier versions did not hold
-    values = {field.name: stored[field.name] for field in fields(AnalysisPlan) if field.name in stored or field.name not in later}
+    values = {
+        field.name: stored[field.name]
+        for field in fields(AnalysisPlan)
+        if field.name in stored or field.name not in later
+    }
     return AnalysisPlan(**values | {name: tuple(values[name]) for name in ("conditions", "seeds")})
 
 
@@ -181,7 +232,9 @@ def deviations(
     test: "TestSettings",
     absences: "Absences | None" = None,
 ) -> Iterator[str]:
-    """The ways in which a comparison differs from the plan, such as "metric (auc, planned pass@1)"."""
+    """The ways in which a comparison differs from the plan, such as "metric (auc, planned
+    pass@1)".
+    """
     plan = record.plan
     if plan is None:
         return
@@ -211,7 +264,10 @@ def deviations(
     if absences and absences.bent:
         yield f"its runs (planned and not counted: {absent_words(absences.bent)})"
     if absences and absences.not_listed:
-        yield f"its manifest (which does not list {', '.join(absences.not_listed)}, though the campaign's folder holds {_them(absences)})"
+        yield (
+            f"its manifest (which does not list {', '.join(absences.not_listed)}, though the"
+            f" campaign's folder holds {_them(absences)})"
+        )
 
 
 def _them(absences: "Absences") -> str:
@@ -235,18 +291,30 @@ class Absences:
 
     @classmethod
     def of(
-        cls, record: "CampaignRecord", runs: Iterable[StoredRun], not_counted: Collection[Path], not_listed: Sequence[str] = ()
+        cls,
+        record: "CampaignRecord",
+        runs: Iterable[StoredRun],
+        not_counted: Collection[Path],
+        not_listed: Sequence[str] = (),
     ) -> "Absences | None":
-        """`runs` are those of the manifest, `not_counted` the folders of those that are not what was planned. None without a plan."""
+        """`runs` are those of the manifest, `not_counted` the folders of those that are not what
+        was planned. None without a plan.
+        """
         plan = record.plan
         if plan is None:
             return None
         found = {(run.condition, run.seed): run for run in runs if run.path not in not_counted}
-        bent, failed, to_come = dict[str, list[int]](), dict[str, list[int]](), dict[str, list[int]]()
+        bent, failed, to_come = (
+            dict[str, list[int]](),
+            dict[str, list[int]](),
+            dict[str, list[int]](),
+        )
         for condition in (plan.baseline, *plan.conditions):
             for seed in plan.seeds:
                 run = found.get((condition, seed))
-                if run is None or (run.skipped and (plan.rule == "seeds" or record.was_looked_at(condition, seed))):
+                if run is None or (
+                    run.skipped and (plan.rule == "seeds" or record.was_looked_at(condition, seed))
+                ):
                     bent.setdefault(condition, []).append(seed)
                 elif run.failed:
                     failed.setdefault(condition, []).append(seed)
@@ -255,19 +323,37 @@ class Absences:
         return cls(bent, failed, to_come, not_listed)
 
 
-def planned_line(record: CampaignRecord, differing: Sequence[str], absences: Absences | None = None) -> str:
-    """The sentence that says whether a comparison is as planned or exploratory, in what, and which seeds were added or are absent. ""
-    without a recorded plan.
+def planned_line(
+    record: CampaignRecord, differing: Sequence[str], absences: Absences | None = None
+) -> str:
+    """The sentence that says whether a comparison is as planned or exploratory, in what, and which
+    seeds were added or are absent. "" without a recorded plan.
     """
     plan = record.plan
     if plan is None:
-        return "Exploratory: the manifest holds no plan, which every campaign writes before its first run." if record.removed else ""
+        return (
+            "Exploratory: the manifest holds no plan, which every campaign writes before its first"
+            " run."
+            if record.removed
+            else ""
+        )
     if differing:
-        stopped = " The campaign stopped when its evidence decided, so that an exact test's p is too small." if record.looks else ""
-        return f"Exploratory: differs from the plan ({record.sha256[:8]}) in {'; '.join(differing)}.{stopped}"
+        stopped = (
+            " The campaign stopped when its evidence decided, so that an exact test's p is too"
+            " small."
+            if record.looks
+            else ""
+        )
+        return (
+            f"Exploratory: differs from the plan ({record.sha256[:8]}) in"
+            f" {'; '.join(differing)}.{stopped}"
+        )
     when = "looked at after every seed" if plan.rule == "evidence" else "tested once"
     margin = "" if plan.margin is None else f", equivalent within {plan.margin:g}"
-    what = f"{plan.metric}, {plan.better} is better, at {plan.alpha:g}{margin}, {counted(len(plan.seeds), 'seed')}, {when}"
+    what = (
+        f"{plan.metric}, {plan.better} is better, at {plan.alpha:g}{margin},"
+        f" {counted(len(plan.seeds), 'seed')}, {when}"
+    )
     lines = [f"As planned before the first run ({record.sha256[:8]}): {what}."]
     if absences and absences.to_come:
         lines.append(f"Still to come: {absent_words(absences.to_come)}.")
@@ -278,31 +364,43 @@ def planned_line(record: CampaignRecord, differing: Sequence[str], absences: Abs
         lines.append(
             "The evidence stays valid."
             if plan.rule == "evidence"
-            else "If results were seen before, the exact test is no longer exact: its p is too small."
+            else (
+                "If results were seen before, the exact test is no longer exact: its p is too"
+                " small."
+            )
         )
     return " ".join(lines)
 
 
 def not_looked_at(record: CampaignRecord, pairs: Mapping[str, Collection[int]]) -> Iterator[str]:
-    """A sentence for each condition of which a look went without a pair that is there now; `pairs` are its seeds that are done."""
+    """A sentence for each condition of which a look went without a pair that is there now; `pairs`
+    are its seeds that are done.
+    """
     for condition, seeds in pairs.items():
-        looked = set(record.looked) - set(record.looks_of(condition)) if record.decided_at(condition) is None else set[int]()
+        looked = (
+            set(record.looked) - set(record.looks_of(condition))
+            if record.decided_at(condition) is None
+            else set[int]()
+        )
         if waiting := sorted(looked & set(seeds)):
             yield (
-                f"The looks went without {seeds_words(waiting)} of {condition}, whose runs are done; they are not counted until the "
-                "campaign is resumed and looks at them."
+                f"The looks went without {seeds_words(waiting)} of {condition}, whose runs are"
+                " done; they are not counted until the campaign is resumed and looks at them."
             )
 
 
 def foreseen_lines(record: CampaignRecord, runs: Sequence[StoredRun]) -> list[str]:
-    """One sentence for each undecided condition: the forecast from the evaluations of the seed that is looked at next."""
+    """One sentence for each undecided condition: the forecast from the evaluations of the seed that
+    is looked at next.
+    """
     following = next((seed for seed in record.seeds if seed not in record.looked), None)
     if following is None or record.plan is None:
         return []
     metric, found = choose_metric(record.plan.metric, []), record.foresee(runs, following)
     return [
-        f"Foreseen: {condition}, seed {following}, {difference_words(last.difference, metric)} after {counted(last.step, 'step')}; at the "
-        f"end {difference_words(last.expected, metric)} (80%: {interval_words(last.interval, metric)}); {100 * last.chance:.0f}% to decide "
-        "by the last seed. It stops nothing."
+        f"Foreseen: {condition}, seed {following}, {difference_words(last.difference, metric)}"
+        f" after {counted(last.step, 'step')}; at the end {difference_words(last.expected, metric)}"
+        f" (80%: {interval_words(last.interval, metric)}); {100 * last.chance:.0f}% to decide by"
+        " the last seed. It stops nothing."
         for condition, (*_, last) in found.items()
     ]

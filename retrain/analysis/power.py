@@ -1,8 +1,11 @@
-"""How small a difference a number of seeds can find, and how many seeds a difference needs, given the spread of the differences.
+"""How small a difference a number of seeds can find, and how many seeds a difference needs, given
+the spread of the differences.
 
-The decision rule is the one of `compare`: the t interval excludes 0, and the adjusted sign-flip p is below alpha, for the one arm of the
-family that differs. With few seeds the sign flips are coarse and the rule has less power than a t test, so it is simulated up to
-SIMULATED_SEEDS; beyond, a t test at the level that the flips can reach agrees with it within about five points (benchmarks/calibration.py).
+The decision rule is the one of `compare`: the t interval excludes 0, and the adjusted sign-flip p
+is below alpha, for the one arm of the family that differs. With few seeds the sign flips are coarse
+and the rule has less power than a t test, so it is simulated up to SIMULATED_SEEDS; beyond, a t
+test at the level that the flips can reach agrees with it within about five points
+(benchmarks/calibration.py).
 """
 
 from functools import lru_cache
@@ -17,13 +20,15 @@ from retrain.analysis.statistics import Floats, seeds_to_reach
 from retrain.records.terminal import counted
 
 Correction = Literal["maxt", "holm", "evidence"]
-"""How p is adjusted over a family: joint sign flips, Holm's procedure, or the e-process of a campaign that is looked at."""
+"""How p is adjusted over a family: joint sign flips, Holm's procedure, or the e-process of a
+campaign that is looked at."""
 
 SIMULATED_SEEDS = 10
 _CAMPAIGNS = 4000
 """Simulated campaigns: a standard error of 0.6 points at a power of 0.8."""
 _FAMILY = 20
-"""A larger family is simulated as one of this size: under joint flips each further arm costs next to nothing."""
+"""A larger family is simulated as one of this size: under joint flips each further arm costs next
+to nothing."""
 _MOST_LOOKS = 64
 MOST_SEEDS = 100_000
 """A difference that needs more is out of reach."""
@@ -31,27 +36,42 @@ SEED_COUNTS = (4, 6, 8, 12, 16, 24, 32)
 """Rows of the table of detectable differences."""
 
 
-def seeds_to_conclude(alpha: float = 0.05, comparisons: int = 1, correction: Correction = "maxt") -> int:
-    """Fewest pairs with which any contrast of a family can be significant; at looks, if the other contrasts have no evidence either way."""
+def seeds_to_conclude(
+    alpha: float = 0.05, comparisons: int = 1, correction: Correction = "maxt"
+) -> int:
+    """Fewest pairs with which any contrast of a family can be significant; at looks, if the other
+    contrasts have no evidence either way.
+    """
     if correction == "evidence":
         reached = capital(np.ones(_MOST_LOOKS)) >= comparisons / alpha - (comparisons - 1)
         return int(reached.argmax()) + 1 if reached.any() else _MOST_LOOKS
     return seeds_to_reach(alpha, 1 if correction == "maxt" else comparisons)
 
 
-def power_of(seeds: int, effect: float, alpha: float = 0.05, comparisons: int = 1, correction: Correction = "maxt") -> float:
-    """The probability that `seeds` pairs find a mean difference of `effect` standard deviations (normal differences).
+def power_of(
+    seeds: int,
+    effect: float,
+    alpha: float = 0.05,
+    comparisons: int = 1,
+    correction: Correction = "maxt",
+) -> float:
+    """The probability that `seeds` pairs find a mean difference of `effect` standard deviations
+    (normal differences).
 
-    With the correction "evidence", that one of `seeds` looks finds it.
-    The other contrasts of the family do not differ; all share the baseline, so that their differences correlate by a half.
+    With the correction "evidence", that one of `seeds` looks finds it. The other contrasts of the
+    family do not differ; all share the baseline, so that their differences correlate by a half.
     """
     from scipy.special import nctdtr, stdtrit
 
     if seeds < max(2, seeds_to_conclude(alpha, comparisons, correction)):
         return 0.0
     if correction == "evidence":
-        differences = _noise(seeds, min(comparisons, _FAMILY)) + effect * np.eye(min(comparisons, _FAMILY))[0]
-        return float((adjust(capital(np.swapaxes(differences, 1, 2)))[:, 0, -1] >= 1 / alpha).mean())
+        differences = (
+            _noise(seeds, min(comparisons, _FAMILY)) + effect * np.eye(min(comparisons, _FAMILY))[0]
+        )
+        return float(
+            (adjust(capital(np.swapaxes(differences, 1, 2)))[:, 0, -1] >= 1 / alpha).mean()
+        )
     family = min(comparisons, _FAMILY) if correction == "maxt" else 1
     level = alpha if correction == "maxt" else alpha / comparisons
     if seeds <= SIMULATED_SEEDS:
@@ -60,11 +80,17 @@ def power_of(seeds: int, effect: float, alpha: float = 0.05, comparisons: int = 
         critical = float(stdtrit(seeds - 1, 1 - alpha / 2))
         t = first.mean(axis=1) * np.sqrt(seeds) / first.std(axis=1, ddof=1)
         candidates = differences[t > critical]
-        batches = [batch for batch in np.array_split(candidates, 16) if len(batch)]  # 2^(n-1) sums per row and contrast
-        return sum(int(np.count_nonzero(max_t_rows(batch) < level)) for batch in batches) / len(differences)
+        batches = [
+            batch for batch in np.array_split(candidates, 16) if len(batch)
+        ]  # 2^(n-1) sums per row and contrast
+        return sum(int(np.count_nonzero(max_t_rows(batch) < level)) for batch in batches) / len(
+            differences
+        )
     if family > 1:
         level = _joint_level(seeds, alpha, family)
-    if seeds <= 50:  # the largest sign-flip p below `level`: a multiple of 2 / 2^n, beyond 50 next to `level`
+    if (
+        seeds <= 50
+    ):  # the largest sign-flip p below `level`: a multiple of 2 / 2^n, beyond 50 next to `level`
         flips = 2.0 ** (seeds - 1)
         level = (ceil(level * flips) - 1) / flips
     critical = float(stdtrit(seeds - 1, 1 - level / 2))  # of a two-sided paired t test
@@ -72,17 +98,30 @@ def power_of(seeds: int, effect: float, alpha: float = 0.05, comparisons: int = 
 
 
 def minimal_detectable_effect(
-    seeds: int, sd: float, alpha: float = 0.05, power: float = 0.8, comparisons: int = 1, correction: Correction = "maxt"
+    seeds: int,
+    sd: float,
+    alpha: float = 0.05,
+    power: float = 0.8,
+    comparisons: int = 1,
+    correction: Correction = "maxt",
 ) -> float | None:
-    """The smallest mean difference that `seeds` pairs find with probability `power`; None if so few can conclude nothing."""
+    """The smallest mean difference that `seeds` pairs find with probability `power`; None if so few
+    can conclude nothing.
+    """
     units = _detectable_units(seeds, alpha, power, comparisons, correction)
     return None if units is None else units * sd
 
 
 def seeds_needed(
-    effect: float, sd: float, alpha: float = 0.05, power: float = 0.8, comparisons: int = 1, correction: Correction = "maxt"
+    effect: float,
+    sd: float,
+    alpha: float = 0.05,
+    power: float = 0.8,
+    comparisons: int = 1,
+    correction: Correction = "maxt",
 ) -> int:
-    """The fewest seeds that find a mean difference of `effect` with probability `power`, given the sd of the differences.
+    """The fewest seeds that find a mean difference of `effect` with probability `power`, given the
+    sd of the differences.
 
     Raises ValueError unless effect > 0 and sd >= 0, and if more than MOST_SEEDS would be needed.
     """
@@ -92,11 +131,15 @@ def seeds_needed(
     if sd == 0:
         return fewest
     if out_of_reach(effect, sd, alpha, power, comparisons):
-        raise ValueError(f"an effect of {effect} at an sd of {sd} needs more than {MOST_SEEDS:,} seeds")
+        raise ValueError(
+            f"an effect of {effect} at an sd of {sd} needs more than {MOST_SEEDS:,} seeds"
+        )
     seeds = max(fewest, floor(normal_seeds(effect, sd, alpha / comparisons, power)))
     while power_of(seeds, effect / sd, alpha, comparisons, correction) < power:
         seeds += 1
-    while seeds > fewest and power_of(seeds - 1, effect / sd, alpha, comparisons, correction) >= power:
+    while (
+        seeds > fewest and power_of(seeds - 1, effect / sd, alpha, comparisons, correction) >= power
+    ):
         seeds -= 1
     return seeds
 
@@ -106,14 +149,18 @@ def out_of_reach(effect: float, sd: float, alpha: float, power: float, compariso
 
 
 def normal_seeds(effect: float, sd: float, alpha: float = 0.05, power: float = 0.8) -> float:
-    """The normal approximation ((z_{1 - alpha/2} + z_power) sd / effect)^2, not rounded; about two too few for a t test."""
+    """The normal approximation ((z_{1 - alpha/2} + z_power) sd / effect)^2, not rounded; about two
+    too few for a t test.
+    """
     from scipy.special import ndtri
 
     return float(((ndtri(1 - alpha / 2) + ndtri(power)) * sd / effect) ** 2)
 
 
 def sd_interval(sd: float, freedom: int, confidence: float = 0.95) -> tuple[float, float]:
-    """The confidence interval of a normal population's standard deviation, estimated as `sd` with `freedom` >= 1 degrees of freedom."""
+    """The confidence interval of a normal population's standard deviation, estimated as `sd` with
+    `freedom` >= 1 degrees of freedom.
+    """
     from scipy.special import chdtri
 
     tail = (1 - confidence) / 2
@@ -121,17 +168,28 @@ def sd_interval(sd: float, freedom: int, confidence: float = 0.95) -> tuple[floa
     return low, high
 
 
-def problems_needed(effect: float, between: float, within: float, samples: int, alpha: float = 0.05, power: float = 0.8) -> int:
-    """Held-out problems for two fixed models: n >= (z_{a/2} + z_b)^2 (omega^2 + s_A^2/K + s_B^2/K) / delta^2.
+def problems_needed(
+    effect: float,
+    between: float,
+    within: float,
+    samples: int,
+    alpha: float = 0.05,
+    power: float = 0.8,
+) -> int:
+    """Held-out problems for two fixed models: n >= (z_{a/2} + z_b)^2 (omega^2 + s_A^2/K + s_B^2/K)
+    / delta^2.
 
-    `between`: omega^2, variance over problems of the difference in true accuracy. `within`: s_A^2 + s_B^2, mean variance of one
-    sample. `samples`: K, in both models; more of them reduce `within` only. Source: Miller 2024, arXiv 2411.00640.
+    `between`: omega^2, variance over problems of the difference in true accuracy. `within`: s_A^2 +
+    s_B^2, mean variance of one sample. `samples`: K, in both models; more of them reduce `within`
+    only. Source: Miller 2024, arXiv 2411.00640.
     """
     return ceil(normal_seeds(effect, float(np.sqrt(between + within / samples)), alpha, power))
 
 
 @lru_cache(maxsize=256)
-def _detectable_units(seeds: int, alpha: float, power: float, comparisons: int, correction: Correction) -> float | None:
+def _detectable_units(
+    seeds: int, alpha: float, power: float, comparisons: int, correction: Correction
+) -> float | None:
     """The minimal detectable effect in standard deviations, by bisection."""
     if seeds < max(2, seeds_to_conclude(alpha, comparisons, correction)):
         return None
@@ -140,13 +198,19 @@ def _detectable_units(seeds: int, alpha: float, power: float, comparisons: int, 
         low, high = high, 2 * high
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if power_of(seeds, middle, alpha, comparisons, correction) >= power else (middle, high)
+        low, high = (
+            (low, middle)
+            if power_of(seeds, middle, alpha, comparisons, correction) >= power
+            else (middle, high)
+        )
     return high
 
 
 @lru_cache(maxsize=2 * SIMULATED_SEEDS)
 def _noise(seeds: int, family: int) -> Floats:
-    """[campaigns, seeds, contrasts] standard normal, the same in every call so that power rises smoothly with the effect."""
+    """[campaigns, seeds, contrasts] standard normal, the same in every call so that power rises
+    smoothly with the effect.
+    """
     rng = np.random.default_rng(seeds)
     if family == 1:
         return rng.standard_normal((_CAMPAIGNS, seeds, 1))
@@ -157,7 +221,9 @@ def _noise(seeds: int, family: int) -> Floats:
 
 @lru_cache(maxsize=256)
 def _joint_level(seeds: int, alpha: float, family: int) -> float:
-    """The level of a single t test at which any of `family` that share a baseline is below it with probability alpha (Dunnett's)."""
+    """The level of a single t test at which any of `family` that share a baseline is below it with
+    probability alpha (Dunnett's).
+    """
     from scipy.special import stdtr
 
     rng = np.random.default_rng(seeds)
@@ -165,17 +231,28 @@ def _joint_level(seeds: int, alpha: float, family: int) -> float:
     for _ in range(10):
         runs = rng.standard_normal((2000, seeds, family + 1))
         differences = runs[..., 1:] - runs[..., :1]
-        largest.append(np.abs(differences.mean(axis=1) * np.sqrt(seeds) / differences.std(axis=1, ddof=1)).max(axis=1))
+        largest.append(
+            np.abs(differences.mean(axis=1) * np.sqrt(seeds) / differences.std(axis=1, ddof=1)).max(
+                axis=1
+            )
+        )
     return 2 * float(stdtr(seeds - 1, -np.quantile(np.concatenate(largest), 1 - alpha)))
 
 
-# -- a design, in words --------------------------------------------------------------------------------------------------
+# -- a design, in words ----------------------------------------------------------------------------
 
 
 def design_line(
-    seeds: int, comparisons: int, problems: int, samples: int, alpha: float = 0.05, power: float = 0.8, correction: Correction = "maxt"
+    seeds: int,
+    comparisons: int,
+    problems: int,
+    samples: int,
+    alpha: float = 0.05,
+    power: float = 0.8,
+    correction: Correction = "maxt",
 ) -> str:
-    """A line on the effects that a campaign can find, every condition being compared with the first.
+    """A line on the effects that a campaign can find, every condition being compared with the
+    first.
 
     `problems` is 0 where their number is not known.
     """
@@ -183,18 +260,22 @@ def design_line(
     units = minimal_detectable_effect(seeds, 1.0, alpha, power, comparisons, correction)
     if units is None:
         return (
-            f"Cannot conclude by design: {counted(seeds, 'seed')} cannot show a difference, however large; {family} at {alpha:g} "
-            f"need{'s' if comparisons == 1 else ''} at least {seeds_to_conclude(alpha, comparisons, correction)} seeds."
+            f"Cannot conclude by design: {counted(seeds, 'seed')} cannot show a difference, however"
+            f" large; {family} at {alpha:g} need{'s' if comparisons == 1 else ''} at least"
+            f" {seeds_to_conclude(alpha, comparisons, correction)} seeds."
         )
     looked = ", looked at one by one," if correction == "evidence" else ""
     found = (
-        f"{counted(seeds, 'seed')}{looked} and {family} find a true difference of {units:.2g} standard deviations of the paired "
-        f"differences in {100 * power:g}% of cases."
+        f"{counted(seeds, 'seed')}{looked} and {family} find a true difference of {units:.2g}"
+        f" standard deviations of the paired differences in {100 * power:g}% of cases."
     )
     if not problems:
         return found
-    sd = 100 * float(np.sqrt(0.5 / (problems * samples)))  # the most that answers alone can give: independent arms, accuracy 1/2
+    sd = 100 * float(
+        np.sqrt(0.5 / (problems * samples))
+    )  # the most that answers alone can give: independent arms, accuracy 1/2
     return (
-        f"{found} {problems:,} held-out problems x {counted(samples, 'sample')} alone give them an sd of up to {sd:.1f} pp: that makes "
-        f"{units * sd:.1f} pp. More [evaluation] max_examples or samples make it smaller, down to the luck of the runs."
+        f"{found} {problems:,} held-out problems x {counted(samples, 'sample')} alone give them an"
+        f" sd of up to {sd:.1f} pp: that makes {units * sd:.1f} pp. More [evaluation] max_examples"
+        " or samples make it smaller, down to the luck of the runs."
     )

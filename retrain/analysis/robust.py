@@ -1,9 +1,12 @@
-"""A second line beside a verdict, for readers who must not be wrong where runs fail or collapse: both are counted at their worst.
+"""A second line beside a verdict, for readers who must not be wrong where runs fail or collapse:
+both are counted at their worst.
 
-The exact test compares means of the runs that finished. It is wrong where an arm's worst runs are those that fail, and where an arm is
-better because none of its rare collapses happened to be among its runs: no test of the runs that are there can see those. The second line
-counts failed and collapsed runs as the worst result, and with them as many further collapses of the better arm as its runs do not rule out
-at 95% (Clopper and Pearson 1934). What is left of the difference has to have the verdict's sign. benchmarks/robust.py measures both lines.
+The exact test compares means of the runs that finished. It is wrong where an arm's worst runs are
+those that fail, and where an arm is better because none of its rare collapses happened to be among
+its runs: no test of the runs that are there can see those. The second line counts failed and
+collapsed runs as the worst result, and with them as many further collapses of the better arm as its
+runs do not rule out at 95% (Clopper and Pearson 1934). What is left of the difference has to have
+the verdict's sign. benchmarks/robust.py measures both lines.
 """
 
 from collections.abc import Mapping
@@ -34,14 +37,20 @@ class Robust:
 
 
 def unseen_rate(seen: int, runs: int) -> float:
-    """The fraction of runs that may collapse besides the `seen` of `runs`: 1 - 0.05^(1 / runs) where none was seen."""
+    """The fraction of runs that may collapse besides the `seen` of `runs`: 1 - 0.05^(1 / runs)
+    where none was seen.
+    """
     from scipy.special import betaincinv
 
-    return float(betaincinv(seen + 1, runs - seen, CONFIDENCE)) - seen / runs if seen < runs else 0.0
+    return (
+        float(betaincinv(seen + 1, runs - seen, CONFIDENCE)) - seen / runs if seen < runs else 0.0
+    )
 
 
 def pairs_without_collapse(undoing: float) -> int | None:
-    """The fewest runs without a collapse that rule out a collapse in the fraction `undoing` of runs."""
+    """The fewest runs without a collapse that rule out a collapse in the fraction `undoing` of
+    runs.
+    """
     if undoing >= 1:
         return 1
     return ceil(log(1 - CONFIDENCE) / log(1 - undoing)) if undoing > 0 else None
@@ -59,11 +68,18 @@ def with_collapsed_failed(arm: Arm) -> Arm:
     """The arm with its collapsed runs among those that failed."""
     fallen = collapsed_seeds(arm.values)
     kept = {seed: value for seed, value in arm.values.items() if seed not in fallen}
-    return Arm(arm.label, kept, {seed: run for seed, run in arm.runs.items() if seed in kept}, arm.failed | fallen)
+    return Arm(
+        arm.label,
+        kept,
+        {seed: run for seed, run in arm.runs.items() if seed in kept},
+        arm.failed | fallen,
+    )
 
 
 def second_line(candidate: Arm, baseline: Arm, at_worst: Conclusion, verdict: Verdict) -> Robust:
-    """Judge a verdict in a rate of right answers. The arms are `with_collapsed_failed`; `at_worst` is their conclusion."""
+    """Judge a verdict in a rate of right answers. The arms are `with_collapsed_failed`; `at_worst`
+    is their conclusion.
+    """
     pairs, same_verdict = at_worst.pairs, at_worst.verdict is verdict
     ahead = candidate if verdict is Verdict.IMPROVEMENT else baseline
     seen = min(len(ahead.failed), pairs - 1)
@@ -71,4 +87,9 @@ def second_line(candidate: Arm, baseline: Arm, at_worst: Conclusion, verdict: Ve
     unseen, undoing = unseen_rate(seen, pairs), abs(at_worst.mean) / level if level else 0.0
     stands = same_verdict and undoing > unseen
     needed = pairs_without_collapse(undoing) if same_verdict and not stands and not seen else None
-    return Robust(stands, {arm.label: sorted(arm.failed) for arm in (candidate, baseline) if arm.failed}, unseen, needed)
+    return Robust(
+        stands,
+        {arm.label: sorted(arm.failed) for arm in (candidate, baseline) if arm.failed},
+        unseen,
+        needed,
+    )

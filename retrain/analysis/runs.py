@@ -1,7 +1,9 @@
-"""Runs on disk: one run, a campaign's runs, or every run below a folder; `load_runs` gives their metrics as a pandas frame.
+"""Runs on disk: one run, a campaign's runs, or every run below a folder; `load_runs` gives their
+metrics as a pandas frame.
 
-A run is a folder with config.toml. A campaign is a folder with manifest.json, whose `runs` name each run's folder, condition and seed.
-Files are read on demand, and the last lines of a long file from its end.
+A run is a folder with config.toml. A campaign is a folder with manifest.json, whose `runs` name
+each run's folder, condition and seed. Files are read on demand, and the last lines of a long file
+from its end.
 """
 
 import hashlib
@@ -33,7 +35,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MANIFEST = "manifest.json"
-_CHANGED = ": the file was changed or the disk is damaged; put it back from a copy, or make the run anew."
+_CHANGED = (
+    ": the file was changed or the disk is damaged; put it back from a copy, or make the run anew."
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,8 @@ class PlannedRun:
     status: str
     reason: str
     attempts: int = 1
-    """How often it was begun, but for the times that it went on after it was interrupted or killed."""
+    """How often it was begun, but for the times that it went on after it was interrupted or
+    killed."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,9 @@ class StoredRun:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """The content of summary.json, which is written when a session ends without being killed; empty if there is none."""
+        """The content of summary.json, which is written when a session ends without being killed;
+        empty if there is none.
+        """
         return read_object(self.folder.summary) if self.folder.summary.is_file() else {}
 
     @cached_property
@@ -108,24 +115,35 @@ class StoredRun:
         if not isinstance(recorded, dict):
             return Code(None, {})
         revision, plugins = recorded.get("revision"), recorded.get("plugins")
-        return Code(revision if isinstance(revision, str) else None, plugins if isinstance(plugins, dict) else {})
+        return Code(
+            revision if isinstance(revision, str) else None,
+            plugins if isinstance(plugins, dict) else {},
+        )
 
     @property
     def has_counter_noise(self) -> bool:
-        """True if the engine declared in environment.json that its noise depends on each token's coordinates alone.
+        """True if the engine declared in environment.json that its noise depends on each token's
+        coordinates alone.
 
-        In a folder written before engines declared it, the built-in engine's name decides; a plugin's code is never run for it.
+        In a folder written before engines declared it, the built-in engine's name decides; a
+        plugin's code is never run for it.
         """
         recorded = self.environment.get("engine")
         if isinstance(recorded, dict):
             return recorded.get("noise") == "counter"
-        declared = ENGINES.get(self.config.inference.engine) if self.config.backend.backend == "local" else None
+        declared = (
+            ENGINES.get(self.config.inference.engine)
+            if self.config.backend.backend == "local"
+            else None
+        )
         return declared is not None and declared.noise == "counter"
 
     @property
     def failed(self) -> bool:
         """True if the run failed, according to its summary or its campaign's manifest."""
-        return (self.planned is not None and self.planned.status == "failed") or self.summary.get("status") == "failed"
+        return (self.planned is not None and self.planned.status == "failed") or self.summary.get(
+            "status"
+        ) == "failed"
 
     @property
     def skipped(self) -> bool:
@@ -134,13 +152,18 @@ class StoredRun:
 
     @cached_property
     def unfinished(self) -> str:
-        """Why the run has no final result, as a predicate ("stopped after 3 of 9 steps"); "" if it has one."""
+        """Why the run has no final result, as a predicate ("stopped after 3 of 9 steps"); "" if it
+        has one.
+        """
         if self.planned and self.planned.status == "failed":
             return f"failed ({self.planned.reason})" if self.planned.reason else "failed"
         if not self.folder.config.is_file():
             return "has not started"
         if self.summary:
-            status, reason = str(self.summary.get("status")), str(self.summary.get("reason") or "").rstrip(".")
+            status, reason = (
+                str(self.summary.get("status")),
+                str(self.summary.get("reason") or "").rstrip("."),
+            )
             stopped = f"{'failed' if self.failed else f'was {status}'} after {self.steps} steps"
             return "" if status == "done" else f"{stopped} ({reason})" if reason else stopped
         planned = self.config.training.max_steps
@@ -148,9 +171,13 @@ class StoredRun:
 
     @cached_property
     def damage(self) -> str:
-        """A sentence on what metrics.jsonl lacks or holds twice; "" if its steps are 0, 1, 2, ... and as many as summary.json counts."""
+        """A sentence on what metrics.jsonl lacks or holds twice; "" if its steps are 0, 1, 2, ...
+        and as many as summary.json counts.
+        """
         path, counted = self.folder.metrics, self.summary.get("steps")
-        steps = [int(step) for step in _STEP.findall(path.read_bytes())] if path.is_file() else []  # a torn last line is left out
+        steps = (
+            [int(step) for step in _STEP.findall(path.read_bytes())] if path.is_file() else []
+        )  # a torn last line is left out
         expected = counted if type(counted) is int else len(steps)
         wrong = next((index for index, step in enumerate(steps) if step != index), None)
         problem = ""
@@ -159,20 +186,32 @@ class StoredRun:
         elif wrong is not None and steps[wrong] in steps[:wrong]:
             problem = f"{path}, line {wrong + 1}, holds step {steps[wrong]} a second time"
         elif wrong is not None:
-            problem = f"{path}, line {wrong + 1}, holds step {steps[wrong]} after step {steps[wrong - 1]}"
+            problem = (
+                f"{path}, line {wrong + 1}, holds step {steps[wrong]} after step {steps[wrong - 1]}"
+            )
         elif len(steps) < expected:
-            found = f"ends after {len(steps)} of the" if steps else "holds none of the" if path.is_file() else "is missing, with the"
+            found = (
+                f"ends after {len(steps)} of the"
+                if steps
+                else "holds none of the"
+                if path.is_file()
+                else "is missing, with the"
+            )
             problem = f"{path} {found} {expected} steps that {self.folder.summary.name} counts"
         problem = problem or self._broken_seal(path)
         return f"{problem}{_CHANGED}" if problem else ""
 
     @cached_property
     def held_out_file(self) -> Path:
-        """evaluation.jsonl. Raises RunFailed if its bytes are not those whose sha256 trainer_state.json holds."""
+        """evaluation.jsonl. Raises RunFailed if its bytes are not those whose sha256
+        trainer_state.json holds.
+        """
         return self._sealed(self.folder.evaluation)
 
     def check_metrics(self) -> None:
-        """Raises RunFailed if the bytes of metrics.jsonl are not those whose sha256 trainer_state.json holds."""
+        """Raises RunFailed if the bytes of metrics.jsonl are not those whose sha256
+        trainer_state.json holds.
+        """
         self._sealed(self.folder.metrics)
 
     def _sealed(self, path: Path) -> Path:
@@ -184,7 +223,11 @@ class StoredRun:
         """How a file differs from what trainer_state.json recorded of it; "" if it does not."""
         ended = bool(self.summary) and not self.unfinished and not Writer.of(self.folder)
         problem = self.folder.broken_seal(path, ended=ended)
-        return f"{self.path}: {problem}, as {self.folder.trainer_state.name} recorded it" if problem else ""
+        return (
+            f"{self.path}: {problem}, as {self.folder.trainer_state.name} recorded it"
+            if problem
+            else ""
+        )
 
     @cached_property
     def final_evaluation(self) -> Evaluation | None:
@@ -196,7 +239,9 @@ class StoredRun:
         problems = [last, *takewhile(lambda line: line["step"] == last["step"], lines)]
         problems.reverse()
         records = [EvaluationRecord.from_json(line, self.held_out_file) for line in problems]
-        return Evaluation(step=last["step"], problems=records, ks=sorted({1, *self.config.evaluation.k}))
+        return Evaluation(
+            step=last["step"], problems=records, ks=sorted({1, *self.config.evaluation.k})
+        )
 
     @cached_property
     def answers(self) -> Answers | None:
@@ -205,7 +250,9 @@ class StoredRun:
 
     @cached_property
     def evaluations(self) -> dict[int, Answers]:
-        """Step -> the held-out answers of the evaluation after so many steps, oldest first; the last one may be half written."""
+        """Step -> the held-out answers of the evaluation after so many steps, oldest first; the
+        last one may be half written.
+        """
         if not self.held_out_file.is_file():
             return {}
         by_step = groupby(EvaluationRecord.read(self.held_out_file), key=lambda record: record.step)
@@ -213,27 +260,37 @@ class StoredRun:
 
     @cached_property
     def base_answers(self) -> Answers | None:
-        """The held-out answers of the untrained model; None unless the run was evaluated before its first step."""
+        """The held-out answers of the untrained model; None unless the run was evaluated before its
+        first step.
+        """
         if not self.held_out_file.is_file():
             return None
-        first = list(takewhile(lambda record: record.step == 0, EvaluationRecord.read(self.held_out_file)))
+        first = list(
+            takewhile(lambda record: record.step == 0, EvaluationRecord.read(self.held_out_file))
+        )
         return Answers.of(first) if first else None
 
     def curve(self, name: str) -> Floats:
-        """[2, steps] step numbers and values of a numeric field, without the steps that have no value."""
+        """[2, steps] step numbers and values of a numeric field, without the steps that have no
+        value.
+        """
         table = read_metrics(self.folder.metrics, ("step", name))
         points = np.stack([table["step"].to_numpy(), table[name].to_numpy()])
         return points[:, ~np.isnan(points[1])]
 
     @cached_property
     def ending(self) -> str:
-        """The record of the last step without what the clock and the machine measured, as text; "" before the first."""
+        """The record of the last step without what the clock and the machine measured, as text; ""
+        before the first.
+        """
         last = next(self._backwards(self.folder.metrics), None)
         return _unmeasured(last) if last else ""
 
     @cached_property
     def numbers(self) -> str:
-        """A hash of every step and every evaluation, but for what the clock and the machine measured: equal for equal runs."""
+        """A hash of every step and every evaluation, but for what the clock and the machine
+        measured: equal for equal runs.
+        """
         digest = hashlib.sha256()
         for line in read_jsonl(self.folder.metrics):
             digest.update(_unmeasured(line).encode("utf-8", "backslashreplace"))
@@ -243,7 +300,9 @@ class StoredRun:
 
     def last_metrics(self, window: int) -> list[StepRecord]:
         """The records of the last `window` step numbers, newest first."""
-        recent = takewhile(lambda line: line["step"] >= self.steps - window, self._backwards(self.folder.metrics))
+        recent = takewhile(
+            lambda line: line["step"] >= self.steps - window, self._backwards(self.folder.metrics)
+        )
         return [StepRecord.from_json(line, self.folder.metrics) for line in recent]
 
     def _backwards(self, path: Path) -> Iterator[dict[str, Any]]:
@@ -251,11 +310,18 @@ class StoredRun:
 
 
 def _unmeasured(line: dict[str, Any]) -> str:
-    return json.dumps({name: value for name, value in line.items() if name not in MEASURED and name != "condition"})
+    return json.dumps(
+        {
+            name: value
+            for name, value in line.items()
+            if name not in MEASURED and name != "condition"
+        }
+    )
 
 
 _STEP = re.compile(rb'^\{"step": ?(\d{1,18})\b[^\n]*\n', re.MULTILINE)
-"""A whole line of metrics.jsonl, whose first field is the step; matched as bytes, since status looks at every line of every run."""
+"""A whole line of metrics.jsonl, whose first field is the step; matched as bytes, since status
+looks at every line of every run."""
 
 
 def seeds_words(seeds: Sequence[int]) -> str:
@@ -266,7 +332,9 @@ def seeds_words(seeds: Sequence[int]) -> str:
             parts[-1].append(seed)
         else:
             parts.append([seed])
-    words = [f"{part[0]} to {part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts]
+    words = [
+        f"{part[0]} to {part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts
+    ]
     return f"seed{'' if len(seeds) == 1 else 's'} {', '.join(words)}"
 
 
@@ -286,7 +354,9 @@ def is_run(folder: Path) -> bool:
 def stored_run(folder: Path) -> StoredRun:
     """Open a run's folder. Raises ConfigurationError for any other folder."""
     if not is_run(folder):
-        raise ConfigurationError(f"{folder} holds no run of retrain (no config.toml); name a run's folder.")
+        raise ConfigurationError(
+            f"{folder} holds no run of retrain (no config.toml); name a run's folder."
+        )
     return StoredRun(folder)
 
 
@@ -297,15 +367,23 @@ def campaign_runs(folder: Path) -> list[StoredRun]:
     """
     manifest = folder / MANIFEST
     if not is_campaign(folder):
-        raise ConfigurationError(f"{folder} is not the folder of a campaign (no {MANIFEST} with runs); name a campaign's folder.")
+        raise ConfigurationError(
+            f"{folder} is not the folder of a campaign (no {MANIFEST} with runs); name a campaign's"
+            " folder."
+        )
     entries = read_object(manifest).get("runs")
     if not isinstance(entries, list):
         raise RunFailed(f"{manifest} lists no runs: the file was changed or the disk is damaged.")
     runs, shape = [], {"name": str, "condition": str, "seed": int}
     for entry in entries:
-        whole = isinstance(entry, dict) and all(type(entry.get(name)) is kind for name, kind in shape.items())
+        whole = isinstance(entry, dict) and all(
+            type(entry.get(name)) is kind for name, kind in shape.items()
+        )
         if not whole or not is_path_text(directory := entry.get("dir") or f"runs/{entry['name']}"):
-            raise RunFailed(f"{manifest} holds a run without its name, condition, seed or folder: {str(entry)[:200]}.")
+            raise RunFailed(
+                f"{manifest} holds a run without its name, condition, seed or folder:"
+                f" {str(entry)[:200]}."
+            )
         attempts = entry.get("attempts")
         planned = PlannedRun(
             entry["condition"],
@@ -314,7 +392,9 @@ def campaign_runs(folder: Path) -> list[StoredRun]:
             str(entry.get("reason") or ""),
             attempts if type(attempts) is int else 1,
         )
-        runs.append(StoredRun(folder / directory, planned))  # a relative `dir` is relative to the campaign
+        runs.append(
+            StoredRun(folder / directory, planned)
+        )  # a relative `dir` is relative to the campaign
     return runs
 
 
@@ -324,10 +404,14 @@ def find_runs(folder: Path) -> list[StoredRun]:
     Raises ConfigurationError if there is none.
     """
     if not folder.is_dir():
-        raise ConfigurationError(f"{folder} is not a folder; name the folder of a run or a campaign, or one above them.")
+        raise ConfigurationError(
+            f"{folder} is not a folder; name the folder of a run or a campaign, or one above them."
+        )
     found = list(_walk(folder))
     if not found:
-        raise ConfigurationError(f"{folder} holds no run; name the folder of a run or a campaign, or one above them.")
+        raise ConfigurationError(
+            f"{folder} holds no run; name the folder of a run or a campaign, or one above them."
+        )
     return found
 
 
@@ -342,16 +426,23 @@ def _walk(folder: Path) -> Iterator[StoredRun]:
                 yield from _walk(child)
 
 
-_KINDS = {field.name: field.type for field in fields(StepRecord) if field.name not in ("environment_metrics", "loss_metrics")}
+_KINDS = {
+    field.name: field.type
+    for field in fields(StepRecord)
+    if field.name not in ("environment_metrics", "loss_metrics")
+}
 """Fields that are one value."""
 _SUSPECT = re.compile(rb"^[^{]|:\s*-?(?:NaN|Inf)", re.MULTILINE)
-"""A line that does not begin as a line of metrics.jsonl does, or a number that JSON does not have and that Arrow would call missing."""
+"""A line that does not begin as a line of metrics.jsonl does, or a number that JSON does not have
+and that Arrow would call missing."""
 
 
 def read_metrics(path: Path, names: Collection[str] = _KINDS.keys()) -> Any:
-    """Read fields of metrics.jsonl as an Arrow table, numbers as float64; empty if there is no file.
+    """Read fields of metrics.jsonl as an Arrow table, numbers as float64; empty if there is no
+    file.
 
-    About four times as fast as reading line by line, which matters over a thousand runs. Raises RunFailed for a damaged line.
+    About four times as fast as reading line by line, which matters over a thousand runs. Raises
+    RunFailed for a damaged line.
     """
     import pyarrow as pa
     from pyarrow import json as arrow_json
@@ -369,28 +460,43 @@ def read_metrics(path: Path, names: Collection[str] = _KINDS.keys()) -> Any:
     if not whole:
         return schema.empty_table()
     if _SUSPECT.search(whole) or whole.count(b"[") + whole.count(b"{") > 2 * whole.count(b"\n"):
-        for _ in StepRecord.read(path):  # raises also for a null line and for deep nesting, which would crash Arrow
+        for _ in StepRecord.read(
+            path
+        ):  # raises also for a null line and for deep nesting, which would crash Arrow
             pass
     parsing = arrow_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
     reading = arrow_json.ReadOptions(use_threads=False, block_size=len(whole))
     try:
-        table = arrow_json.read_json(pa.BufferReader(whole), parse_options=parsing, read_options=reading).select(schema.names)
+        table = arrow_json.read_json(
+            pa.BufferReader(whole), parse_options=parsing, read_options=reading
+        ).select(schema.names)
         if not _is_plausible(table):
-            for _ in StepRecord.read(path):  # raises the error that names the damaged line, or its step
+            for _ in StepRecord.read(
+                path
+            ):  # raises the error that names the damaged line, or its step
                 pass
         return table
     except pa.ArrowInvalid as error:
         for _ in StepRecord.read(path):  # raises the error that names the damaged line, or its step
             pass
-        raise RunFailed(f"{path} has a value of the wrong type ({error}): the file was changed or the disk is damaged.") from error
+        raise RunFailed(
+            f"{path} has a value of the wrong type ({error}): the file was changed or the disk is"
+            " damaged."
+        ) from error
 
 
-# -- as a frame ----------------------------------------------------------------------------------------------------------
+# -- as a frame ------------------------------------------------------------------------------------
 
 
 def _is_plausible(table: Any) -> bool:
-    """False where a line has no step, or one that does not count steps, and where a number is too large for a float."""
-    numbers = {name: table[name].to_numpy() for name in table.column_names if str(table.schema.field(name).type) == "double"}
+    """False where a line has no step, or one that does not count steps, and where a number is too
+    large for a float.
+    """
+    numbers = {
+        name: table[name].to_numpy()
+        for name in table.column_names
+        if str(table.schema.field(name).type) == "double"
+    }
     steps = numbers.get("step", np.zeros(0))
     return bool(((steps >= 0) & (steps < 2**53) & (steps == np.floor(steps))).all()) and not any(
         np.isinf(values).any() for values in numbers.values()
@@ -400,9 +506,10 @@ def _is_plausible(table: Any) -> bool:
 def load_runs(folder: str | Path) -> "pd.DataFrame":
     """The metrics of every run in or below `folder`: one row per step, oldest first.
 
-    Columns: `run` (path below `folder`), `condition`, `seed`, then the other fields of a StepRecord. A null in the file is missing in
-    the frame, never 0. Times are in seconds, entropies and surprisals in nats. Raises ConfigurationError if there is no run, RunFailed
-    for a damaged file.
+    Columns: `run` (path below `folder`), `condition`, `seed`, then the other fields of a
+    StepRecord. A null in the file is missing in the frame, never 0. Times are in seconds, entropies
+    and surprisals in nats. Raises ConfigurationError if there is no run, RunFailed for a damaged
+    file.
     """
     import pandas as pd
     import pyarrow as pa
@@ -411,7 +518,14 @@ def load_runs(folder: str | Path) -> "pd.DataFrame":
     runs = find_runs(root)
     tables = [read_metrics(run.folder.metrics) for run in runs]
     rows = [len(table) for table in tables]
-    names = {run.path: root.resolve().name if run.path == root else Path(os.path.relpath(run.path, root)).as_posix() for run in runs}
+    names = {
+        run.path: (
+            root.resolve().name
+            if run.path == root
+            else Path(os.path.relpath(run.path, root)).as_posix()
+        )
+        for run in runs
+    }
     table = pa.concat_tables(tables)
     frame = {
         "run": pd.Categorical(np.repeat([names[run.path] for run in runs], rows)),
@@ -419,12 +533,19 @@ def load_runs(folder: str | Path) -> "pd.DataFrame":
         "seed": np.repeat([run.seed for run in runs], rows),
     }
     try:
-        columns = {name: _column(table[name], kind) for name, kind in _KINDS.items() if name != "condition"}
+        columns = {
+            name: _column(table[name], kind) for name, kind in _KINDS.items() if name != "condition"
+        }
     except (ValueError, TypeError) as error:
         for run in runs:
-            for _ in StepRecord.read(run.folder.metrics):  # raises the error that names the damaged line, or its step
+            for _ in StepRecord.read(
+                run.folder.metrics
+            ):  # raises the error that names the damaged line, or its step
                 pass
-        raise RunFailed(f"{root} has metrics of the wrong type ({error}): a file was changed or the disk is damaged.") from error
+        raise RunFailed(
+            f"{root} has metrics of the wrong type ({error}): a file was changed or the disk is"
+            " damaged."
+        ) from error
     return pd.DataFrame(frame | columns)
 
 

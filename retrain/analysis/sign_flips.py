@@ -1,8 +1,10 @@
-"""Joint sign flips of whole seeds over a family of contrasts: the step-down max-T of Westfall and Young.
+"""Joint sign flips of whole seeds over a family of contrasts: the step-down max-T of Westfall and
+Young.
 
-If an arm does not differ from its baseline, its difference at a seed is as likely as its negative. A flip turns the sign of a seed in
-every contrast at once, so the flips keep what the contrasts have in common, such as the baseline's luck. Contrasts that hardly vary
-together with the winner cost it nothing: six seeds can suffice for a family of any size, where Holm's correction asks for more with
+If an arm does not differ from its baseline, its difference at a seed is as likely as its negative.
+A flip turns the sign of a seed in every contrast at once, so the flips keep what the contrasts have
+in common, such as the baseline's luck. Contrasts that hardly vary together with the winner cost it
+nothing: six seeds can suffice for a family of any size, where Holm's correction asks for more with
 each contrast. Source: Westfall and Young 1993, Resampling-Based Multiple Testing, algorithm 2.8.
 """
 
@@ -19,19 +21,25 @@ _TIE = 1e-9
 
 
 def max_t(family: Sequence[Mapping[int, float]]) -> list[float]:
-    """The adjusted two-sided p of each contrast, in the order given. A contrast maps a seed to its difference, one seed or more.
+    """The adjusted two-sided p of each contrast, in the order given. A contrast maps a seed to its
+    difference, one seed or more.
 
-    The statistic is sum(d) / sqrt(sum(d^2)). Flips leave its denominator as it is, so a family of one gets the p of the mean. Up to
-    EXACT_SEEDS seeds all flips are counted; beyond, (b + 1) / (m + 1) from a fixed sample of m.
+    The statistic is sum(d) / sqrt(sum(d^2)). Flips leave its denominator as it is, so a family of
+    one gets the p of the mean. Up to EXACT_SEEDS seeds all flips are counted; beyond, (b + 1) / (m
+    + 1) from a fixed sample of m.
     """
     if not family:
         return []
     seeds = list(dict.fromkeys(seed for contrast in family for seed in contrast))
-    columns = np.array([[contrast.get(seed, 0.0) for contrast in family] for seed in seeds])  # 0 where a contrast lacks the seed
+    columns = np.array(
+        [[contrast.get(seed, 0.0) for contrast in family] for seed in seeds]
+    )  # 0 where a contrast lacks the seed
     if not np.isfinite(columns).all():
         raise ValueError("expected finite differences")
     largest_size = np.abs(columns).max(axis=0)
-    columns = columns / np.where(largest_size > 0, largest_size, 1.0)  # the squares of tiny or huge numbers would be 0 or infinite
+    columns = columns / np.where(
+        largest_size > 0, largest_size, 1.0
+    )  # the squares of tiny or huge numbers would be 0 or infinite
     norms = np.sqrt((columns**2).sum(axis=0))
     columns = columns / np.where(norms > 0, norms, 1.0)
     observed = np.abs(columns.sum(axis=0))
@@ -39,7 +47,9 @@ def max_t(family: Sequence[Mapping[int, float]]) -> list[float]:
     as_far, flips = np.zeros(len(family)), 0
     for signs in _signs(len(columns)):
         values = np.abs(signs @ columns[:, order])
-        largest = np.maximum.accumulate(values[:, ::-1], axis=1)[:, ::-1]  # over the contrasts not yet decided
+        largest = np.maximum.accumulate(values[:, ::-1], axis=1)[
+            :, ::-1
+        ]  # over the contrasts not yet decided
         as_far += (largest >= observed[order] - _TIE).sum(axis=0)
         flips += len(signs)
     sampled = len(columns) > EXACT_SEEDS
@@ -50,7 +60,8 @@ def max_t(family: Sequence[Mapping[int, float]]) -> list[float]:
 
 
 def max_t_rows(differences: Floats) -> Floats:
-    """[campaigns, seeds, contrasts] differences -> [campaigns] p of the first contrast, adjusted over all (the first step alone).
+    """[campaigns, seeds, contrasts] differences -> [campaigns] p of the first contrast, adjusted
+    over all (the first step alone).
 
     For simulations with at most EXACT_SEEDS seeds.
     """
@@ -67,7 +78,9 @@ def max_t_rows(differences: Floats) -> Floats:
 
 
 def _signs(seeds: int) -> Iterator[Floats]:
-    """Blocks [flips, seeds] of 1 and -1: all flips that leave the first seed as it is, or a fixed sample of all flips."""
+    """Blocks [flips, seeds] of 1 and -1: all flips that leave the first seed as it is, or a fixed
+    sample of all flips.
+    """
     if seeds > EXACT_SEEDS:
         rng = np.random.default_rng(0)
         for start in range(0, _MONTE_CARLO_FLIPS, _AT_ONCE):
@@ -77,5 +90,7 @@ def _signs(seeds: int) -> Iterator[Floats]:
     total = 1 << (seeds - 1)
     for start in range(0, total, _AT_ONCE):
         numbers = np.arange(start, min(start + _AT_ONCE, total))
-        bits = (numbers[:, np.newaxis] >> np.arange(seeds)) & 1  # the last seed's bit is always 0: a flip and its mirror image count alike
+        bits = (
+            numbers[:, np.newaxis] >> np.arange(seeds)
+        ) & 1  # the last seed's bit is always 0: a flip and its mirror image count alike
         yield (1 - 2 * bits).astype(np.float64)

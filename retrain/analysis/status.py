@@ -1,4 +1,6 @@
-"""The state of runs and campaigns: progress, the last metrics, and what to do with a run that stopped."""
+"""The state of runs and campaigns: progress, the last metrics, and what to do with a run that
+stopped.
+"""
 
 import time
 from collections import Counter
@@ -22,7 +24,8 @@ from retrain.records.writer import Liveness, Writer
 _WINDOW = 50
 """Steps at the end of a run over which the medians of step time and throughput are taken."""
 _PATIENCE_S = 600.0
-"""A live process is stalled after writing nothing for this long and for _PATIENCE_STEPS step times: a model may take minutes to load."""
+"""A live process is stalled after writing nothing for this long and for _PATIENCE_STEPS step times:
+a model may take minutes to load."""
 _PATIENCE_STEPS = 10
 _SMALL_LOSS = 0.05
 
@@ -53,7 +56,8 @@ LIVE = frozenset({State.STARTING, State.RUNNING, State.STALLED})
 class RunStatus:
     """The state of one run; a field that is not known is None.
 
-    `correct_rate`, `mean_reward` and `loss` belong to the last step, the medians to the last _WINDOW.
+    `correct_rate`, `mean_reward` and `loss` belong to the last step, the medians to the last
+    _WINDOW.
     """
 
     path: Path
@@ -78,7 +82,8 @@ class RunStatus:
     note: str = ""
     """Why it stopped, and what to do."""
     loss_note: str = ""
-    """Why the last steps trained nothing, or what a loss near 0 or a missing one means; "" for any other."""
+    """Why the last steps trained nothing, or what a loss near 0 or a missing one means; "" for any
+    other."""
 
     @property
     def name(self) -> str:
@@ -93,7 +98,8 @@ class CampaignStatus:
     path: Path
     runs: tuple[RunStatus, ...]
     foreseen: tuple[str, ...] = ()
-    """With stop = "evidence": the forecasts from the evaluations of the seed that runs now, a sentence for each undecided condition."""
+    """With stop = "evidence": the forecasts from the evaluations of the seed that runs now, a
+    sentence for each undecided condition."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -106,9 +112,15 @@ class CampaignStatus:
 
     @property
     def max_steps(self) -> int:
-        """The steps planned over all runs but those skipped; one that has not started counts like the longest that has."""
+        """The steps planned over all runs but those skipped; one that has not started counts like
+        the longest that has.
+        """
         known = [run.max_steps for run in self.runs if run.max_steps]
-        return sum(run.max_steps or max(known) for run in self.runs if run.state is not State.SKIPPED) if known else 0
+        return (
+            sum(run.max_steps or max(known) for run in self.runs if run.state is not State.SKIPPED)
+            if known
+            else 0
+        )
 
     @property
     def median_step_time_s(self) -> float | None:
@@ -117,10 +129,16 @@ class CampaignStatus:
 
     @property
     def remaining_s(self) -> float | None:
-        """Steps left times the median step time, divided by the number of live runs; None if none is live."""
+        """Steps left times the median step time, divided by the number of live runs; None if none
+        is live.
+        """
         running = sum(run.state in LIVE for run in self.runs)
         step_time = self.median_step_time_s
-        return (self.max_steps - self.steps) * step_time / running if running and step_time is not None else None
+        return (
+            (self.max_steps - self.steps) * step_time / running
+            if running and step_time is not None
+            else None
+        )
 
     def to_json(self) -> dict[str, Any]:
         names = ("counts", "steps", "max_steps", "median_step_time_s", "remaining_s")
@@ -150,13 +168,21 @@ class Overview:
         return any(run.state in LIVE for run in self.all_runs)
 
     def to_json(self) -> dict[str, Any]:
-        return {"campaigns": [item.to_json() for item in self.campaigns], "runs": [item.to_json() for item in self.runs]}
+        return {
+            "campaigns": [item.to_json() for item in self.campaigns],
+            "runs": [item.to_json() for item in self.runs],
+        }
 
 
 def overview(folder: Path) -> Overview:
-    """Read every run and campaign in and below `folder`; nothing is written. Raises ConfigurationError unless it is a folder."""
+    """Read every run and campaign in and below `folder`; nothing is written. Raises
+    ConfigurationError unless it is a folder.
+    """
     if not folder.is_dir():
-        raise ConfigurationError(f"{folder} is not a folder; name one that holds runs, such as logs, or the folder of a run.")
+        raise ConfigurationError(
+            f"{folder} is not a folder; name one that holds runs, such as logs, or the folder of a"
+            " run."
+        )
     now = time.time()
     campaigns, runs = [], []
     for path in _found(folder):
@@ -176,15 +202,23 @@ def overview(folder: Path) -> Overview:
 def _foreseen(campaign: Path, runs: Sequence[StoredRun]) -> list[str]:
     try:
         return foreseen_lines(CampaignRecord.read(campaign), runs)
-    except RunFailed:  # the line of the damaged run says so, and `retrain compare` reports a damaged plan
+    except (
+        RunFailed
+    ):  # the line of the damaged run says so, and `retrain compare` reports a damaged plan
         return []
 
 
 def _found(folder: Path) -> Iterator[Path]:
     """The folders of runs and campaigns, ordered by path; what lies inside one is not searched."""
-    # A checkpoint has a manifest.json too; under `[backend] adapter_path` it lies outside its run, below a marker of its own.
+    # A checkpoint has a manifest.json too; under `[backend] adapter_path` it lies outside its run,
+    # below a marker of its own.
     is_checkpoint = (folder.parent / MARKER).is_file() and not (folder / MARKER).is_file()
-    if is_run(folder) or _lost_its_config(folder) or Writer.of(RunFolder(folder)) or (is_campaign(folder) and not is_checkpoint):
+    if (
+        is_run(folder)
+        or _lost_its_config(folder)
+        or Writer.of(RunFolder(folder))
+        or (is_campaign(folder) and not is_checkpoint)
+    ):
         yield folder
         return
     for child in sorted(folder.iterdir()):
@@ -193,7 +227,9 @@ def _found(folder: Path) -> Iterator[Path]:
 
 
 def _lost_its_config(folder: Path) -> bool:
-    """Return True for a run's folder that lost its config.toml; a run that did not begin left no other file either."""
+    """Return True for a run's folder that lost its config.toml; a run that did not begin left no
+    other file either.
+    """
     try:
         return not is_run(folder) and RunFolder(folder).holds_run()
     except RunFailed:  # a marker of another program
@@ -201,8 +237,8 @@ def _lost_its_config(folder: Path) -> bool:
 
 
 def run_status(run: StoredRun, now: float, given: Mapping[str, Any] | None = None) -> RunStatus:
-    """The state of one run at `now`, in seconds since 1970; `given` are its campaign's keys. A run with damaged files is UNREADABLE; it
-    raises nothing.
+    """The state of one run at `now`, in seconds since 1970; `given` are its campaign's keys. A run
+    with damaged files is UNREADABLE; it raises nothing.
     """
     try:
         status = _read(run, now)
@@ -214,7 +250,9 @@ def run_status(run: StoredRun, now: float, given: Mapping[str, Any] | None = Non
 
 def _unreadable(run: StoredRun, error: RetrainError) -> RunStatus:
     condition = run.planned.condition if run.planned else ""
-    return RunStatus(run.path, condition, None, State.UNREADABLE, note=str(error).replace("\n", " "))
+    return RunStatus(
+        run.path, condition, None, State.UNREADABLE, note=str(error).replace("\n", " ")
+    )
 
 
 def _read(run: StoredRun, now: float) -> RunStatus:
@@ -223,15 +261,33 @@ def _read(run: StoredRun, now: float) -> RunStatus:
         return RunStatus(run.path, run.condition, None, State.SKIPPED)
     if not folder.config.is_file():  # written once the model is loaded
         if not writer and _lost_its_config(run.path):
-            raise RunFailed(f"{folder.config.name} is missing; put it back from a copy, or start the run anew with --overwrite.")
+            raise RunFailed(
+                f"{folder.config.name} is missing; put it back from a copy, or start the run anew"
+                " with --overwrite."
+            )
         if run.failed and not writer:
-            return RunStatus(run.path, run.condition, None, State.FAILED, note=f"{run.unfinished}; it left no configuration.")
-        state = State.STARTING if writer and writer.liveness() is not Liveness.GONE else State.PENDING
+            return RunStatus(
+                run.path,
+                run.condition,
+                None,
+                State.FAILED,
+                note=f"{run.unfinished}; it left no configuration.",
+            )
+        state = (
+            State.STARTING if writer and writer.liveness() is not Liveness.GONE else State.PENDING
+        )
         return RunStatus(run.path, run.planned.condition if run.planned else "", None, state)
     recent = run.last_metrics(_WINDOW)
     last = recent[0] if recent else None
     step_time = _median([record.step_time_s for record in recent])
-    files = (folder.metrics, folder.evaluation, folder.trainer_state, folder.environment, folder.lock_owner, folder.config)
+    files = (
+        folder.metrics,
+        folder.evaluation,
+        folder.trainer_state,
+        folder.environment,
+        folder.lock_owner,
+        folder.config,
+    )
     idle = max(0.0, now - max(path.stat().st_mtime for path in files if path.exists()))
     state = _state(run, writer, idle, step_time)
     max_steps = run.config.training.max_steps
@@ -249,7 +305,11 @@ def _read(run: StoredRun, now: float) -> RunStatus:
         held_out=evaluation.pass_at.get(1) if evaluation else None,
         tokens_per_s=_median([record.tokens_per_s for record in recent]),
         median_step_time_s=step_time,
-        remaining_s=max(0, max_steps - run.steps) * step_time if state in LIVE and step_time is not None else None,
+        remaining_s=(
+            max(0, max_steps - run.steps) * step_time
+            if state in LIVE and step_time is not None
+            else None
+        ),
         idle_s=idle,
         note=" ".join(filter(None, (run.damage, _attempts(run), _note(run, state, writer, idle)))),
         loss_note=untrained_line(untrained_streak(recent)) or (loss_note(last) if last else ""),
@@ -279,29 +339,39 @@ def _note(run: StoredRun, state: State, writer: Writer | None, idle: float) -> s
         case State.DEAD:
             return f"killed after {run.steps} steps ({writer} is gone); {resume}."
         case State.STALLED:
-            return f"{writer} has written nothing for {duration(idle)}; check it there, and if it hangs, end it and {resume}."
+            return (
+                f"{writer} has written nothing for {duration(idle)}; check it there, and if it"
+                f" hangs, end it and {resume}."
+            )
         case State.STOPPED | State.FAILED:
             return f"{run.unfinished}; {resume}."
         case _:
             return ""
 
 
-# -- a loss near 0 -------------------------------------------------------------------------------------------------------
+# -- a loss near 0 ---------------------------------------------------------------------------------
 
 
 def loss_note(record: StepRecord) -> str:
     """Explain a step's loss that is near 0 or missing; return "" for any other loss."""
     if record.loss_is_placeholder:
-        return "The backend trains asynchronously, so its loss is a placeholder and says nothing about learning."
+        return (
+            "The backend trains asynchronously, so its loss is a placeholder and says nothing about"
+            " learning."
+        )
     if record.nonfinite_updates and record.loss is None:
         return "No loss: the update was not finite and was skipped; the weights did not change."
     if record.loss is None or abs(record.loss) >= _SMALL_LOSS:
         return ""
     if not record.grad_norm:
-        return "The loss is near 0 without a gradient, so nothing is learned; check max_abs_advantage and the learning rate."
+        return (
+            "The loss is near 0 without a gradient, so nothing is learned; check max_abs_advantage"
+            " and the learning rate."
+        )
     return (
-        "A loss near 0 is expected: it is minus the mean advantage of the tokens, and the advantages of a group cancel. "
-        "The gradient does not cancel (grad_norm), so judge learning by the correct rate."
+        "A loss near 0 is expected: it is minus the mean advantage of the tokens, and the"
+        " advantages of a group cancel. The gradient does not cancel (grad_norm), so judge learning"
+        " by the correct rate."
     )
 
 

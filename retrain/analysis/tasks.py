@@ -1,7 +1,8 @@
 """Aggregates over the tasks of the held-out problems.
 
-A run's score on a task is its mean accuracy over the task's problems. The interquartile mean over tasks is moved less than the mean by
-one task that is always right or always wrong. Source: Agarwal et al. 2021, arXiv 2108.13264.
+A run's score on a task is its mean accuracy over the task's problems. The interquartile mean over
+tasks is moved less than the mean by one task that is always right or always wrong. Source: Agarwal
+et al. 2021, arXiv 2108.13264.
 """
 
 from collections import defaultdict
@@ -43,7 +44,8 @@ class TaskContrast:
 
 
 def iqm(scores: Sequence[float] | Sequence[Sequence[float]] | Floats) -> float:
-    """The interquartile mean of all runs x tasks scores: a quarter of them, rounded down, is cut off at either end.
+    """The interquartile mean of all runs x tasks scores: a quarter of them, rounded down, is cut
+    off at either end.
 
     Raises ValueError without scores and for one that is not finite.
     """
@@ -62,12 +64,17 @@ def iqm_rows(scores: Floats) -> Floats:
     return means
 
 
-def run_interval(scores: Floats, statistic: Statistic = iqm_rows, confidence: float = 0.95) -> tuple[float, float]:
-    """The percentile interval of a statistic of [runs, ...] scores, two runs or more; a resample draws runs whole, for all tasks at once.
+def run_interval(
+    scores: Floats, statistic: Statistic = iqm_rows, confidence: float = 0.95
+) -> tuple[float, float]:
+    """The percentile interval of a statistic of [runs, ...] scores, two runs or more; a resample
+    draws runs whole, for all tasks at once.
 
-    One run answers all tasks, so its luck is in all of its scores: drawn within each task, as Agarwal et al. do, the runs average out
-    and the interval covers the truth 46 to 67% of the time. The percentiles are moved away from the estimate: a resample of n runs shows
-    (n - 1) / n of their variance, and percentiles ignore Student's t. Source of the factor: Hesterberg 2015, arXiv 1411.5279.
+    One run answers all tasks, so its luck is in all of its scores: drawn within each task, as
+    Agarwal et al. do, the runs average out and the interval covers the truth 46 to 67% of the time.
+    The percentiles are moved away from the estimate: a resample of n runs shows (n - 1) / n of
+    their variance, and percentiles ignore Student's t. Source of the factor: Hesterberg 2015, arXiv
+    1411.5279.
     """
     from scipy.special import ndtri, stdtrit
 
@@ -80,14 +87,22 @@ def run_interval(scores: Floats, statistic: Statistic = iqm_rows, confidence: fl
     return centre - factor * (centre - float(low)), centre + factor * (float(high) - centre)
 
 
-def iqm_difference_interval(candidate: Floats, baseline: Floats, confidence: float = 0.95) -> tuple[float, float]:
-    """The interval of iqm(candidate) - iqm(baseline), both [seeds, tasks]; a resample takes the same seeds of both arms."""
+def iqm_difference_interval(
+    candidate: Floats, baseline: Floats, confidence: float = 0.95
+) -> tuple[float, float]:
+    """The interval of iqm(candidate) - iqm(baseline), both [seeds, tasks]; a resample takes the
+    same seeds of both arms.
+    """
     pairs = np.stack([candidate, baseline], axis=-1)
-    return run_interval(pairs, lambda drawn: iqm_rows(drawn[..., 0]) - iqm_rows(drawn[..., 1]), confidence)
+    return run_interval(
+        pairs, lambda drawn: iqm_rows(drawn[..., 0]) - iqm_rows(drawn[..., 1]), confidence
+    )
 
 
 def probability_of_improvement(candidate: Floats, baseline: Floats) -> float:
-    """The probability that a run of the candidate beats a run of the baseline, averaged over tasks; ties count half. Both [runs, tasks]."""
+    """The probability that a run of the candidate beats a run of the baseline, averaged over tasks;
+    ties count half. Both [runs, tasks].
+    """
     above = candidate[:, np.newaxis, :] > baseline[np.newaxis, :, :]
     equal = candidate[:, np.newaxis, :] == baseline[np.newaxis, :, :]
     return float((above + 0.5 * equal).mean())
@@ -98,7 +113,7 @@ def performance_profile(scores: Floats, thresholds: Sequence[float] | Floats) ->
     return np.array([float((scores > threshold).mean()) for threshold in thresholds])
 
 
-# -- of stored runs ------------------------------------------------------------------------------------------------------
+# -- of stored runs --------------------------------------------------------------------------------
 
 
 def aggregate_tasks(runs: Mapping[int, StoredRun], confidence: float) -> TaskAggregate | None:
@@ -114,8 +129,12 @@ def aggregate_tasks(runs: Mapping[int, StoredRun], confidence: float) -> TaskAgg
     )
 
 
-def contrast_tasks(pairs: Sequence[tuple[StoredRun, StoredRun]], confidence: float) -> TaskContrast | None:
-    """Compare two arms over their tasks. `pairs` are (candidate, baseline), two or more; None unless all runs share two tasks or more."""
+def contrast_tasks(
+    pairs: Sequence[tuple[StoredRun, StoredRun]], confidence: float
+) -> TaskContrast | None:
+    """Compare two arms over their tasks. `pairs` are (candidate, baseline), two or more; None
+    unless all runs share two tasks or more.
+    """
     tasks, scores = _scores([run for pair in pairs for run in pair])
     if len(tasks) < 2:
         return None
@@ -140,5 +159,7 @@ def _scores(runs: Sequence[StoredRun]) -> tuple[list[str], Floats]:
             if item.samples:
                 rates[item.task].append(item.correct / item.samples)
         by_run.append(rates)
-    tasks = [task for task in (by_run[0] if by_run else {}) if all(task in rates for rates in by_run)]
+    tasks = [
+        task for task in (by_run[0] if by_run else {}) if all(task in rates for rates in by_run)
+    ]
     return tasks, np.array([[float(np.mean(rates[task])) for task in tasks] for rates in by_run])

@@ -1,9 +1,10 @@
-"""Two-way analysis of variance of paired differences [seeds, problems]: an interval for new seeds and new problems, and where the
-spread between seeds comes from.
+"""Two-way analysis of variance of paired differences [seeds, problems]: an interval for new seeds
+and new problems, and where the spread between seeds comes from.
 
-Every run answers the same held-out problems, so seeds and problems are crossed. With mean squares of seeds, problems and residual,
-Var(mean) = (MS_seed + MS_problem - MS_residual) / (seeds * problems), whose degrees of freedom are Satterthwaite's.
-Source: Searle, Casella and McCulloch 1992, Variance Components, chapter 4; Satterthwaite 1946, doi 10.2307/3002019.
+Every run answers the same held-out problems, so seeds and problems are crossed. With mean squares
+of seeds, problems and residual, Var(mean) = (MS_seed + MS_problem - MS_residual) / (seeds *
+problems), whose degrees of freedom are Satterthwaite's. Source: Searle, Casella and McCulloch 1992,
+Variance Components, chapter 4; Satterthwaite 1946, doi 10.2307/3002019.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ import numpy as np
 from retrain.analysis.statistics import Floats
 
 _FILLINGS = 30
-"""Passes over the missing cells; each shrinks their error by about the fraction of cells that is missing."""
+"""Passes over the missing cells; each shrinks their error by about the fraction of cells that is
+missing."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,11 @@ class TwoWay:
 
     @classmethod
     def of(cls, differences: Floats) -> "TwoWay | None":
-        """Analyse a table; it has NaN where a problem was not judged in both runs of a pair. None below two seeds or two problems, or with
-        too few cells.
+        """Analyse a table; it has NaN where a problem was not judged in both runs of a pair. None
+        below two seeds or two problems, or with too few cells.
 
-        A missing cell takes its value from the additive fit of the others and costs a degree of freedom (Yates 1933); a problem or a
-        seed without any cell is left out.
+        A missing cell takes its value from the additive fit of the others and costs a degree of
+        freedom (Yates 1933); a problem or a seed without any cell is left out.
         """
         known = ~np.isnan(differences)
         table = differences[known.any(axis=1)][:, known.any(axis=0)]
@@ -57,7 +59,9 @@ class TwoWay:
 
     @property
     def noise_variance(self) -> float:
-        """The part of the variance between a seed's differences that the evaluation makes: its problems and samples."""
+        """The part of the variance between a seed's differences that the evaluation makes: its
+        problems and samples.
+        """
         return min(self.residual_square, self.seed_square) / self.problems
 
     @property
@@ -65,12 +69,14 @@ class TwoWay:
         """The rest of it, the luck of the runs, which no larger evaluation removes."""
         return max(0.0, self.seed_square - self.residual_square) / self.problems
 
-    def interval(self, confidence: float = 0.95, problem_square: float | None = None) -> tuple[float, float]:
-        """The interval of the mean over new seeds and new problems. `problem_square` replaces the problems' mean square, as a covariate
-        leaves it.
+    def interval(
+        self, confidence: float = 0.95, problem_square: float | None = None
+    ) -> tuple[float, float]:
+        """The interval of the mean over new seeds and new problems. `problem_square` replaces the
+        problems' mean square, as a covariate leaves it.
 
-        Never narrower than Student's intervals over the seeds alone and over the problems alone: where a mean square is small by
-        chance, the estimated variance is too.
+        Never narrower than Student's intervals over the seeds alone and over the problems alone:
+        where a mean square is small by chance, the estimated variance is too.
         """
         from scipy.special import stdtrit
 
@@ -80,11 +86,16 @@ class TwoWay:
         squares = (self.seed_square, problem_square, -self.residual_square)
         total = sum(squares)
         halves = [
-            float(stdtrit(freedom, quantile)) * np.sqrt(square / cells) for freedom, square in zip(freedoms[:2], squares[:2], strict=True)
+            float(stdtrit(freedom, quantile)) * np.sqrt(square / cells)
+            for freedom, square in zip(freedoms[:2], squares[:2], strict=True)
         ]
         if total > 0:
-            freedom = total**2 / sum(square**2 / own for square, own in zip(squares, freedoms, strict=True))
-            freedom = max(freedom, min(freedoms))  # Satterthwaite's falls towards 0 where the mean squares nearly cancel
+            freedom = total**2 / sum(
+                square**2 / own for square, own in zip(squares, freedoms, strict=True)
+            )
+            freedom = max(
+                freedom, min(freedoms)
+            )  # Satterthwaite's falls towards 0 where the mean squares nearly cancel
             halves.append(float(stdtrit(freedom, quantile)) * np.sqrt(total / cells))
         half = float(max(halves))
         return self.mean - half, self.mean + half
@@ -103,11 +114,12 @@ def _filled(table: Floats) -> Floats:
 
 
 def covaried_square(differences: Floats, covariate: Floats) -> float | None:
-    """The problems' mean square after regression on `covariate` [problems] and its square, as TwoWay.interval takes it.
+    """The problems' mean square after regression on `covariate` [problems] and its square, as
+    TwoWay.interval takes it.
 
-    The interval is then for new problems that are as hard for the base model as these (Lin 2013, arXiv 1208.2301; CUPED, Deng et al.
-    2013). The square is there because an effect fades where a problem is always right or always wrong. None where the covariate does
-    not vary enough.
+    The interval is then for new problems that are as hard for the base model as these (Lin 2013,
+    arXiv 1208.2301; CUPED, Deng et al. 2013). The square is there because an effect fades where a
+    problem is always right or always wrong. None where the covariate does not vary enough.
     """
     seeds, columns = differences.shape[0], np.nanmean(differences, axis=0)
     design = np.stack([np.ones_like(covariate), covariate, covariate**2], axis=1)

@@ -7,7 +7,8 @@ A contrast is an improvement (or worse) only if
 - both still hold with every answer that could not be judged counted against it, and
 - with few held-out problems, the interval for new problems excludes 0 as well.
 
-It is equivalent only within a stated margin; otherwise inconclusive. The verdict is never "no effect".
+It is equivalent only within a stated margin; otherwise inconclusive. The verdict is never "no
+effect".
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,8 @@ from retrain.records.entries import Direction
 Interval = tuple[float, float]
 
 FEW_PROBLEMS = 500
-"""With fewer held-out problems a verdict needs the interval for new problems too: a few of them can carry an effect."""
+"""With fewer held-out problems a verdict needs the interval for new problems too: a few of them can
+carry an effect."""
 
 
 class Verdict(StrEnum):
@@ -44,7 +46,8 @@ class TestSettings:
 
     alpha: float = 0.05
     margin: float | None = None
-    """Differences below this are equivalent, in the metric's units; None: no verdict of equivalence."""
+    """Differences below this are equivalent, in the metric's units; None: no verdict of
+    equivalence."""
     effect: float | None = None
     """The difference for which the number of seeds is computed; None: not computed."""
     power: float = 0.8
@@ -66,11 +69,15 @@ class TestSettings:
         if self.rule == "evidence":
             return [anytime_p(value) for value in evidence(family, self.looks)]
         if self.rule == "holm":
-            return statistics.holm([statistics.sign_flip_p(list(contrast.values())) for contrast in family])
+            return statistics.holm(
+                [statistics.sign_flip_p(list(contrast.values())) for contrast in family]
+            )
         return max_t(family)
 
     def smallest_adjusted(self, pairs: Sequence[int]) -> list[float] | list[None]:
-        """The smallest adjusted p that any differences of so many pairs in each contrast could give; None where looks may follow."""
+        """The smallest adjusted p that any differences of so many pairs in each contrast could
+        give; None where looks may follow.
+        """
         if self.rule == "evidence":
             return [None] * len(pairs)
         smallest = [statistics.smallest_p(count) for count in pairs]
@@ -78,29 +85,56 @@ class TestSettings:
 
     def p(self, differences: Mapping[int, float]) -> float:
         """The p of one contrast alone."""
-        return self.adjusted([differences])[0] if self.rule == "evidence" else statistics.sign_flip_p([*differences.values()])
+        return (
+            self.adjusted([differences])[0]
+            if self.rule == "evidence"
+            else statistics.sign_flip_p([*differences.values()])
+        )
 
     def interval(self, differences: Mapping[int, float]) -> Interval | None:
-        """Student's t interval of the mean or, under looks, the confidence sequence of the centre. None: too few pairs."""
+        """Student's t interval of the mean or, under looks, the confidence sequence of the centre.
+        None: too few pairs.
+        """
         if self.rule == "evidence":
-            return confidence_sequence([differences[look] for look in sorted(differences)], 1 - self.alpha)
-        return statistics.t_interval([*differences.values()], 1 - self.alpha) if len(differences) > 1 else None
+            return confidence_sequence(
+                [differences[look] for look in sorted(differences)], 1 - self.alpha
+            )
+        return (
+            statistics.t_interval([*differences.values()], 1 - self.alpha)
+            if len(differences) > 1
+            else None
+        )
 
     def seeds_to_conclude(self, comparisons: int) -> int:
         """The fewest pairs with which any contrast of the family can be significant."""
         return power.seeds_to_conclude(self.alpha, comparisons, self.rule)
 
     def detectable(self, pairs: int, sd: float, comparisons: int) -> Interval | None:
-        """The difference found with the stated power, over the 95% interval of the sd; None if nothing could be significant."""
-        if self.rule == "evidence":  # the number of seeds is not fixed, so that there is no such difference
+        """The difference found with the stated power, over the 95% interval of the sd; None if
+        nothing could be significant.
+        """
+        if (
+            self.rule == "evidence"
+        ):  # the number of seeds is not fixed, so that there is no such difference
             return None
         low, high = power.sd_interval(sd, pairs - 1)
-        found = [power.minimal_detectable_effect(pairs, end, self.alpha, self.power, comparisons, self.rule) for end in (low, high)]
+        found = [
+            power.minimal_detectable_effect(
+                pairs, end, self.alpha, self.power, comparisons, self.rule
+            )
+            for end in (low, high)
+        ]
         return None if found[0] is None or found[1] is None else (found[0], found[1])
 
     def seeds_needed(self, sd: float, comparisons: int) -> int | None:
-        """Seeds that find `effect` at this sd; None without an effect, under looks, and where it is out of reach."""
-        if self.effect is None or self.rule == "evidence" or power.out_of_reach(self.effect, sd, self.alpha, self.power, comparisons):
+        """Seeds that find `effect` at this sd; None without an effect, under looks, and where it is
+        out of reach.
+        """
+        if (
+            self.effect is None
+            or self.rule == "evidence"
+            or power.out_of_reach(self.effect, sd, self.alpha, self.power, comparisons)
+        ):
             return None
         return power.seeds_needed(self.effect, sd, self.alpha, self.power, comparisons, self.rule)
 
@@ -112,7 +146,8 @@ class Paired:
     by_seed: Mapping[int, float]
     """Seed -> difference; with the correction "evidence" by the number of the look instead."""
     least: Mapping[int, float] | None = None
-    """The differences with every unjudged answer counted against the candidate; None where all answers were judged."""
+    """The differences with every unjudged answer counted against the candidate; None where all
+    answers were judged."""
     most: Mapping[int, float] | None = None
     """The same with every unjudged answer counted for it."""
     problem_interval: Interval | None = None
@@ -135,7 +170,9 @@ class Paired:
 
 @dataclass(frozen=True)
 class Conclusion:
-    """The result for one contrast, in the metric's units. Fields that need two pairs are None for a single pair."""
+    """The result for one contrast, in the metric's units. Fields that need two pairs are None for a
+    single pair.
+    """
 
     pairs: int
     mean: float
@@ -145,20 +182,23 @@ class Conclusion:
     p: float
     p_adjusted: float
     smallest_p_adjusted: float | None
-    """The smallest that any differences could give with this many pairs in every contrast; None for evidence, since looks may follow."""
+    """The smallest that any differences could give with this many pairs in every contrast; None for
+    evidence, since looks may follow."""
     d_z: float | None
     """With Hedges' correction, which is 0 for two pairs: None below three."""
     detectable: Interval | None
-    """The difference found with the stated power, over the 95% interval of the sd; None if nothing could be significant or all
-    differences are equal."""
+    """The difference found with the stated power, over the 95% interval of the sd; None if nothing
+    could be significant or all differences are equal."""
     seeds_needed: int | None
     """Seeds that find the stated effect at this sd; None without an effect or out of reach."""
     equivalence_p_adjusted: float | None
     """The p of the claim of equivalence; None without a margin."""
     bounds: Interval | None
-    """The mean with every unjudged answer counted against the candidate, and for it; None where all were judged."""
+    """The mean with every unjudged answer counted against the candidate, and for it; None where all
+    were judged."""
     unsure: str
-    """Why a verdict that the seeds alone would give is withheld: "unjudged" or "problems"; else ""."""
+    """Why a verdict that the seeds alone would give is withheld: "unjudged" or "problems"; else
+    ""."""
     within_margin: bool
     """A difference that is also smaller than the margin."""
     verdict: Verdict
@@ -167,14 +207,20 @@ class Conclusion:
         return self.smallest_p_adjusted is None or self.smallest_p_adjusted < alpha
 
     def word(self, alpha: float) -> str:
-        """The verdict, or whether nothing could be concluded by design or was looked for and not decided."""
+        """The verdict, or whether nothing could be concluded by design or was looked for and not
+        decided.
+        """
         if self.verdict is not Verdict.INCONCLUSIVE:
             return str(self.verdict)
         return "undecided" if self.can_conclude(alpha) else "cannot conclude"
 
 
-def conclude(family: Sequence[Paired], test: TestSettings, better: Direction = "higher") -> list[Conclusion]:
-    """One conclusion per contrast; the p values are adjusted over the whole family. `better` is the metric's own direction."""
+def conclude(
+    family: Sequence[Paired], test: TestSettings, better: Direction = "higher"
+) -> list[Conclusion]:
+    """One conclusion per contrast; the p values are adjusted over the whole family. `better` is the
+    metric's own direction.
+    """
     adjusted = test.adjusted([paired.by_seed for paired in family])
     at_worst = adjusted
     if any(paired.least is not None for paired in family) and min(adjusted) < test.alpha:
@@ -198,13 +244,24 @@ def _conclusion(
 ) -> Conclusion:
     d = paired.values
     mean, sd = statistics.mean(d), statistics.sample_sd(d) if len(d) > 1 else None
-    equivalent = equivalence_p is not None and equivalence_p < test.alpha and smallest is not None and smallest < test.alpha
+    equivalent = (
+        equivalence_p is not None
+        and equivalence_p < test.alpha
+        and smallest is not None
+        and smallest < test.alpha
+    )
     interval = test.interval(paired.by_seed)
     differs = p_adjusted < test.alpha and _excludes_zero(interval)
     unsure = _unsure(paired, p_at_worst, test) if differs else ""
     verdict = Verdict.EQUIVALENT if equivalent else Verdict.INCONCLUSIVE
     if differs and not unsure:
-        verdict = Verdict.DIFFERENT if better is None else Verdict.IMPROVEMENT if (mean < 0) == (better == "lower") else Verdict.WORSE
+        verdict = (
+            Verdict.DIFFERENT
+            if better is None
+            else Verdict.IMPROVEMENT
+            if (mean < 0) == (better == "lower")
+            else Verdict.WORSE
+        )
     return Conclusion(
         pairs=len(d),
         mean=mean,
@@ -217,9 +274,11 @@ def _conclusion(
         detectable=test.detectable(len(d), sd, family) if sd else None,
         seeds_needed=test.seeds_needed(sd, family) if sd else None,
         equivalence_p_adjusted=equivalence_p,
-        bounds=(statistics.mean([*paired.least.values()]), statistics.mean([*paired.most.values()]))
-        if paired.least and paired.most
-        else None,
+        bounds=(
+            (statistics.mean([*paired.least.values()]), statistics.mean([*paired.most.values()]))
+            if paired.least and paired.most
+            else None
+        ),
         unsure=unsure,
         within_margin=equivalent and verdict is not Verdict.EQUIVALENT,
         verdict=verdict,
@@ -233,18 +292,26 @@ def _excludes_zero(interval: Interval | None) -> bool:
 def _unsure(paired: Paired, p_at_worst: float, test: TestSettings) -> str:
     """Why differences that are significant on their own make no verdict; "" if they do."""
     mean, worst = statistics.mean(paired.values), paired.at_worst
-    if p_at_worst >= test.alpha or not _excludes_zero(test.interval(worst)) or mean * statistics.mean([*worst.values()]) <= 0:
+    if (
+        p_at_worst >= test.alpha
+        or not _excludes_zero(test.interval(worst))
+        or mean * statistics.mean([*worst.values()]) <= 0
+    ):
         return "unjudged"
-    if paired.problem_interval is not None and paired.problem_interval[0] <= 0 <= paired.problem_interval[1]:
+    if (
+        paired.problem_interval is not None
+        and paired.problem_interval[0] <= 0 <= paired.problem_interval[1]
+    ):
         return "problems"
     return ""
 
 
 def _equivalence(family: Sequence[Paired], margin: float | None) -> list[float | None]:
-    """Holm-adjusted p of the claim |mean| < margin, per contrast; None without a margin and for a single pair.
+    """Holm-adjusted p of the claim |mean| < margin, per contrast; None without a margin and for a
+    single pair.
 
-    No p is below 2^-n, which n pairs can give by sign flips: equal and nearly equal differences are treated alike. Unjudged answers are
-    counted in the direction that takes the mean away from 0.
+    No p is below 2^-n, which n pairs can give by sign flips: equal and nearly equal differences are
+    treated alike. Unjudged answers are counted in the direction that takes the mean away from 0.
     """
     if margin is None:
         return [None] * len(family)

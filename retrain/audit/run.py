@@ -1,4 +1,6 @@
-"""Runs a reward on the cases of an audit, and sums up how often it errs, how long it takes and how often it cannot judge."""
+"""Runs a reward on the cases of an audit, and sums up how often it errs, how long it takes and how
+often it cannot judge.
+"""
 
 import threading
 import time
@@ -30,7 +32,8 @@ class Judged:
     case: Case
     score: Score
     seconds: float
-    """The time from the request to the verdict, with as many other requests under way as there are workers."""
+    """The time from the request to the verdict, with as many other requests under way as there are
+    workers."""
 
     @property
     def is_error(self) -> bool:
@@ -43,7 +46,9 @@ class Judged:
 
 @dataclass(frozen=True)
 class Rate:
-    """The errors of a reward on some of the cases, all of which are right or all of which are wrong."""
+    """The errors of a reward on some of the cases, all of which are right or all of which are
+    wrong.
+    """
 
     name: str
     cases: Sequence[Judged]
@@ -62,9 +67,11 @@ class Rate:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The 95% interval: Wilson's, on the effective number of cases, since those of one example are alike.
+        """The 95% interval: Wilson's, on the effective number of cases, since those of one example
+        are alike.
 
-        The variance is that of the ratio of errors to cases, both summed over the examples (linearised, as for any ratio of two sums).
+        The variance is that of the ratio of errors to cases, both summed over the examples
+        (linearised, as for any ratio of two sums).
         """
         by_example: dict[str, list[bool]] = {}
         for item in self.judged:
@@ -74,7 +81,9 @@ class Rate:
             return 0.0, 1.0
         spread = sum((sum(errors) - rate * len(errors)) ** 2 for errors in by_example.values())
         variance = count / (count - 1) * spread / total**2 if count > 1 else 0.0
-        return wilson_interval(rate, min(rate * (1 - rate) / variance, float(total)) if variance > 0 else float(count))
+        return wilson_interval(
+            rate, min(rate * (1 - rate) / variance, float(total)) if variance > 0 else float(count)
+        )
 
     @property
     def could_not_judge(self) -> int:
@@ -125,11 +134,18 @@ class Audit:
 
     @property
     def forms(self) -> list[Rate]:
-        """One rate for each form of an answer, those with most errors first; right forms before wrong ones."""
+        """One rate for each form of an answer, those with most errors first; right forms before
+        wrong ones.
+        """
         ordered = sorted(self.judged, key=lambda item: (not item.case.right, item.case.name))
         groups = groupby(ordered, key=lambda item: (not item.case.right, item.case.name))
         rates = [(wrong, Rate(name, list(items))) for (wrong, name), items in groups]
-        return [rate for _, rate in sorted(rates, key=lambda pair: (pair[0], -(pair[1].error_rate or 0.0), pair[1].name))]
+        return [
+            rate
+            for _, rate in sorted(
+                rates, key=lambda pair: (pair[0], -(pair[1].error_rate or 0.0), pair[1].name)
+            )
+        ]
 
     @property
     def usage(self) -> JudgeUsage:
@@ -137,10 +153,26 @@ class Audit:
         return sum((item.score.usage for item in self.judged if item.score.usage), JudgeUsage())
 
     def worst(self, most: int) -> list[Judged]:
-        """One error of each form, the gold answers' first, then from the forms with most errors; at most `most` of each side."""
-        errors = [(rate, next(item for item in rate.judged if item.is_error)) for rate in self.forms if rate.errors]
-        ordered = sorted(errors, key=lambda pair: (not pair[1].case.right, pair[1].case.kind is not Kind.GOLD, -pair[0].errors))
-        sides = [[item for _, item in ordered if item.case.right is right][:most] for right in (True, False)]
+        """One error of each form, the gold answers' first, then from the forms with most errors; at
+        most `most` of each side.
+        """
+        errors = [
+            (rate, next(item for item in rate.judged if item.is_error))
+            for rate in self.forms
+            if rate.errors
+        ]
+        ordered = sorted(
+            errors,
+            key=lambda pair: (
+                not pair[1].case.right,
+                pair[1].case.kind is not Kind.GOLD,
+                -pair[0].errors,
+            ),
+        )
+        sides = [
+            [item for _, item in ordered if item.case.right is right][:most]
+            for right in (True, False)
+        ]
         return [*sides[0], *sides[1]]
 
     def slowest(self, most: int) -> list[Judged]:
@@ -180,24 +212,39 @@ def item_json(item: Judged) -> dict[str, Any]:
 def audit_reward(config: TrainConfig, examples: int, say: Callable[[str], None]) -> Audit:
     """Audit `[reward]` on `examples` of the training examples, spread over the whole set.
 
-    Raises ConfigurationError for a source without examples, EnvironmentFailure where the reward cannot work here.
+    Raises ConfigurationError for a source without examples, EnvironmentFailure where the reward
+    cannot work here.
     """
     loaded = load_examples(replaced(config, {"training.max_examples": examples}), "train")
-    cases = [case for index, example in enumerate(loaded.examples) for case in cases_of(example, hostile=index < _HOSTILE_EXAMPLES)]
+    cases = [
+        case
+        for index, example in enumerate(loaded.examples)
+        for case in cases_of(example, hostile=index < _HOSTILE_EXAMPLES)
+    ]
     say(f"{len(cases):,} completions for {len(loaded):,} examples of {loaded.data.source}")
     with build_scorer(config) as scorer:
         if note := scorer.probe():
             say(note)
-        if "judge" not in config.reward.types:  # no time of starting workers in a case's; a judge has answered its probe
+        if (
+            "judge" not in config.reward.types
+        ):  # no time of starting workers in a case's; a judge has answered its probe
             list(_judge_all(scorer, cases[:_WARM_UP], _at_once(config.reward)))
         began = time.perf_counter()
         judged = list(_judge_all(scorer, cases, _at_once(config.reward)))
         seconds = time.perf_counter() - began
-    return Audit(judge_words(training_rewards(config), config.reward), loaded.data.source, len(loaded), judged, seconds)
+    return Audit(
+        judge_words(training_rewards(config), config.reward),
+        loaded.data.source,
+        len(loaded),
+        judged,
+        seconds,
+    )
 
 
 def _at_once(reward: Reward) -> int:
-    """The number of cases that can be judged at the same time, so that a case's time is not spent waiting for others."""
+    """The number of cases that can be judged at the same time, so that a case's time is not spent
+    waiting for others.
+    """
     workers = reward.workers or automatic_workers()
     return max(workers, reward.judge_concurrency) if "judge" in reward.types else workers
 
@@ -226,5 +273,11 @@ def _judge_all(scorer: Scorer, cases: Iterable[Case], at_once: int) -> Iterator[
 
 def _request(case: Case, number: int) -> ScoreRequest:
     example: Example = case.example
-    prompt = example.prompt if isinstance(example.prompt, str) else "\n\n".join(message["content"] for message in example.prompt)
-    return ScoreRequest(case.response, example.reference, prompt, example, step=0, slot=number, sample=0)
+    prompt = (
+        example.prompt
+        if isinstance(example.prompt, str)
+        else "\n\n".join(message["content"] for message in example.prompt)
+    )
+    return ScoreRequest(
+        case.response, example.reference, prompt, example, step=0, slot=number, sample=0
+    )

@@ -18,7 +18,10 @@ def to_text(audit: Audit) -> str:
 
 def _lines(audit: Audit) -> Iterator[str]:
     reward, examples = one_line(audit.reward, _REWARD_WIDTH), counted(audit.examples, "example")
-    yield f"Audit of {reward} on {examples} of {audit.source}: {counted(len(audit.judged), 'completion')}"
+    yield (
+        f"Audit of {reward} on {examples} of {audit.source}:"
+        f" {counted(len(audit.judged), 'completion')}"
+    )
     yield f"in {audit.seconds:.1f} s ({len(audit.judged) / audit.seconds:,.0f} per second)."
     yield from judge_lines(audit)
     yield ""
@@ -26,9 +29,15 @@ def _lines(audit: Audit) -> Iterator[str]:
     erring = [rate for rate in audit.forms if rate.errors]
     if erring:
         yield ""
-        yield from table_lines([("form", *HEAD[1:]), *(rate_row(rate) for rate in erring[:_FORMS_SHOWN])], right=range(1, 8))
+        yield from table_lines(
+            [("form", *HEAD[1:]), *(rate_row(rate) for rate in erring[:_FORMS_SHOWN])],
+            right=range(1, 8),
+        )
     if len(erring) > _FORMS_SHOWN:
-        yield f"and {counted(len(erring) - _FORMS_SHOWN, 'other form')} with errors (--json lists all)"
+        yield (
+            f"and {counted(len(erring) - _FORMS_SHOWN, 'other form')} with errors (--json lists"
+            " all)"
+        )
     for title, items in (("Errors", audit.worst(_EXAMPLES_SHOWN)), ("Slowest", audit.slowest(3))):
         if items:
             yield ""
@@ -41,8 +50,9 @@ def judge_lines(audit: Audit) -> Iterator[str]:
     if usage.requests or usage.cached:
         cost = "" if usage.cost is None else f", cost {usage.cost:g}"
         yield (
-            f"The judge: {counted(usage.requests, 'request')}, {counted(usage.cached, 'repeated completion')}, "
-            f"{usage.prompt_tokens:,} tokens read and {usage.completion_tokens:,} written{cost}."
+            f"The judge: {counted(usage.requests, 'request')},"
+            f" {counted(usage.cached, 'repeated completion')}, {usage.prompt_tokens:,} tokens read"
+            f" and {usage.completion_tokens:,} written{cost}."
         )
 
 
@@ -78,5 +88,11 @@ def milliseconds(seconds: float) -> str:
 def example_line(item: Judged) -> str:
     case = item.case
     verdict = item.score.reason if item.could_not_judge else f"called {item.score.outcome.value}"
-    answer, reference = one_line(case.answer, _ANSWER_WIDTH), one_line(case.example.reference, _ANSWER_WIDTH)
-    return f"{case.example.example_id} ({case.name}, {milliseconds(item.seconds)}): {answer!r} for {reference!r} {verdict}"
+    answer, reference = (
+        one_line(case.answer, _ANSWER_WIDTH),
+        one_line(case.example.reference, _ANSWER_WIDTH),
+    )
+    return (
+        f"{case.example.example_id} ({case.name}, {milliseconds(item.seconds)}): {answer!r} for"
+        f" {reference!r} {verdict}"
+    )

@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Literal
 
 from retrain.backends.losses import LOSSES
-from retrain.inference_engine.base import PRIME_RL_SAMPLER, EngineCapabilities, InferenceEngine, Truncation
+from retrain.inference_engine.base import (
+    PRIME_RL_SAMPLER,
+    EngineCapabilities,
+    InferenceEngine,
+    Truncation,
+)
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
 ALL_LOSSES = tuple(LOSSES)
@@ -16,32 +21,40 @@ ALL_LOSSES = tuple(LOSSES)
 
 @dataclass(frozen=True)
 class BackendCapabilities:
-    """The abilities that a backend declares on its class, so that a configuration can be checked before anything is loaded."""
+    """The abilities that a backend declares on its class, so that a configuration can be checked
+    before anything is loaded.
+    """
 
     per_token_advantages: bool
-    """False: only one advantage per completion reaches the loss, so token-varying transforms are refused."""
+    """False: only one advantage per completion reaches the loss, so token-varying transforms are
+    refused."""
     synchronous_loss: bool
     """False: the reported loss is a placeholder."""
     exact_resume: bool
     """N steps equal k steps + resume + N - k steps, byte for byte."""
     samples_ahead: bool = False
-    """The engine holds a copy of the weights, so that it can sample while the learner updates its own."""
+    """The engine holds a copy of the weights, so that it can sample while the learner updates its
+    own."""
     entropy: bool = True
     """The learner has the entropy of every distribution, which [loss] entropy_coef needs."""
     loss_reduction: Literal["any", "sum", "mean"] = "any"
-    """any: every [loss] aggregation. sum: token losses are added up, and the backend scales advantages to make any of them. mean: over
-    the tokens of the batch, so token_mean alone."""
+    """any: every [loss] aggregation. sum: token losses are added up, and the backend scales
+    advantages to make any of them. mean: over the tokens of the batch, so token_mean alone."""
     losses: tuple[str, ...] = ALL_LOSSES
     """Values of [loss] mode that it can train with; empty: the loss is configured elsewhere."""
     own_loss: bool = False
     """[loss] mode, correction and aggregation may be plugins."""
     scores_rows: bool = True
-    """`logprobs` works. False: the parity gate has nothing to compare the engine with, and no log-ratios are recorded."""
+    """`logprobs` works. False: the parity gate has nothing to compare the engine with, and no
+    log-ratios are recorded."""
     sampler: EngineCapabilities | None = None
-    """Capabilities of the sampler that a backend brings along; None: [inference] engine samples, or it is not known."""
+    """Capabilities of the sampler that a backend brings along; None: [inference] engine samples, or
+    it is not known."""
 
 
-LOCAL = BackendCapabilities(per_token_advantages=True, synchronous_loss=True, exact_resume=True, own_loss=True)
+LOCAL = BackendCapabilities(
+    per_token_advantages=True, synchronous_loss=True, exact_resume=True, own_loss=True
+)
 
 TINKER_SAMPLER = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="raw")
 """Log-probs are of softmax(logits), without the requested temperature."""
@@ -71,7 +84,8 @@ BACKENDS: dict[str, BackendCapabilities] = {
     "tinker": TINKER,
     "prime_rl": PRIME_RL,
 }
-"""The built-in backends and what they can do. `config/support.py` says what they do with each key."""
+"""The built-in backends and what they can do. `config/support.py` says what they do with each
+key."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +98,9 @@ class FrozenWeights:
 
 
 class TrialAdapter(ABC):
-    """Seeded changes of the adapter that the parity gate tries, in groups; entering saves its bytes, leaving restores them exactly."""
+    """Seeded changes of the adapter that the parity gate tries, in groups; entering saves its
+    bytes, leaving restores them exactly.
+    """
 
     groups: tuple[str, ...]
     """Names of the groups: each projection over all layers, and runs of consecutive layers."""
@@ -99,13 +115,15 @@ class TrialAdapter(ABC):
     def set(self, strength: float, without: str = "") -> None:
         """Change every adapted layer, except the layers of the group `without`.
 
-        With `strength` 1 a layer's change is about as large as its input; 0 gives the adapter as it was.
+        With `strength` 1 a layer's change is about as large as its input; 0 gives the adapter as it
+        was.
         """
 
 
 class Backend(ABC):
-    """A plugin's constructor is called as `Backend(config, choices, eos_ids=...)`: the configuration, what an earlier start of the same run
-    chose from the machine (None at its first), and the tokens that end a completion.
+    """A plugin's constructor is called as `Backend(config, choices, eos_ids=...)`: the
+    configuration, what an earlier start of the same run chose from the machine (None at its first),
+    and the tokens that end a completion.
     """
 
     capabilities: BackendCapabilities
@@ -120,12 +138,16 @@ class Backend(ABC):
     @property
     @abstractmethod
     def device_name(self) -> str:
-        """torch's name of the device that learns (cpu, mps, cuda:0), or what a remote service is called."""
+        """torch's name of the device that learns (cpu, mps, cuda:0), or what a remote service is
+        called.
+        """
 
     @property
     @abstractmethod
     def half_precision(self) -> bool:
-        """The base weights are in 16 bits or fewer: the parity gate then allows for their rounding."""
+        """The base weights are in 16 bits or fewer: the parity gate then allows for their
+        rounding.
+        """
 
     @property
     @abstractmethod
@@ -144,43 +166,55 @@ class Backend(ABC):
 
     @abstractmethod
     def train(self, rows: Sequence[Row], step: int) -> StepResult:
-        """Take one step on the rows of one batch: `updates_per_batch` passes of `minibatches` optimizer updates.
+        """Take one step on the rows of one batch: `updates_per_batch` passes of `minibatches`
+        optimizer updates.
 
-        `rows` are all judged completions of the step, since aggregation = "constant" divides by their number; only those that are
-        `trained` need a forward pass.
-        A non-finite loss, gradient or log-prob never changes the weights: that update is skipped and counted.
+        `rows` are all judged completions of the step, since aggregation = "constant" divides by
+        their number; only those that are `trained` need a forward pass. A non-finite loss, gradient
+        or log-prob never changes the weights: that update is skipped and counted.
         """
 
     def trial_adapter(self, seed: int) -> TrialAdapter | None:
-        """Return an adapter for the parity gate to set; None where the adapter cannot be set, so that its effect stays unchecked."""
+        """Return an adapter for the parity gate to set; None where the adapter cannot be set, so
+        that its effect stays unchecked.
+        """
         return None
 
     @property
     def reach(self) -> tuple[int, int]:
-        """(positions that the model knows, its shortest sliding window or 0): bounds on the length of the gate's long prompt."""
+        """(positions that the model knows, its shortest sliding window or 0): bounds on the length
+        of the gate's long prompt.
+        """
         return 1 << 30, 0
 
     @abstractmethod
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
-        """Return the learner's log-probs of each row's action tokens, [T] each, without gradient, at the training temperature unless one
-        is given.
+        """Return the learner's log-probs of each row's action tokens, [T] each, without gradient,
+        at the training temperature unless one is given.
 
         Another temperature is asked for only where the engine's log-probs are raw: theirs is 1.
         """
 
-    def rounded_logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array] | None:
-        """As `logprobs`, in the other precision: bf16 where the learner computes in float32, float32 where it computes in half precision.
-        The difference is what rounding does to this model; None where only one precision is to be had.
+    def rounded_logprobs(
+        self, rows: Sequence[Row], temperature: float | None = None
+    ) -> list[Float32Array] | None:
+        """As `logprobs`, in the other precision: bf16 where the learner computes in float32,
+        float32 where it computes in half precision. The difference is what rounding does to this
+        model; None where only one precision is to be had.
         """
         return None
 
     def kept(self, rows: Sequence[Row], truncation: Truncation) -> list[Float32Array] | None:
-        """[T] of each row: how many tokens `truncation` keeps of the learner's distribution; None where its logits are not to be had."""
+        """[T] of each row: how many tokens `truncation` keeps of the learner's distribution; None
+        where its logits are not to be had.
+        """
         return None
 
     @abstractmethod
     def save_adapter(self, folder: Path) -> None:
-        """Write the PEFT adapter alone: adapter_model.safetensors, adapter_config.json, README.md."""
+        """Write the PEFT adapter alone: adapter_model.safetensors, adapter_config.json,
+        README.md.
+        """
 
     @abstractmethod
     def save(self, folder: Path) -> None:
@@ -195,7 +229,9 @@ class Backend(ABC):
 
 
 class RemoteBackend(Backend):
-    """A backend whose model lies with a service: nothing is chosen, stored or counted on this machine."""
+    """A backend whose model lies with a service: nothing is chosen, stored or counted on this
+    machine.
+    """
 
     @property
     def choices(self) -> None:

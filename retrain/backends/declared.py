@@ -1,6 +1,8 @@
-"""The declared capabilities of a configuration's engine and backend, and the problems and notes that follow; neither is built.
+"""The declared capabilities of a configuration's engine and backend, and the problems and notes
+that follow; neither is built.
 
-A plugin declares it in its class, so its module is imported. The built-in ones stand in a table, and no model library is loaded.
+A plugin declares it in its class, so its module is imported. The built-in ones stand in a table,
+and no model library is loaded.
 """
 
 import importlib
@@ -13,7 +15,12 @@ from retrain.backends.base import BACKENDS, Backend, BackendCapabilities
 from retrain.backends.losses import AGGREGATIONS, CORRECTIONS, LOSSES, TINKER_LOSSES
 from retrain.backends.own_loss import OwnFunction, own_functions
 from retrain.errors import ConfigurationError
-from retrain.inference_engine.base import ENGINE_CLASSES, ENGINES, EngineCapabilities, InferenceEngine
+from retrain.inference_engine.base import (
+    ENGINE_CLASSES,
+    ENGINES,
+    EngineCapabilities,
+    InferenceEngine,
+)
 from retrain.parsing import toml_value
 from retrain.plugins import KINDS, load_plugin, params_of, refuse_unknown_params
 
@@ -31,20 +38,27 @@ def engine_class(config: "TrainConfig") -> type[InferenceEngine]:
         built_in: type[InferenceEngine] = getattr(importlib.import_module(module), name)
         return built_in
     found: type[InferenceEngine] = load_plugin("engine", config.inference.engine, config)
-    _check_declaration(found, EngineCapabilities, f'[inference] engine = "{config.inference.engine}"')
+    _check_declaration(
+        found, EngineCapabilities, f'[inference] engine = "{config.inference.engine}"'
+    )
     return found
 
 
 def backend_class(config: "TrainConfig") -> type[Backend]:
     """Return the class that `[backend] backend` names."""
     found: type[Backend] = load_plugin("backend", config.backend.backend, config)
-    _check_declaration(found, BackendCapabilities, f'[backend] backend = "{config.backend.backend}"')
+    _check_declaration(
+        found, BackendCapabilities, f'[backend] backend = "{config.backend.backend}"'
+    )
     return found
 
 
 def _check_declaration(found: type, wanted: type, where: str) -> None:
     if not isinstance(getattr(found, "capabilities", None), wanted):
-        raise ConfigurationError(f"{where} declares no capabilities; give the class an attribute capabilities = {wanted.__name__}(...).")
+        raise ConfigurationError(
+            f"{where} declares no capabilities; give the class an attribute capabilities ="
+            f" {wanted.__name__}(...)."
+        )
 
 
 def declared_engine(config: "TrainConfig") -> EngineCapabilities | None:
@@ -64,30 +78,48 @@ def declared_backend(config: "TrainConfig") -> BackendCapabilities:
 
 
 def incapable(config: "TrainConfig") -> list[str]:
-    """Return one sentence for each thing that the configuration asks for and its engine or backend cannot do."""
+    """Return one sentence for each thing that the configuration asks for and its engine or backend
+    cannot do.
+    """
     from retrain.config.outcomes import key_refusals, per_token_refusals
 
     backend, engine, loss = declared_backend(config), declared_engine(config), config.loss
     problems = [*key_refusals(config), *per_token_refusals(config, backend.per_token_advantages)]
-    if config.backend.backend not in BACKENDS:  # a plugin's declaration; of a built-in backend, `config/support.py` says more
+    if (
+        config.backend.backend not in BACKENDS
+    ):  # a plugin's declaration; of a built-in backend, `config/support.py` says more
         where = f'backend "{config.backend.backend}"'
         if backend.losses and loss.mode in LOSSES and loss.mode not in backend.losses:
-            problems.append(f'[loss] mode = "{loss.mode}" is not a loss of {where}; use {" or ".join(backend.losses)}.')
+            problems.append(
+                f'[loss] mode = "{loss.mode}" is not a loss of {where}; use'
+                f" {' or '.join(backend.losses)}."
+            )
         if backend.loss_reduction == "mean" and loss.aggregation != "token_mean":
-            problems.append(f'[loss] aggregation = "{loss.aggregation}": {where} divides by the tokens of the batch; use "token_mean".')
+            problems.append(
+                f'[loss] aggregation = "{loss.aggregation}": {where} divides by the tokens of the'
+                ' batch; use "token_mean".'
+            )
         if loss.entropy_coef and not backend.entropy:
-            problems.append(f"[loss] entropy_coef = {loss.entropy_coef:g} needs entropies, which {where} does not have; leave it at 0.")
+            problems.append(
+                f"[loss] entropy_coef = {loss.entropy_coef:g} needs entropies, which {where} does"
+                " not have; leave it at 0."
+            )
     try:
         problems += _loss_problems(config, backend)
     except ConfigurationError as error:
         problems += error.problems
-    return [*problems, *(_engine_problems(config, engine) if engine and config.backend.backend == "local" else ())]
+    return [
+        *problems,
+        *(_engine_problems(config, engine) if engine and config.backend.backend == "local" else ()),
+    ]
 
 
 def _loss_problems(config: "TrainConfig", backend: BackendCapabilities) -> Iterator[str]:
-    """Look at the plugins of [loss], each of which is proved on a small batch, and at the parameters of what is built in.
+    """Look at the plugins of [loss], each of which is proved on a small batch, and at the
+    parameters of what is built in.
 
-    Raises ConfigurationError for a plugin that cannot be loaded or of which a property does not hold.
+    Raises ConfigurationError for a plugin that cannot be loaded or of which a property does not
+    hold.
     """
     loss, where = config.loss, f'backend "{config.backend.backend}"'
     names: dict[str, tuple[str, Collection[str]]] = {
@@ -97,21 +129,37 @@ def _loss_problems(config: "TrainConfig", backend: BackendCapabilities) -> Itera
     }
     own = {kind: name for kind, (name, builtins) in names.items() if name not in builtins}
     if own and not backend.own_loss:
-        if config.backend.backend not in BACKENDS:  # of a built-in backend, `config/support.py` says more
+        if (
+            config.backend.backend not in BACKENDS
+        ):  # of a built-in backend, `config/support.py` says more
             for kind, name in own.items():
-                yield f'{KINDS[kind].key} = "{name}" is a plugin, and {where} takes none; use a built-in name.'
+                yield (
+                    f'{KINDS[kind].key} = "{name}" is a plugin, and {where} takes none; use a'
+                    " built-in name."
+                )
         return
     if backend.losses:
-        yield from _parameter_problems([(kind, name) for kind, (name, _) in names.items() if kind not in own], config)
-    if config.backend.backend == "tinker" and config.backend.tinker.loss_reduction == "mean" and loss.mode not in TINKER_LOSSES:
+        yield from _parameter_problems(
+            [(kind, name) for kind, (name, _) in names.items() if kind not in own], config
+        )
+    if (
+        config.backend.backend == "tinker"
+        and config.backend.tinker.loss_reduction == "mean"
+        and loss.mode not in TINKER_LOSSES
+    ):
         yield (
-            f'[loss] mode = "{loss.mode}" with [backend.options] loss_reduction = "mean": such a service divides by the weights that '
-            f"carry the gradient of a loss that is computed here; use {', '.join(TINKER_LOSSES[:-1])} or {TINKER_LOSSES[-1]}."
+            f'[loss] mode = "{loss.mode}" with [backend.options] loss_reduction = "mean": such a'
+            " service divides by the weights that "
+            "carry the gradient of a loss that is computed here; use"
+            f" {', '.join(TINKER_LOSSES[:-1])} or {TINKER_LOSSES[-1]}."
         )
     here = config.backend.backend == "tinker" and backend.losses and loss.mode not in TINKER_LOSSES
     if (own or here) and importlib.util.find_spec("torch") is None:
         kind, name = next(iter({**own, "loss": loss.mode}.items()))
-        yield f'{KINDS[kind].key} = "{name}" is computed here with torch, which is not installed; pip install torch, or use another.'
+        yield (
+            f'{KINDS[kind].key} = "{name}" is computed here with torch, which is not installed; pip'
+            " install torch, or use another."
+        )
         return
     if not own:
         return
@@ -119,21 +167,35 @@ def _loss_problems(config: "TrainConfig", backend: BackendCapabilities) -> Itera
 
     has = {"entropy": backend.entropy, "reference": config.backend.backend != "tinker"}
     for one in own_functions(config):
-        for name in (name for name, there in has.items() if one.declares(f"needs_{name}") and not there):
-            yield f'{one.where} reads tokens.{name}, which {where} does not have; use backend = "local".'
+        for name in (
+            name for name, there in has.items() if one.declares(f"needs_{name}") and not there
+        ):
+            yield (
+                f"{one.where} reads tokens.{name}, which {where} does not have; use backend ="
+                ' "local".'
+            )
     unproved(config)
 
 
-def _parameter_problems(builtins: Sequence[tuple[str, str]], config: "TrainConfig") -> Iterator[str]:
+def _parameter_problems(
+    builtins: Sequence[tuple[str, str]], config: "TrainConfig"
+) -> Iterator[str]:
     for kind, name in builtins:
-        refuse_unknown_params(kind, name, frozenset(LOSSES[name].parameters if kind == "loss" else ()), config)
+        refuse_unknown_params(
+            kind, name, frozenset(LOSSES[name].parameters if kind == "loss" else ()), config
+        )
         for param, value in params_of(kind, config).items():
             if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-                yield f"{KINDS[kind].params_key} {param} = {toml_value(value)} must be a number above 0."
+                yield (
+                    f"{KINDS[kind].params_key} {param} = {toml_value(value)} must be a number"
+                    " above 0."
+                )
 
 
 def loss_notes(config: "TrainConfig") -> list[str]:
-    """Return one sentence on each plugin of [loss]: what was proved, and what it declares; or what is not as it should be."""
+    """Return one sentence on each plugin of [loss]: what was proved, and what it declares; or what
+    is not as it should be.
+    """
     functions = own_functions(config)
     if not functions:
         return []
@@ -141,8 +203,15 @@ def loss_notes(config: "TrainConfig") -> list[str]:
 
     warnings = unproved(config)
     notes = [warnings.get(one.kind) or f"{one.where} {_loss_words(one)}." for one in functions]
-    turned = [one for one in functions if one.kind == "loss" and one.kind not in warnings and has_wrong_sign(one)]
-    what = "makes tokens with a positive advantage less probable: is its sign meant? What it returns is minimised"
+    turned = [
+        one
+        for one in functions
+        if one.kind == "loss" and one.kind not in warnings and has_wrong_sign(one)
+    ]
+    what = (
+        "makes tokens with a positive advantage less probable: is its sign meant? What it returns"
+        " is minimised"
+    )
     notes += [f"{one.where} {what}." for one in turned]
     return notes
 
@@ -159,7 +228,10 @@ def _loss_words(own: OwnFunction) -> str:
         "reads entropies": own.declares("needs_entropy"),
         "reads the base model's log-probs": own.declares("needs_reference"),
     }
-    return f"is a plugin, proved on a small batch: {', '.join(words for words, holds in parts.items() if holds)}"
+    return (
+        "is a plugin, proved on a small batch:"
+        f" {', '.join(words for words, holds in parts.items() if holds)}"
+    )
 
 
 def _engine_problems(config: "TrainConfig", engine: EngineCapabilities) -> Iterator[str]:
@@ -167,48 +239,88 @@ def _engine_problems(config: "TrainConfig", engine: EngineCapabilities) -> Itera
 
     where = f'[inference] engine = "{config.inference.engine}"'
     yield from kept_set_refusals(config, engine.kept_set)
-    if config.inference.engine in ENGINE_CLASSES and config.inference.engine != "max" and not config.inference.urls:
-        yield f"{where} needs the address of its server; set [inference] url, such as http://127.0.0.1:8000."
+    if (
+        config.inference.engine in ENGINE_CLASSES
+        and config.inference.engine != "max"
+        and not config.inference.urls
+    ):
+        yield (
+            f"{where} needs the address of its server; set [inference] url, such as"
+            " http://127.0.0.1:8000."
+        )
     if not (engine.in_process or engine.adapter_reload):
-        yield f"{where} cannot load a new adapter, so it would always sample from the untrained model; choose another engine."
+        yield (
+            f"{where} cannot load a new adapter, so it would always sample from the untrained"
+            " model; choose another engine."
+        )
     if not engine.token_ids_out:
-        yield f"{where} returns text without token ids, and encoding it again may give other tokens; choose another engine."
+        yield (
+            f"{where} returns text without token ids, and encoding it again may give other tokens;"
+            " choose another engine."
+        )
     if engine.logprobs == "none":
-        yield f"{where} returns no log-probs, and the loss needs them for its ratio; choose another engine."
+        yield (
+            f"{where} returns no log-probs, and the loss needs them for its ratio; choose another"
+            " engine."
+        )
     if not engine.entropy and config.algorithm.uncertainty == "shannon_entropy":
-        yield f'{where} records no entropies, which uncertainty_kind = "shannon_entropy" needs; use surprisal or predictive_variance.'
+        yield (
+            f'{where} records no entropies, which uncertainty_kind = "shannon_entropy" needs; use'
+            " surprisal or predictive_variance."
+        )
     if config.inference.engine != "pytorch" and config.backend.shard_base:
-        yield f"{where} with [backend] shard_base = true: only the pytorch engine samples from a sharded model; leave it false."
+        yield (
+            f"{where} with [backend] shard_base = true: only the pytorch engine samples from a"
+            " sharded model; leave it false."
+        )
     if config.inference.engine != "pytorch" and len(config.backend.device_list) > 1:
-        yield f"{where} with two [backend] devices: only the pytorch engine samples on a device of its own; name one device."
+        yield (
+            f"{where} with two [backend] devices: only the pytorch engine samples on a device of"
+            " its own; name one device."
+        )
 
 
 def capability_notes(config: "TrainConfig") -> Iterator[str]:
-    """Return lines that a run prints about an engine or a backend that does less than the local ones, one sentence each."""
+    """Return lines that a run prints about an engine or a backend that does less than the local
+    ones, one sentence each.
+    """
     backend, engine = declared_backend(config), declared_engine(config)
     yield from loss_notes(config)
     if not backend.synchronous_loss:
-        yield f'[backend] backend = "{config.backend.backend}" reports a placeholder for the loss: read the rewards instead.'
+        yield (
+            f'[backend] backend = "{config.backend.backend}" reports a placeholder for the loss:'
+            " read the rewards instead."
+        )
     if not backend.exact_resume:
-        yield f'[backend] backend = "{config.backend.backend}" does not resume byte for byte: a resumed run differs from a straight one.'
+        yield (
+            f'[backend] backend = "{config.backend.backend}" does not resume byte for byte: a'
+            " resumed run differs from a straight one."
+        )
     local = config.backend.backend == "local"
-    sampler = f'[inference] engine = "{config.inference.engine}"' if local else f'[backend] backend = "{config.backend.backend}"'
+    sampler = (
+        f'[inference] engine = "{config.inference.engine}"'
+        if local
+        else f'[backend] backend = "{config.backend.backend}"'
+    )
     if engine and engine.noise == "none":
         yield (
-            f"{sampler} draws its own noise: runs with one seed share their prompts but not their sampling, and a run cannot be repeated "
-            "exactly."
+            f"{sampler} draws its own noise: runs with one seed share their prompts but not their"
+            " sampling, and a run cannot be repeated exactly."
         )
     if engine and not engine.token_ids_in:
         yield f"{sampler} takes prompts as text, so each must encode back to its own ids."
     if engine and local and is_raw(engine, config.training.temperature):
         yield (
-            f"{sampler} returns log-probs before the temperature: the learner computes those at {config.training.temperature:g} itself, in "
-            "two more forward passes per step, and surprisals and log_ratio_mean are those at temperature 1."
+            f"{sampler} returns log-probs before the temperature: the learner computes those at"
+            f" {config.training.temperature:g} itself, in two more forward passes per step, and"
+            " surprisals and log_ratio_mean are those at temperature 1."
         )
 
 
 def is_raw(engine: EngineCapabilities, temperature: float) -> bool:
-    """Return True if the engine returns log-probs before the temperature, and the temperature is not 1."""
+    """Return True if the engine returns log-probs before the temperature, and the temperature is
+    not 1.
+    """
     return engine.logprobs == "raw" and temperature != 1
 
 

@@ -1,6 +1,7 @@
 """The built-in losses, corrections and aggregations by name, and what a loss of one's own is given.
 
-No torch is imported here: the configuration takes its known names from these tables (docs/losses.md has the formulas).
+No torch is imported here: the configuration takes its known names from these tables (docs/losses.md
+has the formulas).
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,12 +19,15 @@ class ActionTokens:
     new: "Tensor"
     """Log-probs of the policy that learns."""
     old: "Tensor"
-    """Log-probs that the ratio is taken against: the sampler's, or the learner's own before the first update."""
+    """Log-probs that the ratio is taken against: the sampler's, or the learner's own before the
+    first update."""
     sampler: "Tensor"
-    """Log-probs that the sampler recorded; differs from `old` only where old log-probs are recomputed."""
+    """Log-probs that the sampler recorded; differs from `old` only where old log-probs are
+    recomputed."""
     advantages: "Tensor"
     weights: "Tensor"
-    """Weights of the policy terms: `sequence_weights` of the whole optimizer batch, one per token; applied outside of the terms."""
+    """Weights of the policy terms: `sequence_weights` of the whole optimizer batch, one per token;
+    applied outside of the terms."""
     lengths: Sequence[int]
     """Action tokens of each sequence; a sequence is never split."""
     reference: "Tensor | None" = None
@@ -71,6 +75,7 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "prompt_mean", "constant", "sum")
 
 
 ATTRIBUTES = ("own_term", "sequence_level", "needs_entropy", "needs_reference")
-"""What a loss of one's own may declare as attributes of its function, such as `sapo.own_term = True`. own_term: it has a gradient where the
-advantage is 0. sequence_level: the term of a token depends on the other tokens of its sequence. needs_entropy, needs_reference: it reads
+"""What a loss of one's own may declare as attributes of its function, such as `sapo.own_term =
+True`. own_term: it has a gradient where the advantage is 0. sequence_level: the term of a token
+depends on the other tokens of its sequence. needs_entropy, needs_reference: it reads
 `tokens.entropy` or `tokens.reference`, which are computed then."""

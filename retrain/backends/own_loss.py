@@ -1,4 +1,5 @@
-"""A loss of one's own: plugins of [loss] mode, correction and aggregation, called, and their answers checked (docs/losses.md).
+"""A loss of one's own: plugins of [loss] mode, correction and aggregation, called, and their
+answers checked (docs/losses.md).
 
 No torch is imported here; `proof.py` proves them on a small batch before a run starts.
 """
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from retrain.config import TrainConfig
 
 CLIPPED = "clipped"
-"""The metric that is a mask: tokens whose gradient the loss took away or bounded. It becomes `clip_fraction`."""
+"""The metric that is a mask: tokens whose gradient the loss took away or bounded. It becomes
+`clip_fraction`."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,9 @@ class Terms:
 
 @dataclass(frozen=True)
 class OwnFunction:
-    """A plugin with its parameters. A call raises RunFailed, one sentence, for whatever it raises and for an answer of another form."""
+    """A plugin with its parameters. A call raises RunFailed, one sentence, for whatever it raises
+    and for an answer of another form.
+    """
 
     kind: str
     name: str
@@ -54,30 +58,41 @@ class OwnFunction:
         return f'{KINDS[self.kind].key} = "{self.name}"'
 
     def call(self, *inputs: Any) -> Any:
-        """Call it plainly: its own exceptions come through, and ValueError for an answer of another form."""
+        """Call it plainly: its own exceptions come through, and ValueError for an answer of another
+        form.
+        """
         takes_params = "params" in inspect_call(self.kind, self.function).keywords
         given = {"params": dict(self.params)} if takes_params else {}
         return _CHECKS[self.kind](self.function(*inputs, **given), *inputs)
 
     def declares(self, attribute: str) -> bool:
-        """True if the function has this attribute of `ATTRIBUTES`, such as `sapo.own_term = True`."""
+        """True if the function has this attribute of `ATTRIBUTES`, such as `sapo.own_term =
+        True`.
+        """
         assert attribute in ATTRIBUTES
         return bool(getattr(self.function, attribute, False))
 
 
 def own_loss(config: "TrainConfig") -> OwnFunction | None:
-    """Load the plugin of [loss] mode, of `ActionTokens` to `Terms`; None where the mode is built in. Raises ConfigurationError."""
+    """Load the plugin of [loss] mode, of `ActionTokens` to `Terms`; None where the mode is built
+    in. Raises ConfigurationError.
+    """
     return _own("loss", config.loss.mode, LOSSES, config)
 
 
 def own_correction(config: "TrainConfig") -> OwnFunction | None:
-    """Load the plugin of [loss] correction, of `ActionTokens` to detached weights [N]; None where it is built in."""
+    """Load the plugin of [loss] correction, of `ActionTokens` to detached weights [N]; None where
+    it is built in.
+    """
     return _own("correction", config.loss.correction, CORRECTIONS, config)
 
 
 def aggregation_of(config: "TrainConfig") -> Aggregation | TokenWeights:
     """Return the built-in name of [loss] aggregation, or its plugin."""
-    return _own("aggregation", config.loss.aggregation, dict.fromkeys(AGGREGATIONS), config) or config.loss.aggregation
+    return (
+        _own("aggregation", config.loss.aggregation, dict.fromkeys(AGGREGATIONS), config)
+        or config.loss.aggregation
+    )
 
 
 def own_functions(config: "TrainConfig") -> list[OwnFunction]:
@@ -87,25 +102,32 @@ def own_functions(config: "TrainConfig") -> list[OwnFunction]:
     return [function for function in found if isinstance(function, OwnFunction)]
 
 
-def _own(kind: str, name: str, builtins: Mapping[str, Any], config: "TrainConfig") -> OwnFunction | None:
+def _own(
+    kind: str, name: str, builtins: Mapping[str, Any], config: "TrainConfig"
+) -> OwnFunction | None:
     found = load_plugin(kind, name, config, builtins)
     return None if name in builtins else OwnFunction(kind, name, found, params_of(kind, config))
 
 
-# -- the form of an answer -----------------------------------------------------------------------------------------------
+# -- the form of an answer -------------------------------------------------------------------------
 
 
 def _shape(value: Any) -> list[int] | None:
-    return list(value.shape) if hasattr(value, "grad_fn") else None  # a tensor, without importing torch
+    return (
+        list(value.shape) if hasattr(value, "grad_fn") else None
+    )  # a tensor, without importing torch
 
 
 def _one_per_token(values: Any, tokens: ActionTokens, what: str) -> None:
     if _shape(values) is None:
-        raise ValueError(f"it gave {type(values).__name__}, and must give {what}, a tensor of shape [{len(tokens.new)}]")
+        raise ValueError(
+            f"it gave {type(values).__name__}, and must give {what}, a tensor of shape"
+            f" [{len(tokens.new)}]"
+        )
     if _shape(values) != [len(tokens.new)]:
         raise ValueError(
-            f"it gave a tensor of shape {_shape(values)}, and must give {what}, of shape [{len(tokens.new)}]: [loss] aggregation takes the "
-            "mean"
+            f"it gave a tensor of shape {_shape(values)}, and must give {what}, of shape"
+            f" [{len(tokens.new)}]: [loss] aggregation takes the mean"
         )
 
 
@@ -113,16 +135,28 @@ def _checked_terms(answer: Any, tokens: ActionTokens) -> Terms:
     values, metrics = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, {})
     _one_per_token(values, tokens, "one term for each action token")
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
-        raise ValueError(f"its metrics are {type(metrics).__name__}, and must be a table of names and tensors")
+        raise ValueError(
+            f"its metrics are {type(metrics).__name__}, and must be a table of names and tensors"
+        )
     shapes = ([len(tokens.new)], [len(tokens.lengths)])
     for name, value in metrics.items():
         if _shape(value) not in shapes[: 1 if name == CLIPPED else 2]:
-            wanted = f"[{shapes[0][0]}] (tokens)" + (f" or [{shapes[1][0]}] (sequences)" if name != CLIPPED else "")
-            raise ValueError(f"its metric {name} must be a tensor of shape {wanted}, whose mean retrain takes")
+            wanted = f"[{shapes[0][0]}] (tokens)" + (
+                f" or [{shapes[1][0]}] (sequences)" if name != CLIPPED else ""
+            )
+            raise ValueError(
+                f"its metric {name} must be a tensor of shape {wanted}, whose mean retrain takes"
+            )
     clipped = metrics.get(CLIPPED)
     if clipped is not None and str(clipped.dtype) != "torch.bool":
-        raise ValueError(f"its metric {CLIPPED} is {clipped.dtype}, and must be a mask of torch.bool")
-    return Terms(values, clipped, {name: value.detach() for name, value in sorted(metrics.items()) if name != CLIPPED})
+        raise ValueError(
+            f"its metric {CLIPPED} is {clipped.dtype}, and must be a mask of torch.bool"
+        )
+    return Terms(
+        values,
+        clipped,
+        {name: value.detach() for name, value in sorted(metrics.items()) if name != CLIPPED},
+    )
 
 
 def _checked_correction(answer: Any, tokens: ActionTokens) -> "Tensor":
@@ -133,12 +167,22 @@ def _checked_correction(answer: Any, tokens: ActionTokens) -> "Tensor":
     return weights
 
 
-def _checked_aggregation(answer: Any, counts: npt.NDArray[np.int64], group: npt.NDArray[np.int64]) -> list[float]:  # noqa: ARG001
+def _checked_aggregation(
+    answer: Any,
+    counts: npt.NDArray[np.int64],
+    group: npt.NDArray[np.int64],  # noqa: ARG001
+) -> list[float]:
     weights = np.asarray(answer, np.float64)
     if weights.shape != counts.shape:
-        raise ValueError(f"it gave an array of shape {list(weights.shape)}, and must give one weight for each of {len(counts)} completions")
+        raise ValueError(
+            f"it gave an array of shape {list(weights.shape)}, and must give one weight for each of"
+            f" {len(counts)} completions"
+        )
     if not np.isfinite(weights).all() or (weights < 0).any():
-        raise ValueError(f"it gave the weight {weights[~(weights >= 0) | np.isinf(weights)][0]}; a weight is finite and at least 0")
+        raise ValueError(
+            f"it gave the weight {weights[~(weights >= 0) | np.isinf(weights)][0]}; a weight is"
+            " finite and at least 0"
+        )
     return [float(weight) for weight in weights]
 
 

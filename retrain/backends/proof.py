@@ -1,7 +1,8 @@
 """What is proved of a loss of one's own on a small batch, in float64, before a run starts.
 
-A plugin gives terms and nothing else: it cannot see how the batch is cut into micro-batches, which process it runs in, or how often it is
-called. So every property below is one that a run relies on. The first that does not hold is told in one sentence.
+A plugin gives terms and nothing else: it cannot see how the batch is cut into micro-batches, which
+process it runs in, or how often it is called. So every property below is one that a run relies on.
+The first that does not hold is told in one sentence.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,13 +39,20 @@ class Batch:
     def part(self, index: Sequence[int], lengths: Sequence[int]) -> ActionTokens:
         """Return some of the tokens as a batch of their own, as a micro-batch has them."""
         chosen = {
-            field.name: value[list(index)] for field in fields(self.tokens) if isinstance(value := getattr(self.tokens, field.name), Tensor)
+            field.name: value[list(index)]
+            for field in fields(self.tokens)
+            if isinstance(value := getattr(self.tokens, field.name), Tensor)
         }
         return replace(self.tokens, **chosen, lengths=tuple(lengths))
 
 
-def small_batch(function: OwnFunction | None = None, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu") -> Batch:
-    """Make 14 tokens of 5 sequences: two certain ones (log-prob 0), ratios around 1, advantages of both signs and one of 0.
+def small_batch(
+    function: OwnFunction | None = None,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str = "cpu",
+) -> Batch:
+    """Make 14 tokens of 5 sequences: two certain ones (log-prob 0), ratios around 1, advantages of
+    both signs and one of 0.
 
     `entropy` and `reference` are there if the function declares that it reads them; None: they are.
     """
@@ -59,7 +67,10 @@ def small_batch(function: OwnFunction | None = None, dtype: torch.dtype = torch.
     old = (leaf.detach() + normal(0.3)).clamp(max=0.0).masked_fill(certain, 0.0)
     advantages = normal(1.0)
     advantages[count // 2] = 0.0
-    given = {name: function is None or function.declares(f"needs_{name}") for name in ("entropy", "reference")}
+    given = {
+        name: function is None or function.declares(f"needs_{name}")
+        for name in ("entropy", "reference")
+    }
     reference = (leaf.detach() + normal(0.3)).clamp(max=0.0)
     tokens = ActionTokens(
         new=leaf.clone(),  # not a leaf, as in a run
@@ -76,7 +87,9 @@ def small_batch(function: OwnFunction | None = None, dtype: torch.dtype = torch.
 
 
 def prove(function: OwnFunction) -> None:
-    """Raise Unproved for the first property of a plugin that does not hold. torch's random state stays as it was."""
+    """Raise Unproved for the first property of a plugin that does not hold. torch's random state
+    stays as it was.
+    """
     provers = {"loss": prove_loss, "correction": prove_correction, "aggregation": prove_aggregation}
     with torch.random.fork_rng(devices=[]):
         try:
@@ -88,58 +101,73 @@ def prove(function: OwnFunction) -> None:
 
 
 def unproved(config: "TrainConfig") -> dict[str, str]:
-    """Return kind -> warning for each plugin of [loss] of which a property does not hold, where [plugins] strict is false.
+    """Return kind -> warning for each plugin of [loss] of which a property does not hold, where
+    [plugins] strict is false.
 
-    Raises ConfigurationError for the first of them where strict is true, or for a plugin that cannot be loaded.
+    Raises ConfigurationError for the first of them where strict is true, or for a plugin that
+    cannot be loaded.
     """
     warnings = {}
     for function in own_functions(config):
         try:
             prove(function)
         except Unproved as problem:
-            warnings[function.kind] = report_probe(function.kind, function.name, str(problem), config)
+            warnings[function.kind] = report_probe(
+                function.kind, function.name, str(problem), config
+            )
     return warnings
 
 
-# -- [loss] mode ---------------------------------------------------------------------------------------------------------
+# -- [loss] mode -----------------------------------------------------------------------------------
 
 
 def prove_loss(function: OwnFunction) -> None:
     """Raise Unproved for the first property that does not hold."""
     batch = small_batch(function)
     terms = _called(function, batch)
-    _unchanged_and_deterministic(function, lambda: small_batch(function), lambda found: found.values)
+    _unchanged_and_deterministic(
+        function, lambda: small_batch(function), lambda found: found.values
+    )
     _proved_gradient(terms, batch)
     changed = replace(batch.tokens, weights=batch.tokens.weights * 2, regulariser_weights=None)
     if not torch.equal(function.call(changed).values, terms.values):
-        raise Unproved("reads tokens.weights, which are the normalisation of the whole batch and are applied outside; give terms without")
-    # First, since advantages whitened over the batch fail the next property too, for a reason that is not theirs.
+        raise Unproved(
+            "reads tokens.weights, which are the normalisation of the whole batch and are applied"
+            " outside; give terms without"
+        )
+    # First, since advantages whitened over the batch fail the next property too, for a reason that
+    # is not theirs.
     _does_not_depend_on_the_cut(function)
     if not function.declares("own_term"):
         silent = small_batch(function)
         none = replace(silent.tokens, advantages=torch.zeros_like(silent.tokens.advantages))
         if (_gradient(function.call(none).values, silent) != 0).any():
             raise Unproved(
-                "has a gradient where every advantage is 0; multiply its terms by tokens.advantages, or declare "
-                f"{_attribute(function, 'own_term')} = True"
+                "has a gradient where every advantage is 0; multiply its terms by"
+                f" tokens.advantages, or declare {_attribute(function, 'own_term')} = True"
             )
     single = small_batch(function, torch.float32)
     found = function.call(single.tokens).values
     if found.dtype != torch.float32:
-        raise Unproved(f"gives {found.dtype} for inputs of torch.float32; keep the dtype of tokens.new")
+        raise Unproved(
+            f"gives {found.dtype} for inputs of torch.float32; keep the dtype of tokens.new"
+        )
     if not torch.isfinite(found).all():
         raise Unproved("gives terms that are not finite in float32")
 
 
 def has_wrong_sign(function: OwnFunction) -> bool:
-    """True if minimising the terms makes tokens with a positive advantage less probable where old and new policy are equal.
+    """True if minimising the terms makes tokens with a positive advantage less probable where old
+    and new policy are equal.
 
     It is asked, not proved: a loss may mean to do so.
     """
     batch = small_batch(function)
     on_policy = replace(batch.tokens, old=batch.new.detach(), sampler=batch.new.detach())
     silent = replace(on_policy, advantages=torch.zeros_like(on_policy.advantages))
-    own = _gradient(function.call(on_policy).values, batch) - _gradient(function.call(silent).values, batch)
+    own = _gradient(function.call(on_policy).values, batch) - _gradient(
+        function.call(silent).values, batch
+    )
     return bool((own * batch.tokens.advantages).sum() > 0)
 
 
@@ -150,17 +178,29 @@ def _called(function: OwnFunction, batch: Batch) -> Terms:
     except Exception as error:
         raise Unproved(_why(function, error)) from error
     if terms.values.dtype != torch.float64:
-        raise Unproved(f"gives {terms.values.dtype} for inputs of torch.float64; keep the dtype of tokens.new")
+        raise Unproved(
+            f"gives {terms.values.dtype} for inputs of torch.float64; keep the dtype of tokens.new"
+        )
     for place in torch.nonzero(~torch.isfinite(terms.values)).flatten().tolist():
-        given = ", ".join(f"{name} = {getattr(batch.tokens, name)[place].item():.3g}" for name in ("new", "old", "advantages"))
-        raise Unproved(f"gives {terms.values[place].item()} for a token with {given}; its terms must be finite")
+        given = ", ".join(
+            f"{name} = {getattr(batch.tokens, name)[place].item():.3g}"
+            for name in ("new", "old", "advantages")
+        )
+        raise Unproved(
+            f"gives {terms.values[place].item()} for a token with {given}; its terms must be finite"
+        )
     return terms
 
 
 def _why(function: OwnFunction, error: Exception) -> str:
-    """Say why the first call failed: a parameter that is not given, an input that is not declared, or the plugin's own words."""
+    """Say why the first call failed: a parameter that is not given, an input that is not declared,
+    or the plugin's own words.
+    """
     if isinstance(error, KeyError) and error.args and error.args[0] not in function.params:
-        return f'reads params["{error.args[0]}"], which {KINDS[function.kind].params_key} does not give'
+        return (
+            f'reads params["{error.args[0]}"], which {KINDS[function.kind].params_key} does not'
+            " give"
+        )
     if isinstance(error, ValueError) and str(error).startswith("it"):
         return f"fails on a small example: {error}"
     for name in ("entropy", "reference"):
@@ -170,7 +210,10 @@ def _why(function: OwnFunction, error: Exception) -> str:
                 function.call(everything)
             except Exception:  # noqa: BLE001 - then it fails for another reason
                 continue
-            return f"reads tokens.{name}, which is None unless it declares {_attribute(function, f'needs_{name}')} = True"
+            return (
+                f"reads tokens.{name}, which is None unless it declares"
+                f" {_attribute(function, f'needs_{name}')} = True"
+            )
     return f"fails on a small example ({describe(error)})"
 
 
@@ -178,17 +221,27 @@ def _attribute(function: OwnFunction, name: str) -> str:
     return f"{function.name.rpartition('.')[2]}.{name}"
 
 
-def _unchanged_and_deterministic(function: OwnFunction, make: Callable[[], Batch], values: Callable[[Any], Tensor]) -> None:
-    """Two calls on equal batches give equal bytes, draw nothing, and leave their inputs as they were."""
+def _unchanged_and_deterministic(
+    function: OwnFunction, make: Callable[[], Batch], values: Callable[[Any], Tensor]
+) -> None:
+    """Two calls on equal batches give equal bytes, draw nothing, and leave their inputs as they
+    were.
+    """
     first, second = make(), make()
     before, versions = torch.random.get_rng_state(), {}
     for name, tensor in _tensors(first.tokens):
         versions[name] = tensor._version
     answers = [values(function.call(batch.tokens)) for batch in (first, second)]
     if not torch.equal(torch.random.get_rng_state(), before):
-        raise Unproved("draws random numbers, so a run with it could not be repeated or resumed; leave them out")
+        raise Unproved(
+            "draws random numbers, so a run with it could not be repeated or resumed; leave"
+            " them out"
+        )
     if not torch.equal(*answers):
-        raise Unproved("gives other values when it is called again with the same tokens; it must depend on them alone")
+        raise Unproved(
+            "gives other values when it is called again with the same tokens; it must depend on"
+            " them alone"
+        )
     for name, tensor in _tensors(first.tokens):
         if tensor._version != versions[name]:
             raise Unproved(f"changes tokens.{name} in place; make a new tensor")
@@ -203,15 +256,24 @@ def _tensors(tokens: ActionTokens) -> Iterator[tuple[str, Tensor]]:
 
 def _proved_gradient(terms: Terms, batch: Batch) -> None:
     if terms.values.grad_fn is None:
-        raise Unproved("has no gradient through tokens.new (everything is detached), so nothing would be learned")
+        raise Unproved(
+            "has no gradient through tokens.new (everything is detached), so nothing would be"
+            " learned"
+        )
     for leaf in _leaves(terms.values.grad_fn):
         if leaf is not batch.new and leaf is not batch.entropy:
-            raise Unproved("carries gradient into a tensor other than tokens.new and tokens.entropy; detach that")
+            raise Unproved(
+                "carries gradient into a tensor other than tokens.new and tokens.entropy; detach"
+                " that"
+            )
     gradient = _gradient(terms.values, batch)
     if not torch.isfinite(gradient).all():
         raise Unproved("has a gradient that is not finite")
     if not gradient.any():
-        raise Unproved("has no gradient through tokens.new at any token of a small batch, so nothing would be learned")
+        raise Unproved(
+            "has no gradient through tokens.new at any token of a small batch, so nothing would be"
+            " learned"
+        )
 
 
 def _leaves(node: Any) -> Iterator[Tensor]:
@@ -228,7 +290,9 @@ def _leaves(node: Any) -> Iterator[Tensor]:
 
 
 def _gradient(values: Tensor, batch: Batch) -> Tensor:
-    """[N] gradient of the weighted sum with respect to the log-probs; zeros where there is no way."""
+    """[N] gradient of the weighted sum with respect to the log-probs; zeros where there is no
+    way.
+    """
     if values.grad_fn is None:
         return torch.zeros_like(batch.new)
     weighted = (values * batch.tokens.weights[: len(values)]).sum()
@@ -237,23 +301,30 @@ def _gradient(values: Tensor, batch: Batch) -> Tensor:
 
 
 def _does_not_depend_on_the_cut(function: OwnFunction) -> None:
-    """Each sequence alone, and for a token-level loss each token alone, has the same terms and gradients as in the whole batch."""
+    """Each sequence alone, and for a token-level loss each token alone, has the same terms and
+    gradients as in the whole batch.
+    """
     ends = list(accumulate(LENGTHS))
     sequences = [list(range(end - length, end)) for end, length in zip(ends, LENGTHS, strict=True)]
     if not _equal_parts(function, [(index, [len(index)]) for index in reversed(sequences)]):
         raise Unproved(
-            "gives a sequence other terms when it stands alone, so the result would depend on how the batch is cut into micro-batches; a "
-            "term may read its own sequence and nothing else ([loss] aggregation takes the mean)"
+            "gives a sequence other terms when it stands alone, so the result would depend on how"
+            " the batch is cut into micro-batches; a term may read its own sequence and nothing"
+            " else ([loss] aggregation takes the mean)"
         )
     whole = list(range(ends[-1]))
-    if not function.declares("sequence_level") and not _equal_parts(function, [(whole, [1] * len(whole))]):
+    if not function.declares("sequence_level") and not _equal_parts(
+        function, [(whole, [1] * len(whole))]
+    ):
         raise Unproved(
-            "gives a token other terms when it is a sequence of its own, so it reads its sequence; declare "
-            f"{_attribute(function, 'sequence_level')} = True"
+            "gives a token other terms when it is a sequence of its own, so it reads its sequence;"
+            f" declare {_attribute(function, 'sequence_level')} = True"
         )
 
 
-def _equal_parts(function: OwnFunction, parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+def _equal_parts(
+    function: OwnFunction, parts: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> bool:
     batch = small_batch(function)
     whole = function.call(batch.tokens).values
     gradient = _gradient(whole, batch)
@@ -263,12 +334,14 @@ def _equal_parts(function: OwnFunction, parts: Sequence[tuple[Sequence[int], Seq
         values = function.call(tokens).values
         if not torch.allclose(values, whole[list(index)], rtol=1e-9, atol=1e-12):
             return False
-        (found,) = torch.autograd.grad((values * tokens.weights).sum(), batch.new, allow_unused=True, retain_graph=True)
+        (found,) = torch.autograd.grad(
+            (values * tokens.weights).sum(), batch.new, allow_unused=True, retain_graph=True
+        )
         summed += 0 if found is None else found
     return torch.allclose(summed, gradient, rtol=1e-9, atol=1e-12)
 
 
-# -- [loss] correction and aggregation -----------------------------------------------------------------------------------
+# -- [loss] correction and aggregation -------------------------------------------------------------
 
 
 def prove_correction(function: OwnFunction) -> None:
@@ -283,9 +356,12 @@ def prove_correction(function: OwnFunction) -> None:
     ends = list(accumulate(LENGTHS))
     for end, length in zip(ends, LENGTHS, strict=True):
         index = range(end - length, end)
-        if not torch.allclose(function.call(batch.part(index, [length])), weights[list(index)], rtol=1e-9, atol=1e-12):
+        if not torch.allclose(
+            function.call(batch.part(index, [length])), weights[list(index)], rtol=1e-9, atol=1e-12
+        ):
             raise Unproved(
-                "gives a sequence other weights when it stands alone, so the result would depend on how the batch is cut into micro-batches"
+                "gives a sequence other weights when it stands alone, so the result would depend on"
+                " how the batch is cut into micro-batches"
             )
 
 
@@ -303,13 +379,17 @@ def prove_aggregation(function: OwnFunction) -> None:
     if weights != again:
         raise Unproved("gives other weights when it is called again with the same counts")
     if not np.allclose(moved, np.array(weights)[other], rtol=1e-9):
-        raise Unproved("gives other weights when the completions come in another order or the groups have other numbers")
+        raise Unproved(
+            "gives other weights when the completions come in another order or the groups have"
+            " other numbers"
+        )
     if not any(weights):
         raise Unproved("gives every token the weight 0, so nothing would be learned")
 
 
 def metric_names(function: OwnFunction, device: torch.device) -> tuple[str, ...]:
-    """Return the names of the metrics that a loss reports, in order. It is called as in a run: in float32, on the learner's device.
+    """Return the names of the metrics that a loss reports, in order. It is called as in a run: in
+    float32, on the learner's device.
 
     Raises RunFailed for what it raises there, such as a tensor of its own on another device.
     """

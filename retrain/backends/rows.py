@@ -1,4 +1,5 @@
-"""Rows to a learner and its result, the same for every backend: checks, the shift, loss weights, minibatches, learning rate, ratios.
+"""Rows to a learner and its result, the same for every backend: checks, the shift, loss weights,
+minibatches, learning rate, ratios.
 
 Nothing here needs torch, so a backend whose service computes elsewhere installs without it.
 """
@@ -17,7 +18,8 @@ from retrain.types import Float32Array, Int32Array, Row, StepResult
 Aggregation = str
 """A name of `retrain.backends.losses.AGGREGATIONS`."""
 TokenWeights = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64]], Sequence[float]]
-"""([completions] tokens that count, at least one each; [completions] group) -> the weight of one token of each completion."""
+"""([completions] tokens that count, at least one each; [completions] group) -> the weight of one
+token of each completion."""
 Schedule = Literal["constant", "linear", "cosine"]
 
 
@@ -31,7 +33,7 @@ class Numbered(Protocol):
 NumberedRow = TypeVar("NumberedRow", bound=Numbered)
 
 
-# -- one row -------------------------------------------------------------------------------------------------------------
+# -- one row ---------------------------------------------------------------------------------------
 
 
 class Shifted(NamedTuple):
@@ -44,33 +46,46 @@ class Shifted(NamedTuple):
 
 
 def shift(row: Row) -> Shifted:
-    """Return predictors and targets of the action tokens, in order; the sampled EOS is the last target, and nothing follows it."""
+    """Return predictors and targets of the action tokens, in order; the sampled EOS is the last
+    target, and nothing follows it.
+    """
     positions = np.fromiter(row.action_positions(), dtype=np.int64, count=row.num_actions)
     return Shifted(positions - 1, row.token_ids[positions])
 
 
 def needed_tokens(row: Row) -> int:
-    """Count the tokens that a forward pass over the row must read: all up to the last predictor. The last action is only a target."""
+    """Count the tokens that a forward pass over the row must read: all up to the last predictor.
+    The last action is only a target.
+    """
     return row.spans[-1][1] - 1 if row.num_actions else 0
 
 
 def check_rows(rows: Sequence[Row]) -> None:
-    """Raise ValueError naming the row whose spans, log-probs, advantages or kept counts do not fit its tokens."""
+    """Raise ValueError naming the row whose spans, log-probs, advantages or kept counts do not fit
+    its tokens.
+    """
     for index, row in enumerate(rows):
         edge = 1
         for start, stop in row.spans:
             if not edge <= start <= stop <= len(row.token_ids):
-                raise ValueError(f"row {index}: span ({start}, {stop}) must lie in order within [{edge}, {len(row.token_ids)}]")
+                raise ValueError(
+                    f"row {index}: span ({start}, {stop}) must lie in order within [{edge},"
+                    f" {len(row.token_ids)}]"
+                )
             edge = stop
         if not len(row.logprobs) == len(row.advantages) == row.num_actions:
             raise ValueError(
-                f"row {index}: {row.num_actions} action tokens, but {len(row.logprobs)} log-probs and {len(row.advantages)} advantages"
+                f"row {index}: {row.num_actions} action tokens, but {len(row.logprobs)} log-probs"
+                f" and {len(row.advantages)} advantages"
             )
         if row.kept is not None and (len(row.kept) != row.num_actions or (row.kept < 1).any()):
-            raise ValueError(f"row {index}: {row.num_actions} action tokens need as many kept counts of 1 or more, not {row.kept.tolist()}")
+            raise ValueError(
+                f"row {index}: {row.num_actions} action tokens need as many kept counts of 1 or"
+                f" more, not {row.kept.tolist()}"
+            )
 
 
-# -- an optimizer batch --------------------------------------------------------------------------------------------------
+# -- an optimizer batch ----------------------------------------------------------------------------
 
 
 def sequence_weights(
@@ -80,18 +95,26 @@ def sequence_weights(
     completions: float | None = None,
     groups: Sequence[int] | None = None,
 ) -> list[float]:
-    """Return the weight of one token of each sequence of the whole optimizer batch; `lengths` counts the tokens that a mean is over.
+    """Return the weight of one token of each sequence of the whole optimizer batch; `lengths`
+    counts the tokens that a mean is over.
 
-    token_mean: 1 / all these tokens. sequence_mean: 1 / (sequences with tokens * own length). prompt_mean: 1 / (prompts with tokens *
-    tokens of the own prompt), as in ScaleRL (2510.13786). constant: 1 / (completions * max_tokens), where `completions` are those that
-    were drawn for the batch, the sequences by default. sum: 1. An empty sequence has no token to weigh. `groups` says which sequences
-    answer one prompt; by default each stands alone.
+    token_mean: 1 / all these tokens. sequence_mean: 1 / (sequences with tokens * own length).
+    prompt_mean: 1 / (prompts with tokens * tokens of the own prompt), as in ScaleRL (2510.13786).
+    constant: 1 / (completions * max_tokens), where `completions` are those that were drawn for the
+    batch, the sequences by default. sum: 1. An empty sequence has no token to weigh. `groups` says
+    which sequences answer one prompt; by default each stands alone.
     """
     groups = range(len(lengths)) if groups is None else groups
     if callable(aggregation):
         filled = [index for index, length in enumerate(lengths) if length]
-        chosen = np.array([(lengths[index], groups[index]) for index in filled], np.int64).reshape(-1, 2)
-        given = dict(zip(filled, aggregation(chosen[:, 0].copy(), chosen[:, 1].copy()), strict=True)) if filled else {}
+        chosen = np.array([(lengths[index], groups[index]) for index in filled], np.int64).reshape(
+            -1, 2
+        )
+        given = (
+            dict(zip(filled, aggregation(chosen[:, 0].copy(), chosen[:, 1].copy()), strict=True))
+            if filled
+            else {}
+        )
         return [given.get(index, 0.0) for index in range(len(lengths))]
     if aggregation == "token_mean":
         return [1 / max(sum(lengths), 1)] * len(lengths)
@@ -103,18 +126,31 @@ def sequence_weights(
         for group, length in zip(groups, lengths, strict=True):
             tokens[group] = tokens.get(group, 0) + length
         prompts = sum(count > 0 for count in tokens.values())
-        return [1 / (prompts * tokens[group]) if length else 0.0 for group, length in zip(groups, lengths, strict=True)]
+        return [
+            1 / (prompts * tokens[group]) if length else 0.0
+            for group, length in zip(groups, lengths, strict=True)
+        ]
     if aggregation == "constant":
         if max_tokens < 1:
-            raise ValueError(f"aggregation constant divides by max_tokens, which must be at least 1, not {max_tokens}")
-        return [1 / ((len(lengths) if completions is None else completions) * max_tokens)] * len(lengths)
+            raise ValueError(
+                "aggregation constant divides by max_tokens, which must be at least 1, not"
+                f" {max_tokens}"
+            )
+        return [1 / ((len(lengths) if completions is None else completions) * max_tokens)] * len(
+            lengths
+        )
     return [1.0] * len(lengths)
 
 
 def row_weights(
-    rows: Sequence[Row], counts: Sequence[int], aggregation: Aggregation | TokenWeights, max_tokens: int, completions: float
+    rows: Sequence[Row],
+    counts: Sequence[int],
+    aggregation: Aggregation | TokenWeights,
+    max_tokens: int,
+    completions: float,
 ) -> list[float]:
-    """Return `sequence_weights` for rows, of which a completion whose history was rewritten has several: together they are one sequence.
+    """Return `sequence_weights` for rows, of which a completion whose history was rewritten has
+    several: together they are one sequence.
 
     `counts`: the tokens of each row that a mean is over; a row without one weighs nothing.
     """
@@ -123,7 +159,13 @@ def row_weights(
     for key, count in zip(of_row, counts, strict=True):
         lengths[key] = lengths.get(key, 0) + count
     groups = [group for group, _ in lengths]
-    weights = dict(zip(lengths, sequence_weights(list(lengths.values()), aggregation, max_tokens, completions, groups), strict=True))
+    weights = dict(
+        zip(
+            lengths,
+            sequence_weights(list(lengths.values()), aggregation, max_tokens, completions, groups),
+            strict=True,
+        )
+    )
     return [weights[key] if count else 0.0 for key, count in zip(of_row, counts, strict=True)]
 
 
@@ -132,23 +174,33 @@ def num_completions(rows: Sequence[Row]) -> int:
     return len({(row.group, row.sample) for row in rows})
 
 
-def minibatch_split(rows: Sequence[NumberedRow], count: int, seed: int, step: int, turn: int) -> list[list[NumberedRow]]:
-    """Split rows into `count` parts of nearly equal size for pass number `turn`, drawn row by row from the counter noise; empty ones are
-    left out.
+def minibatch_split(
+    rows: Sequence[NumberedRow], count: int, seed: int, step: int, turn: int
+) -> list[list[NumberedRow]]:
+    """Split rows into `count` parts of nearly equal size for pass number `turn`, drawn row by row
+    from the counter noise; empty ones are left out.
 
-    Rows are drawn one by one, not by group: the parts stay equal in size whatever the groups, and each sees nearly every prompt.
+    Rows are drawn one by one, not by group: the parts stay equal in size whatever the groups, and
+    each sees nearly every prompt.
     """
     if count == 1:
         return [list(rows)]
     numbers = np.array([row.number for row in rows])
     order = np.argsort(uniform(seed, Stream.MINIBATCH, step, turn, 0, numbers), kind="stable")
-    return [[rows[index] for index in sorted(part)] for part in np.array_split(order, count) if len(part)]
+    return [
+        [rows[index] for index in sorted(part)]
+        for part in np.array_split(order, count)
+        if len(part)
+    ]
 
 
-def learning_rate(peak: float, step: int, schedule: Schedule, warmup_steps: int, max_steps: int) -> float:
+def learning_rate(
+    peak: float, step: int, schedule: Schedule, warmup_steps: int, max_steps: int
+) -> float:
     """Return the rate of training step `step`, counted from 0.
 
-    It rises linearly to `peak` over the warm-up's steps (the first step is not 0), then stays, or falls to 0 at `max_steps`.
+    It rises linearly to `peak` over the warm-up's steps (the first step is not 0), then stays, or
+    falls to 0 at `max_steps`.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
@@ -160,7 +212,7 @@ def learning_rate(peak: float, step: int, schedule: Schedule, warmup_steps: int,
     return peak
 
 
-# -- the result of a step -----------------------------------------------------------------------------------------------
+# -- the result of a step --------------------------------------------------------------------------
 
 
 @dataclass
@@ -178,17 +230,22 @@ class Update:
     """The tensor for which the update was skipped; "" if it was done."""
 
 
-def step_result(updates: Sequence[Update], log_ratios: Sequence[Float32Array], before: Sequence[Float32Array]) -> StepResult:
-    """Loss and gradient norm are means over the updates that were done: NaN if all were skipped, None if there were none.
+def step_result(
+    updates: Sequence[Update], log_ratios: Sequence[Float32Array], before: Sequence[Float32Array]
+) -> StepResult:
+    """Loss and gradient norm are means over the updates that were done: NaN if all were skipped,
+    None if there were none.
 
-    `log_ratios`: learner - sampler log-prob of the action tokens, each token once; `before`: those of the first minibatch of the first
-    pass, which alone no update of the step has moved.
+    `log_ratios`: learner - sampler log-prob of the action tokens, each token once; `before`: those
+    of the first minibatch of the first pass, which alone no update of the step has moved.
     """
     done = [update for update in updates if not update.nonfinite]
     skipped = [update for update in updates if update.nonfinite]
     clippable = sum(update.clippable for update in done)
     d = np.concatenate([np.empty(0, np.float32), *log_ratios]).astype(np.float64)
-    ratios: dict[str, Any] = dict.fromkeys(("ratio_mean", "ratio_max", "mismatch_k1", "mismatch_k3", "ess"))
+    ratios: dict[str, Any] = dict.fromkeys(
+        ("ratio_mean", "ratio_max", "mismatch_k1", "mismatch_k3", "ess")
+    )
     if len(d):
         with np.errstate(over="ignore", invalid="ignore"):
             w = np.exp(d)
@@ -201,7 +258,10 @@ def step_result(updates: Sequence[Update], log_ratios: Sequence[Float32Array], b
                 "ess": float(w.sum() ** 2 / (len(w) * np.square(w).sum())),
             }
     names = dict.fromkeys(name for update in done for name in update.metrics)
-    sums = {name: np.sum([update.metrics[name] for update in done if name in update.metrics], axis=0) for name in names}
+    sums = {
+        name: np.sum([update.metrics[name] for update in done if name in update.metrics], axis=0)
+        for name in names
+    }
     return StepResult(
         loss=_mean([update.loss for update in done]) if updates else None,
         grad_norm=_mean([update.grad_norm for update in done]) if updates else None,
@@ -209,7 +269,10 @@ def step_result(updates: Sequence[Update], log_ratios: Sequence[Float32Array], b
         nonfinite_updates=len(skipped),
         nonfinite_tensor=skipped[0].nonfinite if skipped else "",
         clip_fraction=sum(update.clipped for update in done) / clippable if clippable else None,
-        loss_metrics={name: float(total / number) for name, (total, number) in sums.items() if number} or None,
+        loss_metrics={
+            name: float(total / number) for name, (total, number) in sums.items() if number
+        }
+        or None,
         **ratios,
         **_mismatch(before),
     )

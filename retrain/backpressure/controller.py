@@ -1,7 +1,8 @@
 """The next batch size, from the throughput measured at earlier ones.
 
-A sweep visits min, 2 min, 4 min, ..., max at least twice each, then the batch returns to the configured size. From then on the fitted
-law decides: above the target concurrency the batch shrinks to it, far below it grows towards it, by a factor of two at most per change.
+A sweep visits min, 2 min, 4 min, ..., max at least twice each, then the batch returns to the
+configured size. From then on the fitted law decides: above the target concurrency the batch shrinks
+to it, far below it grows towards it, by a factor of two at most per change.
 """
 
 import math
@@ -12,7 +13,13 @@ from enum import StrEnum
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from retrain.backpressure.throughput import MIN_CONCURRENCIES, WINDOW, Roofline, ScalingLaw, fit_scaling_law
+from retrain.backpressure.throughput import (
+    MIN_CONCURRENCIES,
+    WINDOW,
+    Roofline,
+    ScalingLaw,
+    fit_scaling_law,
+)
 
 if TYPE_CHECKING:
     from retrain.config.schema import Backpressure
@@ -20,11 +27,13 @@ if TYPE_CHECKING:
 _VISITS = 2
 """Visits to each size in the sweep: one measurement cannot tell noise from shape."""
 _LEAST_GAIN = 0.10
-"""Without a coherency penalty there is no optimum; the batch grows while the last growth raised throughput by this fraction."""
+"""Without a coherency penalty there is no optimum; the batch grows while the last growth raised
+throughput by this fraction."""
 _ROUNDING = 1e-9
 """Added before rounding down, since 0.29 * 100 is 28.999999999999996."""
 _ANOMALY = 0.8
-"""A smoothed throughput below this fraction of the law's prediction is reported. Nothing acts on it, since noise causes it too."""
+"""A smoothed throughput below this fraction of the law's prediction is reported. Nothing acts on
+it, since noise causes it too."""
 
 
 class Regime(StrEnum):
@@ -48,7 +57,9 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Decision:
-    """The outcome of one step, all of which is logged; `record_fields` has the names of metrics.jsonl."""
+    """The outcome of one step, all of which is logged; `record_fields` has the names of
+    metrics.jsonl.
+    """
 
     action: Action
     regime: Regime
@@ -62,10 +73,13 @@ class Decision:
     utilization: float | None
     """Smoothed throughput as a fraction of the law's maximum up to the largest batch."""
     anomaly: float | None
-    """Smoothed throughput as a fraction of the law's prediction for this batch; None unless it is far below 1."""
+    """Smoothed throughput as a fraction of the law's prediction for this batch; None unless it is
+    far below 1."""
 
     def record_fields(self, hint: Roofline | None = None) -> dict[str, Any]:
-        """The bp_ fields of a StepRecord. Where the batch may grow, the roofline hint replaces the regime."""
+        """The bp_ fields of a StepRecord. Where the batch may grow, the roofline hint replaces the
+        regime.
+        """
         open_ended = self.regime in (Regime.BELOW_TARGET, Regime.UNBOUNDED)
         law = self.law
         return {
@@ -106,13 +120,16 @@ class BackpressureController:
         return max(self.settings.warmup_steps, _VISITS * len(self.sizes))
 
     def observe(self, tokens: int, seconds: float) -> Decision:
-        """Record a step at `batch_size` that processed `tokens`, prompts and skipped groups included, and choose the next size.
+        """Record a step at `batch_size` that processed `tokens`, prompts and skipped groups
+        included, and choose the next size.
 
-        Skipped groups count because they cost time: without them throughput would fall as accuracy rises. Raises ValueError unless
-        tokens and seconds are above 0.
+        Skipped groups count because they cost time: without them throughput would fall as accuracy
+        rises. Raises ValueError unless tokens and seconds are above 0.
         """
         if not (tokens > 0 and seconds > 0 and math.isfinite(seconds)):
-            raise ValueError(f"a step samples tokens and takes time, got {tokens} tokens in {seconds} s")
+            raise ValueError(
+                f"a step samples tokens and takes time, got {tokens} tokens in {seconds} s"
+            )
         used = self.batch_size
         p, throughput, decay = used * self.group_size, tokens / seconds, self.settings.ema_decay
         self.ema = decay * self.ema + (1 - decay) * throughput if p == self.ema_p else throughput
@@ -123,17 +140,22 @@ class BackpressureController:
         if self.step_count < self.sweep_steps:
             self._change(self.sizes[self.step_count % len(self.sizes)])
             return self._decision(Action.SWEEP, Regime.WARMUP, used)
-        # The previous law stays where a fit is impossible, or the window has lost the sweep: its shape would hang on single measurements.
+        # The previous law stays where a fit is impossible, or the window has lost the sweep: its
+        # shape would hang on single measurements.
         visits = Counter(p for p, _ in self.observations)
         if sum(count >= _VISITS for count in visits.values()) >= MIN_CONCURRENCIES:
             concurrencies, throughputs = zip(*self.observations, strict=True)
-            fit = fit_scaling_law(concurrencies, throughputs, self.settings.weights, self.settings.min_r2)
+            fit = fit_scaling_law(
+                concurrencies, throughputs, self.settings.weights, self.settings.min_r2
+            )
             if fit.law:
                 self.law, self.r2 = fit.law, fit.r2
         if self.step_count == self.sweep_steps:
             self._change(self.configured)
             return self._decision(Action.SWEEP, Regime.WARMUP, used)
-        regime, wanted = self._judge(trusted=self.r2 is not None and self.r2 >= self.settings.min_r2)
+        regime, wanted = self._judge(
+            trusted=self.r2 is not None and self.r2 >= self.settings.min_r2
+        )
         action = Action.HOLD
         if wanted != used and self.since_change >= self.settings.cooldown:
             action = Action.INCREASE if wanted > used else Action.THROTTLE
@@ -151,8 +173,12 @@ class BackpressureController:
             return Regime.UNKNOWN, self.batch_size
         if math.isinf(self.law.optimum):
             doubled = max(self.batch_size, min(2 * self.batch_size, settings.max_batch_size))
-            smaller = max((seen for seen, _ in self.observations if seen < p), default=None)  # the next smaller concurrency observed
-            last_growth_paid = smaller is None or self._mean_at(p) >= (1 + _LEAST_GAIN) * self._mean_at(smaller)
+            smaller = max(
+                (seen for seen, _ in self.observations if seen < p), default=None
+            )  # the next smaller concurrency observed
+            last_growth_paid = smaller is None or self._mean_at(p) >= (
+                1 + _LEAST_GAIN
+            ) * self._mean_at(smaller)
             return Regime.UNBOUNDED, doubled if last_growth_paid else self.batch_size
         target = settings.throttle_margin * self.law.optimum
         limits = settings.min_batch_size, settings.max_batch_size
@@ -169,10 +195,14 @@ class BackpressureController:
     def _decision(self, action: Action, regime: Regime, used: int) -> Decision:
         utilization = anomaly = None
         if self.law:
-            utilization = self.ema / self.law.peak(max(self.settings.max_batch_size, used) * self.group_size)
+            utilization = self.ema / self.law.peak(
+                max(self.settings.max_batch_size, used) * self.group_size
+            )
             ratio = self.ema / self.law.throughput(self.ema_p)
             anomaly = ratio if ratio < _ANOMALY else None
-        return Decision(action, regime, used, self.batch_size, self.ema, self.law, self.r2, utilization, anomaly)
+        return Decision(
+            action, regime, used, self.batch_size, self.ema, self.law, self.r2, utilization, anomaly
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint, as JSON values."""
@@ -188,7 +218,9 @@ class BackpressureController:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue as the controller that returned `state` would have. Raises KeyError for an incomplete state."""
+        """Continue as the controller that returned `state` would have. Raises KeyError for an
+        incomplete state.
+        """
         law = state["law"]
         self.observations = deque(((p, float(x)) for p, x in state["observations"]), maxlen=WINDOW)
         self.step_count, self.since_change = state["step_count"], state["since_change"]
@@ -196,8 +228,12 @@ class BackpressureController:
         self.law, self.r2 = ScalingLaw(*law) if law else None, state["r2"]
 
 
-def target_batch(p_star: float, group_size: int, throttle_margin: float, min_batch_size: int, max_batch_size: int) -> int:
-    """Prompts per step for a concurrency of throttle_margin p*, rounded down, within the limits; an infinite p* gives the upper limit."""
+def target_batch(
+    p_star: float, group_size: int, throttle_margin: float, min_batch_size: int, max_batch_size: int
+) -> int:
+    """Prompts per step for a concurrency of throttle_margin p*, rounded down, within the limits; an
+    infinite p* gives the upper limit.
+    """
     wanted = throttle_margin * p_star / group_size
     if wanted >= max_batch_size:
         return max_batch_size

@@ -1,10 +1,13 @@
-"""Two models of a step's throughput: the universal scalability law (Gunther) with its fit to measurements, and the roofline.
+"""Two models of a step's throughput: the universal scalability law (Gunther) with its fit to
+measurements, and the roofline.
 
-    X(p) = lambda C(p),  C(p) = p / (1 + sigma (p - 1) + kappa p (p - 1)),  p* = sqrt((1 - sigma) / kappa)
+    X(p) = lambda C(p),  C(p) = p / (1 + sigma (p - 1) + kappa p (p - 1)),  p* = sqrt((1 - sigma) /
+    kappa)
 
-p is the concurrency, here the completions of a step; sigma is contention, kappa coherency. p / X is a parabola A + B p + C p^2 with
-A = (1 - sigma) / lambda, B = (sigma - kappa) / lambda, C = kappa / lambda, so lambda = 1 / (A + B + C), sigma = (B + C) lambda and
-kappa = C lambda: a linear least-squares problem.
+p is the concurrency, here the completions of a step; sigma is contention, kappa coherency. p / X is
+a parabola A + B p + C p^2 with A = (1 - sigma) / lambda, B = (sigma - kappa) / lambda, C = kappa /
+lambda, so lambda = 1 / (A + B + C), sigma = (B + C) lambda and kappa = C lambda: a linear
+least-squares problem.
 """
 
 import math
@@ -36,7 +39,9 @@ def capacity(p: float, sigma: float, kappa: float) -> float:
 
 
 def optimal_concurrency(sigma: float, kappa: float) -> float:
-    """p*, where throughput is highest: infinite without a coherency penalty, 0 if contention alone makes every p > 1 slower."""
+    """p*, where throughput is highest: infinite without a coherency penalty, 0 if contention alone
+    makes every p > 1 slower.
+    """
     if kappa <= 0:
         return math.inf
     return math.sqrt(max(0.0, 1 - sigma) / kappa)
@@ -57,7 +62,9 @@ class ScalingLaw:
         return self.lam * capacity(p, self.sigma, self.kappa)
 
     def peak(self, p_max: float) -> float:
-        """The highest throughput at any p from 1 to p_max; finite also without a coherency penalty."""
+        """The highest throughput at any p from 1 to p_max; finite also without a coherency
+        penalty.
+        """
         inside = min(max(self.optimum, 1.0), p_max)
         return max(self.throughput(p) for p in (1.0, inside, p_max))
 
@@ -65,9 +72,10 @@ class ScalingLaw:
 @dataclass(frozen=True)
 class Fit:
     status: FitStatus
-    """ok: kappa = 0 and the optimum is infinite if there is no coherency penalty. insufficient: fewer than three different p, so no
-    parabola. rejected: 1 / lambda = A + B + C is not above 0, so no law has these coefficients. unknown: there is a law, but its R^2 is
-    below min_r2; the controller's regime has the same name."""
+    """ok: kappa = 0 and the optimum is infinite if there is no coherency penalty. insufficient:
+    fewer than three different p, so no parabola. rejected: 1 / lambda = A + B + C is not above 0,
+    so no law has these coefficients. unknown: there is a law, but its R^2 is below min_r2; the
+    controller's regime has the same name."""
     law: ScalingLaw | None = None
     r2: float | None = None
     """R^2 of the throughput, unweighted."""
@@ -75,17 +83,31 @@ class Fit:
     """sigma came out below 0 and was set to 0."""
 
 
-def fit_scaling_law(p: Sequence[float], throughput: Sequence[float], weights: Weights = "relative", min_r2: float = 0.5) -> Fit:
+def fit_scaling_law(
+    p: Sequence[float],
+    throughput: Sequence[float],
+    weights: Weights = "relative",
+    min_r2: float = 0.5,
+) -> Fit:
     """Least squares of p / X on a parabola in p, over the last WINDOW observations.
 
-    Noise in X is multiplicative, so the error of p / X grows with p / X, and "relative" divides by it. If the parabola bends down there
-    is no coherency penalty, and a straight line is fitted; setting kappa to 0 afterwards would bias the other two parameters.
-    Raises ValueError for lists of different length, for a p below 1 and for a throughput that is not above 0.
+    Noise in X is multiplicative, so the error of p / X grows with p / X, and "relative" divides by
+    it. If the parabola bends down there is no coherency penalty, and a straight line is fitted;
+    setting kappa to 0 afterwards would bias the other two parameters. Raises ValueError for lists
+    of different length, for a p below 1 and for a throughput that is not above 0.
     """
     if len(p) != len(throughput):
         raise ValueError(f"{len(p)} concurrencies and {len(throughput)} throughputs")
-    x, y_throughput = np.asarray(p, dtype=np.float64)[-WINDOW:], np.asarray(throughput, dtype=np.float64)[-WINDOW:]
-    if not ((x >= 1).all() and np.isfinite(x).all() and (y_throughput > 0).all() and np.isfinite(y_throughput).all()):
+    x, y_throughput = (
+        np.asarray(p, dtype=np.float64)[-WINDOW:],
+        np.asarray(throughput, dtype=np.float64)[-WINDOW:],
+    )
+    if not (
+        (x >= 1).all()
+        and np.isfinite(x).all()
+        and (y_throughput > 0).all()
+        and np.isfinite(y_throughput).all()
+    ):
         raise ValueError("a concurrency is 1 or more and a throughput above 0, both finite")
     if len(np.unique(x)) < MIN_CONCURRENCIES:
         return Fit("insufficient")
@@ -106,7 +128,9 @@ def fit_scaling_law(p: Sequence[float], throughput: Sequence[float], weights: We
 
 
 def _solve(columns: Floats, y: Floats, weight: Floats) -> Floats:
-    return np.linalg.lstsq(columns * weight[:, np.newaxis], y * weight, rcond=None)[0].astype(np.float64)
+    return np.linalg.lstsq(columns * weight[:, np.newaxis], y * weight, rcond=None)[0].astype(
+        np.float64
+    )
 
 
 def _r_squared(law: ScalingLaw, p: Floats, throughput: Floats) -> float:
@@ -118,10 +142,10 @@ def _r_squared(law: ScalingLaw, p: Floats, throughput: Floats) -> float:
     return 1 - residual / total
 
 
-# -- the roofline -------------------------------------------------------------------------------------------------------
+# -- the roofline ----------------------------------------------------------------------------------
 #
-# Whether a step is bound by arithmetic or by memory: a hint on which nothing acts. Source: Williams et al. 2009, doi
-# 10.1145/1498765.1498785.
+# Whether a step is bound by arithmetic or by memory: a hint on which nothing acts. Source: Williams
+# et al. 2009, doi 10.1145/1498765.1498785.
 
 
 @dataclass(frozen=True)
@@ -137,18 +161,27 @@ class Roofline:
     """`attained_gflops` as a fraction of what the hardware can reach at this intensity."""
 
 
-def step_flops(num_parameters: int, tokens_decoded: int, tokens_trained: int, per_trained_token: float = 6.0) -> float:
-    """2 N FLOP per token of a forward pass and `per_trained_token` N per trained one: 6 where all weights have gradients."""
+def step_flops(
+    num_parameters: int, tokens_decoded: int, tokens_trained: int, per_trained_token: float = 6.0
+) -> float:
+    """2 N FLOP per token of a forward pass and `per_trained_token` N per trained one: 6 where all
+    weights have gradients.
+    """
     return num_parameters * (2.0 * tokens_decoded + per_trained_token * tokens_trained)
 
 
-def roofline(flops: float, num_bytes: float, seconds: float, peak_gflops: float, peak_bw_gb_s: float) -> Roofline | None:
-    """The roofline of a step with `flops` and `num_bytes` of memory traffic. None if a peak is 0, which means unknown.
+def roofline(
+    flops: float, num_bytes: float, seconds: float, peak_gflops: float, peak_bw_gb_s: float
+) -> Roofline | None:
+    """The roofline of a step with `flops` and `num_bytes` of memory traffic. None if a peak is 0,
+    which means unknown.
 
     Raises ValueError unless bytes and seconds are above 0.
     """
     if not (num_bytes > 0 and seconds > 0):
-        raise ValueError(f"a step takes time and moves bytes, got {seconds} s and {num_bytes} bytes")
+        raise ValueError(
+            f"a step takes time and moves bytes, got {seconds} s and {num_bytes} bytes"
+        )
     if peak_gflops <= 0 or peak_bw_gb_s <= 0:
         return None
     intensity, ridge = flops / num_bytes, peak_gflops / peak_bw_gb_s

@@ -1,10 +1,20 @@
-"""Campaigns: conditions times seeds from one file, run one after another, beside each other, or on a Ray cluster.
+"""Campaigns: conditions times seeds from one file, run one after another, beside each other, or on
+a Ray cluster.
 
-`run_campaign` runs one, `plan_campaign` only says what would run; `Manifest.read` gives what a campaign's folder holds.
+`run_campaign` runs one, `plan_campaign` only says what would run; `Manifest.read` gives what a
+campaign's folder holds.
 """
 
 from retrain.campaign.manifest import Manifest, RunEntry, Status
 from retrain.campaign.plan import CampaignPlan, CampaignRun, plan_campaign
 from retrain.campaign.runner import run_campaign
 
-__all__ = ["CampaignPlan", "CampaignRun", "Manifest", "RunEntry", "Status", "plan_campaign", "run_campaign"]
+__all__ = [
+    "CampaignPlan",
+    "CampaignRun",
+    "Manifest",
+    "RunEntry",
+    "Status",
+    "plan_campaign",
+    "run_campaign",
+]

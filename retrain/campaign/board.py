@@ -33,7 +33,14 @@ _COLUMNS = ("run", "state", "step", "correct", "held-out", "left")
 _GAP = 2
 """Spaces between two columns."""
 _REASON_LENGTH = 400
-_ORDER = (Status.RUNNING, Status.FAILED, Status.INTERRUPTED, Status.DONE, Status.PENDING, Status.SKIPPED)
+_ORDER = (
+    Status.RUNNING,
+    Status.FAILED,
+    Status.INTERRUPTED,
+    Status.DONE,
+    Status.PENDING,
+    Status.SKIPPED,
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,11 @@ class Progress:
 
     @property
     def remaining_s(self) -> float | None:
-        return (self.max_steps - self.steps) * self.step_time_s if self.step_time_s is not None else None
+        return (
+            (self.max_steps - self.steps) * self.step_time_s
+            if self.step_time_s is not None
+            else None
+        )
 
     def describe(self) -> str:
         """The progress in words, for example: step 12/50, correct 45.3%, held-out 61.0%."""
@@ -82,9 +93,19 @@ def read_progress(plan: CampaignPlan, entry: RunEntry) -> Progress:
 
 
 class Board:
-    """Use as a context manager. The campaign's thread calls `say`, `started` and `ended`; a second thread refreshes the table."""
+    """Use as a context manager. The campaign's thread calls `say`, `started` and `ended`; a second
+    thread refreshes the table.
+    """
 
-    def __init__(self, plan: CampaignPlan, manifest: Manifest, workers: int, *, quiet: bool = False, out: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        plan: CampaignPlan,
+        manifest: Manifest,
+        workers: int,
+        *,
+        quiet: bool = False,
+        out: TextIO | None = None,
+    ) -> None:
         self._plan = plan
         self._manifest = manifest
         self._workers = workers
@@ -105,13 +126,25 @@ class Board:
                 from rich.live import Live
 
                 console = Console(file=self._out)  # honours NO_COLOR
-                self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+                self._live = Live(
+                    console=console,
+                    auto_refresh=False,
+                    redirect_stdout=False,
+                    redirect_stderr=False,
+                )
                 self._live.start()
-            self._thread = threading.Thread(target=self._refresh, name="campaign-board", daemon=True)
+            self._thread = threading.Thread(
+                target=self._refresh, name="campaign-board", daemon=True
+            )
             self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
@@ -120,7 +153,7 @@ class Board:
             self._live.stop()
             self._live = None  # later lines are printed below the table
 
-    # -- lines -------------------------------------------------------------------------------------------------------------
+    # -- lines -------------------------------------------------------------------------------------
 
     def say(self, line: str) -> None:
         if self._quiet:
@@ -143,14 +176,17 @@ class Board:
         progress = self._progress(self._manifest[name])
         line = f"{self._prefix(name)} {progress.status}: {progress.describe()}"
         if progress.reason:
-            line += f" | {one_line(progress.reason, _REASON_LENGTH)} | {self._plan.folder / self._manifest[name].dir / OUTPUT}"
+            line += (
+                f" | {one_line(progress.reason, _REASON_LENGTH)} |"
+                f" {self._plan.folder / self._manifest[name].dir / OUTPUT}"
+            )
         self.say(line)
 
     def _prefix(self, name: str) -> str:
         total = len(self._numbers)
         return f"[{self._numbers[name]:>{len(str(total))}}/{total}] {name}"
 
-    # -- the refreshing thread ---------------------------------------------------------------------------------------------
+    # -- the refreshing thread ---------------------------------------------------------------------
 
     def _refresh(self) -> None:
         last_lines = time.monotonic()
@@ -162,13 +198,18 @@ class Board:
                 for entry in self._manifest.runs:
                     if entry.status is Status.RUNNING:
                         progress = self._progress(entry)
-                        left = f", {duration(progress.remaining_s)} left" if progress.remaining_s is not None else ""
+                        left = (
+                            f", {duration(progress.remaining_s)} left"
+                            if progress.remaining_s is not None
+                            else ""
+                        )
                         self.say(f"{self._prefix(entry.name)} {progress.describe()}{left}")
 
-    # -- the table ---------------------------------------------------------------------------------------------------------
+    # -- the table ---------------------------------------------------------------------------------
 
     def table(self, width: int = 80, height: int = 25) -> "Group":
-        """A line that counts all runs, then the runs that fit a terminal of this size: running ones first, then failed ones.
+        """A line that counts all runs, then the runs that fit a terminal of this size: running ones
+        first, then failed ones.
 
         Reasons follow below the table, one line each: in a column they would displace the numbers.
         """
@@ -179,15 +220,28 @@ class Board:
         runs = [self._progress(entry) for entry in self._manifest.runs]
         room = max(5, height - 6)
         ordered = sorted(runs, key=lambda run: _ORDER.index(run.status))
-        reasons = [f"{one_line(run.name)}: {one_line(run.reason, _REASON_LENGTH)}" for run in ordered if run.reason][: max(1, room // 4)]
+        reasons = [
+            f"{one_line(run.name)}: {one_line(run.reason, _REASON_LENGTH)}"
+            for run in ordered
+            if run.reason
+        ][: max(1, room // 4)]
         shown = ordered[: room - len(reasons)]
         rows = [self._cells(run) for run in shown]
-        names_width = width - sum(max(map(len, column)) + _GAP for column in list(zip(_COLUMNS, *rows, strict=True))[1:])
+        names_width = width - sum(
+            max(map(len, column)) + _GAP for column in list(zip(_COLUMNS, *rows, strict=True))[1:]
+        )
         table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
         for name in _COLUMNS:
-            table.add_column(name, justify="left" if name in ("run", "state") else "right", no_wrap=True)
+            table.add_column(
+                name, justify="left" if name in ("run", "state") else "right", no_wrap=True
+            )
         for name, *cells in rows:
-            table.add_row(*(Text(clean(self._mask(cell))) for cell in (shortened_name(name, names_width), *cells)))
+            table.add_row(
+                *(
+                    Text(clean(self._mask(cell)))
+                    for cell in (shortened_name(name, names_width), *cells)
+                )
+            )
         if len(shown) < len(runs):
             table.add_row(Text(f"and {len(runs) - len(shown)} more"))
         below = [Text(self._mask(reason), no_wrap=True, overflow="ellipsis") for reason in reasons]
@@ -195,23 +249,48 @@ class Board:
 
     @staticmethod
     def _cells(run: Progress) -> tuple[str, ...]:
-        left = duration(run.remaining_s) if run.status is Status.RUNNING and run.remaining_s is not None else ""
-        steps = f"{run.steps}/{run.max_steps}" if run.status not in (Status.PENDING, Status.SKIPPED) else ""
-        return one_line(run.name), str(run.status), steps, _percent(run.correct), _percent(run.held_out), left
+        left = (
+            duration(run.remaining_s)
+            if run.status is Status.RUNNING and run.remaining_s is not None
+            else ""
+        )
+        steps = (
+            f"{run.steps}/{run.max_steps}"
+            if run.status not in (Status.PENDING, Status.SKIPPED)
+            else ""
+        )
+        return (
+            one_line(run.name),
+            str(run.status),
+            steps,
+            _percent(run.correct),
+            _percent(run.held_out),
+            left,
+        )
 
     def headline(self, runs: list[Progress]) -> str:
-        """The line above the table, for example: Campaign logs/campaign_...: 12 done, 2 running, 26 pending | step 640 of 2,000 | 1 h 05
-        min left.
+        """The line above the table, for example: Campaign logs/campaign_...: 12 done, 2 running, 26
+        pending | step 640 of 2,000 | 1 h 05 min left.
         """
         counts = {status: sum(run.status is status for run in runs) for status in _ORDER}
         words = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-        steps, planned = sum(run.steps for run in runs), self._plan.max_steps * (len(runs) - counts[Status.SKIPPED])
+        steps, planned = (
+            sum(run.steps for run in runs),
+            self._plan.max_steps * (len(runs) - counts[Status.SKIPPED]),
+        )
         line = f"Campaign {self._plan.folder}: {words} | step {steps:,} of {planned:,}"
         times = [run.step_time_s for run in runs if run.step_time_s is not None]
-        left = sum(run.max_steps - run.steps for run in runs if run.status in (Status.RUNNING, Status.PENDING))
+        left = sum(
+            run.max_steps - run.steps
+            for run in runs
+            if run.status in (Status.RUNNING, Status.PENDING)
+        )
         if not times or not left:
             return line
-        return f"{line} | {duration(left * median(times) / max(1, min(self._workers, len(runs))))} left"
+        return (
+            f"{line} | {duration(left * median(times) / max(1, min(self._workers, len(runs))))}"
+            " left"
+        )
 
     def _progress(self, entry: RunEntry) -> Progress:
         """The files of a run are read again only while it is running."""
@@ -221,7 +300,9 @@ class Board:
         progress = Progress(entry.name, entry.status, max_steps=self._plan.max_steps)
         if entry.status not in (Status.PENDING, Status.SKIPPED):
             progress = replace(progress, reason=entry.reason or "")
-            with contextlib.suppress(RetrainError, OSError):  # a file may be half written now; the comparison reports one that stays so
+            with contextlib.suppress(
+                RetrainError, OSError
+            ):  # a file may be half written now; the comparison reports one that stays so
                 progress = read_progress(self._plan, entry)
         if entry.status is not Status.RUNNING:
             self._final[entry.name] = progress
@@ -229,7 +310,9 @@ class Board:
 
 
 def shortened_name(name: str, width: int) -> str:
-    """`name` in at most `width` columns (at least 12), cut before the seed, which tells the runs of a condition apart."""
+    """`name` in at most `width` columns (at least 12), cut before the seed, which tells the runs of
+    a condition apart.
+    """
     width = max(12, width)
     if len(name) <= width:
         return name

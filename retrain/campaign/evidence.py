@@ -1,12 +1,15 @@
-"""Looking after every seed: which runs of a campaign with stop = "evidence" still start, and when it ends.
+"""Looking after every seed: which runs of a campaign with stop = "evidence" still start, and when
+it ends.
 
-A seed is looked at once all of its needed runs have ended, in the order of the seeds. What a look decides depends only on these runs, so
-a campaign that was killed and resumed decides the same. The looks are stored in the manifest and are not taken again.
+A seed is looked at once all of its needed runs have ended, in the order of the seeds. What a look
+decides depends only on these runs, so a campaign that was killed and resumed decides the same. The
+looks are stored in the manifest and are not taken again.
 
-A run that failed is left out of the look at its seed: nothing is bet on its pair. A resumed campaign tries it again, as it does any failed
-run, and looks at the seed once more if it now ends; that look takes only the pairs that were missing. A run has one result however often it
-is tried, so trying again chooses nothing. As with every comparison among the runs that finished, what must not depend on how good a run
-would have been is whether it fails.
+A run that failed is left out of the look at its seed: nothing is bet on its pair. A resumed
+campaign tries it again, as it does any failed run, and looks at the seed once more if it now ends;
+that look takes only the pairs that were missing. A run has one result however often it is tried, so
+trying again chooses nothing. As with every comparison among the runs that finished, what must not
+depend on how good a run would have been is whether it fails.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,30 +32,48 @@ _ENDED = (Status.DONE, Status.FAILED)
 
 
 class EvidenceRule:
-    """Looks as soon as it can, drops decided conditions, and says when nothing is left to decide."""
+    """Looks as soon as it can, drops decided conditions, and says when nothing is left to
+    decide.
+    """
 
-    def __init__(self, plan: CampaignPlan, manifest: Manifest, workers: int, say: Callable[[str], None]) -> None:
-        """`workers` run at a time. A worker that would be idle takes a run of a later seed, unless there is one worker for every run."""
+    def __init__(
+        self, plan: CampaignPlan, manifest: Manifest, workers: int, say: Callable[[str], None]
+    ) -> None:
+        """`workers` run at a time. A worker that would be idle takes a run of a later seed, unless
+        there is one worker for every run.
+        """
         self._plan = plan
         self._manifest = manifest
         self._say = say
-        self._ahead = 1 if workers >= len(plan.runs) else 1 + ceil((workers - 1) / len(plan.conditions))
+        self._ahead = (
+            1 if workers >= len(plan.runs) else 1 + ceil((workers - 1) / len(plan.conditions))
+        )
         self._record = CampaignRecord.read(plan.folder)
         self._place = {seed: place for place, seed in enumerate(plan.seeds)}
         self._runs = {(run.condition, run.seed): run for run in plan.runs}
 
     @property
     def _undecided(self) -> list[str]:
-        return [condition for condition in self._plan.conditions[1:] if self._record.decided_at(condition) is None]
+        return [
+            condition
+            for condition in self._plan.conditions[1:]
+            if self._record.decided_at(condition) is None
+        ]
 
     def _missing(self, seed: int) -> list[str]:
         """The undecided conditions whose pair the looks at a seed went without."""
-        return [condition for condition in self._undecided if seed not in self._record.looks_of(condition)]
+        return [
+            condition
+            for condition in self._undecided
+            if seed not in self._record.looks_of(condition)
+        ]
 
     def needs(self, run: CampaignRun) -> bool:
         """True for a run that a look to come would use."""
         wanted = self._missing(run.seed) if run.seed in self._record.looked else self._undecided
-        return run.condition in wanted or (bool(wanted) and run.condition == self._plan.conditions[0])
+        return run.condition in wanted or (
+            bool(wanted) and run.condition == self._plan.conditions[0]
+        )
 
     def may_start(self, run: CampaignRun) -> bool:
         """True for a run that is needed and whose turn has come."""
@@ -71,7 +92,9 @@ class EvidenceRule:
                 self._say(f"All {seeds} were looked at; not decided: {', '.join(self._undecided)}.")
 
     def _due(self) -> int | None:
-        """The seed to look at now: one whose failed run was tried again and is done, else the next one. None while runs have not ended."""
+        """The seed to look at now: one whose failed run was tried again and is done, else the next
+        one. None while runs have not ended.
+        """
         if not self._undecided:
             return None
         again = [seed for seed in self._record.looked if self._missing(seed)]
@@ -82,13 +105,24 @@ class EvidenceRule:
         return next(iter([*recovered, *filter(self._has_ended, following)]), None)
 
     def _has_ended(self, seed: int) -> bool:
-        return all(self._status(run) in _ENDED for run in self._plan.runs if run.seed == seed and self.needs(run))
+        return all(
+            self._status(run) in _ENDED
+            for run in self._plan.runs
+            if run.seed == seed and self.needs(run)
+        )
 
     def _failed(self, seed: int) -> list[str]:
         """The undecided conditions for which a run of this seed's pair has failed."""
         baseline = self._plan.conditions[0]
-        pairs = {condition: [self._runs[label, seed] for label in (condition, baseline)] for condition in self._undecided}
-        return [condition for condition, pair in pairs.items() if any(self._status(run) is Status.FAILED for run in pair)]
+        pairs = {
+            condition: [self._runs[label, seed] for label in (condition, baseline)]
+            for condition in self._undecided
+        }
+        return [
+            condition
+            for condition, pair in pairs.items()
+            if any(self._status(run) is Status.FAILED for run in pair)
+        ]
 
     def _status(self, run: CampaignRun) -> Status:
         return self._manifest[run.name].status
@@ -96,7 +130,10 @@ class EvidenceRule:
     def _take(self, seed: int) -> Look:
         look = Look(seed, {}, {}, {}, self._failed(seed))
         record = replace(CampaignRecord.read(self._plan.folder), looks=[*self._record.looks, look])
-        name = f"Look {len(record.looks)} (seed {seed}{', whose failed run was tried again' if seed in self._record.looked else ''})"
+        name = (
+            f"Look {len(record.looks)} (seed"
+            f" {seed}{', whose failed run was tried again' if seed in self._record.looked else ''})"
+        )
         try:
             comparison = compare_campaign(self._plan.folder, TestSettings(), record=record)
         except ConfigurationError:  # no pair so far; the comparison at the end says why
@@ -124,29 +161,47 @@ class EvidenceRule:
             for contrast, value in zip(comparison.contrasts, found, strict=True)
             if contrast.condition in undecided
         }
-        verdicts = {condition: contrast.conclusion.verdict for condition, (contrast, _) in open_now.items()}
-        left, bar = len(self._plan.seeds) - len(record.looked), len(undecided) / comparison.test.alpha
+        verdicts = {
+            condition: contrast.conclusion.verdict for condition, (contrast, _) in open_now.items()
+        }
+        left, bar = (
+            len(self._plan.seeds) - len(record.looked),
+            len(undecided) / comparison.test.alpha,
+        )
         return replace(
             look,
             evidence={condition: round(value, 4) for condition, (_, value) in open_now.items()},
             chance={
-                condition: round(chance_to_decide(list(contrast.differences.values()), left, bar), 2)
+                condition: round(
+                    chance_to_decide(list(contrast.differences.values()), left, bar), 2
+                )
                 for condition, (contrast, _) in open_now.items()
-                if verdicts[condition] is Verdict.INCONCLUSIVE and len(contrast.differences) >= FEWEST
+                if verdicts[condition] is Verdict.INCONCLUSIVE
+                and len(contrast.differences) >= FEWEST
             },
-            decided={condition: str(verdict) for condition, verdict in verdicts.items() if verdict is not Verdict.INCONCLUSIVE},
+            decided={
+                condition: str(verdict)
+                for condition, verdict in verdicts.items()
+                if verdict is not Verdict.INCONCLUSIVE
+            },
         )
 
     def _lines(self, look: Look, comparison: Comparison) -> Iterator[str]:
-        """A line for each condition, for example: maxrl+none +8.2 pp, evidence 12.4 of 20; if it goes on so, 71% to decide by the last
-        seed.
+        """A line for each condition, for example: maxrl+none +8.2 pp, evidence 12.4 of 20; if it
+        goes on so, 71% to decide by the last seed.
         """
         for contrast in comparison.contrasts:
             condition = contrast.condition
             if condition not in look.evidence:
                 continue
             shown = difference_words(contrast.conclusion.mean, comparison.metric)
-            line = f"{condition} {shown}, evidence {look.evidence[condition]:.3g} of {1 / comparison.test.alpha:g}"
+            line = (
+                f"{condition} {shown}, evidence {look.evidence[condition]:.3g} of"
+                f" {1 / comparison.test.alpha:g}"
+            )
             if condition in look.chance:
-                line += f"; at this rate, {100 * look.chance[condition]:.0f}% to decide by the last seed"
+                line += (
+                    f"; at this rate, {100 * look.chance[condition]:.0f}% to decide by the last"
+                    " seed"
+                )
             yield line + (f": {look.decided[condition]}." if condition in look.decided else ".")

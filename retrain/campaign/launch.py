@@ -1,4 +1,5 @@
-"""Launchers: the interface that starts the runs of a campaign, and the launcher that trains them in this process.
+"""Launchers: the interface that starts the runs of a campaign, and the launcher that trains them in
+this process.
 
 The others are in `subprocesses` (parallel processes on this machine) and `ray_cluster`.
 """
@@ -7,7 +8,13 @@ import gc
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import (
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+)
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -32,9 +39,11 @@ class RunOutcome:
     reason: str = ""
     """One sentence saying why the run is not done."""
     lost: bool = False
-    """The worker ended without an answer: it was killed, or its machine was lost. A restart may help."""
+    """The worker ended without an answer: it was killed, or its machine was lost. A restart may
+    help."""
     stopped_by: int | None = None
-    """The signal that the campaign's own process received while the run had installed its handlers."""
+    """The signal that the campaign's own process received while the run had installed its
+    handlers."""
 
 
 class Job(Protocol):
@@ -56,19 +65,27 @@ class Launcher(Protocol):
     workers: int
 
     def start(self, run: CampaignRun, slot: int) -> Job:
-        """Start a run. `slot`, from 0 to workers - 1, belongs to no other running run. Raises OSError if its folder cannot be written."""
+        """Start a run. `slot`, from 0 to workers - 1, belongs to no other running run. Raises
+        OSError if its folder cannot be written.
+        """
 
     def close(self) -> None:
         """Release what the launcher holds."""
 
 
 def perform(config: TrainConfig) -> RunOutcome:
-    """Train a run in this process, from its checkpoint if it has been started before. A failed run is an outcome, not an exception."""
+    """Train a run in this process, from its checkpoint if it has been started before. A failed run
+    is an outcome, not an exception.
+    """
     from retrain.run.loop import train
 
     folder = RunFolder(Path(config.logging.log_dir))
     try:
-        train(replaced(config, {"resume.from": str(folder.path)}, origin="file") if folder.marker.is_file() else config)
+        train(
+            replaced(config, {"resume.from": str(folder.path)}, origin="file")
+            if folder.marker.is_file()
+            else config
+        )
     except Interrupted as error:
         return RunOutcome(Status.INTERRUPTED, str(error), stopped_by=error.exit_code - 128)
     except RetrainError as error:
@@ -76,7 +93,11 @@ def perform(config: TrainConfig) -> RunOutcome:
         return RunOutcome(Status.FAILED, " ".join(str(error).split()))
     except Exception as error:  # noqa: BLE001 - an unexpected error ends this run alone; its traceback is kept in the run's output
         print(harmless(traceback.format_exc()), file=sys.stderr)
-        return RunOutcome(Status.FAILED, f"{type(error).__name__}: {' '.join(str(error).split())[:300]} (the traceback is in {OUTPUT})")
+        return RunOutcome(
+            Status.FAILED,
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300]} (the traceback is in"
+            f" {OUTPUT})",
+        )
     return RunOutcome(Status.DONE)
 
 
@@ -84,7 +105,11 @@ def perform(config: TrainConfig) -> RunOutcome:
 def output_to(folder: Path) -> Iterator[None]:
     """Append everything that Python code prints to the run's output.log."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / OUTPUT).open("a", encoding="utf-8", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
+    with (
+        (folder / OUTPUT).open("a", encoding="utf-8", buffering=1) as file,
+        redirect_stdout(file),
+        redirect_stderr(file),
+    ):
         yield
 
 
@@ -104,16 +129,23 @@ class EndedJob:
 
 def unwritable(run: CampaignRun, error: OSError) -> RunOutcome:
     """The outcome of a run whose output.log cannot be written."""
-    return RunOutcome(Status.FAILED, f"{run.folder / OUTPUT} cannot be written: {error.strerror}; free space there")
+    return RunOutcome(
+        Status.FAILED,
+        f"{run.folder / OUTPUT} cannot be written: {error.strerror}; free space there",
+    )
 
 
 class InProcess:
-    """Trains one run after the other in this process, and keeps the base model loaded between them."""
+    """Trains one run after the other in this process, and keeps the base model loaded between
+    them.
+    """
 
     workers = 1
 
     def __init__(self, *, loads_models: bool = True) -> None:
-        """`loads_models` is False where a remote service holds the model, so that no model library is imported."""
+        """`loads_models` is False where a remote service holds the model, so that no model library
+        is imported.
+        """
         self._models: AbstractContextManager[None] = nullcontext()
         if loads_models:
             from retrain.model.load import shared_models

@@ -1,7 +1,7 @@
 """A campaign's folder and its manifest.json: what was planned, and the status of each run.
 
-The manifest is written atomically, before the first run and at every change. The truth about a run is its own folder: after a kill a
-run may be further than the manifest says, never less far.
+The manifest is written atomically, before the first run and at every change. The truth about a run
+is its own folder: after a kill a run may be further than the manifest says, never less far.
 """
 
 import contextlib
@@ -61,7 +61,8 @@ class RunEntry:
     reason: str | None = None
     """The reason why it failed or was interrupted."""
     attempts: int = 1
-    """How often it was begun: one more for each time that it was tried again after it had failed or had been done."""
+    """How often it was begun: one more for each time that it was tried again after it had failed or
+    had been done."""
 
 
 @dataclass
@@ -81,7 +82,8 @@ class Manifest:
     squeeze: dict[str, Any] | None = None
     """recommended_rank, rule, threshold, table, ...; null without [squeeze]."""
     plan: dict[str, Any] | None = None
-    """The comparison as planned before the first run, with its hash (analysis/planned.py); a resumed campaign keeps it."""
+    """The comparison as planned before the first run, with its hash (analysis/planned.py); a
+    resumed campaign keeps it."""
     looks: list[dict[str, Any]] = field(default_factory=list)
     """With stop = "evidence": what each look found and decided."""
     _by_name: dict[str, RunEntry] = field(init=False, repr=False)
@@ -92,7 +94,10 @@ class Manifest:
     @classmethod
     def of_plan(cls, plan: CampaignPlan, now: datetime) -> "Manifest":
         """A manifest in which every run is pending."""
-        runs = [RunEntry(run.name, run.condition, run.seed, dir=f"{RUNS}/{run.name}") for run in plan.runs]
+        runs = [
+            RunEntry(run.name, run.condition, run.seed, dir=f"{RUNS}/{run.name}")
+            for run in plan.runs
+        ]
         return cls(
             folder=plan.folder,
             timestamp=now.strftime(TIMESTAMP),
@@ -111,23 +116,46 @@ class Manifest:
         path = folder / MANIFEST
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-            runs = [RunEntry(**entry | {"status": Status(entry["status"])}) for entry in values.pop("runs")]
+            runs = [
+                RunEntry(**entry | {"status": Status(entry["status"])})
+                for entry in values.pop("runs")
+            ]
             return cls(folder=folder, runs=runs, **values)
         except (ValueError, TypeError, KeyError) as error:
-            raise RunFailed(f"{path} cannot be read ({error}): it was edited, or another version of retrain wrote it.") from error
+            raise RunFailed(
+                f"{path} cannot be read ({error}): it was edited, or another version of retrain"
+                " wrote it."
+            ) from error
 
     def write(self) -> None:
         """Replace manifest.json atomically, credentials masked."""
-        names = ("timestamp", "retrain_version", "config", "conditions", "seeds", "max_steps", "runs", "squeeze", "plan", "looks")
-        values = {name: getattr(self, name) for name in names} | {"runs": [asdict(entry) for entry in self.runs]}
-        masked = Redactor().json(values) | {"config": self.config}  # masked already, in a way that loads again
+        names = (
+            "timestamp",
+            "retrain_version",
+            "config",
+            "conditions",
+            "seeds",
+            "max_steps",
+            "runs",
+            "squeeze",
+            "plan",
+            "looks",
+        )
+        values = {name: getattr(self, name) for name in names} | {
+            "runs": [asdict(entry) for entry in self.runs]
+        }
+        masked = Redactor().json(values) | {
+            "config": self.config
+        }  # masked already, in a way that loads again
         replace_file(self.folder / MANIFEST, json.dumps(masked, indent=1) + "\n")
 
     def __getitem__(self, name: str) -> RunEntry:
         return self._by_name[name]
 
     def try_again(self, name: str) -> None:
-        """Record that a run is pending; if it had come to an end before, that it is another attempt."""
+        """Record that a run is pending; if it had come to an end before, that it is another
+        attempt.
+        """
         entry = self[name]
         entry.attempts += entry.status in (Status.FAILED, Status.DONE)
         entry.status = Status.PENDING
@@ -135,7 +163,12 @@ class Manifest:
     def started(self, name: str) -> None:
         """Record that a run is running; its first start time stays."""
         entry = self[name]
-        entry.status, entry.started, entry.ended, entry.reason = Status.RUNNING, entry.started or _now(), None, None
+        entry.status, entry.started, entry.ended, entry.reason = (
+            Status.RUNNING,
+            entry.started or _now(),
+            None,
+            None,
+        )
         self.write_if_possible()
 
     def ended(self, name: str, status: Status, reason: str = "") -> None:
@@ -145,44 +178,70 @@ class Manifest:
         self.write_if_possible()
 
     def write_if_possible(self) -> None:
-        """Write, unless the disk is full: the next change includes this one, and a full disk need not stop runs that write elsewhere."""
+        """Write, unless the disk is full: the next change includes this one, and a full disk need
+        not stop runs that write elsewhere.
+        """
         with contextlib.suppress(OSError):
             self.write()
 
     def resumed_with(self, plan: CampaignPlan) -> None:
         """Adopt the plan of a resumed campaign, which may have more conditions, seeds or steps.
 
-        Raises ConfigurationError if the plan lacks a run, changes how a run is trained, or gives looks that were taken another meaning.
+        Raises ConfigurationError if the plan lacks a run, changes how a run is trained, or gives
+        looks that were taken another meaning.
         """
-        before = {run.name: run for run in plan_campaign(config_from_mapping(self.config), plan.folder).runs}
-        now = {run.name: run for run in plan_campaign(config_from_mapping(stored_form(plan.config)), plan.folder).runs}
+        before = {
+            run.name: run
+            for run in plan_campaign(config_from_mapping(self.config), plan.folder).runs
+        }
+        now = {
+            run.name: run
+            for run in plan_campaign(
+                config_from_mapping(stored_form(plan.config)), plan.folder
+            ).runs
+        }
         if lost := [name for name in before if name not in now]:
             more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
             raise ConfigurationError(
                 f"{plan.folder} holds the run {lost[0]}{more}, which the file no longer plans; "
                 "restore its condition and seed (you may add others), or start a new campaign."
             )
-        differences = [problem for name, run in before.items() for problem in resume_differences(run.config, now[name].config)]
+        differences = [
+            problem
+            for name, run in before.items()
+            for problem in resume_differences(run.config, now[name].config)
+        ]
         if differences:
             raise ConfigurationError(list(dict.fromkeys(differences)))
         self._check_looks(plan)
         fresh = Manifest.of_plan(plan, datetime.now().astimezone())
         self.runs = [self._by_name.get(entry.name, entry) for entry in fresh.runs]
         self._by_name = {entry.name: entry for entry in self.runs}
-        self.config, self.conditions, self.seeds, self.max_steps = fresh.config, fresh.conditions, fresh.seeds, fresh.max_steps
+        self.config, self.conditions, self.seeds, self.max_steps = (
+            fresh.config,
+            fresh.conditions,
+            fresh.seeds,
+            fresh.max_steps,
+        )
 
     def _check_looks(self, plan: CampaignPlan) -> None:
-        """Check a resumed plan. Raises ConfigurationError where the steps, conditions or order of seeds differ from those of the looks
-        already taken.
+        """Check a resumed plan. Raises ConfigurationError where the steps, conditions or order of
+        seeds differ from those of the looks already taken.
         """
         if plan.settings.stop != "evidence":
             return
-        otherwise = 'set stop = "seeds", which runs everything and looks at nothing, or start a new campaign.'
+        otherwise = (
+            'set stop = "seeds", which runs everything and looks at nothing, or start a new'
+            " campaign."
+        )
         if self.plan and self.plan.get("rule") == "seeds":
             raise ConfigurationError(
-                f'[campaign] stop = "evidence": {self.folder} was planned to be tested once, after all of its seeds; {otherwise}'
+                f'[campaign] stop = "evidence": {self.folder} was planned to be tested once, after'
+                f" all of its seeds; {otherwise}"
             )
-        looked = list(dict.fromkeys(look["seed"] for look in self.looks))  # a seed whose failed run was tried again has two looks
+        looked = list(
+            dict.fromkeys(look["seed"] for look in self.looks)
+        )  # a seed whose failed run was tried again has two looks
         for key, now, before in (
             ("max_steps", plan.max_steps, self.max_steps),
             ("conditions", list(plan.conditions), self.conditions),
@@ -190,8 +249,8 @@ class Manifest:
         ):
             if looked and now != before:
                 raise ConfigurationError(
-                    f"[campaign] {key} = {toml_value(now)}: {self.folder} has been looked at {len(looked)} times with "
-                    f"{toml_value(before)}; restore that, {otherwise}"
+                    f"[campaign] {key} = {toml_value(now)}: {self.folder} has been looked at"
+                    f" {len(looked)} times with {toml_value(before)}; restore that, {otherwise}"
                 )
 
 
@@ -212,7 +271,9 @@ def analysis_plan(plan: CampaignPlan) -> AnalysisPlan:
 
 
 def stored_form(config: TrainConfig) -> dict[str, Any]:
-    """The keys that were given, for JSON, with credentials masked. Defaults are left out: each run's config.toml holds every key."""
+    """The keys that were given, for JSON, with credentials masked. Defaults are left out: each
+    run's config.toml holds every key.
+    """
     return given_values(Redactor().config(config))
 
 
@@ -222,15 +283,19 @@ def _now() -> str:
 
 @contextmanager
 def open_campaign(config: TrainConfig, now: datetime) -> Iterator[tuple[CampaignPlan, Manifest]]:
-    """The campaign's plan and its written manifest; the folder is locked against other writers until the context ends.
+    """The campaign's plan and its written manifest; the folder is locked against other writers
+    until the context ends.
 
-    `[resume] from` names a campaign to continue, `[logging] log_dir` the folder of a new one; the default is
-    `logs/campaign_YYYYMMDD_HHMMSS`. Raises ConfigurationError for a folder that may not be used.
+    `[resume] from` names a campaign to continue, `[logging] log_dir` the folder of a new one; the
+    default is `logs/campaign_YYYYMMDD_HHMMSS`. Raises ConfigurationError for a folder that may not
+    be used.
     """
     resumed = bool(config.resume.from_)
     folder = Path(config.resume.from_) if resumed else _new_folder(config, now)
     if resumed and not (folder / MANIFEST).is_file():
-        raise ConfigurationError(f"--resume {folder} holds no campaign (no {MANIFEST}); name a campaign's folder.")
+        raise ConfigurationError(
+            f"--resume {folder} holds no campaign (no {MANIFEST}); name a campaign's folder."
+        )
     plan = plan_campaign(config, folder)
     mark(folder, "campaign")
     with writer_lock(RunFolder(folder)):
@@ -244,18 +309,21 @@ def open_campaign(config: TrainConfig, now: datetime) -> Iterator[tuple[Campaign
 
 
 def _new_folder(config: TrainConfig, now: datetime) -> Path:
-    """`[logging] log_dir`, or a folder that is created: logs/campaign_<local time>, with -2, -3, ... if it exists, so that two campaigns
-    started in one second get two folders.
+    """`[logging] log_dir`, or a folder that is created: logs/campaign_<local time>, with -2, -3,
+    ... if it exists, so that two campaigns started in one second get two folders.
     """
     if config.is_set("logging.log_dir"):
         folder = Path(config.logging.log_dir)
         if (folder / MANIFEST).is_file():
             raise ConfigurationError(
-                f"{folder} already holds a campaign; continue it with `{campaign_command(config, folder)}`, or choose another "
-                "[logging] log_dir."
+                f"{folder} already holds a campaign; continue it with"
+                f" `{campaign_command(config, folder)}`, or choose another [logging] log_dir."
             )
         if RunFolder(folder).holds_run():
-            raise ConfigurationError(f"{folder} holds a run; choose another [logging] log_dir for the campaign, or leave the key out.")
+            raise ConfigurationError(
+                f"{folder} holds a run; choose another [logging] log_dir for the campaign, or leave"
+                " the key out."
+            )
         return folder
     name, number = f"campaign_{now.strftime(TIMESTAMP)}", 1
     while True:
@@ -265,6 +333,8 @@ def _new_folder(config: TrainConfig, now: datetime) -> Path:
         except FileExistsError:
             number += 1
         except OSError as error:
-            raise EnvironmentFailure(f"{folder} cannot be created: {error.strerror}; choose another [logging] log_dir.") from error
+            raise EnvironmentFailure(
+                f"{folder} cannot be created: {error.strerror}; choose another [logging] log_dir."
+            ) from error
         else:
             return folder

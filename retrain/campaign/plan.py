@@ -1,4 +1,5 @@
-"""A campaign's plan: one run for each condition and seed, with its name, its folder and its complete configuration.
+"""A campaign's plan: one run for each condition and seed, with its name, its folder and its
+complete configuration.
 
 Planning starts and writes nothing, so `retrain explain` shows the plan that a campaign would run.
 """
@@ -42,9 +43,11 @@ class CampaignRun:
 
 @dataclass(frozen=True)
 class CampaignPlan:
-    """A campaign's runs in the order in which they start: all conditions of the first seed, then of the second, and so on.
+    """A campaign's runs in the order in which they start: all conditions of the first seed, then of
+    the second, and so on.
 
-    A comparison needs pairs of runs with the same seed; in this order an interrupted campaign holds as many as possible.
+    A comparison needs pairs of runs with the same seed; in this order an interrupted campaign holds
+    as many as possible.
     """
 
     config: TrainConfig
@@ -68,12 +71,21 @@ class CampaignPlan:
 
 
 def plan_campaign(config: TrainConfig, folder: Path) -> CampaignPlan:
-    """Plan the runs of a campaign in `folder`. Raises ConfigurationError for a condition whose values are invalid together."""
+    """Plan the runs of a campaign in `folder`. Raises ConfigurationError for a condition whose
+    values are invalid together.
+    """
     settings = settings_of(config)
     steps = max_steps(config)
     views, seeds = arms(config), planned_seeds(settings)
     runs = [
-        _run(view, label=condition.label, seed=seed, steps=steps, folder=folder, shared=_shared_evaluation(view, config))
+        _run(
+            view,
+            label=condition.label,
+            seed=seed,
+            steps=steps,
+            folder=folder,
+            shared=_shared_evaluation(view, config),
+        )
         for seed in seeds
         for condition, view in zip(config.conditions, views, strict=True)
     ]
@@ -84,18 +96,24 @@ def plan_campaign(config: TrainConfig, folder: Path) -> CampaignPlan:
 def settings_of(config: TrainConfig) -> Campaign:
     """The [campaign] section. Raises ConfigurationError if there is none."""
     if config.campaign is None:
-        raise ConfigurationError(f"{config.source_path or 'the configuration'} has no [campaign] section; add one.")
+        raise ConfigurationError(
+            f"{config.source_path or 'the configuration'} has no [campaign] section; add one."
+        )
     return config.campaign
 
 
 def planned_seeds(settings: Campaign) -> tuple[int, ...]:
-    """The seeds of the file; with stop = "evidence" followed by those counted on from the largest, up to max_seeds."""
+    """The seeds of the file; with stop = "evidence" followed by those counted on from the largest,
+    up to max_seeds.
+    """
     more = max(0, settings.max_seeds - len(settings.seeds)) if settings.stop == "evidence" else 0
     return *settings.seeds, *range(max(settings.seeds) + 1, max(settings.seeds) + 1 + more)
 
 
 def max_steps(config: TrainConfig) -> int:
-    """The steps of each run: `[campaign] max_steps`, or else `[training] max_steps` if it is given, or else 500."""
+    """The steps of each run: `[campaign] max_steps`, or else `[training] max_steps` if it is given,
+    or else 500.
+    """
     given = settings_of(config).max_steps
     if given is not None:
         return given
@@ -108,49 +126,72 @@ def run_name(condition: str, seed: int) -> str:
 
 
 def _shared_evaluation(view: TrainConfig, base: TrainConfig) -> dict[str, Any]:
-    """Keys of [evaluation] that a condition takes from the base: the judge, and how held-out answers are sampled.
+    """Keys of [evaluation] that a condition takes from the base: the judge, and how held-out
+    answers are sampled.
 
-    A condition that trains at another temperature, say, is still measured at the base's. What the condition says itself stays. The judge
-    is the base's reward, so that the held-out accuracies of all conditions compare; a base whose reward is random or a sum of several has
-    none to share.
+    A condition that trains at another temperature, say, is still measured at the base's. What the
+    condition says itself stays. The judge is the base's reward, so that the held-out accuracies of
+    all conditions compare; a base whose reward is random or a sum of several has none to share.
     """
     echoed = ("temperature", "max_tokens", "top_k", "top_p", "min_p")
     pinned = {
         name: getattr(base.training, name)
         for name in echoed
-        if getattr(view.evaluation, name) is None and getattr(view.training, name) != getattr(base.training, name)
+        if getattr(view.evaluation, name) is None
+        and getattr(view.training, name) != getattr(base.training, name)
     }
     judges = base.reward.types
-    if not view.evaluation.reward and view.reward.types != judges and len(judges) == 1 and judges != ["random"]:
+    if (
+        not view.evaluation.reward
+        and view.reward.types != judges
+        and len(judges) == 1
+        and judges != ["random"]
+    ):
         pinned["reward"] = judges[0]
     return pinned
 
 
-def _run(view: TrainConfig, *, label: str, seed: int, steps: int, folder: Path, shared: dict[str, Any]) -> CampaignRun:
+def _run(
+    view: TrainConfig, *, label: str, seed: int, steps: int, folder: Path, shared: dict[str, Any]
+) -> CampaignRun:
     """One run; `view` is the campaign's configuration with this condition alone."""
     name = run_name(label, seed)
     data = given_values(view)
     for section in ("campaign", "squeeze", "resume"):
         data.pop(section, None)
     (condition,) = view.conditions
-    algorithm = {key: value for key, value in data.get("algorithm", {}).items() if key not in _MODES}
-    data["algorithm"] = algorithm | {key: getattr(condition, key) for key in _MODES if getattr(condition, key)}
+    algorithm = {
+        key: value for key, value in data.get("algorithm", {}).items() if key not in _MODES
+    }
+    data["algorithm"] = algorithm | {
+        key: getattr(condition, key) for key in _MODES if getattr(condition, key)
+    }
     _put(data, "training", seed=seed, max_steps=steps)
     _put(data, "logging", log_dir=str(folder / RUNS / name), label=label)
     trackers = set(tracker_names(view.logging))
     if trackers & {"wandb", "trackio"}:  # the user's group wins, and the user's tags come first
         _put(data, "logging", wandb_run_name=name, wandb_group=view.logging.wandb_group or label)
     if "wandb" in trackers:  # trackio has no tags
-        _put(data, "logging", wandb_tags=",".join(dict.fromkeys((*view.logging.tags, label, f"seed{seed}"))))
+        _put(
+            data,
+            "logging",
+            wandb_tags=",".join(dict.fromkeys((*view.logging.tags, label, f"seed{seed}"))),
+        )
     if not view.is_set("evaluation.at_end"):
         _put(data, "evaluation", at_end=True)
     if shared:
         _put(data, "evaluation", **shared)
     if view.backend.adapter_path:
-        _put(data, "backend", adapter_path=str(Path(view.backend.adapter_path) / folder.resolve().name))
+        _put(
+            data,
+            "backend",
+            adapter_path=str(Path(view.backend.adapter_path) / folder.resolve().name),
+        )
     if view.backend.backend == "tinker" and not view.backend.throttle_dir:
         _put(data, "backend", throttle_dir=str(folder / THROTTLE))
-    return CampaignRun(name, label, seed, config_from_mapping(data, provenance=Provenance(view.source_path)))
+    return CampaignRun(
+        name, label, seed, config_from_mapping(data, provenance=Provenance(view.source_path))
+    )
 
 
 def _put(data: dict[str, Any], section: str, **values: Any) -> None:

@@ -1,4 +1,5 @@
-"""Running a campaign: start its runs, record how they end, squeeze the first adapter, compare the conditions.
+"""Running a campaign: start its runs, record how they end, squeeze the first adapter, compare the
+conditions.
 
 A run that fails does not stop the others.
 """
@@ -23,7 +24,14 @@ from retrain.campaign.preflight import check, evaluated_where_possible
 from retrain.campaign.subprocesses import share_devices
 from retrain.config import TrainConfig, replaced, resume_differences
 from retrain.config.stored import campaign_command
-from retrain.errors import ConfigurationError, EnvironmentFailure, Interrupted, RetrainError, RunFailed, Untrained
+from retrain.errors import (
+    ConfigurationError,
+    EnvironmentFailure,
+    Interrupted,
+    RetrainError,
+    RunFailed,
+    Untrained,
+)
 from retrain.records.checkpoint import FINAL
 from retrain.records.disk import writing_to
 from retrain.records.redact import note_secrets
@@ -39,10 +47,11 @@ _POLL_S = 0.1
 
 
 def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
-    """Train every run of the campaign that is not finished, then compare the conditions. `[resume] from` continues a campaign.
+    """Train every run of the campaign that is not finished, then compare the conditions. `[resume]
+    from` continues a campaign.
 
-    Raises ConfigurationError or EnvironmentFailure before the first run, RunFailed at the end if a run failed, and Interrupted after a
-    signal, once the running runs have saved.
+    Raises ConfigurationError or EnvironmentFailure before the first run, RunFailed at the end if a
+    run failed, and Interrupted after a signal, once the running runs have saved.
     """
     note_secrets(config)
     draft = plan_campaign(config, Path("campaign"))  # refuses what it must before a folder is made
@@ -56,14 +65,25 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
         if not config.resume.from_:
             manifest.plan = analysis_plan(plan).to_json()
         resume_hint = f"continue with `{campaign_command(config, plan.folder)}`"
-        with writing_to(plan.folder, resume_hint), Board(plan, manifest, launcher.workers, quiet=quiet) as board:
+        with (
+            writing_to(plan.folder, resume_hint),
+            Board(plan, manifest, launcher.workers, quiet=quiet) as board,
+        ):
             done = sum(is_finished(run) for run in plan.runs)
-            size = f"{counted(len(plan.conditions), 'condition')} x {counted(len(plan.seeds), 'seed')} = {counted(len(plan.runs), 'run')}"
+            size = (
+                f"{counted(len(plan.conditions), 'condition')} x {counted(len(plan.seeds), 'seed')}"
+                f" = {counted(len(plan.runs), 'run')}"
+            )
             resumed = f", {done} of them finished before" if done else ""
-            for line in (*checked.lines, f"Campaign {plan.folder}: {size} of {counted(plan.max_steps, 'step')}{resumed}."):
+            for line in (
+                *checked.lines,
+                f"Campaign {plan.folder}: {size} of {counted(plan.max_steps, 'step')}{resumed}.",
+            ):
                 board.say(line)
             squeeze = AutoSqueeze(plan, manifest, board.say)
-            execution = _Execution(plan, manifest, launcher, board, interrupts, on_done=squeeze.after)
+            execution = _Execution(
+                plan, manifest, launcher, board, interrupts, on_done=squeeze.after
+            )
             execution.run()
         squeeze.at_end()
         for line in comparison_lines(plan):
@@ -73,8 +93,9 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
     if undone := [manifest[run.name] for run in plan.runs if execution.lacks(run)]:
         first = undone[0]
         raise RunFailed(
-            f"{len(undone)} of {len(manifest.runs)} runs did not finish; the first is {first.name} ({first.status}: "
-            f"{(first.reason or '').rstrip('.')}). See {plan.folder / first.dir / OUTPUT}, then {resume_hint}."
+            f"{len(undone)} of {len(manifest.runs)} runs did not finish; the first is {first.name}"
+            f" ({first.status}: {(first.reason or '').rstrip('.')}). See"
+            f" {plan.folder / first.dir / OUTPUT}, then {resume_hint}."
         )
     return manifest
 
@@ -92,7 +113,9 @@ def _launcher(plan: CampaignPlan) -> Launcher:
 
 
 def is_finished(run: CampaignRun) -> bool:
-    """True if the run's own folder says so, and holds the run that is planned: after a kill the manifest may be older than the folder."""
+    """True if the run's own folder says so, and holds the run that is planned: after a kill the
+    manifest may be older than the folder.
+    """
     stored = StoredRun(run.folder)
     return (
         stored.folder.summary.is_file()
@@ -102,11 +125,13 @@ def is_finished(run: CampaignRun) -> bool:
     )
 
 
-# -- the loop over the runs ----------------------------------------------------------------------------------------------
+# -- the loop over the runs ------------------------------------------------------------------------
 
 
 class _Execution:
-    """Starts the runs that are not finished, and waits until all have ended or a signal asks for a stop."""
+    """Starts the runs that are not finished, and waits until all have ended or a signal asks for a
+    stop.
+    """
 
     def __init__(
         self,
@@ -137,7 +162,9 @@ class _Execution:
         """Raises Interrupted after a signal."""
         self._queue_unfinished()
         settings, next_start = self._plan.settings, 0.0
-        stagger = settings.stagger_seconds if settings.parallel or settings.launcher == "ray" else 0.0
+        stagger = (
+            settings.stagger_seconds if settings.parallel or settings.launcher == "ray" else 0.0
+        )
         try:
             while self._waiting or self._jobs:
                 if self._interrupts.stopped_by is not None and not self._stopping:
@@ -148,12 +175,20 @@ class _Execution:
                     for _, job in self._jobs.values():
                         job.stop(self._interrupts.stopped_by)
                 if len(self._jobs) < self._launcher.workers and time.monotonic() >= next_start:
-                    startable = (run for run in self._waiting if self._rule is None or self._rule.may_start(run))
+                    startable = (
+                        run
+                        for run in self._waiting
+                        if self._rule is None or self._rule.may_start(run)
+                    )
                     if (run := next(startable, None)) is not None:
                         self._waiting.remove(run)
                         self._start(run)
                         next_start = time.monotonic() + stagger
-                ended = [(slot, outcome) for slot, (_, job) in self._jobs.items() if (outcome := job.poll()) is not None]
+                ended = [
+                    (slot, outcome)
+                    for slot, (_, job) in self._jobs.items()
+                    if (outcome := job.poll()) is not None
+                ]
                 for slot, outcome in ended:
                     run, _ = self._jobs.pop(slot)
                     self._record(run, outcome)
@@ -164,7 +199,9 @@ class _Execution:
                 job.kill()
         if (number := self._interrupts.stopped_by) is not None:
             again = campaign_command(self._plan.config, self._plan.folder)
-            raise Interrupted(f"Interrupted by {Signals(number).name}; continue with `{again}`.", number)
+            raise Interrupted(
+                f"Interrupted by {Signals(number).name}; continue with `{again}`.", number
+            )
 
     def lacks(self, run: CampaignRun) -> bool:
         """True for a run that is not done, unless no look to come would use it."""
@@ -172,15 +209,21 @@ class _Execution:
         return not ended and (self._rule is None or self._rule.needs(run))
 
     def _queue_unfinished(self) -> None:
-        """Queue the runs that are to be made: finished ones stay as they are; a run that failed or was interrupted in an earlier session is
-        pending again.
+        """Queue the runs that are to be made: finished ones stay as they are; a run that failed or
+        was interrupted in an earlier session is pending again.
         """
         self._manifest.write()
         if self._plan.settings.stop == "evidence" and len(self._plan.conditions) > 1:
-            self._rule = EvidenceRule(self._plan, self._manifest, self._launcher.workers, self._board.say)
+            self._rule = EvidenceRule(
+                self._plan, self._manifest, self._launcher.workers, self._board.say
+            )
         for run in self._plan.runs:
             entry = self._manifest[run.name]
-            if self._rule and not self._rule.needs(run) and entry.status in (Status.FAILED, Status.SKIPPED):
+            if (
+                self._rule
+                and not self._rule.needs(run)
+                and entry.status in (Status.FAILED, Status.SKIPPED)
+            ):
                 continue
             if not is_finished(run):
                 self._manifest.try_again(run.name)
@@ -212,9 +255,13 @@ class _Execution:
             self._record(run, unwritable(run, error))
 
     def _compare_with_baseline(self, run: CampaignRun) -> None:
-        """Say so, once for a condition, where the two runs of its first pair are one: what the condition sets changes nothing."""
+        """Say so, once for a condition, where the two runs of its first pair are one: what the
+        condition sets changes nothing.
+        """
         baseline, *others = self._plan.conditions
-        by_condition = {other.condition: other for other in self._plan.runs if other.seed == run.seed}
+        by_condition = {
+            other.condition: other for other in self._plan.runs if other.seed == run.seed
+        }
         for condition in [run.condition] if run.condition != baseline else others:
             pair = (by_condition[condition], by_condition[baseline])
             done = all(self._manifest[one.name].status is Status.DONE for one in pair)
@@ -222,17 +269,30 @@ class _Execution:
                 continue
             self._told.add(condition)
             if are_the_same([(StoredRun(pair[0].folder), StoredRun(pair[1].folder))]):
-                self._board.say(f"{pair[0].name} is the same run as {pair[1].name}, byte for byte: what {condition} sets changes nothing.")
+                self._board.say(
+                    f"{pair[0].name} is the same run as {pair[1].name}, byte for byte: what"
+                    f" {condition} sets changes nothing."
+                )
 
     def _record(self, run: CampaignRun, outcome: RunOutcome) -> None:
-        """A lost run is queued again up to max_retries times; any other outcome is final for this session."""
-        if outcome.lost and not self._stopping and self._retries[run.name] < self._plan.settings.max_retries:
+        """A lost run is queued again up to max_retries times; any other outcome is final for this
+        session.
+        """
+        if (
+            outcome.lost
+            and not self._stopping
+            and self._retries[run.name] < self._plan.settings.max_retries
+        ):
             self._retries[run.name] += 1
-            self._board.say(f"{run.name}: {outcome.reason}; restarting it from its last checkpoint.")
+            self._board.say(
+                f"{run.name}: {outcome.reason}; restarting it from its last checkpoint."
+            )
             self._waiting.appendleft(run)
             return
         killed_by_stop = outcome.lost and self._stopping
-        self._manifest.ended(run.name, Status.INTERRUPTED if killed_by_stop else outcome.status, outcome.reason)
+        self._manifest.ended(
+            run.name, Status.INTERRUPTED if killed_by_stop else outcome.status, outcome.reason
+        )
         self._board.ended(run.name)
         if outcome.stopped_by is not None:
             self._interrupts.adopt([outcome.stopped_by])
@@ -243,14 +303,15 @@ class _Execution:
             self._look()
 
 
-# -- what follows the runs -----------------------------------------------------------------------------------------------
+# -- what follows the runs -------------------------------------------------------------------------
 
 
 class AutoSqueeze:
-    """Analyses one adapter if the campaign has a `[squeeze]` section: prints the table, and sends it to the manifest and the trackers.
+    """Analyses one adapter if the campaign has a `[squeeze]` section: prints the table, and sends
+    it to the manifest and the trackers.
 
-    The adapter is the first run's. An adapter that is still zero has no rank to analyse, so the next run's is taken. A failure is
-    printed and stops nothing.
+    The adapter is the first run's. An adapter that is still zero has no rank to analyse, so the
+    next run's is taken. A failure is printed and stops nothing.
     """
 
     def __init__(self, plan: CampaignPlan, manifest: Manifest, say: Say) -> None:
@@ -262,14 +323,20 @@ class AutoSqueeze:
         """Names of runs whose adapter is still zero."""
 
     def after(self, run: CampaignRun) -> None:
-        """Call when `run` is done. The plan's order decides which adapter is analysed, not the order in which runs finish."""
+        """Call when `run` is done. The plan's order decides which adapter is analysed, not the
+        order in which runs finish.
+        """
         for candidate in self._plan.runs:
-            if not self._due or (candidate != run and self._manifest[candidate.name].status is not Status.DONE):
+            if not self._due or (
+                candidate != run and self._manifest[candidate.name].status is not Status.DONE
+            ):
                 return
             self._squeeze(candidate)
 
     def at_end(self) -> None:
-        """Analyse the first done run, if the plan's first one failed, or finished before an earlier session was interrupted."""
+        """Analyse the first done run, if the plan's first one failed, or finished before an earlier
+        session was interrupted.
+        """
         for run in self._plan.runs:
             if self._due and self._manifest[run.name].status is Status.DONE:
                 self._squeeze(run)
@@ -286,7 +353,12 @@ class AutoSqueeze:
             from retrain.squeeze import squeeze_adapter
 
             squeezed = squeeze_adapter(config, adapter, progress=self._say)
-            track_squeeze(config, RunFolder(self._plan.folder / SQUEEZE_RUN), squeezed.analysis.summary(), self._say)
+            track_squeeze(
+                config,
+                RunFolder(self._plan.folder / SQUEEZE_RUN),
+                squeezed.analysis.summary(),
+                self._say,
+            )
         except Untrained as error:
             self._untrained.add(run.name)
             self._due = True
@@ -302,7 +374,9 @@ class AutoSqueeze:
 
 
 def comparison_lines(plan: CampaignPlan) -> list[str]:
-    """Every condition against the first, as `retrain compare` prints it, or a sentence that says why there is no comparison."""
+    """Every condition against the first, as `retrain compare` prints it, or a sentence that says
+    why there is no comparison.
+    """
     if len(plan.conditions) < 2:
         return []
     from retrain.analysis.compare import compare_campaign
@@ -310,6 +384,11 @@ def comparison_lines(plan: CampaignPlan) -> list[str]:
     from retrain.analysis.verdict import TestSettings
 
     try:
-        return ["", *to_text(compare_campaign(plan.folder, TestSettings()), shutil.get_terminal_size().columns).splitlines()]
+        return [
+            "",
+            *to_text(
+                compare_campaign(plan.folder, TestSettings()), shutil.get_terminal_size().columns
+            ).splitlines(),
+        ]
     except (ConfigurationError, EnvironmentFailure) as error:
         return [f"No comparison: {error}"]

@@ -1,8 +1,9 @@
 """The worker process of one run, `python -m retrain.campaign.worker`, started by `subprocesses`.
 
-It reads the run's configuration as one line of JSON from standard input, which then stays open: end of file means that the campaign has
-ended, and ends this process too. The outcome is written to standard output as JSON. Everything that the run prints goes to standard
-error, which is the run's log.
+It reads the run's configuration as one line of JSON from standard input, which then stays open: end
+of file means that the campaign has ended, and ends this process too. The outcome is written to
+standard output as JSON. Everything that the run prints goes to standard error, which is the run's
+log.
 """
 
 import json
@@ -24,7 +25,9 @@ def main() -> None:
     request = json.loads(sys.stdin.buffer.readline())
 
     def end_with_campaign() -> None:
-        """Kill this process when the campaign ends, so that the run's folder is free for a campaign that is resumed a moment later."""
+        """Kill this process when the campaign ends, so that the run's folder is free for a campaign
+        that is resumed a moment later.
+        """
         sys.stdin.buffer.read()
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -32,7 +35,9 @@ def main() -> None:
     from retrain.campaign.launch import perform
     from retrain.config import config_from_toml
 
-    outcome = perform(config_from_toml(request["config"], Path(request["path"]) if request["path"] else None))
+    outcome = perform(
+        config_from_toml(request["config"], Path(request["path"]) if request["path"] else None)
+    )
     json.dump(asdict(outcome), answer)
     answer.close()
 

@@ -16,25 +16,41 @@ SETTINGS = {"context_settings": {"allow_extra_args": True, "ignore_unknown_optio
 
 def command(
     context: typer.Context,
-    target: Annotated[Path, typer.Argument(metavar="CONFIG", help="A configuration; its [reward] and [data] are used, no model.")],
-    examples: Annotated[int, typer.Option(min=1, help="Number of examples, spread over the training set.")] = 200,
-    output: Annotated[Path | None, typer.Option(help="Write a page in the style of `retrain report`.")] = None,
-    form: Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")] = "text",
+    target: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG", help="A configuration; its [reward] and [data] are used, no model."
+        ),
+    ],
+    examples: Annotated[
+        int, typer.Option(min=1, help="Number of examples, spread over the training set.")
+    ] = 200,
+    output: Annotated[
+        Path | None, typer.Option(help="Write a page in the style of `retrain report`.")
+    ] = None,
+    form: Annotated[
+        Literal["text", "json"], typer.Option("--format", help="How to print it.")
+    ] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
     """Run the reward on answers whose verdict is known.
 
-    These are gold answers, the same answers in other forms, near misses, empty, truncated and hostile completions. Any flag of the
-    configuration may follow, such as --reward-type math.
+    These are gold answers, the same answers in other forms, near misses, empty, truncated and
+    hostile completions. Any flag of the configuration may follow, such as --reward-type math.
     """
     from retrain.config import load_config
     from retrain.config.overrides import parse_overrides
 
     overrides = parse_overrides(context.args)
     if overrides.rest:
-        raise ConfigurationError(f"retrain audit takes one configuration; {overrides.rest[0]!r} is one too many.")
+        raise ConfigurationError(
+            f"retrain audit takes one configuration; {overrides.rest[0]!r} is one too many."
+        )
     if not target.is_file():
-        raise ConfigurationError(f"{target} is not a file; name a configuration, whose [reward] is audited on its [data].")
+        raise ConfigurationError(
+            f"{target} is not a file; name a configuration, whose [reward] is audited on its"
+            " [data]."
+        )
     load_dotenv()
     config = load_config(target, overrides)
     from retrain.audit.run import audit_reward
@@ -49,5 +65,9 @@ def command(
 
         write_audit_page(audit, output)
         print_progress(f"Page: {output}")
-    text = json.dumps(finite(audit.to_json()), indent=2) + "\n" if as_json or form == "json" else to_text(audit)
+    text = (
+        json.dumps(finite(audit.to_json()), indent=2) + "\n"
+        if as_json or form == "json"
+        else to_text(audit)
+    )
     sys.stdout.write(clean(Redactor().text(text)))

@@ -13,16 +13,26 @@ if TYPE_CHECKING:
 
 
 def command(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Show one of them, and what it does with each key.")] = "",
-    form: Annotated[Literal["text", "json", "markdown"], typer.Option("--format", help="How to print it.")] = "text",
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="Show one of them, and what it does with each key."),
+    ] = "",
+    form: Annotated[
+        Literal["text", "json", "markdown"], typer.Option("--format", help="How to print it.")
+    ] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
-    """List engines and backends: what each is and can do, what is installed here, and against what it was verified."""
+    """List engines and backends: what each is and can do, what is installed here, and against what
+    it was verified.
+    """
     from retrain.backends.catalogue import CATALOGUE
 
     entries = [entry for entry in CATALOGUE if name in ("", entry.name)]
     if not entries:
-        raise ConfigurationError(f"{name!r} is not a built-in engine or backend; these are {', '.join(entry.name for entry in CATALOGUE)}.")
+        raise ConfigurationError(
+            f"{name!r} is not a built-in engine or backend; these are"
+            f" {', '.join(entry.name for entry in CATALOGUE)}."
+        )
     if as_json or form == "json":
         print(json.dumps([entry.to_json() for entry in entries], indent=2))
     elif form == "markdown":
@@ -32,7 +42,10 @@ def command(
 
 
 def _all(entries: "Sequence[Entry]") -> Iterator[str]:
-    for title, kind in (("Training backends ([backend] backend)", "backend"), ("Inference engines ([inference] engine)", "engine")):
+    for title, kind in (
+        ("Training backends ([backend] backend)", "backend"),
+        ("Inference engines ([inference] engine)", "engine"),
+    ):
         yield title
         for entry in entries:
             if entry.kind == kind:
@@ -64,14 +77,19 @@ def _lines(entry: "Entry") -> Iterator[str]:
     rows = [
         ("can", entry.words),
         ("verified", entry.verified),
-        ("here", ", ".join(here) if here else "not installed" if entry.packages else "needs nothing"),
+        (
+            "here",
+            ", ".join(here) if here else "not installed" if entry.packages else "needs nothing",
+        ),
         ("install", "" if here or not entry.packages else entry.install),
     ]
     yield from table_lines([row for row in rows if row[1]], indent=2 * GAP)
 
 
 def _markdown(entries: "Sequence[Entry]") -> Iterator[str]:
-    """Print two tables for docs/engines.md: what each can do, and the keys that it does not simply use."""
+    """Print two tables for docs/engines.md: what each can do, and the keys that it does not simply
+    use.
+    """
     from retrain.config.names import bracketed
     from retrain.parsing import toml_value
     from retrain.records.terminal import markdown_lines
@@ -82,8 +100,21 @@ def _markdown(entries: "Sequence[Entry]") -> Iterator[str]:
     keys = []
     for entry in entries:
         rows = [row for row in entry.keys if row.use != "used"]
-        for use, because in dict.fromkeys((row.use, row.because) for row in rows):  # one row per reason, in the order of the schema
+        for use, because in dict.fromkeys(
+            (row.use, row.because) for row in rows
+        ):  # one row per reason, in the order of the schema
             same = [row for row in rows if (row.use, row.because) == (use, because)]
-            shown = (f"`{bracketed(row.key)}`{' = ' + ' or '.join(map(toml_value, row.values)) if row.values else ''}" for row in same)
-            keys.append((f"`{entry.name}`", ", ".join(shown), "by `retrain serve`" if use == "serve" else use, because))
+            shown = (
+                f"`{bracketed(row.key)}`"
+                + (f" = {' or '.join(map(toml_value, row.values))}" if row.values else "")
+                for row in same
+            )
+            keys.append(
+                (
+                    f"`{entry.name}`",
+                    ", ".join(shown),
+                    "by `retrain serve`" if use == "serve" else use,
+                    because,
+                )
+            )
     yield from markdown_lines(("name", "keys", "", "why"), keys)

@@ -1,4 +1,6 @@
-"""`retrain compare CAMPAIGN_DIR` and `retrain compare RUN... --baseline RUN...`: which conditions differ, as far as the seeds can tell."""
+"""`retrain compare CAMPAIGN_DIR` and `retrain compare RUN... --baseline RUN...`: which conditions
+differ, as far as the seeds can tell.
+"""
 
 import json
 import shutil
@@ -24,14 +26,18 @@ class Format(StrEnum):
 
 
 class BaselineTakesSeveral(TyperCommand):
-    """`--baseline A B C` is three baselines, so that a shell's pattern can follow it; runs to compare come before it."""
+    """`--baseline A B C` is three baselines, so that a shell's pattern can follow it; runs to
+    compare come before it.
+    """
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]  # typer.Context is what typer passes
         return super().parse_args(ctx, repeated(args, "--baseline"))
 
 
 def repeated(arguments: Sequence[str], flag: str) -> list[str]:
-    """The flag before each of the values that follow it: [--baseline, a, b] -> [--baseline, a, --baseline, b]."""
+    """The flag before each of the values that follow it: [--baseline, a, b] -> [--baseline, a,
+    --baseline, b].
+    """
     result: list[str] = []
     values = None  # since the flag; None where another flag or nothing came before
     for argument in arguments:
@@ -50,37 +56,73 @@ def command(
     targets: Annotated[
         list[Path],
         typer.Argument(
-            metavar="CAMPAIGN_DIR | RUN... | EVALUATION", help="A campaign's folder, folders of runs, or what `retrain eval` left."
+            metavar="CAMPAIGN_DIR | RUN... | EVALUATION",
+            help="A campaign's folder, folders of runs, or what `retrain eval` left.",
         ),
     ],
     baseline: Annotated[
         list[str] | None,
-        typer.Option(metavar="LABEL | RUN...", help="A campaign's condition (the first unless given), or the baseline's runs."),
+        typer.Option(
+            metavar="LABEL | RUN...",
+            help="A campaign's condition (the first unless given), or the baseline's runs.",
+        ),
     ] = None,
-    control: Annotated[bool, typer.Option("--control", help="The campaign's random-reward condition is the baseline.")] = False,
+    control: Annotated[
+        bool,
+        typer.Option("--control", help="The campaign's random-reward condition is the baseline."),
+    ] = False,
     metric: Annotated[
         str | None,
-        typer.Option(help="pass@K, correct_rate, auc, or a column of metrics.jsonl; by default held-out pass@1, if there is one."),
+        typer.Option(
+            help=(
+                "pass@K, correct_rate, auc, or a column of metrics.jsonl; by default held-out"
+                " pass@1, if there is one."
+            )
+        ),
     ] = None,
     alpha: Annotated[float, typer.Option(help="Family-wise error rate of all comparisons.")] = 0.05,
-    margin: Annotated[float | None, typer.Option(help="Call differences below this equivalent (TOST), such as 0.02.")] = None,
-    effect: Annotated[float | None, typer.Option(help="Show how many seeds would find this difference, such as 0.02.")] = None,
-    power: Annotated[float, typer.Option(help="Power for the detectable difference and the seeds needed.")] = 0.8,
-    lower_is_better: Annotated[bool, typer.Option("--lower-is-better", help="A negative difference is the improvement.")] = False,
+    margin: Annotated[
+        float | None,
+        typer.Option(help="Call differences below this equivalent (TOST), such as 0.02."),
+    ] = None,
+    effect: Annotated[
+        float | None,
+        typer.Option(help="Show how many seeds would find this difference, such as 0.02."),
+    ] = None,
+    power: Annotated[
+        float, typer.Option(help="Power for the detectable difference and the seeds needed.")
+    ] = 0.8,
+    lower_is_better: Annotated[
+        bool, typer.Option("--lower-is-better", help="A negative difference is the improvement.")
+    ] = False,
     correction: Annotated[
         Literal["maxt", "holm"] | None,
-        typer.Option(help="Adjust p by joint sign flips of whole seeds (maxt), or by Holm; by default as the campaign planned, else maxt."),
+        typer.Option(
+            help=(
+                "Adjust p by joint sign flips of whole seeds (maxt), or by Holm; by default as the"
+                " campaign planned, else maxt."
+            )
+        ),
     ] = None,
     contrast: Annotated[
-        list[str] | None, typer.Option(metavar="A:B", help="Compare condition A with condition B; repeat it for a family of pairs.")
+        list[str] | None,
+        typer.Option(
+            metavar="A:B",
+            help="Compare condition A with condition B; repeat it for a family of pairs.",
+        ),
     ] = None,
     failed: Annotated[
-        Literal["exclude", "worst"], typer.Option(help="Leave pairs with a failed run out, or count that run as the worst result.")
+        Literal["exclude", "worst"],
+        typer.Option(
+            help="Leave pairs with a failed run out, or count that run as the worst result."
+        ),
     ] = "exclude",
     form: Annotated[Format, typer.Option("--format", help="How to print it.")] = Format.TEXT,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
-    """Compare conditions across seeds: paired differences, intervals, exact p values adjusted over all of them, and a verdict."""
+    """Compare conditions across seeds: paired differences, intervals, exact p values adjusted over
+    all of them, and a verdict.
+    """
     from retrain.analysis.comparison_text import to_json, to_markdown, to_text
     from retrain.analysis.verdict import TestSettings
     from retrain.records.evaluation_folder import is_evaluation
@@ -88,10 +130,14 @@ def command(
     from retrain.records.terminal import clean
 
     if any(map(is_evaluation, targets)):
-        _print_evaluations(targets, baseline or [], metric, alpha, as_json=as_json or form is Format.JSON)
+        _print_evaluations(
+            targets, baseline or [], metric, alpha, as_json=as_json or form is Format.JSON
+        )
         return
     test = TestSettings(alpha, margin, effect, power, lower_is_better, correction, failed)
-    comparison = _compare(targets, baseline or [], control, metric, test, [_pair(text) for text in contrast or []])
+    comparison = _compare(
+        targets, baseline or [], control, metric, test, [_pair(text) for text in contrast or []]
+    )
     if as_json or form is Format.JSON:
         print(json.dumps(finite(to_json(comparison)), indent=2))
     elif form is Format.MARKDOWN:
@@ -100,48 +146,96 @@ def command(
         print(clean(to_text(comparison, shutil.get_terminal_size().columns)), end="")
 
 
-def _print_evaluations(targets: list[Path], baseline: list[str], metric: str | None, alpha: float, *, as_json: bool) -> None:
+def _print_evaluations(
+    targets: list[Path], baseline: list[str], metric: str | None, alpha: float, *, as_json: bool
+) -> None:
     """Two folders of `retrain eval`, paired by problem."""
-    from retrain.analysis.evaluations import compare_evaluations, evaluation_json, evaluation_lines, open_evaluation
+    from retrain.analysis.evaluations import (
+        compare_evaluations,
+        evaluation_json,
+        evaluation_lines,
+        open_evaluation,
+    )
     from retrain.analysis.measures import choose_metric
     from retrain.records.evaluation_folder import is_evaluation
     from retrain.records.jsonl import finite
     from retrain.records.terminal import clean
 
     if len(targets) != 1 or len(baseline) != 1 or not is_evaluation(Path(baseline[0])):
-        raise ConfigurationError(f"{targets[0]} is an evaluation, and is compared with one other: --baseline EVALUATION.")
+        raise ConfigurationError(
+            f"{targets[0]} is an evaluation, and is compared with one other: --baseline EVALUATION."
+        )
     one, other = open_evaluation(targets[0]), open_evaluation(Path(baseline[0]))
     found = compare_evaluations(one, other, choose_metric(metric or "pass@1", []), alpha)
-    print(json.dumps(finite(evaluation_json(found)), indent=2) if as_json else clean("\n".join(evaluation_lines(found))))
+    print(
+        json.dumps(finite(evaluation_json(found)), indent=2)
+        if as_json
+        else clean("\n".join(evaluation_lines(found)))
+    )
 
 
 def _pair(text: str) -> tuple[str, str]:
     """Raises ConfigurationError unless the text is two labels with a colon between them."""
     candidate, colon, baseline = text.partition(":")
     if not (candidate and colon and baseline) or candidate == baseline:
-        raise ConfigurationError(f"--contrast {text} is not two conditions as A:B; A is compared with B.")
+        raise ConfigurationError(
+            f"--contrast {text} is not two conditions as A:B; A is compared with B."
+        )
     return candidate, baseline
 
 
 def _compare(
-    targets: list[Path], baseline: list[str], control: bool, metric: str | None, test: "TestSettings", pairs: list[tuple[str, str]]
+    targets: list[Path],
+    baseline: list[str],
+    control: bool,
+    metric: str | None,
+    test: "TestSettings",
+    pairs: list[tuple[str, str]],
 ) -> "Comparison":
     from retrain.analysis.compare import compare_campaign, compare_runs
     from retrain.analysis.runs import is_campaign, stored_run
 
     if control and baseline:
-        raise ConfigurationError(f"--control and --baseline {baseline[0]} both name the baseline; give one of them.")
+        raise ConfigurationError(
+            f"--control and --baseline {baseline[0]} both name the baseline; give one of them."
+        )
     for target in targets:
         if not target.is_dir():
-            raise ConfigurationError(f"{target} is not a folder; name a campaign's folder, or runs and --baseline runs.")
+            raise ConfigurationError(
+                f"{target} is not a folder; name a campaign's folder, or runs and --baseline runs."
+            )
     campaigns = [target for target in targets if is_campaign(target)]
     if campaigns:
         if len(targets) > 1 or len(baseline) > 1:
-            raise ConfigurationError(f"{campaigns[0]} is a campaign, and one is compared at a time, with one condition as --baseline.")
-        return compare_campaign(campaigns[0], test, baseline[0] if baseline else None, metric, control=control, pairs=pairs)
+            raise ConfigurationError(
+                f"{campaigns[0]} is a campaign, and one is compared at a time, with one condition"
+                " as --baseline."
+            )
+        return compare_campaign(
+            campaigns[0],
+            test,
+            baseline[0] if baseline else None,
+            metric,
+            control=control,
+            pairs=pairs,
+        )
     if pairs:
-        raise ConfigurationError(f"--contrast {':'.join(pairs[0])} names conditions of a campaign, and {targets[0]} is none.")
+        raise ConfigurationError(
+            f"--contrast {':'.join(pairs[0])} names conditions of a campaign, and {targets[0]} is"
+            " none."
+        )
     if not baseline:
-        needs = "--control takes a campaign" if control else "runs need --baseline RUN... to be compared with"
-        raise ConfigurationError(f"{targets[0]} is not a campaign (it has no manifest.json with runs), and {needs}.")
-    return compare_runs([stored_run(target) for target in targets], [stored_run(Path(run)) for run in baseline], test, metric)
+        needs = (
+            "--control takes a campaign"
+            if control
+            else "runs need --baseline RUN... to be compared with"
+        )
+        raise ConfigurationError(
+            f"{targets[0]} is not a campaign (it has no manifest.json with runs), and {needs}."
+        )
+    return compare_runs(
+        [stored_run(target) for target in targets],
+        [stored_run(Path(run)) for run in baseline],
+        test,
+        metric,
+    )

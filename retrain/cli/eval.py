@@ -1,4 +1,6 @@
-"""`retrain eval RUN|CONFIG`: held-out pass@1 and pass@k of a run's checkpoint, or of the model that a configuration names."""
+"""`retrain eval RUN|CONFIG`: held-out pass@1 and pass@k of a run's checkpoint, or of the model that
+a configuration names.
+"""
 
 import json
 from pathlib import Path
@@ -15,16 +17,32 @@ SETTINGS = {"context_settings": {"allow_extra_args": True, "ignore_unknown_optio
 
 def command(
     context: typer.Context,
-    target: Annotated[Path, typer.Argument(metavar="RUN|CONFIG", help="A run's folder, or a configuration for its untrained model.")],
-    checkpoint: Annotated[int | None, typer.Option(help="The checkpoint after this many steps; by default the newest.")] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Folder for the answers; by default evaluations/ in the run's folder, or in logs/.")
+    target: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN|CONFIG", help="A run's folder, or a configuration for its untrained model."
+        ),
+    ],
+    checkpoint: Annotated[
+        int | None,
+        typer.Option(help="The checkpoint after this many steps; by default the newest."),
     ] = None,
-    trust: Annotated[bool, typer.Option("--trust", help="Run the Python code that the run's folder names.")] = False,
-    form: Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")] = "text",
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the answers; by default evaluations/ in the run's folder, or in logs/."
+        ),
+    ] = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Run the Python code that the run's folder names.")
+    ] = False,
+    form: Annotated[
+        Literal["text", "json"], typer.Option("--format", help="How to print it.")
+    ] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
-    """Evaluate a run's checkpoint, or the untrained model of a configuration, on held-out problems: pass@1 and pass@k.
+    """Evaluate a run's checkpoint, or the untrained model of a configuration, on held-out problems:
+    pass@1 and pass@k.
 
     Any flag of the configuration may follow, such as --evaluation-max-examples 50.
     """
@@ -32,9 +50,13 @@ def command(
 
     overrides = parse_overrides(context.args)
     if overrides.rest:
-        raise ConfigurationError(f"retrain eval takes one run or configuration; {overrides.rest[0]!r} is one too many.")
+        raise ConfigurationError(
+            f"retrain eval takes one run or configuration; {overrides.rest[0]!r} is one too many."
+        )
     if not target.exists():
-        raise ConfigurationError(f"{target} does not exist; name a run's folder or a configuration.")
+        raise ConfigurationError(
+            f"{target} does not exist; name a run's folder or a configuration."
+        )
     load_dotenv()
     from retrain.records.evaluation_folder import EvaluationFolder
     from retrain.records.jsonl import finite
@@ -54,4 +76,8 @@ def command(
     if as_json or form == "json":
         print(json.dumps(finite(result.summary() | {"folder": str(folder.path)})))
     else:
-        print(clean("\n".join([evaluation_line(result), *task_lines(result), f"Answers: {folder.path}"])))
+        print(
+            clean(
+                "\n".join([evaluation_line(result), *task_lines(result), f"Answers: {folder.path}"])
+            )
+        )

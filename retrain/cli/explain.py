@@ -21,30 +21,53 @@ _MOST = 1_000_000
 
 def command(
     context: typer.Context,
-    pilot: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Take the step time and the spread from these runs.")] = None,
-    probe: Annotated[bool, typer.Option("--probe", help="Load everything and measure one step.")] = False,
-    price_per_hour: Annotated[float | None, typer.Option(min=0, help="Price per device hour; overrides [campaign] price_per_hour.")] = None,
-    memory_gib: Annotated[float | None, typer.Option(min=0, help="Predict for a device of this size, whether it is here or not.")] = None,
-    trust: Annotated[bool, typer.Option("--trust", help="Run the Python code that a run's folder names.")] = False,
-    form: Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")] = "text",
+    pilot: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN_DIR", help="Take the step time and the spread from these runs."),
+    ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Load everything and measure one step.")
+    ] = False,
+    price_per_hour: Annotated[
+        float | None,
+        typer.Option(min=0, help="Price per device hour; overrides [campaign] price_per_hour."),
+    ] = None,
+    memory_gib: Annotated[
+        float | None,
+        typer.Option(min=0, help="Predict for a device of this size, whether it is here or not."),
+    ] = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Run the Python code that a run's folder names.")
+    ] = False,
+    form: Annotated[
+        Literal["text", "json"], typer.Option("--format", help="How to print it.")
+    ] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
-    """Show what a configuration would run, its settings and where they come from, and its memory, time and cost.
+    """Show what a configuration would run, its settings and where they come from, and its memory,
+    time and cost.
 
-    Without a file it reads ./retrain.toml. Any flag of the configuration may follow, such as --lr 1e-4. The exit
-    code is 2 if the configuration would be refused, and 3 if this machine lacks what it needs.
+    Without a file it reads ./retrain.toml. Any flag of the configuration may follow, such as --lr
+    1e-4. The exit code is 2 if the configuration would be refused, and 3 if this machine lacks what
+    it needs.
     """
     from retrain.config import load_config
     from retrain.config.overrides import parse_overrides
 
     overrides = parse_overrides(context.args)
     if len(overrides.rest) > 1:
-        raise ConfigurationError(f"retrain explain takes one file; {overrides.rest[1]!r} is one too many.")
+        raise ConfigurationError(
+            f"retrain explain takes one file; {overrides.rest[1]!r} is one too many."
+        )
     for name, value in (("price-per-hour", price_per_hour), ("memory-gib", memory_gib)):
         if value is not None and not value < _MOST:
-            raise ConfigurationError(f"--{name} {value:g} is out of range; give a number from 0 to {_MOST:,}.")
+            raise ConfigurationError(
+                f"--{name} {value:g} is out of range; give a number from 0 to {_MOST:,}."
+            )
     if pilot and probe:
-        raise ConfigurationError("--pilot and --probe both give the step time; leave one of them out.")
+        raise ConfigurationError(
+            "--pilot and --probe both give the step time; leave one of them out."
+        )
     load_dotenv()
     config = load_config(Path(overrides.rest[0]) if overrides.rest else None, overrides)
     if not trust:
@@ -55,15 +78,30 @@ def command(
     from retrain.records.redact import Redactor
     from retrain.records.terminal import clean
 
-    seen = explain(config, pilot=pilot, probe=probe, price_per_hour=price_per_hour, memory_gib=memory_gib, say=print_progress)
-    text = json.dumps(finite(seen.to_json()), indent=2) + "\n" if as_json or form == "json" else to_text(seen)
+    seen = explain(
+        config,
+        pilot=pilot,
+        probe=probe,
+        price_per_hour=price_per_hour,
+        memory_gib=memory_gib,
+        say=print_progress,
+    )
+    text = (
+        json.dumps(finite(seen.to_json()), indent=2) + "\n"
+        if as_json or form == "json"
+        else to_text(seen)
+    )
     sys.stdout.write(clean(Redactor().text(text)))
     if seen.refused or seen.unavailable:
-        raise typer.Exit(ConfigurationError.exit_code if seen.refused else EnvironmentFailure.exit_code)
+        raise typer.Exit(
+            ConfigurationError.exit_code if seen.refused else EnvironmentFailure.exit_code
+        )
 
 
 def _refuse_foreign_code(config: "TrainConfig") -> None:
-    """Raise ConfigurationError if the file lies in a run's folder, which anyone may have made, and names code."""
+    """Raise ConfigurationError if the file lies in a run's folder, which anyone may have made, and
+    names code.
+    """
     from retrain.plugins import named_code
     from retrain.records.run_folder import kind_of
 
@@ -72,6 +110,6 @@ def _refuse_foreign_code(config: "TrainConfig") -> None:
         return
     if named := named_code(config):
         raise ConfigurationError(
-            f"{path} is a run's and names Python code that explaining it would execute: {'; '.join(named)}. Read the code first, then add "
-            "--trust."
+            f"{path} is a run's and names Python code that explaining it would execute:"
+            f" {'; '.join(named)}. Read the code first, then add --trust."
         )

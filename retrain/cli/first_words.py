@@ -10,16 +10,33 @@ TRAIN = ("train", "run", "fit", "start", "launch")
 _MEANT = {
     "`retrain FILE.toml --resume RUN_DIR` continues a run": ("resume", "continue", "resume-check"),
     "`retrain eval RUN` evaluates a checkpoint": ("evaluate", "test", "benchmark"),
-    "`retrain explain FILE.toml` says what would run, and with --probe measures a step": ("doctor", "validate", "trace", "plan", "dry-run"),
+    "`retrain explain FILE.toml` says what would run, and with --probe measures a step": (
+        "doctor",
+        "validate",
+        "trace",
+        "plan",
+        "dry-run",
+    ),
     "`retrain compare` finds the differences between runs": ("diff",),
     "`retrain status logs --watch` follows runs": ("top", "watch", "monitor", "ps", "list", "ls"),
     "`retrain report logs` draws a page": ("plot", "dashboard", "view"),
     "`retrain init` writes a configuration": ("new", "create", "setup"),
     "`retrain man --topic quickstart` shows the first steps": ("quickstart", "tutorial"),
-    "`retrain man` is the manual, and `retrain help config` lists every key": ("config", "keys", "docs"),
+    "`retrain man` is the manual, and `retrain help config` lists every key": (
+        "config",
+        "keys",
+        "docs",
+    ),
     "a file with a [campaign] is one: `retrain FILE.toml`": ("campaign", "sweep"),
     "a file with [squeeze] adapter_path is one: `retrain FILE.toml`": ("squeeze",),
-    "plugins are named in the file as my_module.my_function; CONTRIBUTING.md has one of each kind": ("plugins", "plugin", "init-plugin"),
+    (
+        "plugins are named in the file as my_module.my_function; CONTRIBUTING.md has one of each"
+        " kind"
+    ): (
+        "plugins",
+        "plugin",
+        "init-plugin",
+    ),
 }
 """What to do instead -> words of other programs."""
 
@@ -30,13 +47,20 @@ def advice(arguments: Sequence[str]) -> str:
 
     word, *rest = arguments
     if word.lower() in TRAIN:
-        line = shlex.join(["retrain", *rest]) if any(argument.endswith(".toml") for argument in rest) else "retrain FILE.toml"
+        line = (
+            shlex.join(["retrain", *rest])
+            if any(argument.endswith(".toml") for argument in rest)
+            else "retrain FILE.toml"
+        )
         return f"a file needs no command: `{line}` trains."
     files = [Path(f"{word}.toml"), Path("examples", f"{word}.toml")]
     if file := next((file for file in files if file.is_file()), None):
         return f"did you mean `{shlex.join(['retrain', str(file), *rest])}`?"
     if word.lower() == "lab":
-        return "`retrain init --template lab --output lab.toml` writes its configuration, and `retrain lab.toml` trains it."
+        return (
+            "`retrain init --template lab --output lab.toml` writes its configuration, and `retrain"
+            " lab.toml` trains it."
+        )
     for clause, words in _MEANT.items():
         if word.lower() in words:
             return f"{clause}."

@@ -1,4 +1,6 @@
-"""`retrain help [NAME]`: the short page with the names of all keys; or a key, a section, a command, or all keys with their flags."""
+"""`retrain help [NAME]`: the short page with the names of all keys; or a key, a section, a command,
+or all keys with their flags.
+"""
 
 import textwrap
 from collections.abc import Iterator
@@ -26,8 +28,15 @@ algorithm, training, optimizer, backend and logging: --SECTION-KEY VALUE).
 
 
 def command(
-    topic: Annotated[str, typer.Argument(metavar="NAME", help="A key, a section, a command, or config, for every key.")] = "",
-    section: Annotated[str, typer.Argument(help="After config: one section, such as training.")] = "",
+    topic: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="A key, a section, a command, or config, for every key."
+        ),
+    ] = "",
+    section: Annotated[
+        str, typer.Argument(help="After config: one section, such as training.")
+    ] = "",
 ) -> None:
     """Print the short page and the names of all keys; or what there is to know about one name."""
     if not topic:
@@ -35,7 +44,10 @@ def command(
     elif topic == "config":
         print(reference(section), end="")
     elif section:
-        raise ConfigurationError(f"retrain help takes one name, and {section!r} is one too many; `retrain help config SECTION` takes two.")
+        raise ConfigurationError(
+            f"retrain help takes one name, and {section!r} is one too many; `retrain help config"
+            " SECTION` takes two."
+        )
     elif topic in COMMANDS:
         from retrain.cli.parameters import help_page
 
@@ -51,12 +63,16 @@ def key_names(width: int) -> str:
     lines = ["Keys:"]
     for section in section_models():
         names = " ".join(key.name for key in all_keys() if key.section == section)
-        lines += textwrap.wrap(f"{f'[{section}]':<15} {names}", width, initial_indent="  ", subsequent_indent=" " * 18)
+        lines += textwrap.wrap(
+            f"{f'[{section}]':<15} {names}", width, initial_indent="  ", subsequent_indent=" " * 18
+        )
     return "\n".join(lines) + f"\n\n{_ASK}"
 
 
 def _page(name: str) -> str:
-    """A section, or the keys of a name: lr, training.lr, --lr. Raises ConfigurationError for any other name."""
+    """A section, or the keys of a name: lr, training.lr, --lr. Raises ConfigurationError for any
+    other name.
+    """
     from retrain.config.keys import all_keys, key_meant, section_models
     from retrain.config.names import ALIASES
     from retrain.config.suggestions import NAME_CUTOFF, instead, nearest
@@ -69,15 +85,29 @@ def _page(name: str) -> str:
     if not keys and (meant := key_meant(word.removeprefix("--"))):
         keys = [meant]
     if not keys:
-        names = [*COMMANDS, *section_models(), *(key.name for key in all_keys()), *(key.flag for key in all_keys())]
+        names = [
+            *COMMANDS,
+            *section_models(),
+            *(key.name for key in all_keys()),
+            *(key.flag for key in all_keys()),
+        ]
         near = nearest(word, names, NAME_CUTOFF)
-        clause = instead(word.removeprefix("--")) or (f"did you mean `retrain help {near}`?" if near else "`retrain help` lists all.")
-        raise ConfigurationError(f"{name!r} is not a key, a section or a command; {clause.rstrip('.?')}{'?' if near else '.'}")
-    return "\n".join(f"[{key.section}]\n" + "\n".join(_about(key, MAX_WIDTH)) + "\n" for key in keys)
+        clause = instead(word.removeprefix("--")) or (
+            f"did you mean `retrain help {near}`?" if near else "`retrain help` lists all."
+        )
+        raise ConfigurationError(
+            f"{name!r} is not a key, a section or a command;"
+            f" {clause.rstrip('.?')}{'?' if near else '.'}"
+        )
+    return "\n".join(
+        f"[{key.section}]\n" + "\n".join(_about(key, MAX_WIDTH)) + "\n" for key in keys
+    )
 
 
 def reference(section: str, width: int = MAX_WIDTH) -> str:
-    """Every key, or those of one section. Raises ConfigurationError for a section that does not exist."""
+    """Every key, or those of one section. Raises ConfigurationError for a section that does not
+    exist.
+    """
     from retrain.config.keys import all_keys, section_models
     from retrain.config.suggestions import nearest
 
@@ -85,7 +115,8 @@ def reference(section: str, width: int = MAX_WIDTH) -> str:
     if section and section not in names:
         near = nearest(section, names)
         raise ConfigurationError(
-            f"{section!r} is not a section; {f'did you mean {near}?' if near else 'sections are ' + ', '.join(names) + '.'}"
+            f"{section!r} is not a section;"
+            f" {f'did you mean {near}?' if near else 'sections are ' + ', '.join(names) + '.'}"
         )
     lines = []
     for name, model in section_models().items():
@@ -107,7 +138,11 @@ def _options(width: int) -> Iterator[str]:
 
     for backend, model in BACKEND_OPTIONS.items():
         for name, field in model.model_fields.items():
-            yield from _about(Key("backend.options", name, field, field.get_default()), width, f"--options {name}=VALUE, for {backend}")
+            yield from _about(
+                Key("backend.options", name, field, field.get_default()),
+                width,
+                f"--options {name}=VALUE, for {backend}",
+            )
 
 
 def _about(key: "Key", width: int, flag: str = "") -> Iterator[str]:
@@ -117,6 +152,15 @@ def _about(key: "Key", width: int, flag: str = "") -> Iterator[str]:
     default = "unset" if key.default is None else toml_value(key.default)
     short = f", {SHORT_TABLE_FLAGS[key.path]} KEY=VALUE" if key.path in SHORT_TABLE_FLAGS else ""
     head = f"{flag or key.flag}{short}  ({key.name} = {default})"
-    yield from textwrap.wrap(head, width, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False, break_long_words=False)
+    yield from textwrap.wrap(
+        head,
+        width,
+        initial_indent="  ",
+        subsequent_indent="      ",
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
     words = f"{key.doc} Allowed: {key.allowed}."
-    yield from textwrap.wrap(words, width, initial_indent="      ", subsequent_indent="      ", break_on_hyphens=False)
+    yield from textwrap.wrap(
+        words, width, initial_indent="      ", subsequent_indent="      ", break_on_hyphens=False
+    )

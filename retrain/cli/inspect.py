@@ -1,4 +1,6 @@
-"""`retrain inspect RUN`: the credit of every token of a step, in colour or as a table, under one or more transforms."""
+"""`retrain inspect RUN`: the credit of every token of a step, in colour or as a table, under one or
+more transforms.
+"""
 
 import json
 from enum import StrEnum
@@ -20,28 +22,58 @@ class Format(StrEnum):
 
 
 def command(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder with tokens in it ([logging] tokens_every).")],
-    step: Annotated[int | None, typer.Option(help="The step; by default the last one stored.")] = None,
-    against: Annotated[
-        list[str] | None, typer.Option(help="Another transform on the same completions, such as gtpo_hicra or grpo+gtpo; may be repeated.")
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN", help="A run's folder with tokens in it ([logging] tokens_every)."
+        ),
+    ],
+    step: Annotated[
+        int | None, typer.Option(help="The step; by default the last one stored.")
     ] = None,
-    prompt: Annotated[int | None, typer.Option(help="Position of the prompt in the step; by default one with advantages.")] = None,
-    sample: Annotated[int | None, typer.Option(help="One completion of the prompt; by default all.")] = None,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=(
+                "Another transform on the same completions, such as gtpo_hicra or grpo+gtpo; may be"
+                " repeated."
+            )
+        ),
+    ] = None,
+    prompt: Annotated[
+        int | None,
+        typer.Option(help="Position of the prompt in the step; by default one with advantages."),
+    ] = None,
+    sample: Annotated[
+        int | None, typer.Option(help="One completion of the prompt; by default all.")
+    ] = None,
     by: Annotated[Quantity, typer.Option(help="What colours a token.")] = Quantity.ADVANTAGE,
-    detectors: Annotated[bool, typer.Option("--detectors", help="Show the masks of both planning detectors side by side.")] = False,
-    planning_model: Annotated[str, typer.Option(help="With --detectors: the sentence encoder, in place of the run's own.")] = "",
-    table: Annotated[bool, typer.Option("--table", help="One line per token; the default where there is no colour.")] = False,
+    detectors: Annotated[
+        bool,
+        typer.Option("--detectors", help="Show the masks of both planning detectors side by side."),
+    ] = False,
+    planning_model: Annotated[
+        str, typer.Option(help="With --detectors: the sentence encoder, in place of the run's own.")
+    ] = "",
+    table: Annotated[
+        bool,
+        typer.Option("--table", help="One line per token; the default where there is no colour."),
+    ] = False,
     form: Annotated[Format, typer.Option("--format", help="How to print it.")] = Format.TEXT,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
-    """Show the credit of single tokens: advantage after each stage, surprisal, entropy, planning mask, log-ratio."""
+    """Show the credit of single tokens: advantage after each stage, surprisal, entropy, planning
+    mask, log-ratio.
+    """
     from rich.console import Console
 
     from retrain.analysis.runs import stored_run
     from retrain.inspect.credit import read_step
     from retrain.inspect.terminal import show
 
-    credit = read_step(stored_run(run), step, against or [], detectors=detectors, planning_model=planning_model)
+    credit = read_step(
+        stored_run(run), step, against or [], detectors=detectors, planning_model=planning_model
+    )
     numbers = _chosen(credit, prompt, sample)
     if as_json or form is Format.JSON:
         print(json.dumps(to_json(credit, numbers)))
@@ -55,13 +87,19 @@ def _chosen(credit: "StepCredit", prompt: int | None, sample: int | None) -> lis
     slot = credit.liveliest_slot() if prompt is None else prompt
     numbers = credit.of_slot(slot)
     if not numbers:
-        raise ConfigurationError(f"--prompt {slot} has no judged completion in step {credit.step}; its prompts are {_list(credit.slots)}.")
+        raise ConfigurationError(
+            f"--prompt {slot} has no judged completion in step {credit.step}; its prompts are"
+            f" {_list(credit.slots)}."
+        )
     if sample is None:
         return numbers
     chosen = [number for number in numbers if int(credit.table.sample[number]) == sample]
     if not chosen:
         samples = [int(credit.table.sample[number]) for number in numbers]
-        raise ConfigurationError(f"--sample {sample} is none of prompt {slot} in step {credit.step}; its samples are {_list(samples)}.")
+        raise ConfigurationError(
+            f"--sample {sample} is none of prompt {slot} in step {credit.step}; its samples are"
+            f" {_list(samples)}."
+        )
     return chosen
 
 
@@ -88,13 +126,25 @@ def to_json(credit: "StepCredit", numbers: list[int]) -> dict[str, Any]:
                 "truncated": completion.truncated,
                 "token_ids": completion.token_ids.tolist(),
                 "text": completion.pieces,
-                "turns": [{"start": turn.start, "context": turn.context, "restarts": turn.restarts} for turn in completion.turns],
+                "turns": [
+                    {"start": turn.start, "context": turn.context, "restarts": turn.restarts}
+                    for turn in completion.turns
+                ],
                 "surprisal": completion.surprisals.tolist(),
-                **{name: None if values is None else values.tolist() for name, values in optional.items()},
+                **{
+                    name: None if values is None else values.tolist()
+                    for name, values in optional.items()
+                },
                 "detectors": {name: mask.tolist() for name, mask in completion.detectors.items()},
                 "advantages": {
-                    label: {stage: values.tolist() for stage, values in stages.items()} for label, stages in completion.stages.items()
+                    label: {stage: values.tolist() for stage, values in stages.items()}
+                    for label, stages in completion.stages.items()
                 },
             }
         )
-    return {"step": credit.step, "conditions": credit.labels, "notes": list(credit.notes), "completions": completions}
+    return {
+        "step": credit.step,
+        "conditions": credit.labels,
+        "notes": list(credit.notes),
+        "completions": completions,
+    }

@@ -24,10 +24,14 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. An exception that is a bug propagates: Python prints it and exits with 1."""
+    """Run one command and return its exit code. An exception that is a bug propagates: Python
+    prints it and exits with 1.
+    """
     _replace_missing_streams()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a character that the encoding lacks is shown as its escape, and ends no run
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # a character that the encoding lacks is shown as its escape, and ends no run
             stream.reconfigure(errors="backslashreplace")
     prepare_torch()
     sys.excepthook = _masked_traceback
@@ -59,15 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 _LOCAL_TRAINER = ("torch", "peft")
-"""What retrain-core leaves out: every command runs without it until it needs a model on this machine."""
+"""What retrain-core leaves out: every command runs without it until it needs a model on this
+machine."""
 
 
 def _without_local_trainer(package: str) -> EnvironmentFailure:
     from retrain.install import install_hint
 
     return EnvironmentFailure(
-        f"this needs {package}, which is not installed here (retrain-core leaves it out); install retrain itself with `{install_hint()}`, "
-        'or train on a service with [backend] backend = "tinker".'
+        f"this needs {package}, which is not installed here (retrain-core leaves it out); install"
+        f" retrain itself with `{install_hint()}`, or train on a service with [backend] backend ="
+        ' "tinker".'
     )
 
 
@@ -82,12 +88,16 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     from retrain.cli.first_words import TRAIN, advice
 
-    folder_of_that_name = Path(first).is_dir() and (first in TRAIN or Path(f"{first}.toml").is_file())
+    folder_of_that_name = Path(first).is_dir() and (
+        first in TRAIN or Path(f"{first}.toml").is_file()
+    )
     if not first or first.startswith("-") or (is_path(first) and not folder_of_that_name):
         from retrain.cli.run import run_file
 
         return run_file(arguments)
-    raise ConfigurationError(f"{shortened(first)!r} is neither a command nor a file; {advice(arguments)}")
+    raise ConfigurationError(
+        f"{shortened(first)!r} is neither a command nor a file; {advice(arguments)}"
+    )
 
 
 def is_path(argument: str) -> bool:
@@ -121,10 +131,13 @@ def _run_command(name: str, arguments: list[str]) -> int:
     if {"--help", "-h"} & set(arguments):
         sys.stdout.write(help_page(name, min(shutil.get_terminal_size().columns, MAX_WIDTH)))
         return 0
-    usage_error: type[Any] = typer.BadParameter.__bases__[0]  # typer gives this class no name of its own
+    usage_error: type[Any] = typer.BadParameter.__bases__[
+        0
+    ]  # typer gives this class no name of its own
     command = command_named(name)
     try:
-        # Not typer's `app()`: that would put typer's own hook in place of the one that masks secrets.
+        # Not typer's `app()`: that would put typer's own hook in place of the one that masks
+        # secrets.
         with command.make_context(f"retrain {name}", list(arguments)) as context:
             command.invoke(context)
     except typer.Exit as stop:
@@ -149,24 +162,38 @@ _LONGEST_SENTENCE = 1200
 
 
 def shortened(sentence: str) -> str:
-    """Shorten a sentence that quotes a long value. Its beginning says what is wrong and its end what to do, so both are kept."""
+    """Shorten a sentence that quotes a long value. Its beginning says what is wrong and its end
+    what to do, so both are kept.
+    """
     if len(sentence) <= _LONGEST_SENTENCE:
         return sentence
     return f"{sentence[: _LONGEST_SENTENCE - 200]} ... {sentence[-195:]}"
 
 
 def _replace_missing_streams() -> None:
-    """Open /dev/null for each standard stream that the caller closed (`retrain my.toml >&-`), which Python sets to None.
+    """Open /dev/null for each standard stream that the caller closed (`retrain my.toml >&-`), which
+    Python sets to None.
 
-    In this order each takes the lowest free descriptor, so that no file of the run becomes descriptor 1 or 2, where libraries print.
+    In this order each takes the lowest free descriptor, so that no file of the run becomes
+    descriptor 1 or 2, where libraries print.
     """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w", encoding="utf-8"))
+            setattr(
+                sys,
+                name,
+                os.fdopen(
+                    os.open(os.devnull, os.O_RDWR),
+                    "r" if name == "stdin" else "w",
+                    encoding="utf-8",
+                ),
+            )
 
 
 def _let_go_of_closed_streams() -> None:
-    """Discard what is left for a closed pipe or terminal: Python's last attempt to write it would change the exit code."""
+    """Discard what is left for a closed pipe or terminal: Python's last attempt to write it would
+    change the exit code.
+    """
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -176,9 +203,13 @@ def _let_go_of_closed_streams() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _masked_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _masked_traceback(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     from retrain.records.redact import Redactor
     from retrain.records.terminal import clean
 
-    sys.stderr.write(clean(Redactor().text("".join(traceback.format_exception(kind, error, trace)))))
+    sys.stderr.write(
+        clean(Redactor().text("".join(traceback.format_exception(kind, error, trace))))
+    )
     sys.stderr.write("This is a bug in retrain, not in your configuration.\n")

@@ -13,20 +13,49 @@ from retrain.errors import ConfigurationError, EnvironmentFailure
 
 
 def command(
-    name: Annotated[str, typer.Argument(metavar="TOPIC", help="One topic: quickstart, a section of the configuration, a command.")] = "",
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="TOPIC",
+            help="One topic: quickstart, a section of the configuration, a command.",
+        ),
+    ] = "",
     topic: Annotated[str, typer.Option(help="The same as TOPIC.")] = "",
-    list_topics: Annotated[bool, typer.Option("--list-topics", help="Print the names of the topics.")] = False,
-    path: Annotated[bool, typer.Option("--path", help="Print where the manual's source lies, to search or edit it.")] = False,
-    sync: Annotated[bool, typer.Option("--sync", help="Make the generated parts of the source anew.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Exit 1 if `--sync` would change the source.")] = False,
-    form: Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")] = "text",
+    list_topics: Annotated[
+        bool, typer.Option("--list-topics", help="Print the names of the topics.")
+    ] = False,
+    path: Annotated[
+        bool,
+        typer.Option("--path", help="Print where the manual's source lies, to search or edit it."),
+    ] = False,
+    sync: Annotated[
+        bool, typer.Option("--sync", help="Make the generated parts of the source anew.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit 1 if `--sync` would change the source.")
+    ] = False,
+    form: Annotated[
+        Literal["text", "json"], typer.Option("--format", help="How to print it.")
+    ] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
     """Read the manual: in a pager in a terminal, as it is in a pipe, or as JSON."""
     asked = [f"--topic {each}" for each in dict.fromkeys((name, topic)) if each]
-    asked += [flag for flag, given in (("--list-topics", list_topics), ("--path", path), ("--sync", sync), ("--check", check)) if given]
+    asked += [
+        flag
+        for flag, given in (
+            ("--list-topics", list_topics),
+            ("--path", path),
+            ("--sync", sync),
+            ("--check", check),
+        )
+        if given
+    ]
     if len(asked) > 1:
-        raise ConfigurationError(f"{' and '.join(asked)} exclude each other: give one of them, or none to read the manual.")
+        raise ConfigurationError(
+            f"{' and '.join(asked)} exclude each other: give one of them, or none to read the"
+            " manual."
+        )
     if path:
         print(source_path())
     elif sync or check:
@@ -49,14 +78,20 @@ def _print(name: str, *, as_json: bool, names_only: bool) -> None:
 
 
 def _topic(topics: dict[str, Topic], name: str) -> Topic:
-    """Find a topic by its name, [name] too. Raises ConfigurationError with the nearest name, or with the section of a key."""
+    """Find a topic by its name, [name] too. Raises ConfigurationError with the nearest name, or
+    with the section of a key.
+    """
     if found := topics.get(name.strip("[]").lower()):
         return found
     from retrain.config.keys import keys_by_path
     from retrain.config.suggestions import nearest
 
     key = name.removeprefix("--").replace("-", "_")
-    homes = [each.section for path, each in keys_by_path().items() if key in (path, each.name, each.flag[2:].replace("-", "_"))]
+    homes = [
+        each.section
+        for path, each in keys_by_path().items()
+        if key in (path, each.name, each.flag[2:].replace("-", "_"))
+    ]
     if homes:
         section = f"`retrain man {homes[0]}` has that section, `retrain help {key}` the key."
         raise ConfigurationError(f"{name} is a key of [{homes[0]}]: {section}")
@@ -70,7 +105,9 @@ def _overview(topics: list[Topic]) -> list[str]:
     from retrain.cli.usage import MAX_WIDTH
 
     width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
-    return columns([(each.name, each.summary.removeprefix(f"[{each.name}]").strip()) for each in topics], width)
+    return columns(
+        [(each.name, each.summary.removeprefix(f"[{each.name}]").strip()) for each in topics], width
+    )
 
 
 def _as_json(topic: Topic, *, contents: bool) -> dict[str, Any]:
@@ -83,7 +120,8 @@ def _as_json(topic: Topic, *, contents: bool) -> dict[str, Any]:
         from retrain.config.keys import all_keys
 
         row["keys"] = [
-            {"key": key.path, "type": key.type_name, "default": key.field.get_default(call_default_factory=True), "allowed": key.allowed,
+            {"key": key.path, "type": key.type_name,
+            "default": key.field.get_default(call_default_factory=True), "allowed": key.allowed,
              "flag": key.flag, "variable": key.variable, "doc": key.doc}
             for key in all_keys() if key.section == topic.name
         ]  # fmt: skip
@@ -117,5 +155,7 @@ def _show(text: str) -> None:
         return
     import pydoc
 
-    os.environ.setdefault("LESS", "FRX")  # as git sets it: less ends at once where all fits, and leaves it on the screen
+    os.environ.setdefault(
+        "LESS", "FRX"
+    )  # as git sets it: less ends at once where all fits, and leaves it on the screen
     pydoc.pager(text)

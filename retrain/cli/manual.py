@@ -1,4 +1,5 @@
-"""The manual's source: topics under `== NAME ==`, written by hand, with parts between two marks that are made from the package.
+"""The manual's source: topics under `== NAME ==`, written by hand, with parts between two marks
+that are made from the package.
 
 Reading it imports neither the schema nor a command; making its generated parts imports both.
 """
@@ -57,7 +58,9 @@ def topics_of(source: str) -> dict[str, Topic]:
 
 
 def synced(source: str) -> str:
-    """The source with its generated parts made anew: what is written by hand stays, and what names nothing any more goes."""
+    """The source with its generated parts made anew: what is written by hand stays, and what names
+    nothing any more goes.
+    """
     parts = dict(_generated_parts())
     written = {name: topic.source for name, topic in topics_of(source).items()}
     pieces = [_HEADING.split(source)[0]]
@@ -66,7 +69,13 @@ def synced(source: str) -> str:
         text = written.get(name, f"\n{block}\n")
         if block not in text or not block:
             found = _GENERATED.search(text)
-            text = text.replace(found.group(), block) if found else f"{text.rstrip(chr(10))}\n\n{block}\n" if block else text
+            text = (
+                text.replace(found.group(), block)
+                if found
+                else f"{text.rstrip(chr(10))}\n\n{block}\n"
+                if block
+                else text
+            )
         if text.strip():
             pieces.append(f"== {name} =={text}")
     return "".join(pieces)

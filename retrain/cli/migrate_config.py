@@ -25,53 +25,71 @@ LEGACY_PREFIX = "prime_rl_"
 
 
 def migrate_text(text: str, name: str = "the configuration") -> str:
-    """Move the legacy keys of a TOML text to their new place; without any, the text is returned byte for byte.
+    """Move the legacy keys of a TOML text to their new place; without any, the text is returned
+    byte for byte.
 
-    Raises ConfigurationError for text that is not TOML, and for a key given in both places with different values.
+    Raises ConfigurationError for text that is not TOML, and for a key given in both places with
+    different values.
     """
     try:
         document = tomlkit.parse(text)
     except TOMLKitError as error:
         message = str(error)
-        raise ConfigurationError(f"{name} is not valid TOML: {message[:1].lower()}{message[1:].rstrip('.')}.") from error
+        raise ConfigurationError(
+            f"{name} is not valid TOML: {message[:1].lower()}{message[1:].rstrip('.')}."
+        ) from error
     backend = document.get(BACKEND)
     if not isinstance(backend, MutableMapping):
         return text
     legacy = [key for key in backend if key.startswith(LEGACY_PREFIX)]
     if not legacy:
         return text
-    adds_section = "options" not in backend and isinstance(backend, Table) and f"[{BACKEND}]" in text
+    adds_section = (
+        "options" not in backend and isinstance(backend, Table) and f"[{BACKEND}]" in text
+    )
     if "options" not in backend:
         backend["options"] = tomlkit.table() if adds_section else tomlkit.inline_table()
     options = backend["options"]
     if not isinstance(options, MutableMapping):
-        raise ConfigurationError(f"{name}: [backend] options is not a table; make it one and migrate again.")
+        raise ConfigurationError(
+            f"{name}: [backend] options is not a table; make it one and migrate again."
+        )
     for key in legacy:
         _move(backend, options, key, name)
     if adds_section and list(document)[-1] != BACKEND:
         options.add(tomlkit.nl())  # type: ignore[attr-defined]  # a blank line before the section that follows
-    migrated = tomlkit.dumps(document)  # tomlkit ends the lines that it adds with a bare newline, also in a CRLF file
+    migrated = tomlkit.dumps(
+        document
+    )  # tomlkit ends the lines that it adds with a bare newline, also in a CRLF file
     return migrated.replace("\r\n", "\n").replace("\n", "\r\n") if "\r\n" in text else migrated
 
 
 def unified_diff(old: str, new: str, name: str) -> str:
     """Return the difference as `diff -u` shows it; empty if there is none."""
-    lines = difflib.unified_diff(old.splitlines(keepends=True), new.splitlines(keepends=True), name, f"{name} (migrated)")
-    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+    lines = difflib.unified_diff(
+        old.splitlines(keepends=True), new.splitlines(keepends=True), name, f"{name} (migrated)"
+    )
+    return "".join(
+        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
+    )
 
 
-def _move(backend: MutableMapping[str, Any], options: MutableMapping[str, Any], key: str, name: str) -> None:
+def _move(
+    backend: MutableMapping[str, Any], options: MutableMapping[str, Any], key: str, name: str
+) -> None:
     new_key = key.removeprefix(LEGACY_PREFIX)
     value = backend[key]
     if new_key in options and options[new_key] != value:
         raise ConfigurationError(
-            f"{name}: [backend] {key} = {_shown(value)} and [backend.options] {new_key} = {_shown(options[new_key])} "
-            "contradict each other; delete one and migrate again."
+            f"{name}: [backend] {key} = {_shown(value)} and [backend.options] {new_key} ="
+            f" {_shown(options[new_key])} contradict each other; delete one and migrate again."
         )
     del backend[key]
     if isinstance(options, InlineTable) and value.trivia.comment:
         # An inline table has no room for comments inside, so the comment joins the one behind it.
-        options.comment(f"{options.trivia.comment}; {value.trivia.comment.lstrip('# ')}".removeprefix("; "))
+        options.comment(
+            f"{options.trivia.comment}; {value.trivia.comment.lstrip('# ')}".removeprefix("; ")
+        )
     if new_key not in options:
         options[new_key] = value
 
@@ -81,18 +99,35 @@ def _shown(value: Any) -> str:
 
 
 def command(
-    path: Annotated[Path | None, typer.Argument(metavar="FILE", help="The configuration; left out with --stdin.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Exit 1 if the file needs migration; write nothing.")] = False,
+    path: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", help="The configuration; left out with --stdin."),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit 1 if the file needs migration; write nothing.")
+    ] = False,
     write: Annotated[bool, typer.Option("--write", help="Rewrite the file in place.")] = False,
-    backup: Annotated[bool, typer.Option("--backup", help="With --write: keep the old file as FILE.bak.")] = False,
-    output: Annotated[Path | None, typer.Option("--output", help="Write the result to this file instead.")] = None,
-    stdin: Annotated[bool, typer.Option("--stdin", help="Read the configuration from standard input.")] = False,
-    stdout: Annotated[bool, typer.Option("--stdout", help="Print the whole result instead of the difference.")] = False,
-    form: Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")] = "text",
+    backup: Annotated[
+        bool, typer.Option("--backup", help="With --write: keep the old file as FILE.bak.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="Write the result to this file instead.")
+    ] = None,
+    stdin: Annotated[
+        bool, typer.Option("--stdin", help="Read the configuration from standard input.")
+    ] = False,
+    stdout: Annotated[
+        bool, typer.Option("--stdout", help="Print the whole result instead of the difference.")
+    ] = False,
+    form: Annotated[
+        Literal["text", "json"], typer.Option("--format", help="How to print it.")
+    ] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
     """Rewrite removed keys of an older configuration; without a flag, show the difference."""
-    _check_usage(path, check=check, write=write, backup=backup, output=output, stdin=stdin, stdout=stdout)
+    _check_usage(
+        path, check=check, write=write, backup=backup, output=output, stdin=stdin, stdout=stdout
+    )
     name = "standard input" if path is None else str(path)
     old = sys.stdin.read() if path is None else _read(path)
     done = Migration(name, old, migrate_text(old, name))
@@ -142,33 +177,62 @@ class Migration:
         }
 
 
-def _check_usage(path: Path | None, *, check: bool, write: bool, backup: bool, output: Path | None, stdin: bool, stdout: bool) -> None:
+def _check_usage(
+    path: Path | None,
+    *,
+    check: bool,
+    write: bool,
+    backup: bool,
+    output: Path | None,
+    stdin: bool,
+    stdout: bool,
+) -> None:
     if (path is None) != stdin:
-        raise ConfigurationError("migrate-config reads one configuration: name a file, or give --stdin and no file.")
+        raise ConfigurationError(
+            "migrate-config reads one configuration: name a file, or give --stdin and no file."
+        )
     chosen = [
-        flag for flag, given in (("--check", check), ("--write", write), ("--output", output is not None), ("--stdout", stdout)) if given
+        flag
+        for flag, given in (
+            ("--check", check),
+            ("--write", write),
+            ("--output", output is not None),
+            ("--stdout", stdout),
+        )
+        if given
     ]
     if len(chosen) > 1:
-        raise ConfigurationError(f"{' and '.join(chosen)} exclude each other: give one of them, or none to see the difference.")
+        raise ConfigurationError(
+            f"{' and '.join(chosen)} exclude each other: give one of them, or none to see the"
+            " difference."
+        )
     if write and stdin:
-        raise ConfigurationError("--write rewrites a file and --stdin has none; use --stdout or --output.")
+        raise ConfigurationError(
+            "--write rewrites a file and --stdin has none; use --stdout or --output."
+        )
     if backup and not write:
         raise ConfigurationError("--backup keeps the old file of --write; give both.")
 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8")  # bytes, so that the file's line ends stay as they are
+        return path.read_bytes().decode(
+            "utf-8"
+        )  # bytes, so that the file's line ends stay as they are
     except FileNotFoundError as error:
         raise ConfigurationError(f"{path} does not exist.") from error
     except UnicodeDecodeError as error:
-        raise ConfigurationError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); a TOML file is.") from error
+        raise ConfigurationError(
+            f"{path} is not UTF-8 ({error.reason} at byte {error.start}); a TOML file is."
+        ) from error
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def _write_new(output: Path, done: Migration) -> None:
-    """Write a new file, never over another one. The same command twice is safe, because the same content is no change."""
+    """Write a new file, never over another one. The same command twice is safe, because the same
+    content is no change.
+    """
     try:
         with output.open("xb") as file:
             file.write(done.new.encode("utf-8"))
@@ -176,9 +240,14 @@ def _write_new(output: Path, done: Migration) -> None:
         if output.is_file() and _read(output) == done.new:
             done.said.append(f"{output} holds the result already.")
             return
-        raise ConfigurationError(f"--output {output} exists with other content and is not overwritten; name another file.") from error
+        raise ConfigurationError(
+            f"--output {output} exists with other content and is not overwritten; name another"
+            " file."
+        ) from error
     except OSError as error:
-        raise EnvironmentFailure(f"--output {output} cannot be written: {error.strerror}.") from error
+        raise EnvironmentFailure(
+            f"--output {output} cannot be written: {error.strerror}."
+        ) from error
     done.wrote = output
     done.said.append(f"Wrote {output}.")
 

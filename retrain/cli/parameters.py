@@ -1,4 +1,6 @@
-"""A command's arguments and options, read from the signature that typer reads: its help page, and a sentence for each wrong use."""
+"""A command's arguments and options, read from the signature that typer reads: its help page, and a
+sentence for each wrong use.
+"""
 
 import importlib
 import inspect
@@ -19,7 +21,12 @@ from retrain.config.suggestions import NAME_CUTOFF, nearest
 
 _ANY_FLAG = "[--KEY VALUE]..."
 """In the usage of a command that also takes the configuration's flags."""
-_WORDS = {int: ("N", "a whole number"), float: ("X", "a number"), str: ("TEXT", "a text"), Path: ("PATH", "a path")}
+_WORDS = {
+    int: ("N", "a whole number"),
+    float: ("X", "a number"),
+    str: ("TEXT", "a text"),
+    Path: ("PATH", "a path"),
+}
 _HELP = ("--help", "Print this page.")
 
 
@@ -62,14 +69,20 @@ def parameters_of(name: str) -> tuple[Parameter, ...]:
     """The arguments and options of a command, in the order of its signature."""
     signature = inspect.signature(module_of(name).command, eval_str=True)
     return tuple(
-        _parameter(given, get_args(given.annotation)) for given in signature.parameters.values() if get_args(given.annotation)
+        _parameter(given, get_args(given.annotation))
+        for given in signature.parameters.values()
+        if get_args(given.annotation)
     )
 
 
 def _parameter(given: inspect.Parameter, annotation: Sequence[Any]) -> Parameter:
     kind, info = annotation
     assert isinstance(info, ArgumentInfo | OptionInfo)
-    members = [part for part in get_args(kind) if part is not type(None)] if get_origin(kind) in (Union, UnionType) else [kind]
+    members = (
+        [part for part in get_args(kind) if part is not type(None)]
+        if get_origin(kind) in (Union, UnionType)
+        else [kind]
+    )
     several = get_origin(members[0]) is list
     inner = get_args(members[0])[0] if several else members[0]
     is_option, required = isinstance(info, OptionInfo), given.default is inspect.Parameter.empty
@@ -77,13 +90,22 @@ def _parameter(given: inspect.Parameter, annotation: Sequence[Any]) -> Parameter
     text = info.help or ""
     if not required and given.default not in (None, "", False):
         text += f" Default: {given.default}."
-    return Parameter(_name(given.name, info), (info.metavar or value) if is_option else "", text, allowed, is_option, required, several)
+    return Parameter(
+        _name(given.name, info),
+        (info.metavar or value) if is_option else "",
+        text,
+        allowed,
+        is_option,
+        required,
+        several,
+    )
 
 
 def _name(word: str, info: ArgumentInfo | OptionInfo) -> str:
     if isinstance(info, ArgumentInfo):
         return info.metavar or word.upper()
-    # The first word of an annotation's Option(...) is taken for its default until typer builds the command.
+    # The first word of an annotation's Option(...) is taken for its default until typer builds the
+    # command.
     flags = [flag for flag in (info.default, *(info.param_decls or ())) if isinstance(flag, str)]
     return flags[0] if flags else f"--{word.replace('_', '-')}"
 
@@ -93,35 +115,61 @@ def _values(kind: Any, info: ArgumentInfo | OptionInfo) -> tuple[str, str]:
     if kind is bool:
         return "", "no value"
     if get_origin(kind) is Literal or issubclass(kind, StrEnum):
-        choices = [str(choice) for choice in (get_args(kind) or kind)]
+        choices = [str(choice) for choice in get_args(kind) or kind]
         return "|".join(choices), f"{', '.join(choices[:-1])} or {choices[-1]}"
     value, words = _WORDS[kind]
-    limits = [f"{side} {limit:g}" for side, limit in (("at least", info.min), ("at most", info.max)) if limit is not None]
+    limits = [
+        f"{side} {limit:g}"
+        for side, limit in (("at least", info.min), ("at most", info.max))
+        if limit is not None
+    ]
     return value, words + (f" of {' and '.join(limits)}" if limits else "")
 
 
-# -- the help page -------------------------------------------------------------------------------------------------------
+# -- the help page ---------------------------------------------------------------------------------
 
 
 def usage_line(name: str) -> str:
     """`retrain compare CAMPAIGN_DIR | RUN... [options]`."""
     parts = [parameter.in_usage for parameter in parameters_of(name) if not parameter.is_option]
     file = getattr(module_of(name), "FILE_ARGUMENT", "")
-    return " ".join(part for part in ["retrain", name, *parts, file, "[options]", _ANY_FLAG if takes_flags(name) else ""] if part)
+    return " ".join(
+        part
+        for part in [
+            "retrain",
+            name,
+            *parts,
+            file,
+            "[options]",
+            _ANY_FLAG if takes_flags(name) else "",
+        ]
+        if part
+    )
 
 
 def description(name: str) -> list[str]:
     """The paragraphs that say what a command does, each on one line."""
-    return [" ".join(paragraph.split()) for paragraph in inspect.cleandoc(module_of(name).command.__doc__).split("\n\n")]
+    return [
+        " ".join(paragraph.split())
+        for paragraph in inspect.cleandoc(module_of(name).command.__doc__).split("\n\n")
+    ]
 
 
 def help_page(name: str, width: int) -> str:
     """`retrain NAME --help`, in lines of at most `width` columns."""
-    parts = [textwrap.fill(f"Usage: {usage_line(name)}", width, subsequent_indent="       ", break_on_hyphens=False)]
-    parts += [textwrap.fill(paragraph, width, break_on_hyphens=False) for paragraph in description(name)]
+    parts = [
+        textwrap.fill(
+            f"Usage: {usage_line(name)}", width, subsequent_indent="       ", break_on_hyphens=False
+        )
+    ]
+    parts += [
+        textwrap.fill(paragraph, width, break_on_hyphens=False) for paragraph in description(name)
+    ]
     parameters = parameters_of(name)
     for title, is_option in (("Arguments:", False), ("Options:", True)):
-        rows = [(each.head, each.text) for each in parameters if each.is_option is is_option] + ([_HELP] if is_option else [])
+        rows = [(each.head, each.text) for each in parameters if each.is_option is is_option] + (
+            [_HELP] if is_option else []
+        )
         if rows:
             parts.append("\n".join([title, *columns(rows, width)]))
     return "\n\n".join([*parts, f"Example: {EXAMPLES[name]}"]) + "\n"
@@ -141,27 +189,42 @@ def columns(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
     return lines
 
 
-# -- wrong uses ----------------------------------------------------------------------------------------------------------
+# -- wrong uses ------------------------------------------------------------------------------------
 
 
 def wrong_use(name: str, arguments: Sequence[str], error: Any) -> str:
     """Say in one sentence what typer's UsageError found in the arguments of a command."""
     more = f"`retrain {name} --help` says more"
     if type(error).__name__ == "NoSuchOption":
-        near = nearest(error.option_name, [each.name for each in parameters_of(name) if each.is_option], NAME_CUTOFF)
-        return f"{error.option_name} is not an option of `retrain {name}`; {f'did you mean {near}?' if near else f'{more}.'}"
+        near = nearest(
+            error.option_name,
+            [each.name for each in parameters_of(name) if each.is_option],
+            NAME_CUTOFF,
+        )
+        return (
+            f"{error.option_name} is not an option of `retrain {name}`;"
+            f" {f'did you mean {near}?' if near else f'{more}.'}"
+        )
     if extra := re.search(r"unexpected extra argument\S* \((.*)\)", str(error)):
         return f"`{usage_line(name)}` has no place for {extra.group(1)!r}; {more}."
     if type(error).__name__ == "MissingParameter":
         absent = next(each for each in parameters_of(name) if each.is_required)
-        return f"`retrain {name}` needs {absent.name}: {absent.text[:1].lower()}{absent.text[1:].rstrip('.')}; such as `{EXAMPLES[name]}`."
-    option = getattr(error, "option_name", None) or (error.param.opts[0] if getattr(error, "param", None) else "")
+        return (
+            f"`retrain {name}` needs {absent.name}:"
+            f" {absent.text[:1].lower()}{absent.text[1:].rstrip('.')}; such as `{EXAMPLES[name]}`."
+        )
+    option = getattr(error, "option_name", None) or (
+        error.param.opts[0] if getattr(error, "param", None) else ""
+    )
     meant = next((each for each in parameters_of(name) if each.name == option), None)
     if meant is None:
         return f"`retrain {name}`: {error.format_message().rstrip('.')}; {more}."
     given = _value_of(option, arguments)
     if type(error).__name__ == "BadOptionUsage":  # a switch with a value, or an option without one
-        return f"{option} of `retrain {name}` takes {meant.allowed}, and got {repr(given) if given else 'none'}."
+        return (
+            f"{option} of `retrain {name}` takes {meant.allowed}, and got"
+            f" {repr(given) if given else 'none'}."
+        )
     return f"{option} of `retrain {name}` takes {meant.allowed}, and got {given!r}."
 
 

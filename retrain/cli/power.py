@@ -1,4 +1,6 @@
-"""`retrain power`: how many seeds a difference needs, and how small a difference a number of seeds can find."""
+"""`retrain power`: how many seeds a difference needs, and how small a difference a number of seeds
+can find.
+"""
 
 import json
 from collections.abc import Iterator
@@ -15,33 +17,66 @@ if TYPE_CHECKING:
 
 
 def command(
-    pilot: Annotated[Path | None, typer.Argument(metavar="PILOT_DIR", help="A campaign or runs that show the spread.")] = None,
-    effect: Annotated[float | None, typer.Option(help="The difference to find; for rates a fraction, such as 0.02.")] = None,
-    sd: Annotated[float | None, typer.Option(help="Standard deviation of the differences between two arms, in place of a pilot.")] = None,
-    metric: Annotated[str | None, typer.Option(help="The pilot's pass@K, correct_rate, auc, or a column of metrics.jsonl.")] = None,
-    comparisons: Annotated[int | None, typer.Option(help="Conditions besides the baseline; by default the pilot's, or 1.")] = None,
+    pilot: Annotated[
+        Path | None,
+        typer.Argument(metavar="PILOT_DIR", help="A campaign or runs that show the spread."),
+    ] = None,
+    effect: Annotated[
+        float | None,
+        typer.Option(help="The difference to find; for rates a fraction, such as 0.02."),
+    ] = None,
+    sd: Annotated[
+        float | None,
+        typer.Option(
+            help="Standard deviation of the differences between two arms, in place of a pilot."
+        ),
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(help="The pilot's pass@K, correct_rate, auc, or a column of metrics.jsonl."),
+    ] = None,
+    comparisons: Annotated[
+        int | None,
+        typer.Option(help="Conditions besides the baseline; by default the pilot's, or 1."),
+    ] = None,
     alpha: Annotated[float, typer.Option(help="Family-wise error rate of all comparisons.")] = 0.05,
     power: Annotated[float, typer.Option(help="Probability of finding the difference.")] = 0.8,
-    correction: Annotated[Literal["maxt", "holm"], typer.Option(help="How `retrain compare` will adjust p over the comparisons.")] = "maxt",
-    form: Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")] = "text",
+    correction: Annotated[
+        Literal["maxt", "holm"],
+        typer.Option(help="How `retrain compare` will adjust p over the comparisons."),
+    ] = "maxt",
+    form: Annotated[
+        Literal["text", "json"], typer.Option("--format", help="How to print it.")
+    ] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
-    """Plan a campaign: the seeds needed to find a difference, given a pilot or a standard deviation."""
+    """Plan a campaign: the seeds needed to find a difference, given a pilot or a standard
+    deviation.
+    """
     from retrain.analysis.pilot import SeedPlan, read_pilot
 
     if (pilot is None) == (sd is None):
-        raise ConfigurationError("retrain power needs the spread of the differences: a pilot's folder, or --sd; give one of them.")
+        raise ConfigurationError(
+            "retrain power needs the spread of the differences: a pilot's folder, or --sd; give one"
+            " of them."
+        )
     found = read_pilot(pilot, metric) if pilot else None
     if found and found.sd == 0:
         raise ConfigurationError(
-            f"the differences between the runs of {pilot} are all equal, so they show no spread; give --sd, or run a pilot of more seeds."
+            f"the differences between the runs of {pilot} are all equal, so they show no spread;"
+            " give --sd, or run a pilot of more seeds."
         )
     sd = found.sd if found else sd
     assert sd is not None
-    plan = SeedPlan(effect, sd, alpha, power, comparisons or (found.comparisons if found else 1), correction)
+    plan = SeedPlan(
+        effect, sd, alpha, power, comparisons or (found.comparisons if found else 1), correction
+    )
     _check(plan, comparisons)
     if found and found.metric.is_rate and effect is not None and effect >= 1:
-        raise ConfigurationError(f"--effect {effect:g} is not a possible difference in {found.metric.name}; two points are 0.02.")
+        raise ConfigurationError(
+            f"--effect {effect:g} is not a possible difference in {found.metric.name}; two points"
+            " are 0.02."
+        )
     if as_json or form == "json":
         print(json.dumps(_as_json(plan, found), indent=2))
     else:
@@ -54,51 +89,81 @@ def _check(plan: "SeedPlan", comparisons: int | None) -> None:
         if not 0 < value < 1:
             raise ConfigurationError(f"--{name} {value:g} is not between 0 and 1; use {example}.")
     if plan.effect == 0:
-        raise ConfigurationError("--effect 0 needs infinitely many seeds; give the smallest difference that matters, such as 0.02.")
+        raise ConfigurationError(
+            "--effect 0 needs infinitely many seeds; give the smallest difference that matters,"
+            " such as 0.02."
+        )
     for name, size in (("effect", plan.effect), ("sd", plan.sd)):
         if size is not None and not 0 < size < float("inf"):
-            raise ConfigurationError(f"--{name} {size:g} is not a positive number; give one, such as 0.02.")
+            raise ConfigurationError(
+                f"--{name} {size:g} is not a positive number; give one, such as 0.02."
+            )
     if comparisons is not None and comparisons < 1:
-        raise ConfigurationError(f"--comparisons {comparisons} is not a number of comparisons; give 1 or more.")
+        raise ConfigurationError(
+            f"--comparisons {comparisons} is not a number of comparisons; give 1 or more."
+        )
 
 
 def _lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:
     from retrain.records.terminal import counted, table_lines
 
-    family = f"{counted(plan.comparisons, 'comparison')}{f' ({plan.correction})' if plan.comparisons > 1 else ''}"
-    yield f"Paired by seed, two-sided, alpha {plan.alpha:g} over {family}, power {100 * plan.power:g}%."
+    family = counted(plan.comparisons, "comparison")
+    if plan.comparisons > 1:
+        family += f" ({plan.correction})"
+    yield (
+        f"Paired by seed, two-sided, alpha {plan.alpha:g} over {family}, power"
+        f" {100 * plan.power:g}%."
+    )
     if pilot:
         low, high = pilot.sd_interval
         yield f"Metric: {pilot.metric.description}."
-        yield f"Sd of the differences: {_number(pilot.sd)} (95% interval {_number(low)} to {_number(high)}), from {pilot.source}."
+        yield (
+            f"Sd of the differences: {_number(pilot.sd)} (95% interval {_number(low)} to"
+            f" {_number(high)}), from {pilot.source}."
+        )
     else:
         yield f"Sd of the differences: {_number(plan.sd)}, as given."
     if pilot and len(pilot.sd_by_contrast) > 1:
-        yield f"By contrast: {', '.join(f'{label} {_number(sd)}' for label, sd in pilot.sd_by_contrast.items())}."
+        yield (
+            "By contrast:"
+            f" {', '.join(f'{label} {_number(sd)}' for label, sd in pilot.sd_by_contrast.items())}."
+        )
     if plan.effect is not None:
         yield from _seed_lines(plan, pilot)
         if pilot and pilot.held_out:
             held_out = pilot.held_out
             yield (
-                f"Held-out problems that tell two given models apart by {_number(plan.effect)}: {plan.problems(held_out):,} "
-                f"with {counted(held_out.samples, 'sample')} each; the pilot has {held_out.problems:,}."
+                f"Held-out problems that tell two given models apart by {_number(plan.effect)}:"
+                f" {plan.problems(held_out):,} with {counted(held_out.samples, 'sample')} each; the"
+                f" pilot has {held_out.problems:,}."
             )
-    if pilot and pilot.spread and plan.effect is not None:  # seeds, problems and samples together, at the pilot's own spread
-        luck = f"The luck of the runs has an sd of {_number(pilot.spread.luck**0.5)}, which no evaluation removes"
+    if (
+        pilot and pilot.spread and plan.effect is not None
+    ):  # seeds, problems and samples together, at the pilot's own spread
+        luck = (
+            f"The luck of the runs has an sd of {_number(pilot.spread.luck**0.5)}, which no"
+            " evaluation removes"
+        )
         if found := plan.cheapest(pilot.spread):
             yield (
-                f"{luck}. Cheapest at the pilot's spread and speed: {found.seeds} seeds, {found.problems:,} problems x "
-                f"{counted(found.samples, 'sample')}, {found.hours:.2g} hours for all {plan.comparisons + 1} arms one after the other."
+                f"{luck}. Cheapest at the pilot's spread and speed: {found.seeds} seeds,"
+                f" {found.problems:,} problems x {counted(found.samples, 'sample')},"
+                f" {found.hours:.2g} hours for all {plan.comparisons + 1} arms one after the other."
             )
         else:
             yield f"{luck}; no design of at most 40 seeds finds {_number(plan.effect)}."
     yield ""
-    rows = [(str(seeds), "none" if effect is None else _number(effect)) for seeds, effect in plan.detectable().items()]
+    rows = [
+        (str(seeds), "none" if effect is None else _number(effect))
+        for seeds, effect in plan.detectable().items()
+    ]
     yield from table_lines([("seeds", "detectable difference"), *rows], right=(0,))
 
 
 def _seed_lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:
-    """The assured number first: at the sd that a pilot shows, the true power is often far below the stated one."""
+    """The assured number first: at the sd that a pilot shows, the true power is often far below the
+    stated one.
+    """
     from retrain.analysis.pilot import ASSURANCE
 
     wanted = f"Seeds needed for a difference of {_number(plan.effect or 0.0)}"
@@ -107,12 +172,13 @@ def _seed_lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:
         return
     low, high = (_count(plan.seeds(sd)) for sd in pilot.sd_interval)
     yield (
-        f"{wanted}: {_count(plan.seeds(pilot.assured_sd))}, at an sd of {_number(pilot.assured_sd)}, an upper limit that holds in "
-        f"{100 * ASSURANCE:g}% of pilots."
+        f"{wanted}: {_count(plan.seeds(pilot.assured_sd))}, at an sd of"
+        f" {_number(pilot.assured_sd)}, an upper limit that holds in {100 * ASSURANCE:g}% of"
+        " pilots."
     )
     yield (
-        f"At the pilot's own sd {_count(plan.seeds(plan.sd))} ({low} to {high} over its interval); about half of such plans have less "
-        "power than stated."
+        f"At the pilot's own sd {_count(plan.seeds(plan.sd))} ({low} to {high} over its interval);"
+        " about half of such plans have less power than stated."
     )
 
 
@@ -141,9 +207,15 @@ def _as_json(plan: "SeedPlan", pilot: "Pilot | None") -> dict[str, Any]:
         "sd_assured": pilot.assured_sd if pilot else None,
         "seeds_assured": plan.seeds(pilot.assured_sd) if pilot and wanted else None,
         "seeds_needed": plan.seeds(plan.sd) if wanted else None,
-        "seeds_needed_interval": [plan.seeds(sd) for sd in pilot.sd_interval] if pilot and wanted else None,
+        "seeds_needed_interval": (
+            [plan.seeds(sd) for sd in pilot.sd_interval] if pilot and wanted else None
+        ),
         "detectable": {str(seeds): difference for seeds, difference in plan.detectable().items()},
         "held_out_problems_needed": plan.problems(held_out) if held_out and wanted else None,
         "held_out_problems": held_out.problems if held_out else None,
-        "cheapest": asdict(design) if pilot and pilot.spread and wanted and (design := plan.cheapest(pilot.spread)) else None,
+        "cheapest": (
+            asdict(design)
+            if pilot and pilot.spread and wanted and (design := plan.cheapest(pilot.spread))
+            else None
+        ),
     }

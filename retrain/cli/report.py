@@ -1,4 +1,6 @@
-"""`retrain report DIR`: one HTML page of a run or a campaign, as a file or served on this machine."""
+"""`retrain report DIR`: one HTML page of a run or a campaign, as a file or served on this
+machine.
+"""
 
 import importlib
 import sys
@@ -17,26 +19,62 @@ _EXTRA = ("jinja2", "matplotlib")
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder, a campaign's, or one that holds runs.")],
-    output: Annotated[Path | None, typer.Option(help="The page; DIR/report.html by default. Pictures of the figures go beside it.")] = None,
-    baseline: Annotated[str | None, typer.Option(help="The condition that the others are compared with; the first by default.")] = None,
-    metric: Annotated[str | None, typer.Option(help="Metric to compare, as in `retrain compare`.")] = None,
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="A run's folder, a campaign's, or one that holds runs."),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="The page; DIR/report.html by default. Pictures of the figures go beside it."
+        ),
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(help="The condition that the others are compared with; the first by default."),
+    ] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="Metric to compare, as in `retrain compare`.")
+    ] = None,
     alpha: Annotated[float, typer.Option(help="Family-wise error rate of all comparisons.")] = 0.05,
-    margin: Annotated[float | None, typer.Option(help="Call differences below this equivalent (TOST), such as 0.02.")] = None,
-    lower_is_better: Annotated[bool, typer.Option("--lower-is-better", help="A negative difference is the improvement.")] = False,
-    against: Annotated[list[str] | None, typer.Option(help="Another transform beside the run's own in the token viewer.")] = None,
-    steps: Annotated[int, typer.Option(min=0, help="Number of steps of a run whose completions are shown.")] = 4,
-    serve: Annotated[bool, typer.Option("--serve", help="Serve the page at 127.0.0.1, updated while runs continue, until Ctrl-C.")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of --serve; 0 takes a free one.")] = 0,
-    refresh: Annotated[float, typer.Option(min=0.5, help="Seconds between updates, with --serve.")] = 5.0,
+    margin: Annotated[
+        float | None,
+        typer.Option(help="Call differences below this equivalent (TOST), such as 0.02."),
+    ] = None,
+    lower_is_better: Annotated[
+        bool, typer.Option("--lower-is-better", help="A negative difference is the improvement.")
+    ] = False,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(help="Another transform beside the run's own in the token viewer."),
+    ] = None,
+    steps: Annotated[
+        int, typer.Option(min=0, help="Number of steps of a run whose completions are shown.")
+    ] = 4,
+    serve: Annotated[
+        bool,
+        typer.Option(
+            "--serve",
+            help="Serve the page at 127.0.0.1, updated while runs continue, until Ctrl-C.",
+        ),
+    ] = False,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of --serve; 0 takes a free one.")
+    ] = 0,
+    refresh: Annotated[
+        float, typer.Option(min=0.5, help="Seconds between updates, with --serve.")
+    ] = 5.0,
 ) -> None:
-    """Make a page of curves, paired differences, verdicts, costs, completions and tokens; it needs no network and no server."""
+    """Make a page of curves, paired differences, verdicts, costs, completions and tokens; it needs
+    no network and no server.
+    """
     for name in _EXTRA:
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
             raise EnvironmentFailure(
-                f'retrain report needs the extra "report" ({error.name} is missing); {install_hint("report")}.'
+                f'retrain report needs the extra "report" ({error.name} is missing);'
+                f" {install_hint('report')}."
             ) from error
     from retrain.analysis.verdict import TestSettings
     from retrain.records.run_folder import RunFolder
@@ -48,11 +86,15 @@ def command(
     request = ReportRequest(folder, baseline, metric, test, against or (), steps)
     if serve:
         if output is not None:
-            raise ConfigurationError(f"--output {output} and --serve are two ways to see a report; give one of them.")
+            raise ConfigurationError(
+                f"--output {output} and --serve are two ways to see a report; give one of them."
+            )
         _serve(request, port, refresh)
         return
     if output is not None and output.is_dir():
-        raise ConfigurationError(f"--output {output} is a folder; name the page, such as {output / 'report.html'}.")
+        raise ConfigurationError(
+            f"--output {output} is a folder; name the page, such as {output / 'report.html'}."
+        )
     written = write_report(request, output or RunFolder(folder).report)
     print(clean(f"Report: {written.page}"))
     for picture in written.pictures:

@@ -1,4 +1,6 @@
-"""`retrain [FILE.toml] [--overwrite] [--quiet] [--skip-parity] [flags]`: a training, a campaign or a squeeze job."""
+"""`retrain [FILE.toml] [--overwrite] [--quiet] [--skip-parity] [flags]`: a training, a campaign or
+a squeeze job.
+"""
 
 import importlib.util
 from collections.abc import Sequence
@@ -37,7 +39,10 @@ def run_file(arguments: Sequence[str]) -> int:
     from retrain.config import load_config
 
     _refuse_run_as_file(parsed)
-    config, note = _continued(parsed) or (load_config(parsed.path, parsed.overrides), "")  # a typo is answered before seconds of imports
+    config, note = _continued(parsed) or (
+        load_config(parsed.path, parsed.overrides),
+        "",
+    )  # a typo is answered before seconds of imports
     _refuse_two_intents(parsed, config)
     if note and not parsed.quiet:
         print(note, flush=True)
@@ -52,12 +57,13 @@ def run_file(arguments: Sequence[str]) -> int:
     elif config.kind == "campaign":
         if parsed.overwrite:
             raise ConfigurationError(
-                "--overwrite is for a single run: a flag does not delete a campaign; name another --log-dir, or delete the old folder "
-                "yourself."
+                "--overwrite is for a single run: a flag does not delete a campaign; name another"
+                " --log-dir, or delete the old folder yourself."
             )
         if parsed.skip_parity:
             raise ConfigurationError(
-                "--skip-parity is for a single run: a comparison needs runs that passed the parity gate; leave it out."
+                "--skip-parity is for a single run: a comparison needs runs that passed the parity"
+                " gate; leave it out."
             )
         from retrain.campaign import run_campaign
 
@@ -65,7 +71,9 @@ def run_file(arguments: Sequence[str]) -> int:
     else:
         from retrain.run.loop import train
 
-        train(config, overwrite=parsed.overwrite, quiet=parsed.quiet, skip_parity=parsed.skip_parity)
+        train(
+            config, overwrite=parsed.overwrite, quiet=parsed.quiet, skip_parity=parsed.skip_parity
+        )
     return 0
 
 
@@ -77,22 +85,27 @@ def _refuse_run_as_file(parsed: RunArguments) -> None:
 
     if kind_of(parsed.path) == "run":
         raise ConfigurationError(
-            f"{parsed.path} is a run's folder, and no configuration file is given; continue it with "
-            f"`{RunFolder(parsed.path).resume_command}`."
+            f"{parsed.path} is a run's folder, and no configuration file is given; continue it with"
+            f" `{RunFolder(parsed.path).resume_command}`."
         )
 
 
 def _continued(parsed: RunArguments) -> "tuple[TrainConfig, str] | None":
-    """Return what `retrain --resume RUN_DIR` continues with, and a line that names its file; None for any other command line.
+    """Return what `retrain --resume RUN_DIR` continues with, and a line that names its file; None
+    for any other command line.
 
-    That is the run's own config.toml. A ./retrain.toml that describes the same run goes before it, since what a resume may change is newer
-    there.
+    That is the run's own config.toml. A ./retrain.toml that describes the same run goes before it,
+    since what a resume may change is newer there.
     """
     from retrain.config import load_config
     from retrain.config.load import DEFAULT_FILE
     from retrain.records.run_folder import RunFolder, kind_of
 
-    named = [RunFolder(Path(given.value)) for given in parsed.overrides.given if given.path == "resume.from"]
+    named = [
+        RunFolder(Path(given.value))
+        for given in parsed.overrides.given
+        if given.path == "resume.from"
+    ]
     if parsed.path is not None or not named or kind_of(named[0].path) != "run":
         return None
     folder, beside = named[0], Path(DEFAULT_FILE)
@@ -100,8 +113,8 @@ def _continued(parsed: RunArguments) -> "tuple[TrainConfig, str] | None":
         if beside.exists():
             return None
         raise ConfigurationError(
-            f"{folder.path} holds no {folder.config.name} yet, and no configuration file is given; name the file that the run began with: "
-            f"`retrain FILE --resume {folder.path}`."
+            f"{folder.path} holds no {folder.config.name} yet, and no configuration file is given;"
+            f" name the file that the run began with: `retrain FILE --resume {folder.path}`."
         )
     own = load_config(folder.config, parsed.overrides)
     if not beside.exists():
@@ -113,23 +126,31 @@ def _continued(parsed: RunArguments) -> "tuple[TrainConfig, str] | None":
     fixed, changed = _differences(own, newer)
     if fixed:
         return own, f"Read {folder.config}, and not {beside}, which describes another run: {fixed}."
-    return newer, f"Read {beside}, which describes this run" + (f", with changes: {changed}." if changed else ".")
+    return newer, f"Read {beside}, which describes this run" + (
+        f", with changes: {changed}." if changed else "."
+    )
 
 
 def _differences(own: "TrainConfig", newer: "TrainConfig") -> tuple[str, str]:
-    """Name the values of `newer` that differ from a run's own: those that the run cannot change, and those that it can."""
+    """Name the values of `newer` that differ from a run's own: those that the run cannot change,
+    and those that it can.
+    """
     from retrain.config import config_from_toml, dump_toml, replaced
     from retrain.config.stored import differing_keys, shown_value
     from retrain.records.redact import Redactor
 
     if newer.training.seed == -1:  # the run's own was drawn
         newer = replaced(newer, {"training.seed": own.training.seed})
-    own, newer = (config_from_toml(dump_toml(Redactor().config(config))) for config in (own, newer))  # as config.toml masks them
+    own, newer = (
+        config_from_toml(dump_toml(Redactor().config(config))) for config in (own, newer)
+    )  # as config.toml masks them
     words: dict[bool, list[str]] = {False: [], True: []}
     for key in differing_keys(own, newer):
         if key.path not in ("resume.from", "logging.log_dir"):
             value, before = shown_value(newer, key.path), shown_value(own, key.path)
-            words[key.traits.may_change_at_resume].append(f"[{key.section}] {key.name} = {value} (was {before})")
+            words[key.traits.may_change_at_resume].append(
+                f"[{key.section}] {key.name} = {value} (was {before})"
+            )
     return ", ".join(words[False][:3]), ", ".join(words[True])
 
 
@@ -139,22 +160,32 @@ def _refuse_two_intents(parsed: RunArguments, config: "TrainConfig") -> None:
     if not resumed:
         return
     if parsed.overwrite:
-        raise ConfigurationError(f"--overwrite starts a run anew, and [resume] from = {resumed!r} continues one; leave one of them out.")
-    given = config.logging.log_dir
-    if config.origins["logging.log_dir"].startswith("flag") and Path(given).resolve() != Path(resumed).resolve():
         raise ConfigurationError(
-            f"--log-dir {given} is not the folder of [resume] from = {resumed!r}, in which a resumed run continues; leave --log-dir out, "
-            f"or copy the folder and resume the copy."
+            f"--overwrite starts a run anew, and [resume] from = {resumed!r} continues one; leave"
+            " one of them out."
+        )
+    given = config.logging.log_dir
+    if (
+        config.origins["logging.log_dir"].startswith("flag")
+        and Path(given).resolve() != Path(resumed).resolve()
+    ):
+        raise ConfigurationError(
+            f"--log-dir {given} is not the folder of [resume] from = {resumed!r}, in which a"
+            " resumed run continues; leave --log-dir out, or copy the folder and resume the copy."
         )
 
 
 def _draw_squeeze(settings: "Squeeze", runs: Path, squeezed: "Squeezed") -> str:
     """Draw the variance curve, and return a line that tells where it is, or why there is none.
 
-    It lies in the squeezed adapter's folder or, of an adapter that is only analysed, beside the `runs` and under the adapter's name.
+    It lies in the squeezed adapter's folder or, of an adapter that is only analysed, beside the
+    `runs` and under the adapter's name.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        return f"The variance curve is not drawn: matplotlib is not installed; {install_hint('report')}."
+        return (
+            "The variance curve is not drawn: matplotlib is not installed;"
+            f" {install_hint('report')}."
+        )
     from retrain.report.data import SqueezeCurve
     from retrain.report.figures import write_squeeze_picture
     from retrain.tracking.build import SQUEEZE_RUN
@@ -168,12 +199,17 @@ def _draw_squeeze(settings: "Squeeze", runs: Path, squeezed: "Squeezed") -> str:
         picture.parent.mkdir(parents=True, exist_ok=True)
         write_squeeze_picture(SqueezeCurve.from_json("", squeezed.to_json()), picture)
     except OSError as error:
-        return f"The variance curve is not drawn: {picture} cannot be written ({error.strerror or error})."
+        return (
+            f"The variance curve is not drawn: {picture} cannot be written"
+            f" ({error.strerror or error})."
+        )
     return f"Picture: {picture}"
 
 
 def parse_arguments(arguments: Sequence[str]) -> RunArguments:
-    """Split a command line into file, switches and flags. Raises ConfigurationError for a second file and for all unknown flags."""
+    """Split a command line into file, switches and flags. Raises ConfigurationError for a second
+    file and for all unknown flags.
+    """
     from retrain.config.overrides import parse_overrides
 
     overrides = parse_overrides(arguments, _SWITCHES)
@@ -181,9 +217,15 @@ def parse_arguments(arguments: Sequence[str]) -> RunArguments:
     files = [argument for argument in overrides.rest if not argument.startswith("--")]
     for switch in switches:
         if switch not in _SWITCHES:
-            raise ConfigurationError(f"{switch.partition('=')[0]} takes no value; leave {switch.partition('=')[2]!r} out.")
+            raise ConfigurationError(
+                f"{switch.partition('=')[0]} takes no value; leave {switch.partition('=')[2]!r}"
+                " out."
+            )
     if len(files) > 1:
-        raise ConfigurationError(f"retrain runs one file at a time, and got {' and '.join(files)}; a value needs its flag before it.")
+        raise ConfigurationError(
+            f"retrain runs one file at a time, and got {' and '.join(files)}; a value needs its"
+            " flag before it."
+        )
     return RunArguments(
         path=Path(files[0]) if files else None,
         overwrite="--overwrite" in switches,

@@ -23,13 +23,22 @@ _GATE_TOKENS = 512
 def command(
     context: typer.Context,
     engine: Annotated[str, typer.Argument(metavar="ENGINE", help="vllm, sglang, mlx or max.")],
-    run: Annotated[bool, typer.Option("--run", help="Start it in this terminal instead of printing it.")] = False,
-    python: Annotated[str, typer.Option(help="Python of the environment in which the server is installed.")] = "python",
-    prompt_tokens: Annotated[int, typer.Option(min=0, help="Tokens of the longest prompt; 0 reads the data and counts them.")] = 0,
+    run: Annotated[
+        bool, typer.Option("--run", help="Start it in this terminal instead of printing it.")
+    ] = False,
+    python: Annotated[
+        str, typer.Option(help="Python of the environment in which the server is installed.")
+    ] = "python",
+    prompt_tokens: Annotated[
+        int,
+        typer.Option(min=0, help="Tokens of the longest prompt; 0 reads the data and counts them."),
+    ] = 0,
 ) -> None:
-    """Print the command that starts an inference server as a configuration needs it: adapters, log-probs, context, data types.
+    """Print the command that starts an inference server as a configuration needs it: adapters,
+    log-probs, context, data types.
 
-    Without a file it reads ./retrain.toml. Any flag of the configuration may follow, such as --max-tokens 512.
+    Without a file it reads ./retrain.toml. Any flag of the configuration may follow, such as
+    --max-tokens 512.
     """
     from retrain.config import load_config
     from retrain.config.overrides import parse_overrides
@@ -37,51 +46,75 @@ def command(
 
     overrides = parse_overrides(context.args)
     if len(overrides.rest) > 1:
-        raise ConfigurationError(f"retrain serve takes an engine and one file; {overrides.rest[1]!r} is one too many.")
+        raise ConfigurationError(
+            f"retrain serve takes an engine and one file; {overrides.rest[1]!r} is one too many."
+        )
     load_dotenv()
     config = load_config(Path(overrides.rest[0]) if overrides.rest else None, overrides)
-    server_command(engine, config, ServerNeeds("", "", "", 0, 0), python)  # a mistake shows before the data is read
+    server_command(
+        engine, config, ServerNeeds("", "", "", 0, 0), python
+    )  # a mistake shows before the data is read
     needs = server_needs(config, prompt_tokens)
     found = server_command(engine, config, needs, python)
     if engine == "max" and needs.device == "cpu":
-        print_progress("MAX applies adapters on a GPU only: on a CPU it serves the base model, which can be evaluated but not trained.")
+        print_progress(
+            "MAX applies adapters on a GPU only: on a CPU it serves the base model, which can be"
+            " evaluated but not trained."
+        )
     if run:
         found.run()
     sys.stdout.write(found.shell())
 
 
 def server_needs(config: "TrainConfig", prompt_tokens: int) -> "ServerNeeds":
-    """Return what the model and the data ask of a server; with `prompt_tokens` the data is not read."""
+    """Return what the model and the data ask of a server; with `prompt_tokens` the data is not
+    read.
+    """
     from retrain.inference_engine.commands import ServerNeeds
     from retrain.model.budget import kv_bytes_per_token, longest_sampled, most_new_tokens
     from retrain.model.devices import choose_device, choose_dtype
     from retrain.model.text import context_length, load_model_config, resolve_model
 
     device = choose_device(config.backend).device
-    model = load_model_config(config.model.model, config.model.revision, config.model.trust_remote_code)
+    model = load_model_config(
+        config.model.model, config.model.revision, config.model.trust_remote_code
+    )
     learner = str(choose_dtype(config.model.dtype, device)).removeprefix("torch.")
     dtype = learner if config.inference.dtype == "auto" else "bfloat16"
     positions = context_length(model)
     prompt_tokens = prompt_tokens or _longest_prompt(config)
-    longest = longest_sampled(config.training, config.evaluation, config.environment, positions, prompt_tokens)
+    longest = longest_sampled(
+        config.training, config.evaluation, config.environment, positions, prompt_tokens
+    )
     context = max(longest, _GATE_TOKENS)
     context = min(context, positions or context)
     new_tokens = most_new_tokens(config.training, config.evaluation)
     answers = " and what the environment says between them" if config.environment.provider else ""
-    print_progress(f"The longest prompt and {new_tokens} new tokens{answers} fit into a context of {context} tokens.")
-    kv_bytes = kv_bytes_per_token(model, 4 if dtype == "float32" else 2, config.inference.kv_cache_dtype)
+    print_progress(
+        f"The longest prompt and {new_tokens} new tokens{answers} fit into a context of {context}"
+        " tokens."
+    )
+    kv_bytes = kv_bytes_per_token(
+        model, 4 if dtype == "float32" else 2, config.inference.kv_cache_dtype
+    )
     return ServerNeeds(resolve_model(config.model.model), dtype, device.type, context, kv_bytes)
 
 
 def _longest_prompt(config: "TrainConfig") -> int:
-    """Return the number of tokens of the longest prompt, over the training and the held-out prompts."""
+    """Return the number of tokens of the longest prompt, over the training and the held-out
+    prompts.
+    """
     from retrain.run.parts import load_held_out, load_prompts, load_stage, load_text
 
     text = load_text(config.model, print_progress)
     stage = load_stage(config, text, print_progress)
     try:
         prompts = load_prompts(config, text, stage, print_progress)
-        held_out = load_held_out(config, text, stage, prompts, print_progress) if config.evaluation.asked_for else []
+        held_out = (
+            load_held_out(config, text, stage, prompts, print_progress)
+            if config.evaluation.asked_for
+            else []
+        )
     finally:
         if stage:
             stage.host.close()

@@ -16,7 +16,10 @@ def load_dotenv() -> bool:
     try:
         load(path, override=False)
     except (ValueError, OSError) as error:  # not UTF-8, or a NUL, which no variable can hold
-        raise ConfigurationError(f"{path} cannot be read ({error}); it holds lines NAME=value in UTF-8: correct or remove it.") from error
+        raise ConfigurationError(
+            f"{path} cannot be read ({error}); it holds lines NAME=value in UTF-8: correct or"
+            " remove it."
+        ) from error
     return True
 
 

@@ -14,19 +14,41 @@ if TYPE_CHECKING:
     from retrain.analysis.status import CampaignStatus, Overview, RunStatus
 
 _CLEAR = "\x1b[H\x1b[2J"
-_HEADER = ("run", "state", "step", "correct", "reward", "loss", "held-out", "tokens/s", "s/step", "left")
+_HEADER = (
+    "run",
+    "state",
+    "step",
+    "correct",
+    "reward",
+    "loss",
+    "held-out",
+    "tokens/s",
+    "s/step",
+    "left",
+)
 _EXPENDABLE = ("reward", "tokens/s", "loss", "s/step")
 """Columns dropped on a narrow terminal, in this order; --json has them."""
 
 
 def command(
-    logs: Annotated[Path, typer.Argument(metavar="LOGS", help="A folder of runs, a campaign's or a single run's.")] = Path("logs"),
+    logs: Annotated[
+        Path,
+        typer.Argument(metavar="LOGS", help="A folder of runs, a campaign's or a single run's."),
+    ] = Path("logs"),
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
-    form: Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")] = "text",
-    watch: Annotated[bool, typer.Option("--watch", help="Print again until nothing is running, or Ctrl-C.")] = False,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two prints of --watch.")] = 2.0,
+    form: Annotated[
+        Literal["text", "json"], typer.Option("--format", help="How to print it.")
+    ] = "text",
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Print again until nothing is running, or Ctrl-C.")
+    ] = False,
+    interval: Annotated[
+        float, typer.Option(min=0.1, help="Seconds between two prints of --watch.")
+    ] = 2.0,
 ) -> None:
-    """Show progress, last metrics, throughput and step time of every run in and below a folder, and which runs were killed or hang."""
+    """Show progress, last metrics, throughput and step time of every run in and below a folder, and
+    which runs were killed or hang.
+    """
     from retrain.analysis.status import overview
     from retrain.records.redact import Redactor
     from retrain.records.terminal import clean
@@ -35,7 +57,9 @@ def command(
     try:
         while True:
             seen = overview(logs)
-            width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None  # no terminal: every column
+            width = (
+                shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+            )  # no terminal: every column
             text = json.dumps(seen.to_json()) if as_json else "\n".join(lines(seen, width))
             if watch and not as_json and sys.stdout.isatty():
                 sys.stdout.write(_CLEAR)
@@ -49,12 +73,19 @@ def command(
 
 
 def lines(seen: "Overview", width: int | None = None) -> list[str]:
-    """The text for a person: a table for each campaign and one for the other runs, then what stopped and what a small loss means."""
+    """The text for a person: a table for each campaign and one for the other runs, then what
+    stopped and what a small loss means.
+    """
     if not seen.all_runs and not seen.campaigns:
         return [f"No runs in {seen.folder}."]
     printed: list[str] = []
     for campaign in seen.campaigns:
-        printed += [campaign_line(campaign), *_table(campaign.runs, campaign.path / "runs", width), *campaign.foreseen, ""]
+        printed += [
+            campaign_line(campaign),
+            *_table(campaign.runs, campaign.path / "runs", width),
+            *campaign.foreseen,
+            "",
+        ]
     if seen.runs:
         printed += [*_table(seen.runs, seen.folder, width), ""]
     printed += [f"{run.name}: {run.note}" for run in seen.all_runs if run.note]
@@ -72,20 +103,33 @@ def campaign_line(campaign: "CampaignStatus") -> str:
     from retrain.records.terminal import counted, duration
 
     counts = ", ".join(f"{count} {state}" for state, count in sorted(campaign.counts.items()))
-    line = f"Campaign {campaign.path}: {counted(len(campaign.runs), 'run')} ({counts}), step {campaign.steps:,} of {campaign.max_steps:,}"
+    line = (
+        f"Campaign {campaign.path}: {counted(len(campaign.runs), 'run')} ({counts}), step"
+        f" {campaign.steps:,} of {campaign.max_steps:,}"
+    )
     if campaign.median_step_time_s is not None:
         line += f", median step time {campaign.median_step_time_s:.2f} s"
-    return line + (f", {duration(campaign.remaining_s)} left" if campaign.remaining_s is not None else "")
+    return line + (
+        f", {duration(campaign.remaining_s)} left" if campaign.remaining_s is not None else ""
+    )
 
 
 def _table(runs: Sequence["RunStatus"], root: Path, width: int | None) -> list[str]:
-    """Name and state on the left, numbers on the right; as many expendable columns are left out as the width requires."""
+    """Name and state on the left, numbers on the right; as many expendable columns are left out as
+    the width requires.
+    """
     from retrain.records.terminal import table_lines
 
     rows = [_HEADER, *(_cells(run, root) for run in runs)]
     for dropped in range(len(_EXPENDABLE) + 1):
-        columns = [column for column, name in enumerate(_HEADER) if name not in _EXPENDABLE[:dropped]]
-        table = list(table_lines([[row[column] for column in columns] for row in rows], right=range(2, len(columns))))
+        columns = [
+            column for column, name in enumerate(_HEADER) if name not in _EXPENDABLE[:dropped]
+        ]
+        table = list(
+            table_lines(
+                [[row[column] for column in columns] for row in rows], right=range(2, len(columns))
+            )
+        )
         if width is None or max(map(len, table)) <= width:
             break
     return table

@@ -1,4 +1,6 @@
-"""The text of `retrain --help`, and an example of each command. Plain text and no imports, so that it answers at once."""
+"""The text of `retrain --help`, and an example of each command. Plain text and no imports, so that
+it answers at once.
+"""
 
 COMMANDS = {
     "init": "write a configuration to start from",
@@ -26,7 +28,9 @@ EXAMPLES = {
     "migrate-config": "retrain migrate-config retrain.toml --check",
     "explain": "retrain explain examples/lab.toml --probe --price-per-hour 2",
     "status": "retrain status logs --watch",
-    "eval": "retrain eval logs/lab --checkpoint 25 --evaluation-samples 8 --evaluation-temperature 0.7",
+    "eval": (
+        "retrain eval logs/lab --checkpoint 25 --evaluation-samples 8 --evaluation-temperature 0.7"
+    ),
     "compare": "retrain compare logs/campaign --baseline maxrl+none",
     "report": "retrain report logs/lab --serve",
     "inspect": "retrain inspect logs/lab --against gtpo_hicra",

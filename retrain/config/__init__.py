@@ -1,9 +1,18 @@
-"""Configuration: one schema, one loader. Names are imported when first used, so that `retrain --help` needs no pydantic."""
+"""Configuration: one schema, one loader. Names are imported when first used, so that `retrain
+--help` needs no pydantic.
+"""
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from retrain.config.load import config_from_mapping, config_from_toml, load_config, load_stored, replaced, with_drawn_seed
+    from retrain.config.load import (
+        config_from_mapping,
+        config_from_toml,
+        load_config,
+        load_stored,
+        replaced,
+        with_drawn_seed,
+    )
     from retrain.config.outcomes import unused_keys
     from retrain.config.schema import Condition, TrainConfig
     from retrain.config.stored import config_hash, dump_toml, resume_differences

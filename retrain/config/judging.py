@@ -1,6 +1,7 @@
 """The rewards that judge answers in training and in held-out evaluation.
 
-Two accuracies are comparable only if the same reward decided in both what is right; `judge_words` is equal exactly if the judges are.
+Two accuracies are comparable only if the same reward decided in both what is right; `judge_words`
+is equal exactly if the judges are.
 """
 
 from retrain.config.keys import all_keys
@@ -20,10 +21,11 @@ def training_rewards(config: TrainConfig) -> list[tuple[str, float]]:
 
 
 def judging_rewards(config: TrainConfig) -> list[tuple[str, float]]:
-    """Name and weight of each reward that judges held-out answers: `[evaluation] reward`, or the run's own without the random one.
+    """Name and weight of each reward that judges held-out answers: `[evaluation] reward`, or the
+    run's own without the random one.
 
-    Where nothing else is left, it is the reward that verifies the held-out source's answers: a random one would measure chance,
-    whatever the model has learned.
+    Where nothing else is left, it is the reward that verifies the held-out source's answers: a
+    random one would measure chance, whatever the model has learned.
     """
     if config.evaluation.reward:
         return [(config.evaluation.reward, 1.0)]
@@ -33,7 +35,9 @@ def judging_rewards(config: TrainConfig) -> list[tuple[str, float]]:
 
 
 def with_judging_reward(config: TrainConfig) -> TrainConfig:
-    """Return `config` with `[reward]` set to what judges held-out answers; `config` itself where training's reward does."""
+    """Return `config` with `[reward]` set to what judges held-out answers; `config` itself where
+    training's reward does.
+    """
     judging = judging_rewards(config)
     if judging == training_rewards(config):
         return config
@@ -42,17 +46,31 @@ def with_judging_reward(config: TrainConfig) -> TrainConfig:
 
 
 def judging_note(judging: TrainConfig) -> str:
-    """The start-up line of a run whose held-out answers are judged by another reward than training's."""
-    because = "as [evaluation] reward says" if judging.evaluation.reward else "the random reward says nothing about them"
+    """The start-up line of a run whose held-out answers are judged by another reward than
+    training's.
+    """
+    because = (
+        "as [evaluation] reward says"
+        if judging.evaluation.reward
+        else "the random reward says nothing about them"
+    )
     return f"Held-out answers are judged by {' + '.join(judging.reward.types)}: {because}."
 
 
 def judge_words(judges: list[tuple[str, float]], reward: Reward) -> str:
-    """Describe the judges with every parameter that decides what is right: match, custom (custom_module = "mine"), 0.9 math + 0.1 match."""
-    named = " + ".join(kind if weight == 1 else f"{weight:g} {kind}" for kind, weight in sorted(judges))
+    """Describe the judges with every parameter that decides what is right: match, custom
+    (custom_module = "mine"), 0.9 math + 0.1 match.
+    """
+    named = " + ".join(
+        kind if weight == 1 else f"{weight:g} {kind}" for kind, weight in sorted(judges)
+    )
     kinds = {kind if kind in builtin_names("reward") else "plugin" for kind, _ in judges}
     deciding = (key for key in all_keys() if not key.traits.may_change_at_resume)
-    relevant = [key for key in deciding if kinds & {*key.traits.parameter_of} or key.path == "reward.correct_threshold"]
+    relevant = [
+        key
+        for key in deciding
+        if kinds & {*key.traits.parameter_of} or key.path == "reward.correct_threshold"
+    ]
     given = [(key, getattr(reward, key.name)) for key in relevant]
     parts = [f"{key.name} = {toml_value(value)}" for key, value in given if value != key.default]
     return f"{named} ({', '.join(parts)})" if parts else named

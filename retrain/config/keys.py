@@ -1,4 +1,6 @@
-"""Every key of the schema as data: its type in words, its default, its flag and its environment variable."""
+"""Every key of the schema as data: its type in words, its default, its flag and its environment
+variable.
+"""
 
 import types
 from collections.abc import Callable
@@ -17,7 +19,8 @@ from retrain.config.suggestions import synonym
 from retrain.config.values import MAX_SEED, OpenName
 
 BARE_SECTIONS = ("model", "algorithm", "training", "optimizer", "backend", "logging")
-"""Sections whose keys are flags by their bare name; every other section's flags carry its name in front."""
+"""Sections whose keys are flags by their bare name; every other section's flags carry its name in
+front."""
 
 NAMED_FLAGS = {"resume.from": "--resume"}
 
@@ -72,7 +75,10 @@ class Key:
     @property
     def takes_plugin(self) -> bool:
         """True if a value may name a plugin."""
-        return any(name.startswith("plugin ") for name in choices_of(self.field, lambda kind: (f"plugin {kind}",)))
+        return any(
+            name.startswith("plugin ")
+            for name in choices_of(self.field, lambda kind: (f"plugin {kind}",))
+        )
 
     @property
     def type_name(self) -> str:
@@ -88,12 +94,17 @@ class Key:
     def item_kinds(self) -> frozenset[type]:
         """The plain types of a list's items."""
         return frozenset(
-            kind for part in _flatten(self.field.annotation) if get_origin(part) is list for kind in _plain_types(get_args(part)[0])
+            kind
+            for part in _flatten(self.field.annotation)
+            if get_origin(part) is list
+            for kind in _plain_types(get_args(part)[0])
         )
 
 
 def flag_of(section: str, name: str) -> str:
-    """Name the flag of a key: the bare key in the everyday sections; in the others the section stands in front."""
+    """Name the flag of a key: the bare key in the everyday sections; in the others the section
+    stands in front.
+    """
     return "--" + (name if section in BARE_SECTIONS else f"{section}_{name}").replace("_", "-")
 
 
@@ -102,14 +113,24 @@ def section_models() -> dict[str, type[Section]]:
     """Map section names to their classes, in the order of the schema."""
     models: dict[str, type[Section]] = {}
     for name, field in TrainConfig.model_fields.items():
-        models[name] = next(part for part in _flatten(field.annotation) if isinstance(part, type) and issubclass(part, Section))
+        models[name] = next(
+            part
+            for part in _flatten(field.annotation)
+            if isinstance(part, type) and issubclass(part, Section)
+        )
     return models
 
 
 @cache
 def all_keys() -> tuple[Key, ...]:
     return tuple(
-        Key(section, field.alias or name, field, field.get_default(call_default_factory=True), traits_of(field) | model.traits)
+        Key(
+            section,
+            field.alias or name,
+            field,
+            field.get_default(call_default_factory=True),
+            traits_of(field) | model.traits,
+        )
         for section, model in section_models().items()
         for name, field in model.model_fields.items()
     )
@@ -123,11 +144,16 @@ def keys_by_path() -> dict[str, Key]:
 @cache
 def homes_of(name: str) -> tuple[str, ...]:
     """The paths of every section's key that is called `name`."""
-    return tuple(key.path for key in all_keys() if key.name == name and not key.traits.echoes_training)
+    return tuple(
+        key.path for key in all_keys() if key.name == name and not key.traits.echoes_training
+    )
 
 
-CONDITION_KEYS = tuple(field.alias or name for name, field in Condition.model_fields.items() if name != "sets")
-"""The keys that describe a condition itself; everything else in its table is a key of a run that it sets."""
+CONDITION_KEYS = tuple(
+    field.alias or name for name, field in Condition.model_fields.items() if name != "sets"
+)
+"""The keys that describe a condition itself; everything else in its table is a key of a run that it
+sets."""
 
 
 def condition_homes(name: str) -> list[str]:
@@ -142,7 +168,9 @@ def is_settable(path: str) -> bool:
 
 
 def key_meant(name: str, section: str = "") -> Key | None:
-    """The key that another trainer calls `name`, or the only key of that name in all sections; dashes count as underscores."""
+    """The key that another trainer calls `name`, or the only key of that name in all sections;
+    dashes count as underscores.
+    """
     homes = homes_of(name.lower().replace("-", "_"))
     path = synonym(name, section) or (homes[0] if len(homes) == 1 else "")
     return keys_by_path().get(path)
@@ -150,7 +178,9 @@ def key_meant(name: str, section: str = "") -> Key | None:
 
 @cache
 def flags() -> dict[str, str]:
-    """Map every flag to its "section.key". Aliases and second names of tables are included, dotted forms are not."""
+    """Map every flag to its "section.key". Aliases and second names of tables are included, dotted
+    forms are not.
+    """
     table: dict[str, str] = {}
     for key in all_keys():
         _add(table, key.flag, key.path)
@@ -167,8 +197,12 @@ def _add(table: dict[str, str], flag: str, path: str) -> None:
     table[flag] = path
 
 
-def choices_of(field: FieldInfo, names: Callable[[str], tuple[str, ...]] = builtin_names) -> tuple[str, ...]:
-    """Return the names that a field takes: the members of a closed set, or what `names` gives for its kind of plugin."""
+def choices_of(
+    field: FieldInfo, names: Callable[[str], tuple[str, ...]] = builtin_names
+) -> tuple[str, ...]:
+    """Return the names that a field takes: the members of a closed set, or what `names` gives for
+    its kind of plugin.
+    """
     return _choices(field.annotation, field.metadata, names)
 
 
@@ -208,7 +242,9 @@ def _type_name(annotation: Any) -> str:
     return " or ".join(dict.fromkeys(names))
 
 
-def _choices(annotation: Any, metadata: list[Any], names: Callable[[str], tuple[str, ...]]) -> tuple[str, ...]:
+def _choices(
+    annotation: Any, metadata: list[Any], names: Callable[[str], tuple[str, ...]]
+) -> tuple[str, ...]:
     found: list[str] = []
     for item in metadata:
         if isinstance(item, OpenName):
@@ -224,7 +260,13 @@ def _choices(annotation: Any, metadata: list[Any], names: Callable[[str], tuple[
     return tuple(dict.fromkeys(found))
 
 
-_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a table"}
+_WORDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    dict: "a table",
+}
 
 
 def _describe(annotation: Any, metadata: list[Any]) -> str:
@@ -247,7 +289,10 @@ def _describe(annotation: Any, metadata: list[Any]) -> str:
         least = any(isinstance(item, annotated_types.MinLen) for item in _constraints(metadata))
         return f"a list{' of at least one' if least else ''}, each {inner}"
     if isinstance(annotation, type) and issubclass(annotation, Condition):
-        return "a table with advantage_mode and transform_mode, or algorithm_mode, a label, and any other key as section.key"
+        return (
+            "a table with advantage_mode and transform_mode, or algorithm_mode, a label, and any"
+            " other key as section.key"
+        )
     return _WORDS[get_origin(annotation) or annotation] + _range(metadata)
 
 
@@ -269,8 +314,14 @@ def _describe_open(item: OpenName) -> str:
 
 
 def _constraints(metadata: list[Any]) -> list[Any]:
-    """Return the constraints of a type. pydantic keeps them plain on a field, and inside a FieldInfo on an item of a list."""
-    return [inner for item in metadata for inner in (item.metadata if isinstance(item, FieldInfo) else [item])]
+    """Return the constraints of a type. pydantic keeps them plain on a field, and inside a
+    FieldInfo on an item of a list.
+    """
+    return [
+        inner
+        for item in metadata
+        for inner in (item.metadata if isinstance(item, FieldInfo) else [item])
+    ]
 
 
 def _range(metadata: list[Any]) -> str:

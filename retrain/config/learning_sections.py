@@ -1,6 +1,8 @@
-"""Sections about the model and how it learns: base model, backend, credit assignment, training, loss.
+"""Sections about the model and how it learns: base model, backend, credit assignment, training,
+loss.
 
-A key's documentation says what it does; its type and range say what is allowed, so the sentence does not.
+A key's documentation says what it does; its type and range say what is allowed, so the sentence
+does not.
 """
 
 from typing import Annotated, Any, Literal
@@ -8,7 +10,15 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator
 
 from retrain.config.section import PathText, Section, Strings, Table, Traits, key
-from retrain.config.values import MAX_SEED, MOST_COMPLETIONS, OpenName, check_devices, check_grams, parse_devices, parse_grams
+from retrain.config.values import (
+    MAX_SEED,
+    MOST_COMPLETIONS,
+    OpenName,
+    check_devices,
+    check_grams,
+    parse_devices,
+    parse_grams,
+)
 
 
 class Backend(Section):
@@ -17,33 +27,49 @@ class Backend(Section):
     traits = Traits(own_to_a_run=True, sizes_memory=True)
 
     backend: Annotated[str, OpenName("backend")] = key(
-        "local", "Training backend: local (PyTorch and PEFT), tinker (remote), prime_rl (external trainer and inference), or a plugin."
+        "local",
+        "Training backend: local (PyTorch and PEFT), tinker (remote), prime_rl (external trainer"
+        " and inference), or a plugin.",
     )
     devices: Annotated[str, AfterValidator(check_devices)] = key(
         "gpu:0",
-        "Comma-separated devices; two mean split mode, inference on the first and training on the last; unset falls back to cpu.",
+        "Comma-separated devices; two mean split mode, inference on the first and training on the"
+        " last; unset falls back to cpu.",
         meaningful_unset=True,
         sets_step_time=True,
-        not_for_a_condition="[campaign] devices_per_run and workers_per_device share the devices out",
+        not_for_a_condition=(
+            "[campaign] devices_per_run and workers_per_device share the devices out"
+        ),
     )
     shard_base: bool = key(
         False,
-        "Shard the frozen layers over the processes of torchrun, for a model too big for one GPU; layers are gathered one at a time.",
+        "Shard the frozen layers over the processes of torchrun, for a model too big for one GPU;"
+        " layers are gathered one at a time.",
         may_change_at_resume=True,
     )
     adapter_path: PathText = key(
         "",
-        "Folder for checkpoints, in a subfolder named after the run; unset means <log_dir>/checkpoints.",
+        "Folder for checkpoints, in a subfolder named after the run; unset means"
+        " <log_dir>/checkpoints.",
         meaningful_unset=True,
         may_change_at_resume=True,
     )
     options: Table = key(
         {},
-        "Options of one backend; prime_rl knows transport, zmq_*, strict_advantages, sync_*, wire, output_dir and trainer_ranks; tinker "
-        "knows base_model, loss_reduction and timeout_s.",
+        "Options of one backend; prime_rl knows transport, zmq_*, strict_advantages, sync_*, wire,"
+        " output_dir and trainer_ranks; tinker knows base_model, loss_reduction and timeout_s.",
     )
-    max_concurrent: int = key(4, "Most simultaneous Tinker calls, over all workers of a campaign.", ge=1, may_change_at_resume=True)
-    throttle_dir: PathText = key("", "Folder of the locks that Tinker workers share; campaigns set it.", may_change_at_resume=True)
+    max_concurrent: int = key(
+        4,
+        "Most simultaneous Tinker calls, over all workers of a campaign.",
+        ge=1,
+        may_change_at_resume=True,
+    )
+    throttle_dir: PathText = key(
+        "",
+        "Folder of the locks that Tinker workers share; campaigns set it.",
+        may_change_at_resume=True,
+    )
 
     @property
     def device_list(self) -> tuple[str, ...]:
@@ -62,7 +88,11 @@ class Backend(Section):
 
     def options_of(self, backend: str) -> dict[str, Any]:
         """The given options that belong to a backend."""
-        return {name: value for name, value in self.options.items() if name in BACKEND_OPTIONS[backend].model_fields}
+        return {
+            name: value
+            for name, value in self.options.items()
+            if name in BACKEND_OPTIONS[backend].model_fields
+        }
 
 
 class PrimeRLOptions(Section):
@@ -72,14 +102,25 @@ class PrimeRLOptions(Section):
     zmq_host: str = key("localhost", "Host of the ZMQ transport.", min_length=1)
     zmq_port: int = key(5555, "Port of the ZMQ transport.", ge=1, le=65535)
     zmq_hwm: int = key(10, "Messages that ZMQ holds before it drops or blocks.", ge=1)
-    strict_advantages: bool = key(True, "Must stay true: per-token advantages are never averaged silently.")
-    sync_wait_s: float = key(30, "Longest wait for broadcast weights, in seconds; set it longer than one step of the trainer.", gt=0)
+    strict_advantages: bool = key(
+        True, "Must stay true: per-token advantages are never averaged silently."
+    )
+    sync_wait_s: float = key(
+        30,
+        "Longest wait for broadcast weights, in seconds; set it longer than one step of the"
+        " trainer.",
+        gt=0,
+    )
     sync_poll_s: float = key(0.2, "Seconds between checks for broadcast weights.", gt=0)
     wire: Literal["v0.9"] = key("v0.9", "Version of PRIME-RL's wire format: v0.9.0 and later.")
     output_dir: PathText = key(
-        "", "The trainer's output_dir, on a file system that both see; unset means [backend] adapter_path, else <log_dir>/prime_rl."
+        "",
+        "The trainer's output_dir, on a file system that both see; unset means [backend]"
+        " adapter_path, else <log_dir>/prime_rl.",
     )
-    trainer_ranks: int = key(1, "Data ranks of the trainer: its GPUs, unless it shards sequences too.", ge=1)
+    trainer_ranks: int = key(
+        1, "Data ranks of the trainer: its GPUs, unless it shards sequences too.", ge=1
+    )
 
 
 class TinkerOptions(Section):
@@ -88,8 +129,8 @@ class TinkerOptions(Section):
     base_model: str = key("", "Name of the base model at the service; empty means [model] model.")
     loss_reduction: Literal["sum", "mean"] = key(
         "sum",
-        "How the service adds up a loss: sum, as the hosted one does, or mean over positions and rows (SkyRL's JAX backend); the gradient "
-        "is normalised by [loss] aggregation either way.",
+        "How the service adds up a loss: sum, as the hosted one does, or mean over positions and"
+        " rows (SkyRL's JAX backend); the gradient is normalised by [loss] aggregation either way.",
     )
     timeout_s: float = key(1800, "Longest wait for one answer, in seconds.", gt=0)
 
@@ -103,15 +144,25 @@ class Model(Section):
     traits = Traits(sizes_memory=True)
 
     model: PathText = key(
-        "Qwen/Qwen3-4B-Instruct-2507", 'Model id on the Hugging Face hub, a local folder, or "lab".', min_length=1, sets_step_time=True
+        "Qwen/Qwen3-4B-Instruct-2507",
+        'Model id on the Hugging Face hub, a local folder, or "lab".',
+        min_length=1,
+        sets_step_time=True,
     )
     base_url: str = key("", "Tinker service URL (tinker backend only).", may_change_at_resume=True)
-    lora_rank: int = key(32, "LoRA rank; alpha is twice the rank unless [lora] alpha is set.", ge=1, sets_step_time=True)
-    revision: str = key("", "Branch, tag or commit of the model on the hub; empty means the default branch.")
+    lora_rank: int = key(
+        32,
+        "LoRA rank; alpha is twice the rank unless [lora] alpha is set.",
+        ge=1,
+        sets_step_time=True,
+    )
+    revision: str = key(
+        "", "Branch, tag or commit of the model on the hub; empty means the default branch."
+    )
     dtype: Literal["auto", "bf16", "fp32", "fp8"] = key(
         "auto",
-        "Data type of the frozen weights; auto is bf16 on CUDA and fp32 elsewhere, and fp8 holds the blocks' linear layers in 8 bits and "
-        "computes as auto does.",
+        "Data type of the frozen weights; auto is bf16 on CUDA and fp32 elsewhere, and fp8 holds"
+        " the blocks' linear layers in 8 bits and computes as auto does.",
         sets_step_time=True,
     )
     trust_remote_code: bool = key(False, "Run Python code that comes with the model.")
@@ -123,11 +174,14 @@ class Algorithm(Section):
 
     algorithm_mode: Annotated[str, OpenName("algorithm", may_be_empty=True)] = key(
         "",
-        "A whole algorithm, built in or a plugin; when set it replaces advantage_mode and transform_mode.",
+        "A whole algorithm, built in or a plugin; when set it replaces advantage_mode and"
+        " transform_mode.",
         not_for_a_condition="write algorithm_mode",
     )
     advantage_mode: Annotated[str, OpenName("advantage")] = key(
-        "maxrl", "Advantage of a completion within its group, built in or a plugin.", not_for_a_condition="write advantage_mode"
+        "maxrl",
+        "Advantage of a completion within its group, built in or a plugin.",
+        not_for_a_condition="write advantage_mode",
     )
     transform_mode: Annotated[str, OpenName("transform")] = key(
         "gtpo_sepa",
@@ -135,18 +189,30 @@ class Algorithm(Section):
         not_for_a_condition="write transform_mode",
     )
     uncertainty_kind: Annotated[str, OpenName("uncertainty")] = key(
-        "surprisal", "Per-token uncertainty that GTPO weights by; shannon_entropy needs engine pytorch and backend local."
+        "surprisal",
+        "Per-token uncertainty that GTPO weights by; shannon_entropy needs engine pytorch and"
+        " backend local.",
     )
     surprisal_mask_rho: float = key(
-        0.0, "Train only on this fraction of tokens, those with the highest uncertainty (arXiv 2506.01939); 0 is off.", ge=0, le=1
+        0.0,
+        "Train only on this fraction of tokens, those with the highest uncertainty (arXiv"
+        " 2506.01939); 0 is off.",
+        ge=0,
+        le=1,
     )
-    surprisal_mask_scope: Literal["batch", "group", "completion"] = key("batch", "Tokens over which the mask's threshold is computed.")
+    surprisal_mask_scope: Literal["batch", "group", "completion"] = key(
+        "batch", "Tokens over which the mask's threshold is computed."
+    )
     surprisal_mask_denominator: Literal["all", "kept"] = key(
-        "all", "Tokens over which the means of [loss] aggregation are taken: all, masked ones as zeros, or the kept ones of each update."
+        "all",
+        "Tokens over which the means of [loss] aggregation are taken: all, masked ones as zeros, or"
+        " the kept ones of each update.",
     )
     params: Table = key({}, "Parameters of an algorithm_mode plugin.")
     advantage_params: Table = key({}, "Parameters of the advantage.")
-    transform_params: Table = key({}, "Parameters of the transform; its uncertainty_kind overrides the key of that name.")
+    transform_params: Table = key(
+        {}, "Parameters of the transform; its uncertainty_kind overrides the key of that name."
+    )
     uncertainty_params: Table = key({}, "Parameters of an uncertainty plugin.")
 
     @property
@@ -180,22 +246,41 @@ class Training(Section):
         "Total number of training steps.",
         ge=1,
         may_change_at_resume=True,
-        not_for_a_condition="conditions are compared after the same steps, so [campaign] max_steps gives it",
+        not_for_a_condition=(
+            "conditions are compared after the same steps, so [campaign] max_steps gives it"
+        ),
     )
     batch_size: int = key(8, "Prompts per step.", ge=1, le=MOST_COMPLETIONS, sets_step_time=True)
-    group_size: int = key(16, "Completions sampled per prompt.", ge=1, le=MOST_COMPLETIONS, sets_step_time=True)
+    group_size: int = key(
+        16, "Completions sampled per prompt.", ge=1, le=MOST_COMPLETIONS, sets_step_time=True
+    )
     max_tokens: int = key(10240, "Most new tokens per completion.", ge=1, sets_step_time=True)
     temperature: float = key(
-        0.7, "Sampling temperature; the trained policy is the model at this temperature. Unset with backend tinker it is 1.", gt=0
+        0.7,
+        "Sampling temperature; the trained policy is the model at this temperature. Unset with"
+        " backend tinker it is 1.",
+        gt=0,
     )
-    top_k: int = key(0, "Sample from, and train over, the k most probable tokens at each position, renormalised; 0 is off.", ge=0)
+    top_k: int = key(
+        0,
+        "Sample from, and train over, the k most probable tokens at each position, renormalised; 0"
+        " is off.",
+        ge=0,
+    )
     top_p: float = key(
         1.0,
-        "Sample from, and train over, the fewest most probable tokens with a total probability of at least top_p, after top_k; 1 is off.",
+        "Sample from, and train over, the fewest most probable tokens with a total probability of"
+        " at least top_p, after top_k; 1 is off.",
         gt=0,
         le=1,
     )
-    min_p: float = key(0.0, "Sample from, and train over, tokens of at least min_p times the largest probability; 0 is off.", ge=0, lt=1)
+    min_p: float = key(
+        0.0,
+        "Sample from, and train over, tokens of at least min_p times the largest probability; 0 is"
+        " off.",
+        ge=0,
+        lt=1,
+    )
     lr: float = key(4e-5, "Learning rate.", ge=0)
     lr_schedule: Literal["constant", "linear", "cosine"] = key(
         "constant", "Learning rate after warm-up: constant, or falling to 0 at max_steps."
@@ -204,12 +289,16 @@ class Training(Section):
     weight_decay: float = key(0.0, "AdamW weight decay.", ge=0)
     updates_per_batch: int = key(1, "Passes over each batch.", ge=1, sets_step_time=True)
     minibatches: int = key(1, "Optimizer updates per pass.", ge=1)
-    micro_batch_tokens: int = key(0, "Most tokens per forward and backward pass; 0 chooses by the machine.", ge=0)
-    gradient_checkpointing: Literal["auto"] | bool = key("auto", "Recompute activations in the backward pass; auto decides by the machine.")
+    micro_batch_tokens: int = key(
+        0, "Most tokens per forward and backward pass; 0 chooses by the machine.", ge=0
+    )
+    gradient_checkpointing: Literal["auto"] | bool = key(
+        "auto", "Recompute activations in the backward pass; auto decides by the machine."
+    )
     dynamic_sampling: int = key(
         0,
-        "Most times that a group whose rewards are all equal is sampled again; correct_rate, mean_reward and SEPA's gate use the first "
-        "draws, which are not selected by reward.",
+        "Most times that a group whose rewards are all equal is sampled again; correct_rate,"
+        " mean_reward and SEPA's gate use the first draws, which are not selected by reward.",
         ge=0,
         le=1000,
     )
@@ -228,7 +317,13 @@ class Training(Section):
         may_change_at_resume=True,
         own_to_a_run=True,
     )
-    max_hours: float = key(0.0, "Save and stop after this many hours; 0 is no limit.", ge=0, may_change_at_resume=True, own_to_a_run=True)
+    max_hours: float = key(
+        0.0,
+        "Save and stop after this many hours; 0 is no limit.",
+        ge=0,
+        may_change_at_resume=True,
+        own_to_a_run=True,
+    )
 
     @property
     def truncated(self) -> bool:
@@ -251,94 +346,132 @@ class Lora(Section):
 
     alpha: int = key(0, "LoRA alpha; 0 means twice the rank.", ge=0)
     dropout: float = key(0.0, "LoRA dropout rate.", ge=0, lt=1)
-    target_modules: Strings = key([], "Names of the adapted layers; empty means all linear layers of the blocks.")
+    target_modules: Strings = key(
+        [], "Names of the adapted layers; empty means all linear layers of the blocks."
+    )
     init_from: PathText = key("", "PEFT folder with the adapter's initial weights.")
     use_rslora: bool = key(False, "Scale the update by alpha / sqrt(rank) instead of alpha / rank.")
 
 
-DEFAULT_CLIPS = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (0.0, 4.0), "gmpo": (0.4, 0.4), "dppo": (0.15, 0.15)}
+DEFAULT_CLIPS = {
+    "ppo": (0.2, 0.2),
+    "gspo": (3e-4, 4e-4),
+    "cispo": (0.0, 4.0),
+    "gmpo": (0.4, 0.4),
+    "dppo": (0.15, 0.15),
+}
 """(clip_low, clip_high) of a mode where they are unset; the others have no clip."""
 
 
 class Loss(Section):
     """The policy loss (formulas and divisors: docs/losses.md)."""
 
-    mode: Annotated[str, OpenName("loss")] = key("importance_sampling", "Per-token objective, built in or a plugin.")
-    params: Table = key({}, "Parameters of a mode: tau_pos and tau_neg (sapo), cap (dppo), or those of a plugin.")
+    mode: Annotated[str, OpenName("loss")] = key(
+        "importance_sampling", "Per-token objective, built in or a plugin."
+    )
+    params: Table = key(
+        {}, "Parameters of a mode: tau_pos and tau_neg (sapo), cap (dppo), or those of a plugin."
+    )
     clip_low: float | None = key(
         None,
-        "Lower clip distance of the ratio (ppo, gspo), bound of it (cispo), or distance of its logarithm (gmpo) or of the probability "
-        "(dppo); unset is 0.2, 3e-4, 0, 0.4, 0.15 by mode.",
+        "Lower clip distance of the ratio (ppo, gspo), bound of it (cispo), or distance of its"
+        " logarithm (gmpo) or of the probability (dppo); unset is 0.2, 3e-4, 0, 0.4, 0.15 by mode.",
         ge=0,
         meaningful_unset=True,
         example=0.2,
     )
     clip_high: float | None = key(
         None,
-        "Upper clip distance of the ratio (ppo, gspo), bound of it (cispo), or distance of its logarithm (gmpo) or of the probability "
-        "(dppo); unset is 0.2, 4e-4, 4, 0.4, 0.15 by mode.",
+        "Upper clip distance of the ratio (ppo, gspo), bound of it (cispo), or distance of its"
+        " logarithm (gmpo) or of the probability (dppo); unset is 0.2, 4e-4, 4, 0.4, 0.15 by mode.",
         ge=0,
         meaningful_unset=True,
         example=0.2,
     )
-    dual_clip: float = key(0.0, "Bound above 1 on the ratio of tokens with negative advantage (ppo); 0 is off.", ge=0)
-    correction: Annotated[str, OpenName("correction")] = key(
-        "none", 'Correction for the mismatch of sampler and learner, built in or a plugin; needs old_logprobs = "recomputed".'
+    dual_clip: float = key(
+        0.0, "Bound above 1 on the ratio of tokens with negative advantage (ppo); 0 is off.", ge=0
     )
-    correction_cap: float = key(2.0, "Largest correction weight of a token (tis) or a completion (seq_tis).", gt=0)
+    correction: Annotated[str, OpenName("correction")] = key(
+        "none",
+        "Correction for the mismatch of sampler and learner, built in or a plugin; needs"
+        ' old_logprobs = "recomputed".',
+    )
+    correction_cap: float = key(
+        2.0, "Largest correction weight of a token (tis) or a completion (seq_tis).", gt=0
+    )
     correction_low: float = key(
-        0.5, "Tokens (icepop) or completions (seq_mask, geometric) with a correction weight below this are dropped.", ge=0
+        0.5,
+        "Tokens (icepop) or completions (seq_mask, geometric) with a correction weight below this"
+        " are dropped.",
+        ge=0,
     )
     correction_high: float = key(
-        5.0, "Tokens (icepop) or completions (seq_mask, geometric) with a correction weight above this are dropped.", gt=0
+        5.0,
+        "Tokens (icepop) or completions (seq_mask, geometric) with a correction weight above this"
+        " are dropped.",
+        gt=0,
     )
     correction_params: Table = key({}, "Parameters of a correction plugin.")
     aggregation: Annotated[str, OpenName("aggregation")] = key(
         "token_mean",
-        "How token losses become an update's loss, built in or a plugin: means are over the completions with an advantage, constant "
-        "divides by max_tokens for every judged completion of the step, sum does not divide; unset is token_mean, or constant with "
-        "algorithm_mode dr_grpo.",
+        "How token losses become an update's loss, built in or a plugin: means are over the"
+        " completions with an advantage, constant divides by max_tokens for every judged completion"
+        " of the step, sum does not divide; unset is token_mean, or constant with algorithm_mode"
+        " dr_grpo.",
         meaningful_unset=True,
     )
     aggregation_params: Table = key({}, "Parameters of an aggregation plugin.")
     kl_coef: float = key(
         0.0,
-        "Weight of the KL divergence to the frozen base model, aggregated over all judged completions, including groups with equal "
-        "rewards; 0 skips the base model's forward pass.",
+        "Weight of the KL divergence to the frozen base model, aggregated over all judged"
+        " completions, including groups with equal rewards; 0 skips the base model's forward pass.",
         ge=0,
     )
     kl_estimator: Literal["k1", "k2", "k3"] = key(
         "k3",
-        "Per-token KL estimator. Its expected gradient is the gradient of KL(policy || base) for k2, of KL(base || policy) for k3, and 0 "
-        "for k1, which is refused.",
+        "Per-token KL estimator. Its expected gradient is the gradient of KL(policy || base) for"
+        " k2, of KL(base || policy) for k3, and 0 for k1, which is refused.",
     )
-    entropy_coef: float = key(0.0, "Weight of the entropy bonus, aggregated like the KL divergence.", ge=0)
+    entropy_coef: float = key(
+        0.0, "Weight of the entropy bonus, aggregated like the KL divergence.", ge=0
+    )
     max_grad_norm: float = key(0.0, "Clip the gradient norm at this value; 0 is off.", ge=0)
     log_ratio_clamp: float = key(20.0, "Clamp log-ratios to this magnitude before exp.", gt=0)
     old_logprobs: Literal["sampler", "recomputed"] = key(
         "sampler",
-        "Log-probs in the ratio's denominator: the sampler's, or recomputed by the learner before the first update, under the same dropout "
-        "masks; unset is sampler, or recomputed with mode gspo in half precision.",
+        "Log-probs in the ratio's denominator: the sampler's, or recomputed by the learner before"
+        " the first update, under the same dropout masks; unset is sampler, or recomputed with mode"
+        " gspo in half precision.",
         meaningful_unset=True,
     )
     mask_truncated: bool = key(
-        False, "Leave completions cut off at max_tokens out of the loss and its means; aggregation constant still counts them."
+        False,
+        "Leave completions cut off at max_tokens out of the loss and its means; aggregation"
+        " constant still counts them.",
     )
 
     @property
     def clips(self) -> tuple[float, float]:
         """(clip_low, clip_high) that act."""
         low, high = DEFAULT_CLIPS.get(self.mode, (0.0, 0.0))
-        return low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high
+        return (
+            low if self.clip_low is None else self.clip_low,
+            high if self.clip_high is None else self.clip_high,
+        )
 
 
 class Gtpo(Section):
     """Entropy-weighted credit."""
 
-    beta: float = key(0.1, "Strength of the weighting; 0 disables it, above 1 clips weights at 0.", ge=0)
-    norm: Literal["completion", "group"] = key("completion", "Tokens over which the mean uncertainty is taken.")
+    beta: float = key(
+        0.1, "Strength of the weighting; 0 disables it, above 1 clips weights at 0.", ge=0
+    )
+    norm: Literal["completion", "group"] = key(
+        "completion", "Tokens over which the mean uncertainty is taken."
+    )
     negative: Literal["same", "inverse"] = key(
-        "same", "Weighting of completions with negative advantage: the same, or by inverse uncertainty."
+        "same",
+        "Weighting of completions with negative advantage: the same, or by inverse uncertainty.",
     )
 
 
@@ -352,11 +485,20 @@ class Sepa(Section):
     """Selective entropy pooling and its schedule."""
 
     steps: int = key(500, "Duration of the linear ramp from 0 to 1.", ge=0)
-    schedule: Literal["linear", "auto"] = key("linear", "linear ramps; auto follows the decay of the uncertainty's variance.")
+    schedule: Literal["linear", "auto"] = key(
+        "linear", "linear ramps; auto follows the decay of the uncertainty's variance."
+    )
     delay_steps: int = key(50, "Steps before the ramp begins.", ge=0)
-    correct_rate_gate: float = key(0.1, "Correct rate at which a step opens the gate for good; 0 opens it from the start.", ge=0, le=1)
+    correct_rate_gate: float = key(
+        0.1,
+        "Correct rate at which a step opens the gate for good; 0 opens it from the start.",
+        ge=0,
+        le=1,
+    )
     ema_decay: float = key(0.99, "Decay of the variance's moving average (auto).", ge=0, lt=1)
-    var_threshold: float = key(0.2, "Fraction of the reference variance at which pooling is complete (auto).", gt=0)
+    var_threshold: float = key(
+        0.2, "Fraction of the reference variance at which pooling is complete (auto).", gt=0
+    )
     warmup: int = key(50, "Steps before the reference variance is fixed (auto).", ge=1)
 
 
@@ -364,11 +506,22 @@ class Planning(Section):
     """The detector of planning tokens."""
 
     detector: Literal["regex", "semantic"] = key("regex", "How planning tokens are found.")
-    model: str = key("all-MiniLM-L6-v2", "Sentence-transformers model of the semantic detector: its name or folder.", min_length=1)
-    threshold: float = key(0.02, "Margin by which a window must be nearer to planning than to execution (semantic).", ge=-2, le=2)
+    model: str = key(
+        "all-MiniLM-L6-v2",
+        "Sentence-transformers model of the semantic detector: its name or folder.",
+        min_length=1,
+    )
+    threshold: float = key(
+        0.02,
+        "Margin by which a window must be nearer to planning than to execution (semantic).",
+        ge=-2,
+        le=2,
+    )
     min_similarity: float = key(0.25, "Smallest similarity to planning (semantic).", ge=-1, le=1)
     strategic_grams: Annotated[str | Strings, AfterValidator(check_grams)] = key(
-        "", "Planning phrases as a list, a JSON array or comma-separated; empty means the built-in ones."
+        "",
+        "Planning phrases as a list, a JSON array or comma-separated; empty means the built-in"
+        " ones.",
     )
 
     @property

@@ -1,6 +1,7 @@
 """Loading: a file, environment variables and flags become a TrainConfig, or a list of all problems.
 
-Later sources win: defaults, file, RETRAIN_<SECTION>_<KEY>, flags. Nothing but the file is read, and no plugin is imported.
+Later sources win: defaults, file, RETRAIN_<SECTION>_<KEY>, flags. Nothing but the file is read, and
+no plugin is imported.
 """
 
 import os
@@ -15,7 +16,13 @@ from pydantic import ValidationError
 
 from retrain.config.keys import CONDITION_KEYS, condition_homes, is_settable, section_models
 from retrain.config.names import ALIASES, moved_aliases
-from retrain.config.overrides import Override, Overrides, deep_merge, parse_overrides, variable_overrides
+from retrain.config.overrides import (
+    Override,
+    Overrides,
+    deep_merge,
+    parse_overrides,
+    variable_overrides,
+)
 from retrain.config.schema import Condition, Provenance, TrainConfig
 from retrain.config.sentences import Place, details_of, field_sentences, violations_of, wrong_paths
 from retrain.errors import ConfigurationError
@@ -30,35 +37,51 @@ _SHOWN = 100
 
 
 def load_config(
-    path: str | Path | None = None, overrides: Overrides | Sequence[str] = (), environ: Mapping[str, str] | None = None
+    path: str | Path | None = None,
+    overrides: Overrides | Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
 ) -> TrainConfig:
-    """Load the configuration of a file (./retrain.toml by default), with variables and flags on top.
+    """Load the configuration of a file (./retrain.toml by default), with variables and flags on
+    top.
 
-    `overrides` are parsed flags, or the flags themselves (["--lr", "1e-4"]); `environ` defaults to the process's.
-    Raises ConfigurationError with one sentence for each problem of the file, the variables and the flags together.
+    `overrides` are parsed flags, or the flags themselves (["--lr", "1e-4"]); `environ` defaults to
+    the process's. Raises ConfigurationError with one sentence for each problem of the file, the
+    variables and the flags together.
     """
     file = Path(path) if path is not None else Path(DEFAULT_FILE)
     data = read_toml(file, named=path is not None)
     flags = overrides if isinstance(overrides, Overrides) else _flags_only(overrides)
     given = [*variable_overrides(os.environ if environ is None else environ), *flags.given]
     config = _build(data, given, file)
-    if config.is_set("squeeze") and not config.squeeze.adapter_path and config.model_fields_set <= _SECTIONS_OF_A_SQUEEZE_JOB:
+    if (
+        config.is_set("squeeze")
+        and not config.squeeze.adapter_path
+        and config.model_fields_set <= _SECTIONS_OF_A_SQUEEZE_JOB
+    ):
         raise ConfigurationError(
-            f"{file}: [squeeze] needs adapter_path, the folder of the adapter to squeeze, such as logs/lab/checkpoints/final; for a "
-            "training run leave [squeeze] out."
+            f"{file}: [squeeze] needs adapter_path, the folder of the adapter to squeeze, such as"
+            " logs/lab/checkpoints/final; for a training run leave [squeeze] out."
         )
     return config
 
 
 def config_from_mapping(
-    data: Mapping[str, Any], overrides: Overrides | Sequence[str] = (), *, provenance: Provenance | None = None
+    data: Mapping[str, Any],
+    overrides: Overrides | Sequence[str] = (),
+    *,
+    provenance: Provenance | None = None,
 ) -> TrainConfig:
-    """Build a configuration from sections that are already in memory; no file and no variable is read.
+    """Build a configuration from sections that are already in memory; no file and no variable is
+    read.
 
     `provenance` says where they came from, for errors and plugins.
     """
     flags = overrides if isinstance(overrides, Overrides) else _flags_only(overrides)
-    return _validate(dict(data), provenance) if provenance else _build(dict(data), list(flags.given), None)
+    return (
+        _validate(dict(data), provenance)
+        if provenance
+        else _build(dict(data), list(flags.given), None)
+    )
 
 
 def config_from_toml(text: str, path: Path | None = None) -> TrainConfig:
@@ -67,11 +90,14 @@ def config_from_toml(text: str, path: Path | None = None) -> TrainConfig:
 
 
 def load_stored(path: str | Path, *, to_read: bool = False) -> TrainConfig:
-    """Load the configuration stored in a run's folder; environment variables do not apply. No code that it names is run.
+    """Load the configuration stored in a run's folder; environment variables do not apply. No code
+    that it names is run.
 
-    With `to_read`, a configuration that today's rules would refuse is loaded too, for runs made by an earlier version.
+    With `to_read`, a configuration that today's rules would refuse is loaded too, for runs made by
+    an earlier version.
 
-    `to_read`: what ran under the rules of an earlier version is read, though it could not be started or resumed any more.
+    `to_read`: what ran under the rules of an earlier version is read, though it could not be
+    started or resumed any more.
     """
     file = Path(path)
     config = _build(read_toml(file), [], file, rules=not to_read)
@@ -79,8 +105,12 @@ def load_stored(path: str | Path, *, to_read: bool = False) -> TrainConfig:
     return config
 
 
-def replaced(config: TrainConfig, values: Mapping[str, Any], origin: str = "set in Python") -> TrainConfig:
-    """Return a configuration with some "section.key" values changed, validated again; keys that were unset stay unset."""
+def replaced(
+    config: TrainConfig, values: Mapping[str, Any], origin: str = "set in Python"
+) -> TrainConfig:
+    """Return a configuration with some "section.key" values changed, validated again; keys that
+    were unset stay unset.
+    """
     data = given_values(config)
     given = [Override(path, value, origin) for path, value in values.items()]
     merged = _merge(data, given)
@@ -89,29 +119,39 @@ def replaced(config: TrainConfig, values: Mapping[str, Any], origin: str = "set 
 
 
 def with_drawn_seed(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with a randomly drawn seed in place of seed = -1; any other seed stays."""
+    """Return the configuration with a randomly drawn seed in place of seed = -1; any other seed
+    stays.
+    """
     if config.training.seed != -1:
         return config
     return replaced(config, {"training.seed": secrets.randbelow(2**32)}, origin="drawn")
 
 
 def given_values(config: TrainConfig) -> Sections:
-    """Return the given values as TOML would hold them: defaults are left out, and `from` has its TOML name."""
+    """Return the given values as TOML would hold them: defaults are left out, and `from` has its
+    TOML name.
+    """
     values: Sections = config.model_dump(exclude_unset=True, by_alias=True)
     return {name: section for name, section in values.items() if section is not None}
 
 
 def read_toml(file: Path, named: bool = True) -> Sections:
-    """Read the sections of a file. Raises ConfigurationError with one sentence if it cannot be read."""
+    """Read the sections of a file. Raises ConfigurationError with one sentence if it cannot be
+    read.
+    """
     if not file.exists():
         advice = "check the path" if named else "make one with `retrain init`, or name a file"
         raise ConfigurationError(f"{file} does not exist; {advice}.")
     try:
         return _parse_toml(file.read_text(encoding="utf-8-sig"), str(file))
     except UnicodeDecodeError as error:
-        raise ConfigurationError(f"{file} is not UTF-8 text (byte {error.start}); save it as UTF-8.") from error
+        raise ConfigurationError(
+            f"{file} is not UTF-8 text (byte {error.start}); save it as UTF-8."
+        ) from error
     except IsADirectoryError as error:
-        raise ConfigurationError(f"{file} is a folder, and a TOML file is expected; name the file.") from error
+        raise ConfigurationError(
+            f"{file} is a folder, and a TOML file is expected; name the file."
+        ) from error
     except OSError as error:
         raise ConfigurationError(f"{file} cannot be read: {error.strerror}.") from error
 
@@ -119,33 +159,55 @@ def read_toml(file: Path, named: bool = True) -> Sections:
 def _parse_toml(text: str, name: str) -> Sections:
     try:
         return parse_toml(text)
-    except ParseError as error:  # the parser names no key, so the line itself shows which quote or comma is meant
+    except (
+        ParseError
+    ) as error:  # the parser names no key, so the line itself shows which quote or comma is meant
         found = re.search(r"\(at line (\d+), ", str(error))
-        line = f"; the line is `{text.split(chr(10))[int(found[1]) - 1].strip()[:_SHOWN]}`" if found else ""
+        line = (
+            f"; the line is `{text.split(chr(10))[int(found[1]) - 1].strip()[:_SHOWN]}`"
+            if found
+            else ""
+        )
         raise ConfigurationError(f"{name} {error}{line}.") from error
 
 
 def _flags_only(argv: Sequence[str]) -> Overrides:
     parsed = parse_overrides(list(argv))
     if parsed.rest:
-        raise ConfigurationError(f'"{parsed.rest[0]}" is not a flag; flags start with --, such as --lr 1e-4.')
+        raise ConfigurationError(
+            f'"{parsed.rest[0]}" is not a flag; flags start with --, such as --lr 1e-4.'
+        )
     return parsed
 
 
-def _build(data: Sections, given: list[Override], file: Path | None, *, rules: bool = True) -> TrainConfig:
-    data, _ = moved_aliases(data)  # before the merge, so that a flag for the key wins over its alias in the file
-    given = [replace(override, path=ALIASES.get(override.path, override.path)) for override in given]
+def _build(
+    data: Sections, given: list[Override], file: Path | None, *, rules: bool = True
+) -> TrainConfig:
+    data, _ = moved_aliases(
+        data
+    )  # before the merge, so that a flag for the key wins over its alias in the file
+    given = [
+        replace(override, path=ALIASES.get(override.path, override.path)) for override in given
+    ]
     if isinstance(data.get("campaign"), dict):
         given = [_for_campaign(override) for override in given]
-    else:  # variables for [campaign] may be set for campaigns to come; a flag needs a file with [campaign]
+    # variables for [campaign] may be set for campaigns to come; a flag needs a file with
+    # [campaign]
+    else:
         of_campaign = [override for override in given if override.path.startswith("campaign.")]
         for override in of_campaign:
             if override.origin.startswith("flag "):
                 raise ConfigurationError(
-                    f"{override.origin} belongs to a campaign, and the file has no [campaign] section; add one or drop the flag."
+                    f"{override.origin} belongs to a campaign, and the file has no [campaign]"
+                    " section; add one or drop the flag."
                 )
         given = [override for override in given if override not in of_campaign]
-    origins = {f"{section}.{name}": "file" for section, keys in data.items() if isinstance(keys, dict) for name in keys}
+    origins = {
+        f"{section}.{name}": "file"
+        for section, keys in data.items()
+        if isinstance(keys, dict)
+        for name in keys
+    }
     origins |= {override.path: override.origin for override in given}
     return _validate(_merge(data, given), Provenance(file, origins), rules=rules)
 
@@ -160,7 +222,10 @@ def _for_campaign(override: Override) -> Override:
 
 
 def _merge(data: Sections, given: Sequence[Override]) -> Sections:
-    merged: Sections = {name: dict(section) if isinstance(section, dict) else section for name, section in data.items()}
+    merged: Sections = {
+        name: dict(section) if isinstance(section, dict) else section
+        for name, section in data.items()
+    }
     for override in given:
         section, _, name = override.path.partition(".")
         keys = merged.setdefault(section, {})
@@ -187,7 +252,9 @@ def _validate(data: Sections, provenance: Provenance, *, rules: bool = True) -> 
 
 
 def _all_problems(error: ValidationError, data: Sections, place: Place) -> tuple[list[str], int]:
-    """Return sentences about wrong values and about broken rules between the remaining keys, and the number of problems left unsaid."""
+    """Return sentences about wrong values and about broken rules between the remaining keys, and
+    the number of problems left unsaid.
+    """
     details = details_of(error)
     sentences, unsaid = field_sentences(details, data, place)
     violations = violations_of(details)
@@ -198,8 +265,15 @@ def _all_problems(error: ValidationError, data: Sections, place: Place) -> tuple
         except ValidationError as second:
             violations = [*violations, *violations_of(details_of(second))]
     touched = {path if "." in path else f"{path}." for path in wrong}
-    rules = [v for v in violations if not any(key in touched or f"{key.partition('.')[0]}." in touched for key in v.keys)]
-    return list(dict.fromkeys([*sentences, *(place.sentence(violation) for violation in rules)])), unsaid
+    rules = [
+        v
+        for v in violations
+        if not any(key in touched or f"{key.partition('.')[0]}." in touched for key in v.keys)
+    ]
+    return (
+        list(dict.fromkeys([*sentences, *(place.sentence(violation) for violation in rules)])),
+        unsaid,
+    )
 
 
 def _without(data: Sections, paths: set[str]) -> Sections:
@@ -207,20 +281,28 @@ def _without(data: Sections, paths: set[str]) -> Sections:
     for section, keys in data.items():
         if section in paths:
             continue
-        kept[section] = {n: v for n, v in keys.items() if f"{section}.{n}" not in paths} if isinstance(keys, dict) else keys
+        kept[section] = (
+            {n: v for n, v in keys.items() if f"{section}.{n}" not in paths}
+            if isinstance(keys, dict)
+            else keys
+        )
     return kept
 
 
-# -- the conditions of a campaign ----------------------------------------------------------------------------------------
+# -- the conditions of a campaign ------------------------------------------------------------------
 
 
 def arms(config: TrainConfig) -> tuple[TrainConfig, ...]:
-    """Return one configuration per condition of a campaign: the base with the condition's keys on top, and that condition alone. A single
-    run is its own only arm.
+    """Return one configuration per condition of a campaign: the base with the condition's keys on
+    top, and that condition alone. A single run is its own only arm.
 
     Raises ConfigurationError for values and combinations that a condition makes wrong.
     """
-    return tuple(_arm(config, condition) for condition in config.conditions) if config.campaign else (config,)
+    return (
+        tuple(_arm(config, condition) for condition in config.conditions)
+        if config.campaign
+        else (config,)
+    )
 
 
 def _arm(config: TrainConfig, condition: Condition) -> TrainConfig:
@@ -228,14 +310,20 @@ def _arm(config: TrainConfig, condition: Condition) -> TrainConfig:
     for path, value in condition.sets.items():
         section, _, name = path.partition(".")
         data[section] = {**data.get(section, {}), name: value}
-    own = {name: value for name, value in condition.model_dump(exclude_unset=True).items() if name in CONDITION_KEYS}
+    own = {
+        name: value
+        for name, value in condition.model_dump(exclude_unset=True).items()
+        if name in CONDITION_KEYS
+    }
     data["campaign"] = {**data["campaign"], "conditions": [own | {"label": condition.label}]}
-    return config_from_mapping(data, provenance=Provenance(config.source_path, config._provenance.origins))
+    return config_from_mapping(
+        data, provenance=Provenance(config.source_path, config._provenance.origins)
+    )
 
 
 def _arm_problems(config: TrainConfig) -> list[str]:
-    """Return the problems of every condition that sets something wrong, with the condition's number; a problem that all conditions share is
-    named once.
+    """Return the problems of every condition that sets something wrong, with the condition's
+    number; a problem that all conditions share is named once.
     """
     if not any(condition.sets for condition in config.conditions):
         return []
@@ -249,24 +337,34 @@ def _arm_problems(config: TrainConfig) -> list[str]:
     sentences = []
     for problem, numbers in found.items():
         place, _, sentence = problem.partition(": ")
-        which = f"number {numbers[0]}" if len(numbers) == 1 else f"numbers {', '.join(map(str, numbers))}"
+        which = (
+            f"number {numbers[0]}"
+            if len(numbers) == 1
+            else f"numbers {', '.join(map(str, numbers))}"
+        )
         shared = len(numbers) == len(config.conditions) > 1
-        sentences.append(problem if shared else f"{place}: [[campaign.conditions]] {which}: {sentence}")
+        sentences.append(
+            problem if shared else f"{place}: [[campaign.conditions]] {which}: {sentence}"
+        )
     return sentences
 
 
 def _gather_conditions(data: Sections) -> Sections:
-    """Move what each condition sets under its `sets`, by "section.key". Names that are no key of a run stay in place, to be refused."""
+    """Move what each condition sets under its `sets`, by "section.key". Names that are no key of a
+    run stay in place, to be refused.
+    """
     campaign = data.get("campaign")
     if not isinstance(campaign, dict) or not isinstance(campaign.get("conditions"), list):
         return data
-    conditions = [_gathered(table) if isinstance(table, dict) else table for table in campaign["conditions"]]
+    conditions = [
+        _gathered(table) if isinstance(table, dict) else table for table in campaign["conditions"]
+    ]
     return {**data, "campaign": {**campaign, "conditions": conditions}}
 
 
 def _gathered(table: Mapping[str, Any]) -> dict[str, Any]:
-    """One condition. It names a key dotted (`loss.mode = "ppo"`), as a table (`loss = { mode = "ppo" }`), or by its bare name where
-    one section alone has it (`lr = 1e-4`).
+    """One condition. It names a key dotted (`loss.mode = "ppo"`), as a table (`loss = { mode =
+    "ppo" }`), or by its bare name where one section alone has it (`lr = 1e-4`).
     """
     own = {name: value for name, value in table.items() if name in (*CONDITION_KEYS, "sets")}
     sets: dict[str, Any] = {}

@@ -1,7 +1,8 @@
 """Names of everything that is built in or a plugin, and second names of keys.
 
-A value is accepted when it is built in, registered from Python, an installed entry point, or has the form of a dotted path. No plugin is
-imported here: a dotted path that leads nowhere is found when the run starts.
+A value is accepted when it is built in, registered from Python, an installed entry point, or has
+the form of a dotted path. No plugin is imported here: a dotted path that leads nowhere is found
+when the run starts.
 """
 
 import importlib
@@ -19,9 +20,16 @@ ALIASES: dict[str, str] = {
 
 
 def moved_aliases(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A copy of `data` with aliases moved to their canonical key, and the aliases left in place because both are given."""
-    copy = {name: dict(section) if isinstance(section, dict) else section for name, section in data.items()}
-    return copy, [alias for alias, canonical in ALIASES.items() if not _move(copy, alias, canonical)]
+    """A copy of `data` with aliases moved to their canonical key, and the aliases left in place
+    because both are given.
+    """
+    copy = {
+        name: dict(section) if isinstance(section, dict) else section
+        for name, section in data.items()
+    }
+    return copy, [
+        alias for alias, canonical in ALIASES.items() if not _move(copy, alias, canonical)
+    ]
 
 
 def _move(data: dict[str, Any], alias: str, canonical: str) -> bool:
@@ -37,7 +45,9 @@ def _move(data: dict[str, Any], alias: str, canonical: str) -> bool:
 
 
 def fixed_aggregation(algorithm_mode: str) -> str:
-    """The value of `[loss] aggregation` that belongs to a built-in algorithm; "" where the user chooses it."""
+    """The value of `[loss] aggregation` that belongs to a built-in algorithm; "" where the user
+    chooses it.
+    """
     recipe = table("algorithm").get(algorithm_mode)
     return recipe.aggregation if recipe else ""
 
@@ -48,7 +58,7 @@ def bracketed(path: str) -> str:
     return f"[{section}] {name}"
 
 
-# -- built-in names ------------------------------------------------------------------------------------------------------
+# -- built-in names --------------------------------------------------------------------------------
 
 _TABLES: dict[str, str] = {
     "advantage": "retrain.advantages.episode.ADVANTAGES",
@@ -66,9 +76,8 @@ _TABLES: dict[str, str] = {
 }
 """Kind -> the table beside the functions, which is the only list of its names and their traits.
 
-The tables stand above the configuration, so they are imported by name, and only when the first configuration is checked. None of their
-modules imports a model library.
-"""
+The tables stand above the configuration, so they are imported by name, and only when the first
+configuration is checked. None of their modules imports a model library. """
 
 
 def table(kind: str) -> Any:
@@ -92,7 +101,7 @@ def canonical_uncertainty(name: str) -> str:
     return str(from_alias(name))
 
 
-# -- names that are not built in -----------------------------------------------------------------------------------------
+# -- names that are not built in -------------------------------------------------------------------
 
 DATA_FILE_SUFFIXES = (".jsonl", ".parquet")
 PLUGIN_GROUP = "retrain.plugins"
@@ -103,7 +112,9 @@ _registered: dict[str, set[str]] = {}
 
 
 def register_name(kind: str, name: str) -> None:
-    """Make the configuration accept `name` for `kind`, for parts that Python code registers while it runs."""
+    """Make the configuration accept `name` for `kind`, for parts that Python code registers while
+    it runs.
+    """
     _registered.setdefault(kind, set()).add(name)
 
 
@@ -118,11 +129,15 @@ def is_known(kind: str, name: str) -> bool:
         return True
     if kind == "data" and is_data_location(name):
         return True
-    return name in _entry_point_names(tuple(sys.path))  # last, since the first look takes milliseconds
+    return name in _entry_point_names(
+        tuple(sys.path)
+    )  # last, since the first look takes milliseconds
 
 
 @cache
-def _entry_point_names(search_path: tuple[str, ...]) -> frozenset[str]:  # noqa: ARG001 - the key of the cache
+def _entry_point_names(
+    search_path: tuple[str, ...],  # noqa: ARG001 - the key of the cache
+) -> frozenset[str]:
     """The installed plugins, read once for each state of sys.path."""
     return frozenset(point.name for point in entry_points(group=PLUGIN_GROUP))
 
@@ -140,6 +155,8 @@ def is_data_location(source: str) -> bool:
 
 
 def condition_label(advantage_mode: str, transform_mode: str, algorithm_mode: str = "") -> str:
-    """Name a condition: `{advantage}+{transform}`, or the algorithm. Of a dotted path only the last part is used."""
+    """Name a condition: `{advantage}+{transform}`, or the algorithm. Of a dotted path only the last
+    part is used.
+    """
     modes = [algorithm_mode] if algorithm_mode else [advantage_mode, transform_mode]
     return "+".join(mode.rpartition(".")[2] if is_dotted(mode) else mode for mode in modes)

@@ -1,9 +1,9 @@
-"""Flags and environment variables that set keys, made from the schema: `--lr 1e-4`, `--sepa-steps=10`, `--sepa.steps 10`,
-RETRAIN_TRAINING_LR.
+"""Flags and environment variables that set keys, made from the schema: `--lr 1e-4`,
+`--sepa-steps=10`, `--sepa.steps 10`, RETRAIN_TRAINING_LR.
 
-A text becomes a value by the type of its key. A text that does not fit the type is passed on unchanged, and the schema refuses it in
-the sentence that a file's value would get. The schema is imported inside the functions, so that `retrain --help` does not pay
-for it.
+A text becomes a value by the type of its key. A text that does not fit the type is passed on
+unchanged, and the schema refuses it in the sentence that a file's value would get. The schema is
+imported inside the functions, so that `retrain --help` does not pay for it.
 """
 
 import re
@@ -25,7 +25,9 @@ def deep_merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, 
     merged = dict(below)
     for name, value in above.items():
         old = merged.get(name)
-        merged[name] = deep_merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        merged[name] = (
+            deep_merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        )
     return merged
 
 
@@ -54,7 +56,8 @@ class Override:
 class Overrides:
     given: tuple[Override, ...] = ()
     rest: tuple[str, ...] = ()
-    """Arguments that are no flags of the configuration, in their order: files, commands, the caller's own flags."""
+    """Arguments that are no flags of the configuration, in their order: files, commands, the
+    caller's own flags."""
 
 
 @dataclass(frozen=True)
@@ -68,23 +71,30 @@ class FlagRow:
 
 
 def flag_table() -> tuple[FlagRow, ...]:
-    """Every flag of the schema. A test fixes the whole table, so that a new key never changes an old flag."""
+    """Every flag of the schema. A test fixes the whole table, so that a new key never changes an
+    old flag.
+    """
     from retrain.config.keys import flags
 
-    return tuple(FlagRow(flag, path, _key_of(path).type_name, _key_of(path).doc) for flag, path in flags().items())
+    return tuple(
+        FlagRow(flag, path, _key_of(path).type_name, _key_of(path).doc)
+        for flag, path in flags().items()
+    )
 
 
 def parse_overrides(argv: Sequence[str], own_flags: Mapping[str, bool] | None = None) -> Overrides:
     """Split arguments into values for keys and the remaining arguments.
 
-    `own_flags` are the caller's flags, which go to the rest: name to whether a value follows. An unknown flag is a
-    ConfigurationError that names the nearest; all of them are told at once.
+    `own_flags` are the caller's flags, which go to the rest: name to whether a value follows. An
+    unknown flag is a ConfigurationError that names the nearest; all of them are told at once.
     """
     return _Parser(argv, own_flags or {}).parse()
 
 
 def variable_overrides(environ: Mapping[str, str]) -> list[Override]:
-    """Return the values of the variables RETRAIN_<SECTION>_<KEY>. A variable of that form that names no key is refused."""
+    """Return the values of the variables RETRAIN_<SECTION>_<KEY>. A variable of that form that
+    names no key is refused.
+    """
     from retrain.config.keys import all_keys
 
     variables = {key.variable: key for key in all_keys()}
@@ -93,7 +103,9 @@ def variable_overrides(environ: Mapping[str, str]) -> list[Override]:
     for name, text in environ.items():
         if key := variables.get(name):
             found.append(Override(key.path, convert(key, text), f"environment {name}"))
-        elif name.startswith(VARIABLE_PREFIX) and (problem := _unknown_variable(name, tuple(variables))):
+        elif name.startswith(VARIABLE_PREFIX) and (
+            problem := _unknown_variable(name, tuple(variables))
+        ):
             problems.append(problem)
     if problems:
         raise ConfigurationError(problems)
@@ -101,8 +113,8 @@ def variable_overrides(environ: Mapping[str, str]) -> list[Override]:
 
 
 def _unknown_variable(name: str, variables: tuple[str, ...]) -> str:
-    """Return a sentence for a RETRAIN_ variable that names or nearly names one of our sections; "" for a variable that another program may
-    use.
+    """Return a sentence for a RETRAIN_ variable that names or nearly names one of our sections; ""
+    for a variable that another program may use.
     """
     from retrain.config.keys import key_meant, section_models
 
@@ -112,13 +124,20 @@ def _unknown_variable(name: str, variables: tuple[str, ...]) -> str:
     near = meant.variable if meant else nearest(name, variables, cutoff=0.6 if ours else 0.9)
     if not near and not ours:
         return ""
-    return f"environment {name} sets no key; {f'did you mean {near}?' if near else 'variables are RETRAIN_<SECTION>_<KEY>.'}"
+    return (
+        f"environment {name} sets no key;"
+        f" {f'did you mean {near}?' if near else 'variables are RETRAIN_<SECTION>_<KEY>.'}"
+    )
 
 
 def convert(key: "Key", text: str) -> Any:
-    """Convert a text to a value of the key's type; a text that does not fit the type is returned unchanged."""
+    """Convert a text to a value of the key's type; a text that does not fit the type is returned
+    unchanged.
+    """
     kinds = key.kinds
-    if dict in kinds:  # a TOML inline table; a JSON object stays text, which environment.args reads by itself
+    if (
+        dict in kinds
+    ):  # a TOML inline table; a JSON object stays text, which environment.args reads by itself
         parsed = _toml(f"value = {text}")
         return parsed["value"] if parsed is not None else text
     if list in kinds:
@@ -140,7 +159,9 @@ def _scalar(kinds: frozenset[type], text: str) -> Any:
 
 
 def _list(key: "Key", text: str) -> Any:
-    """A TOML list, or parts between commas; a key that also takes a string keeps one without commas."""
+    """A TOML list, or parts between commas; a key that also takes a string keeps one without
+    commas.
+    """
     if text.lstrip().startswith("["):
         parsed = _toml(f"value = {text}")
         return parsed["value"] if parsed is not None else text
@@ -157,23 +178,34 @@ def _toml(text: str) -> dict[str, Any] | None:
 
 
 def table_entry(text: str, flag: str) -> dict[str, Any]:
-    """Parse `key=value` into a table: TOML's types, and a bare word is a string. Dots in the key nest."""
+    """Parse `key=value` into a table: TOML's types, and a bare word is a string. Dots in the key
+    nest.
+    """
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
-        raise ConfigurationError(f"flag {flag} takes key=value, such as {flag} cap=0.1, and got {text!r}.")
+        raise ConfigurationError(
+            f"flag {flag} takes key=value, such as {flag} cap=0.1, and got {text!r}."
+        )
     parsed = _toml(f"{name} = {value}")
     if parsed is not None and not _holds_dates(parsed):
         return parsed
     if value.lstrip().startswith(_TOML_STRUCTURE) and parsed is None:
-        raise ConfigurationError(f"flag {flag} {text!r}: the value is not valid TOML; quote it if it is a string.")
+        raise ConfigurationError(
+            f"flag {flag} {text!r}: the value is not valid TOML; quote it if it is a string."
+        )
     literal = _toml(f"{name} = ''")
     if literal is None:
-        raise ConfigurationError(f"flag {flag} {text!r}: {name.strip()!r} is not a key; use letters, digits, _ and -.")
+        raise ConfigurationError(
+            f"flag {flag} {text!r}: {name.strip()!r} is not a key; use letters, digits, _ and -."
+        )
     return _with_leaf(literal, value)
 
 
 def _with_leaf(table: dict[str, Any], leaf: str) -> dict[str, Any]:
-    return {name: _with_leaf(value, leaf) if isinstance(value, dict) else leaf for name, value in table.items()}
+    return {
+        name: _with_leaf(value, leaf) if isinstance(value, dict) else leaf
+        for name, value in table.items()
+    }
 
 
 def _holds_dates(value: Any) -> bool:
@@ -231,7 +263,10 @@ class _Parser:
         key = _key_of(path)
         if negated:
             if text is not None:
-                self._problems.append(f"flag {flag} takes no value, and got {text!r}; write --{flag.removeprefix('--no-')}={text}.")
+                self._problems.append(
+                    f"flag {flag} takes no value, and got {text!r}; write"
+                    f" --{flag.removeprefix('--no-')}={text}."
+                )
             self._set(path, False, flag)
             return
         if text is None:
@@ -270,7 +305,9 @@ class _Parser:
         return path, inside, False
 
     def _following(self, key: "Key", flag: str) -> str | None:
-        """Return the next argument as this flag's value. A switch needs none, and takes only true, false or its own words."""
+        """Return the next argument as this flag's value. A switch needs none, and takes only true,
+        false or its own words.
+        """
         following = self._argv[0] if self._argv else None
         if bool in key.kinds:
             if following in ("true", "false", *key.choices):
@@ -295,21 +332,35 @@ class _Parser:
             return
         word = flag.removeprefix("--")
         section, _, leaf = word.rpartition(".")
-        near = _nearest_flag(word, [*self._flags, *self._own, *((f"--{path}" for path in keys_by_path()) if section else ())])
+        near = _nearest_flag(
+            word,
+            [
+                *self._flags,
+                *self._own,
+                *((f"--{path}" for path in keys_by_path()) if section else ()),
+            ],
+        )
         if clause := instead(leaf):
             self._problems.append(f"{flag} is not a flag; {clause}.")
             return
         if (meant := key_meant(leaf, section)) and not (section and near):
             near = meant.flag
-        self._problems.append(f"{flag} is not a flag; {f'did you mean {near}?' if near else '`retrain help config` lists them all.'}")
+        self._problems.append(
+            f"{flag} is not a flag;"
+            f" {f'did you mean {near}?' if near else '`retrain help config` lists them all.'}"
+        )
 
 
 def _nearest_flag(word: str, flags: Sequence[str]) -> str | None:
-    """The flag closest to a mistyped one without its dashes, which would make any two short words alike."""
+    """The flag closest to a mistyped one without its dashes, which would make any two short words
+    alike.
+    """
     from retrain.config.keys import all_keys, homes_of
 
     known = {flag.removeprefix("--"): flag for flag in flags}
     # The word alone counts too where the section stands in front of the flag: --clip-hihg.
-    known = {key.name.replace("_", "-"): key.flag for key in all_keys() if len(homes_of(key.name)) == 1} | known
+    known = {
+        key.name.replace("_", "-"): key.flag for key in all_keys() if len(homes_of(key.name)) == 1
+    } | known
     near = nearest(word.replace("_", "-"), known, NAME_CUTOFF) or nearest(word, known, NAME_CUTOFF)
     return known[near] if near else None

@@ -1,7 +1,9 @@
-"""Rules between keys: combinations that would change the meaning of a run are refused, each in one sentence.
+"""Rules between keys: combinations that would change the meaning of a run are refused, each in one
+sentence.
 
-A rule reads a configuration whose values are all allowed one by one, and yields what is wrong. `load_config` applies all
-of them, so they need neither the model nor the machine; what needs those is refused by the part that knows.
+A rule reads a configuration whose values are all allowed one by one, and yields what is wrong.
+`load_config` applies all of them, so they need neither the model nor the machine; what needs those
+is refused by the part that knows.
 """
 
 import re
@@ -12,7 +14,13 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ValidationError
 
-from retrain.config.names import builtin_names, canonical_uncertainty, fixed_aggregation, table, transforms_with
+from retrain.config.names import (
+    builtin_names,
+    canonical_uncertainty,
+    fixed_aggregation,
+    table,
+    transforms_with,
+)
 from retrain.config.suggestions import nearest
 from retrain.config.values import MAX_SEED, MOST_COMPLETIONS
 from retrain.errors import MOST_SENTENCES
@@ -45,7 +53,18 @@ _RULES: list[Rule] = []
 _CAMPAIGN_RULES: list[Rule] = []
 """Rules about a campaign as a whole; all others are about its runs."""
 EVALUATION_SECTIONS = frozenset(
-    {"squeeze", "model", "data", "environment", "reward", "evaluation", "training", "inference", "backend", "plugins"}
+    {
+        "squeeze",
+        "model",
+        "data",
+        "environment",
+        "reward",
+        "evaluation",
+        "training",
+        "inference",
+        "backend",
+        "plugins",
+    }
 )
 """The sections that a squeeze job with evaluate reads."""
 
@@ -61,19 +80,29 @@ def _campaign_rule(function: Rule) -> Rule:
 
 
 def broken_rules(config: "TrainConfig") -> list[Violation]:
-    """Every violation once, in the order of the rules. Conditions that set keys of their own are judged one by one (`arm_problems`)."""
-    own_keys = config.campaign is not None and any(condition.sets for condition in config.campaign.conditions)
+    """Every violation once, in the order of the rules. Conditions that set keys of their own are
+    judged one by one (`arm_problems`).
+    """
+    own_keys = config.campaign is not None and any(
+        condition.sets for condition in config.campaign.conditions
+    )
     rules = [*([] if own_keys else _RULES), *_CAMPAIGN_RULES]
     found = dict.fromkeys(violation for rule in rules for violation in rule(config))
     return [violation for violation in found if is_read(config, violation.keys[0])]
 
 
 def is_read(config: "TrainConfig", path: str) -> bool:
-    """Return True if the section of a key is read. A squeeze job does not train, so it reads few sections unless it evaluates."""
+    """Return True if the section of a key is read. A squeeze job does not train, so it reads few
+    sections unless it evaluates.
+    """
     section = path.partition(".")[0]
     if config.kind != "squeeze":
         return True
-    return section in EVALUATION_SECTIONS if config.squeeze.evaluate and config.squeeze.output_path else section == "squeeze"
+    return (
+        section in EVALUATION_SECTIONS
+        if config.squeeze.evaluate and config.squeeze.output_path
+        else section == "squeeze"
+    )
 
 
 def modes_of(condition: "Condition") -> tuple[str, str]:
@@ -91,18 +120,27 @@ def _sepa_needs_a_ramp(config: "TrainConfig") -> Iterator[Violation]:
             _, transform = modes_of(condition)
             if transform in transforms_with("uses_sepa_controller"):
                 yield Violation(
-                    ("sepa.steps", "sepa.schedule", "algorithm.transform_mode", "algorithm.algorithm_mode"),
-                    f'[sepa] steps = 0 with schedule = "linear" keeps lambda at 0 for ever, so "{transform}" would do nothing new; '
-                    'give steps of 1 or more, or schedule = "auto"',
+                    (
+                        "sepa.steps",
+                        "sepa.schedule",
+                        "algorithm.transform_mode",
+                        "algorithm.algorithm_mode",
+                    ),
+                    '[sepa] steps = 0 with schedule = "linear" keeps lambda at 0 for ever, so'
+                    f' "{transform}" would do nothing new; give steps of 1 or more, or schedule ='
+                    ' "auto"',
                 )
 
 
 @_rule
 def _entropy_mask_needs_rho(config: "TrainConfig") -> Iterator[Violation]:
-    if config.algorithm.surprisal_mask_rho == 0 and any(modes_of(condition)[1] == "entropy_mask" for condition in config.conditions):
+    if config.algorithm.surprisal_mask_rho == 0 and any(
+        modes_of(condition)[1] == "entropy_mask" for condition in config.conditions
+    ):
         yield Violation(
             ("algorithm.surprisal_mask_rho", "algorithm.transform_mode"),
-            '[algorithm] transform_mode = "entropy_mask" needs surprisal_mask_rho above 0 and at most 1, since at 0 it would be plain gtpo',
+            '[algorithm] transform_mode = "entropy_mask" needs surprisal_mask_rho above 0 and at'
+            " most 1, since at 0 it would be plain gtpo",
         )
 
 
@@ -116,52 +154,63 @@ def _shannon_entropy_needs_logits(config: "TrainConfig") -> Iterator[Violation]:
     if config.backend.backend != "local":
         yield Violation(
             (source, "backend.backend"),
-            f'[algorithm] uncertainty_kind = "shannon_entropy" needs [backend] backend = "local", and "{config.backend.backend}" '
-            "returns log-probs only; use surprisal or predictive_variance",
+            '[algorithm] uncertainty_kind = "shannon_entropy" needs [backend] backend = "local",'
+            f' and "{config.backend.backend}" returns log-probs only; use surprisal or'
+            " predictive_variance",
         )
-    elif config.inference.engine in builtin_names("engine"):  # a plugin declares what it has only when the run starts
+    elif config.inference.engine in builtin_names(
+        "engine"
+    ):  # a plugin declares what it has only when the run starts
         declared = table("engine")[config.inference.engine]
         if declared is not None and declared.entropy:
             return
         yield Violation(
             (source, "inference.engine"),
-            f'[algorithm] uncertainty_kind = "shannon_entropy" needs [inference] engine = "pytorch", and "{config.inference.engine}" '
-            "returns log-probs only; use surprisal or predictive_variance",
+            '[algorithm] uncertainty_kind = "shannon_entropy" needs [inference] engine ='
+            f' "pytorch", and "{config.inference.engine}" returns log-probs only; use surprisal or'
+            " predictive_variance",
         )
 
 
 @_rule
 def _what_a_sharded_base_needs(config: "TrainConfig") -> Iterator[Violation]:
-    """Refuse what does not work with shard_base. That torchrun started the run is checked at its start."""
+    """Refuse what does not work with shard_base. That torchrun started the run is checked at its
+    start.
+    """
     if not config.backend.shard_base:
         return
     wanted = "[backend] shard_base = true"
     if config.backend.backend != "local":
         yield Violation(
             ("backend.shard_base", "backend.backend"),
-            f'{wanted} needs backend = "local", and "{config.backend.backend}" holds the model otherwise; leave it false',
+            f'{wanted} needs backend = "local", and "{config.backend.backend}" holds the model'
+            " otherwise; leave it false",
         )
     if config.kind == "campaign":
         yield Violation(
             ("backend.shard_base", "campaign"),
-            f"{wanted} in a campaign, where each run is one process with the whole model; leave it false, or start single runs by torchrun",
+            f"{wanted} in a campaign, where each run is one process with the whole model; leave it"
+            " false, or start single runs by torchrun",
         )
     if config.model.load_in_4bit:
         yield Violation(
             ("backend.shard_base", "model.load_in_4bit"),
-            f"{wanted} cannot split weights in 4 bits; set [model] load_in_4bit = false, or leave shard_base false",
+            f"{wanted} cannot split weights in 4 bits; set [model] load_in_4bit = false, or leave"
+            " shard_base false",
         )
     if config.inference.dtype != "auto":
         yield Violation(
             ("backend.shard_base", "inference.dtype"),
-            f'{wanted} with [inference] dtype = "{config.inference.dtype}" would hold a whole copy of the model in every process; '
-            'set dtype = "auto"',
+            f'{wanted} with [inference] dtype = "{config.inference.dtype}" would hold a whole copy'
+            ' of the model in every process; set dtype = "auto"',
         )
 
 
 @_rule
 def _what_weights_in_eight_bits_need(config: "TrainConfig") -> Iterator[Violation]:
-    """Sampler and learner must read the same numbers, and a server rounds to 8 bits in its own way."""
+    """Sampler and learner must read the same numbers, and a server rounds to 8 bits in its own
+    way.
+    """
     if config.model.dtype != "fp8" or config.backend.backend != "local":
         return
     wanted = '[model] dtype = "fp8"'
@@ -169,21 +218,26 @@ def _what_weights_in_eight_bits_need(config: "TrainConfig") -> Iterator[Violatio
     if engine != "pytorch" and engine in builtin_names("engine"):
         yield Violation(
             ("model.dtype", "inference.engine"),
-            f'{wanted} with engine = "{engine}", whose server rounds weights in its own way, so that it would not sample what the learner '
-            'trains; use engine = "pytorch", or dtype = "auto"',
+            f'{wanted} with engine = "{engine}", whose server rounds weights in its own way, so'
+            ' that it would not sample what the learner trains; use engine = "pytorch", or dtype ='
+            ' "auto"',
         )
     if config.inference.dtype == "bf16":
         yield Violation(
             ("model.dtype", "inference.dtype"),
-            f'{wanted} with [inference] dtype = "bf16": the sampler reads the same 8 bits as the learner; set [inference] dtype = "auto"',
+            f'{wanted} with [inference] dtype = "bf16": the sampler reads the same 8 bits as the'
+            ' learner; set [inference] dtype = "auto"',
         )
     if config.model.load_in_4bit:
         yield Violation(
-            ("model.dtype", "model.load_in_4bit"), f"{wanted} and load_in_4bit = true are two ways to hold the same weights; choose one"
+            ("model.dtype", "model.load_in_4bit"),
+            f"{wanted} and load_in_4bit = true are two ways to hold the same weights; choose one",
         )
     if config.backend.shard_base:
         yield Violation(
-            ("model.dtype", "backend.shard_base"), f'{wanted} cannot part weights in 8 bits; set dtype = "auto", or leave shard_base false'
+            ("model.dtype", "backend.shard_base"),
+            f'{wanted} cannot part weights in 8 bits; set dtype = "auto", or leave shard_base'
+            " false",
         )
 
 
@@ -197,8 +251,8 @@ def _group_relative_advantages_need_two(config: "TrainConfig") -> Iterator[Viola
         if builtin is not None and builtin.group_relative:
             yield Violation(
                 ("training.group_size", "algorithm.advantage_mode"),
-                f'[training] group_size = 1 gives every completion an advantage of 0 with "{advantage}", which compares within a group; '
-                "give 2 or more",
+                "[training] group_size = 1 gives every completion an advantage of 0 with"
+                f' "{advantage}", which compares within a group; give 2 or more',
             )
             return
 
@@ -208,8 +262,8 @@ def _one_token_is_no_choice(config: "TrainConfig") -> Iterator[Violation]:
     if config.training.top_k == 1:
         yield Violation(
             ("training.top_k",),
-            "[training] top_k = 1 keeps one token, so all completions of a prompt are equal and nothing is learned; "
-            "give 0 (off) or 2 or more",
+            "[training] top_k = 1 keeps one token, so all completions of a prompt are equal and"
+            " nothing is learned; give 0 (off) or 2 or more",
         )
 
 
@@ -218,7 +272,8 @@ def _one_checkpoint_is_not_enough(config: "TrainConfig") -> Iterator[Violation]:
     if config.training.keep_checkpoints == 1:
         yield Violation(
             ("training.keep_checkpoints",),
-            "[training] keep_checkpoints = 1 would leave nothing to fall back on when the newest is damaged; give 0 (all) or 2 or more",
+            "[training] keep_checkpoints = 1 would leave nothing to fall back on when the newest is"
+            " damaged; give 0 (all) or 2 or more",
         )
 
 
@@ -228,14 +283,14 @@ def _a_step_has_an_end_and_fills_its_minibatches(config: "TrainConfig") -> Itera
     if completions > MOST_COMPLETIONS:
         yield Violation(
             ("training.batch_size", "training.group_size"),
-            f"[training] batch_size x group_size = {completions:,} completions per step, which are held in memory at once; "
-            f"give {MOST_COMPLETIONS:,} at most",
+            f"[training] batch_size x group_size = {completions:,} completions per step, which are"
+            f" held in memory at once; give {MOST_COMPLETIONS:,} at most",
         )
     if config.training.minibatches > completions:
         yield Violation(
             ("training.minibatches", "training.batch_size", "training.group_size"),
-            f"[training] minibatches = {config.training.minibatches} is more than the {completions} completions of a step "
-            f"(batch_size x group_size); give at most {completions}",
+            f"[training] minibatches = {config.training.minibatches} is more than the {completions}"
+            f" completions of a step (batch_size x group_size); give at most {completions}",
         )
 
 
@@ -244,18 +299,21 @@ def _corrections_need_recomputed_logprobs(config: "TrainConfig") -> Iterator[Vio
     if config.loss.correction != "none" and config.loss.old_logprobs != "recomputed":
         yield Violation(
             ("loss.correction", "loss.old_logprobs"),
-            f'[loss] correction = "{config.loss.correction}" needs old_logprobs = "recomputed", since it weighs the learner\'s log-probs '
-            "against the sampler's",
+            f'[loss] correction = "{config.loss.correction}" needs old_logprobs = "recomputed",'
+            " since it weighs the learner's log-probs against the sampler's",
         )
 
 
 @_rule
 def _a_geometric_mean_needs_narrow_bounds(config: "TrainConfig") -> Iterator[Violation]:
-    if config.loss.correction == "geometric" and not (config.is_set("loss.correction_low") and config.is_set("loss.correction_high")):
+    if config.loss.correction == "geometric" and not (
+        config.is_set("loss.correction_low") and config.is_set("loss.correction_high")
+    ):
         yield Violation(
             ("loss.correction", "loss.correction_low", "loss.correction_high"),
-            '[loss] correction = "geometric" needs correction_low and correction_high, since the mean ratio of a completion stays near 1 '
-            "and the defaults would drop none; give bounds such as 0.999 and 1.001",
+            '[loss] correction = "geometric" needs correction_low and correction_high, since the'
+            " mean ratio of a completion stays near 1 and the defaults would drop none; give bounds"
+            " such as 0.999 and 1.001",
         )
 
 
@@ -265,25 +323,28 @@ def _bounds_are_in_order(config: "TrainConfig") -> Iterator[Violation]:
     if loss.correction_low > loss.correction_high:
         yield Violation(
             ("loss.correction_low", "loss.correction_high"),
-            f"[loss] correction_low = {loss.correction_low} is above correction_high = {loss.correction_high}, so every token is dropped",
+            f"[loss] correction_low = {loss.correction_low} is above correction_high ="
+            f" {loss.correction_high}, so every token is dropped",
         )
     if 0 < loss.dual_clip <= 1:
         yield Violation(
             ("loss.dual_clip",),
-            f"[loss] dual_clip = {loss.dual_clip} would clip tokens on policy; give 0 (off) or a number above 1, such as 3",
+            f"[loss] dual_clip = {loss.dual_clip} would clip tokens on policy; give 0 (off) or a"
+            " number above 1, such as 3",
         )
     low, high = loss.clips
     if loss.mode == "cispo" and low > high:
         unset = " (its default)" if loss.clip_high is None else ""
         yield Violation(
             ("loss.clip_low", "loss.clip_high", "loss.mode"),
-            f'[loss] clip_low = {low} is above clip_high = {high}{unset}, and with mode = "cispo" they bound the ratio itself; '
-            f"give a clip_low of at most {high}, or raise clip_high",
+            f'[loss] clip_low = {low} is above clip_high = {high}{unset}, and with mode = "cispo"'
+            f" they bound the ratio itself; give a clip_low of at most {high}, or raise clip_high",
         )
     if pressure.min_batch_size > pressure.max_batch_size:
         yield Violation(
             ("backpressure.min_batch_size", "backpressure.max_batch_size"),
-            f"[backpressure] min_batch_size = {pressure.min_batch_size} is above max_batch_size = {pressure.max_batch_size}",
+            f"[backpressure] min_batch_size = {pressure.min_batch_size} is above max_batch_size ="
+            f" {pressure.max_batch_size}",
         )
 
 
@@ -292,8 +353,8 @@ def _back_pressure_knows_each_step(config: "TrainConfig") -> Iterator[Violation]
     if config.backpressure.enabled and len(config.backend.device_list) > 1:
         yield Violation(
             ("backpressure.enabled", "backend.devices"),
-            "[backpressure] enabled = true with two [backend] devices, where a step is sampled before the one before it has been measured; "
-            "name one device, or leave it false",
+            "[backpressure] enabled = true with two [backend] devices, where a step is sampled"
+            " before the one before it has been measured; name one device, or leave it false",
         )
 
 
@@ -302,8 +363,9 @@ def _k1_is_no_loss_term(config: "TrainConfig") -> Iterator[Violation]:
     if config.loss.kl_coef > 0 and config.loss.kl_estimator == "k1":
         yield Violation(
             ("loss.kl_estimator", "loss.kl_coef"),
-            '[loss] kl_estimator = "k1" as a loss term has an expected gradient of 0, so it would add noise and no pull towards the base; '
-            'use "k2" for KL(policy || base), or "k3" for KL(base || policy)',
+            '[loss] kl_estimator = "k1" as a loss term has an expected gradient of 0, so it would'
+            ' add noise and no pull towards the base; use "k2" for KL(policy || base), or "k3" for'
+            " KL(base || policy)",
         )
 
 
@@ -313,7 +375,8 @@ def _clip_below_one(config: "TrainConfig") -> Iterator[Violation]:
     if loss.mode in ("ppo", "gspo") and loss.clip_low is not None and loss.clip_low >= 1:
         yield Violation(
             ("loss.clip_low", "loss.mode"),
-            f'[loss] clip_low = {loss.clip_low} would clip the ratio at 1 - clip_low <= 0 with mode = "{loss.mode}"; give a number below 1',
+            f"[loss] clip_low = {loss.clip_low} would clip the ratio at 1 - clip_low <= 0 with mode"
+            f' = "{loss.mode}"; give a number below 1',
         )
 
 
@@ -323,8 +386,8 @@ def _pass_at_k_needs_samples(config: "TrainConfig") -> Iterator[Violation]:
     if max(evaluation.k) > evaluation.samples:
         yield Violation(
             ("evaluation.k", "evaluation.samples"),
-            f"[evaluation] k = {evaluation.k} asks for pass@{max(evaluation.k)} of samples = {evaluation.samples}; "
-            f"give samples of {max(evaluation.k)} or more",
+            f"[evaluation] k = {evaluation.k} asks for pass@{max(evaluation.k)} of samples ="
+            f" {evaluation.samples}; give samples of {max(evaluation.k)} or more",
         )
 
 
@@ -334,8 +397,8 @@ def _greedy_samples_are_equal(config: "TrainConfig") -> Iterator[Violation]:
     if evaluation.temperature == 0 and evaluation.samples > 1:
         yield Violation(
             ("evaluation.samples", "evaluation.temperature"),
-            f"[evaluation] samples = {evaluation.samples} would be {evaluation.samples} equal completions at temperature = 0; "
-            "give samples = 1 or a temperature above 0",
+            f"[evaluation] samples = {evaluation.samples} would be {evaluation.samples} equal"
+            " completions at temperature = 0; give samples = 1 or a temperature above 0",
         )
 
 
@@ -347,30 +410,39 @@ def _rewards_have_what_they_need(config: "TrainConfig") -> Iterator[Violation]:
     held_out = config.evaluation.reward
     if "judge" in (*reward.types, held_out) and not reward.judge_model:
         yield Violation(
-            ("reward.judge_model", "reward.type"), '[reward] type = "judge" needs judge_model, the model that judges, such as "gpt-4o-mini"'
+            ("reward.judge_model", "reward.type"),
+            '[reward] type = "judge" needs judge_model, the model that judges, such as'
+            ' "gpt-4o-mini"',
         )
     if reward.judge_template and "{completion}" not in reward.judge_template:
         yield Violation(
             ("reward.judge_template",),
-            "[reward] judge_template has no {completion} in it, so the judge would not see what it judges; put it where the answer goes",
+            "[reward] judge_template has no {completion} in it, so the judge would not see what it"
+            " judges; put it where the answer goes",
         )
     if "custom" in (*reward.types, held_out) and not reward.custom_module:
         yield Violation(
             ("reward.custom_module", "reward.type"),
-            '[reward] type = "custom" needs custom_module, the Python module that holds the function',
+            '[reward] type = "custom" needs custom_module, the Python module that holds the'
+            " function",
         )
     if held_out == "random":
         yield Violation(
             ("evaluation.reward",),
-            '[evaluation] reward = "random" would judge held-out answers by chance; name the reward that verifies them, such as "match"',
+            '[evaluation] reward = "random" would judge held-out answers by chance; name the reward'
+            ' that verifies them, such as "match"',
         )
     if reward.weights and len(reward.weights) != len(reward.types):
         yield Violation(
             ("reward.weights", "reward.type"),
-            f"[reward] weights has {len(reward.weights)} numbers and type has {len(reward.types)} rewards; give one weight for each",
+            f"[reward] weights has {len(reward.weights)} numbers and type has {len(reward.types)}"
+            " rewards; give one weight for each",
         )
     if repeated := [name for name in builtin_names("reward") if reward.types.count(name) > 1]:
-        yield Violation(("reward.type",), f'[reward] type names "{repeated[0]}" twice; give it once, with its weight')
+        yield Violation(
+            ("reward.type",),
+            f'[reward] type names "{repeated[0]}" twice; give it once, with its weight',
+        )
 
 
 @_rule
@@ -380,7 +452,8 @@ def _files_have_a_path(config: "TrainConfig") -> Iterator[Violation]:
     if config.data.source in ("jsonl", "parquet") and not config.data.path:
         yield Violation(
             ("data.path", "data.source"),
-            f'[data] source = "{config.data.source}" needs path, the file or folder to read; or give the path as source',
+            f'[data] source = "{config.data.source}" needs path, the file or folder to read; or'
+            " give the path as source",
         )
 
 
@@ -390,11 +463,16 @@ def _template_has_a_place(config: "TrainConfig") -> Iterator[Violation]:
     if template is not None and "{prompt}" not in template:
         yield Violation(
             ("data.prompt_template",),
-            "[data] prompt_template has no {prompt} in it, so every prompt would be the same; put it where the problem goes",
+            "[data] prompt_template has no {prompt} in it, so every prompt would be the same; put"
+            " it where the problem goes",
         )
 
 
-_AN_ID = {"verifiers": "primeintellect/gsm8k", "reasoning_gym": "chain_sum", "textarena": "GuessTheNumber-v0"}
+_AN_ID = {
+    "verifiers": "primeintellect/gsm8k",
+    "reasoning_gym": "chain_sum",
+    "textarena": "GuessTheNumber-v0",
+}
 
 
 @_rule
@@ -403,18 +481,20 @@ def _environments_are_complete(config: "TrainConfig") -> Iterator[Violation]:
     if environment.provider in builtin_names("environment") and not environment.id:
         yield Violation(
             ("environment.id", "environment.provider"),
-            f'[environment] provider = "{environment.provider}" needs id, the environment to load, such as '
-            f'"{_AN_ID[environment.provider]}"',
+            f'[environment] provider = "{environment.provider}" needs id, the environment to load,'
+            f' such as "{_AN_ID[environment.provider]}"',
         )
     if environment.id and not environment.provider:
         yield Violation(
             ("environment.provider", "environment.id"),
-            f'[environment] id = "{environment.id}" needs provider = "verifiers", else the run would train on [data] instead',
+            f'[environment] id = "{environment.id}" needs provider = "verifiers", else the run'
+            " would train on [data] instead",
         )
     if environment.max_turns == 0:
         yield Violation(
             ("environment.max_turns",),
-            "[environment] max_turns = 0 would end every episode before it starts; give -1 (no limit) or 1 or more",
+            "[environment] max_turns = 0 would end every episode before it starts; give -1 (no"
+            " limit) or 1 or more",
         )
 
 
@@ -424,8 +504,8 @@ def _one_squeezed_rank(config: "TrainConfig") -> Iterator[Violation]:
     if squeeze.per_layer and squeeze.compress_to:
         yield Violation(
             ("squeeze.compress_to", "squeeze.per_layer"),
-            f"[squeeze] compress_to = {squeeze.compress_to} is one rank for all layers, and per_layer = true chooses one for each; "
-            "leave one of them out",
+            f"[squeeze] compress_to = {squeeze.compress_to} is one rank for all layers, and"
+            " per_layer = true chooses one for each; leave one of them out",
         )
 
 
@@ -434,21 +514,27 @@ def _campaign_base_has_no_algorithm(config: "TrainConfig") -> Iterator[Violation
     if config.campaign is not None and config.algorithm.algorithm_mode:
         yield Violation(
             ("algorithm.algorithm_mode", "campaign"),
-            f'[algorithm] algorithm_mode = "{config.algorithm.algorithm_mode}" in a campaign\'s base would override every condition; '
-            "put it into a [[campaign.conditions]] in place of the two modes",
+            f'[algorithm] algorithm_mode = "{config.algorithm.algorithm_mode}" in a campaign\'s'
+            " base would override every condition; put it into a [[campaign.conditions]] in place"
+            " of the two modes",
         )
 
 
 @_campaign_rule
 def _conditions_are_complete(config: "TrainConfig") -> Iterator[Violation]:
-    for number, condition in enumerate(config.campaign.conditions if config.campaign else (), start=1):
-        modes = {"advantage_mode": condition.advantage_mode, "transform_mode": condition.transform_mode}
+    for number, condition in enumerate(
+        config.campaign.conditions if config.campaign else (), start=1
+    ):
+        modes = {
+            "advantage_mode": condition.advantage_mode,
+            "transform_mode": condition.transform_mode,
+        }
         missing = [name for name, value in modes.items() if not value]
         if condition.algorithm_mode and len(missing) < 2:
             yield Violation(
                 ("campaign.conditions",),
-                f'[[campaign.conditions]] number {number} gives algorithm_mode = "{condition.algorithm_mode}" '
-                "and a mode that it replaces; keep one",
+                f"[[campaign.conditions]] number {number} gives algorithm_mode ="
+                f' "{condition.algorithm_mode}" and a mode that it replaces; keep one',
             )
         elif not condition.algorithm_mode and missing:
             yield Violation(
@@ -464,10 +550,16 @@ def _labels_are_unique(config: "TrainConfig") -> Iterator[Violation]:
         return
     seen: dict[str, tuple[int, str]] = {}
     for number, condition in enumerate(config.conditions, start=1):
-        folder = re.sub(r"[^A-Za-z0-9+._-]", "_", condition.label).casefold()  # many disks do not tell upper from lower case
+        folder = re.sub(
+            r"[^A-Za-z0-9+._-]", "_", condition.label
+        ).casefold()  # many disks do not tell upper from lower case
         first, label = seen.setdefault(folder, (number, condition.label))
         if first != number:
-            names = f'both called "{label}"' if label == condition.label else f'called "{label}" and "{condition.label}"'
+            names = (
+                f'both called "{label}"'
+                if label == condition.label
+                else f'called "{label}" and "{condition.label}"'
+            )
             yield Violation(
                 ("campaign.conditions",),
                 f"[[campaign.conditions]] numbers {first} and {number} are {names}, "
@@ -480,7 +572,9 @@ def _seeds_are_unique(config: "TrainConfig") -> Iterator[Violation]:
     seeds = config.campaign.seeds if config.campaign else []
     if repeated := [seed for seed, count in Counter(seeds).items() if count > 1]:
         yield Violation(
-            ("campaign.seeds",), f"[campaign] seeds names {repeated[0]} twice; a repeated seed is the same run, not another sample"
+            ("campaign.seeds",),
+            f"[campaign] seeds names {repeated[0]} twice; a repeated seed is the same run, not"
+            " another sample",
         )
 
 
@@ -492,12 +586,14 @@ def _evidence_may_take_every_seed(config: "TrainConfig") -> Iterator[Violation]:
     if 0 < campaign.max_seeds < len(campaign.seeds):
         yield Violation(
             ("campaign.max_seeds", "campaign.seeds"),
-            f"[campaign] max_seeds = {campaign.max_seeds} is below the {len(campaign.seeds)} seeds that are named; raise it, or name fewer",
+            f"[campaign] max_seeds = {campaign.max_seeds} is below the {len(campaign.seeds)} seeds"
+            " that are named; raise it, or name fewer",
         )
     if max(campaign.seeds) + max(0, campaign.max_seeds - len(campaign.seeds)) > MAX_SEED:
         yield Violation(
             ("campaign.max_seeds", "campaign.seeds"),
-            f"[campaign] max_seeds = {campaign.max_seeds} goes from seed {max(campaign.seeds)} to above {MAX_SEED}; name smaller seeds",
+            f"[campaign] max_seeds = {campaign.max_seeds} goes from seed {max(campaign.seeds)} to"
+            f" above {MAX_SEED}; name smaller seeds",
         )
 
 
@@ -508,17 +604,21 @@ def _an_algorithm_keeps_its_aggregation(config: "TrainConfig") -> Iterator[Viola
         if fixed and config.is_set("loss.aggregation") and config.loss.aggregation != fixed:
             yield Violation(
                 ("loss.aggregation", "algorithm.algorithm_mode"),
-                f'[loss] aggregation = "{config.loss.aggregation}" contradicts algorithm_mode = "{mode}", which fixes '
-                f'aggregation = "{fixed}"; leave it out',
+                f'[loss] aggregation = "{config.loss.aggregation}" contradicts algorithm_mode ='
+                f' "{mode}", which fixes aggregation = "{fixed}"; leave it out',
             )
 
 
 @_rule
 def _prime_rl_divides_by_all_tokens(config: "TrainConfig") -> Iterator[Violation]:
-    if config.backend.backend == "prime_rl" and config.algorithm.surprisal_mask_denominator == "kept":
+    if (
+        config.backend.backend == "prime_rl"
+        and config.algorithm.surprisal_mask_denominator == "kept"
+    ):
         yield Violation(
             ("algorithm.surprisal_mask_denominator", "backend.backend"),
-            'surprisal_mask_denominator = "kept" with backend "prime_rl", whose trainer divides by all sampled tokens; use "all"',
+            'surprisal_mask_denominator = "kept" with backend "prime_rl", whose trainer divides by'
+            ' all sampled tokens; use "all"',
         )
 
 
@@ -527,13 +627,16 @@ def _prime_rl_trains_one_run(config: "TrainConfig") -> Iterator[Violation]:
     if config.campaign is not None and config.backend.backend == "prime_rl":
         yield Violation(
             ("backend.backend", "campaign"),
-            '[backend] backend = "prime_rl" in a campaign, whose runs would all feed one trainer; start each run with a trainer of its own',
+            '[backend] backend = "prime_rl" in a campaign, whose runs would all feed one trainer;'
+            " start each run with a trainer of its own",
         )
 
 
 @_rule
 def _options_are_known(config: "TrainConfig") -> Iterator[Violation]:
-    """Check the options of every backend, whichever is chosen, so that a file can switch backends."""
+    """Check the options of every backend, whichever is chosen, so that a file can switch
+    backends.
+    """
     if config.backend.backend not in builtin_names("backend") or not config.backend.options:
         return
     from retrain.config.schema import BACKEND_OPTIONS
@@ -543,9 +646,14 @@ def _options_are_known(config: "TrainConfig") -> Iterator[Violation]:
     for name in wrong[: MOST_SENTENCES - 1]:
         near = nearest(name, known)
         hint = f'; did you mean "{near}"?' if near else f"; known are {', '.join(known)}"
-        yield Violation(("backend.options",), f"[backend.options] {name} is not a known option{hint}")
+        yield Violation(
+            ("backend.options",), f"[backend.options] {name} is not a known option{hint}"
+        )
     if more := len(wrong[MOST_SENTENCES - 1 :]):
-        yield Violation(("backend.options",), f"[backend.options] {more:,} more of its names are not known options")
+        yield Violation(
+            ("backend.options",),
+            f"[backend.options] {more:,} more of its names are not known options",
+        )
     for backend, model in BACKEND_OPTIONS.items():
         try:
             model.model_validate(config.backend.options_of(backend))
@@ -554,7 +662,8 @@ def _options_are_known(config: "TrainConfig") -> Iterator[Violation]:
     if config.backend.options.get("strict_advantages") is False:
         yield Violation(
             ("backend.options",),
-            "[backend.options] strict_advantages = false is refused, since it would average per-token advantages in silence; leave it true",
+            "[backend.options] strict_advantages = false is refused, since it would average"
+            " per-token advantages in silence; leave it true",
         )
 
 
@@ -564,4 +673,7 @@ def _option_violations(error: ValidationError, model: type[BaseModel]) -> Iterat
     for problem in error.errors(include_url=False)[:MOST_SENTENCES]:
         name, value = str(problem["loc"][0]), problem["input"]
         allowed = describe_field(model.model_fields[name])
-        yield Violation(("backend.options",), f"[backend.options] {name} = {toml_value(value)} is refused; allowed: {allowed}")
+        yield Violation(
+            ("backend.options",),
+            f"[backend.options] {name} = {toml_value(value)} is refused; allowed: {allowed}",
+        )

@@ -1,6 +1,8 @@
-"""Sections about the rest of a run: problems and rewards, sampling and evaluation, files and trackers, the adapter's rank.
+"""Sections about the rest of a run: problems and rewards, sampling and evaluation, files and
+trackers, the adapter's rank.
 
-A key's documentation says what it does; its type and range say what is allowed, so the sentence does not.
+A key's documentation says what it does; its type and range say what is allowed, so the sentence
+does not.
 """
 
 from typing import Annotated, Any, Literal
@@ -28,24 +30,34 @@ class Evaluation(Section):
 
     every: int = key(0, "Steps between evaluations; 0 is off.", ge=0)
     at_start: bool = key(False, "Evaluate before the first step.")
-    at_end: bool = key(False, "Evaluate after the last step; unset is true in campaigns.", meaningful_unset=True)
-    source: Annotated[str, OpenName("data", may_be_empty=True)] = key("", "Data source; empty means the training source's held-out split.")
+    at_end: bool = key(
+        False, "Evaluate after the last step; unset is true in campaigns.", meaningful_unset=True
+    )
+    source: Annotated[str, OpenName("data", may_be_empty=True)] = key(
+        "", "Data source; empty means the training source's held-out split."
+    )
     reward: Annotated[str, OpenName("reward", may_be_empty=True)] = key(
         "",
-        "Reward that judges held-out answers, with the parameters of [reward]; empty means training's without the random one, and "
-        "in campaigns the base's for all conditions.",
+        "Reward that judges held-out answers, with the parameters of [reward]; empty means"
+        " training's without the random one, and in campaigns the base's for all conditions.",
     )
     max_examples: int = key(200, "Most problems evaluated; 0 uses all.", ge=0)
     samples: int = key(1, "Completions sampled per problem.", ge=1, le=MOST_COMPLETIONS)
     temperature: float | None = key(
         None,
-        "Sampling temperature, 0 for greedy; unset means training's. Above 0, top_k, top_p and min_p apply too.",
+        "Sampling temperature, 0 for greedy; unset means training's. Above 0, top_k, top_p and"
+        " min_p apply too.",
         ge=0,
         meaningful_unset=True,
         example=1.0,
     )
     max_tokens: int | None = key(
-        None, "Most new tokens per completion; unset means training's.", ge=1, meaningful_unset=True, echoes_training=True, example=1024
+        None,
+        "Most new tokens per completion; unset means training's.",
+        ge=1,
+        meaningful_unset=True,
+        echoes_training=True,
+        example=1024,
     )
     top_k: int | None = key(
         None,
@@ -75,7 +87,9 @@ class Evaluation(Section):
     )
     k: list[Positive] = key([1], "Values of k for which pass@k is reported.", min_length=1)
     covariate: Literal["auto", "off"] = key(
-        "auto", "Use the base model's pass rate per problem at step 0 in the interval for new problems where it narrows it."
+        "auto",
+        "Use the base model's pass rate per problem at step 0 in the interval for new problems"
+        " where it narrows it.",
     )
 
     @property
@@ -91,39 +105,58 @@ class Inference(Section):
 
     traits = Traits(sizes_memory=True)
 
-    engine: Annotated[str, OpenName("engine")] = key("pytorch", "Inference engine, built in or a plugin.", sets_step_time=True)
+    engine: Annotated[str, OpenName("engine")] = key(
+        "pytorch", "Inference engine, built in or a plugin.", sets_step_time=True
+    )
     url: ServerURL | Annotated[list[ServerURL], Field(min_length=1)] = key(
         "",
-        "Server of the engines other than pytorch, such as http://127.0.0.1:8000; requests are balanced over a list.",
+        "Server of the engines other than pytorch, such as http://127.0.0.1:8000; requests are"
+        " balanced over a list.",
         may_change_at_resume=True,
         own_to_a_run=True,
     )
-    served_model: str = key("", "Name of the base model on the server; empty takes the only one it has.")
+    served_model: str = key(
+        "", "Name of the base model on the server; empty takes the only one it has."
+    )
     api_key_env: Annotated[str, AfterValidator(check_variable)] = key(
-        "", "Environment variable with the server's API key; empty sends none.", may_change_at_resume=True, own_to_a_run=True
+        "",
+        "Environment variable with the server's API key; empty sends none.",
+        may_change_at_resume=True,
+        own_to_a_run=True,
     )
     timeout_s: float = key(
-        300.0, "Longest wait for an answer of the server, in seconds.", gt=0, may_change_at_resume=True, own_to_a_run=True
+        300.0,
+        "Longest wait for an answer of the server, in seconds.",
+        gt=0,
+        may_change_at_resume=True,
+        own_to_a_run=True,
     )
     adapter_dir: PathText = key(
         "",
-        "Folder in which a server reads each step's adapter, seen by both under this path; empty is the run's own folder.",
+        "Folder in which a server reads each step's adapter, seen by both under this path; empty is"
+        " the run's own folder.",
         may_change_at_resume=True,
         own_to_a_run=True,
     )
     attention_kernel: Literal["default", "flash", "triton", "tk", "cutlass"] = key(
         "default",
-        "Attention implementation. default: torch's flash kernel where it runs, else torch's choice. flash: that or nothing. cutlass: "
-        "torch's other CUDA kernel. triton and tk are refused.",
+        "Attention implementation. default: torch's flash kernel where it runs, else torch's"
+        " choice. flash: that or nothing. cutlass: torch's other CUDA kernel. triton and tk are"
+        " refused.",
     )
     dtype: Literal["auto", "bf16", "fp8", "fp4"] = key("auto", "Data type of inference.")
-    kv_cache_dtype: Literal["auto", "bf16", "fp8", "int8"] = key("auto", "Data type of the KV cache.")
-    prefix_caching: bool = key(True, "Share the prompt's KV cache among the completions of a group.")
+    kv_cache_dtype: Literal["auto", "bf16", "fp8", "int8"] = key(
+        "auto", "Data type of the KV cache."
+    )
+    prefix_caching: bool = key(
+        True, "Share the prompt's KV cache among the completions of a group."
+    )
     mismatch_limit: float | None = key(
         None,
-        "Stop the run when log_ratio_mean, the mean |learner - sampler log-prob| in nats before a step's first update, exceeds this for 3 "
-        "steps in a row; 0 is off; unset is ten times the parity gate's own mean, at least 1e-3 (half precision: 0.02), and off with "
-        "dropout or in split mode.",
+        "Stop the run when log_ratio_mean, the mean |learner - sampler log-prob| in nats before a"
+        " step's first update, exceeds this for 3 steps in a row; 0 is off; unset is ten times the"
+        " parity gate's own mean, at least 1e-3 (half precision: 0.02), and off with dropout or in"
+        " split mode.",
         ge=0,
         meaningful_unset=True,
         example=0.02,
@@ -140,7 +173,9 @@ class Data(Section):
     """The problems."""
 
     source: Annotated[str, OpenName("data")] = key(
-        "math", "Data source: built in, hub:NAME[:config][:split], a .jsonl or .parquet file or folder, or a plugin."
+        "math",
+        "Data source: built in, hub:NAME[:config][:split], a .jsonl or .parquet file or folder, or"
+        " a plugin.",
     )
     path: PathText = key("", "File or folder for jsonl, parquet, or a local copy of math or gsm8k.")
     prompt_column: str = key("prompt", "Column that holds the problem.", min_length=1)
@@ -148,16 +183,21 @@ class Data(Section):
     system_prompt: str = key("", "System message before every prompt; empty is none.")
     prompt_template: str | None = key(
         None,
-        "Text around a problem, with {prompt} in it; unset asks math and gsm8k for steps and a box.",
+        "Text around a problem, with {prompt} in it; unset asks math and gsm8k for steps and a"
+        " box.",
         meaningful_unset=True,
         example="{prompt}\n",
     )
-    chat_template_args: Table = key({}, "Arguments of the tokenizer's chat template, such as enable_thinking = false.")
+    chat_template_args: Table = key(
+        {}, "Arguments of the tokenizer's chat template, such as enable_thinking = false."
+    )
     difficulty: int = key(1, "Difficulty of the lab's arithmetic.", ge=1)
     params: Table = key({}, "Parameters of a data plugin.")
 
 
-Arguments = Annotated[dict[str, Any], BeforeValidator(table_from_json), AfterValidator(check_arguments)]
+Arguments = Annotated[
+    dict[str, Any], BeforeValidator(table_from_json), AfterValidator(check_arguments)
+]
 
 
 class Environment(Section):
@@ -166,13 +206,20 @@ class Environment(Section):
     provider: Annotated[str, OpenName("environment", may_be_empty=True)] = key(
         "", "Environment provider, built in or a plugin (a dotted path); empty is none."
     )
-    id: str = key("", "Environment id: such as primeintellect/gsm8k, a task of reasoning_gym, or a game of textarena.")
+    id: str = key(
+        "",
+        "Environment id: such as primeintellect/gsm8k, a task of reasoning_gym, or a game of"
+        " textarena.",
+    )
     args: Arguments = key({}, "Arguments of the environment, as a table or a JSON string.")
-    max_turns: int = key(-1, "Most turns in multi-turn environments; -1 leaves it to the environment.", ge=-1)
+    max_turns: int = key(
+        -1, "Most turns in multi-turn environments; -1 leaves it to the environment.", ge=-1
+    )
     auto_install: bool = key(False, "Install a missing environment from the Prime hub.")
     timeout_s: float = key(
         600.0,
-        "Seconds that the environment itself may take for a trajectory; a slower one counts as not judged.",
+        "Seconds that the environment itself may take for a trajectory; a slower one counts as not"
+        " judged.",
         gt=0,
     )
 
@@ -187,10 +234,13 @@ class Reward(Section):
         "match", "Reward, or a list of rewards whose weighted sum is used."
     )
     weights: list[float] = key([], "Weights of the rewards in the list; empty means 1 each.")
-    judge_model: str = key("", "Model of the judge reward, such as gpt-4o-mini.", parameter_of=("judge",))
+    judge_model: str = key(
+        "", "Model of the judge reward, such as gpt-4o-mini.", parameter_of=("judge",)
+    )
     judge_base_url: ServerURL = key(
         "",
-        "Where the judge is served, such as http://127.0.0.1:8000/v1; empty means https://api.openai.com/v1.",
+        "Where the judge is served, such as http://127.0.0.1:8000/v1; empty means"
+        " https://api.openai.com/v1.",
         parameter_of=("judge",),
         may_change_at_resume=True,
         own_to_a_run=True,
@@ -204,11 +254,18 @@ class Reward(Section):
     )
     judge_template: str = key(
         "",
-        "What the judge is asked, with {question}, {reference} and {completion} in their places; empty is the built-in question.",
+        "What the judge is asked, with {question}, {reference} and {completion} in their places;"
+        " empty is the built-in question.",
         parameter_of=("judge",),
     )
     judge_concurrency: int = key(
-        8, "Most requests to the judge at a time.", ge=1, le=4096, parameter_of=("judge",), may_change_at_resume=True, own_to_a_run=True
+        8,
+        "Most requests to the judge at a time.",
+        ge=1,
+        le=4096,
+        parameter_of=("judge",),
+        may_change_at_resume=True,
+        own_to_a_run=True,
     )
     judge_cache: bool = key(
         True,
@@ -218,19 +275,33 @@ class Reward(Section):
         own_to_a_run=True,
     )
     judge_timeout_s: float = key(
-        60.0, "Seconds for one answer of the judge.", gt=0, parameter_of=("judge",), may_change_at_resume=True, own_to_a_run=True
-    )
-    judge_prices: Annotated[list[Annotated[float, Field(ge=0)]], AfterValidator(check_prices)] = key(
-        [],
-        "Price of a million tokens that the judge reads, and of a million that it writes, for judge_cost in metrics.jsonl.",
+        60.0,
+        "Seconds for one answer of the judge.",
+        gt=0,
         parameter_of=("judge",),
         may_change_at_resume=True,
         own_to_a_run=True,
     )
+    judge_prices: Annotated[list[Annotated[float, Field(ge=0)]], AfterValidator(check_prices)] = (
+        key(
+            [],
+            "Price of a million tokens that the judge reads, and of a million that it writes, for"
+            " judge_cost in metrics.jsonl.",
+            parameter_of=("judge",),
+            may_change_at_resume=True,
+            own_to_a_run=True,
+        )
+    )
     custom_module: str = key("", "Python module of the custom reward.", parameter_of=("custom",))
-    custom_function: str = key("score", "Function in that module.", min_length=1, parameter_of=("custom",))
-    random_p: float = key(0.5, "Probability of 1 in the random reward.", ge=0, le=1, parameter_of=("random",))
-    params: Table = key({}, "Parameters of a custom or plugin reward.", parameter_of=("custom", "plugin"))
+    custom_function: str = key(
+        "score", "Function in that module.", min_length=1, parameter_of=("custom",)
+    )
+    random_p: float = key(
+        0.5, "Probability of 1 in the random reward.", ge=0, le=1, parameter_of=("random",)
+    )
+    params: Table = key(
+        {}, "Parameters of a custom or plugin reward.", parameter_of=("custom", "plugin")
+    )
     after_think: bool = key(
         True,
         "Count a box, and show the judge, only what follows the last </think>, where there is one.",
@@ -241,11 +312,20 @@ class Reward(Section):
     )
     correct_threshold: float = key(0.5, "A completion is correct when its reward is above this.")
     max_failure_rate: float = key(
-        0.05, "Stop when more than this fraction of the last 20 steps' completions could not be judged; 1 is off.", ge=0, le=1
+        0.05,
+        "Stop when more than this fraction of the last 20 steps' completions could not be judged; 1"
+        " is off.",
+        ge=0,
+        le=1,
     )
     deadline_s: float = key(5.0, "Seconds after which a verification is killed.", gt=0)
     workers: int = key(
-        0, "Worker processes that verify; 0 chooses by the machine.", ge=0, le=1024, may_change_at_resume=True, own_to_a_run=True
+        0,
+        "Worker processes that verify; 0 chooses by the machine.",
+        ge=0,
+        le=1024,
+        may_change_at_resume=True,
+        own_to_a_run=True,
     )
 
     @property
@@ -264,11 +344,17 @@ class Backpressure(Section):
     warmup_steps: int = key(10, "Steps to collect before the throughput model is fitted.", ge=1)
     ema_decay: float = key(0.9, "Decay of the throughput's moving average.", ge=0, lt=1)
     throttle_margin: float = key(0.85, "Target fraction of the optimal concurrency.", gt=0, le=1)
-    increase_margin: float = key(0.5, "Fraction of that target below which the batch grows.", ge=0, le=1)
+    increase_margin: float = key(
+        0.5, "Fraction of that target below which the batch grows.", ge=0, le=1
+    )
     min_batch_size: int = key(1, "Smallest batch size.", ge=1)
     max_batch_size: int = key(64, "Largest batch size.", ge=1)
-    peak_gflops: float = key(0.0, "Peak GFLOP/s of the hardware for roofline hints; 0 skips them.", ge=0)
-    peak_bw_gb_s: float = key(0.0, "Peak memory bandwidth in GB/s for roofline hints; 0 skips them.", ge=0)
+    peak_gflops: float = key(
+        0.0, "Peak GFLOP/s of the hardware for roofline hints; 0 skips them.", ge=0
+    )
+    peak_bw_gb_s: float = key(
+        0.0, "Peak memory bandwidth in GB/s for roofline hints; 0 skips them.", ge=0
+    )
     cooldown: int = key(5, "Fewest steps between two changes.", ge=0)
     min_r2: float = key(0.5, "Smallest R squared at which a fit is trusted.", ge=0, le=1)
     weights: Literal["relative", "none"] = key("relative", "Weights of the fit.")
@@ -279,16 +365,24 @@ class Squeeze(Section):
 
     traits = Traits(own_to_a_run=True, whole_campaign=True, acts_by_presence=True)
 
-    min_variance_retention: float = key(0.95, "Fraction of the variance that the recommended rank must keep.", gt=0, le=1)
+    min_variance_retention: float = key(
+        0.95, "Fraction of the variance that the recommended rank must keep.", gt=0, le=1
+    )
     adapter_path: PathText = key(
-        "", "Adapter to analyse, a PEFT folder or a tinker:// path; a file with this key and no [campaign] is a squeeze job."
+        "",
+        "Adapter to analyse, a PEFT folder or a tinker:// path; a file with this key and no"
+        " [campaign] is a squeeze job.",
     )
     source_rank: int = key(0, "Expected rank of the adapter; 0 reads it from the weights.", ge=0)
     target_ranks: list[Positive] = key([], "Ranks to evaluate; empty means powers of two.")
     output_path: PathText = key("", "Folder for the compressed adapter; empty does not compress.")
     compress_to: int = key(0, "Rank of the compressed adapter; 0 takes the recommended one.", ge=0)
-    device: Annotated[str, AfterValidator(check_svd_device)] = key("cpu", "Torch device of the SVD.")
-    rule: Literal["mean", "min"] = key("mean", "What must keep the variance: the mean of the layers, or the worst layer.")
+    device: Annotated[str, AfterValidator(check_svd_device)] = key(
+        "cpu", "Torch device of the SVD."
+    )
+    rule: Literal["mean", "min"] = key(
+        "mean", "What must keep the variance: the mean of the layers, or the worst layer."
+    )
     per_layer: bool = key(False, "Choose a rank for each layer.")
     evaluate: bool = key(False, "Evaluate the compressed adapter.")
 
@@ -298,7 +392,12 @@ class Resume(Section):
 
     traits = Traits(own_to_a_run=True, whole_campaign=True)
 
-    from_: PathText = key("", "Folder of the run to resume (it holds trainer_state.json).", alias="from", may_change_at_resume=True)
+    from_: PathText = key(
+        "",
+        "Folder of the run to resume (it holds trainer_state.json).",
+        alias="from",
+        may_change_at_resume=True,
+    )
 
 
 class Logging(Section):
@@ -314,7 +413,8 @@ class Logging(Section):
     )
     label: Annotated[str, AfterValidator(check_label)] = key(
         "",
-        "Name of the condition in metrics and on the screen; empty means {advantage}+{transform}; campaigns set it.",
+        "Name of the condition in metrics and on the screen; empty means {advantage}+{transform};"
+        " campaigns set it.",
         not_for_a_condition="label names the condition",
     )
     wandb_project: str = key("", "Weights & Biases project; setting it switches wandb on.")
@@ -322,7 +422,9 @@ class Logging(Section):
     wandb_entity: str = key("", "wandb entity or team.")
     wandb_group: str = key("", "wandb group.")
     wandb_tags: str = key("", "Comma-separated wandb tags.")
-    trackers: list[Literal["wandb", "trackio", "tensorboard"]] = key([], "Trackers in addition to the run's own files.")
+    trackers: list[Literal["wandb", "trackio", "tensorboard"]] = key(
+        [], "Trackers in addition to the run's own files."
+    )
     generations_every: int = key(1, "Steps between records of generations; 0 is off.", ge=0)
     generations_per_step: int = key(8, "Generations recorded at each such step.", ge=0)
     tokens_every: int = key(0, "Steps between per-token files for inspect; 0 is off.", ge=0)

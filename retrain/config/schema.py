@@ -1,7 +1,8 @@
-"""The whole configuration, and the only list of keys: their sections are in learning_sections.py and run_sections.py.
+"""The whole configuration, and the only list of keys: their sections are in learning_sections.py
+and run_sections.py.
 
-Flags, the manual, the documentation's tables, the JSON Schema, examples/all_keys.toml and every error are made from
-these classes.
+Flags, the manual, the documentation's tables, the JSON Schema, examples/all_keys.toml and every
+error are made from these classes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,17 +39,36 @@ from retrain.config.learning_sections import (
     TinkerOptions,
     Training,
 )
-from retrain.config.names import ALIASES, bracketed, condition_label, fixed_aggregation, moved_aliases
+from retrain.config.names import (
+    ALIASES,
+    bracketed,
+    condition_label,
+    fixed_aggregation,
+    moved_aliases,
+)
 from retrain.config.rules import RuleViolations, Violation, broken_rules
-from retrain.config.run_sections import Backpressure, Data, Environment, Evaluation, Inference, Logging, Resume, Reward, Squeeze
+from retrain.config.run_sections import (
+    Backpressure,
+    Data,
+    Environment,
+    Evaluation,
+    Inference,
+    Logging,
+    Resume,
+    Reward,
+    Squeeze,
+)
 from retrain.config.section import Section, Seed, Traits, key
 from retrain.config.values import LABEL, OpenName, check_label
 from retrain.parsing import toml_value
 
 __all__ = [
-    "BACKEND_OPTIONS", "DEFAULT_CLIPS", "DEFAULT_CONDITIONS", "Algorithm", "Backend", "Backpressure", "Campaign", "Condition", "Data",
-    "Environment", "Evaluation", "Gtpo", "Hicra", "Inference", "Logging", "Lora", "Loss", "Model", "Optimizer", "Planning", "Plugins",
-    "PrimeRLOptions", "Provenance", "Resume", "Reward", "Sepa", "Squeeze", "TinkerOptions", "TrainConfig", "Training",
+    "BACKEND_OPTIONS", "DEFAULT_CLIPS", "DEFAULT_CONDITIONS", "Algorithm", "Backend",
+    "Backpressure", "Campaign", "Condition", "Data",
+    "Environment", "Evaluation", "Gtpo", "Hicra", "Inference", "Logging", "Lora", "Loss", "Model",
+    "Optimizer", "Planning", "Plugins",
+    "PrimeRLOptions", "Provenance", "Resume", "Reward", "Sepa", "Squeeze", "TinkerOptions",
+    "TrainConfig", "Training",
 ]  # fmt: skip
 
 
@@ -58,9 +78,11 @@ class Provenance:
 
     path: Path | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
-    """ "section.key" to "file", "environment NAME" or "flag --name"; keys left to their default are absent."""
+    """ "section.key" to "file", "environment NAME" or "flag --name"; keys left to their default are
+    absent."""
     foreign: bool = False
-    """The configuration was found in a run's folder, which anyone may have made, so code that it names is not run."""
+    """The configuration was found in a run's folder, which anyone may have made, so code that it
+    names is not run."""
 
 
 def _open_condition(schema: dict[str, Any]) -> None:
@@ -70,18 +92,30 @@ def _open_condition(schema: dict[str, Any]) -> None:
 
 
 class Condition(Section):
-    """A condition of a campaign: an advantage and a transform, or an algorithm instead, and any other keys that it sets."""
+    """A condition of a campaign: an advantage and a transform, or an algorithm instead, and any
+    other keys that it sets.
+    """
 
     model_config = ConfigDict(json_schema_extra=_open_condition)
 
-    advantage_mode: Annotated[str, OpenName("advantage", may_be_empty=True)] = key("", "Advantage of this condition.")
-    transform_mode: Annotated[str, OpenName("transform", may_be_empty=True)] = key("", "Transform of this condition.")
-    algorithm_mode: Annotated[str, OpenName("algorithm", may_be_empty=True)] = key("", "A whole algorithm in place of the two modes.")
+    advantage_mode: Annotated[str, OpenName("advantage", may_be_empty=True)] = key(
+        "", "Advantage of this condition."
+    )
+    transform_mode: Annotated[str, OpenName("transform", may_be_empty=True)] = key(
+        "", "Transform of this condition."
+    )
+    algorithm_mode: Annotated[str, OpenName("algorithm", may_be_empty=True)] = key(
+        "", "A whole algorithm in place of the two modes."
+    )
     given_label: Annotated[str, AfterValidator(check_label)] = key(
-        "", "Name of the condition; empty means {advantage}+{transform}, or the algorithm; of several, with ~key=value.", alias="label"
+        "",
+        "Name of the condition; empty means {advantage}+{transform}, or the algorithm; of several,"
+        " with ~key=value.",
+        alias="label",
     )
     sets: dict[str, Any] = Field(default={})
-    """"section.key" -> value of every other key in the condition's table. The values are checked together with the base."""
+    """"section.key" -> value of every other key in the condition's table. The values are checked
+    together with the base."""
 
     @model_serializer(mode="wrap")
     def _flat(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -94,11 +128,15 @@ class Condition(Section):
 
     @property
     def label(self) -> str:
-        return self.given_label or condition_label(self.advantage_mode, self.transform_mode, self.algorithm_mode)
+        return self.given_label or condition_label(
+            self.advantage_mode, self.transform_mode, self.algorithm_mode
+        )
 
 
 def told_apart(conditions: Sequence[Condition]) -> tuple[Condition, ...]:
-    """Give conditions without a label that share a name the label NAME~key=value, of the keys in which they differ."""
+    """Give conditions without a label that share a name the label NAME~key=value, of the keys in
+    which they differ.
+    """
     alike: dict[str, list[Condition]] = {}
     for condition in conditions:
         alike.setdefault(condition.label, []).append(condition)
@@ -106,11 +144,14 @@ def told_apart(conditions: Sequence[Condition]) -> tuple[Condition, ...]:
 
 
 def _told_apart(condition: Condition, others: Sequence[Condition]) -> Condition:
-    """A condition with its label among those of the same name; one that has a label, or whose values give none, stays as it is."""
+    """A condition with its label among those of the same name; one that has a label, or whose
+    values give none, stays as it is.
+    """
     label = condition.label
     for path, value in condition.sets.items():
         if any(other.sets.get(path) != value for other in others):
-            label += f"~{path.rpartition('.')[2]}={value if isinstance(value, str) else toml_value(value)}"
+            shown = value if isinstance(value, str) else toml_value(value)
+            label += f"~{path.rpartition('.')[2]}={shown}"
     if condition.given_label or label == condition.label or not LABEL.fullmatch(label):
         return condition
     return condition.model_copy(update={"given_label": label})
@@ -118,7 +159,13 @@ def _told_apart(condition: Condition, others: Sequence[Condition]) -> Condition:
 
 DEFAULT_CONDITIONS = tuple(
     Condition(advantage_mode=advantage, transform_mode=transform)
-    for advantage, transform in (("grpo", "none"), ("maxrl", "none"), ("maxrl", "gtpo"), ("maxrl", "gtpo_hicra"), ("maxrl", "gtpo_sepa"))
+    for advantage, transform in (
+        ("grpo", "none"),
+        ("maxrl", "none"),
+        ("maxrl", "gtpo"),
+        ("maxrl", "gtpo_hicra"),
+        ("maxrl", "gtpo_sepa"),
+    )
 )
 """The progressive ablation from plain GRPO to MaxRL with GTPO and SEPA."""
 
@@ -128,36 +175,58 @@ class Campaign(Section):
 
     traits = Traits(own_to_a_run=True, whole_campaign=True, acts_by_presence=True)
 
-    seeds: Annotated[list[Seed], Field(min_length=1)] = key([42, 101, 202, 303, 404, 505, 606, 707], "Seeds that each condition runs with.")
-    max_steps: int | None = key(
-        None, "Steps of each run; unset means [training] max_steps (500).", ge=1, meaningful_unset=True, example=500
+    seeds: Annotated[list[Seed], Field(min_length=1)] = key(
+        [42, 101, 202, 303, 404, 505, 606, 707], "Seeds that each condition runs with."
     )
-    stop: Literal["seeds", "evidence"] = key("seeds", "End after all seeds, or look after every seed and stop when the evidence decides.")
+    max_steps: int | None = key(
+        None,
+        "Steps of each run; unset means [training] max_steps (500).",
+        ge=1,
+        meaningful_unset=True,
+        example=500,
+    )
+    stop: Literal["seeds", "evidence"] = key(
+        "seeds", "End after all seeds, or look after every seed and stop when the evidence decides."
+    )
     max_seeds: int = key(
-        0, 'Most seeds with stop = "evidence"; seeds beyond those listed count up from the largest one. 0 is the number listed.', ge=0
+        0,
+        'Most seeds with stop = "evidence"; seeds beyond those listed count up from the largest'
+        " one. 0 is the number listed.",
+        ge=0,
     )
     margin: float | None = key(
         None,
-        "Differences in the held-out accuracy below this are called equivalent; unset plans no such verdict.",
+        "Differences in the held-out accuracy below this are called equivalent; unset plans no such"
+        " verdict.",
         gt=0,
         lt=1,
         meaningful_unset=True,
         example=0.02,
     )
     parallel: bool = key(False, "Run conditions simultaneously.")
-    max_workers: int = key(0, "Most simultaneous runs; 0 starts all, on CUDA as many as the devices hold.", ge=0)
+    max_workers: int = key(
+        0, "Most simultaneous runs; 0 starts all, on CUDA as many as the devices hold.", ge=0
+    )
     stagger_seconds: float = key(0.0, "Seconds between starts of runs.", ge=0)
-    conditions: list[Condition] = key([], "The conditions; empty means the five of the standard ablation.")
+    conditions: list[Condition] = key(
+        [], "The conditions; empty means the five of the standard ablation."
+    )
     launcher: Literal["local", "ray"] = key("local", "What starts the runs.")
     ray_address: str = key("", "Address of a Ray cluster; empty starts a local one.")
-    max_retries: int = key(2, "Times that a run is restarted after its worker was lost (killed, or its machine gone).", ge=0)
+    max_retries: int = key(
+        2,
+        "Times that a run is restarted after its worker was lost (killed, or its machine gone).",
+        ge=0,
+    )
     devices_per_run: int = key(1, "Devices of one run.", ge=1)
     workers_per_device: int = key(1, "Runs that share one device.", ge=1)
     price_per_hour: float = key(0.0, "Price of one device hour, for the cost in reports.", ge=0)
 
 
 class TrainConfig(Section):
-    """The whole configuration. Sections are attributes, and every key keeps its TOML name (`from` is `from_`)."""
+    """The whole configuration. Sections are attributes, and every key keeps its TOML name (`from`
+    is `from_`).
+    """
 
     backend: Backend = Field(default_factory=Backend)
     model: Model = Field(default_factory=Model)
@@ -194,12 +263,16 @@ class TrainConfig(Section):
         if both_given:
             sentence = "{} is another name of {} and both are given; keep the second"
             pairs = [(alias, ALIASES[alias]) for alias in both_given]
-            raise RuleViolations([Violation(pair, sentence.format(*map(bracketed, pair))) for pair in pairs])
+            raise RuleViolations(
+                [Violation(pair, sentence.format(*map(bracketed, pair))) for pair in pairs]
+            )
         return data
 
     @model_validator(mode="after")
     def _fill_in(self) -> "TrainConfig":
-        """Fill in what another key decides. Such a key stays unset, so that it is never taken for the user's."""
+        """Fill in what another key decides. Such a key stays unset, so that it is never taken for
+        the user's.
+        """
         for path, (value, _) in self._implied.items():
             section, _, name = path.partition(".")
             filled = getattr(self, section).model_copy()
@@ -223,7 +296,9 @@ class TrainConfig(Section):
 
     @property
     def _implied(self) -> dict[str, tuple[Any, str]]:
-        """The unset keys that another key decides: "section.key" -> (value, the key that decides)."""
+        """The unset keys that another key decides: "section.key" -> (value, the key that
+        decides).
+        """
         implied: dict[str, tuple[Any, str]] = {}
         if aggregation := fixed_aggregation(self.algorithm.algorithm_mode):
             implied["loss.aggregation"] = (aggregation, "algorithm.algorithm_mode")
@@ -238,17 +313,22 @@ class TrainConfig(Section):
 
     @property
     def origins(self) -> dict[str, str]:
-        """The source of each value: "section.key" to "default", "file", "environment NAME", "flag --name" or "implied by KEY"."""
+        """The source of each value: "section.key" to "default", "file", "environment NAME", "flag
+        --name" or "implied by KEY".
+        """
         from retrain.config.keys import all_keys
 
         unset = {path: f"implied by {decides}" for path, (_, decides) in self._implied.items()}
         given = self._provenance.origins
         return {
-            path: given.get(path, "file") if self.is_set(path) else unset.get(path, "default") for path in (k.path for k in all_keys())
+            path: given.get(path, "file") if self.is_set(path) else unset.get(path, "default")
+            for path in (k.path for k in all_keys())
         }
 
     def is_set(self, path: str) -> bool:
-        """True if a section ("squeeze") or a key ("backend.devices") was given rather than left to its default."""
+        """True if a section ("squeeze") or a key ("backend.devices") was given rather than left to
+        its default.
+        """
         section, _, name = path.partition(".")
         if section not in self.model_fields_set or not name:
             return section in self.model_fields_set
@@ -270,7 +350,9 @@ class TrainConfig(Section):
     def condition_label(self) -> str:
         """The condition of a single run, as metrics and folders name it."""
         algorithm = self.algorithm
-        return self.logging.label or condition_label(algorithm.advantage_mode, algorithm.transform_mode, algorithm.algorithm_mode)
+        return self.logging.label or condition_label(
+            algorithm.advantage_mode, algorithm.transform_mode, algorithm.algorithm_mode
+        )
 
     @property
     def conditions(self) -> tuple[Condition, ...]:
@@ -279,4 +361,9 @@ class TrainConfig(Section):
             return told_apart(self.campaign.conditions) or DEFAULT_CONDITIONS
         if self.algorithm.algorithm_mode:
             return (Condition(algorithm_mode=self.algorithm.algorithm_mode),)
-        return (Condition(advantage_mode=self.algorithm.advantage_mode, transform_mode=self.algorithm.transform_mode),)
+        return (
+            Condition(
+                advantage_mode=self.algorithm.advantage_mode,
+                transform_mode=self.algorithm.transform_mode,
+            ),
+        )

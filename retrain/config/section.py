@@ -11,12 +11,16 @@ from retrain.config.values import MAX_SEED, check_holdable, check_path, check_ta
 
 @dataclass(frozen=True)
 class Traits:
-    """Properties of a key, or of every key of a section, besides its values. Lists of keys are derived from them (`Key.traits`)."""
+    """Properties of a key, or of every key of a section, besides its values. Lists of keys are
+    derived from them (`Key.traits`).
+    """
 
     meaningful_unset: bool = False
-    """Leaving the key out has a meaning that no value expresses, so a written configuration leaves it out too."""
+    """Leaving the key out has a meaning that no value expresses, so a written configuration leaves
+    it out too."""
     acts_by_presence: bool = False
-    """The presence of the section has a meaning, so a written configuration leaves it out while it is unset."""
+    """The presence of the section has a meaning, so a written configuration leaves it out while it
+    is unset."""
     may_change_at_resume: bool = False
     own_to_a_run: bool = False
     """Runs that differ in this key may still be compared: it is no part of what is trained."""
@@ -28,13 +32,19 @@ class Traits:
     not_for_a_condition: str = ""
     """Why a condition cannot set it, and which key does instead."""
     echoes_training: bool = False
-    """While unset, it has the value of the key of the same name in [training], which the bare name means."""
+    """While unset, it has the value of the key of the same name in [training], which the bare name
+    means."""
     parameter_of: tuple[str, ...] = ()
     """The rewards whose judgement depends on it; "plugin" stands for every plugin."""
 
     def __or__(self, other: "Traits") -> "Traits":
         """Combine the traits of a key with those of its section."""
-        return Traits(**{trait.name: getattr(self, trait.name) or getattr(other, trait.name) for trait in fields(Traits)})
+        return Traits(
+            **{
+                trait.name: getattr(self, trait.name) or getattr(other, trait.name)
+                for trait in fields(Traits)
+            }
+        )
 
 
 NO_TRAITS = Traits()
@@ -44,12 +54,14 @@ _TRAITS = tuple(trait.name for trait in fields(Traits))
 def key(default: Any, doc: str, *, example: Any = None, **marks: Any) -> Any:
     """Declare a key with its default and its documentation.
 
-    `example` stands in the annotated file where there is no default. `marks` are the key's Traits, and pydantic's ge, gt, le, lt,
-    min_length and alias.
+    `example` stands in the annotated file where there is no default. `marks` are the key's Traits,
+    and pydantic's ge, gt, le, lt, min_length and alias.
     """
     traits = {name: marks.pop(name) for name in _TRAITS if name in marks}
     examples = None if example is None else [example]
-    return Field(default, description=doc, examples=examples, json_schema_extra={"traits": traits}, **marks)
+    return Field(
+        default, description=doc, examples=examples, json_schema_extra={"traits": traits}, **marks
+    )
 
 
 def traits_of(field: FieldInfo) -> Traits:
@@ -66,7 +78,9 @@ Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 
 
 class Section(BaseModel):
-    """A strict, frozen and closed table: an unknown key is an error, "5" is not 5, and nan and inf are not numbers."""
+    """A strict, frozen and closed table: an unknown key is an error, "5" is not 5, and nan and inf
+    are not numbers.
+    """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
     traits: ClassVar[Traits] = NO_TRAITS

@@ -1,5 +1,5 @@
-"""Sentences about wrong values: pydantic's errors become one sentence each, with place, section, key, value, what is allowed and the
-nearest name.
+"""Sentences about wrong values: pydantic's errors become one sentence each, with place, section,
+key, value, what is allowed and the nearest name.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,16 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from retrain.config.keys import CONDITION_KEYS, Key, all_keys, choices_of, condition_homes, key_meant, keys_by_path, section_models
+from retrain.config.keys import (
+    CONDITION_KEYS,
+    Key,
+    all_keys,
+    choices_of,
+    condition_homes,
+    key_meant,
+    keys_by_path,
+    section_models,
+)
 from retrain.config.names import ALIASES, DATA_FILE_SUFFIXES, names_of
 from retrain.config.rules import RuleViolations, Violation
 from retrain.config.schema import Condition, Provenance
@@ -40,8 +49,14 @@ class Place:
     provenance: Provenance
 
     def of(self, *paths: str) -> str:
-        """Return where a violation's keys were given: the first flag or variable among them, else the file."""
-        above = [self.provenance.origins[path] for path in paths if self.provenance.origins.get(path, "file") != "file"]
+        """Return where a violation's keys were given: the first flag or variable among them, else
+        the file.
+        """
+        above = [
+            self.provenance.origins[path]
+            for path in paths
+            if self.provenance.origins.get(path, "file") != "file"
+        ]
         return above[0] if above else self.file
 
     @property
@@ -76,21 +91,33 @@ def wrong_paths(details: Iterable[ErrorDetails]) -> set[str]:
     return {".".join(map(str, detail["loc"][:2])) for detail in details if detail["loc"]}
 
 
-def field_sentences(problems: Iterable[ErrorDetails], data: Mapping[str, Any], place: Place) -> tuple[list[str], int]:
-    """Return one sentence for each of the first wrong values, and the number of the others. The members of a union count as one."""
+def field_sentences(
+    problems: Iterable[ErrorDetails], data: Mapping[str, Any], place: Place
+) -> tuple[list[str], int]:
+    """Return one sentence for each of the first wrong values, and the number of the others. The
+    members of a union count as one.
+    """
     grouped: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
     for detail in problems:
         if detail["loc"]:
             in_condition = detail["loc"][:2] == ("campaign", "conditions")
             grouped.setdefault(detail["loc"][: 4 if in_condition else 2], []).append(detail)
     first = islice(grouped.items(), MOST_SENTENCES)
-    return [_sentence(loc, details, data, place) for loc, details in first], max(0, len(grouped) - MOST_SENTENCES)
+    return [_sentence(loc, details, data, place) for loc, details in first], max(
+        0, len(grouped) - MOST_SENTENCES
+    )
 
 
-def _sentence(loc: tuple[int | str, ...], details: list[ErrorDetails], data: Mapping[str, Any], place: Place) -> str:
+def _sentence(
+    loc: tuple[int | str, ...], details: list[ErrorDetails], data: Mapping[str, Any], place: Place
+) -> str:
     unknown = details[0]["type"] == "extra_forbidden"
     if len(loc) == 1:
-        text = _unknown_section(str(loc[0]), data) if unknown else f"[{loc[0]}] is a section, and here it is {_shown(data[str(loc[0])])}"
+        text = (
+            _unknown_section(str(loc[0]), data)
+            if unknown
+            else f"[{loc[0]}] is a section, and here it is {_shown(data[str(loc[0])])}"
+        )
         return f"{place.file}: {_finish(text)}"
     path = f"{loc[0]}.{loc[1]}"
     where = place.of(path, *(alias for alias, canonical in ALIASES.items() if canonical == path))
@@ -116,7 +143,10 @@ def _unknown_section(name: str, data: Mapping[str, Any]) -> str:
         where = f"it belongs under [{homes[0]}]" if homes else "every key belongs under a [section]"
         return f"{name} = {_shown(data[name])} stands outside of a section; {where}"
     near = nearest(name, tuple(section_models()))
-    return f"[{name}] is not a section; {f'did you mean [{near}]?' if near else 'sections are ' + ', '.join(section_models())}"
+    return (
+        f"[{name}] is not a section;"
+        f" {f'did you mean [{near}]?' if near else 'sections are ' + ', '.join(section_models())}"
+    )
 
 
 def _unknown_key(section: str, name: str, place: Place) -> str:
@@ -129,7 +159,10 @@ def _unknown_key(section: str, name: str, place: Place) -> str:
     others = [key.section for key in all_keys() if key.name == name]
     if meant := synonym(name, section):
         home, _, known = meant.partition(".")
-        return f"[{section}] {name} is not a key; did you mean {'' if home == section else f'[{home}] '}{known}?"
+        return (
+            f"[{section}] {name} is not a key; did you mean"
+            f" {'' if home == section else f'[{home}] '}{known}?"
+        )
     if others:
         return f"[{section}] {name} is not a key; {name} belongs under [{others[0]}]"
     if clause := instead(name):
@@ -151,9 +184,16 @@ def _condition_problem(loc: tuple[int | str, ...], details: list[ErrorDetails]) 
         return f"{where}: {_unknown_setting(name)}"
     context = details[0].get("ctx", {})
     if name == "label":
-        return f"{where}: label = {_shown(details[0]['input'])} {context.get('problem', 'is not a string')}"
+        return (
+            f"{where}: label = {_shown(details[0]['input'])}"
+            f" {context.get('problem', 'is not a string')}"
+        )
     value = details[0]["input"]
-    near = nearest(value, choices_of(Condition.model_fields[name], names_of)) if isinstance(value, str) else None
+    near = (
+        nearest(value, choices_of(Condition.model_fields[name], names_of))
+        if isinstance(value, str)
+        else None
+    )
     suffix = f'did you mean "{near}"?' if near else "give a built-in name or a dotted plugin path"
     return f"{where}: {name} = {_shown(value)} is not known; {suffix}"
 
@@ -162,14 +202,29 @@ def _unknown_setting(name: str) -> str:
     """The reason why a condition cannot set `name`."""
     known = keys_by_path().get(name)
     if known is not None:
-        reason = known.traits.not_for_a_condition or f"[{known.section}] belongs to the whole campaign"
+        reason = (
+            known.traits.not_for_a_condition or f"[{known.section}] belongs to the whole campaign"
+        )
         return f"{name} is not for a condition; {reason}"
     if homes := condition_homes(name):
         return f"{name} is a key of several sections; write {' or '.join(homes)}"
     section, _, word = name.rpartition(".")
     meant = key_meant(word, section)
-    near = meant.path if meant else nearest(name, [*CONDITION_KEYS, *keys_by_path(), *(key.name for key in all_keys())], NAME_CUTOFF)
-    hint = f"did you mean {near}?" if near else "a condition has advantage_mode and transform_mode, or algorithm_mode, a label, and any key"
+    near = (
+        meant.path
+        if meant
+        else nearest(
+            name, [*CONDITION_KEYS, *keys_by_path(), *(key.name for key in all_keys())], NAME_CUTOFF
+        )
+    )
+    hint = (
+        f"did you mean {near}?"
+        if near
+        else (
+            "a condition has advantage_mode and transform_mode, or algorithm_mode, a label, and"
+            " any key"
+        )
+    )
     return f"{name} is not a key of a condition; {hint}"
 
 
@@ -179,16 +234,29 @@ def _wrong_value(key: Key, value: Any, details: list[ErrorDetails]) -> str:
     near = nearest(word, choices_of(key.field, names_of)) if isinstance(word, str) else None
     wrong = str(refusal["ctx"]["problem"]) if refusal else _what_is_wrong(key, value, details[0])
     suffix = f'; did you mean "{near}"?' if near and near != value else ""
-    if isinstance(value, str) and key.path in ("data.source", "evaluation.source") and (place := _place_named(value)):
+    if (
+        isinstance(value, str)
+        and key.path in ("data.source", "evaluation.source")
+        and (place := _place_named(value))
+    ):
         suffix = f'; did you mean "{place}"?'
     return f"[{key.section}] {key.name} = {_shown(value)} {wrong}; allowed: {key.allowed}{suffix}"
 
 
 def _place_named(word: str) -> str:
-    """The path, as a data source, of a folder or a data file here that is called `word`; "" if there is none."""
+    """The path, as a data source, of a folder or a data file here that is called `word`; "" if
+    there is none.
+    """
     if is_path_text(word) and Path(word).is_dir():
         return f"./{word}"
-    return next((word + suffix for suffix in DATA_FILE_SUFFIXES if is_path_text(word) and Path(word + suffix).is_file()), "")
+    return next(
+        (
+            word + suffix
+            for suffix in DATA_FILE_SUFFIXES
+            if is_path_text(word) and Path(word + suffix).is_file()
+        ),
+        "",
+    )
 
 
 def _what_is_wrong(key: Key, value: Any, detail: ErrorDetails) -> str:
@@ -196,12 +264,21 @@ def _what_is_wrong(key: Key, value: Any, detail: ErrorDetails) -> str:
     if value == [] and list in key.kinds:
         return "is empty"
     if kind == "finite_number":
-        return "holds a number that is not finite" if isinstance(value, list) else "is not a finite number"
+        return (
+            "holds a number that is not finite"
+            if isinstance(value, list)
+            else "is not a finite number"
+        )
     if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
         return "holds a number out of range" if isinstance(value, list) else "is out of range"
     if kind in ("too_short", "string_too_short"):
         return "is empty"
-    if int in key.kinds and isinstance(value, str) and len(value) >= 4300 and value.lstrip("+-").isdecimal():
+    if (
+        int in key.kinds
+        and isinstance(value, str)
+        and len(value) >= 4300
+        and value.lstrip("+-").isdecimal()
+    ):
         return "has too many digits"
     if type(value) not in key.kinds and not (type(value) is int and float in key.kinds):
         return _WHAT_IT_IS.get(type(value), f"is a {type(value).__name__}")

@@ -1,4 +1,6 @@
-"""A configuration as a run's folder stores it: its text, its hash, and what may differ when the run is resumed."""
+"""A configuration as a run's folder stores it: its text, its hash, and what may differ when the run
+is resumed.
+"""
 
 import hashlib
 import json
@@ -12,10 +14,11 @@ from retrain.parsing import toml_value
 
 
 def dump_toml(config: TrainConfig) -> str:
-    """Write every key with its value, under canonical names, as TOML. Loading the text gives an equal configuration.
+    """Write every key with its value, under canonical names, as TOML. Loading the text gives an
+    equal configuration.
 
-    Keys whose being unset says something that no value can say are left out while they are unset, and so are the sections that act by
-    being there.
+    Keys whose being unset says something that no value can say are left out while they are unset,
+    and so are the sections that act by being there.
     """
     sections = []
     for section, model in section_models().items():
@@ -26,7 +29,9 @@ def dump_toml(config: TrainConfig) -> str:
             unset = key.traits.meaningful_unset and not config.is_set(key.path)
             if key.section == section and key.path != "campaign.conditions" and not unset:
                 lines.append(f"{key.name} = {_stored_value(key.path, config.value(key.path))}")
-        for condition in config.campaign.conditions if section == "campaign" and config.campaign else ():
+        for condition in (
+            config.campaign.conditions if section == "campaign" and config.campaign else ()
+        ):
             lines.append("\n[[campaign.conditions]]")
             settings = condition.model_dump(exclude_unset=True).items()
             lines += [f"{path} = {_stored_value(path, value)}" for path, value in settings]
@@ -35,25 +40,36 @@ def dump_toml(config: TrainConfig) -> str:
 
 
 def run_command(folder: Path) -> str:
-    """The command line that continues the run in `folder`, whatever file and flags began it: they are all in its config.toml."""
+    """The command line that continues the run in `folder`, whatever file and flags began it: they
+    are all in its config.toml.
+    """
     return f"retrain {quote(str(folder / 'config.toml'))} --resume {quote(str(folder))}"
 
 
 def campaign_command(config: TrainConfig, folder: Path) -> str:
-    """The command line that continues a campaign: the file that began it, the flags above it, and the folder."""
+    """The command line that continues a campaign: the file that began it, the flags above it, and
+    the folder.
+    """
     file, origins = config._provenance.path, config._provenance.origins
     if file is None:  # made in Python, which has its own way to give `[resume] from`
         return f"--resume {quote(str(folder))}"
     flags = [
-        key for key in all_keys() if origins.get(key.path, "").startswith("flag ") and key.path not in ("resume.from", "logging.log_dir")
+        key
+        for key in all_keys()
+        if origins.get(key.path, "").startswith("flag ")
+        and key.path not in ("resume.from", "logging.log_dir")
     ]
     values = [(key.flag, config.value(key.path)) for key in flags]
-    given = [f"{flag}={value if isinstance(value, str) else toml_value(value)}" for flag, value in values]
+    given = [
+        f"{flag}={value if isinstance(value, str) else toml_value(value)}" for flag, value in values
+    ]
     return " ".join(map(quote, ["retrain", str(file), *given, "--resume", str(folder)]))
 
 
 def _stored_value(path: str, value: Any) -> str:
-    """Write one value as TOML. environment.args may hold null, for which TOML has no form, so it is stored as JSON then."""
+    """Write one value as TOML. environment.args may hold null, for which TOML has no form, so it is
+    stored as JSON then.
+    """
     as_json = path == "environment.args" and _holds_none(value)
     return toml_value(json.dumps(value, ensure_ascii=False) if as_json else value)
 
@@ -65,17 +81,26 @@ def _holds_none(value: Any) -> bool:
 
 
 def config_hash(config: TrainConfig) -> str:
-    """sha256 (hex) over every value that must not change at resume; equal runs on other devices of a kind hash equal."""
-    fixed = [key.path for key in all_keys() if not key.traits.may_change_at_resume and key.path != "backend.devices"]
+    """sha256 (hex) over every value that must not change at resume; equal runs on other devices of
+    a kind hash equal.
+    """
+    fixed = [
+        key.path
+        for key in all_keys()
+        if not key.traits.may_change_at_resume and key.path != "backend.devices"
+    ]
     values = {path: _jsonable(config.value(path)) for path in fixed}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def resume_differences(stored: TrainConfig, current: TrainConfig) -> list[str]:
-    """One sentence for each value that a resumed run may not change, with both values; empty when it may be resumed."""
+    """One sentence for each value that a resumed run may not change, with both values; empty when
+    it may be resumed.
+    """
     return [
-        f"[{key.section}] {key.name} = {shown_value(current, key.path)} differs from {shown_value(stored, key.path)}, the run's own value, "
-        "and cannot change at resume; restore it, or start a new run."
+        f"[{key.section}] {key.name} = {shown_value(current, key.path)} differs from"
+        f" {shown_value(stored, key.path)}, the run's own value, and cannot change at resume;"
+        " restore it, or start a new run."
         for key in differing_keys(stored, current)
         if not key.traits.may_change_at_resume
     ]
@@ -87,14 +112,23 @@ def differing_keys(stored: TrainConfig, current: TrainConfig) -> list[Key]:
 
 
 def _differs(key: Key, stored: TrainConfig, current: TrainConfig) -> bool:
-    if key.path == "backend.devices":  # those of the same kind are as good, and an unset device is chosen by the machine
-        kinds = [[device.partition(":")[0] for device in config.backend.device_list] for config in (stored, current)]
+    if (
+        key.path == "backend.devices"
+    ):  # those of the same kind are as good, and an unset device is chosen by the machine
+        kinds = [
+            [device.partition(":")[0] for device in config.backend.device_list]
+            for config in (stored, current)
+        ]
         return stored.is_set(key.path) and current.is_set(key.path) and kinds[0] != kinds[1]
     return bool(_jsonable(stored.value(key.path)) != _jsonable(current.value(key.path)))
 
 
 def _jsonable(value: Any) -> Any:
-    return [item.model_dump() if hasattr(item, "model_dump") else item for item in value] if isinstance(value, list) else value
+    return (
+        [item.model_dump() if hasattr(item, "model_dump") else item for item in value]
+        if isinstance(value, list)
+        else value
+    )
 
 
 def shown_value(config: TrainConfig, path: str) -> str:

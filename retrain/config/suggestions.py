@@ -1,4 +1,6 @@
-"""Guess the meaning of an unknown name: the nearest known one, or the key that has this name in other trainers."""
+"""Guess the meaning of an unknown name: the nearest known one, or the key that has this name in
+other trainers.
+"""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -282,12 +284,13 @@ SYNONYMS: dict[str, str] = {
     "data.file": "data.path",
     "sepa.step": "sepa.steps",
 }
-"""Names in other trainers (TRL, verl, OpenRLHF, prime-rl, transformers, PEFT) and short forms -> the key that does the same or takes its
-place. "section.name" is what the name means in that section alone.
-"""
+"""Names in other trainers (TRL, verl, OpenRLHF, prime-rl, transformers, PEFT) and short forms ->
+the key that does the same or takes its place. "section.name" is what the name means in that section
+alone. """
 
 PREFIXES = {"bp_": "backpressure", "optim_": "optimizer", "tinker_": "backend"}
-"""How flags begin in an earlier project of this name -> the section of the key that the rest names."""
+"""How flags begin in an earlier project of this name -> the section of the key that the rest
+names."""
 
 _CRITIC = "there is no critic and no discount: advantages come from the rewards of a prompt's group"
 _SERVER = "it is a setting of the inference server, whose command `retrain serve` prints"
@@ -296,7 +299,10 @@ _ALWAYS = "every step is recorded in metrics.jsonl"
 _FILE = "the configuration's file needs no flag: retrain FILE.toml"
 _OVERWRITE = "--overwrite empties the run's folder first"
 _PROMPTS = "prompts are never cut; those that exceed the model's context are left out"
-_POLICY = "sampling follows the trained distribution; --temperature, --top-k, --top-p and --min-p shape it"
+_POLICY = (
+    "sampling follows the trained distribution; --temperature, --top-k, --top-p and --min-p"
+    " shape it"
+)
 
 ABSENT: dict[str, str] = {
     "gamma": _CRITIC,
@@ -336,15 +342,20 @@ ABSENT: dict[str, str] = {
     "max_prompt_len": _PROMPTS,
     "prompt_max_len": _PROMPTS,
     "no_eval": "--evaluation-every 0 --no-evaluation-at-end leaves evaluations out",
-    "sft_": "there is no supervised warm-up: [lora] init_from begins with an adapter that was trained elsewhere",
+    "sft_": (
+        "there is no supervised warm-up: [lora] init_from begins with an adapter that was trained"
+        " elsewhere"
+    ),
     "stop_strings": "a completion ends at the model's end-of-sequence tokens or at --max-tokens",
     "stop_tokens": "a completion ends at the model's end-of-sequence tokens or at --max-tokens",
     "eos_token": "a completion ends at the model's end-of-sequence tokens or at --max-tokens",
 }
-"""Names in other trainers that no key takes the place of, or with "_" how such names begin -> what is done instead, as a clause."""
+"""Names in other trainers that no key takes the place of, or with "_" how such names begin -> what
+is done instead, as a clause."""
 
 NAME_CUTOFF = 0.75
-"""Least similarity between a mistyped name and a key. Below it, most guesses name a key that was not meant."""
+"""Least similarity between a mistyped name and a key. Below it, most guesses name a key that was
+not meant."""
 
 
 def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -359,14 +370,22 @@ _LONGEST = 100
 
 
 def synonym(name: str, section: str = "") -> str | None:
-    """The "section.key" for a name in another trainer, None for any other name; dashes count as underscores."""
+    """The "section.key" for a name in another trainer, None for any other name; dashes count as
+    underscores.
+    """
     word = _word(name)
-    prefixed = (f"{home}.{word.removeprefix(prefix)}" for prefix, home in PREFIXES.items() if word.startswith(prefix) and not section)
+    prefixed = (
+        f"{home}.{word.removeprefix(prefix)}"
+        for prefix, home in PREFIXES.items()
+        if word.startswith(prefix) and not section
+    )
     return SYNONYMS.get(f"{section}.{word}") or SYNONYMS.get(word) or next(prefixed, None)
 
 
 def instead(name: str) -> str:
-    """Say, as a clause, what is done in place of another trainer's setting that has no key here; "" for any other name."""
+    """Say, as a clause, what is done in place of another trainer's setting that has no key here; ""
+    for any other name.
+    """
     word = _word(name)
     return ABSENT.get(word) or ABSENT.get(f"{word.partition('_')[0]}_", "")
 

@@ -1,7 +1,8 @@
-"""Tables of what each backend and engine does with each key: use it, leave it to `retrain serve`, ignore it, or refuse it.
+"""Tables of what each backend and engine does with each key: use it, leave it to `retrain serve`,
+ignore it, or refuse it.
 
-The tables are the only place where this is written. `outcomes.py` makes the sentences of a run and of `explain` from them, the documents
-print them, and the tests set every key of every row.
+The tables are the only place where this is written. `outcomes.py` makes the sentences of a run and
+of `explain` from them, the documents print them, and the tests set every key of every row.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +13,8 @@ if TYPE_CHECKING:
     from retrain.config.schema import TrainConfig
 
 Use = Literal["used", "serve", "unused", "refused"]
-"""serve: a setting of the server, which `retrain serve` passes on; a run cannot change it. unused: said at the start. refused: exit 2."""
+"""serve: a setting of the server, which `retrain serve` passes on; a run cannot change it. unused:
+said at the start. refused: exit 2."""
 
 BACKEND_SECTIONS = ("backend", "model", "training", "optimizer", "lora", "loss", "inference")
 """Every key of these has a row in the table of every backend."""
@@ -28,9 +30,11 @@ class Support:
     keys: tuple[str, ...]
     """ "section.key", or "section.*"."""
     because: str = ""
-    """Ends the sentence that names the key and its value; for a refused key it also says what to do."""
+    """Ends the sentence that names the key and its value; for a refused key it also says what to
+    do."""
     values: tuple[Any, ...] = ()
-    """The row holds for these values alone; empty: for every value, but a refused row lets a key be written at its default."""
+    """The row holds for these values alone; empty: for every value, but a refused row lets a key be
+    written at its default."""
     refuses_default: bool = False
     """The default itself does what the row refuses, so it may be left out and not written."""
     when: Callable[["TrainConfig"], bool] | None = None
@@ -40,7 +44,11 @@ class Support:
         return path in self.keys or f"{path.partition('.')[0]}.*" in self.keys
 
     def holds(self, config: "TrainConfig", path: str) -> bool:
-        return self.covers(path) and (not self.values or config.value(path) in self.values) and (self.when is None or self.when(config))
+        return (
+            self.covers(path)
+            and (not self.values or config.value(path) in self.values)
+            and (self.when is None or self.when(config))
+        )
 
 
 Table = tuple[Support, ...]
@@ -62,7 +70,7 @@ def refused(*keys: str, because: str, values: tuple[Any, ...] = ()) -> Support:
     return Support("refused", keys, because, values)
 
 
-# -- backends ------------------------------------------------------------------------------------------------------------
+# -- backends --------------------------------------------------------------------------------------
 
 _SAMPLING = ("training.seed", "training.max_tokens", "training.temperature")
 _LOOP = (
@@ -77,9 +85,20 @@ _LOOP = (
 )
 _CUTS = ("training.top_k", "training.top_p", "training.min_p")
 _RATE = ("training.lr", "training.lr_schedule", "training.lr_warmup_steps", "training.weight_decay")
-_FILES = ("backend.backend", "backend.adapter_path", "model.model", "model.revision", "model.trust_remote_code")
+_FILES = (
+    "backend.backend",
+    "backend.adapter_path",
+    "model.model",
+    "model.revision",
+    "model.trust_remote_code",
+)
 _TINKER_ONLY = ("backend.max_concurrent", "backend.throttle_dir", "model.base_url")
-_CORRECTION = ("loss.correction_cap", "loss.correction_low", "loss.correction_high", "loss.correction_params")
+_CORRECTION = (
+    "loss.correction_cap",
+    "loss.correction_low",
+    "loss.correction_high",
+    "loss.correction_params",
+)
 _MEMORY = ("training.micro_batch_tokens", "training.gradient_checkpointing")
 
 LOCAL: Table = (
@@ -94,24 +113,55 @@ TINKER: Table = (
     Support(
         "refused",
         ("training.temperature",),
-        "Tinker's learner knows log-probs at temperature 1 only, so another policy would be sampled than is trained; leave it out "
-        "(remove [training] temperature), or write 1.0",
+        "Tinker's learner knows log-probs at temperature 1 only, so another policy would be sampled"
+        " than is trained; leave it out (remove [training] temperature), or write 1.0",
         refuses_default=True,
     ),
-    unused("backend.devices", "model.dtype", "model.load_in_4bit", *_MEMORY, because="Tinker holds the model"),
-    refused("backend.shard_base", because="the service holds the model, so there is nothing to shard; leave it false"),
-    refused(*_CUTS, because="Tinker's losses are over the whole vocabulary, so a truncated policy cannot be trained; leave it off"),
-    used(*_RATE, "optimizer.*", "loss.max_grad_norm", "training.updates_per_batch", "training.minibatches"),
+    unused(
+        "backend.devices",
+        "model.dtype",
+        "model.load_in_4bit",
+        *_MEMORY,
+        because="Tinker holds the model",
+    ),
+    refused(
+        "backend.shard_base",
+        because="the service holds the model, so there is nothing to shard; leave it false",
+    ),
+    refused(
+        *_CUTS,
+        because=(
+            "Tinker's losses are over the whole vocabulary, so a truncated policy cannot be"
+            " trained; leave it off"
+        ),
+    ),
+    used(
+        *_RATE,
+        "optimizer.*",
+        "loss.max_grad_norm",
+        "training.updates_per_batch",
+        "training.minibatches",
+    ),
     used("model.lora_rank"),
     unused("lora.alpha", because="the service chooses the scale of the adapter"),
     refused("lora.dropout", because="Tinker trains without dropout; leave it at 0"),
-    refused("lora.target_modules", because="Tinker adapts all linear layers of the blocks; leave it empty"),
-    refused("lora.init_from", because="Tinker starts from its own checkpoints, not from a PEFT folder; leave it empty"),
-    refused("lora.use_rslora", because="the service chooses the scale of the adapter; leave it false"),
+    refused(
+        "lora.target_modules",
+        because="Tinker adapts all linear layers of the blocks; leave it empty",
+    ),
+    refused(
+        "lora.init_from",
+        because="Tinker starts from its own checkpoints, not from a PEFT folder; leave it empty",
+    ),
+    refused(
+        "lora.use_rslora", because="the service chooses the scale of the adapter; leave it false"
+    ),
     refused(
         "loss.mode",
-        because="its clip is narrower than the rounding of a service in half precision; use importance_sampling, ppo, cispo, sapo, gmpo, "
-        "dppo or a plugin",
+        because=(
+            "its clip is narrower than the rounding of a service in half precision; use"
+            " importance_sampling, ppo, cispo, sapo, gmpo, dppo or a plugin"
+        ),
         values=("gspo",),
     ),
     used("loss.mode", "loss.params", "loss.clip_low", "loss.clip_high", "loss.mask_truncated"),
@@ -123,10 +173,17 @@ TINKER: Table = (
     refused(
         "loss.old_logprobs",
         "loss.correction",
-        because="Tinker's ratio is against the sampler's log-probs; leave out [loss] correction and old_logprobs",
+        because=(
+            "Tinker's ratio is against the sampler's log-probs; leave out [loss] correction and"
+            " old_logprobs"
+        ),
     ),
     unused(*_CORRECTION, because="Tinker corrects no mismatch"),
-    Support("used", ("loss.log_ratio_clamp",), when=lambda config: config.loss.mode in ("sapo", "gmpo", "dppo")),
+    Support(
+        "used",
+        ("loss.log_ratio_clamp",),
+        when=lambda config: config.loss.mode in ("sapo", "gmpo", "dppo"),
+    ),
     unused("loss.log_ratio_clamp", because="Tinker computes the ratio"),
     used("inference.mismatch_limit"),
     unused("inference.*", because="Tinker samples by itself"),
@@ -137,27 +194,66 @@ PRIME_RL: Table = (
     used(*_FILES, "backend.options", *_SAMPLING, *_LOOP, *_CUTS),
     unused(*_TINKER_ONLY, because="it belongs to the tinker backend"),
     used("training.micro_batch_tokens"),
-    unused("backend.devices", "model.dtype", "model.load_in_4bit", *_MEMORY, because="PRIME-RL's trainer holds the model"),
-    refused("backend.shard_base", because="PRIME-RL's trainer holds the model, so there is nothing to shard; leave it false"),
-    unused(*_RATE, "optimizer.*", "loss.max_grad_norm", "model.lora_rank", "lora.*", because=_TRAINERS_OWN),
+    unused(
+        "backend.devices",
+        "model.dtype",
+        "model.load_in_4bit",
+        *_MEMORY,
+        because="PRIME-RL's trainer holds the model",
+    ),
+    refused(
+        "backend.shard_base",
+        because="PRIME-RL's trainer holds the model, so there is nothing to shard; leave it false",
+    ),
+    unused(
+        *_RATE,
+        "optimizer.*",
+        "loss.max_grad_norm",
+        "model.lora_rank",
+        "lora.*",
+        because=_TRAINERS_OWN,
+    ),
     refused(
         "training.updates_per_batch",
         "training.minibatches",
         because="PRIME-RL's trainer makes one update per batch; leave it at 1",
     ),
-    refused("loss.mode", because="PRIME-RL's trainer has its own loss; leave it out here and set that in the trainer's configuration"),
-    unused("loss.params", "loss.clip_low", "loss.clip_high", "loss.dual_clip", "loss.log_ratio_clamp", because=_TRAINERS_OWN),
+    refused(
+        "loss.mode",
+        because=(
+            "PRIME-RL's trainer has its own loss; leave it out here and set that in the trainer's"
+            " configuration"
+        ),
+    ),
+    unused(
+        "loss.params",
+        "loss.clip_low",
+        "loss.clip_high",
+        "loss.dual_clip",
+        "loss.log_ratio_clamp",
+        because=_TRAINERS_OWN,
+    ),
     unused("loss.aggregation_params", because=_TRAINERS_OWN),
     refused(
-        "loss.aggregation", because="PRIME-RL's trainer divides by the tokens of the batch, which is token_mean; use that, or leave it out"
+        "loss.aggregation",
+        because=(
+            "PRIME-RL's trainer divides by the tokens of the batch, which is token_mean; use that,"
+            " or leave it out"
+        ),
     ),
-    refused("loss.kl_coef", because="the KL term stands in the configuration of PRIME-RL's trainer; leave it at 0"),
+    refused(
+        "loss.kl_coef",
+        because="the KL term stands in the configuration of PRIME-RL's trainer; leave it at 0",
+    ),
     unused("loss.kl_estimator", because=_TRAINERS_OWN),
     refused("loss.entropy_coef", because="PRIME-RL's trainer has no entropy term; leave it at 0"),
     refused(
         "loss.old_logprobs",
         "loss.correction",
-        because="PRIME-RL's ratio is against the sampler's log-probs; leave out [loss] correction and old_logprobs",
+        because=(
+            "PRIME-RL's ratio is against the sampler's log-probs; leave out [loss] correction and"
+            " old_logprobs"
+        ),
     ),
     unused(*_CORRECTION, because=_TRAINERS_OWN),
     used("loss.mask_truncated"),
@@ -169,11 +265,18 @@ PRIME_RL: Table = (
 BACKEND_KEYS: dict[str, Table] = {"local": LOCAL, "tinker": TINKER, "prime_rl": PRIME_RL}
 
 
-# -- engines, with the local backend -------------------------------------------------------------------------------------
+# -- engines, with the local backend ---------------------------------------------------------------
 
-_SERVER = ("inference.url", "inference.served_model", "inference.api_key_env", "inference.timeout_s", "inference.adapter_dir")
+_SERVER = (
+    "inference.url",
+    "inference.served_model",
+    "inference.api_key_env",
+    "inference.timeout_s",
+    "inference.adapter_dir",
+)
 _ROUNDING = ("inference.dtype", "inference.kv_cache_dtype")
-"""A server's own setting, which `retrain serve` passes on; in a run it says that the parity gate must allow for the rounding."""
+"""A server's own setting, which `retrain serve` passes on; in a run it says that the parity gate
+must allow for the rounding."""
 
 
 def _server(engine: str) -> Table:
@@ -182,7 +285,10 @@ def _server(engine: str) -> Table:
         serve(
             "inference.attention_kernel",
             "inference.prefix_caching",
-            because=f"the running server has its own setting, and `retrain serve {engine} FILE` prints the command that starts it so",
+            because=(
+                f"the running server has its own setting, and `retrain serve {engine} FILE` prints"
+                " the command that starts it so"
+            ),
             when=lambda config: engine != "max" or bool(config.inference.url),
         ),
         used("inference.attention_kernel", "inference.prefix_caching"),
@@ -200,12 +306,16 @@ ENGINE_KEYS: dict[str, Table] = {
     "max": _server("max"),
     "openai": (
         used("inference.engine", "inference.mismatch_limit", *_SERVER, *_ROUNDING),
-        unused("inference.attention_kernel", "inference.prefix_caching", because="the server has its own setting"),
+        unused(
+            "inference.attention_kernel",
+            "inference.prefix_caching",
+            because="the server has its own setting",
+        ),
     ),
 }
 
 
-# -- reading the tables --------------------------------------------------------------------------------------------------
+# -- reading the tables ----------------------------------------------------------------------------
 
 
 def tables_of(config: "TrainConfig") -> Iterator[tuple[str, Table]]:

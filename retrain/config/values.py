@@ -1,4 +1,6 @@
-"""Types of values that a plain type does not describe: devices, paths, labels, tables, strategic grams, names that a plugin may add to."""
+"""Types of values that a plain type does not describe: devices, paths, labels, tables, strategic
+grams, names that a plugin may add to.
+"""
 
 import math
 import re
@@ -16,7 +18,8 @@ from retrain.parsing import ParseError, is_path_text, parse_json, unholdable
 
 MAX_SEED = 2**32 - 1
 MOST_COMPLETIONS = 1_000_000
-"""Most completions per step: their rows are held at once, and far more would exhaust any machine before the first is sampled."""
+"""Most completions per step: their rows are held at once, and far more would exhaust any machine
+before the first is sampled."""
 _DEVICE = re.compile(r"cpu|mps|(?:gpu|cuda):(0|[1-9]\d*)")
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=~-]{0,79}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -25,8 +28,12 @@ _SVD_DEVICE = re.compile(r"cpu|mps|cuda|(?:gpu|cuda):(0|[1-9]\d*)")
 
 
 def refuse(problem: str) -> PydanticCustomError:
-    """A refusal that the loader turns into a sentence about the value: `problem` is its predicate, such as "is not a device"."""
-    printable = problem.encode(errors="backslashreplace").decode()  # pydantic cannot hold a lone surrogate
+    """A refusal that the loader turns into a sentence about the value: `problem` is its predicate,
+    such as "is not a device".
+    """
+    printable = problem.encode(
+        errors="backslashreplace"
+    ).decode()  # pydantic cannot hold a lone surrogate
     return PydanticCustomError("refused", "{problem}", {"problem": printable})
 
 
@@ -46,10 +53,14 @@ class OpenName:
             raise refuse("is not known")
         return value
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self.check, handler(source))
 
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
         """Editors offer the built-in names and accept any other."""
         return {**handler(schema), "examples": list(builtin_names(self.kind))}
 
@@ -60,11 +71,17 @@ def normalise_device(name: str) -> str:
 
 
 def parse_devices(text: str) -> tuple[str, ...]:
-    """The torch names in a comma-separated list such as "gpu:0,gpu:1"; one device, or two for split mode."""
+    """The torch names in a comma-separated list such as "gpu:0,gpu:1"; one device, or two for split
+    mode.
+    """
     devices = tuple(part.strip() for part in text.split(","))
     for device in devices:
         if not _DEVICE.fullmatch(device):
-            raise refuse("is not a device" if len(devices) == 1 else f'names "{device}", which is not a device')
+            raise refuse(
+                "is not a device"
+                if len(devices) == 1
+                else f'names "{device}", which is not a device'
+            )
     if len(set(map(normalise_device, devices))) < len(devices):
         raise refuse("names a device twice")
     if len(devices) > 2:
@@ -94,14 +111,19 @@ def check_server_url(text: str) -> str:
     if text and not good:
         raise refuse("is not the address of a server, such as http://127.0.0.1:8000")
     if parts.query or parts.fragment:
-        raise refuse("has a query or a fragment, which requests would lose; end it before the ? or #")
+        raise refuse(
+            "has a query or a fragment, which requests would lose; end it before the ? or #"
+        )
     return text
 
 
 def check_label(text: str) -> str:
     """Check a condition's label, which becomes part of folder names."""
     if text and not LABEL.fullmatch(text):
-        raise refuse("cannot name a folder (letters, digits and ._+=~-, at most 80 of them, a letter or digit first)")
+        raise refuse(
+            "cannot name a folder (letters, digits and ._+=~-, at most 80 of them, a letter or"
+            " digit first)"
+        )
     return text
 
 
@@ -112,22 +134,31 @@ def check_svd_device(text: str) -> str:
 
 
 def check_variable(name: str) -> str:
-    """Check the name of an environment variable; empty means none. An API key in its place would be stored with the configuration."""
+    """Check the name of an environment variable; empty means none. An API key in its place would be
+    stored with the configuration.
+    """
     if name and not _VARIABLE.fullmatch(name):
-        raise refuse("is not the name of an environment variable; put the key itself into a variable, and name that one here")
+        raise refuse(
+            "is not the name of an environment variable; put the key itself into a variable, and"
+            " name that one here"
+        )
     return name
 
 
 def check_prices(prices: list[float]) -> list[float]:
     if len(prices) not in (0, 2):
-        raise refuse("is not two prices: one of a million tokens read, and one of a million tokens written")
+        raise refuse(
+            "is not two prices: one of a million tokens read, and one of a million tokens written"
+        )
     return prices
 
 
 def parse_grams(value: str | list[str]) -> list[str]:
-    """Parse strategic grams from a JSON array, a comma-separated string or a list, stripped and without empty ones or repetitions.
+    """Parse strategic grams from a JSON array, a comma-separated string or a list, stripped and
+    without empty ones or repetitions.
 
-    An empty list means the default grams. A gram without a word character could never match and is refused.
+    An empty list means the default grams. A gram without a word character could never match and is
+    refused.
     """
     parts: Any = value.split(",") if isinstance(value, str) else value
     if isinstance(value, str) and value.lstrip().startswith("["):
@@ -152,7 +183,9 @@ def check_grams(value: str | list[str]) -> str | list[str]:
 
 
 def check_table(table: dict[str, Any]) -> dict[str, Any]:
-    """Refuse what neither JSON nor a stored configuration can say: nan, inf, dates, and null outside of JSON."""
+    """Refuse what neither JSON nor a stored configuration can say: nan, inf, dates, and null
+    outside of JSON.
+    """
     _check_item(check_holdable(table), may_hold_null=False)
     return table
 
@@ -179,8 +212,8 @@ def _check_item(item: Any, may_hold_null: bool) -> None:
 
 
 def check_holdable(value: Any) -> Any:
-    """Refuse nesting deeper than later steps allow, integers beyond 64 bits, and text with an unpaired surrogate, which no UTF-8 file can
-    hold.
+    """Refuse nesting deeper than later steps allow, integers beyond 64 bits, and text with an
+    unpaired surrogate, which no UTF-8 file can hold.
     """
     if problem := unholdable(value):
         raise refuse(problem)
@@ -202,7 +235,9 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def table_from_json(value: Any) -> Any:
-    """Parse a table that is given as a JSON string; any other value is returned unchanged for the type check."""
+    """Parse a table that is given as a JSON string; any other value is returned unchanged for the
+    type check.
+    """
     if not isinstance(value, str):
         return value
     if not value.strip():

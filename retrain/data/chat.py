@@ -19,39 +19,54 @@ if TYPE_CHECKING:
 
 BOXED_INSTRUCTION = r"Reason step by step and put the final answer in \boxed{}."
 PLAIN_TEMPLATE = "{prompt}"
-DEFAULT_TEMPLATES: dict[str, str] = dict.fromkeys(("math", "gsm8k"), f"{{prompt}}\n\n{BOXED_INSTRUCTION}")
-"""The prompt template of a data source if [data] prompt_template is unset; other sources have PLAIN_TEMPLATE."""
+DEFAULT_TEMPLATES: dict[str, str] = dict.fromkeys(
+    ("math", "gsm8k"), f"{{prompt}}\n\n{BOXED_INSTRUCTION}"
+)
+"""The prompt template of a data source if [data] prompt_template is unset; other sources have
+PLAIN_TEMPLATE."""
 
 _PLAIN_JOIN = "\n\n"
 """Between the messages of a tokenizer without a chat template."""
 _MARK = "retrain-marks-this-reply"
 """Stands for a reply, to find what a chat template writes behind it."""
 
-_OURS = ("conversation", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "return_tensors", "return_dict")
+_OURS = (
+    "conversation",
+    "messages",
+    "tokenize",
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_tensors",
+    "return_dict",
+)
 """Arguments of apply_chat_template that retrain sets itself."""
 
 
 def render_text(tokenizer: "PreTrainedTokenizerBase", example: Example, data: "Data") -> str:
-    """Render the example in the tokenizer's chat template, or as plain text if the tokenizer has none.
+    """Render the example in the tokenizer's chat template, or as plain text if the tokenizer has
+    none.
 
-    A text prompt is put into [data] prompt_template and becomes one user message. In a conversation the template, if it is set, wraps
-    the last user message. The system prompt comes first unless the example has its own.
-    Raises ConfigurationError if the chat template refuses the conversation, or if there is none and the example has several turns.
+    A text prompt is put into [data] prompt_template and becomes one user message. In a conversation
+    the template, if it is set, wraps the last user message. The system prompt comes first unless
+    the example has its own. Raises ConfigurationError if the chat template refuses the
+    conversation, or if there is none and the example has several turns.
     """
     messages = messages_of(example, data)
     if tokenizer.chat_template:
         return _apply_chat_template(tokenizer, messages, data.chat_template_args)
     if any(message["role"] not in ("system", "user") for message in messages):
         raise ConfigurationError(
-            f"[data] source: the prompt of {example.example_id} is a conversation, and the tokenizer of {tokenizer.name_or_path} has no "
-            "chat template; use an instruction-tuned model, or prompts that are text."
+            f"[data] source: the prompt of {example.example_id} is a conversation, and the"
+            f" tokenizer of {tokenizer.name_or_path} has no chat template; use an instruction-tuned"
+            " model, or prompts that are text."
         )
     return _PLAIN_JOIN.join(message["content"] for message in messages)
 
 
 def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[Int32Array]:
-    """Return the token ids of rendered prompts, [P] each. A chat template has written its special tokens itself, so none is added; a plain
-    text gets the tokens that the model expects in front, such as BOS, unless it starts with them.
+    """Return the token ids of rendered prompts, [P] each. A chat template has written its special
+    tokens itself, so none is added; a plain text gets the tokens that the model expects in front,
+    such as BOS, unless it starts with them.
     """
     if not texts:
         return []
@@ -59,7 +74,9 @@ def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> 
     if not tokenizer.chat_template:
         letter = tokenizer("a", add_special_tokens=False)["input_ids"]
         full = tokenizer("a", add_special_tokens=True)["input_ids"]
-        starts = [start for start in range(len(full)) if full[start : start + len(letter)] == letter]
+        starts = [
+            start for start in range(len(full)) if full[start : start + len(letter)] == letter
+        ]
         opening = list(full[: starts[0]]) if starts else []
     bare = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
     rows = [ids if ids[: len(opening)] == opening else opening + ids for ids in bare]
@@ -69,14 +86,23 @@ def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> 
 def messages_of(example: Example, data: "Data") -> list[ChatMessage]:
     """Return the conversation that the chat template is given."""
     if isinstance(example.prompt, str):
-        template = data.prompt_template if data.prompt_template is not None else DEFAULT_TEMPLATES.get(data.source, PLAIN_TEMPLATE)
+        template = (
+            data.prompt_template
+            if data.prompt_template is not None
+            else DEFAULT_TEMPLATES.get(data.source, PLAIN_TEMPLATE)
+        )
         messages = [ChatMessage(role="user", content=fill_template(template, example.prompt))]
     else:
         messages = list(example.prompt)
         if data.prompt_template is not None:
-            last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
+            last = max(
+                (i for i, message in enumerate(messages) if message["role"] == "user"), default=None
+            )
             if last is not None:
-                messages[last] = ChatMessage(role="user", content=fill_template(data.prompt_template, messages[last]["content"]))
+                messages[last] = ChatMessage(
+                    role="user",
+                    content=fill_template(data.prompt_template, messages[last]["content"]),
+                )
     if data.system_prompt and not any(message["role"] == "system" for message in messages):
         messages.insert(0, ChatMessage(role="system", content=data.system_prompt))
     return messages
@@ -88,27 +114,35 @@ def fill_template(template: str, prompt: str) -> str:
 
 
 def _apply_chat_template(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[ChatMessage], arguments: Mapping[str, Any], tools: Sequence[Any] = ()
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[ChatMessage],
+    arguments: Mapping[str, Any],
+    tools: Sequence[Any] = (),
 ) -> str:
     from jinja2 import TemplateError
 
     if ours := sorted(set(arguments) & set(_OURS)):
         raise ConfigurationError(
-            f"[data] chat_template_args: {ours[0]} is set by retrain itself; give only variables of the model's template, such as "
-            "{ enable_thinking = false }."
+            f"[data] chat_template_args: {ours[0]} is set by retrain itself; give only variables of"
+            " the model's template, such as { enable_thinking = false }."
         )
     try:
         given = {"tools": list(tools)} if tools else {}
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **given, **arguments))
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, **given, **arguments
+            )
+        )
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
         raise ConfigurationError(
-            f"The chat template of {tokenizer.name_or_path} refuses a conversation of the roles {roles}: {first_line(error)}; change "
-            "[data] system_prompt, chat_template_args or the prompts."
+            f"The chat template of {tokenizer.name_or_path} refuses a conversation of the roles"
+            f" {roles}: {first_line(error)}; change [data] system_prompt, chat_template_args or the"
+            " prompts."
         ) from error
 
 
-# ---- conversations that go on -------------------------------------------------------------------------------------------------------
+# ---- conversations that go on --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -123,13 +157,19 @@ class Continuation:
 
 
 class ChatRenderer:
-    """Messages as token ids: a conversation is opened, and then continued without encoding anything again.
+    """Messages as token ids: a conversation is opened, and then continued without encoding anything
+    again.
 
-    After a reply only what the template writes behind it is encoded: the end of the turn, the new messages and the head of the next reply.
-    The sampled tokens stay what they are.
+    After a reply only what the template writes behind it is encoded: the end of the turn, the new
+    messages and the head of the next reply. The sampled tokens stay what they are.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", eos_ids: Sequence[int], arguments: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        eos_ids: Sequence[int],
+        arguments: Mapping[str, Any],
+    ) -> None:
         """`arguments`: `[data] chat_template_args`."""
         self.tokenizer = tokenizer
         self._eos_ids = frozenset(eos_ids)
@@ -147,15 +187,25 @@ class ChatRenderer:
         return Continuation(text, encode_texts(self.tokenizer, [text])[0], restarts=True)
 
     def continued(
-        self, text: str, history: Sequence[ChatMessage], new: Sequence[ChatMessage], last_token: int, tools: Sequence[Any] = ()
+        self,
+        text: str,
+        history: Sequence[ChatMessage],
+        new: Sequence[ChatMessage],
+        last_token: int,
+        tools: Sequence[Any] = (),
     ) -> Continuation:
         """Return the tokens and text that follow the reply which ends `history`.
 
-        `text`: the conversation before that reply, as the template wrote it; `last_token`: the reply's last token. It restarts where the
-        template writes the earlier conversation otherwise than before, as those do that drop old reasoning; white space does not count.
+        `text`: the conversation before that reply, as the template wrote it; `last_token`: the
+        reply's last token. It restarts where the template writes the earlier conversation otherwise
+        than before, as those do that drop old reasoning; white space does not count.
         """
         if self.tokenizer.chat_template:
-            marked = [ChatMessage(role="user", content="question"), ChatMessage(role="assistant", content=_MARK), *new]
+            marked = [
+                ChatMessage(role="user", content="question"),
+                ChatMessage(role="assistant", content=_MARK),
+                *new,
+            ]
             behind = self.text(marked, tools).rpartition(_MARK)[2]
         else:
             behind = _PLAIN_JOIN + self.text(new)

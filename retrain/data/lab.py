@@ -1,8 +1,10 @@
-r"""The lab's arithmetic: problems made from counter-based noise, so that a fresh machine needs no download.
+r"""The lab's arithmetic: problems made from counter-based noise, so that a fresh machine needs no
+download.
 
-A problem is a chain of operations worked from left to right, "(61-35)*4+27=?", and its reference is the last value as text. Each
-difficulty has one family of problems, and the last difficulty mixes them. The packaged lab model was pre-trained on the training
-side of the same families only (scripts/make_lab_model.py), so the held-out problems are new to it and to every run.
+A problem is a chain of operations worked from left to right, "(61-35)*4+27=?", and its reference is
+the last value as text. Each difficulty has one family of problems, and the last difficulty mixes
+them. The packaged lab model was pre-trained on the training side of the same families only
+(scripts/make_lab_model.py), so the held-out problems are new to it and to every run.
 """
 
 import hashlib
@@ -20,7 +22,8 @@ from retrain.types import Example
 Split = Literal["train", "heldout"]
 
 FAMILIES = ("sum3", "chain4", "product", "expression")
-"""The families of problems in order of difficulty, from 1; one difficulty more mixes all of them in equal parts."""
+"""The families of problems in order of difficulty, from 1; one difficulty more mixes all of them in
+equal parts."""
 MAX_DIFFICULTY = len(FAMILIES) + 1
 NUM_EXAMPLES: dict[Split, int] = {"train": 4096, "heldout": 512}
 
@@ -42,7 +45,9 @@ class Problem:
 
     @property
     def expression(self) -> str:
-        """The problem in infix notation; the left operand of a product is in parentheses if precedence asks for them."""
+        """The problem in infix notation; the left operand of a product is in parentheses if
+        precedence asks for them.
+        """
         text, is_sum = str(self.first), False
         for operation, operand in self.steps:
             if operation == "*" and is_sum:
@@ -69,8 +74,9 @@ class Problem:
 
     @property
     def split(self) -> Split:
-        """The split that the problem belongs to, a function of the problem itself, so that no problem is in both. The order of a sum's
-        terms does not matter: 61+58+35 and 35+61+58 are in the same one.
+        """The split that the problem belongs to, a function of the problem itself, so that no
+        problem is in both. The order of a sum's terms does not matter: 61+58+35 and 35+61+58 are in
+        the same one.
         """
         digest = hashlib.sha256(self._canonical().encode()).digest()
         return "heldout" if digest[0] % _HELDOUT_SHARE == 0 else "train"
@@ -94,7 +100,9 @@ def apply(operation: str, left: int, right: int) -> int:
 
 
 def build_problem(family: str, draws: Sequence[float]) -> Problem:
-    """Build the problem that uniforms in (0, 1) determine; a family reads at most seven of them, from the left."""
+    """Build the problem that uniforms in (0, 1) determine; a family reads at most seven of them,
+    from the left.
+    """
     uniforms = iter(draws)
 
     def two_digits() -> int:
@@ -111,7 +119,13 @@ def build_problem(family: str, draws: Sequence[float]) -> Problem:
     first = value = two_digits()
     steps: list[tuple[str, int]] = []
     for kind in _PATTERNS[family]:
-        step = ("+", two_digits()) if kind == "+" else times_digit() if kind == "*" else plus_or_minus(value)
+        step = (
+            ("+", two_digits())
+            if kind == "+"
+            else times_digit()
+            if kind == "*"
+            else plus_or_minus(value)
+        )
         value = apply(step[0], value, step[1])
         steps.append(step)
     return Problem(family, first, tuple(steps))
@@ -131,14 +145,21 @@ def families(difficulty: int) -> tuple[str, ...]:
 
 
 def problems(split: Split, family: str) -> Iterator[Problem]:
-    """Yield a family's problems of one split, each once, in a fixed order. The iterator never ends, so take far fewer than the family's
-    100,000 problems.
+    """Yield a family's problems of one split, each once, in a fixed order. The iterator never ends,
+    so take far fewer than the family's 100,000 problems.
     """
     seen: set[str] = set()
     start = 0
     while True:
         index = np.arange(start, start + _BLOCK)[:, None]
-        draws = uniform(_PROBLEM_SEED, _PROBLEM_STREAM, FAMILIES.index(family), index, np.arange(_DRAWS)[None, :], 0)
+        draws = uniform(
+            _PROBLEM_SEED,
+            _PROBLEM_STREAM,
+            FAMILIES.index(family),
+            index,
+            np.arange(_DRAWS)[None, :],
+            0,
+        )
         start += _BLOCK
         for row in draws.tolist():
             problem = build_problem(family, row)
@@ -152,12 +173,19 @@ def _examples(split: Split, difficulty: int) -> tuple[Example, ...]:
     sources = [problems(split, family) for family in families(difficulty)]
     chosen = [next(sources[i % len(sources)]) for i in range(NUM_EXAMPLES[split])]
     return tuple(
-        Example(problem.question, problem.answer, f"lab/{problem.family}", example_id=f"lab-{problem.expression}") for problem in chosen
+        Example(
+            problem.question,
+            problem.answer,
+            f"lab/{problem.family}",
+            example_id=f"lab-{problem.expression}",
+        )
+        for problem in chosen
     )
 
 
 def examples(split: Split = "train", difficulty: int = 1) -> list[Example]:
-    """Return 4,096 examples for training or 512 held out, the same in every process and for every seed.
+    """Return 4,096 examples for training or 512 held out, the same in every process and for every
+    seed.
 
     Raises ConfigurationError for a difficulty outside 1..MAX_DIFFICULTY.
     """

@@ -1,5 +1,5 @@
-"""The examples of a run, for training and for its evaluations, and their prompts: encoded once, in an order that is a pure function of
-(seed, cursor).
+"""The examples of a run, for training and for its evaluations, and their prompts: encoded once, in
+an order that is a pure function of (seed, cursor).
 """
 
 import hashlib
@@ -25,19 +25,24 @@ if TYPE_CHECKING:
 
 _CHUNK = 2_048  # prompts that the tokenizer encodes in one call, in parallel threads
 _SUBSET_SEED = 0
-"""Seed of the subset that max_examples takes. It is the same for every run, and spread over the whole set, since sources are sorted by
-subject."""
+"""Seed of the subset that max_examples takes. It is the same for every run, and spread over the
+whole set, since sources are sorted by subject."""
 
 
 def load_examples(config: "TrainConfig", split: Split = "train") -> ReadResult:
-    """Load the training set of `[data]`, cut to `[training] max_examples`, or the whole held-out set that `[evaluation] source` names.
+    """Load the training set of `[data]`, cut to `[training] max_examples`, or the whole held-out
+    set that `[evaluation] source` names.
 
-    Raises NoHeldOutSplit if nothing is held out, another ConfigurationError if no example is left or the source is not known,
-    EnvironmentFailure if the hub is needed and cannot be reached.
+    Raises NoHeldOutSplit if nothing is held out, another ConfigurationError if no example is left
+    or the source is not known, EnvironmentFailure if the hub is needed and cannot be reached.
     """
     source = config.evaluation.source if split == "heldout" else ""
     apart = source not in ("", config.data.source)
-    data = config.data.model_copy(update={"source": source, "path": "", "params": {}}) if apart else config.data
+    data = (
+        config.data.model_copy(update={"source": source, "path": "", "params": {}})
+        if apart
+        else config.data
+    )
     query = Query(config, data, split, named_for_evaluation=apart)
     result = read_source(query)
     if not result.examples:
@@ -52,12 +57,17 @@ def load_examples(config: "TrainConfig", split: Split = "train") -> ReadResult:
     if result.dropped:
         result.notes.append(f"Dropped rows: {result.dropped_rows()}")
     if repeated := len(result.examples) - len({example.example_id for example in result.examples}):
-        result.notes.append(f"Examples that share their example_id with another, so that their results are counted together: {repeated:,}")
+        result.notes.append(
+            "Examples that share their example_id with another, so that their results are counted"
+            f" together: {repeated:,}"
+        )
     return result
 
 
 def subset(examples: list[Example], limit: int) -> list[Example]:
-    """Take at most `limit` examples (0: all) in their order; the subset of a smaller limit is part of a larger limit's."""
+    """Take at most `limit` examples (0: all) in their order; the subset of a smaller limit is part
+    of a larger limit's.
+    """
     if not 0 < limit < len(examples):
         return examples
     draws = noise.uniform(_SUBSET_SEED, noise.Stream.DATA_ORDER, 0, 0, 0, np.arange(len(examples)))
@@ -70,17 +80,26 @@ def contamination_note(train: Iterable[Example], heldout: Iterable[Example]) -> 
     shared = [example.example_id for example in heldout if _prompt_key(example) in seen]
     if not shared:
         return None
-    return f"Held-out problems that are also trained on: {len(shared):,}, the first is {shared[0]}; held-out accuracy is too high"
+    return (
+        f"Held-out problems that are also trained on: {len(shared):,}, the first is {shared[0]};"
+        " held-out accuracy is too high"
+    )
 
 
 def _prompt_key(example: Example) -> str:
     """Return the prompt with its white space normalised."""
-    messages = [{"role": "user", "content": example.prompt}] if isinstance(example.prompt, str) else example.prompt
+    messages = (
+        [{"role": "user", "content": example.prompt}]
+        if isinstance(example.prompt, str)
+        else example.prompt
+    )
     return json.dumps([[message["role"], message["content"].split()] for message in messages])
 
 
 def fingerprint(examples: Iterable[Example]) -> str:
-    """Hash ids, prompts and references in order with sha256: two runs with the same fingerprint saw the same data."""
+    """Hash ids, prompts and references in order with sha256: two runs with the same fingerprint saw
+    the same data.
+    """
     digest = hashlib.sha256()
     for example in examples:
         line = json.dumps([example.example_id, example.prompt, example.reference])
@@ -88,13 +107,14 @@ def fingerprint(examples: Iterable[Example]) -> str:
     return digest.hexdigest()
 
 
-# -- prompts ------------------------------------------------------------------------------------------------------------
+# -- prompts ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The prompts of a run. Each epoch is shuffled anew by the seed and the epoch alone, so all conditions of one seed see the same
-    prompts at the same step, and resuming needs only the cursor.
+    """The prompts of a run. Each epoch is shuffled anew by the seed and the epoch alone, so all
+    conditions of one seed see the same prompts at the same step, and resuming needs only the
+    cursor.
     """
 
     prompts: tuple[Prompt, ...]
@@ -105,9 +125,14 @@ class PromptSet:
         return len(self.prompts)
 
     def batch(self, cursor: int, count: int, seed: int) -> list[Prompt]:
-        """Return prompts cursor .. cursor + count - 1, counted from the start of the run over all epochs."""
+        """Return prompts cursor .. cursor + count - 1, counted from the start of the run over all
+        epochs.
+        """
         size = len(self.prompts)
-        return [self.prompts[epoch_order(seed, place // size, size)[place % size]] for place in range(cursor, cursor + count)]
+        return [
+            self.prompts[epoch_order(seed, place // size, size)[place % size]]
+            for place in range(cursor, cursor + count)
+        ]
 
     @property
     def fingerprint(self) -> str:
@@ -127,33 +152,45 @@ def epoch_order(seed: int, epoch: int, size: int) -> npt.NDArray[np.intp]:
 def encode_prompts(training: "Training", text: TextModel, loaded: ReadResult) -> PromptSet:
     """Render and encode every example once.
 
-    A prompt that leaves no room for a token in the model's context is dropped. A completion has `[training] max_tokens`, or the rest
-    of the context if that is less. Raises ConfigurationError if no prompt fits.
+    A prompt that leaves no room for a token in the model's context is dropped. A completion has
+    `[training] max_tokens`, or the rest of the context if that is less. Raises ConfigurationError
+    if no prompt fits.
     """
     too_long: list[str] = []
     prompts: list[Prompt] = []
     for start in range(0, len(loaded), _CHUNK):
         examples = loaded.examples[start : start + _CHUNK]
         texts = [render_text(text.tokenizer, example, loaded.data) for example in examples]
-        for example, rendered, token_ids in zip(examples, texts, encode_texts(text.tokenizer, texts), strict=True):
+        for example, rendered, token_ids in zip(
+            examples, texts, encode_texts(text.tokenizer, texts), strict=True
+        ):
             if text.context and len(token_ids) >= text.context:
-                too_long.append(f"{example.example_id} with {len(token_ids):,} of {text.context:,} tokens")
+                too_long.append(
+                    f"{example.example_id} with {len(token_ids):,} of {text.context:,} tokens"
+                )
             else:
-                prompts.append(Prompt(example, rendered, token_ids, tuple(messages_of(example, loaded.data))))
-    dropped = dropped_words(len(too_long), "longer than the context", too_long[0]) if too_long else ""
+                prompts.append(
+                    Prompt(example, rendered, token_ids, tuple(messages_of(example, loaded.data)))
+                )
+    dropped = (
+        dropped_words(len(too_long), "longer than the context", too_long[0]) if too_long else ""
+    )
     if not prompts:
         raise ConfigurationError(
-            f'[data] source = "{loaded.data.source}" has no usable prompt: {dropped}; take a model with a longer context, or shorter '
-            "problems."
+            f'[data] source = "{loaded.data.source}" has no usable prompt: {dropped}; take a model'
+            " with a longer context, or shorter problems."
         )
     notes = [*loaded.notes]
     if dropped:
         notes.append(f"Dropped prompts: {dropped}")
     lengths = [len(prompt.token_ids) for prompt in prompts]
-    if clamped := [length for length in lengths if text.context and length + training.max_tokens > text.context]:
+    if clamped := [
+        length for length in lengths if text.context and length + training.max_tokens > text.context
+    ]:
         notes.append(
-            f"[training] max_tokens = {training.max_tokens} and the prompt exceed the model's context of {text.context:,} for "
-            f"{len(clamped):,} of {len(prompts):,} prompts, whose completions end at the context (after "
-            f"{text.context - max(clamped):,} tokens or more)"
+            f"[training] max_tokens = {training.max_tokens} and the prompt exceed the model's"
+            f" context of {text.context:,} for {len(clamped):,} of {len(prompts):,} prompts, whose"
+            f" completions end at the context (after {text.context - max(clamped):,} tokens or"
+            " more)"
         )
     return PromptSet(tuple(prompts), tuple(notes))

@@ -14,7 +14,8 @@ from retrain.parsing import parse_json
 Split = Literal["train", "heldout"]
 
 HELDOUT_WORDS = (("test",), ("heldout", "held"), ("validation", "valid", "val", "dev", "eval"))
-"""Words in a file's name that mark held-out data. If a folder has several kinds, the first one in this order is used."""
+"""Words in a file's name that mark held-out data. If a folder has several kinds, the first one in
+this order is used."""
 
 
 @dataclass(frozen=True)
@@ -29,32 +30,40 @@ class RawRow:
     """The row's values by column; None for a line that is not a JSON object."""
 
 
-# ---- files -------------------------------------------------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------
 
 Files = tuple[Path, ...]
 
 
-def find_files(path: Path, key: str, suffixes: Sequence[str] = DATA_FILE_SUFFIXES, prefer: str = "") -> tuple[Files, Files]:
-    """Find the training files and the held-out files at `path`, a file or a folder (searched recursively).
+def find_files(
+    path: Path, key: str, suffixes: Sequence[str] = DATA_FILE_SUFFIXES, prefer: str = ""
+) -> tuple[Files, Files]:
+    """Find the training files and the held-out files at `path`, a file or a folder (searched
+    recursively).
 
-    The split is part of a file's name (train*.jsonl; test*, heldout*, validation*) or of its folder's. Where no file is held out, all
-    files are one split: they are returned first, and the second tuple is empty. If the names of some files contain `prefer`, the others
-    are ignored, since several data sets may share a folder. `key` says in messages where the path was given.
+    The split is part of a file's name (train*.jsonl; test*, heldout*, validation*) or of its
+    folder's. Where no file is held out, all files are one split: they are returned first, and the
+    second tuple is empty. If the names of some files contain `prefer`, the others are ignored,
+    since several data sets may share a folder. `key` says in messages where the path was given.
     Raises ConfigurationError if nothing is there.
     """
     if path.is_file():
         return (path,), ()
     if not path.is_dir():
         raise ConfigurationError(
-            f"{key} does not exist; name a .jsonl or .parquet file or a folder of them, or hub:NAME for a hub data set."
+            f"{key} does not exist; name a .jsonl or .parquet file or a folder of them, or hub:NAME"
+            " for a hub data set."
         )
     files = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
     files = [file for file in files if prefer and prefer in file.name.lower()] or files
     if not files:
-        raise ConfigurationError(f"{key} holds no {' or '.join(suffixes)} file; name a file, or a folder of them.")
+        raise ConfigurationError(
+            f"{key} holds no {' or '.join(suffixes)} file; name a file, or a folder of them."
+        )
     if len({file.suffix for file in files}) > 1:
         raise ConfigurationError(
-            f'{key} holds both .jsonl and .parquet files, possibly of the same rows; set source = "jsonl" or "parquet", and path.'
+            f"{key} holds both .jsonl and .parquet files, possibly of the same rows; set source ="
+            ' "jsonl" or "parquet", and path.'
         )
     words = {file: _split_word(file.relative_to(path)) for file in files}
     train = tuple(file for file in files if words[file] == "train")
@@ -66,7 +75,9 @@ def find_files(path: Path, key: str, suffixes: Sequence[str] = DATA_FILE_SUFFIXE
 
 
 def _split_word(relative: Path) -> str:
-    """Return the word that names a file's split, in its own name or in the nearest folder's; "" if there is none."""
+    """Return the word that names a file's split, in its own name or in the nearest folder's; "" if
+    there is none.
+    """
     known = {"train", *(word for kind in HELDOUT_WORDS for word in kind)}
     for part in (relative.stem, *reversed(relative.parent.parts)):
         found = [word for word in re.split(r"[^a-z]+", part.lower()) if word in known]
@@ -93,14 +104,20 @@ def _read_jsonl(file: Path) -> Iterator[RawRow]:
                 columns = parse_json(line.decode("utf-8-sig" if index == 0 else "utf-8"))
             except ValueError:  # not UTF-8, or not JSON
                 columns = None
-            yield RawRow(f"{file.name} line {index + 1}", f"{file.stem}-{index}", columns if isinstance(columns, dict) else None)
+            yield RawRow(
+                f"{file.name} line {index + 1}",
+                f"{file.stem}-{index}",
+                columns if isinstance(columns, dict) else None,
+            )
 
 
 def _read_parquet(file: Path) -> Iterator[RawRow]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
-        raise EnvironmentFailure(f"Reading {file} needs pyarrow: pip install pyarrow, or give the data as .jsonl.") from error
+        raise EnvironmentFailure(
+            f"Reading {file} needs pyarrow: pip install pyarrow, or give the data as .jsonl."
+        ) from error
     try:
         table = parquet.ParquetFile(file)
         rows = (row for batch in table.iter_batches() for row in batch.to_pylist())
@@ -108,10 +125,13 @@ def _read_parquet(file: Path) -> Iterator[RawRow]:
             yield RawRow(f"{file.name} row {index}", f"{file.stem}-{index}", row)
     except (ArrowException, OSError) as error:
         reason = first_line(error).rstrip(".")
-        raise ConfigurationError(f"{file} is not a readable parquet file: {reason}; write it again, or give the rows as .jsonl.") from error
+        raise ConfigurationError(
+            f"{file} is not a readable parquet file: {reason}; write it again, or give the rows as"
+            " .jsonl."
+        ) from error
 
 
-# ---- the hub -----------------------------------------------------------------------------------------------------------------------
+# ---- the hub -------------------------------------------------------------------------------------
 
 
 class NoSplit(ConfigurationError):
@@ -128,13 +148,14 @@ class HubData:
 
     @classmethod
     def parse(cls, source: str) -> "HubData":
-        """Parse hub:NAME[:config][:split]. A single part after the name is a split if it is named like one, or else a configuration;
-        hub:NAME::SPLIT is always a split.
+        """Parse hub:NAME[:config][:split]. A single part after the name is a split if it is named
+        like one, or else a configuration; hub:NAME::SPLIT is always a split.
         """
         parts = source.removeprefix("hub:").split(":")
         if not parts[0] or len(parts) > 3:
             raise ConfigurationError(
-                f'[data] source = "{source}" is not of the form hub:NAME[:config][:split], such as hub:openai/gsm8k:main:train.'
+                f'[data] source = "{source}" is not of the form hub:NAME[:config][:split], such as'
+                " hub:openai/gsm8k:main:train."
             )
         name, config, split = [*parts, "", ""][:3]
         if not split and config in ("train", "test", "validation"):
@@ -148,8 +169,8 @@ class HubData:
 def read_hub(data: HubData, splits: Iterable[str]) -> Iterator[RawRow]:
     """Yield the rows of the first of `splits` that the data set has.
 
-    Raises NoSplit if it has none of them, EnvironmentFailure if the hub cannot be reached and the data set is not in its cache, and
-    ConfigurationError for any other reason that the hub gives.
+    Raises NoSplit if it has none of them, EnvironmentFailure if the hub cannot be reached and the
+    data set is not in its cache, and ConfigurationError for any other reason that the hub gives.
     """
     for split in splits:
         rows = _load_split(data, split)
@@ -169,7 +190,8 @@ def _load_split(data: HubData, split: str) -> Any:
         import datasets
     except ImportError as error:
         raise EnvironmentFailure(
-            f"Loading {data} needs the datasets library: pip install datasets, or set [data] path to a local copy."
+            f"Loading {data} needs the datasets library: pip install datasets, or set [data] path"
+            " to a local copy."
         ) from error
     try:
         return datasets.load_dataset(data.name, data.config or None, split=split)
@@ -178,8 +200,10 @@ def _load_split(data: HubData, split: str) -> Any:
         if "split" in reason.lower() and isinstance(error, ValueError):
             return None
         if online:
-            raise ConfigurationError(f"[data] source: {data} could not be loaded from the Hugging Face hub: {reason}") from error
+            raise ConfigurationError(
+                f"[data] source: {data} could not be loaded from the Hugging Face hub: {reason}"
+            ) from error
         raise EnvironmentFailure(
-            f"[data] source: {data} is not in the hub's cache, and {hub.why_unreachable()}; offline, set [data] path to a local copy "
-            '(.jsonl or .parquet), or source = "lab".'
+            f"[data] source: {data} is not in the hub's cache, and {hub.why_unreachable()};"
+            ' offline, set [data] path to a local copy (.jsonl or .parquet), or source = "lab".'
         ) from error

@@ -1,4 +1,6 @@
-"""The data sources: each reads the examples of one split, as `[data]` describes it, and counts the rows that it cannot use."""
+"""The data sources: each reads the examples of one split, as `[data]` describes it, and counts the
+rows that it cannot use.
+"""
 
 import hashlib
 import inspect
@@ -49,8 +51,14 @@ class ReadResult:
     """Sentences for the start of the run."""
 
     def keep(self, example: Example, where: str) -> None:
-        """Append an example, unless its text has no UTF-8 form, which a tokenizer needs: JSON may escape half of a surrogate pair."""
-        texts = (example.prompt,) if isinstance(example.prompt, str) else (message["content"] for message in example.prompt)
+        """Append an example, unless its text has no UTF-8 form, which a tokenizer needs: JSON may
+        escape half of a surrogate pair.
+        """
+        texts = (
+            (example.prompt,)
+            if isinstance(example.prompt, str)
+            else (message["content"] for message in example.prompt)
+        )
         try:
             "".join((*texts, example.reference)).encode()
         except UnicodeEncodeError:
@@ -64,7 +72,10 @@ class ReadResult:
 
     def dropped_rows(self) -> str:
         """Return the dropped rows by reason, in words; "" if there are none."""
-        return ", ".join(dropped_words(count, reason, self.first[reason]) for reason, count in self.dropped.items())
+        return ", ".join(
+            dropped_words(count, reason, self.first[reason])
+            for reason, count in self.dropped.items()
+        )
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -83,19 +94,27 @@ class Query:
     """[data], or what [evaluation] source makes of it."""
     split: Split
     named_for_evaluation: bool
-    """[evaluation] source names the source, so all of its examples may be used if it has no splits."""
+    """[evaluation] source names the source, so all of its examples may be used if it has no
+    splits."""
 
     @property
     def key(self) -> str:
         """The key that names the data, for messages."""
         if self.data.path:
             return f'[data] path = "{self.data.path}"'
-        return f'{"[evaluation]" if self.named_for_evaluation else "[data]"} source = "{self.data.source}"'
+        return (
+            f"{'[evaluation]' if self.named_for_evaluation else '[data]'} source ="
+            f' "{self.data.source}"'
+        )
 
     @property
     def path(self) -> Path:
-        """[data] path, or the path in `source`; relative to the current folder, else to the configuration file's."""
-        path = expanded(self.data.path or self.data.source, "[data] path" if self.data.path else "[data] source")
+        """[data] path, or the path in `source`; relative to the current folder, else to the
+        configuration file's.
+        """
+        path = expanded(
+            self.data.path or self.data.source, "[data] path" if self.data.path else "[data] source"
+        )
         beside = self.config.source_path
         if not path.exists() and beside is not None and (beside.parent / path).exists():
             return beside.parent / path
@@ -103,13 +122,16 @@ class Query:
 
     def no_heldout(self) -> NoHeldOutSplit:
         return NoHeldOutSplit(
-            f'[data] source = "{self.data.source}" has no held-out split, and an evaluation was asked for: put test.jsonl '
-            "beside train.jsonl in a folder, set [evaluation] source, or switch off every, at_start and at_end there."
+            f'[data] source = "{self.data.source}" has no held-out split, and an evaluation was'
+            " asked for: put test.jsonl beside train.jsonl in a folder, set [evaluation] source,"
+            " or switch off every, at_start and at_end there."
         )
 
 
 def read_source(query: Query) -> ReadResult:
-    """Return the examples of `query.data.source`. Raises ConfigurationError or EnvironmentFailure in one sentence."""
+    """Return the examples of `query.data.source`. Raises ConfigurationError or EnvironmentFailure
+    in one sentence.
+    """
     source = query.data.source
     if source in SOURCES:
         return SOURCES[source](query)
@@ -118,7 +140,11 @@ def read_source(query: Query) -> ReadResult:
         if query.split == "train" or (data.split and query.named_for_evaluation):
             return _read(query, read_hub(data, [data.split or "train"]), reader)
         try:
-            return _read(query, read_hub(data, [name for name in ("test", "validation") if name != data.split]), reader)
+            return _read(
+                query,
+                read_hub(data, [name for name in ("test", "validation") if name != data.split]),
+                reader,
+            )
         except NoSplit:
             raise query.no_heldout() from None
     if source in _registered:
@@ -127,14 +153,17 @@ def read_source(query: Query) -> ReadResult:
         return _local(query, DATA_FILE_SUFFIXES)
     from retrain.plugins import load_plugin
 
-    config = query.config.model_copy(update={"data": query.data})  # an evaluation source does not take the training source's params
+    config = query.config.model_copy(
+        update={"data": query.data}
+    )  # an evaluation source does not take the training source's params
     return _call(query, load_plugin("data", source, config))
 
 
-# ---- MATH and GSM8K -----------------------------------------------------------------------------------------------------------------
+# ---- MATH and GSM8K ------------------------------------------------------------------------------
 
 RowReader = Callable[[dict[str, Any], str], Example | Reason | None]
-"""(columns, example id) -> the example, the reason why there is none, or None for a row of another data set."""
+"""(columns, example id) -> the example, the reason why there is none, or None for a row of another
+data set."""
 
 MATH_NAME = "EleutherAI/hendrycks_math"
 MATH_SUBJECTS = {
@@ -149,13 +178,21 @@ GSM8K = HubData("openai/gsm8k", "main")
 
 
 def _math(query: Query) -> ReadResult:
-    """Read MATH (Hendrycks et al. 2021, arXiv 2103.03874), five subjects: 4,551 training problems."""
+    """Read MATH (Hendrycks et al. 2021, arXiv 2103.03874), five subjects: 4,551 training
+    problems.
+    """
     if query.data.path:
         result, total = _benchmark_copy(query, _math_row)
-        result.notes.insert(0, f"math: {len(result.examples):,} of the copy's {total:,} problems are in the five subjects and this split")
+        result.notes.insert(
+            0,
+            f"math: {len(result.examples):,} of the copy's {total:,} problems are in the five"
+            " subjects and this split",
+        )
         return result
     names = ["train" if query.split == "train" else "test"]
-    rows = (row for subject in MATH_SUBJECTS for row in read_hub(HubData(MATH_NAME, subject), names))
+    rows = (
+        row for subject in MATH_SUBJECTS for row in read_hub(HubData(MATH_NAME, subject), names)
+    )
     return _read(query, rows, _math_row)
 
 
@@ -163,20 +200,31 @@ def _math_row(row: dict[str, Any], example_id: str) -> Example | Reason | None:
     from retrain.rewards.answers import extract_boxed
 
     match row:
-        case {"problem": str(problem), "solution": str(solution), "type": str(subject), **info} if problem.strip():
+        case {
+            "problem": str(problem),
+            "solution": str(solution),
+            "type": str(subject),
+            **info,
+        } if problem.strip():
             if subject not in MATH_SUBJECTS.values():
                 return None
             answer = extract_boxed(solution, after_think=False)
             info |= {"type": subject, "solution": solution}
-            return Example(problem, answer, "math", info, example_id) if answer else Reason.NO_ANSWER
+            return (
+                Example(problem, answer, "math", info, example_id) if answer else Reason.NO_ANSWER
+            )
     return Reason.MALFORMED
 
 
 def _gsm8k(query: Query) -> ReadResult:
-    """Read GSM8K (Cobbe et al. 2021, arXiv 2110.14168): 7,473 training problems and 1,319 held-out ones."""
+    """Read GSM8K (Cobbe et al. 2021, arXiv 2110.14168): 7,473 training problems and 1,319 held-out
+    ones.
+    """
     if query.data.path:
         return _benchmark_copy(query, _gsm8k_row)[0]
-    return _read(query, read_hub(GSM8K, ["train" if query.split == "train" else "test"]), _gsm8k_row)
+    return _read(
+        query, read_hub(GSM8K, ["train" if query.split == "train" else "test"]), _gsm8k_row
+    )
 
 
 def _gsm8k_row(row: dict[str, Any], example_id: str) -> Example | Reason | None:
@@ -184,7 +232,11 @@ def _gsm8k_row(row: dict[str, Any], example_id: str) -> Example | Reason | None:
         case {"question": str(question), "answer": str(solution), **info} if question.strip():
             answer = solution.rpartition("####")[2].strip() if "####" in solution else ""
             answer = re.sub(r"(?<=\d),(?=\d{3})", "", answer)  # 70,000 -> 70000
-            return Example(question, answer, "gsm8k", info | {"solution": solution}, example_id) if answer else Reason.NO_ANSWER
+            return (
+                Example(question, answer, "gsm8k", info | {"solution": solution}, example_id)
+                if answer
+                else Reason.NO_ANSWER
+            )
     return Reason.MALFORMED
 
 
@@ -193,24 +245,32 @@ HELDOUT_SHARE = 10
 
 
 def _benchmark_copy(query: Query, read_row: RowReader) -> tuple[ReadResult, int]:
-    """Return the examples from a local copy of MATH or GSM8K, and the number of rows that were read."""
+    """Return the examples from a local copy of MATH or GSM8K, and the number of rows that were
+    read.
+    """
     train, heldout = find_files(query.path, query.key, prefer=query.data.source)
     rows = list(read_files(heldout if heldout and query.split == "heldout" else train))
     result = _read(query, rows, read_row)
     if heldout:
         return result, len(rows)
-    hashes = [hashlib.sha256(str(example.prompt).encode("utf-8", "surrogatepass")).digest() for example in result.examples]
+    hashes = [
+        hashlib.sha256(str(example.prompt).encode("utf-8", "surrogatepass")).digest()
+        for example in result.examples
+    ]
     is_heldout = [int.from_bytes(digest[:4], "big") % HELDOUT_SHARE == 0 for digest in hashes]
     wanted = query.split == "heldout"
-    result.examples = [example for example, held in zip(result.examples, is_heldout, strict=True) if held == wanted]
+    result.examples = [
+        example for example, held in zip(result.examples, is_heldout, strict=True) if held == wanted
+    ]
     result.notes.append(
-        f"{query.data.source}: {', '.join(file.name for file in train)} is one split only, so one problem in {HELDOUT_SHARE}, "
-        "chosen by the hash of its text, is held out and never trained on"
+        f"{query.data.source}: {', '.join(file.name for file in train)} is one split only, so one"
+        f" problem in {HELDOUT_SHARE}, chosen by the hash of its text, is held out and never"
+        " trained on"
     )
     return result, len(rows)
 
 
-# ---- files and hub data sets with columns of their own ------------------------------------------------------------------------------
+# ---- files and hub data sets with columns of their own -------------------------------------------
 
 
 def _local(query: Query, suffixes: Sequence[str]) -> ReadResult:
@@ -225,11 +285,24 @@ def _column_reader(data: "Data") -> RowReader:
     def read(row: dict[str, Any], example_id: str) -> Example | Reason | None:
         if data.prompt_column not in row or data.answer_column not in row:
             return Reason.MALFORMED
-        info = {key: value for key, value in row.items() if key not in (data.prompt_column, data.answer_column, "task")}
-        prompt, answer, task = _prompt(row[data.prompt_column]), row[data.answer_column], row.get("task", "default")
+        info = {
+            key: value
+            for key, value in row.items()
+            if key not in (data.prompt_column, data.answer_column, "task")
+        }
+        prompt, answer, task = (
+            _prompt(row[data.prompt_column]),
+            row[data.answer_column],
+            row.get("task", "default"),
+        )
         if answer is None or answer == "" or (isinstance(answer, str) and not answer.strip()):
             return Reason.NO_ANSWER
-        if prompt is None or isinstance(answer, bool) or not isinstance(answer, str | int | float) or not isinstance(task, str):
+        if (
+            prompt is None
+            or isinstance(answer, bool)
+            or not isinstance(answer, str | int | float)
+            or not isinstance(task, str)
+        ):
             return Reason.MALFORMED
         return Example(prompt, str(answer).strip(), task, info or None, example_id)
 
@@ -264,15 +337,40 @@ def _read(query: Query, rows: Iterable[RawRow], read_row: RowReader) -> ReadResu
         elif example is not None:
             result.drop(example, row.where)
     if not result.examples and columns:
-        result.notes.append(f"its columns are {', '.join(columns)}{_columns_to_set(query.data, columns)}")
+        result.notes.append(
+            f"its columns are {', '.join(columns)}{_columns_to_set(query.data, columns)}"
+        )
     if not result.examples and Reason.NOT_JSON in result.dropped:
-        result.notes.append("convert it: a .jsonl file is UTF-8 text with one JSON object per line, not CSV and not a JSON list")
+        result.notes.append(
+            "convert it: a .jsonl file is UTF-8 text with one JSON object per line, not CSV and not"
+            " a JSON list"
+        )
     return result
 
 
 _USUAL = {
-    "prompt_column": ("prompt", "question", "problem", "instruction", "input", "query", "text", "messages"),
-    "answer_column": ("answer", "solution", "gold", "target", "label", "reference", "output", "ground_truth", "final_answer", "expected"),
+    "prompt_column": (
+        "prompt",
+        "question",
+        "problem",
+        "instruction",
+        "input",
+        "query",
+        "text",
+        "messages",
+    ),
+    "answer_column": (
+        "answer",
+        "solution",
+        "gold",
+        "target",
+        "label",
+        "reference",
+        "output",
+        "ground_truth",
+        "final_answer",
+        "expected",
+    ),
 }
 """Names that data sets give to the two columns; of several, the first that is there is meant."""
 
@@ -284,27 +382,39 @@ def _columns_to_set(data: "Data", columns: Collection[str]) -> str:
     if data.source in ("math", "gsm8k"):
         return "; check the file"
     if not absent:
-        return f"; {data.prompt_column} is to be a text or a conversation, and {data.answer_column} a text or a number"
+        return (
+            f"; {data.prompt_column} is to be a text or a conversation, and {data.answer_column} a"
+            " text or a number"
+        )
     free = [name for name in columns if name not in given.values()]
     words = []
     for key in absent:
         meant = next((name for name in _USUAL[key] if name in free), "")
         if meant:
             free.remove(meant)
-        words.append(f'{key} = "{meant}"' if meant else f"{key} to one of them" if free else f"{key} to a column that you add")
+        words.append(
+            f'{key} = "{meant}"'
+            if meant
+            else f"{key} to one of them"
+            if free
+            else f"{key} to a column that you add"
+        )
     return f"; set [data] {' and '.join(words)}"
 
 
-# ---- Python code --------------------------------------------------------------------------------------------------------------------
+# ---- Python code ---------------------------------------------------------------------------------
 
 DataLoader = Callable[..., Iterable[Example]]
-"""`f(**params)`; a loader with held-out examples of its own also takes `split`: "train", the default, or "heldout"."""
+"""`f(**params)`; a loader with held-out examples of its own also takes `split`: "train", the
+default, or "heldout"."""
 
 _registered: dict[str, DataLoader] = {}
 
 
 def register_source(name: str, loader: DataLoader) -> None:
-    """Make `[data] source = name` call `loader(**params)`, as a data plugin is called. Raises ValueError if the name is taken."""
+    """Make `[data] source = name` call `loader(**params)`, as a data plugin is called. Raises
+    ValueError if the name is taken.
+    """
     if name in _registered or name in builtin_names("data"):
         raise ValueError(f"data source {name!r} exists already; choose another name")
     _registered[name] = loader
@@ -323,17 +433,22 @@ def _call(query: Query, loader: DataLoader) -> ReadResult:
     try:
         signature.bind(**params)
     except TypeError as error:
-        raise ConfigurationError(f'[data] params do not fit source = "{source}", whose signature is {signature}: {error}.') from error
+        raise ConfigurationError(
+            f'[data] params do not fit source = "{source}", whose signature is {signature}:'
+            f" {error}."
+        ) from error
     with user_code(f'[data] source = "{source}"', ConfigurationError):
         return _checked(query, _bounded(query, loader(**params)))
 
 
 MAX_STREAMED = 1_000_000
-"""Examples that a source without a length may give; more would fill the memory before anything is said."""
+"""Examples that a source without a length may give; more would fill the memory before anything is
+said."""
 
 
 def _bounded(query: Query, examples: Iterable[Example]) -> Iterator[Example]:
-    """Yield the examples, of a training source without a length (a generator, say) the first `[training] max_examples`.
+    """Yield the examples, of a training source without a length (a generator, say) the first
+    `[training] max_examples`.
 
     Raises ConfigurationError if it gives more than MAX_STREAMED: it may never end.
     """
@@ -344,8 +459,8 @@ def _bounded(query: Query, examples: Iterable[Example]) -> Iterator[Example]:
     for index, example in enumerate(examples):
         if index == MAX_STREAMED:
             raise ConfigurationError(
-                f'[data] source = "{query.data.source}" has given {MAX_STREAMED:,} examples and has no end in sight; set [training] '
-                "max_examples, or return a list."
+                f'[data] source = "{query.data.source}" has given {MAX_STREAMED:,} examples and has'
+                " no end in sight; set [training] max_examples, or return a list."
             )
         yield example
         if index + 1 == limit:
@@ -358,7 +473,8 @@ def _checked(query: Query, examples: Iterable[Example]) -> ReadResult:
         where = f"{source} example {index}"
         if not isinstance(example, Example):
             raise ConfigurationError(
-                f'[data] source = "{source}" gave a {type(example).__name__} instead of a retrain.data.Example ({where}).'
+                f'[data] source = "{source}" gave a {type(example).__name__} instead of a'
+                f" retrain.data.Example ({where})."
             )
         if not isinstance(example.reference, str) or _prompt(example.prompt) is None:
             result.drop(Reason.MALFORMED, where)

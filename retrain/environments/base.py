@@ -1,6 +1,8 @@
-"""The contract of an environment: problems, and episodes in which the model's replies are answered until a verdict.
+"""The contract of an environment: problems, and episodes in which the model's replies are answered
+until a verdict.
 
-An environment knows messages and text. Tokens, sampling, time limits and credit are retrain's business, so a plugin is two small classes.
+An environment knows messages and text. Tokens, sampling, time limits and credit are retrain's
+business, so a plugin is two small classes.
 """
 
 from abc import ABC, abstractmethod
@@ -20,7 +22,8 @@ class Observation:
     messages: list[ChatMessage]
     """The messages since its last reply; with `rewrites` the whole conversation."""
     rewrites: bool = False
-    """`messages` are the whole conversation. Where they do not continue what the model saw, a new training row begins."""
+    """`messages` are the whole conversation. Where they do not continue what the model saw, a new
+    training row begins."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     """Functions that the model may call, as JSON schemas for the chat template."""
 
@@ -28,7 +31,9 @@ class Observation:
 def is_conversation(messages: object) -> bool:
     """Return whether an environment gave a list of messages, each with a role and text."""
     return isinstance(messages, list | tuple) and all(
-        isinstance(message, Mapping) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
         for message in messages
     )
 
@@ -41,15 +46,19 @@ class Result:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Other measures by name; means over a step are logged."""
     turn_rewards: Sequence[float] = ()
-    """The worth of each reply, if the environment says; logged, the credit is given for `reward`."""
+    """The worth of each reply, if the environment says; logged, the credit is given for
+    `reward`."""
 
 
 class Episode(ABC):
-    """One conversation. Its methods are called one after the other, from a thread that belongs to this call alone."""
+    """One conversation. Its methods are called one after the other, from a thread that belongs to
+    this call alone.
+    """
 
     @abstractmethod
     def reset(self, example: Example, seed: int) -> list[ChatMessage] | Observation | None:
-        """Begin with the problem `example`; None opens with the example's prompt, messages open with those instead.
+        """Begin with the problem `example`; None opens with the example's prompt, messages open
+        with those instead.
 
         `seed` is the same for all episodes of a group, and for the same step of a resumed run.
         """
@@ -60,28 +69,39 @@ class Episode(ABC):
 
     @abstractmethod
     def result(self) -> Result:
-        """Return the verdict. Called once, after the last reply: the episode ended, or its turns or tokens ran out."""
+        """Return the verdict. Called once, after the last reply: the episode ended, or its turns or
+        tokens ran out.
+        """
 
     def close(self) -> None:  # noqa: B027 - nothing to do unless overridden
-        """Release what the episode holds; called once, after an error too, and while a method hangs that took too long."""
+        """Release what the episode holds; called once, after an error too, and while a method hangs
+        that took too long.
+        """
 
 
 class Environment(ABC):
-    """Constructed as `Environment(**args)` from `[environment] args`. Raises what it likes: a run then stops before its first step."""
+    """Constructed as `Environment(**args)` from `[environment] args`. Raises what it likes: a run
+    then stops before its first step.
+    """
 
     max_turns: int = 0
-    """Replies after which an episode is ended; 0 leaves it to the episodes. `[environment] max_turns` overrides it."""
+    """Replies after which an episode is ended; 0 leaves it to the episodes. `[environment]
+    max_turns` overrides it."""
 
     @abstractmethod
     def examples(self, split: Split) -> list[Example]:
-        """Return the problems of one split, with the opening messages as their prompts; empty where there are none."""
+        """Return the problems of one split, with the opening messages as their prompts; empty where
+        there are none.
+        """
 
     @abstractmethod
     def episode(self) -> Episode:
         """Make a new conversation, to be reset."""
 
     def gold(self, example: Example) -> Sequence[str] | None:
-        """Return replies that are right, for the parity gate to try; None where the environment knows none."""
+        """Return replies that are right, for the parity gate to try; None where the environment
+        knows none.
+        """
         return None
 
     def close(self) -> None:  # noqa: B027 - nothing to do unless overridden

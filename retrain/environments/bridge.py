@@ -1,7 +1,7 @@
 """Turns environments that call the model themselves into episodes that wait for replies.
 
-Their rollout is a coroutine on an event loop of our own. When it asks for a reply it waits there, and the episode's method returns what it
-asked with.
+Their rollout is a coroutine on an event loop of our own. When it asks for a reply it waits there,
+and the episode's method returns what it asked with.
 """
 
 import asyncio
@@ -18,7 +18,8 @@ from retrain.environments.base import Episode, Observation, Result
 from retrain.types import ChatMessage, Example
 
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-"""The form that Qwen and Hermes models are trained to write: <tool_call>{"name": ..., "arguments": ...}."""
+"""The form that Qwen and Hermes models are trained to write: <tool_call>{"name": ..., "arguments":
+...}."""
 
 
 class OutOfTokens(Exception):
@@ -55,20 +56,25 @@ class EventLoop:
 
 
 class Telephone:
-    """Connects one rollout, which calls `ask` on the event loop, with its episode, which reads `events` on another thread."""
+    """Connects one rollout, which calls `ask` on the event loop, with its episode, which reads
+    `events` on another thread.
+    """
 
     def __init__(self) -> None:
         self.events: SimpleQueue[_Asked | Result | BaseException] = SimpleQueue()
 
     async def ask(self, messages: list[ChatMessage], tools: list[dict[str, Any]]) -> str:
-        """Return the model's reply to the whole conversation `messages`. Raises OutOfTokens where there can be none."""
+        """Return the model's reply to the whole conversation `messages`. Raises OutOfTokens where
+        there can be none.
+        """
         reply: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.events.put(_Asked(Observation(messages, rewrites=True, tools=tools), reply))
         return await reply
 
 
 Rollout = Callable[[Telephone, Example, int], Awaitable[Result]]
-"""Plays one episode to its end, asking for replies with `Telephone.ask`, and returns the verdict."""
+"""Plays one episode to its end, asking for replies with `Telephone.ask`, and returns the
+verdict."""
 
 
 class BridgedEpisode(Episode):
@@ -94,7 +100,11 @@ class BridgedEpisode(Episode):
 
     def result(self) -> Result:
         while self._result is None:  # a rollout may go on asking where no token is left
-            self._answer(lambda waiting: waiting.set_exception(OutOfTokens("no token is left for another reply")))
+            self._answer(
+                lambda waiting: waiting.set_exception(
+                    OutOfTokens("no token is left for another reply")
+                )
+            )
             self._next()
         return self._result
 
@@ -119,7 +129,11 @@ class BridgedEpisode(Episode):
         """Wait for the rollout: what it asks, or None at its end. Raises what it raised."""
         event = self._line.events.get()
         if isinstance(event, BaseException):
-            raise RuntimeError("the rollout was cancelled") if isinstance(event, asyncio.CancelledError) else event
+            raise (
+                RuntimeError("the rollout was cancelled")
+                if isinstance(event, asyncio.CancelledError)
+                else event
+            )
         if isinstance(event, Result):
             self._result = event
             return None
@@ -137,7 +151,9 @@ class ToolCall:
 
 
 def tool_calls(reply: str) -> list[ToolCall]:
-    """Return the calls in the order of the reply; anything but a JSON object with a name is left out and stays text."""
+    """Return the calls in the order of the reply; anything but a JSON object with a name is left
+    out and stays text.
+    """
     found = []
     for text in _CALL.findall(reply):
         try:

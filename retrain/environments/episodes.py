@@ -1,4 +1,6 @@
-"""Many episodes at once: each is answered on a thread, judged at its end, and costs nobody else anything if it hangs or fails."""
+"""Many episodes at once: each is answered on a thread, judged at its end, and costs nobody else
+anything if it hangs or fails.
+"""
 
 import math
 import sys
@@ -23,7 +25,7 @@ _POLL = 0.2
 _CLOSING_S = 60.0
 
 
-# -- threads ------------------------------------------------------------------------------------------------------------
+# -- threads ---------------------------------------------------------------------------------------
 
 
 class Job:
@@ -50,7 +52,9 @@ class Job:
 
 
 class DaemonThreads:
-    """At most `most` threads that take jobs, started as they are needed. They are daemons: a hung one does not keep the process alive."""
+    """At most `most` threads that take jobs, started as they are needed. They are daemons: a hung
+    one does not keep the process alive.
+    """
 
     def __init__(self, most: int, name: str) -> None:
         self._most, self._name = most, name
@@ -68,7 +72,9 @@ class DaemonThreads:
         return job
 
     def abandon(self, job: Job) -> None:
-        """Give up on a job that runs: its thread no longer counts, and what it returns is dropped."""
+        """Give up on a job that runs: its thread no longer counts, and what it returns is
+        dropped.
+        """
         with self._lock:
             self._most += 1
             if self._threads < self._most and self._jobs.qsize():
@@ -88,7 +94,9 @@ class DaemonThreads:
 
     def _start(self) -> None:
         self._threads += 1
-        threading.Thread(target=self._work, name=f"{self._name}-{self._threads}", daemon=True).start()
+        threading.Thread(
+            target=self._work, name=f"{self._name}-{self._threads}", daemon=True
+        ).start()
 
     def _work(self) -> None:
         while True:
@@ -106,7 +114,7 @@ Answer = Observation | Score
 """What comes after a reply: something to reply to, or the verdict."""
 
 
-# -- episodes -----------------------------------------------------------------------------------------------------------
+# -- episodes --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -123,11 +131,23 @@ class EpisodeHost:
     """Runs the episodes of one environment on threads of its own."""
 
     def __init__(
-        self, environment: Environment, *, max_turns: int, timeout_s: float, correct_threshold: float, threads: DaemonThreads | None = None
+        self,
+        environment: Environment,
+        *,
+        max_turns: int,
+        timeout_s: float,
+        correct_threshold: float,
+        threads: DaemonThreads | None = None,
     ) -> None:
-        """`max_turns`: most replies, 0 for no limit; `timeout_s`: seconds that the environment may take for one episode."""
+        """`max_turns`: most replies, 0 for no limit; `timeout_s`: seconds that the environment may
+        take for one episode.
+        """
         self.environment = environment
-        self.max_turns, self.timeout_s, self.correct_threshold = max_turns, timeout_s, correct_threshold
+        self.max_turns, self.timeout_s, self.correct_threshold = (
+            max_turns,
+            timeout_s,
+            correct_threshold,
+        )
         self._threads = threads or DaemonThreads(MOST_THREADS, "environment")
 
     def begin(self, example: Example, seed: int) -> "RunningEpisode":
@@ -146,10 +166,17 @@ class EpisodeHost:
         if not isinstance(result, Result):
             raise TypeError(f"result returned {type(result).__name__}, and must return a Result")
         if not math.isfinite(result.reward):
-            return could_not_judge(f"the environment's reward is {result.reward}, which is not finite")
+            return could_not_judge(
+                f"the environment's reward is {result.reward}, which is not finite"
+            )
         verdict = Score.of(float(result.reward), self.correct_threshold)
         metrics = {str(name): float(value) for name, value in result.metrics.items()}
-        return Score(verdict.outcome, verdict.reward, metrics=metrics, turn_rewards=tuple(map(float, result.turn_rewards)))
+        return Score(
+            verdict.outcome,
+            verdict.reward,
+            metrics=metrics,
+            turn_rewards=tuple(map(float, result.turn_rewards)),
+        )
 
     def close(self) -> None:
         """Close the environment; print a line if that fails or takes longer than a minute."""
@@ -164,7 +191,9 @@ class EpisodeHost:
 
 
 class RunningEpisode:
-    """One episode of a host: `open`, then `reply` after each of the model's replies; `answer` waits for what came of it."""
+    """One episode of a host: `open`, then `reply` after each of the model's replies; `answer` waits
+    for what came of it.
+    """
 
     def __init__(self, host: EpisodeHost, example: Example, seed: int) -> None:
         self._host, self._example, self._seed = host, example, seed
@@ -188,20 +217,30 @@ class RunningEpisode:
     def _is_late(self) -> bool:
         """The environment has taken more time for this episode than it may."""
         before = self._live.seconds if self._live else 0.0
-        return self._job.started is not None and monotonic() - self._job.started > self._host.timeout_s - before
+        return (
+            self._job.started is not None
+            and monotonic() - self._job.started > self._host.timeout_s - before
+        )
 
     def answer(self, check: Callable[[], None]) -> Answer:
-        """Wait for what came of the newest call. A hang or an exception is a verdict: could not judge. `check` raises to stop the run."""
+        """Wait for what came of the newest call. A hang or an exception is a verdict: could not
+        judge. `check` raises to stop the run.
+        """
         job = self._job
         while True:
             check()
             try:
                 failure = job.future.exception(_POLL)
-            except TimeoutError:  # of this wait: what the environment raised, SystemExit included, is returned
+            except (
+                TimeoutError
+            ):  # of this wait: what the environment raised, SystemExit included, is returned
                 if not self._is_late:
                     continue
                 self._host.abandon(job)
-                return self._failed(f"the environment took longer than [environment] timeout_s = {self._host.timeout_s:g}")
+                return self._failed(
+                    "the environment took longer than [environment] timeout_s ="
+                    f" {self._host.timeout_s:g}"
+                )
             if failure is not None:
                 return self._failed(f"the environment failed with {describe(failure)}")
             if self._live is not None:
@@ -217,10 +256,16 @@ class RunningEpisode:
     def _reset(self) -> Answer:
         episode = self._host.environment.episode()
         if not isinstance(episode, Episode):
-            raise TypeError(f"episode returned {type(episode).__name__}, and must return an Episode")
+            raise TypeError(
+                f"episode returned {type(episode).__name__}, and must return an Episode"
+            )
         self._live = _Live(episode)
         opening = episode.reset(self._example, self._seed)
-        return Observation([]) if opening is None else replace(_checked(opening, "reset"), rewrites=True)
+        return (
+            Observation([])
+            if opening is None
+            else replace(_checked(opening, "reset"), rewrites=True)
+        )
 
     def _step(self, text: str, last: bool) -> Answer:
         assert self._live is not None
@@ -250,10 +295,15 @@ def play(host: EpisodeHost, example: Example, replies: Sequence[str], seed: int 
 
 
 def _checked(said: object, method: str) -> Observation:
-    """Check the value that the environment's `method` returned. Raises TypeError or ValueError for what no chat template could write."""
+    """Check the value that the environment's `method` returned. Raises TypeError or ValueError for
+    what no chat template could write.
+    """
     given = said if isinstance(said, Observation) else Observation(said)  # type: ignore[arg-type]  # it is looked at here
     if not is_conversation(given.messages):
-        raise TypeError(f"{method} returned {type(said).__name__}, and must return a list of messages {{role, content}} of text, or None")
+        raise TypeError(
+            f"{method} returned {type(said).__name__}, and must return a list of messages {{role,"
+            " content} of text, or None"
+        )
     if not (isinstance(given.tools, list) and all(isinstance(tool, dict) for tool in given.tools)):
         raise TypeError(f"{method} returned tools that are not a list of JSON schemas")
     if given.rewrites and not given.messages:

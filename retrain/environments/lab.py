@@ -17,20 +17,27 @@ HIGHER, LOWER = "higher", "lower"
 class NumberGuessing(Environment):
     """A number from 1 to `largest`, to be found in `turns` guesses.
 
-    The reward is 1 if it is found, and else 0. The last number of a reply is the guess. The episodes of a group look for the same number.
-    The metric `heeded` is the share of the guesses after the first that fit the hints; it is not rewarded. The words are those of the
-    dialogues on which the lab model was pre-trained, whose guesses are spread over the range, and often outside of it when sampled.
+    The reward is 1 if it is found, and else 0. The last number of a reply is the guess. The
+    episodes of a group look for the same number. The metric `heeded` is the share of the guesses
+    after the first that fit the hints; it is not rewarded. The words are those of the dialogues on
+    which the lab model was pre-trained, whose guesses are spread over the range, and often outside
+    of it when sampled.
     """
 
     def __init__(self, largest: int = 10, turns: int = 4, examples: int = 64) -> None:
         self.largest, self.turns, self.num_examples = largest, turns, examples
 
     def examples(self, split: Split) -> list[Example]:
-        """Return every number once for the evaluation, and the configured number of problems for training."""
+        """Return every number once for the evaluation, and the configured number of problems for
+        training.
+        """
         count = self.largest if split == "evaluation" else self.num_examples
         opening = ChatMessage(role="user", content=f"guess my number from 1 to {self.largest}")
         numbers = [1 + index % self.largest for index in range(count)]
-        return [Example([opening], str(number), "guess", example_id=f"guess-{split}-{i}") for i, number in enumerate(numbers)]
+        return [
+            Example([opening], str(number), "guess", example_id=f"guess-{split}-{i}")
+            for i, number in enumerate(numbers)
+        ]
 
     def episode(self) -> Episode:
         return _Guessing(self.largest, self.turns)

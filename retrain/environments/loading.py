@@ -1,4 +1,6 @@
-"""Loading of an environment: the built-in providers and plugins, the guard around their code, and their problems as examples of a run."""
+"""Loading of an environment: the built-in providers and plugins, the guard around their code, and
+their problems as examples of a run.
+"""
 
 import signal
 import threading
@@ -25,9 +27,11 @@ PROVIDERS = {
     "reasoning_gym": "retrain.environments.reasoning_gym",
     "textarena": "retrain.environments.textarena",
 }
-"""The built-in providers by the module whose `load` builds their environments; each needs its own extra, so it is imported when used."""
+"""The built-in providers by the module whose `load` builds their environments; each needs its own
+extra, so it is imported when used."""
 LEAST_LIMIT_S = 600.0
-"""Seconds that each call of an environment's code may take where `[environment] timeout_s` is less: data may have to be downloaded."""
+"""Seconds that each call of an environment's code may take where `[environment] timeout_s` is less:
+data may have to be downloaded."""
 _AGAIN_S = 5.0
 """Seconds until the alarm rings again, for code that catches whatever is raised."""
 
@@ -35,10 +39,14 @@ _AGAIN_S = 5.0
 def load_environment(config: "TrainConfig") -> Environment:
     """Build the environment of `[environment]`.
 
-    Raises ConfigurationError for one that cannot be loaded or built, EnvironmentFailure if its library or data are missing.
+    Raises ConfigurationError for one that cannot be loaded or built, EnvironmentFailure if its
+    library or data are missing.
     """
     settings = config.environment
-    what = f'[environment] provider = "{settings.provider}": building it with args {sorted(settings.args)}'
+    what = (
+        f'[environment] provider = "{settings.provider}": building it with args'
+        f" {sorted(settings.args)}"
+    )
     with environment_code(what, settings.timeout_s):
         if settings.provider in PROVIDERS:
             built_in: Environment = import_module(PROVIDERS[settings.provider]).load(settings)
@@ -48,15 +56,18 @@ def load_environment(config: "TrainConfig") -> Environment:
 
 
 class _TookTooLong(BaseException):
-    """Raised by the alarm; it is not an Exception, so that an environment's own retries do not take it for a failure."""
+    """Raised by the alarm; it is not an Exception, so that an environment's own retries do not take
+    it for a failure.
+    """
 
 
 @contextmanager
 def environment_code(what: str, timeout_s: float) -> Iterator[None]:
-    """Run code of an environment. Whatever it raises, SystemExit included, and a call that hangs becomes a ConfigurationError whose
-    sentence begins with `what`.
+    """Run code of an environment. Whatever it raises, SystemExit included, and a call that hangs
+    becomes a ConfigurationError whose sentence begins with `what`.
 
-    `timeout_s` is that of [environment]. Outside the main thread, where Python sets no signal handlers, the time is not limited.
+    `timeout_s` is that of [environment]. Outside the main thread, where Python sets no signal
+    handlers, the time is not limited.
     """
     limit = max(LEAST_LIMIT_S, timeout_s)
     try:
@@ -66,16 +77,20 @@ def environment_code(what: str, timeout_s: float) -> Iterator[None]:
         raise
     except _TookTooLong:
         raise ConfigurationError(
-            f"{what} took longer than {limit:g} s; look at what it waits for, or allow it more with [environment] timeout_s."
+            f"{what} took longer than {limit:g} s; look at what it waits for, or allow it more with"
+            " [environment] timeout_s."
         ) from None
-    except BaseException as error:  # the code is not ours, and its SystemExit would end the run without a word
+    except (
+        BaseException
+    ) as error:  # the code is not ours, and its SystemExit would end the run without a word
         raise ConfigurationError(f"{what} failed with {describe(error)}.") from error
 
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Raise _TookTooLong in the block after `seconds`. Signal handlers that the block sets are taken back: verifiers before 0.4 sets its
-    own, with which a run would no longer save itself when it is stopped.
+    """Raise _TookTooLong in the block after `seconds`. Signal handlers that the block sets are
+    taken back: verifiers before 0.4 sets its own, with which a run would no longer save itself when
+    it is stopped.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -84,7 +99,10 @@ def _limited(seconds: float) -> Iterator[None]:
     def ring(*_: object) -> None:
         raise _TookTooLong
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
     try:
@@ -104,28 +122,41 @@ def environment_name(settings: "Settings") -> str:
 def load_problems(environment: Environment, config: "TrainConfig", split: Split) -> ReadResult:
     """Return the problems of one split, the training ones cut to `[training] max_examples`.
 
-    Raises ConfigurationError if none is left, NoHeldOutSplit if the environment has no evaluation set.
+    Raises ConfigurationError if none is left, NoHeldOutSplit if the environment has no evaluation
+    set.
     """
     name = environment_name(config.environment)
-    with environment_code(f"[environment] {name}: reading its {split} set", config.environment.timeout_s):
+    with environment_code(
+        f"[environment] {name}: reading its {split} set", config.environment.timeout_s
+    ):
         examples = list(environment.examples(split))
     if not examples and split == "evaluation":
         raise NoHeldOutSplit(
-            f"[environment] {name} has no evaluation set, and an evaluation was asked for: switch off every, at_start and at_end in "
-            "[evaluation], or choose an environment that has one."
+            f"[environment] {name} has no evaluation set, and an evaluation was asked for: switch"
+            " off every, at_start and at_end in [evaluation], or choose an environment that has"
+            " one."
         )
     if not examples:
         raise ConfigurationError(
-            f"[environment] {name} has no training set, so it can evaluate and not train: choose another environment, or look among its "
-            "args for one that selects a training split."
+            f"[environment] {name} has no training set, so it can evaluate and not train: choose"
+            " another environment, or look among its args for one that selects a training split."
         )
     for example in examples:
-        if not (isinstance(example, Example) and (isinstance(example.prompt, str) or is_conversation(example.prompt))):
+        if not (
+            isinstance(example, Example)
+            and (isinstance(example.prompt, str) or is_conversation(example.prompt))
+        ):
             shown = " ".join(repr(example).split())[:80]
             raise ConfigurationError(
-                f"[environment] {name}: its {split} set holds {shown}, and must hold retrain.types.Example with prompts that are text or "
-                "lists of messages {role, content}."
+                f"[environment] {name}: its {split} set holds {shown}, and must hold"
+                " retrain.types.Example with prompts that are text or lists of messages {role,"
+                " content}."
             )
-    named = [example if example.example_id else replace(example, example_id=f"{split}-{i}") for i, example in enumerate(examples)]
-    data = type(config.data)(prompt_template=PLAIN_TEMPLATE, chat_template_args=config.data.chat_template_args)
+    named = [
+        example if example.example_id else replace(example, example_id=f"{split}-{i}")
+        for i, example in enumerate(examples)
+    ]
+    data = type(config.data)(
+        prompt_template=PLAIN_TEMPLATE, chat_template_args=config.data.chat_template_args
+    )
     return ReadResult(data, subset(named, config.training.max_examples if split == "train" else 0))

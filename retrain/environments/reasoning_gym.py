@@ -1,4 +1,6 @@
-"""`provider = "reasoning_gym"`: its procedural tasks, each a data set whose own verifier scores one reply."""
+"""`provider = "reasoning_gym"`: its procedural tasks, each a data set whose own verifier scores one
+reply.
+"""
 
 import re
 from typing import TYPE_CHECKING, Any
@@ -17,7 +19,8 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _TRAIN, _EVALUATION = 512, 64
 """Problems of a split unless `size` and `evaluation_size` say otherwise."""
 _EVALUATION_SEEDS = 1_000_000
-"""Problem i of a data set is made from its seed plus i, so seeds that lie near each other would share problems."""
+"""Problem i of a data set is made from its seed plus i, so seeds that lie near each other would
+share problems."""
 
 
 def load(settings: "Settings") -> Environment:
@@ -31,29 +34,45 @@ class ReasoningGym(Environment):
     max_turns = 1
 
     def __init__(self, task: str, args: dict[str, Any]) -> None:
-        """`args`: size, evaluation_size, seed, instruction, and the parameters of the task itself."""
+        """`args`: size, evaluation_size, seed, instruction, and the parameters of the task
+        itself.
+        """
         try:
             import reasoning_gym
         except ImportError as error:
             raise EnvironmentFailure(
-                '[environment] provider = "reasoning_gym" needs the package reasoning-gym, which is not installed here; '
+                '[environment] provider = "reasoning_gym" needs the package reasoning-gym, which is'
+                " not installed here; "
                 f"install it with {install_hint('reasoning-gym')}."
             ) from error
         given = dict(args)
-        size, evaluation_size, seed = (int(given.pop(*pair)) for pair in (("size", _TRAIN), ("evaluation_size", _EVALUATION), ("seed", 0)))
+        size, evaluation_size, seed = (
+            int(given.pop(*pair))
+            for pair in (("size", _TRAIN), ("evaluation_size", _EVALUATION), ("seed", 0))
+        )
         self._instruction = str(given.pop("instruction", _INSTRUCTION))
         known = reasoning_gym.factory.DATASETS
         if task not in known:
             near = nearest(task, known)
-            hint = f'did you mean "{near}"?' if near else f"it has {len(known)}, such as {', '.join(sorted(known)[:5])}."
-            raise ConfigurationError(f'[environment] id = "{task}" is not a task of reasoning_gym; {hint}')
+            hint = (
+                f'did you mean "{near}"?'
+                if near
+                else f"it has {len(known)}, such as {', '.join(sorted(known)[:5])}."
+            )
+            raise ConfigurationError(
+                f'[environment] id = "{task}" is not a task of reasoning_gym; {hint}'
+            )
         try:
             self._sets = {
                 "train": reasoning_gym.create_dataset(task, size=size, seed=seed, **given),
-                "evaluation": reasoning_gym.create_dataset(task, size=evaluation_size, seed=seed + _EVALUATION_SEEDS, **given),
+                "evaluation": reasoning_gym.create_dataset(
+                    task, size=evaluation_size, seed=seed + _EVALUATION_SEEDS, **given
+                ),
             }
         except (AssertionError, TypeError, ValueError) as error:
-            raise ConfigurationError(f'[environment] id = "{task}" of reasoning_gym refuses args {args}: {error}.') from error
+            raise ConfigurationError(
+                f'[environment] id = "{task}" of reasoning_gym refuses args {args}: {error}.'
+            ) from error
         self._task = task
 
     def examples(self, split: Split) -> list[Example]:
@@ -63,14 +82,22 @@ class ReasoningGym(Environment):
     def _example(self, row: dict[str, Any], split: Split, index: int) -> Example:
         prompt = "\n\n".join(filter(None, (str(row["question"]), self._instruction)))
         info = {"split": split, "row": index}
-        return Example([ChatMessage(role="user", content=prompt)], str(row["answer"]), self._task, info, f"{self._task}-{split}-{index}")
+        return Example(
+            [ChatMessage(role="user", content=prompt)],
+            str(row["answer"]),
+            self._task,
+            info,
+            f"{self._task}-{split}-{index}",
+        )
 
     def episode(self) -> Episode:
         return _OneAnswer(self._sets)
 
     def gold(self, example: Example) -> list[str] | None:
         """Return the right reply; None for the tasks whose example has no single answer."""
-        return None if example.reference in ("", "None") else [f"<answer>{example.reference}</answer>"]
+        return (
+            None if example.reference in ("", "None") else [f"<answer>{example.reference}</answer>"]
+        )
 
 
 class _OneAnswer(Episode):

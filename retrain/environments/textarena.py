@@ -29,30 +29,39 @@ class TextArena(Environment):
     """The seed of the game is part of the problem, so that a group plays the same game."""
 
     def __init__(self, game: str, args: dict[str, Any]) -> None:
-        """`args`: size, evaluation_size, and the parameters of the game itself. The game is started once, so that a game that needs a
-        download, a second player or a missing file is refused here.
+        """`args`: size, evaluation_size, and the parameters of the game itself. The game is started
+        once, so that a game that needs a download, a second player or a missing file is refused
+        here.
         """
         try:
             import textarena
         except ImportError as error:
             raise EnvironmentFailure(
-                '[environment] provider = "textarena" needs the package textarena, which is not installed here; '
+                '[environment] provider = "textarena" needs the package textarena, which is not'
+                " installed here; "
                 f"install it with {install_hint('textarena')}."
             ) from error
         given = dict(args)
-        self._sizes = {"train": int(given.pop("size", _TRAIN)), "evaluation": int(given.pop("evaluation_size", _EVALUATION))}
+        self._sizes = {
+            "train": int(given.pop("size", _TRAIN)),
+            "evaluation": int(given.pop("evaluation_size", _EVALUATION)),
+        }
         self._make: Callable[[], Any] = lambda: textarena.make(game, **given)
         self._game = game
         try:
             self._opening(0)
         except LookupError as error:
             raise EnvironmentFailure(
-                f'[environment] id = "{game}" of textarena needs word lists of nltk that are not here: {describe(error)}; '
-                "download them where there is a network, or choose another game."
+                f'[environment] id = "{game}" of textarena needs word lists of nltk that are not'
+                f" here: {describe(error)}; download them where there is a network, or choose"
+                " another game."
             ) from error
-        except Exception as error:  # games raise what they like; LookupError alone has a cause of its own
+        except (
+            Exception
+        ) as error:  # games raise what they like; LookupError alone has a cause of its own
             raise ConfigurationError(
-                f'[environment] id = "{game}" of textarena cannot be started for one player with args {given}: {describe(error)}.'
+                f'[environment] id = "{game}" of textarena cannot be started for one player with'
+                f" args {given}: {describe(error)}."
             ) from error
 
     def _opening(self, seed: int) -> str:

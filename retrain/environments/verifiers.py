@@ -1,4 +1,6 @@
-"""`provider = "verifiers"`: the environments of the verifiers library, of both its generations; the installed version decides."""
+"""`provider = "verifiers"`: the environments of the verifiers library, of both its generations; the
+installed version decides.
+"""
 
 import shutil
 import subprocess
@@ -22,23 +24,30 @@ _INSTALL_SECONDS = 900
 
 
 def load(settings: "Settings") -> Environment:
-    """Load an environment of verifiers. Raises EnvironmentFailure without the library or the environment's package, ConfigurationError for
-    what it refuses.
+    """Load an environment of verifiers. Raises EnvironmentFailure without the library or the
+    environment's package, ConfigurationError for what it refuses.
     """
     try:
         installed = Version(version("verifiers"))
     except PackageNotFoundError:
         raise EnvironmentFailure(
-            '[environment] provider = "verifiers" needs the package verifiers, which is not installed here; install it with '
-            f"{install_hint('verifiers')}, or the extra verifiers-v0 for environments of the older interface."
+            '[environment] provider = "verifiers" needs the package verifiers, which is not'
+            " installed here; install it with "
+            f"{install_hint('verifiers')}, or the extra verifiers-v0 for environments of the older"
+            " interface."
         ) from None
     if installed < _FIRST:
         raise EnvironmentFailure(
-            f"verifiers {installed} is installed and {_FIRST} or later is needed; install pip install 'verifiers>={_FIRST}'."
+            f"verifiers {installed} is installed and {_FIRST} or later is needed; install pip"
+            f" install 'verifiers>={_FIRST}'."
         )
     if find_spec(module_name(settings.id)) is None:
         _install(settings)
-    name = "retrain.environments.verifiers_v0" if installed < _WITHOUT_V0 else "retrain.environments.verifiers_v1"
+    name = (
+        "retrain.environments.verifiers_v0"
+        if installed < _WITHOUT_V0
+        else "retrain.environments.verifiers_v1"
+    )
     environment: Environment = import_module(name).load(settings)
     return environment
 
@@ -50,15 +59,27 @@ def module_name(environment_id: str) -> str:
 
 def _install(settings: "Settings") -> None:
     """Get the environment's package from the Prime hub, if the configuration allows it."""
-    missing = f'[environment] id = "{settings.id}": its package is not installed here (no module {module_name(settings.id)})'
+    missing = (
+        f'[environment] id = "{settings.id}": its package is not installed here (no module'
+        f" {module_name(settings.id)})"
+    )
     command = f"prime env install {settings.id}"
     if not settings.auto_install:
-        raise EnvironmentFailure(f"{missing}; install it, for one of the Prime hub with `{command}`, or set auto_install = true.")
+        raise EnvironmentFailure(
+            f"{missing}; install it, for one of the Prime hub with `{command}`, or set auto_install"
+            " = true."
+        )
     if "/" not in settings.id:
-        raise ConfigurationError(f"{missing}, and the Prime hub knows environments as owner/name; give the id in that form.")
+        raise ConfigurationError(
+            f"{missing}, and the Prime hub knows environments as owner/name; give the id in that"
+            " form."
+        )
     prime = shutil.which("prime")
     if prime is None:
-        raise EnvironmentFailure(f"{missing}, and auto_install needs the command prime; install it with pip install prime.")
+        raise EnvironmentFailure(
+            f"{missing}, and auto_install needs the command prime; install it with pip install"
+            " prime."
+        )
     try:
         done = subprocess.run(
             [prime, "env", "install", settings.id],
@@ -69,9 +90,16 @@ def _install(settings: "Settings") -> None:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise EnvironmentFailure(f"{missing}, and `{command}` did not end within {_INSTALL_SECONDS} s; run it by hand.") from None
+        raise EnvironmentFailure(
+            f"{missing}, and `{command}` did not end within {_INSTALL_SECONDS} s; run it by hand."
+        ) from None
     if done.returncode:
         said = first_line(Exception((done.stderr or done.stdout).strip() or "no message"))
-        raise EnvironmentFailure(f"{missing}, and `{command}` failed with status {done.returncode}: {said}")
+        raise EnvironmentFailure(
+            f"{missing}, and `{command}` failed with status {done.returncode}: {said}"
+        )
     if find_spec(module_name(settings.id)) is None:
-        raise EnvironmentFailure(f"{missing} although `{command}` succeeded; it may have installed into another Python than this one.")
+        raise EnvironmentFailure(
+            f"{missing} although `{command}` succeeded; it may have installed into another Python"
+            " than this one."
+        )

@@ -1,7 +1,9 @@
-"""verifiers 0.4 and later: tasksets, agents and harnesses, with the run's sampler as the model of the one agent.
+"""verifiers 0.4 and later: tasksets, agents and harnesses, with the run's sampler as the model of
+the one agent.
 
-The library talks to a model through a client that it makes from an address. Each episode has an address of its own, and the function that
-makes clients is replaced by one that knows these addresses; there is no public hook for it.
+The library talks to a model through a client that it makes from an address. Each episode has an
+address of its own, and the function that makes clients is replaced by one that knows these
+addresses; there is no public hook for it.
 """
 
 import sys
@@ -20,7 +22,13 @@ from verifiers.v1.interception import server
 from verifiers.v1.utils import loaders
 
 from retrain.environments.base import Environment, Episode, Result, Split
-from retrain.environments.bridge import BridgedEpisode, EventLoop, OutOfTokens, Telephone, tool_calls
+from retrain.environments.bridge import (
+    BridgedEpisode,
+    EventLoop,
+    OutOfTokens,
+    Telephone,
+    tool_calls,
+)
 from retrain.environments.verifiers import module_name
 from retrain.errors import ConfigurationError
 from retrain.plugins import describe
@@ -31,16 +39,19 @@ if TYPE_CHECKING:
 
 _START_SECONDS = 60
 _MOST_SILENT = 64
-"""Empty replies to a rollout that goes on asking after its tokens ran out; then it is ended by an error."""
+"""Empty replies to a rollout that goes on asking after its tokens ran out; then it is ended by an
+error."""
 _ADDRESS = "http://retrain.invalid/episode/"
 _HARNESS = "retrain_one_call"
 """The id of our harness, and the module that it is found in."""
 
 
 def load(settings: "Settings") -> Environment:
-    """`args` are the fields of the environment's configuration; `args.evaluation` those of its taskset for held-out problems.
+    """`args` are the fields of the environment's configuration; `args.evaluation` those of its
+    taskset for held-out problems.
 
-    Raises ConfigurationError where it cannot be built, has more seats than the one that is trained, or serves tools to our harness.
+    Raises ConfigurationError where it cannot be built, has more seats than the one that is trained,
+    or serves tools to our harness.
     """
     given = dict(settings.args)
     evaluation = given.pop("evaluation", None)
@@ -50,34 +61,47 @@ def load(settings: "Settings") -> Environment:
         if evaluation is not None:
             name = module_name(settings.id)
             values = {"id": name, **given.get("taskset", {}), **evaluation}
-            held_out = loaders.load_taskset(loaders.taskset_config_type(name).model_validate(values))
+            held_out = loaders.load_taskset(
+                loaders.taskset_config_type(name).model_validate(values)
+            )
     except Exception as error:  # building it runs code that is not ours
         raise ConfigurationError(
-            f'[environment] id = "{settings.id}" could not be loaded with args {dict(settings.args)}: {describe(error)}.'
+            f'[environment] id = "{settings.id}" could not be loaded with args'
+            f" {dict(settings.args)}: {describe(error)}."
         ) from error
     seats = list(agent_config_fields(environment.config))
     if len(seats) != 1:
         raise ConfigurationError(
-            f'[environment] id = "{settings.id}" has {len(seats)} seats ({", ".join(seats) or "none"}), and a run trains the model of one; '
-            "choose an environment with one seat."
+            f'[environment] id = "{settings.id}" has {len(seats)} seats'
+            f" ({', '.join(seats) or 'none'}), and a run trains the model of one; choose an"
+            " environment with one seat."
         )
     (seat,) = seats
     if getattr(environment.config, seat).harness.id == _HARNESS:
         taskset = environment.taskset
         first = next(iter(taskset), None)  # of the class of all tasks
-        if type(taskset).toolsets(taskset.config) or (first is not None and first.toolsets(first.config)):
+        if type(taskset).toolsets(taskset.config) or (
+            first is not None and first.toolsets(first.config)
+        ):
             raise ConfigurationError(
-                f'[environment] id = "{settings.id}" serves tools over MCP, which the harness that retrain brings does not call; name one '
-                f'that does, such as args = {{ {seat} = {{ harness = {{ id = "null" }} }} }}, whose programs need uv.'
+                f'[environment] id = "{settings.id}" serves tools over MCP, which the harness that'
+                f" retrain brings does not call; name one that does, such as args = {{ {seat} = {{"
+                ' harness = { id = "null" } } }, whose programs need uv.'
             )
     return VerifiersV1(environment, held_out)
 
 
 def _built(settings: "Settings", given: Mapping[str, Any]) -> Any:
-    """Build the environment, with a subprocess in place of a machine of the cloud, and a harness in this process where it names none."""
+    """Build the environment, with a subprocess in place of a machine of the cloud, and a harness in
+    this process where it names none.
+    """
     name = module_name(settings.id)
     config_type = loaders.env_config_type(name)
-    seats = [seat for seat, field in config_type.model_fields.items() if isinstance(field.default, vf.AgentConfig)]
+    seats = [
+        seat
+        for seat, field in config_type.model_fields.items()
+        if isinstance(field.default, vf.AgentConfig)
+    ]
     values = {**given, "taskset": {"id": name, **given.get("taskset", {})}}
     brings_harness = loaders.default_harness_id(name) == "bash"
     if brings_harness:  # the library finds a harness as a module that exports one
@@ -105,7 +129,9 @@ class VerifiersV1(Environment):
         self._numbers = count()
         self._loop = EventLoop()
         self._serving = AsyncExitStack()
-        self._loop.start(self._serving.enter_async_context(environment.serving())).result(_START_SECONDS)
+        self._loop.start(self._serving.enter_async_context(environment.serving())).result(
+            _START_SECONDS
+        )
 
     def examples(self, split: Split) -> list[Example]:
         taskset = self._environment.taskset if split == "train" else self._held_out
@@ -138,20 +164,33 @@ def _result(played: Any) -> Result:
     """Return the result. Raises RuntimeError with the first error of an episode that failed."""
     errors = [error for trace in played.traces for error in trace.errors]
     if errors or len(played.traces) != 1:
-        raise RuntimeError(str(errors[0])[:300] if errors else f"the episode has {len(played.traces)} traces in place of one")
+        raise RuntimeError(
+            str(errors[0])[:300]
+            if errors
+            else f"the episode has {len(played.traces)} traces in place of one"
+        )
     trace = played.traces[0]
-    parts = {name: float(reward.value) for name, reward in trace.rewards.items() if reward is not None}
+    parts = {
+        name: float(reward.value) for name, reward in trace.rewards.items() if reward is not None
+    }
     metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
     return Result(float(trace.reward), {**parts, **metrics, "turns": float(trace.num_turns)})
 
 
 def _example(data: Any, split: Split, index: int) -> Example:
     prompt = data.prompt if data.prompt is not None else data.name or "begin"
-    messages = [ChatMessage(role="user", content=prompt)] if isinstance(prompt, str) else [_plain(message) for message in prompt]
+    messages = (
+        [ChatMessage(role="user", content=prompt)]
+        if isinstance(prompt, str)
+        else [_plain(message) for message in prompt]
+    )
     if data.system_prompt:
         messages.insert(0, ChatMessage(role="system", content=data.system_prompt))
     return Example(
-        messages, str(getattr(data, "answer", "")), info={"split": split, "row": index}, example_id=f"{split}-{data.id or index}"
+        messages,
+        str(getattr(data, "answer", "")),
+        info={"split": split, "row": index},
+        example_id=f"{split}-{data.id or index}",
     )
 
 
@@ -162,7 +201,7 @@ def _plain(message: Any) -> ChatMessage:
     return ChatMessage(role=message.role, content=content)
 
 
-# -- the model of an episode ---------------------------------------------------------------------------------------------
+# -- the model of an episode -----------------------------------------------------------------------
 
 _lines: dict[str, Telephone] = {}
 """Address -> the line of the episode that has it."""
@@ -175,13 +214,28 @@ class _SamplerClient(vf.Client):  # type: ignore[misc]  # the library is not typ
         self._silent = 0
 
     async def get_response(
-        self, dialect: Any, body: Any, sampling: Any, session_id: Any = None, turn: Any = None, headers: Any = None
+        self,
+        dialect: Any,
+        body: Any,
+        sampling: Any,
+        session_id: Any = None,
+        turn: Any = None,
+        headers: Any = None,
     ) -> Any:
         request = turn if turn is not None else dialect.parse_request(body)
         asked = request.prompt if turn is not None else request.messages
-        tools = [{"type": "function", "function": tool.model_dump(include={"name", "description", "parameters"})} for tool in request.tools]
+        tools = [
+            {
+                "type": "function",
+                "function": tool.model_dump(include={"name", "description", "parameters"}),
+            }
+            for tool in request.tools
+        ]
         try:
-            reply, reason = await self._line.ask([_plain(message) for message in asked], tools), "stop"
+            reply, reason = (
+                await self._line.ask([_plain(message) for message in asked], tools),
+                "stop",
+            )
         except OutOfTokens:
             reply, reason = "", "length"
             self._silent += 1
@@ -217,7 +271,7 @@ def _client_of(config: Any) -> Any:
 server.resolve_client = _client_of
 
 
-# -- a harness in this process -------------------------------------------------------------------------------------------
+# -- a harness in this process ---------------------------------------------------------------------
 
 
 class OneCallConfig(vf.HarnessConfig):  # type: ignore[misc]  # the base class has no types
@@ -225,7 +279,9 @@ class OneCallConfig(vf.HarnessConfig):  # type: ignore[misc]  # the base class h
 
 
 class OneCall(vf.Harness[OneCallConfig]):  # type: ignore[misc]  # the base class has no types
-    """Sends the conversation to the model once; an environment of several turns resumes it. The library's own start `uv` for that."""
+    """Sends the conversation to the model once; an environment of several turns resumes it. The
+    library's own start `uv` for that.
+    """
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_RESUME = True
@@ -233,12 +289,25 @@ class OneCall(vf.Harness[OneCallConfig]):  # type: ignore[misc]  # the base clas
     NEEDS_CONTAINER = False
 
     async def launch(
-        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any, tool_interception_url: Any = None
+        self,
+        ctx: Any,
+        trace: Any,
+        runtime: Any,
+        endpoint: str,
+        secret: str,
+        mcp_urls: Any,
+        data: Any,
+        tool_interception_url: Any = None,
     ) -> Any:
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
-        messages += [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [message_to_wire(item) for item in prompt or ()]
-        # The endpoint is plain http on this machine. A client that could verify https reads all certificate authorities, 0.09 s a call.
+        messages += (
+            [{"role": "user", "content": prompt}]
+            if isinstance(prompt, str)
+            else [message_to_wire(item) for item in prompt or ()]
+        )
+        # The endpoint is plain http on this machine. A client that could verify https reads all
+        # certificate authorities, 0.09 s a call.
         async with httpx.AsyncClient(timeout=None, verify=False, trust_env=False) as http:
             answer = await http.post(
                 endpoint.rstrip("/") + "/chat/completions",
@@ -246,4 +315,6 @@ class OneCall(vf.Harness[OneCallConfig]):  # type: ignore[misc]  # the base clas
                 json={"model": ctx.model, "messages": messages},
             )
         failed = answer.status_code != httpx.codes.OK
-        return vf.ProgramResult(exit_code=int(failed), stdout=answer.text, stderr=answer.text if failed else "")
+        return vf.ProgramResult(
+            exit_code=int(failed), stdout=answer.text, stderr=answer.text if failed else ""
+        )

@@ -1,4 +1,6 @@
-"""Predictions for a configuration, before anything starts: runs, settings, memory, time and cost."""
+"""Predictions for a configuration, before anything starts: runs, settings, memory, time and
+cost.
+"""
 
 from retrain.explain.explanation import Explanation, explain
 

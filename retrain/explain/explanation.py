@@ -17,7 +17,14 @@ from retrain.config.outcomes import unused_keys
 from retrain.config.schema import Condition, Squeeze
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.explain.caveats import Power, campaign_caveats, campaign_power
-from retrain.explain.timing import Schedule, StepTime, from_pilot, from_probe, pilot_differences, schedule_campaign
+from retrain.explain.timing import (
+    Schedule,
+    StepTime,
+    from_pilot,
+    from_probe,
+    pilot_differences,
+    schedule_campaign,
+)
 from retrain.inference_engine.base import EngineCapabilities
 from retrain.parsing import expanded
 from retrain.records.redact import Redactor, note_secrets
@@ -77,7 +84,8 @@ class Explanation:
     """The adapter of a squeeze job."""
     warnings: tuple[str, ...] = field(default=())
     engine: EngineCapabilities | None = None
-    """The declared capabilities of the engine; None if the backend samples by itself or the declaration cannot be read."""
+    """The declared capabilities of the engine; None if the backend samples by itself or the
+    declaration cannot be read."""
     backend: BackendCapabilities | None = None
     losses: tuple[str, ...] = ()
     """One sentence on each plugin of [loss]: what was proved of it, and what it declares."""
@@ -90,7 +98,15 @@ class Explanation:
             "file": str(self.config.source_path) if self.config.source_path else None,
             "conditions": [asdict(condition) for condition in self.conditions],
             "seeds": list(dict.fromkeys(run.seed for run in self.runs)),
-            "runs": [{"name": run.name, "condition": run.condition, "seed": run.seed, "dir": str(run.folder)} for run in self.runs],
+            "runs": [
+                {
+                    "name": run.name,
+                    "condition": run.condition,
+                    "seed": run.seed,
+                    "dir": str(run.folder),
+                }
+                for run in self.runs
+            ],
             "training": {name: getattr(training, name) for name in shape} if training else None,
             "settings": [asdict(setting) for setting in self.settings],
             "unused": list(self.unused),
@@ -104,7 +120,15 @@ class Explanation:
             "engine": asdict(self.engine) if self.engine else None,
             "backend": asdict(self.backend) if self.backend else None,
             "loss": list(self.losses),
-            "squeeze": {"adapter": str(adapter.folder), "rank": adapter.rank, "layers": len(adapter.layers)} if adapter else None,
+            "squeeze": (
+                {
+                    "adapter": str(adapter.folder),
+                    "rank": adapter.rank,
+                    "layers": len(adapter.layers),
+                }
+                if adapter
+                else None
+            ),
         }
 
 
@@ -117,10 +141,12 @@ def explain(
     memory_gib: float | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Explanation:
-    """Predict what `config` would do. Nothing is started except the one step of `probe`, and nothing is written.
+    """Predict what `config` would do. Nothing is started except the one step of `probe`, and
+    nothing is written.
 
-    `pilot` is a folder of runs from which step times are taken; `memory_gib` is the memory of a device on another machine.
-    Raises ConfigurationError for a pilot without steps, and with `probe` whatever a run raises before its first step ends.
+    `pilot` is a folder of runs from which step times are taken; `memory_gib` is the memory of a
+    device on another machine. Raises ConfigurationError for a pilot without steps, and with `probe`
+    whatever a run raises before its first step ends.
     """
     note_secrets(config)
     settings, unused = tuple(_settings(config)), tuple(unused_keys(config))
@@ -128,7 +154,9 @@ def explain(
         adapter, problems = _adapter_of(config.squeeze)
         return Explanation("squeeze", config, settings, unused, tuple(problems), adapter=adapter)
     runs, plan = _runs(config)
-    one_per_condition = runs[: len(config.conditions)]  # a campaign starts with all conditions of its first seed
+    one_per_condition = runs[
+        : len(config.conditions)
+    ]  # a campaign starts with all conditions of its first seed
     memory, unknown = _memory([run.config for run in one_per_condition], memory_gib)
     step_time = from_probe(runs[0].config, say) if probe else from_pilot(pilot) if pilot else None
     schedule, problems = _schedule(config, plan, memory, step_time, price_per_hour)
@@ -163,19 +191,24 @@ def explain(
 def _capabilities(
     configs: Sequence[TrainConfig],
 ) -> tuple[EngineCapabilities | None, BackendCapabilities | None, list[str], tuple[str, ...]]:
-    """Return the declarations of engine and backend, one sentence for everything that the runs need beyond them, and one for each plugin of
-    [loss].
+    """Return the declarations of engine and backend, one sentence for everything that the runs need
+    beyond them, and one for each plugin of [loss].
     """
     try:
         problems = [problem for config in configs for problem in incapable(config)]
-        losses = () if problems else tuple(dict.fromkeys(note for config in configs for note in loss_notes(config)))
+        losses = (
+            ()
+            if problems
+            else tuple(dict.fromkeys(note for config in configs for note in loss_notes(config)))
+        )
         return declared_engine(configs[0]), declared_backend(configs[0]), problems, losses
     except ConfigurationError as error:  # a plugin that cannot be loaded
         return None, None, list(error.problems), ()
 
 
 def _input_problems(config: TrainConfig, *, here: bool) -> tuple[list[str], list[str]]:
-    """Return what a run would refuse (exit 2) in its plugins, rewards and data files, and what this machine lacks (exit 3).
+    """Return what a run would refuse (exit 2) in its plugins, rewards and data files, and what this
+    machine lacks (exit 3).
 
     `here` is False where the prediction is for another machine, whose devices are not known.
     """
@@ -197,7 +230,9 @@ def _settings(config: TrainConfig) -> list[Setting]:
     return [
         Setting(key.path, value, origins[key.path])
         for key in all_keys()
-        if key.path != "campaign.conditions" and (value := config.value(key.path)) is not None and value != key.default
+        if key.path != "campaign.conditions"
+        and (value := config.value(key.path)) is not None
+        and value != key.default
     ]
 
 
@@ -212,33 +247,59 @@ def _runs(config: TrainConfig) -> tuple[tuple[CampaignRun, ...], CampaignPlan | 
 
 
 def _schedule(
-    config: TrainConfig, plan: CampaignPlan | None, memory: "Memory | None", step_time: StepTime | None, price_per_hour: float | None
+    config: TrainConfig,
+    plan: CampaignPlan | None,
+    memory: "Memory | None",
+    step_time: StepTime | None,
+    price_per_hour: float | None,
 ) -> tuple[Schedule | None, list[str]]:
-    """Return the schedule, or None and the reasons if a campaign has more workers than its devices have room for."""
+    """Return the schedule, or None and the reasons if a campaign has more workers than its devices
+    have room for.
+    """
     steps_done = 0
     if config.resume.from_:
         folders = [run.folder for run in plan.runs] if plan else [Path(config.resume.from_)]
         steps_done = sum(StoredRun(folder).steps for folder in folders)
     if plan is None:
         devices = len(config.backend.device_list)
-        return Schedule(1, config.training.max_steps, steps_done, 1, None, devices, step_time, price_per_hour or 0.0), []
+        return (
+            Schedule(
+                1,
+                config.training.max_steps,
+                steps_done,
+                1,
+                None,
+                devices,
+                step_time,
+                price_per_hour or 0.0,
+            ),
+            [],
+        )
     try:
         return schedule_campaign(plan, steps_done, memory, step_time, price_per_hour), []
     except ConfigurationError as error:
         return None, list(error.problems)
 
 
-def _conditions(given: Sequence[Condition], runs: Sequence[CampaignRun]) -> list[ExplainedCondition]:
+def _conditions(
+    given: Sequence[Condition], runs: Sequence[CampaignRun]
+) -> list[ExplainedCondition]:
     sets = {condition.label: condition.sets for condition in given}
     conditions = []
     for run in runs:
         largest = maximal_lambda(run.config.sepa, run.config.training.max_steps)
         follows = follows_schedule(run.config.algorithm)
-        conditions.append(ExplainedCondition(run.condition, sets.get(run.condition, {}), largest if follows else None))
+        conditions.append(
+            ExplainedCondition(
+                run.condition, sets.get(run.condition, {}), largest if follows else None
+            )
+        )
     return conditions
 
 
-def _memory(configs: Sequence[TrainConfig], memory_gib: float | None) -> "tuple[Memory | None, str]":
+def _memory(
+    configs: Sequence[TrainConfig], memory_gib: float | None
+) -> "tuple[Memory | None, str]":
     """Predict the memory of the largest run, or return a sentence that says why it is not known."""
     backend = configs[0].backend.backend
     if backend != "local":
@@ -246,16 +307,31 @@ def _memory(configs: Sequence[TrainConfig], memory_gib: float | None) -> "tuple[
     from retrain.model.devices import choose_device
     from retrain.model.memory import predict_memory
 
-    configs = [replaced(config, {"model.trust_remote_code": False}) for config in configs]  # explaining runs no code
+    configs = [
+        replaced(config, {"model.trust_remote_code": False}) for config in configs
+    ]  # explaining runs no code
     if memory_gib is None:
         try:
             choose_device(configs[0].backend)
         except EnvironmentFailure as error:
-            return None, f"{error} Or predict for a device elsewhere by its memory: --memory-gib 24."
-    sizing = [key.path for key in all_keys() if key.traits.sizes_memory and key.path != "training.seed"]
-    distinct = {str([config.value(path) for path in sizing]): config for config in configs}  # runs of equal memory only once
+            return (
+                None,
+                f"{error} Or predict for a device elsewhere by its memory: --memory-gib 24.",
+            )
+    sizing = [
+        key.path for key in all_keys() if key.traits.sizes_memory and key.path != "training.seed"
+    ]
+    distinct = {
+        str([config.value(path) for path in sizing]): config for config in configs
+    }  # runs of equal memory only once
     try:
-        return max((predict_memory(config, memory_gib=memory_gib) for config in distinct.values()), key=lambda memory: memory.peak), ""
+        return (
+            max(
+                (predict_memory(config, memory_gib=memory_gib) for config in distinct.values()),
+                key=lambda memory: memory.peak,
+            ),
+            "",
+        )
     except (EnvironmentFailure, ConfigurationError) as error:
         return None, str(error)
 

@@ -19,7 +19,9 @@ _WIDTH = 120
 
 
 def to_text(seen: "Explanation") -> str:
-    settings = [(setting.key, toml_value(setting.value), setting.origin) for setting in seen.settings]
+    settings = [
+        (setting.key, toml_value(setting.value), setting.origin) for setting in seen.settings
+    ]
     sections = (
         ("", _headline(seen)),
         ("Conditions", _conditions(seen)),
@@ -30,7 +32,11 @@ def to_text(seen: "Explanation") -> str:
         ("Unused here", _sentences(seen.unused)),
         ("Warnings", _sentences(seen.warnings)),
     )
-    blocks = ["\n".join([title] * bool(title) + content) for title, lines in sections if (content := list(lines))]
+    blocks = [
+        "\n".join([title] * bool(title) + content)
+        for title, lines in sections
+        if (content := list(lines))
+    ]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -38,7 +44,7 @@ def _sentences(sentences: Sequence[str]) -> Iterator[str]:
     yield from (f"- {sentence}" for sentence in sentences)
 
 
-# -- what would run ------------------------------------------------------------------------------------------------------
+# -- what would run --------------------------------------------------------------------------------
 
 
 def _headline(seen: "Explanation") -> Iterator[str]:
@@ -47,10 +53,16 @@ def _headline(seen: "Explanation") -> Iterator[str]:
         return
     run, config = seen.runs[0], seen.runs[0].config
     training = config.training
-    batch = f"{training.batch_size:,} prompts x {training.group_size:,} completions of up to {training.max_tokens:,} tokens per step"
+    batch = (
+        f"{training.batch_size:,} prompts x {training.group_size:,} completions of up to"
+        f" {training.max_tokens:,} tokens per step"
+    )
     if seen.kind == "campaign":
         seeds = list(dict.fromkeys(run.seed for run in seen.runs))
-        product = f"{counted(len(seen.conditions), 'condition')} x {counted(len(seeds), 'seed')} = {counted(len(seen.runs), 'run')}"
+        product = (
+            f"{counted(len(seen.conditions), 'condition')} x {counted(len(seeds), 'seed')} ="
+            f" {counted(len(seen.runs), 'run')}"
+        )
         yield f"Campaign: {product} of {counted(training.max_steps, 'step')}{_resumed(seen)}"
     else:
         seed = "a seed drawn at the start" if run.seed == -1 else f"seed {run.seed}"
@@ -59,21 +71,48 @@ def _headline(seen: "Explanation") -> Iterator[str]:
         folder = f"{run.folder.parent.parent}/runs/<condition>_s<seed>"
     else:
         folder = seen.config.resume.from_ or seen.config.logging.log_dir
-    facts = [("batch", batch), ("model", config.model.model), ("problems", _problems(seen)), ("folder", folder)]
-    sampler = config.inference.engine if seen.backend is None or seen.backend.sampler is None else "the backend's own"
+    facts = [
+        ("batch", batch),
+        ("model", config.model.model),
+        ("problems", _problems(seen)),
+        ("folder", folder),
+    ]
+    sampler = (
+        config.inference.engine
+        if seen.backend is None or seen.backend.sampler is None
+        else "the backend's own"
+    )
     facts += [("engine", f"{sampler}: {engine_words(seen.engine)}")] if seen.engine else []
-    facts += [("backend", f"{config.backend.backend}: {backend_words(seen.backend)}")] if seen.backend else []
+    facts += (
+        [("backend", f"{config.backend.backend}: {backend_words(seen.backend)}")]
+        if seen.backend
+        else []
+    )
     facts += [("loss", words) for words in seen.losses]
     if seen.kind == "run" and seen.conditions[0].maximal_lambda is not None:
         facts.insert(1, ("SEPA", f"lambda reaches {seen.conditions[0].maximal_lambda:.3g}"))
     if seen.kind == "campaign":
         facts.insert(0, ("seeds", ", ".join(map(str, seeds))))
-    lines = [(name, textwrap.wrap(words, _WIDTH, break_long_words=False, break_on_hyphens=False)) for name, words in facts]
-    yield from table_lines([(name if line == 0 else "", part) for name, parts in lines for line, part in enumerate(parts)], indent=GAP)
+    lines = [
+        (name, textwrap.wrap(words, _WIDTH, break_long_words=False, break_on_hyphens=False))
+        for name, words in facts
+    ]
+    yield from table_lines(
+        [
+            (name if line == 0 else "", part)
+            for name, parts in lines
+            for line, part in enumerate(parts)
+        ],
+        indent=GAP,
+    )
 
 
 def _resumed(seen: "Explanation") -> str:
-    return f" ({seen.schedule.steps_done:,} done)" if seen.schedule and seen.schedule.steps_done else ""
+    return (
+        f" ({seen.schedule.steps_done:,} done)"
+        if seen.schedule and seen.schedule.steps_done
+        else ""
+    )
 
 
 def _problems(seen: "Explanation") -> str:
@@ -86,16 +125,43 @@ def _problems(seen: "Explanation") -> str:
 def _squeeze(seen: "Explanation") -> Iterator[str]:
     settings, adapter = seen.config.squeeze, seen.adapter
     yield f"Squeeze job: {settings.adapter_path}"
-    judged = "the mean over the layers keeps" if settings.rule == "mean" else "the worst layer keeps"
-    rows = [("rule", f"the smallest rank at which {judged} {settings.min_variance_retention:.0%} of the variance")]
+    judged = (
+        "the mean over the layers keeps" if settings.rule == "mean" else "the worst layer keeps"
+    )
+    rows = [
+        (
+            "rule",
+            (
+                f"the smallest rank at which {judged} {settings.min_variance_retention:.0%} of the"
+                " variance"
+            ),
+        )
+    ]
     if ranks := _ranks(seen):
         rows.insert(0, ("ranks", ", ".join(map(str, ranks))))
     if adapter:
-        rows.insert(0, ("adapter", f"rank {adapter.rank}, {len(adapter.layers)} layers, {adapter.num_parameters:,} parameters"))
+        rows.insert(
+            0,
+            (
+                "adapter",
+                (
+                    f"rank {adapter.rank}, {len(adapter.layers)} layers, {adapter.num_parameters:,}"
+                    " parameters"
+                ),
+            ),
+        )
     if settings.output_path:
         fixed = f"rank {settings.compress_to}" if settings.compress_to else "the recommended rank"
         ranks_written = "a rank for each layer" if settings.per_layer else fixed
-        rows.append(("writes", f"{settings.output_path}, {ranks_written}{', and evaluates both' if settings.evaluate else ''}"))
+        rows.append(
+            (
+                "writes",
+                (
+                    f"{settings.output_path},"
+                    f" {ranks_written}{', and evaluates both' if settings.evaluate else ''}"
+                ),
+            )
+        )
     yield from table_lines(rows, indent=GAP)
 
 
@@ -113,22 +179,39 @@ def _conditions(seen: "Explanation") -> Iterator[str]:
         return
     rows = []
     for condition in seen.conditions:
-        sepa = "" if condition.maximal_lambda is None else f"SEPA's lambda reaches {condition.maximal_lambda:.3g}"
-        rows.append((condition.label, sepa, ", ".join(f"{key} = {toml_value(value)}" for key, value in condition.sets.items())))
+        sepa = (
+            ""
+            if condition.maximal_lambda is None
+            else f"SEPA's lambda reaches {condition.maximal_lambda:.3g}"
+        )
+        rows.append(
+            (
+                condition.label,
+                sepa,
+                ", ".join(f"{key} = {toml_value(value)}" for key, value in condition.sets.items()),
+            )
+        )
     yield from table_lines(rows, indent=GAP)
     power = seen.power
     if power and power.detectable is not None:
-        unit = f"in {power.metric}" if power.metric else "standard deviations of the paired differences"
+        unit = (
+            f"in {power.metric}"
+            if power.metric
+            else "standard deviations of the paired differences"
+        )
         family = counted(power.comparisons, "comparison")
         found = f"{power.detectable:.3g} {unit} with probability {POWER:.0%}, over {family}"
         yield f"{GAP}{counted(power.seeds, 'seed')} find a difference of {found}."
         if (design := power.cheapest) is not None:
             answers = f"{design.problems:,} problems x {counted(design.samples, 'sample')}"
             hours = f"{design.hours:.2g} hours for all arms one after the other"
-            yield f"{GAP}At the pilot's spread and speed it costs least with {counted(design.seeds, 'seed')}, {answers}: {hours}."
+            yield (
+                f"{GAP}At the pilot's spread and speed it costs least with"
+                f" {counted(design.seeds, 'seed')}, {answers}: {hours}."
+            )
 
 
-# -- what it takes -------------------------------------------------------------------------------------------------------
+# -- what it takes ---------------------------------------------------------------------------------
 
 
 def _memory(seen: "Explanation") -> Iterator[str]:
@@ -140,25 +223,61 @@ def _memory(seen: "Explanation") -> Iterator[str]:
     rows = [(part.name, byte_words(part.bytes), part.note) for part in seen.memory.parts]
     turns = "" if len(seen.memory.peaks) > 1 else "; KV cache and activations take turns"
     for device, peak in seen.memory.peaks.items():
-        rows.append(("peak", byte_words(peak), f"of {byte_words(seen.memory.machine.memory)} on {device}{turns}"))
+        rows.append(
+            (
+                "peak",
+                byte_words(peak),
+                f"of {byte_words(seen.memory.machine.memory)} on {device}{turns}",
+            )
+        )
     yield from table_lines(rows, right=(1,), indent=GAP)
 
 
 def _time_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
-    workers = f" / {schedule.effective_parallelism} at once" if schedule.effective_parallelism > 1 else ""
+    workers = (
+        f" / {schedule.effective_parallelism} at once" if schedule.effective_parallelism > 1 else ""
+    )
     runs = f"{counted(schedule.total_runs, 'run')} x " if schedule.total_runs > 1 else ""
     done = f", less {schedule.steps_done:,} done" if schedule.steps_done else ""
     what = f"{runs}{counted(schedule.steps_per_run, 'step')}{done}{workers}"
-    if schedule.step_time is None or schedule.estimated_wall_time_s is None or schedule.device_hours is None:
+    if (
+        schedule.step_time is None
+        or schedule.estimated_wall_time_s is None
+        or schedule.device_hours is None
+    ):
         product = f"{what}; " if runs or done else ""
-        yield "steps", f"{schedule.steps_left:,}", f"{product}for time and cost, measure one with --probe or give --pilot RUN_DIR"
+        yield (
+            "steps",
+            f"{schedule.steps_left:,}",
+            f"{product}for time and cost, measure one with --probe or give --pilot RUN_DIR",
+        )
     else:
         step = schedule.step_time
-        yield "step", f"{step.seconds:.2f} s" if step.seconds < 100 else duration(step.seconds), step.source
+        yield (
+            "step",
+            f"{step.seconds:.2f} s" if step.seconds < 100 else duration(step.seconds),
+            step.source,
+        )
         if step.peak_memory_gib is not None:
-            yield "measured", f"{step.peak_memory_gib:.2f} GiB", "peak memory so far, of the device on CUDA, else of the process"
-        yield "in all", duration(schedule.estimated_wall_time_s), f"{what}; evaluations and loading aside"
+            yield (
+                "measured",
+                f"{step.peak_memory_gib:.2f} GiB",
+                "peak memory so far, of the device on CUDA, else of the process",
+            )
+        yield (
+            "in all",
+            duration(schedule.estimated_wall_time_s),
+            f"{what}; evaluations and loading aside",
+        )
         if schedule.cost is not None:
-            yield "cost", f"{schedule.cost:,.2f}", f"{schedule.device_hours:,.2f} device hours at {schedule.price_per_hour:g}"
+            yield (
+                "cost",
+                f"{schedule.cost:,.2f}",
+                f"{schedule.device_hours:,.2f} device hours at {schedule.price_per_hour:g}",
+            )
     if best := schedule.recommended:
-        yield "workers", str(schedule.effective_parallelism), f"recommended max_workers: {best.count} ({best.because})"
+        yield (
+            "workers",
+            str(schedule.effective_parallelism),
+            f"recommended max_workers: {best.count} ({best.because})",
+        )

@@ -1,4 +1,6 @@
-"""The duration of a step, from earlier runs or from one step measured now, and of a whole run or campaign."""
+"""The duration of a step, from earlier runs or from one step measured now, and of a whole run or
+campaign.
+"""
 
 import os
 import tempfile
@@ -40,15 +42,23 @@ class StepTime:
 
 
 def from_pilot(folder: Path) -> StepTime:
-    """Take the median step time over all runs in or below `folder`. Raises ConfigurationError without a run or a step."""
+    """Take the median step time over all runs in or below `folder`. Raises ConfigurationError
+    without a run or a step.
+    """
     from retrain.analysis.runs import find_runs, read_metrics
 
     runs = find_runs(folder)
     times = [
-        time for run in runs for time in read_metrics(run.folder.metrics, ("step_time_s",))["step_time_s"].to_pylist() if time is not None
+        time
+        for run in runs
+        for time in read_metrics(run.folder.metrics, ("step_time_s",))["step_time_s"].to_pylist()
+        if time is not None
     ]
     if not times:
-        raise ConfigurationError(f"--pilot {folder} has no step yet, so no time was measured; wait for one, or use --probe.")
+        raise ConfigurationError(
+            f"--pilot {folder} has no step yet, so no time was measured; wait for one, or use"
+            " --probe."
+        )
     where = f"{len(runs)} runs in {folder}" if len(runs) > 1 else str(folder)
     return StepTime(median(times), f"median of {len(times):,} steps, {where}")
 
@@ -64,11 +74,15 @@ def pilot_differences(folder: Path, config: "TrainConfig") -> Iterator[str]:
         values = list(dict.fromkeys(toml_value(pilot.value(path)) for pilot in pilots))
         if values != [toml_value(config.value(path))]:
             section, _, name = path.partition(".")
-            yield f"The pilot ran with [{section}] {name} = {' and '.join(values)}; here it is {toml_value(config.value(path))}."
+            yield (
+                f"The pilot ran with [{section}] {name} = {' and '.join(values)}; here it is"
+                f" {toml_value(config.value(path))}."
+            )
 
 
 def from_probe(config: "TrainConfig", say: Callable[[str], None]) -> StepTime:
-    """Load everything, take the first step of `config` (a single run) in a temporary folder, and measure it.
+    """Load everything, take the first step of `config` (a single run) in a temporary folder, and
+    measure it.
 
     Raises what a run raises up to the end of its first step.
     """
@@ -122,7 +136,11 @@ class Schedule:
     @property
     def estimated_wall_time_s(self) -> float | None:
         """The seconds for the remaining steps, without evaluations, loading and waiting."""
-        return None if self.step_time is None else self.steps_left * self.step_time.seconds / self.effective_parallelism
+        return (
+            None
+            if self.step_time is None
+            else self.steps_left * self.step_time.seconds / self.effective_parallelism
+        )
 
     @property
     def device_hours(self) -> float | None:
@@ -131,8 +149,14 @@ class Schedule:
 
     @property
     def cost(self) -> float | None:
-        """The cost of the remaining steps in the currency of the price; None without a price or a step time."""
-        return self.device_hours * self.price_per_hour if self.device_hours is not None and self.price_per_hour else None
+        """The cost of the remaining steps in the currency of the price; None without a price or a
+        step time.
+        """
+        return (
+            self.device_hours * self.price_per_hour
+            if self.device_hours is not None and self.price_per_hour
+            else None
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -152,10 +176,14 @@ class Schedule:
 
 
 def schedule_campaign(
-    plan: "CampaignPlan", steps_done: int, memory: "Memory | None", step_time: StepTime | None, price_per_hour: float | None
+    plan: "CampaignPlan",
+    steps_done: int,
+    memory: "Memory | None",
+    step_time: StepTime | None,
+    price_per_hour: float | None,
 ) -> Schedule:
-    """Predict the time and cost of a campaign; `price_per_hour` overrides `[campaign] price_per_hour`. Raises ConfigurationError for more
-    workers than the GPUs have room for.
+    """Predict the time and cost of a campaign; `price_per_hour` overrides `[campaign]
+    price_per_hour`. Raises ConfigurationError for more workers than the GPUs have room for.
     """
     settings = plan.settings
     parallelism = min(_workers(plan), len(plan.runs))
@@ -166,7 +194,11 @@ def schedule_campaign(
         steps_done=steps_done,
         effective_parallelism=parallelism,
         recommended=recommended_workers(plan, memory),
-        devices=1 if processor else ceil(parallelism / settings.workers_per_device) * settings.devices_per_run,
+        devices=(
+            1
+            if processor
+            else ceil(parallelism / settings.workers_per_device) * settings.devices_per_run
+        ),
         step_time=step_time,
         price_per_hour=settings.price_per_hour if price_per_hour is None else price_per_hour,
     )
@@ -180,19 +212,38 @@ def _workers(plan: "CampaignPlan") -> int:
 
 
 def recommended_workers(plan: "CampaignPlan", memory: "Memory | None") -> Workers:
-    """Count the runs that can each have a device, a core or a concurrent call of their own, and enough memory."""
+    """Count the runs that can each have a device, a core or a concurrent call of their own, and
+    enough memory.
+    """
     settings, backend = plan.settings, plan.config.backend
     bounds = [Workers(len(plan.runs), "all runs at once")]
     if settings.ray_address:  # a Ray cluster elsewhere starts as many as it has room for
         return bounds[0]
     if backend.backend == "tinker":
-        bounds.append(Workers(backend.max_concurrent, "more would wait for [backend] max_concurrent"))
+        bounds.append(
+            Workers(backend.max_concurrent, "more would wait for [backend] max_concurrent")
+        )
     room = room_on_gpus(plan)
     if room is not None:
-        bounds.append(Workers(room, f"what the GPUs have room for, with workers_per_device = {settings.workers_per_device}"))
+        bounds.append(
+            Workers(
+                room,
+                "what the GPUs have room for, with workers_per_device ="
+                f" {settings.workers_per_device}",
+            )
+        )
     elif memory is not None and memory.machine.device_type == "cpu":
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        bounds.append(Workers(cores, "one core here" if cores == 1 else f"{cores} cores here, and a run keeps one busy"))
+        cores = (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
+        bounds.append(
+            Workers(
+                cores,
+                "one core here" if cores == 1 else f"{cores} cores here, and a run keeps one busy",
+            )
+        )
         bounds.append(Workers(memory.machine.usable // memory.peak, "what memory has room for"))
     tightest = min(bounds, key=lambda bound: bound.count)
     return Workers(max(1, tightest.count), tightest.because)

@@ -1,7 +1,8 @@
 """The contract of an inference engine: token ids in, token ids with log-probs out, as they finish.
 
-An engine knows no text. A request carries everything that its completions depend on, so that a batch's make-up cannot
-change them, and an adapter slot, so that several adapters can share one batch.
+An engine knows no text. A request carries everything that its completions depend on, so that a
+batch's make-up cannot change them, and an adapter slot, so that several adapters can share one
+batch.
 """
 
 from abc import ABC, abstractmethod
@@ -28,7 +29,9 @@ class NoiseKey:
 
 @dataclass(frozen=True)
 class Truncation:
-    """The tokens that the sampled distribution keeps (`model/truncation.py` has the definition); it is renormalised over them."""
+    """The tokens that the sampled distribution keeps (`model/truncation.py` has the definition); it
+    is renormalised over them.
+    """
 
     top_k: int = 0
     """0 is off."""
@@ -53,7 +56,8 @@ class SampleRequest:
     """Completions per prompt."""
     max_tokens: int
     temperature: float
-    """The policy is softmax(logits / temperature), truncated where `truncation` is active; 0 is greedy (evaluation only)."""
+    """The policy is softmax(logits / temperature), truncated where `truncation` is active; 0 is
+    greedy (evaluation only)."""
     noise: NoiseKey
     first_sample: int = 0
     """Samples are numbered first_sample .. first_sample + count - 1."""
@@ -61,21 +65,27 @@ class SampleRequest:
     truncation: Truncation = WHOLE_VOCABULARY
     """It has no effect on a greedy request."""
     first_position: int = 0
-    """The noise coordinate of the first token: in a later turn of a trajectory, the tokens sampled in the turns before."""
+    """The noise coordinate of the first token: in a later turn of a trajectory, the tokens sampled
+    in the turns before."""
     extends: int = 0
-    """Tokens at the beginning of the prompt that are an earlier request's prompt and completion, so that an engine may hold their keys and
-    values still; 0 where nothing is known of them."""
+    """Tokens at the beginning of the prompt that are an earlier request's prompt and completion, so
+    that an engine may hold their keys and values still; 0 where nothing is known of them."""
     may_go_on: bool = False
     """A later request may extend this one."""
     messages: tuple[ChatMessage, ...] = ()
-    """The conversation of the prompt, for a server that takes nothing else; empty in dialogues of several turns."""
+    """The conversation of the prompt, for a server that takes nothing else; empty in dialogues of
+    several turns."""
 
 
 class RequestFeed(Protocol):
-    """Requests that come up while others decode: in dialogues, the next reply after what the environment said to the one before."""
+    """Requests that come up while others decode: in dialogues, the next reply after what the
+    environment said to the one before.
+    """
 
     def more(self, idle: bool) -> Sequence[SampleRequest]:
-        """Return requests that can be sampled now. `idle`: none is under way, so it waits for some; none then means that all is done."""
+        """Return requests that can be sampled now. `idle`: none is under way, so it waits for some;
+        none then means that all is done.
+        """
         ...
 
 
@@ -93,48 +103,79 @@ class Once:
 
 @dataclass(frozen=True)
 class EngineCapabilities:
-    """The abilities that an engine declares on its class, so that a configuration can be checked before anything is loaded."""
+    """The abilities that an engine declares on its class, so that a configuration can be checked
+    before anything is loaded.
+    """
 
     in_process: bool
     """It computes with the learner's own weights, in this process."""
     adapter_reload: bool
-    """`sync` makes it serve a new adapter. An engine with neither this nor `in_process` cannot follow the training and is refused."""
+    """`sync` makes it serve a new adapter. An engine with neither this nor `in_process` cannot
+    follow the training and is refused."""
     logprobs: Literal["sampled", "raw", "none"]
-    """sampled: of softmax(logits / temperature). raw: of softmax(logits) whatever the temperature; the learner then recomputes the old
-    log-probs. none: refused."""
+    """sampled: of softmax(logits / temperature). raw: of softmax(logits) whatever the temperature;
+    the learner then recomputes the old log-probs. none: refused."""
     token_ids_in: bool = True
-    """Prompts reach the model as token ids; False: as text, which the engine must check by encoding it back."""
+    """Prompts reach the model as token ids; False: as text, which the engine must check by encoding
+    it back."""
     token_ids_out: bool = True
-    """The sampled ids come back; False is refused, since decoding and encoding again would train other tokens."""
+    """The sampled ids come back; False is refused, since decoding and encoding again would train
+    other tokens."""
     n: bool = True
     """One call samples all completions of a prompt; False: it takes a call for each."""
     noise: Literal["counter", "none"] = "none"
-    """counter: one Philox uniform per token, so runs are repeatable and conditions share their noise."""
+    """counter: one Philox uniform per token, so runs are repeatable and conditions share their
+    noise."""
     entropy: bool = False
     """Shannon entropy of every token's distribution."""
     kept_set: bool = False
-    """Truncated requests are served: log-probs are of the renormalised distribution, and completions say how many tokens it kept."""
+    """Truncated requests are served: log-probs are of the renormalised distribution, and
+    completions say how many tokens it kept."""
     prefix_cache: bool = False
-    """It can compute a prompt once for all of its completions; [inference] prefix_caching switches this on and off."""
+    """It can compute a prompt once for all of its completions; [inference] prefix_caching switches
+    this on and off."""
 
 
 PYTORCH = EngineCapabilities(
-    in_process=True, adapter_reload=True, logprobs="sampled", noise="counter", entropy=True, kept_set=True, prefix_cache=True
+    in_process=True,
+    adapter_reload=True,
+    logprobs="sampled",
+    noise="counter",
+    entropy=True,
+    kept_set=True,
+    prefix_cache=True,
 )
 
-VLLM = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampled", kept_set=True, prefix_cache=True)
-"""The kept set only where the server was started with --return-sampling-mask, which is checked when a run begins."""
+VLLM = EngineCapabilities(
+    in_process=False, adapter_reload=True, logprobs="sampled", kept_set=True, prefix_cache=True
+)
+"""The kept set only where the server was started with --return-sampling-mask, which is checked when
+a run begins."""
 
 OPENAI = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampled")
-"""The requirements of training; a server that lacks one is refused at the start of a run, and can still serve an evaluation as text."""
+"""The requirements of training; a server that lacks one is refused at the start of a run, and can
+still serve an evaluation as text."""
 
-MLX = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="raw", token_ids_in=False, n=False, prefix_cache=True)
+MLX = EngineCapabilities(
+    in_process=False,
+    adapter_reload=True,
+    logprobs="raw",
+    token_ids_in=False,
+    n=False,
+    prefix_cache=True,
+)
 
-SGLANG = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampled", prefix_cache=True)
+SGLANG = EngineCapabilities(
+    in_process=False, adapter_reload=True, logprobs="sampled", prefix_cache=True
+)
 
-MAX = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="raw", n=False, prefix_cache=True)
+MAX = EngineCapabilities(
+    in_process=False, adapter_reload=True, logprobs="raw", n=False, prefix_cache=True
+)
 """Adapters, and with them training, on a GPU only; there without the prefix cache."""
-PRIME_RL_SAMPLER = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampled", kept_set=True, prefix_cache=True)
+PRIME_RL_SAMPLER = EngineCapabilities(
+    in_process=False, adapter_reload=True, logprobs="sampled", kept_set=True, prefix_cache=True
+)
 """Capabilities of the servers that come with the prime_rl backend."""
 
 ENGINES: dict[str, EngineCapabilities] = {
@@ -158,39 +199,46 @@ ENGINE_CLASSES = {
 
 
 class InferenceEngine(ABC):
-    """A plugin's constructor is called as `Engine(config, model=..., eos_ids=..., device=...)`: the configuration, the learner's model with
-    its adapter (transformers and peft), the tokens that end a completion, and the model's torch device. An engine
-    that samples elsewhere ignores the model.
+    """A plugin's constructor is called as `Engine(config, model=..., eos_ids=..., device=...)`: the
+    configuration, the learner's model with its adapter (transformers and peft), the tokens that end
+    a completion, and the model's torch device. An engine that samples elsewhere ignores the model.
     """
 
     capabilities: EngineCapabilities
     say: Callable[[str], None] = staticmethod(print)
     """Reports what happens to the engine during a run; may be called from another thread."""
     check: Callable[[], None] = staticmethod(lambda: None)
-    """Called while the engine waits for something that may take long; raises where a signal asked the run to stop."""
+    """Called while the engine waits for something that may take long; raises where a signal asked
+    the run to stop."""
     replicas = 1
     """Servers that share the requests. The parity gate asks each of them."""
     unchecked = False
-    """A server woke up or came back since the parity gate last looked; the run checks it before it learns, and clears this."""
+    """A server woke up or came back since the parity gate last looked; the run checks it before it
+    learns, and clears this."""
 
     rounds = False
     """The parity gate found that it computes in half precision, which no key says."""
 
     @classmethod
     def preflight(cls, config: Any) -> str | None:  # noqa: ARG003 - part of the interface
-        """Say, before anything is loaded, why its completions are good for an evaluation alone, as a sentence; "" or None where
-        they can be trained on. Raises ConfigurationError or EnvironmentFailure where the engine could not work.
+        """Say, before anything is loaded, why its completions are good for an evaluation alone, as
+        a sentence; "" or None where they can be trained on. Raises ConfigurationError or
+        EnvironmentFailure where the engine could not work.
         """
         return ""
 
     @abstractmethod
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        """Yield every completion of every request once, each as soon as it is finished, in any order."""
+        """Yield every completion of every request once, each as soon as it is finished, in any
+        order.
+        """
 
     def sample_feed(self, feed: RequestFeed) -> Iterator[Completion]:
-        """Sample as `sample` does, for the requests of a feed; `Completion.request` counts them in the order in which the feed gave them.
+        """Sample as `sample` does, for the requests of a feed; `Completion.request` counts them in
+        the order in which the feed gave them.
 
-        An engine whose requests can join those under way overrides this. Otherwise they wait for the end of the round.
+        An engine whose requests can join those under way overrides this. Otherwise they wait for
+        the end of the round.
         """
         given = 0
         while requests := feed.more(idle=True):
@@ -201,17 +249,20 @@ class InferenceEngine(ABC):
     def sync(self, save_adapter: Callable[[Path], None], step: int) -> None:  # noqa: B027 - shared weights need nothing
         """Sample from the learner's adapter of this moment from now on.
 
-        `save_adapter` writes it into a folder, in PEFT's format; an engine that shares the learner's weights does not call it.
-        `step` counts the training steps behind it. Called before sampling whenever the adapter may have changed, and by the parity
-        gate, for the trial adapter and again for the restored one, with the same `step`.
+        `save_adapter` writes it into a folder, in PEFT's format; an engine that shares the
+        learner's weights does not call it. `step` counts the training steps behind it. Called
+        before sampling whenever the adapter may have changed, and by the parity gate, for the trial
+        adapter and again for the restored one, with the same `step`.
         """
 
     def sleep(self) -> None:  # noqa: B027 - nothing to do unless overridden
-        """Give the device's memory to the learner until the next `sync`. Called when the sampling of a step has ended."""
+        """Give the device's memory to the learner until the next `sync`. Called when the sampling
+        of a step has ended.
+        """
 
     def why_it_differs(self) -> str:
-        """Return the reason that the engine itself finds where its log-probs are not the learner's, as part of a sentence; "" if
-        nothing.
+        """Return the reason that the engine itself finds where its log-probs are not the learner's,
+        as part of a sentence; "" if nothing.
         """
         return ""
 

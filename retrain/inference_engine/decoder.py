@@ -1,6 +1,8 @@
-"""The learner's model as the engine uses it: two kinds of forward pass, and a context that leaves no trace on the model.
+"""The learner's model as the engine uses it: two kinds of forward pass, and a context that leaves
+no trace on the model.
 
-Only the base model's forward is called, never `generate`, so nothing of a generation_config can leak in.
+Only the base model's forward is called, never `generate`, so nothing of a generation_config can
+leak in.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -28,18 +30,28 @@ Slots = npt.NDArray[np.int64]
 
 
 def is_mixed(slots: Collection[int]) -> bool:
-    """Return True if rows under these adapters need more than the model's own adapter, on or off."""
+    """Return True if rows under these adapters need more than the model's own adapter, on or
+    off.
+    """
     return len(set(slots)) > 1 or max(slots) > 0
 
 
 class Decoder:
-    """A causal language model of transformers, bare or wrapped by peft, whose weights the learner shares."""
+    """A causal language model of transformers, bare or wrapped by peft, whose weights the learner
+    shares.
+    """
 
     def __init__(
-        self, model: nn.Module, flash: bool, fused: FusedDecoder | None = None, shards: World = ALONE, *, merge: bool = False
+        self,
+        model: nn.Module,
+        flash: bool,
+        fused: FusedDecoder | None = None,
+        shards: World = ALONE,
+        *,
+        merge: bool = False,
     ) -> None:
-        """`flash`: prompts by torch's flash kernel. `fused`: the fused forward of `model`; None builds one with `merge`, if the family
-        has one.
+        """`flash`: prompts by torch's flash kernel. `fused`: the fused forward of `model`; None
+        builds one with `merge`, if the family has one.
 
         `shards`: the ranks that hold the model in parts, so that every pass is collective.
         """
@@ -54,7 +66,9 @@ class Decoder:
         over_pages = plain_paged if self.fused is None else self.fused.kernels.attend
         if over_pages is plain_paged and flash and reads_pages():
             over_pages = flash_paged
-        self.kernel: attention.Kernel = (attention.VarlenAttention if flash else attention.FusedAttention)(paged=over_pages)
+        self.kernel: attention.Kernel = (
+            attention.VarlenAttention if flash else attention.FusedAttention
+        )(paged=over_pages)
         self.slots = {0, BASE_MODEL}
         """Adapters that a request may name."""
 
@@ -75,11 +89,15 @@ class Decoder:
 
     @property
     def uniform_positions(self) -> int:
-        """Tokens up to which a position is rotated by the same angles whatever the sequence's length (longrope changes them)."""
+        """Tokens up to which a position is rotated by the same angles whatever the sequence's
+        length (longrope changes them).
+        """
         rope = getattr(self._text_config, "rope_parameters", None) or {}
         if rope.get("rope_type") != "longrope":
             return self.context
-        original = rope.get("original_max_position_embeddings") or getattr(self._text_config, "original_max_position_embeddings", None)
+        original = rope.get("original_max_position_embeddings") or getattr(
+            self._text_config, "original_max_position_embeddings", None
+        )
         return int(original or self.context)
 
     @property
@@ -97,25 +115,30 @@ class Decoder:
         """Hold a further adapter as slot `slot` > 0."""
         if self.fused is None:
             raise ConfigurationError(
-                f"The pytorch engine holds one adapter of a {type(self._base).__name__}; several need a Llama, Qwen or Mistral model."
+                f"The pytorch engine holds one adapter of a {type(self._base).__name__}; several"
+                " need a Llama, Qwen or Mistral model."
             )
         self.fused.load_adapter(slot, layers)
         self.slots.add(slot)
 
     @contextmanager
     def sampling(self, slots: Collection[int]) -> Iterator[None]:
-        """Switch to evaluation mode, without gradient, with our attention and the adapter of these slots; everything is put back on
-        leaving.
+        """Switch to evaluation mode, without gradient, with our attention and the adapter of these
+        slots; everything is put back on leaving.
 
         The fused forward has neither modes nor the model's attention.
 
-        no_grad and not inference_mode: some rotary embeddings store buffers on the module during a forward, and an inference
-        tensor there would break the learner's backward.
+        no_grad and not inference_mode: some rotary embeddings store buffers on the module during a
+        forward, and an inference tensor there would break the learner's backward.
         """
-        training = [module for module in self._modules if module.training] if self.fused is None else []
+        training = (
+            [module for module in self._modules if module.training] if self.fused is None else []
+        )
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            if self.device.type == "cuda":  # events, graphs and Triton's kernels go to the current device
+            if (
+                self.device.type == "cuda"
+            ):  # events, graphs and Triton's kernels go to the current device
                 stack.enter_context(torch.cuda.device(self.device))
             if self.fused is None:
                 stack.enter_context(attention.plugged_in(self._base))
@@ -131,37 +154,64 @@ class Decoder:
                 for module in training:
                     module.training = True
 
-    def prefill(self, prompts: Sequence[Int32Array], slots: Slots | None = None) -> list[PromptState]:
-        """Run the prompts packed into one row; the head sees only their last tokens. `slots` [prompts] of a mixed batch."""
+    def prefill(
+        self, prompts: Sequence[Int32Array], slots: Slots | None = None
+    ) -> list[PromptState]:
+        """Run the prompts packed into one row; the head sees only their last tokens. `slots`
+        [prompts] of a mixed batch.
+        """
         batch = PromptPass([len(prompt) for prompt in prompts], self.kernel)
         return batch.states(prompts, self.run_prompts(prompts, batch, slots))
 
-    def run_prompts(self, prompts: Sequence[Int32Array], batch: PromptPass, slots: Slots | None) -> Tensor:
-        """Return logits [prompts, V] of what follows each; their keys and values go where `batch` puts them.
+    def run_prompts(
+        self, prompts: Sequence[Int32Array], batch: PromptPass, slots: Slots | None
+    ) -> Tensor:
+        """Return logits [prompts, V] of what follows each; their keys and values go where `batch`
+        puts them.
 
         Of a sequence of which `batch` holds the first tokens, `prompts` has the others.
         """
         self.shards.any_rank(True)
         lengths = [len(prompt) for prompt in prompts]
-        positions = np.concatenate([held + np.arange(length) for held, length in zip(batch.held, lengths, strict=True)])
+        positions = np.concatenate(
+            [held + np.arange(length) for held, length in zip(batch.held, lengths, strict=True)]
+        )
         last = torch.tensor([stop - 1 for _, stop in batch.segments], device=self.device)
         token_slots = None if slots is None else np.repeat(slots, lengths)
-        return self._forward(np.concatenate(prompts)[None], torch.from_numpy(positions[None]), batch, last, token_slots)[0]
+        return self._forward(
+            np.concatenate(prompts)[None],
+            torch.from_numpy(positions[None]),
+            batch,
+            last,
+            token_slots,
+        )[0]
 
-    def decode(self, arena: KVArena, tokens: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], slots: Slots | None = None) -> Tensor:
-        """Feed `tokens` [R] to rows with `lengths` [R] cached tokens; logits [R, V] of the next ones. `slots` [R] of a mixed batch."""
+    def decode(
+        self,
+        arena: KVArena,
+        tokens: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+        slots: Slots | None = None,
+    ) -> Tensor:
+        """Feed `tokens` [R] to rows with `lengths` [R] cached tokens; logits [R, V] of the next
+        ones. `slots` [R] of a mixed batch.
+        """
         self.shards.any_rank(True)
         batch = DecodePass(arena, lengths, self.kernel)
         return self._forward(tokens[:, None], batch.positions[:, None], batch, 1, slots)[:, 0]
 
     def run_dummy_passes(self) -> None:
-        """Run dummy forwards until every rank is done, since FSDP gathers are collective. Ends what `prefill` and `decode` begin."""
+        """Run dummy forwards until every rank is done, since FSDP gathers are collective. Ends what
+        `prefill` and `decode` begin.
+        """
         if self.shards.size == 1:
             return
         with self.sampling({0}):
             while self.shards.any_rank(False):
                 token = PromptPass([1], self.kernel)
-                self._forward(np.zeros((1, 1)), torch.zeros(1, 1, dtype=torch.int64), token, 1, None)
+                self._forward(
+                    np.zeros((1, 1)), torch.zeros(1, 1, dtype=torch.int64), token, 1, None
+                )
 
     def _forward(
         self,
@@ -171,12 +221,18 @@ class Decoder:
         logits_to_keep: Tensor | int,
         slots: Slots | None,
     ) -> Tensor:
-        """`slots` [N] of all tokens, row by row, or None where all are under the adapter that `sampling` set."""
+        """`slots` [N] of all tokens, row by row, or None where all are under the adapter that
+        `sampling` set.
+        """
         ids, positions = upload(token_ids.astype(np.int64), self.device), positions.to(self.device)
         if self.fused is not None:
             with nullcontext() if slots is None else self.fused.under_adapters(slots):
                 hidden = self.fused.hidden_states(ids, positions, batch, cache=batch)
-            return self.fused.logits(hidden[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else hidden[:, logits_to_keep])
+            return self.fused.logits(
+                hidden[:, -logits_to_keep:]
+                if isinstance(logits_to_keep, int)
+                else hidden[:, logits_to_keep]
+            )
         outputs = self._base(
             input_ids=ids,
             position_ids=positions,

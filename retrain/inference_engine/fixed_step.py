@@ -1,8 +1,10 @@
-"""A decoding step from buffers to buffers: what it reads and writes stays where it is, and the host is asked for nothing.
+"""A decoding step from buffers to buffers: what it reads and writes stays where it is, and the host
+is asked for nothing.
 
-On CUDA a step is captured once for each number of rows in `BUCKETS` and launched as one graph; elsewhere it is called again. Tokens are
-fed back on the device, which also knows when a row is finished. The host reads what was drawn from `ring`, one step late.
-Shape letters: R rows of a bucket, V vocabulary, M pages of the longest row.
+On CUDA a step is captured once for each number of rows in `BUCKETS` and launched as one graph;
+elsewhere it is called again. Tokens are fed back on the device, which also knows when a row is
+finished. The host reads what was drawn from `ring`, one step late. Shape letters: R rows of a
+bucket, V vocabulary, M pages of the longest row.
 """
 
 from collections.abc import Sequence
@@ -23,7 +25,8 @@ from retrain.model.fused import FusedDecoder
 from retrain.model.truncation import FixedKeptSets
 
 BUCKETS: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, *range(96, 513, 32))
-"""Numbers of rows for which there is a step; the rows beyond the active ones compute and are not read."""
+"""Numbers of rows for which there is a step; the rows beyond the active ones compute and are not
+read."""
 NOISE_BLOCK = 64
 """Positions whose noise a row holds."""
 _RING = 64
@@ -57,22 +60,40 @@ class StepBuffers:
         self.token, self.position, self.sampled, self.limit, self.adapter, self.top_k = (
             torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(6)
         )
-        """token: the next to be fed, which stands at `position`. sampled: tokens drawn; `limit` is the most."""
+        """token: the next to be fed, which stands at `position`. sampled: tokens drawn; `limit` is
+        the most."""
         self.temperature = torch.ones(rows, dtype=torch.float32, device=device)
-        self.top_p, self.min_p = (torch.full((rows,), off, dtype=torch.float64, device=device) for off in (1.0, 0.0))
+        self.top_p, self.min_p = (
+            torch.full((rows,), off, dtype=torch.float64, device=device) for off in (1.0, 0.0)
+        )
         self.noise = torch.full((rows, NOISE_BLOCK), 0.5, dtype=torch.float64, device=device)
         """The uniforms of draws 64 k to 64 k + 63, among which is the row's next."""
         self.table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
         self.done = torch.ones(rows, dtype=torch.bool, device=device)
         self.ring = torch.zeros(_RING, rows, _COLUMNS, dtype=torch.float64, device=device)
         self.ring_place = torch.zeros(1, dtype=torch.int64, device=device)
-        self._host_ring = torch.zeros(self.ring.shape, dtype=torch.float64, pin_memory=device.type == "cuda")
+        self._host_ring = torch.zeros(
+            self.ring.shape, dtype=torch.float64, pin_memory=device.type == "cuda"
+        )
         self._steps = 0
 
     @property
     def of_rows(self) -> dict[str, Tensor]:
         """By name, everything that has one entry per row."""
-        names = ("token", "position", "sampled", "limit", "adapter", "top_k", "temperature", "top_p", "min_p", "noise", "table", "done")
+        names = (
+            "token",
+            "position",
+            "sampled",
+            "limit",
+            "adapter",
+            "top_k",
+            "temperature",
+            "top_p",
+            "min_p",
+            "noise",
+            "table",
+            "done",
+        )
         return {name: getattr(self, name) for name in names}
 
     def put(self, rows: npt.NDArray[np.int64], **values: npt.NDArray[np.generic] | Tensor) -> None:
@@ -80,12 +101,18 @@ class StepBuffers:
         index = upload(rows, self.device)
         for name, value in values.items():
             buffer = getattr(self, name)
-            new = upload(np.ascontiguousarray(value), self.device) if isinstance(value, np.ndarray) else value
+            new = (
+                upload(np.ascontiguousarray(value), self.device)
+                if isinstance(value, np.ndarray)
+                else value
+            )
             buffer.index_copy_(0, index, new.to(buffer.dtype))
 
     def put_pages(self, places: Sequence[tuple[int, int, int]]) -> None:
         """Enter pages into the tables: (row, which of its pages, page) each."""
-        row, number, page = (upload(column, self.device) for column in np.array(places, np.int64).T.copy())
+        row, number, page = (
+            upload(column, self.device) for column in np.array(places, np.int64).T.copy()
+        )
         self.table.view(-1).index_copy_(0, row * self.table.shape[1] + number, page.int())
 
     def move(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> None:
@@ -99,7 +126,9 @@ class StepBuffers:
         self.done.index_fill_(0, upload(rows, self.device), True)
 
     def read_later(self, rows: int) -> "Drawn":
-        """Return the draws of the step just launched for the first `rows` rows; the copy to the host is under way when this returns."""
+        """Return the draws of the step just launched for the first `rows` rows; the copy to the
+        host is under way when this returns.
+        """
         place = self._steps % _RING
         self._steps += 1
         return Drawn(self.ring[place, :rows], self._host_ring[place, :rows])
@@ -113,7 +142,9 @@ class Drawn:
         if device.device.type != "cuda":
             self._host = device.clone()
             return
-        self._host = torch.empty(device.shape, dtype=device.dtype, pin_memory=True) if host is None else host
+        self._host = (
+            torch.empty(device.shape, dtype=device.dtype, pin_memory=True) if host is None else host
+        )
         self._host.copy_(device, non_blocking=True)
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._event.record()
@@ -130,8 +161,9 @@ class Drawn:
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream for the warm-ups and captures of all steps on `device`.
 
-    One, since torch before 2.15 keeps a cuBLAS workspace (32 MiB) for every stream that ever computed a product; and not torch's own for
-    captures, which is on the device of the first capture.
+    One, since torch before 2.15 keeps a cuBLAS workspace (32 MiB) for every stream that ever
+    computed a product; and not torch's own for captures, which is on the device of the first
+    capture.
     """
     with torch.cuda.device(device):
         return torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -141,7 +173,13 @@ class FixedStep:
     """The steps of all buckets over one set of buffers and one pool of pages."""
 
     def __init__(
-        self, fused: FusedDecoder, pool: PagePool, buffers: StepBuffers, kernel: Kernel, eos_ids: npt.NDArray[np.int64], context: int
+        self,
+        fused: FusedDecoder,
+        pool: PagePool,
+        buffers: StepBuffers,
+        kernel: Kernel,
+        eos_ids: npt.NDArray[np.int64],
+        context: int,
     ) -> None:
         """`context`: tokens of the longest row, prompt and completion together."""
         self._fused, self._pool, self._kernel = fused, pool, kernel
@@ -162,7 +200,9 @@ class FixedStep:
         self._graphs[key].replay()
 
     def step(self, rows: int, variant: Variant) -> None:
-        """Feed each row its token, draw the next and store it; a row that is done changes nothing and writes to page 0."""
+        """Feed each row its token, draw the next and store it; a row that is done changes nothing
+        and writes to page 0.
+        """
         state = self.buffers
         active = ~state.done[:rows]
         position = state.position[:rows]
@@ -170,8 +210,15 @@ class FixedStep:
         places = torch.where(active, page * self._pool.tokens + position % self._pool.tokens, 0)
         lengths = torch.where(active, position + 1, 1).int()
         batch = PagedTokens(self._pool, self._kernel, places, state.table[:rows], lengths)
-        adapters = self._fused.under_row_adapters(state.adapter[:rows]) if variant.adapters == "mixed" else nullcontext()
-        rotary = self._cos.index_select(0, position)[:, None], self._sin.index_select(0, position)[:, None]
+        adapters = (
+            self._fused.under_row_adapters(state.adapter[:rows])
+            if variant.adapters == "mixed"
+            else nullcontext()
+        )
+        rotary = (
+            self._cos.index_select(0, position)[:, None],
+            self._sin.index_select(0, position)[:, None],
+        )
         with adapters:
             hidden = self._fused.step(state.token[:rows], rotary, batch)
         drawn = self.draw(self._fused.logits(hidden), slice(rows), variant)
@@ -181,7 +228,9 @@ class FixedStep:
 
     @torch.no_grad()
     def first(self, rows: Tensor, logits: Tensor, variant: Variant) -> Tensor:
-        """[R, 4] the first draws of `rows` [R], rows that were just put into the buffers, from the logits [R, V] of their prompts."""
+        """[R, 4] the first draws of `rows` [R], rows that were just put into the buffers, from the
+        logits [R, V] of their prompts.
+        """
         drawn = self.draw(logits, rows, variant)
         self._take_over(drawn, ~self.buffers.done[rows], rows)
         return drawn
@@ -193,17 +242,27 @@ class FixedStep:
         uniforms = state.noise[rows].gather(1, (sampled % NOISE_BLOCK)[:, None])[:, 0]
         cuts = state.top_k[rows], state.top_p[rows], state.min_p[rows]
         if self._fused.kernels.draw is not None:
-            return self._fused.kernels.draw(logits, temperature, uniforms, cuts if variant.truncated else None)
-        chunk = max(1, SAMPLING_CHUNK_BYTES.get(logits.device.type, SAMPLING_CHUNK_BYTES["cpu"]) // (4 * logits.shape[1]))
+            return self._fused.kernels.draw(
+                logits, temperature, uniforms, cuts if variant.truncated else None
+            )
+        chunk = max(
+            1,
+            SAMPLING_CHUNK_BYTES.get(logits.device.type, SAMPLING_CHUNK_BYTES["cpu"])
+            // (4 * logits.shape[1]),
+        )
         parts = []
         for start in range(0, len(logits), chunk):
             part = slice(start, start + chunk)
 
             def keep(z: Tensor, weights: Tensor, part: slice = part) -> FixedKeptSets:
-                return FixedKeptSets.of_device_cuts(z, weights.sum(-1, dtype=torch.float64), *(cut[part] for cut in cuts))
+                return FixedKeptSets.of_device_cuts(
+                    z, weights.sum(-1, dtype=torch.float64), *(cut[part] for cut in cuts)
+                )
 
             greedy = temperature[part] == 0 if variant.greedy else None
-            divisors = temperature[part] if greedy is None else torch.where(greedy, 1.0, temperature[part])
+            divisors = (
+                temperature[part] if greedy is None else torch.where(greedy, 1.0, temperature[part])
+            )
             z = logits[part].float() / divisors[:, None]
             columns = draw_scaled(z, uniforms[part], greedy, keep if variant.truncated else None)
             parts.append(torch.cat([column.double() for column in columns], dim=1))
@@ -211,19 +270,32 @@ class FixedStep:
         return torch.nn.functional.pad(drawn, (0, _COLUMNS - drawn.shape[1]))
 
     def _take_over(self, drawn: Tensor, active: Tensor, rows: slice | Tensor) -> None:
-        """Feed the drawn tokens back; rows end at an end token, at their limit, or where the model's numbers are not finite."""
+        """Feed the drawn tokens back; rows end at an end token, at their limit, or where the
+        model's numbers are not finite.
+        """
         state, token = self.buffers, drawn[:, 0].long()
         sampled = state.sampled[rows] + active
-        ended = (token[:, None] == self._eos_ids).any(-1) | (sampled >= state.limit[rows]) | ~drawn[:, 1:3].isfinite().all(-1)
+        ended = (
+            (token[:, None] == self._eos_ids).any(-1)
+            | (sampled >= state.limit[rows])
+            | ~drawn[:, 1:3].isfinite().all(-1)
+        )
         state.done[rows] = state.done[rows] | ended
         state.sampled[rows] = sampled
         state.position[rows] = state.position[rows] + active
         state.token[rows] = torch.where(active, token, state.token[rows])
 
     def _capture(self, rows: int, variant: Variant) -> "torch.cuda.CUDAGraph":
-        """Capture the step as a graph. The warm-up steps run with every row done, so that they change nothing."""
+        """Capture the step as a graph. The warm-up steps run with every row done, so that they
+        change nothing.
+        """
         state = self.buffers
-        before = {name: buffer.clone() for name, buffer in (state.of_rows | {"ring": state.ring, "ring_place": state.ring_place}).items()}
+        before = {
+            name: buffer.clone()
+            for name, buffer in (
+                state.of_rows | {"ring": state.ring, "ring_place": state.ring_place}
+            ).items()
+        }
         state.done.fill_(True)
         stream = _capture_stream(state.device)
         stream.wait_stream(torch.cuda.current_stream())

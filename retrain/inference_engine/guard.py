@@ -1,6 +1,8 @@
-"""Runs a server as a child that ends when the process that wants it ends: `python -m retrain.inference_engine.guard PARENT COMMAND...`.
+"""Runs a server as a child that ends when the process that wants it ends: `python -m
+retrain.inference_engine.guard PARENT COMMAND...`.
 
-The guard leads a session of its own, so Ctrl-C does not reach the server, and it ends the whole session: servers have children too.
+The guard leads a session of its own, so Ctrl-C does not reach the server, and it ends the whole
+session: servers have children too.
 """
 
 import os
@@ -15,7 +17,9 @@ _GRACE_S = 10.0
 
 
 def main() -> int:
-    """Run the server, and return its exit code if it ends by itself; it is killed with its children where they do not end in time."""
+    """Run the server, and return its exit code if it ends by itself; it is killed with its children
+    where they do not end in time.
+    """
     parent, *command = sys.argv[1:]
     asked_to_stop = Event()
     signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.set())

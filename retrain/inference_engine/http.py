@@ -1,7 +1,9 @@
-"""Requests to one or several servers over HTTP: connections that stay open, retries, balancing, and what a failure says.
+"""Requests to one or several servers over HTTP: connections that stay open, retries, balancing, and
+what a failure says.
 
-Requests run in an event loop in a thread of its own, so the caller can wait for many at once and drop those that it no longer wants.
-A server that does not answer is left out, its requests go to the others, and it is taken back once its health answers.
+Requests run in an event loop in a thread of its own, so the caller can wait for many at once and
+drop those that it no longer wants. A server that does not answer is left out, its requests go to
+the others, and it is taken back once its health answers.
 """
 
 import asyncio
@@ -25,7 +27,8 @@ T = TypeVar("T")
 Json = dict[str, Any]
 
 _BUSY = frozenset({429, 502, 503, 504})
-"""The server or a proxy before it asks for patience. Every other status from 400 on is an answer, but 500."""
+"""The server or a proxy before it asks for patience. Every other status from 400 on is an answer,
+but 500."""
 _BROKEN = 500
 _came: ContextVar[Answer | None] = ContextVar("_came", default=None)
 """The answer that a request is reading; each request runs in a task of its own."""
@@ -37,7 +40,9 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class Patience:
-    """The limits of retrying a request, with exponential backoff and jitter between `first_s` and `most_s`."""
+    """The limits of retrying a request, with exponential backoff and jitter between `first_s` and
+    `most_s`.
+    """
 
     total_s: float = 60.0
     attempts: int = 10
@@ -63,7 +68,9 @@ class Unavailable(Exception):
 
 
 class Unfit(Unavailable):
-    """An answer that another try may better: status 500, a page of HTML, half a body, values that no completion has."""
+    """An answer that another try may better: status 500, a page of HTML, half a body, values that
+    no completion has.
+    """
 
     def __init__(self, url: str, clause: str, status: int = 200) -> None:
         """`clause` goes on after the server's address; `status` is as sent."""
@@ -72,17 +79,21 @@ class Unfit(Unavailable):
 
 
 class Unreadable(ValueError):
-    """An answer in another form, in our own words, which go on after the server's address; it becomes Unfit."""
+    """An answer in another form, in our own words, which go on after the server's address; it
+    becomes Unfit.
+    """
 
 
 class Foreign(Exception):
-    """An answer that shows that the server cannot serve this run, such as a prompt with other token ids. Its words go on in the same
-    way.
+    """An answer that shows that the server cannot serve this run, such as a prompt with other token
+    ids. Its words go on in the same way.
     """
 
 
 class Refused(Exception):
-    """An answer without what was asked for, which a repetition would not change; `status` is as sent, or as an error in its body says."""
+    """An answer without what was asked for, which a repetition would not change; `status` is as
+    sent, or as an error in its body says.
+    """
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -101,7 +112,8 @@ class Server:
     """As shown: without credentials, a trailing slash or /v1."""
     client: httpx.AsyncClient
     lost: Callable[[int, str], str] | None
-    """(status, text) of an answer to why the server must be prepared again before it can serve; "" if it need not."""
+    """(status, text) of an answer to why the server must be prepared again before it can serve; ""
+    if it need not."""
     timeout_s: float
     """From the first byte of a request to the last one of its answer."""
     secrets: tuple[str, ...] = ()
@@ -122,22 +134,33 @@ class Server:
     async def get(self, path: str, timeout: float | None = None) -> Any:
         return await self._send("GET", path, None, timeout)
 
-    async def post(self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
+    async def post(
+        self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None
+    ) -> Any:
         """Return the answer as JSON, or as text where it is none."""
         return await self._send("POST", path, body, timeout)
 
-    async def _send(self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None) -> Any:
+    async def _send(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None
+    ) -> Any:
         self.in_flight += 1
         try:
             seconds = self.timeout_s if timeout is None else timeout
-            answer = await exchange(self.client, method, path, body, seconds=seconds, most_bytes=_MOST_BYTES)
+            answer = await exchange(
+                self.client, method, path, body, seconds=seconds, most_bytes=_MOST_BYTES
+            )
         except (TimeoutError, httpx.ReadTimeout, httpx.WriteTimeout) as error:
             limit = f"[inference] timeout_s = {seconds:g}" if timeout is None else f"{seconds:g} s"
             raise TooSlow(f"{self.url} did not answer a request within {limit}") from error
         except TooLong as error:
-            raise Refused(200, f"an answer of more than {_MOST_BYTES >> 20} MiB, which was not read to the end") from error
+            raise Refused(
+                200,
+                f"an answer of more than {_MOST_BYTES >> 20} MiB, which was not read to the end",
+            ) from error
         except httpx.RequestError as error:
-            raise Unavailable(f"{self.url}: {masked(_reason(error), *self.secrets)}", gone=True) from error
+            raise Unavailable(
+                f"{self.url}: {masked(_reason(error), *self.secrets)}", gone=True
+            ) from error
         finally:
             self.in_flight -= 1
         _came.set(answer)
@@ -145,7 +168,9 @@ class Server:
         if status < 300:
             return answer.content
         if status < 400:
-            raise Refused(status, f"it redirects to {answer.leads_to}; name the address that answers itself")
+            raise Refused(
+                status, f"it redirects to {answer.leads_to}; name the address that answers itself"
+            )
         said = answer.said(*self.secrets) or masked(answer.reason, *self.secrets)
         if self.lost and (reason := self.lost(status, said)):
             raise Unavailable(f"{self.url}: {reason} ({status}: {said})", gone=True)
@@ -157,7 +182,9 @@ class Server:
 
 
 class ServerPool:
-    """The servers of `[inference] url`. Close it; requests under way are dropped, which makes a server abort them."""
+    """The servers of `[inference] url`. Close it; requests under way are dropped, which makes a
+    server abort them.
+    """
 
     def __init__(
         self,
@@ -173,9 +200,11 @@ class ServerPool:
         patience: Patience = Patience(),
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`what` names the servers in sentences. `prepare` makes a server that comes back as the others are, before it gets requests.
+        """`what` names the servers in sentences. `prepare` makes a server that comes back as the
+        others are, before it gets requests.
 
-        `say` is called from another thread. Raises ConfigurationError where `key_env` names a variable that is not set.
+        `say` is called from another thread. Raises ConfigurationError where `key_env` names a
+        variable that is not set.
         """
         self._what, self._timeout_s, self._key_env, self._health = what, timeout_s, key_env, health
         self._prepare, self._say, self._patience = prepare, say, patience
@@ -183,7 +212,8 @@ class ServerPool:
         if key_env:
             if not (key := key_from(key_env)):
                 raise ConfigurationError(
-                    f'[inference] api_key_env = "{key_env}" names a variable that is not set; export it or leave the key out.'
+                    f'[inference] api_key_env = "{key_env}" names a variable that is not set;'
+                    " export it or leave the key out."
                 )
             headers["Authorization"] = f"Bearer {key}"
         self.servers = [_server(url, headers, timeout_s, lost, transport) for url in urls]
@@ -192,10 +222,12 @@ class ServerPool:
         self._turns = 0
         self._loop = asyncio.new_event_loop()
         self._looks: set[asyncio.Task[None]] = set()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="requests to servers", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="requests to servers", daemon=True
+        )
         self._thread.start()
 
-    # -- for the caller's thread -------------------------------------------------------------------------------------
+    # -- for the caller's thread -------------------------------------------------------------------
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -222,17 +254,18 @@ class ServerPool:
         for server in self.servers:
             await server.client.aclose()
 
-    # -- in the loop ---------------------------------------------------------------------------------------------------
+    # -- in the loop -------------------------------------------------------------------------------
 
     @property
     def alive(self) -> list[Server]:
         return [server for server in self.servers if server.alive]
 
     async def ask(self, request: Callable[[Server], Awaitable[T]]) -> T:
-        """Make `request` on the live server with the fewest requests, again and elsewhere while it is Unavailable or, a few times, stuck.
+        """Make `request` on the live server with the fewest requests, again and elsewhere while it
+        is Unavailable or, a few times, stuck.
 
-        `request` must be one that may be made twice. Raises ServerFailure in one sentence once patience is at its end, and at once for an
-        answer that no repetition changes.
+        `request` must be one that may be made twice. Raises ServerFailure in one sentence once
+        patience is at its end, and at once for an answer that no repetition changes.
         """
         tried: set[str] = set()
         slow = 0
@@ -245,13 +278,14 @@ class ServerPool:
                 slow += 1
                 if slow == self._patience.slow_tries:
                     raise ServerFailure(
-                        f"{self._what} {error}, {slow} times in a row, though it is healthy: raise timeout_s, or lower "
-                        "[training] max_tokens, batch_size or group_size."
+                        f"{self._what} {error}, {slow} times in a row, though it is healthy: raise"
+                        " timeout_s, or lower [training] max_tokens, batch_size or group_size."
                     ) from error
 
     async def _ask_patiently(self, request: Callable[[Server], Awaitable[T]], tried: set[str]) -> T:
-        """Make `request` until it is answered. `tried` collects the servers that did not; others come first. Raises Refused, ServerFailure,
-        and TooSlow where a healthy server did not answer in time.
+        """Make `request` until it is answered. `tried` collects the servers that did not; others
+        come first. Raises Refused, ServerFailure, and TooSlow where a healthy server did not answer
+        in time.
         """
         tries = 0
         started = time.monotonic()
@@ -271,11 +305,16 @@ class ServerPool:
                             self._leave_out(server, str(error))
                         raise
         except Unavailable as error:
-            raise self._gave_up(error, f"{tries} {'try' if tries == 1 else 'tries'} in {time.monotonic() - started:.0f} s") from error
+            raise self._gave_up(
+                error,
+                f"{tries} {'try' if tries == 1 else 'tries'} in {time.monotonic() - started:.0f} s",
+            ) from error
         raise AssertionError("stamina returns or raises")
 
     async def on_each(self, request: Callable[[Server], Awaitable[T]]) -> dict[str, T]:
-        """Make `request` on every live server, by URL; one that does not answer is left out. Raises ServerFailure where none is left."""
+        """Make `request` on every live server, by URL; one that does not answer is left out. Raises
+        ServerFailure where none is left.
+        """
         results: dict[str, T] = {}
         problems: list[Unavailable | TooSlow] = []
 
@@ -291,20 +330,25 @@ class ServerPool:
                 raise self.refusal(error, server) from error
 
         if not self.alive:
-            await self.ask(lambda _: asyncio.sleep(0))  # any live server fulfils this: it waits for one
+            await self.ask(
+                lambda _: asyncio.sleep(0)
+            )  # any live server fulfils this: it waits for one
         await asyncio.gather(*(one(server) for server in self.alive))
         if not results:
             raise self._gave_up(problems[-1] if problems else None)
         return results
 
     async def connect(self, look: Callable[[Server], Awaitable[None]]) -> None:
-        """Check the health of every server, then `look`. Those that do not answer are left out; ServerFailure at once where none does."""
+        """Check the health of every server, then `look`. Those that do not answer are left out;
+        ServerFailure at once where none does.
+        """
         problems: list[Unavailable | TooSlow] = []
 
         async def one(server: Server) -> None:
             try:
                 await self._check_health(server)
-                # A connection kept open may close as it is used again: uvicorn's does after an error of its own.
+                # A connection kept open may close as it is used again: uvicorn's does after an
+                # error of its own.
                 async for attempt in self._attempts(self._patience.look_attempts):
                     with attempt, self._understood(server):
                         await look(server)
@@ -332,8 +376,8 @@ class ServerPool:
         )
 
     async def _choose(self, tried: Collection[str] = ()) -> Server:
-        """Choose round robin among the least busy, those in `tried` last. Where none is alive, one whose health answers again; else
-        Unavailable.
+        """Choose round robin among the least busy, those in `tried` last. Where none is alive, one
+        whose health answers again; else Unavailable.
         """
         now = time.monotonic()
         dead = [server for server in self.servers if not server.alive]
@@ -349,7 +393,9 @@ class ServerPool:
                     look = asyncio.create_task(self._take_back(server))
                     self._looks.add(look)
                     look.add_done_callback(self._looks.discard)
-        chosen = min(self.alive, key=lambda server: (server.url in tried, server.in_flight, server.turn))
+        chosen = min(
+            self.alive, key=lambda server: (server.url in tried, server.in_flight, server.turn)
+        )
         self._turns += 1
         chosen.turn = self._turns
         return chosen
@@ -374,23 +420,34 @@ class ServerPool:
         try:
             await server.get(self._health, timeout=self._patience.health_s)
         except TooSlow as error:
-            raise Unavailable(f"{server.url}: no answer from {self._health} within {self._patience.health_s:g} s", gone=True) from error
+            raise Unavailable(
+                f"{server.url}: no answer from {self._health} within {self._patience.health_s:g} s",
+                gone=True,
+            ) from error
         except Refused as error:
             if error.status in (401, 403) or error.status < 400:
                 raise
             if error.status >= 500:
-                raise Unavailable(f"{server.url}: {self._health} answers {error.status}", gone=True) from error
+                raise Unavailable(
+                    f"{server.url}: {self._health} answers {error.status}", gone=True
+                ) from error
 
     def _leave_out(self, server: Server, problem: str) -> None:
         server.problem, server.looked_at = problem, time.monotonic()
         server.facts.pop("looked", None)  # it may come back as another
         if server.alive:
             server.alive = False
-            left = f"{len(self.alive)} of {len(self.servers)} servers left" if len(self.servers) > 1 else "it is tried again"
+            left = (
+                f"{len(self.alive)} of {len(self.servers)} servers left"
+                if len(self.servers) > 1
+                else "it is tried again"
+            )
             self._say(f"{self._what} {problem}; {left}.")
 
     async def _look_after_silence(self, server: Server, error: TooSlow) -> None:
-        """A silent server is left out, a healthy one is asked again. Always raises: Unavailable, or TooSlow."""
+        """A silent server is left out, a healthy one is asked again. Always raises: Unavailable, or
+        TooSlow.
+        """
         try:
             await self._check_health(server)
         except Unavailable as silent:
@@ -403,7 +460,9 @@ class ServerPool:
 
     @contextmanager
     def _understood(self, server: Server) -> Iterator[None]:
-        """A dialect reads answers inside; where it cannot, the server has answered in an unknown form, which is Unfit."""
+        """A dialect reads answers inside; where it cannot, the server has answered in an unknown
+        form, which is Unfit.
+        """
         _came.set(None)
         try:
             yield
@@ -416,26 +475,42 @@ class ServerPool:
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             answer = _came.get()
             came = (answer and answer.begins(*server.secrets)) or "nothing"
-            raise Unfit(server.url, f"answered in a form that retrain does not know: {came}") from error
+            raise Unfit(
+                server.url, f"answered in a form that retrain does not know: {came}"
+            ) from error
 
     def _gave_up(self, error: Unavailable | TooSlow | None, tries: str = "") -> ServerFailure:
-        """Return the sentence of `error`, the last one. Unfit answers say what is wrong by themselves."""
+        """Return the sentence of `error`, the last one. Unfit answers say what is wrong by
+        themselves.
+        """
         after = f" ({tries})" if tries else ""
         if isinstance(error, Unfit):
             return ServerFailure(f"{self._what} {error}{after}.")
-        found = "; ".join(dict.fromkeys(server.problem for server in self.servers if not server.alive)) or str(error)
+        found = "; ".join(
+            dict.fromkeys(server.problem for server in self.servers if not server.alive)
+        ) or str(error)
         found = f"{found}; {tries}" if tries else found
-        return ServerFailure(f"{self._what} does not answer ({found}): start it, or name another address in [inference] url.")
+        return ServerFailure(
+            f"{self._what} does not answer ({found}): start it, or name another address in"
+            " [inference] url."
+        )
 
     def refusal(self, error: Refused, server: Server | None = None) -> ServerFailure:
         where = f" {server.url}" if server else ""
         if error.status in (401, 403):
-            how = f"the key in {self._key_env} was not accepted" if self._key_env else "it requires a key: name its variable"
-            return ServerFailure(f"{self._what}{where} answered {error.status} ({error}): {how} in [inference] api_key_env.")
+            how = (
+                f"the key in {self._key_env} was not accepted"
+                if self._key_env
+                else "it requires a key: name its variable"
+            )
+            return ServerFailure(
+                f"{self._what}{where} answered {error.status} ({error}): {how} in [inference]"
+                " api_key_env."
+            )
         return ServerFailure(f"{self._what}{where} answered {error.status}: {error}.")
 
 
-# -- addresses, keys and answers -----------------------------------------------------------------------------------------
+# -- addresses, keys and answers -------------------------------------------------------------------
 
 
 def _server(
@@ -448,7 +523,10 @@ def _server(
     shown, full = addresses(url)
     parts = urlsplit(full)
     if parts.username is not None and headers:
-        raise ConfigurationError(f"[inference] url {shown} holds a user, and api_key_env a key, and a request takes one; leave one out.")
+        raise ConfigurationError(
+            f"[inference] url {shown} holds a user, and api_key_env a key, and a request takes one;"
+            " leave one out."
+        )
     client = httpx.AsyncClient(
         base_url=full,
         headers=headers,
@@ -457,7 +535,11 @@ def _server(
         trust_env=parts.hostname not in LOOPBACK,  # a proxy cannot reach this machine's own servers
         transport=transport,
     )
-    secrets = (headers.get("Authorization", "").removeprefix("Bearer "), parts.password or "", unquote(parts.password or ""))
+    secrets = (
+        headers.get("Authorization", "").removeprefix("Bearer "),
+        parts.password or "",
+        unquote(parts.password or ""),
+    )
     return Server(shown, client, lost, timeout_s, secrets)
 
 
@@ -466,21 +548,34 @@ def addresses(url: str) -> tuple[str, str]:
     parts = urlsplit(url)
     path = parts.path.rstrip("/").removesuffix("/v1")
     host = parts.netloc.rpartition("@")[2]
-    return urlunsplit((parts.scheme, host, path, "", "")), urlunsplit((parts.scheme, parts.netloc, path, "", ""))
+    return urlunsplit((parts.scheme, host, path, "", "")), urlunsplit(
+        (parts.scheme, parts.netloc, path, "", "")
+    )
 
 
 def _reason(error: httpx.RequestError) -> str:
-    kinds = {httpx.ConnectTimeout: "no connection in time", httpx.ConnectError: "no connection", httpx.PoolTimeout: "no free connection"}
-    words = next((words for kind, words in kinds.items() if isinstance(error, kind)), "the connection broke")
+    kinds = {
+        httpx.ConnectTimeout: "no connection in time",
+        httpx.ConnectError: "no connection",
+        httpx.PoolTimeout: "no free connection",
+    }
+    words = next(
+        (words for kind, words in kinds.items() if isinstance(error, kind)), "the connection broke"
+    )
     return f"{words} ({str(error).strip() or type(error).__name__})"
 
 
 def _status(answer: Answer) -> int:
-    """Return the response's status. For a 200 whose body is an error, as some proxies send, return the error's own status, or 400 if it has
-    none.
+    """Return the response's status. For a 200 whose body is an error, as some proxies send, return
+    the error's own status, or 400 if it has none.
     """
     content = answer.content
-    if answer.status != 200 or not isinstance(content, dict) or not content.get("error") or "choices" in content:
+    if (
+        answer.status != 200
+        or not isinstance(content, dict)
+        or not content.get("error")
+        or "choices" in content
+    ):
         return answer.status
     code = content["error"].get("code") if isinstance(content["error"], dict) else None
     return code if isinstance(code, int) and 400 <= code < 600 else 400

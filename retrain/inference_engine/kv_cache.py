@@ -1,8 +1,9 @@
 """The engine's key-value cache, plugged into transformers' `Cache` interface.
 
-Active rows are the prefix 0 .. R-1 of preallocated tensors, so decoding reads views and gathers nothing; a row that leaves is
-replaced by a waiting completion or by the last active row. Prompts are computed once, packed without padding, and copied to
-the rows of their group. Shape letters: R active rows, H key-value heads, C capacity in tokens, D head size, P prompt tokens.
+Active rows are the prefix 0 .. R-1 of preallocated tensors, so decoding reads views and gathers
+nothing; a row that leaves is replaced by a waiting completion or by the last active row. Prompts
+are computed once, packed without padding, and copied to the rows of their group. Shape letters: R
+active rows, H key-value heads, C capacity in tokens, D head size, P prompt tokens.
 """
 
 from collections import OrderedDict
@@ -27,7 +28,9 @@ _SCALED = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 @dataclass(frozen=True)
 class PromptState:
-    """The state that a prompt leaves behind: its keys and values in every layer, and the logits of its first answer token."""
+    """The state that a prompt leaves behind: its keys and values in every layer, and the logits of
+    its first answer token.
+    """
 
     token_ids: Int32Array
     """[P]"""
@@ -39,19 +42,28 @@ class PromptState:
 
 
 class Stored:
-    """Keys or values of one layer, [rows, H, C, D], as they are or as integers with one scale per row, head and token."""
+    """Keys or values of one layer, [rows, H, C, D], as they are or as integers with one scale per
+    row, head and token.
+    """
 
     def __init__(self, rows: int, capacity: int, like: Tensor, storage: torch.dtype | None) -> None:
         """`like` is a prompt's tensor [H, P, D]; `storage` is None for its own dtype.
 
-        Zeros, not empty memory: masked positions are multiplied by a weight of 0, and 0 * NaN would be NaN.
+        Zeros, not empty memory: masked positions are multiplied by a weight of 0, and 0 * NaN would
+        be NaN.
         """
         heads, _, dim = like.shape
         self._compute_dtype = like.dtype
         self._largest = _SCALED.get(storage) if storage is not None else None
-        self._data = torch.zeros(rows, heads, capacity, dim, dtype=storage or like.dtype, device=like.device)
+        self._data = torch.zeros(
+            rows, heads, capacity, dim, dtype=storage or like.dtype, device=like.device
+        )
         scaled = self._largest is not None
-        self._scales = torch.zeros(rows, heads, capacity, 1, dtype=torch.float32, device=like.device) if scaled else None
+        self._scales = (
+            torch.zeros(rows, heads, capacity, 1, dtype=torch.float32, device=like.device)
+            if scaled
+            else None
+        )
 
     def begin(self, rows: Tensor, prompt: Tensor) -> None:
         """Store a prompt [H, P, D] as the first tokens of `rows`."""
@@ -61,16 +73,24 @@ class Stored:
     def append(self, places: Tensor, token: Tensor) -> None:
         """Store one token of each row, [R, H, D], where `places` [R * H] says."""
         for tensor, values in zip(self._tensors(), self._stored(token), strict=True):
-            _bits(tensor).view(-1, tensor.shape[-1]).index_copy_(0, places, _bits(values).reshape(len(places), -1))
+            _bits(tensor).view(-1, tensor.shape[-1]).index_copy_(
+                0, places, _bits(values).reshape(len(places), -1)
+            )
 
     def places(self, positions: Tensor) -> Tensor:
-        """[R * H] for `append`: where the tokens at `positions` [R] of rows 0 .. R-1 lie among all heads' tokens, [rows * H * C]."""
+        """[R * H] for `append`: where the tokens at `positions` [R] of rows 0 .. R-1 lie among all
+        heads' tokens, [rows * H * C].
+        """
         _, heads, capacity, _ = self._data.shape
-        heads_start = torch.arange(len(positions) * heads, device=positions.device).view(-1, heads) * capacity
+        heads_start = (
+            torch.arange(len(positions) * heads, device=positions.device).view(-1, heads) * capacity
+        )
         return (heads_start + positions[:, None]).flatten()
 
     def _stored(self, values: Tensor) -> list[Tensor]:
-        """Return values [.., D] in the storage type, and where that needs them their scales [.., 1]."""
+        """Return values [.., D] in the storage type, and where that needs them their scales [..,
+        1].
+        """
         if self._largest is None:
             return [values.to(self._data.dtype)]
         scales = values.abs().amax(-1, keepdim=True).float().clamp_(min=1e-12) / self._largest
@@ -92,7 +112,9 @@ class Stored:
             bits[target, :, :length] = bits[source, :, :length]
 
     def grow(self, capacity: int, rows: int, length: int) -> None:
-        """Make room for `capacity` tokens per row, keeping the first `length` tokens of the first `rows` rows."""
+        """Make room for `capacity` tokens per row, keeping the first `length` tokens of the first
+        `rows` rows.
+        """
         self._data = _grown(self._data, capacity, rows, length)
         if self._scales is not None:
             self._scales = _grown(self._scales, capacity, rows, length)
@@ -113,9 +135,13 @@ def _grown(tensor: Tensor, capacity: int, rows: int, length: int) -> Tensor:
 
 
 class KVArena:
-    """Keys and values of the rows that decode, for every layer; as many rows as the budget allows, and a growing capacity."""
+    """Keys and values of the rows that decode, for every layer; as many rows as the budget allows,
+    and a growing capacity.
+    """
 
-    def __init__(self, rows: int, capacity: int, first: PromptState, storage: torch.dtype | None) -> None:
+    def __init__(
+        self, rows: int, capacity: int, first: PromptState, storage: torch.dtype | None
+    ) -> None:
         self.rows, self.capacity = rows, capacity
         self.keys = [Stored(rows, capacity, like, storage) for like in first.keys]
         self.values = [Stored(rows, capacity, like, storage) for like in first.values]
@@ -123,17 +149,24 @@ class KVArena:
 
     def write_prompt(self, rows: Sequence[int], prompt: PromptState) -> None:
         index = torch.tensor(rows, device=self.device)
-        for stored, values in zip(self.keys + self.values, prompt.keys + prompt.values, strict=True):
+        for stored, values in zip(
+            self.keys + self.values, prompt.keys + prompt.values, strict=True
+        ):
             stored.begin(index, values)
 
     def move(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
         """Copy the first `length` tokens of rows `source` over rows `target`."""
-        sources, targets = torch.tensor(source, device=self.device), torch.tensor(target, device=self.device)
+        sources, targets = (
+            torch.tensor(source, device=self.device),
+            torch.tensor(target, device=self.device),
+        )
         for stored in self.keys + self.values:
             stored.move(sources, targets, length)
 
     def reserve(self, tokens: int, most: int, active: int, used: int) -> None:
-        """Make sure that every row holds `tokens`; grows by doubling up to `most`, so that copying stays linear."""
+        """Make sure that every row holds `tokens`; grows by doubling up to `most`, so that copying
+        stays linear.
+        """
         if tokens <= self.capacity:
             return
         self.capacity = min(max(tokens, 2 * self.capacity), max(most, tokens))
@@ -142,39 +175,77 @@ class KVArena:
 
 
 class PromptPass(Cache):  # type: ignore[misc]  # the base class has no types
-    """Several prompts packed into one row [1, sum P]: each attends to itself only, and leaves its keys and values here."""
+    """Several prompts packed into one row [1, sum P]: each attends to itself only, and leaves its
+    keys and values here.
+    """
 
     def __init__(self, lengths: Sequence[int], kernel: Kernel, held: Sequence[int] = ()) -> None:
-        """`lengths` of the prompts; `held`: tokens that come before each, whose keys and values `update` puts before the new ones."""
+        """`lengths` of the prompts; `held`: tokens that come before each, whose keys and values
+        `update` puts before the new ones.
+        """
         super().__init__(layers=[])
         self._kernel = kernel
         self.held = list(held) or [0] * len(lengths)
         stops = np.cumsum(lengths)
-        self.segments = [(int(stop) - length, int(stop)) for stop, length in zip(stops, lengths, strict=True)]
+        self.segments = [
+            (int(stop) - length, int(stop)) for stop, length in zip(stops, lengths, strict=True)
+        ]
         self.keys: dict[int, list[Tensor]] = {}
         """Per layer and prompt [H, P, D]."""
         self.values: dict[int, list[Tensor]] = {}
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        self.keys[layer_idx], self.values[layer_idx] = self._by_prompt(key_states), self._by_prompt(value_states)
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[Tensor, Tensor]:
+        self.keys[layer_idx], self.values[layer_idx] = (
+            self._by_prompt(key_states),
+            self._by_prompt(value_states),
+        )
         return key_states, value_states
 
     def _by_prompt(self, states: Tensor) -> list[Tensor]:
-        """Copy each prompt's part: a view would keep the layer's queries, and the other prompts of the pass, alive."""
-        return [states[0, :, start:stop].clone(memory_format=torch.contiguous_format) for start, stop in self.segments]
+        """Copy each prompt's part: a view would keep the layer's queries, and the other prompts of
+        the pass, alive.
+        """
+        return [
+            states[0, :, start:stop].clone(memory_format=torch.contiguous_format)
+            for start, stop in self.segments
+        ]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
         lengths = [stop - start for start, stop in self.segments]
         seen = [held + length for held, length in zip(self.held, lengths, strict=True)]
         if kernel := self._kernel.packed_kernel(query, softcap):
             q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-            return kernel(q, k, v, Spans.of(lengths, seen, query.device), scaling, window).transpose(0, 1).unsqueeze(0)
+            return (
+                kernel(q, k, v, Spans.of(lengths, seen, query.device), scaling, window)
+                .transpose(0, 1)
+                .unsqueeze(0)
+            )
         parts = [
             self._kernel.causal(*part, scaling, window, softcap)
-            for part in zip(torch.split(query, lengths, 2), torch.split(key, seen, 2), torch.split(value, seen, 2), strict=True)
+            for part in zip(
+                torch.split(query, lengths, 2),
+                torch.split(key, seen, 2),
+                torch.split(value, seen, 2),
+                strict=True,
+            )
         ]
         return torch.cat(parts, dim=2)
 
@@ -193,31 +264,55 @@ class PromptPass(Cache):  # type: ignore[misc]  # the base class has no types
 
 
 class DecodePass(Cache):  # type: ignore[misc]  # the base class has no types
-    """One new token for each of the rows 0 .. R-1 of the arena, each written and masked at its own length."""
+    """One new token for each of the rows 0 .. R-1 of the arena, each written and masked at its own
+    length.
+    """
 
     def __init__(self, arena: KVArena, lengths: npt.NDArray[np.int64], kernel: Kernel) -> None:
-        """`lengths` [R] tokens already cached per row; the new token's position is the same number."""
+        """`lengths` [R] tokens already cached per row; the new token's position is the same
+        number.
+        """
         super().__init__(layers=[])
         self._arena, self._kernel = arena, kernel
         self._count = len(lengths)
         self.positions = upload(lengths, arena.device)
         self._places: dict[int, Tensor] = {}
-        """Places of the new tokens, by number of key-value heads: layers with equally many share them."""
-        self._rows = RowLengths(self.positions + 1, int(lengths.max()) + 1, ragged=bool((lengths != lengths[0]).any()))
+        """Places of the new tokens, by number of key-value heads: layers with equally many share
+        them."""
+        self._rows = RowLengths(
+            self.positions + 1, int(lengths.max()) + 1, ragged=bool((lengths != lengths[0]).any())
+        )
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[Tensor, Tensor]:
         keys, values = self._arena.keys[layer_idx], self._arena.values[layer_idx]
         places = self._places.get(key_states.shape[1])
         if places is None:
             places = self._places[key_states.shape[1]] = keys.places(self.positions)
         keys.append(places, key_states[:, :, 0])
         values.append(places, value_states[:, :, 0])
-        return keys.read(self._count, self._rows.longest), values.read(self._count, self._rows.longest)
+        return keys.read(self._count, self._rows.longest), values.read(
+            self._count, self._rows.longest
+        )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._rows.longest - 1
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
         return self._kernel.decode(query, key, value, self._rows, scaling, window, softcap)
 
 
@@ -227,8 +322,9 @@ PromptKey = tuple[NoiseKey, int, bytes]
 class PrefixStore:
     """The newest prompts, up to `max_tokens` in all.
 
-    The noise coordinates are part of the key: a redraw of a training group finds its prompt, and nothing else (an evaluation,
-    the parity gate) can hand its own copy to a training step. So a resumed run, which skips those, computes the same bits.
+    The noise coordinates are part of the key: a redraw of a training group finds its prompt, and
+    nothing else (an evaluation, the parity gate) can hand its own copy to a training step. So a
+    resumed run, which skips those, computes the same bits.
     """
 
     def __init__(self, max_tokens: int) -> None:

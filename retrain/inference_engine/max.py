@@ -1,6 +1,8 @@
-"""Modular's MAX: `max serve` over HTTP, started here as a child where no URL is given. Token ids, raw log-probs, a sample per request.
+"""Modular's MAX: `max serve` over HTTP, started here as a child where no URL is given. Token ids,
+raw log-probs, a sample per request.
 
-Observed with MAX 26.7.0 on a CPU, which serves the base model only; adapters need a GPU and are written from its source.
+Observed with MAX 26.7.0 on a CPU, which serves the base model only; adapters need a GPU and are
+written from its source.
 """
 
 import os
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
     from retrain.config import TrainConfig
 
 _START_S = 1800.0
-"""The first start compiles the model: 4 minutes for 135M parameters on two cores, seconds afterwards."""
+"""The first start compiles the model: 4 minutes for 135M parameters on two cores, seconds
+afterwards."""
 _STOP_S = 15.0
 _LOG = "max-server.log"
 
@@ -37,25 +40,40 @@ class MAXDialect(VLLMDialect):
 
     async def look(self, server: Server) -> None:
         base, *_ = (await server.get("/v1/models"))["data"]
-        server.facts |= {"base": base["id"], "context": base.get("max_model_len"), "looked": True, "sleeps": False}
+        server.facts |= {
+            "base": base["id"],
+            "context": base.get("max_model_len"),
+            "looked": True,
+            "sleeps": False,
+        }
 
-    def call(self, request: SampleRequest, adapter: ServedAdapter | None, server: Server) -> tuple[str, Json]:
+    def call(
+        self, request: SampleRequest, adapter: ServedAdapter | None, server: Server
+    ) -> tuple[str, Json]:
         path, body = super().call(request, adapter, server)
         del body["n"]  # without effect
-        # ignore_eos switches stop_token_ids off too; without it the server's own end-of-sequence tokens count as well.
-        return path, body | {"ignore_eos": False, "seed": sampling_seed(request, request.first_sample)}
+        # ignore_eos switches stop_token_ids off too; without it the server's own end-of-sequence
+        # tokens count as well.
+        return path, body | {
+            "ignore_eos": False,
+            "seed": sampling_seed(request, request.first_sample),
+        }
 
     async def why_it_differs(self, server: Server) -> str:
         return ""
 
     async def load(self, server: Server, adapter: ServedAdapter) -> None:
         try:
-            await server.post("/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(adapter.folder)})
+            await server.post(
+                "/v1/load_lora_adapter",
+                {"lora_name": adapter.name, "lora_path": str(adapter.folder)},
+            )
         except Refused as error:
             if error.status == 501:
                 raise ConfigurationError(
-                    f"{self.title} {server.url} was started without adapters, which MAX serves on a GPU only; start it there with "
-                    'the command that `retrain serve max FILE` prints, or use engine = "pytorch".'
+                    f"{self.title} {server.url} was started without adapters, which MAX serves on a"
+                    " GPU only; start it there with the command that `retrain serve max FILE`"
+                    ' prints, or use engine = "pytorch".'
                 ) from error
             if error.status != 409:  # a second try of a load whose answer was lost
                 raise
@@ -64,21 +82,29 @@ class MAXDialect(VLLMDialect):
     async def adapters(self, server: Server) -> Mapping[str, str]:
         """Its list has names without folders."""
         listed = {model["id"] for model in (await server.get("/v1/models"))["data"]}
-        return {name: folder for name, folder in server.facts.get("adapters", {}).items() if name in listed}
+        return {
+            name: folder
+            for name, folder in server.facts.get("adapters", {}).items()
+            if name in listed
+        }
 
 
 class MAXEngine(ServedEngine):
     capabilities = MAX
     dialect_class = MAXDialect
 
-    def __init__(self, config: "TrainConfig", *, model: Any, eos_ids: Sequence[int], device: Any) -> None:
+    def __init__(
+        self, config: "TrainConfig", *, model: Any, eos_ids: Sequence[int], device: Any
+    ) -> None:
         self._child: MAXChild | None = None
         if not config.inference.urls:
             self._child = MAXChild(config, device.type, model)
             config = self._child.wait()
         try:
             super().__init__(config, model=model, eos_ids=eos_ids, device=device)
-        except BaseException:  # a signal too: the child must not outlive the engine that was not made
+        except (
+            BaseException
+        ):  # a signal too: the child must not outlive the engine that was not made
             self._end()
             raise
 
@@ -99,7 +125,9 @@ class MAXEngine(ServedEngine):
 
 
 class MAXChild:
-    """`max serve` as a child in a session of its own, on a free port of the loopback; its output goes to the run's folder."""
+    """`max serve` as a child in a session of its own, on a free port of the loopback; its output
+    goes to the run's folder.
+    """
 
     def __init__(self, config: "TrainConfig", device: str, model: Any) -> None:
         """Start it. `device` is the learner's: cpu or cuda."""
@@ -109,9 +137,17 @@ class MAXChild:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        self.config = config.model_copy(update={"inference": config.inference.model_copy(update={"url": url})})
-        dtype = "bfloat16" if config.inference.dtype == "bf16" else str(model.dtype).removeprefix("torch.")
-        longest = longest_sampled(config.training, config.evaluation, config.environment, context_length(model.config))
+        self.config = config.model_copy(
+            update={"inference": config.inference.model_copy(update={"url": url})}
+        )
+        dtype = (
+            "bfloat16"
+            if config.inference.dtype == "bf16"
+            else str(model.dtype).removeprefix("torch.")
+        )
+        longest = longest_sampled(
+            config.training, config.evaluation, config.environment, context_length(model.config)
+        )
         needs = ServerNeeds(resolve_model(config.model.model), dtype, device, longest, 0)
         command = server_command("max", self.config, needs)
         command.arguments[0] = max_program()
@@ -119,7 +155,13 @@ class MAXChild:
         self._log = folder / _LOG if folder.is_dir() else Path(os.devnull)
         with self._log.open("ab") as log:
             self._guard = subprocess.Popen(
-                [sys.executable, "-m", "retrain.inference_engine.guard", str(os.getpid()), *command.arguments],
+                [
+                    sys.executable,
+                    "-m",
+                    "retrain.inference_engine.guard",
+                    str(os.getpid()),
+                    *command.arguments,
+                ],
                 env=os.environ | command.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -128,19 +170,30 @@ class MAXChild:
             )
 
     def wait(self) -> "TrainConfig":
-        """Return the configuration with its address, once it is healthy. Raises EnvironmentFailure where it ends before."""
+        """Return the configuration with its address, once it is healthy. Raises EnvironmentFailure
+        where it ends before.
+        """
         (url,), ends = self.config.inference.urls, time.monotonic() + _START_S
         while time.monotonic() < ends:
             if self._guard.poll() is not None:
-                raise EnvironmentFailure(f"`max serve` ended with {self._guard.returncode} before it was ready; {self._log} says why.")
+                raise EnvironmentFailure(
+                    f"`max serve` ended with {self._guard.returncode} before it was ready;"
+                    f" {self._log} says why."
+                )
             try:
-                if httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code == httpx.codes.OK:
+                if (
+                    httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code
+                    == httpx.codes.OK
+                ):
                     return self.config
             except httpx.TransportError:
                 pass
             time.sleep(0.5)
         self.close()
-        raise EnvironmentFailure(f"`max serve` was not ready after {_START_S / 60:.0f} minutes; {self._log} says how far it came.")
+        raise EnvironmentFailure(
+            f"`max serve` was not ready after {_START_S / 60:.0f} minutes; {self._log} says how far"
+            " it came."
+        )
 
     def close(self) -> None:
         """End the child; it is safe to call this twice."""
@@ -153,12 +206,15 @@ class MAXChild:
 
 
 def max_program() -> str:
-    """Return the command `max`, of this environment or on PATH. Raises EnvironmentFailure where there is none."""
+    """Return the command `max`, of this environment or on PATH. Raises EnvironmentFailure where
+    there is none.
+    """
     beside = Path(sys.executable).with_name("max")
     found = str(beside) if beside.is_file() else which("max")
     if found is None:
         raise EnvironmentFailure(
-            '[inference] engine = "max" without a url starts `max serve`, which is not installed here; install it with '
-            "uv pip install 'max[serve]', or set [inference] url to a server's address."
+            '[inference] engine = "max" without a url starts `max serve`, which is not installed'
+            " here; install it with uv pip install 'max[serve]', or set [inference] url to a"
+            " server's address."
         )
     return found

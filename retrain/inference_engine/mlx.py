@@ -1,7 +1,9 @@
-"""MLX-LM's server: prompts as text, ids and raw log-probs back, one completion per request, adapters in MLX's own format.
+"""MLX-LM's server: prompts as text, ids and raw log-probs back, one completion per request,
+adapters in MLX's own format.
 
-Prompts are token ids everywhere else. Here each is decoded, and sent only if the server's tokenizer makes the same ids of the text: checked
-by encoding it here, and by the number of prompt tokens in the answer.
+Prompts are token ids everywhere else. Here each is decoded, and sent only if the server's tokenizer
+makes the same ids of the text: checked by encoding it here, and by the number of prompt tokens in
+the answer.
 """
 
 import json
@@ -11,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from retrain.inference_engine.base import MLX, SampleRequest
 from retrain.inference_engine.http import Foreign, Json, Server
-from retrain.inference_engine.served import Dialect, Sampled, ServedAdapter, ServedEngine, make_readable
+from retrain.inference_engine.served import (
+    Dialect,
+    Sampled,
+    ServedAdapter,
+    ServedEngine,
+    make_readable,
+)
 from retrain.inference_engine.texts import Texts
 
 if TYPE_CHECKING:
@@ -25,7 +33,9 @@ _CONVERTED = "mlx"
 
 class MLXDialect(Dialect):
     title = "The mlx server"
-    spacing_s = 0.005  # Python's http.server queues 5 connections: of 32 at once, 17 broke; at this distance none of 64 did
+    # Python's http.server queues 5 connections: of 32 at once, 17 broke; at this distance
+    # none of 64 did
+    spacing_s = 0.005
 
     def __init__(self, config: "TrainConfig", eos_ids: "Sequence[int]") -> None:
         super().__init__(config, eos_ids)
@@ -37,24 +47,37 @@ class MLXDialect(Dialect):
         self.read_one(answer)
         server.facts["looked"] = True
 
-    # -- sampling ------------------------------------------------------------------------------------------------------
+    # -- sampling ----------------------------------------------------------------------------------
 
-    def call(self, request: SampleRequest, adapter: ServedAdapter | None, server: Server) -> tuple[str, Json]:
+    def call(
+        self, request: SampleRequest, adapter: ServedAdapter | None, server: Server
+    ) -> tuple[str, Json]:
         settings: Json = {
             "max_tokens": request.max_tokens,
             "temperature": request.temperature,
-            # Beside the tokens that the server ends completions at by itself. No seed: with one, requests run one after the other.
+            # Beside the tokens that the server ends completions at by itself. No seed: with one,
+            # requests run one after the other.
             "stop": [self.texts.decode([token]) for token in self.eos_ids],
         }
-        return self._completion(self.texts.of(tuple(request.prompt_ids.tolist())), settings, adapter)
+        return self._completion(
+            self.texts.of(tuple(request.prompt_ids.tolist())), settings, adapter
+        )
 
-    def _completion(self, prompt: str, settings: Json, adapter: ServedAdapter | None = None) -> tuple[str, Json]:
+    def _completion(
+        self, prompt: str, settings: Json, adapter: ServedAdapter | None = None
+    ) -> tuple[str, Json]:
         from retrain.model.text import resolve_model
 
         model = self.config.inference.served_model or resolve_model(self.config.model.model)
         whole = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "logprobs": True}
         adapters = {"adapters": str(adapter.folder / _CONVERTED)} if adapter else {}
-        return "/v1/completions", {"model": model, "prompt": prompt, **whole, **settings, **adapters}
+        return "/v1/completions", {
+            "model": model,
+            "prompt": prompt,
+            **whole,
+            **settings,
+            **adapters,
+        }
 
     def read(self, answer: Any, request: SampleRequest) -> list[Sampled]:
         seen, sent = answer["usage"]["prompt_tokens"], len(request.prompt_ids)
@@ -65,12 +88,18 @@ class MLXDialect(Dialect):
     def read_one(self, answer: Any) -> Sampled:
         (choice,) = answer["choices"]
         tokens = choice["logprobs"]["content"]
-        return Sampled([token["id"] for token in tokens], [token["logprob"] for token in tokens], choice["finish_reason"] == "stop")
+        return Sampled(
+            [token["id"] for token in tokens],
+            [token["logprob"] for token in tokens],
+            choice["finish_reason"] == "stop",
+        )
 
-    # -- the adapter ---------------------------------------------------------------------------------------------------
+    # -- the adapter -------------------------------------------------------------------------------
 
     async def load(self, server: Server, adapter: ServedAdapter) -> None:
-        """The server loads an adapter, and with it the model again, at the first request that names its folder."""
+        """The server loads an adapter, and with it the model again, at the first request that names
+        its folder.
+        """
         if not (adapter.folder / _CONVERTED).is_dir():
             to_mlx(adapter.folder, adapter.folder / _CONVERTED)
             make_readable(adapter.folder)
@@ -83,16 +112,22 @@ class MLXEngine(ServedEngine):
 
 
 def to_mlx(peft: Path, target: Path) -> None:
-    """Write the adapter of a PEFT folder in MLX's format: factors transposed, [in, rank] and [rank, out], one scale for all layers."""
+    """Write the adapter of a PEFT folder in MLX's format: factors transposed, [in, rank] and [rank,
+    out], one scale for all layers.
+    """
     from safetensors.numpy import load_file, save_file
 
     settings = json.loads((peft / "adapter_config.json").read_text(encoding="utf-8"))
     rank, alpha = settings["r"], settings["lora_alpha"]
     weights: Json = {}
     for name, value in load_file(peft / "adapter_model.safetensors").items():
-        module, _, factor = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")
+        module, _, factor = (
+            name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")
+        )
         weights[f"{module}.lora_{factor.lower()}"] = value.T.copy()
-    places = [name.rpartition(".lora_")[0].partition(".layers.")[2].partition(".") for name in weights]
+    places = [
+        name.rpartition(".lora_")[0].partition(".layers.")[2].partition(".") for name in weights
+    ]
     parameters = {
         "rank": rank,
         "scale": alpha / sqrt(rank) if settings.get("use_rslora") else alpha / rank,

@@ -1,8 +1,10 @@
-"""Any server with OpenAI's API. Trained with where its /v1/completions takes token ids and returns the sampled ones with their log-probs.
+"""Any server with OpenAI's API. Trained with where its /v1/completions takes token ids and returns
+the sampled ones with their log-probs.
 
-OpenAI's own API gives no token ids, so few servers qualify beyond those with an engine of their own; a probe at the start tells. One that
-returns text alone serves an evaluation: prompts go as text, or as messages where it has /v1/chat/completions alone, and completions come as
-text. Adapters are loaded as in vLLM, which several servers copied.
+OpenAI's own API gives no token ids, so few servers qualify beyond those with an engine of their
+own; a probe at the start tells. One that returns text alone serves an evaluation: prompts go as
+text, or as messages where it has /v1/chat/completions alone, and completions come as text. Adapters
+are loaded as in vLLM, which several servers copied.
 """
 
 import json
@@ -29,7 +31,8 @@ _LIMITS = ("max_tokens", "max_completion_tokens")
 """Names of the limit of a chat's reply; OpenAI's newer models refuse the first."""
 _CHAT_PROBE_TOKENS = 16
 _STOPPED = ("stop", "eos", "eos_token")
-"""Reasons of a reply that ended by itself: OpenAI's, Together's, and that of text-generation-inference."""
+"""Reasons of a reply that ended by itself: OpenAI's, Together's, and that of
+text-generation-inference."""
 _UNKNOWN_FIELD = (400, 422)
 """Statuses of a server that refuses a field which it does not know."""
 _LONGEST_TOKEN = 256
@@ -54,15 +57,22 @@ class OpenAIDialect(VLLMDialect):
             if limit := await self._limit_of_chat(server):
                 server.facts["chat_limit"] = limit
                 path, probe = CHAT, self._probe_of_chat(server, limit)
-                lack = f"it has {CHAT} alone, which puts messages into the server's own chat template and returns text"
+                lack = (
+                    f"it has {CHAT} alone, which puts messages into the server's own chat template"
+                    " and returns text"
+                )
             server.facts["text_alone"] = (
-                f"{self.title} {server.url} can be evaluated but not trained with: {lack}, and the loss needs token ids with log-probs. To "
-                'train, use the engine made for the server (vllm, sglang, mlx, max); for a judge, [reward] type = "judge" needs text alone.'
+                f"{self.title} {server.url} can be evaluated but not trained with: {lack}, and the"
+                " loss needs token ids with log-probs. To train, use the engine made for the"
+                ' server (vllm, sglang, mlx, max); for a judge, [reward] type = "judge" needs text'
+                " alone."
             )
         server.facts["refused_fields"] = await self._refused_fields(server, path, probe)
 
     async def _refused_fields(self, server: Server, path: str, probe: Json) -> list[str]:
-        """Return the fields of NEUTRAL that a strict server does not take beside a `probe` that it takes."""
+        """Return the fields of NEUTRAL that a strict server does not take beside a `probe` that it
+        takes.
+        """
 
         async def refuses(fields: Json) -> bool:
             try:
@@ -78,17 +88,28 @@ class OpenAIDialect(VLLMDialect):
         return [name for name, value in NEUTRAL.items() if await refuses({name: value})]
 
     def _probe_of_ids(self, server: Server) -> Json:
-        body = {"model": server.facts["base"], "prompt": [1, 2, 3, 4], "max_tokens": 1, "logprobs": 1, "return_token_ids": True}
+        body = {
+            "model": server.facts["base"],
+            "prompt": [1, 2, 3, 4],
+            "max_tokens": 1,
+            "logprobs": 1,
+            "return_token_ids": True,
+        }
         return body | {"return_tokens_as_token_ids": True}
 
     def _probe_of_text(self, server: Server) -> Json:
         return {"model": server.facts["base"], "prompt": "1", "max_tokens": 1}
 
     def _probe_of_chat(self, server: Server, limit: str) -> Json:
-        return {"model": server.facts["base"], "messages": [{"role": "user", "content": "1"}], limit: _CHAT_PROBE_TOKENS}
+        return {
+            "model": server.facts["base"],
+            "messages": [{"role": "user", "content": "1"}],
+            limit: _CHAT_PROBE_TOKENS,
+        }
 
     async def _limit_of_chat(self, server: Server) -> str:
-        """Return the name of a reply's limit where the server has chat alone; "" where a prompt may be text.
+        """Return the name of a reply's limit where the server has chat alone; "" where a prompt may
+        be text.
 
         Raises Refused where it answers neither.
         """
@@ -124,66 +145,99 @@ class OpenAIDialect(VLLMDialect):
         return "" if len(ids) == 1 else f"it returned {len(ids)} token ids for one token"
 
     async def _twice(self, server: Server) -> Any:
-        """Ask for token ids, and once more after a 500: some servers answer so to what they do not know, and any may have a bad moment."""
+        """Ask for token ids, and once more after a 500: some servers answer so to what they do not
+        know, and any may have a bad moment.
+        """
         try:
             return await server.post(COMPLETIONS, self._probe_of_ids(server))
         except Unfit:
             return await server.post(COMPLETIONS, self._probe_of_ids(server))
 
-    # -- sampling ------------------------------------------------------------------------------------------------------
+    # -- sampling ----------------------------------------------------------------------------------
 
-    def call(self, request: SampleRequest, adapter: ServedAdapter | None, server: Server) -> tuple[str, Json]:
+    def call(
+        self, request: SampleRequest, adapter: ServedAdapter | None, server: Server
+    ) -> tuple[str, Json]:
         path, body = super().call(request, adapter, server)
         body = without(body, server.facts["refused_fields"])
         if not server.facts["text_alone"]:
             return path, body | {"return_tokens_as_token_ids": True}
         if request.noise.stream != Stream.EVALUATION:
             raise ConfigurationError(server.facts["text_alone"])
-        kept = {name: body[name] for name in ("n", "temperature", "top_p", *NEUTRAL) if name in body}
+        kept = {
+            name: body[name] for name in ("n", "temperature", "top_p", *NEUTRAL) if name in body
+        }
         if request.truncation.active:
-            kept |= {name: body[name] for name in ("top_k", "min_p")}  # which not every server knows
+            kept |= {
+                name: body[name] for name in ("top_k", "min_p")
+            }  # which not every server knows
         kept["model"] = server.facts["base"] if server.facts.get("base_alone") else body["model"]
         if limit := server.facts["chat_limit"]:
             if not request.messages:
                 raise ConfigurationError(
-                    f"{self.title} has {CHAT} alone, and a dialogue of [environment] provider = {self.config.environment.provider!r} "
-                    "continues token ids, which it does not take: use a server with /v1/completions."
+                    f"{self.title} has {CHAT} alone, and a dialogue of [environment] provider ="
+                    f" {self.config.environment.provider!r} continues token ids, which it does not"
+                    " take: use a server with /v1/completions."
                 )
             if arguments := self.config.data.chat_template_args:
                 kept["chat_template_kwargs"] = arguments
             return CHAT, kept | {limit: request.max_tokens, "messages": list(request.messages)}
         stops = [self.texts.decode([token]) for token in self.eos_ids[:_MOST_STOPS]]
         prompt = self.texts.of(tuple(request.prompt_ids.tolist()))
-        return COMPLETIONS, kept | {"max_tokens": request.max_tokens, "prompt": prompt, "stop": stops}
+        return COMPLETIONS, kept | {
+            "max_tokens": request.max_tokens,
+            "prompt": prompt,
+            "stop": stops,
+        }
 
     def read(self, answer: Any, request: SampleRequest) -> list[Sampled]:
-        seen = answer["usage"].get("prompt_tokens") if isinstance(answer.get("usage"), dict) else None
-        of_chat = any("message" in choice for choice in answer["choices"])  # its template is the server's
+        seen = (
+            answer["usage"].get("prompt_tokens") if isinstance(answer.get("usage"), dict) else None
+        )
+        of_chat = any(
+            "message" in choice for choice in answer["choices"]
+        )  # its template is the server's
         if seen is not None and seen != len(request.prompt_ids) and not of_chat:
-            raise Foreign(f"got a prompt of {len(request.prompt_ids)} tokens, which reached the model as {seen}")
+            raise Foreign(
+                f"got a prompt of {len(request.prompt_ids)} tokens, which reached the model as"
+                f" {seen}"
+            )
         sampled = super().read(answer, request)
         if any(one.text is not None for one in sampled):
             self._check_lengths(answer, sampled, request)
         return sampled
 
-    def _check_lengths(self, answer: Any, sampled: Sequence[Sampled], request: SampleRequest) -> None:
-        """Refuse texts of more tokens than were asked for: the server's own count decides, and without one the text, encoded again.
+    def _check_lengths(
+        self, answer: Any, sampled: Sequence[Sampled], request: SampleRequest
+    ) -> None:
+        """Refuse texts of more tokens than were asked for: the server's own count decides, and
+        without one the text, encoded again.
 
-        Encoding again can give more tokens than were sampled, so where the server counts, it only tells a count that cannot be.
+        Encoding again can give more tokens than were sampled, so where the server counts, it only
+        tells a count that cannot be.
         """
-        counted = answer["usage"].get("completion_tokens") if isinstance(answer.get("usage"), dict) else None
+        counted = (
+            answer["usage"].get("completion_tokens")
+            if isinstance(answer.get("usage"), dict)
+            else None
+        )
         most = request.max_tokens * len(sampled)
         if type(counted) is int:
             characters = sum(len(one.text or "") for one in sampled)
-            problem = f"{counted:,}" if counted > most else f"{characters:,} characters as {counted:,}"
+            problem = (
+                f"{counted:,}" if counted > most else f"{characters:,} characters as {counted:,}"
+            )
             fits = counted <= most and characters <= _LONGEST_TOKEN * most
         else:
-            longest = max(len(self.texts.encode((one.text or "").replace("\ufffd", ""))) for one in sampled)
+            longest = max(
+                len(self.texts.encode((one.text or "").replace("\ufffd", ""))) for one in sampled
+            )
             problem, fits, most = f"{longest:,}", longest <= request.max_tokens, request.max_tokens
         if not fits:
             raise Foreign(
-                f"returned {problem} tokens and was asked for at most {most:,}: it ignores max_tokens, and such an answer is not scored; "
-                "use a server that keeps it, or raise [evaluation] max_tokens"
+                f"returned {problem} tokens and was asked for at most {most:,}: it ignores"
+                " max_tokens, and such an answer is not scored; use a server that keeps it, or"
+                " raise [evaluation] max_tokens"
             )
 
     def _read_one(self, choice: Json, request: SampleRequest) -> Sampled:
@@ -193,29 +247,42 @@ class OpenAIDialect(VLLMDialect):
             if request.noise.stream != Stream.EVALUATION:
                 raise
             message, reason = choice.get("message", {}), choice["finish_reason"]
-            text = (message.get("content") or "") if message else choice["text"]  # none at all where everything went into reasoning
+            text = (
+                (message.get("content") or "") if message else choice["text"]
+            )  # none at all where everything went into reasoning
             declined = message.get("refusal") or message.get("tool_calls")
             if declined or not isinstance(text, str) or reason not in (*_STOPPED, "length"):
                 # Never asked again: what a filter lets through is another distribution.
-                raise Foreign(f"answered with finish_reason = {json.dumps(reason)}, and no answer that could be scored") from None
+                raise Foreign(
+                    f"answered with finish_reason = {json.dumps(reason)}, and no answer that could"
+                    " be scored"
+                ) from None
             stopped = reason in _STOPPED
             ids = self.texts.encode(text) + self.eos_ids[:1] * stopped
             return Sampled(ids, [nan] * len(ids), stopped, text=text)
-        return super()._read_one(choice | {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}}, request)
+        return super()._read_one(
+            choice | {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}}, request
+        )
 
     def _ids_and_logprobs(self, choice: Json) -> tuple[list[int], list[float]]:
-        """Read ids and log-probs. The ids have two forms: a list of their own, or "token_id:123" in place of the tokens' text."""
+        """Read ids and log-probs. The ids have two forms: a list of their own, or "token_id:123" in
+        place of the tokens' text.
+        """
         logprobs = choice["logprobs"]
-        ids = choice.get("token_ids") or [int(token.removeprefix(_TOKEN)) for token in logprobs["tokens"]]
+        ids = choice.get("token_ids") or [
+            int(token.removeprefix(_TOKEN)) for token in logprobs["tokens"]
+        ]
         values = [float(value) for value in logprobs["token_logprobs"]]
         if len(ids) != len(values):
             raise Unreadable(f"returned {len(ids)} token ids with {len(values)} log-probs")
         return ids, values
 
-    # -- the adapter ---------------------------------------------------------------------------------------------------
+    # -- the adapter -------------------------------------------------------------------------------
 
     async def load(self, server: Server, adapter: ServedAdapter) -> None:
-        """A server of text alone often loads no adapters; an untrained one it need not load, since that changes nothing."""
+        """A server of text alone often loads no adapters; an untrained one it need not load, since
+        that changes nothing.
+        """
         try:
             await super().load(server, adapter)
         except (Refused, ConfigurationError):

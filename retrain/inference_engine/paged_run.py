@@ -1,8 +1,11 @@
-"""Continuous batching over pages and fixed buffers: rows enter by the memory they fill, and the device is never waited for.
+"""Continuous batching over pages and fixed buffers: rows enter by the memory they fill, and the
+device is never waited for.
 
-A completion takes a row when its prompt's pages and a reserve are free. When pages run out, prompts kept for redraws go first, then the
-youngest row, by its place in the call and not by time: it is put back in the queue with the tokens it has, which are later computed
-again in one pass. A step is launched before the draws of the one before it are read, so a finished row decodes once more in vain.
+A completion takes a row when its prompt's pages and a reserve are free. When pages run out, prompts
+kept for redraws go first, then the youngest row, by its place in the call and not by time: it is
+put back in the queue with the tokens it has, which are later computed again in one pass. A step is
+launched before the draws of the one before it are read, so a finished row decodes once more in
+vain.
 """
 
 from collections import OrderedDict, deque
@@ -18,7 +21,15 @@ from torch import Tensor
 
 from retrain.inference_engine.base import NoiseKey
 from retrain.inference_engine.decoder import Decoder
-from retrain.inference_engine.fixed_step import BUCKETS, NOISE_BLOCK, Drawn, FixedStep, StepBuffers, Variant, bucket_of
+from retrain.inference_engine.fixed_step import (
+    BUCKETS,
+    NOISE_BLOCK,
+    Drawn,
+    FixedStep,
+    StepBuffers,
+    Variant,
+    bucket_of,
+)
 from retrain.inference_engine.kv_cache import PromptKey, PromptPass, prompt_key
 from retrain.inference_engine.pages import PagePool
 from retrain.inference_engine.sampling import upload
@@ -33,18 +44,33 @@ _RESERVE = 4
 
 
 class PagedPromptPass(PromptPass):
-    """A packed pass over sequences whose keys and values go straight to their pages, where those of their first tokens may lie already."""
+    """A packed pass over sequences whose keys and values go straight to their pages, where those of
+    their first tokens may lie already.
+    """
 
     def __init__(self, sequences: Sequence["_Sequence"], kernel: Kernel, pool: PagePool) -> None:
-        super().__init__([len(sequence.new) for sequence in sequences], kernel, [sequence.held for sequence in sequences])
+        super().__init__(
+            [len(sequence.new) for sequence in sequences],
+            kernel,
+            [sequence.held for sequence in sequences],
+        )
         whole = [pool.places(sequence.pages, len(sequence.ids)) for sequence in sequences]
         new = [places[sequence.held :] for places, sequence in zip(whole, sequences, strict=True)]
         self._pool = pool
         self._new = upload(np.concatenate(new), pool.device)
         self._whole = upload(np.concatenate(whole), pool.device) if any(self.held) else None
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        self._pool.write(layer_idx, self._new, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[Tensor, Tensor]:
+        self._pool.write(
+            layer_idx, self._new, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+        )
         if self._whole is None:
             return key_states, value_states
         keys, values = self._pool.read(layer_idx, self._whole)
@@ -53,9 +79,11 @@ class PagedPromptPass(PromptPass):
 
 @dataclass
 class _Kept:
-    """Tokens that are computed: one holder of their pages, and for a prompt the logits [V] of its first answer token.
+    """Tokens that are computed: one holder of their pages, and for a prompt the logits [V] of its
+    first answer token.
 
-    Prompts are kept for the other completions of their group and for redraws, ended rows for a request that extends them.
+    Prompts are kept for the other completions of their group and for redraws, ended rows for a
+    request that extends them.
     """
 
     pages: list[int]
@@ -104,11 +132,16 @@ class _Row:
     @property
     def ids(self) -> npt.NDArray[np.int32]:
         """Prompt and drawn tokens."""
-        return np.concatenate([self.job.request.prompt_ids, np.array([draw[0] for draw in self.draws], np.int32)]).astype(np.int32)
+        return np.concatenate(
+            [self.job.request.prompt_ids, np.array([draw[0] for draw in self.draws], np.int32)]
+        ).astype(np.int32)
 
     def grows_past(self, tokens: int) -> bool:
         """Return whether the next step feeds it a token beyond this number."""
-        return self.launched < self.job.limit and len(self.job.request.prompt_ids) + self.launched > tokens
+        return (
+            self.launched < self.job.limit
+            and len(self.job.request.prompt_ids) + self.launched > tokens
+        )
 
     def completion(self, eos_ids: Collection[int]) -> Completion:
         draws = np.array(self.draws)
@@ -118,33 +151,52 @@ class _Row:
             token_ids=draws[:, 0].astype(np.int32),
             logprobs=draws[:, 1].astype(np.float32),
             entropies=draws[:, 2].astype(np.float32),
-            finish_reason=FinishReason.STOP if int(draws[-1, 0]) in eos_ids else FinishReason.LENGTH,
+            finish_reason=(
+                FinishReason.STOP if int(draws[-1, 0]) in eos_ids else FinishReason.LENGTH
+            ),
             kept=draws[:, 3].astype(np.int32) if self.job.truncation.active else None,
         )
 
 
 class PagedEngine:
-    """The state that outlives one call: pages, buffers, captured steps, and the prompts of the newest calls."""
+    """The state that outlives one call: pages, buffers, captured steps, and the prompts of the
+    newest calls.
+    """
 
     def __init__(
-        self, decoder: Decoder, limits: DecodeLimits, eos_ids: npt.NDArray[np.int64], context: int, page_tokens: int, *, keeps_prompts: bool
+        self,
+        decoder: Decoder,
+        limits: DecodeLimits,
+        eos_ids: npt.NDArray[np.int64],
+        context: int,
+        page_tokens: int,
+        *,
+        keeps_prompts: bool,
     ) -> None:
         """`context`: tokens of the longest row that it can decode."""
         assert decoder.fused is not None
         pages = max(limits.tokens, context) // page_tokens + 1
         self.context, self.eos_ids, self.keeps_prompts = context, eos_ids, keeps_prompts
-        self.pool = PagePool(pages, decoder.fused.kv_heads, decoder.dtype, decoder.device, page_tokens)
+        self.pool = PagePool(
+            pages, decoder.fused.kv_heads, decoder.dtype, decoder.device, page_tokens
+        )
         self.rows = min(limits.rows, BUCKETS[-1])
         self.buffers = StepBuffers(bucket_of(self.rows), self.pool.needed(context), decoder.device)
-        self.step = FixedStep(decoder.fused, self.pool, self.buffers, decoder.kernel, eos_ids, context)
+        self.step = FixedStep(
+            decoder.fused, self.pool, self.buffers, decoder.kernel, eos_ids, context
+        )
         self.kept: OrderedDict[PromptKey | _RowKey, _Kept] = OrderedDict()
         self.busy = False
         """A run has its rows in the buffers."""
 
     def serves(self, limits: DecodeLimits, context: int) -> bool:
-        """Return whether it has the rows and tokens of `limits`, for rows of up to `context` tokens."""
+        """Return whether it has the rows and tokens of `limits`, for rows of up to `context`
+        tokens.
+        """
         return (
-            self.rows >= min(limits.rows, BUCKETS[-1]) and self.pool.pages * self.pool.tokens >= limits.tokens and self.context >= context
+            self.rows >= min(limits.rows, BUCKETS[-1])
+            and self.pool.pages * self.pool.tokens >= limits.tokens
+            and self.context >= context
         )
 
     def evict(self) -> bool:
@@ -164,11 +216,17 @@ class PagedEngine:
 def wanted_tokens(jobs: Sequence[Job], page_tokens: int) -> int:
     """Count the tokens of pages that let all jobs decode at their longest, beside their prompts."""
     prompts = {prompt_key(job.request): len(job.request.prompt_ids) for job in jobs}
-    return sum(prompts.values()) + sum(job.tokens for job in jobs) + page_tokens * (len(prompts) + 2 * len(jobs))
+    return (
+        sum(prompts.values())
+        + sum(job.tokens for job in jobs)
+        + page_tokens * (len(prompts) + 2 * len(jobs))
+    )
 
 
 class PagedRun:
-    """One batch of jobs, from the first prompt to the last token; the counterpart of `scheduler.DecodeRun`."""
+    """One batch of jobs, from the first prompt to the last token; the counterpart of
+    `scheduler.DecodeRun`.
+    """
 
     def __init__(self, decoder: Decoder, jobs: Sequence[Job], engine: PagedEngine) -> None:
         self._decoder, self._engine = decoder, engine
@@ -189,10 +247,14 @@ class PagedRun:
         )
 
     def join(self, job: Job) -> bool:
-        """Take one more completion into the batch. False if its row would be too long, or needs what this batch was not begun with."""
+        """Take one more completion into the batch. False if its row would be too long, or needs
+        what this batch was not begun with.
+        """
         request, page = job.request, self._pool.tokens
         fits = self._engine.serves(DecodeLimits(1, job.tokens + 2 * page), job.tokens + 1)
-        known = request.adapter_slot in self.slots and (request.temperature > 0 or self._variant.greedy)
+        known = request.adapter_slot in self.slots and (
+            request.temperature > 0 or self._variant.greedy
+        )
         if not (fits and known and (self._variant.truncated or not job.truncation.active)):
             return False
         self._queue.append(_Row(next(self._numbers), job))
@@ -207,7 +269,9 @@ class PagedRun:
         return [row for row in self._slots if row is not None]
 
     def advance(self) -> list[Completion]:
-        """Launch steps until at least one completion is finished; the newest step is then still under way."""
+        """Launch steps until at least one completion is finished; the newest step is then still
+        under way.
+        """
         while self.unfinished:
             self._admit()
             under_way = 1 if self._launch() else 0
@@ -221,8 +285,9 @@ class PagedRun:
     def close(self) -> None:
         """Give the pages back, also of rows that were abandoned, once no step is under way.
 
-        Captured steps may be dropped after a run. The allocator then unmaps their memory (expandable segments) when the stream of their
-        capture is idle, and does not look at the stream that they run on.
+        Captured steps may be dropped after a run. The allocator then unmaps their memory
+        (expandable segments) when the stream of their capture is idle, and does not look at the
+        stream that they run on.
         """
         self._stop(self._active)
         while self._unread:
@@ -230,13 +295,15 @@ class PagedRun:
             drawn.read()
         self._engine.busy = False
 
-    # -- reading -------------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     def _read(self) -> None:
         """Take over the oldest draws that were not read; the rows that they finish leave."""
         drawn, rows = self._unread.popleft()
         table = drawn.read().copy()
-        for row, draws, finite in zip(rows, table, np.isfinite(table[:, 1] + table[:, 2]), strict=True):
+        for row, draws, finite in zip(
+            rows, table, np.isfinite(table[:, 1] + table[:, 2]), strict=True
+        ):
             if row is None or row.slot < 0:  # it was finished by the draw before
                 continue
             if not finite:
@@ -244,12 +311,16 @@ class PagedRun:
             row.draws.append(draws)
             if int(draws[0]) in self._ends or len(row.draws) == row.job.limit:
                 self._finished.append(row.completion(self._ends))
-                if row.job.request.may_go_on and self._engine.keeps_prompts:  # another request may extend it; its last token was never fed
+                if (
+                    row.job.request.may_go_on and self._engine.keeps_prompts
+                ):  # another request may extend it; its last token was never fed
                     fed = row.ids[:-1]
                     pages = row.pages[: self._pool.needed(len(fed))]
                     self._pool.share(pages)
                     key = _row_key(row.job, fed)
-                    if before := self._engine.kept.pop(key, None):  # the same tokens again, as after a rewritten history
+                    if before := self._engine.kept.pop(
+                        key, None
+                    ):  # the same tokens again, as after a rewritten history
                         self._pool.give_back(before.pages)
                     self._engine.kept[key] = _Kept(pages, len(fed))
                 self._leave(row)
@@ -266,7 +337,7 @@ class PagedRun:
         for row in rows:
             self._leave(row)
 
-    # -- decoding ------------------------------------------------------------------------------------------------------
+    # -- decoding ----------------------------------------------------------------------------------
 
     def _launch(self) -> bool:
         """Launch one step of the active rows; False if none of them has a token to draw."""
@@ -288,8 +359,19 @@ class PagedRun:
         return True
 
     def _find_pages(self) -> None:
-        """Give every row the page that its next token needs; where there are too few, the youngest rows go back."""
-        while len(lacking := [row for row in self._active if row.grows_past(len(row.pages) * self._pool.tokens)]) > self._pool.free:
+        """Give every row the page that its next token needs; where there are too few, the youngest
+        rows go back.
+        """
+        while (
+            len(
+                lacking := [
+                    row
+                    for row in self._active
+                    if row.grows_past(len(row.pages) * self._pool.tokens)
+                ]
+            )
+            > self._pool.free
+        ):
             if self._engine.evict():
                 continue
             if self._unread:
@@ -301,7 +383,9 @@ class PagedRun:
         for row in lacking:
             row.pages += self._pool.take(1)
         if lacking:
-            self._buffers.put_pages([(row.slot, len(row.pages) - 1, row.pages[-1]) for row in lacking])
+            self._buffers.put_pages(
+                [(row.slot, len(row.pages) - 1, row.pages[-1]) for row in lacking]
+            )
 
     def _close_ranks(self) -> None:
         """Move the last rows into free slots where a smaller bucket then holds all."""
@@ -317,10 +401,12 @@ class PagedRun:
         for row, (source, target) in zip(beyond, moves, strict=True):
             self._slots[source], self._slots[target], row.slot = None, row, target
 
-    # -- admission -----------------------------------------------------------------------------------------------------
+    # -- admission ---------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Give free slots to waiting completions while there is memory, and draw the first token of each."""
+        """Give free slots to waiting completions while there is memory, and draw the first token of
+        each.
+        """
         free = [slot for slot, row in enumerate(self._slots) if row is None]
         using: dict[PromptKey, _Kept] = {}
         entering: list[_Row] = []
@@ -331,11 +417,19 @@ class PagedRun:
             self._slots[row.slot] = row
             sequences += self._place(row, using)
             entering.append(row)
-        for batch in prefill_batches(sequences, [len(sequence.new) for sequence in sequences]) if entering else ():
-            prompts = PagedPromptPass(batch, self._decoder.kernel, self._pool)  # keys and values go to the sequences' pages
+        for batch in (
+            prefill_batches(sequences, [len(sequence.new) for sequence in sequences])
+            if entering
+            else ()
+        ):
+            prompts = PagedPromptPass(
+                batch, self._decoder.kernel, self._pool
+            )  # keys and values go to the sequences' pages
             slots = np.array([sequence.job.request.adapter_slot for sequence in batch])
             mixed = self._variant.adapters == "mixed"
-            logits = self._decoder.run_prompts([sequence.new for sequence in batch], prompts, slots if mixed else None)
+            logits = self._decoder.run_prompts(
+                [sequence.new for sequence in batch], prompts, slots if mixed else None
+            )
             for sequence, last in zip(batch, logits, strict=True):
                 sequence.owner.logits = last
         if entering:
@@ -347,11 +441,15 @@ class PagedRun:
         return self._engine.keeps_prompts and not row.draws and not row.job.request.extends
 
     def _has_room(self, row: _Row, using: dict[PromptKey, _Kept]) -> bool:
-        """Return whether its pages are free beside a reserve; what is kept gives way, but not what the row itself needs."""
+        """Return whether its pages are free beside a reserve; what is kept gives way, but not what
+        the row itself needs.
+        """
         key, engine = prompt_key(row.job.request), self._engine
         if self._shares(row) and key in engine.kept:
             using[key] = engine.kept.pop(key)
-        extended = _row_key(row.job, row.job.request.prompt_ids[: max(0, row.job.request.extends - 1)])
+        extended = _row_key(
+            row.job, row.job.request.prompt_ids[: max(0, row.job.request.extends - 1)]
+        )
         begun = engine.kept.pop(extended, None)
         tokens = len(row.ids)
         wanted = self._pool.needed(tokens)
@@ -389,7 +487,11 @@ class PagedRun:
     def _start(self, rows: Sequence[_Row], using: dict[PromptKey, _Kept]) -> None:
         """Put the rows into the buffers, and draw the first token of each."""
         sharing = [(row, using[prompt_key(row.job.request)]) for row in rows if self._shares(row)]
-        begun = [(prompt.pages[-1], row.pages[-1]) for row, prompt in sharing if prompt.tokens % self._pool.tokens]
+        begun = [
+            (prompt.pages[-1], row.pages[-1])
+            for row, prompt in sharing
+            if prompt.tokens % self._pool.tokens
+        ]
         if begun:
             self._pool.copy(*zip(*begun, strict=True))
         for row, prompt in sharing:
@@ -397,7 +499,9 @@ class PagedRun:
         slots = np.array([row.slot for row in rows], np.int64)
         self._buffers.put(slots, **_state(rows, self._buffers.table.shape[1]), noise=_noise(rows))
         drawn = self._engine.step.first(
-            upload(slots, self._pool.device), torch.stack([row.logits for row in rows if row.logits is not None]), self._variant
+            upload(slots, self._pool.device),
+            torch.stack([row.logits for row in rows if row.logits is not None]),
+            self._variant,
         )
         for row in rows:
             row.launched, row.logits = len(row.draws) + 1, None
@@ -431,13 +535,22 @@ def _state(rows: Sequence[_Row], pages: int) -> dict[str, npt.NDArray[np.generic
 def _noise(rows: Sequence[_Row]) -> npt.NDArray[np.float64]:
     """[R, 64] uniforms of the block of draws that each row's next one belongs to."""
     keys = [(row.job.request.noise, row.job.sample) for row in rows]
-    first = np.array([row.job.request.first_position + row.launched // NOISE_BLOCK * NOISE_BLOCK for row in rows])
+    first = np.array(
+        [row.job.request.first_position + row.launched // NOISE_BLOCK * NOISE_BLOCK for row in rows]
+    )
     positions = first[:, None] + np.arange(NOISE_BLOCK)
     noise = np.empty((len(rows), NOISE_BLOCK))
     for seed, stream in sorted({(key.seed, key.stream) for key, _ in keys}):
-        same = [number for number, (key, _) in enumerate(keys) if (key.seed, key.stream) == (seed, stream)]
+        same = [
+            number
+            for number, (key, _) in enumerate(keys)
+            if (key.seed, key.stream) == (seed, stream)
+        ]
         step, prompt, sample = (
-            np.array(column)[:, None] for column in zip(*((keys[n][0].step, keys[n][0].prompt, keys[n][1]) for n in same), strict=True)
+            np.array(column)[:, None]
+            for column in zip(
+                *((keys[n][0].step, keys[n][0].prompt, keys[n][1]) for n in same), strict=True
+            )
         )
         noise[same] = uniform(seed, stream, step, prompt, sample, positions[same])
     return noise

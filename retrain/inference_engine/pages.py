@@ -1,8 +1,8 @@
 """Keys and values in pages of one size, of which every row holds as many as its tokens fill.
 
-A page may belong to several rows: those of a group share the full pages of their prompt. Page 0 belongs to nobody: rows that do not
-decode write there.
-Shape letters: P pages, T tokens of a page, H key-value heads, D head size, N tokens.
+A page may belong to several rows: those of a group share the full pages of their prompt. Page 0
+belongs to nobody: rows that do not decode write there. Shape letters: P pages, T tokens of a page,
+H key-value heads, D head size, N tokens.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,18 @@ from retrain.model.varlen import PagedRows
 class PagePool:
     """The pages of all layers: page 3 of the pool is page 3 of every layer's keys and values."""
 
-    def __init__(self, pages: int, heads: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device, tokens: int = PAGE_TOKENS):
+    def __init__(
+        self,
+        pages: int,
+        heads: Sequence[tuple[int, int]],
+        dtype: torch.dtype,
+        device: torch.device,
+        tokens: int = PAGE_TOKENS,
+    ):
         """`pages` that rows may hold; `heads`: (H, D) of each layer.
 
-        Zeros, not empty memory: hidden positions of a page are multiplied by a weight of 0, and 0 * NaN would be NaN.
+        Zeros, not empty memory: hidden positions of a page are multiplied by a weight of 0, and 0 *
+        NaN would be NaN.
         """
         self.tokens, self.pages, self.device = tokens, pages, device
         shapes = [(pages + 1, tokens, *shape) for shape in heads]
@@ -63,35 +71,55 @@ class PagePool:
                 self._free.append(page)
 
     def write(self, layer: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write tokens' keys and values [N, H, D] to `places` [N], counted over the tokens of all pages."""
+        """Write tokens' keys and values [N, H, D] to `places` [N], counted over the tokens of all
+        pages.
+        """
         for stored, new in ((self.keys[layer], keys), (self.values[layer], values)):
             stored.view(-1, *stored.shape[2:]).index_copy_(0, places, new)
 
     def read(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
         """Read keys and values [N, H, D] at `places` [N]."""
-        keys, values = (stored.view(-1, *stored.shape[2:]).index_select(0, places) for stored in (self.keys[layer], self.values[layer]))
+        keys, values = (
+            stored.view(-1, *stored.shape[2:]).index_select(0, places)
+            for stored in (self.keys[layer], self.values[layer])
+        )
         return keys, values
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole pages, in every layer."""
-        source, target = (upload(np.array(pages, np.int64), self.device) for pages in (sources, targets))
+        source, target = (
+            upload(np.array(pages, np.int64), self.device) for pages in (sources, targets)
+        )
         for stored in self.keys + self.values:
             stored.index_copy_(0, target, stored.index_select(0, source))
 
     def places(self, pages: Sequence[int], count: int) -> npt.NDArray[np.int64]:
         """[count] where the first tokens of a row that holds `pages` lie, for `write`."""
         position = np.arange(count)
-        places: npt.NDArray[np.int64] = np.array(pages, np.int64)[position // self.tokens] * self.tokens + position % self.tokens
+        places: npt.NDArray[np.int64] = (
+            np.array(pages, np.int64)[position // self.tokens] * self.tokens
+            + position % self.tokens
+        )
         return places
 
 
 class PagedTokens:
-    """One new token of each row of a decoding step, written to its page and attending to the row's pages."""
+    """One new token of each row of a decoding step, written to its page and attending to the row's
+    pages.
+    """
 
-    def __init__(self, pool: PagePool, kernel: Kernel, places: Tensor, table: Tensor, lengths: Tensor) -> None:
-        """`places` [R] of the new tokens; `table` [R, pages] int32 of each row; `lengths` [R] int32 with the new tokens."""
+    def __init__(
+        self, pool: PagePool, kernel: Kernel, places: Tensor, table: Tensor, lengths: Tensor
+    ) -> None:
+        """`places` [R] of the new tokens; `table` [R, pages] int32 of each row; `lengths` [R] int32
+        with the new tokens.
+        """
         self.places = places
-        self._pool, self._attend, self._rows = pool, kernel.paged, PagedRows.of(table, lengths, pool.tokens)
+        self._pool, self._attend, self._rows = (
+            pool,
+            kernel.paged,
+            PagedRows.of(table, lengths, pool.tokens),
+        )
 
     def pages(self, number: int) -> tuple[Tensor, Tensor]:
         """Return keys and values [P, T, H, D] of a layer."""

@@ -1,9 +1,10 @@
-"""From logits to a token, its log-prob and the entropy, in one place and one pass over chunks of rows.
+"""From logits to a token, its log-prob and the entropy, in one place and one pass over chunks of
+rows.
 
-The sampled distribution is softmax(logits / temperature), over the whole vocabulary or renormalised over the tokens that the cuts
-of `model/truncation.py` keep; the token is its inverse CDF at a uniform from the counter-based noise, so a completion's tokens do not
-depend on what else is in the batch.
-Shape letters: R rows, V vocabulary, N blocks of the vocabulary.
+The sampled distribution is softmax(logits / temperature), over the whole vocabulary or renormalised
+over the tokens that the cuts of `model/truncation.py` keep; the token is its inverse CDF at a
+uniform from the counter-based noise, so a completion's tokens do not depend on what else is in the
+batch. Shape letters: R rows, V vocabulary, N blocks of the vocabulary.
 """
 
 from collections.abc import Callable
@@ -22,15 +23,16 @@ from retrain.model.truncation import Cuts, KeptSets, running_sums
 
 
 def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """Copy to the device, on CUDA without waiting for the kernels before it: pageable memory is staged before the call returns, so `array`
-    may change then.
+    """Copy to the device, on CUDA without waiting for the kernels before it: pageable memory is
+    staged before the call returns, so `array` may change then.
     """
     return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
 
 
 _BLOCK = 256
-"""The CDF has two levels, blocks and the tokens of one block. Weights and the sum of a block are float32; running sums, over the blocks
-and within one, are float64: a single float32 running sum over 152k tokens would lose the small probabilities."""
+"""The CDF has two levels, blocks and the tokens of one block. Weights and the sum of a block are
+float32; running sums, over the blocks and within one, are float64: a single float32 running sum
+over 152k tokens would lose the small probabilities."""
 _LOG_FLOOR = -1e4
 """Stands for -inf: its exponential is 0 in float32, and 0 * floor is 0 where 0 * -inf is NaN."""
 _LOG_SMALLEST = -87.0
@@ -39,53 +41,93 @@ _LOG_SMALLEST = -87.0
 
 @dataclass(frozen=True)
 class Draws:
-    """The tokens drawn for R rows. A log-prob that is not finite says that the row's logits held NaN or +inf."""
+    """The tokens drawn for R rows. A log-prob that is not finite says that the row's logits held
+    NaN or +inf.
+    """
 
     tokens: npt.NDArray[np.int64]
     """[R]"""
     logprobs: npt.NDArray[np.float32]
-    """[R] natural log of the token's probability under the sampled distribution; 0 for greedy rows."""
+    """[R] natural log of the token's probability under the sampled distribution; 0 for greedy
+    rows."""
     entropies: npt.NDArray[np.float32]
-    """[R] nats, of the sampled distribution (H = logsumexp(z) - sum softmax(z) z); 0 for greedy rows."""
+    """[R] nats, of the sampled distribution (H = logsumexp(z) - sum softmax(z) z); 0 for greedy
+    rows."""
     kept: npt.NDArray[np.int32] | None = None
     """[R] tokens that the sampled distribution kept; None where nothing was cut."""
 
 
-def draw(logits: Tensor, temperatures: npt.NDArray[np.float32], uniforms: npt.NDArray[np.float64], cuts: Cuts | None = None) -> Draws:
-    """Sample one token per row of `logits` [R, V], at `temperatures` [R] (0 is greedy) with `uniforms` [R] in (0, 1).
+def draw(
+    logits: Tensor,
+    temperatures: npt.NDArray[np.float32],
+    uniforms: npt.NDArray[np.float64],
+    cuts: Cuts | None = None,
+) -> Draws:
+    """Sample one token per row of `logits` [R, V], at `temperatures` [R] (0 is greedy) with
+    `uniforms` [R] in (0, 1).
 
-    A token of probability zero (logit -inf, underflow, or cut off) is never drawn. Equal cumulative sums go to the lower id.
+    A token of probability zero (logit -inf, underflow, or cut off) is never drawn. Equal cumulative
+    sums go to the lower id.
     """
     if logits.device.type == "mps":  # MPS has no float64
         logits = logits.cpu()
     rows, vocabulary = logits.shape
-    chunk = max(1, SAMPLING_CHUNK_BYTES.get(logits.device.type, SAMPLING_CHUNK_BYTES["cpu"]) // (4 * vocabulary))
+    chunk = max(
+        1,
+        SAMPLING_CHUNK_BYTES.get(logits.device.type, SAMPLING_CHUNK_BYTES["cpu"])
+        // (4 * vocabulary),
+    )
     columns = 3 if cuts is None else 4
-    packed = torch.empty(rows, columns, dtype=torch.float64, device=logits.device)  # one transfer to the host for all of them
+    packed = torch.empty(
+        rows, columns, dtype=torch.float64, device=logits.device
+    )  # one transfer to the host for all of them
     for start in range(0, rows, chunk):
         part = slice(start, min(start + chunk, rows))
         of_chunk = None if cuts is None else cuts[part]
-        _draw_chunk(logits[part], temperatures[part], upload(uniforms[part], logits.device), of_chunk, packed[part])
+        _draw_chunk(
+            logits[part],
+            temperatures[part],
+            upload(uniforms[part], logits.device),
+            of_chunk,
+            packed[part],
+        )
     host = packed.cpu().numpy()
     kept = None if cuts is None else host[:, 3].astype(np.int32)
-    return Draws(host[:, 0].astype(np.int64), host[:, 1].astype(np.float32), host[:, 2].astype(np.float32), kept)
+    return Draws(
+        host[:, 0].astype(np.int64),
+        host[:, 1].astype(np.float32),
+        host[:, 2].astype(np.float32),
+        kept,
+    )
 
 
-def _draw_chunk(logits: Tensor, temperatures: npt.NDArray[np.float32], uniforms: Tensor, cuts: Cuts | None, out: Tensor) -> None:
-    """Fill `out` [r, 3 or 4] with token, log-prob and entropy of each row, and with how many tokens the cuts keep."""
+def _draw_chunk(
+    logits: Tensor,
+    temperatures: npt.NDArray[np.float32],
+    uniforms: Tensor,
+    cuts: Cuts | None,
+    out: Tensor,
+) -> None:
+    """Fill `out` [r, 3 or 4] with token, log-prob and entropy of each row, and with how many tokens
+    the cuts keep.
+    """
 
     def keep(z: Tensor, weights: Tensor) -> KeptSets:
         assert cuts is not None
         return KeptSets.of_cuts(z, weights.sum(-1, dtype=torch.float64), cuts)
 
     greedy = upload(temperatures == 0, logits.device) if not temperatures.all() else None
-    columns = draw_scaled(_scaled(logits, temperatures), uniforms, greedy, None if cuts is None else keep)
+    columns = draw_scaled(
+        _scaled(logits, temperatures), uniforms, greedy, None if cuts is None else keep
+    )
     for number, column in enumerate(columns):
         out[:, number : number + 1] = column
 
 
 def _scaled(logits: Tensor, temperatures: npt.NDArray[np.float32]) -> Tensor:
-    """Return logits / temperature in float32, the same expression as the learner's; greedy rows are left as they are."""
+    """Return logits / temperature in float32, the same expression as the learner's; greedy rows are
+    left as they are.
+    """
     z = logits.float()
     if (temperatures == 1).all():
         return z
@@ -94,13 +136,17 @@ def _scaled(logits: Tensor, temperatures: npt.NDArray[np.float32]) -> Tensor:
 
 
 def draw_scaled(
-    z: Tensor, uniforms: Tensor, greedy: Tensor | None, keep: Callable[[Tensor, Tensor], KeptSets] | None
+    z: Tensor,
+    uniforms: Tensor,
+    greedy: Tensor | None,
+    keep: Callable[[Tensor, Tensor], KeptSets] | None,
 ) -> tuple[Tensor, ...]:
-    """Draw token, log-prob and entropy, [r, 1] each, and with `keep` the number of tokens kept, of z = logits / temperature [r, V] in
-    float32.
+    """Draw token, log-prob and entropy, [r, 1] each, and with `keep` the number of tokens kept, of
+    z = logits / temperature [r, V] in float32.
 
-    `uniforms` [r]; `greedy` [r] bool, or None where no row is. `keep` is given z - max z [r, V] and its exponentials. Nothing here waits
-    for the host or has a shape that depends on a value, so a graph can be captured of it.
+    `uniforms` [r]; `greedy` [r] bool, or None where no row is. `keep` is given z - max z [r, V] and
+    its exponentials. Nothing here waits for the host or has a shape that depends on a value, so a
+    graph can be captured of it.
     """
     rows, vocabulary = z.shape
     size = min(_BLOCK, vocabulary)
@@ -118,7 +164,9 @@ def draw_scaled(
     block_sums = weights.view(rows, blocks, size).sum(-1).double()
     cumulative = F.pad(running_sums(block_sums), (1, 0))
     total = cumulative[:, -1:]
-    tokens = _invert(weights.view(rows, blocks, size), cumulative, uniforms[:, None]).clamp_(max=vocabulary - 1)
+    tokens = _invert(weights.view(rows, blocks, size), cumulative, uniforms[:, None]).clamp_(
+        max=vocabulary - 1
+    )
 
     log_total = total.log()
     logprobs = shifted.gather(1, tokens).double() - log_total
@@ -131,20 +179,32 @@ def draw_scaled(
     if greedy is not None:
         certain = greedy[:, None] & logprobs.isfinite()
         tokens = torch.where(greedy[:, None], best, tokens)
-        logprobs, entropies = logprobs.masked_fill(certain, 0.0), entropies.masked_fill(certain, 0.0)
-    return (tokens, logprobs, entropies) if kept is None else (tokens, logprobs, entropies, kept.counts[:, None])
+        logprobs, entropies = (
+            logprobs.masked_fill(certain, 0.0),
+            entropies.masked_fill(certain, 0.0),
+        )
+    return (
+        (tokens, logprobs, entropies)
+        if kept is None
+        else (tokens, logprobs, entropies, kept.counts[:, None])
+    )
 
 
 def _invert(weights: Tensor, cumulative: Tensor, uniforms: Tensor) -> Tensor:
     """Return token ids [r, 1]: the first token whose cumulative weight reaches uniform * total.
 
-    `weights` [r, N, block] and `cumulative` [r, N + 1] from 0 to the total. The targets lie in (0, total], so the token that
-    reaches one has a positive weight; the two `minimum` keep that true where rounding would step past the end.
+    `weights` [r, N, block] and `cumulative` [r, N + 1] from 0 to the total. The targets lie in (0,
+    total], so the token that reaches one has a positive weight; the two `minimum` keep that true
+    where rounding would step past the end.
     """
     blocks, size = weights.shape[1:]
     total = cumulative[:, -1:]
     target = torch.minimum(uniforms * total, total)
-    block = torch.searchsorted(cumulative[:, 1:].contiguous(), target).clamp_(max=blocks - 1)  # the clamp is for NaN rows
-    inner = running_sums(weights.gather(1, block[:, :, None].expand(-1, 1, size)).squeeze(1).double())
+    block = torch.searchsorted(cumulative[:, 1:].contiguous(), target).clamp_(
+        max=blocks - 1
+    )  # the clamp is for NaN rows
+    inner = running_sums(
+        weights.gather(1, block[:, :, None].expand(-1, 1, size)).squeeze(1).double()
+    )
     rest = torch.minimum(target - cumulative.gather(1, block), inner[:, -1:])
     return block * size + torch.searchsorted(inner, rest)

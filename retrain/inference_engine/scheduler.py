@@ -1,4 +1,6 @@
-"""Continuous batching: a completion takes a row as soon as one is free, all rows decode together, and each leaves when it is finished."""
+"""Continuous batching: a completion takes a row as soon as one is free, all rows decode together,
+and each leaves when it is finished.
+"""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -14,7 +16,13 @@ from torch import Tensor
 from retrain.errors import RunFailed
 from retrain.inference_engine.base import WHOLE_VOCABULARY, SampleRequest, Truncation
 from retrain.inference_engine.decoder import Decoder, is_mixed
-from retrain.inference_engine.kv_cache import KVArena, PrefixStore, PromptKey, PromptState, prompt_key
+from retrain.inference_engine.kv_cache import (
+    KVArena,
+    PrefixStore,
+    PromptKey,
+    PromptState,
+    prompt_key,
+)
 from retrain.inference_engine.sampling import Draws, draw
 from retrain.model.budget import PREFILL_TOKENS, DecodeLimits
 from retrain.model.truncation import Cuts
@@ -51,10 +59,11 @@ class Job:
 
 
 def pieces(jobs: Sequence[Job], rows: int, most: int) -> list[Sequence[Job]]:
-    """Cut the jobs into consecutive parts of nearly equal size, which decode apart from each other: at most `rows` jobs each, or else
-    `most` parts.
+    """Cut the jobs into consecutive parts of nearly equal size, which decode apart from each other:
+    at most `rows` jobs each, or else `most` parts.
 
-    A row's bits depend on the rows beside it, so the parts are a function of the jobs alone, not of the number of workers.
+    A row's bits depend on the rows beside it, so the parts are a function of the jobs alone, not of
+    the number of workers.
     """
     count = min(-(-len(jobs) // rows), most)
     edges = [len(jobs) * number // count for number in range(count + 1)] if count else []
@@ -74,7 +83,12 @@ class DecodeRun:
         kv_storage: torch.dtype | None,
     ) -> None:
         """`prefixes`: None if every completion computes its own prompt."""
-        self._decoder, self._eos_ids, self._prefixes, self._kv_storage = decoder, eos_ids, prefixes, kv_storage
+        self._decoder, self._eos_ids, self._prefixes, self._kv_storage = (
+            decoder,
+            eos_ids,
+            prefixes,
+            kv_storage,
+        )
         self._queue = deque(jobs)
         self.slots = frozenset(job.request.adapter_slot for job in jobs)
         """Adapters of its rows."""
@@ -97,7 +111,9 @@ class DecodeRun:
         while self.unfinished:
             free = self._max_rows - self._rows.count
             if free and self._queue:
-                rows, logits = self._admit([self._queue.popleft() for _ in range(min(free, len(self._queue)))])
+                rows, logits = self._admit(
+                    [self._queue.popleft() for _ in range(min(free, len(self._queue)))]
+                )
             else:
                 rows, logits = self._decode()
             if finished := self._sample(rows, logits):
@@ -105,13 +121,22 @@ class DecodeRun:
         return []
 
     def _admit(self, jobs: list[Job]) -> tuple[slice, Tensor]:
-        """Prefill: give each job a row. Returns these rows and the logits [R, V] of their first tokens, from their prompts."""
+        """Prefill: give each job a row. Returns these rows and the logits [R, V] of their first
+        tokens, from their prompts.
+        """
         prompts = self._prompt_states(jobs)
         added = self._rows.start(jobs)
         longest = int(self._rows.cached[: self._rows.count].max())
         if self._arena is None:
-            self._arena = KVArena(self._max_rows, min(longest + _FIRST_TOKENS, self._most_tokens), prompts[0], self._kv_storage)
-        self._arena.reserve(longest, self._most_tokens, self._rows.count, min(longest, self._arena.capacity))
+            self._arena = KVArena(
+                self._max_rows,
+                min(longest + _FIRST_TOKENS, self._most_tokens),
+                prompts[0],
+                self._kv_storage,
+            )
+        self._arena.reserve(
+            longest, self._most_tokens, self._rows.count, min(longest, self._arena.capacity)
+        )
         by_prompt: dict[int, tuple[PromptState, list[int]]] = {}
         for row, prompt in zip(added, prompts, strict=True):
             by_prompt.setdefault(id(prompt), (prompt, []))[1].append(row)
@@ -120,19 +145,27 @@ class DecodeRun:
         return slice(added.start, added.stop), torch.stack([prompt.logits for prompt in prompts])
 
     def _decode(self) -> tuple[slice, Tensor]:
-        """Feed every active row its last token. Returns these rows and the logits [R, V] of their next tokens."""
+        """Feed every active row its last token. Returns these rows and the logits [R, V] of their
+        next tokens.
+        """
         assert self._arena is not None
         rows = slice(0, self._rows.count)
         cached = self._rows.cached[rows]
-        self._arena.reserve(int(cached.max()) + 1, self._most_tokens, self._rows.count, int(cached.max()))
+        self._arena.reserve(
+            int(cached.max()) + 1, self._most_tokens, self._rows.count, int(cached.max())
+        )
         slots = self._rows.slots[rows] if self._mixed else None
-        logits = self._decoder.decode(self._arena, self._rows.last_tokens[rows].copy(), cached.copy(), slots)
+        logits = self._decoder.decode(
+            self._arena, self._rows.last_tokens[rows].copy(), cached.copy(), slots
+        )
         self._rows.cached[rows] += 1
         return rows, logits
 
     def _sample(self, rows: slice, logits: Tensor) -> list[Completion]:
         """Draw one token for each of `rows`; the completions that it finishes leave."""
-        draws = draw(logits, self._rows.temperatures[rows], self._rows.uniforms(rows), self._rows.cuts(rows))
+        draws = draw(
+            logits, self._rows.temperatures[rows], self._rows.uniforms(rows), self._rows.cuts(rows)
+        )
         wrong = np.flatnonzero(~(np.isfinite(draws.logprobs) & np.isfinite(draws.entropies)))
         if len(wrong):
             row = rows.start + int(wrong[0])
@@ -146,7 +179,9 @@ class DecodeRun:
         return finished
 
     def _prompt_states(self, jobs: Sequence[Job]) -> list[PromptState]:
-        """Return one state per job, in order. With shared prefixes a prompt is computed once for all of its completions."""
+        """Return one state per job, in order. With shared prefixes a prompt is computed once for
+        all of its completions.
+        """
         if self._prefixes is None:
             return self._prefill(jobs)
         keys = [prompt_key(job.request) for job in jobs]
@@ -178,14 +213,19 @@ class DecodeRun:
 def not_finite(job: Job, position: int) -> RunFailed:
     key = job.request.noise
     return RunFailed(
-        f"The model's logits are not finite at step {key.step}, prompt slot {key.prompt}, sample {job.sample}, completion token "
-        f"{position}: the adapter has diverged or the dtype is too narrow; lower [training] lr, or resume from an "
-        'earlier checkpoint, or set [model] dtype = "fp32".'
+        f"The model's logits are not finite at step {key.step}, prompt slot {key.prompt}, sample"
+        f" {job.sample}, completion token {position}: the adapter has diverged or the dtype is too"
+        " narrow; lower [training] lr, or resume from an earlier checkpoint, or set [model] dtype"
+        ' = "fp32".'
     )
 
 
-def prefill_batches(sequences: Sequence[Prompted], lengths: Sequence[int]) -> Iterator[list[Prompted]]:
-    """Group consecutive sequences of `lengths` tokens that go through the model in one packed pass."""
+def prefill_batches(
+    sequences: Sequence[Prompted], lengths: Sequence[int]
+) -> Iterator[list[Prompted]]:
+    """Group consecutive sequences of `lengths` tokens that go through the model in one packed
+    pass.
+    """
     batch: list[Prompted] = []
     tokens = 0
     for sequence, size in zip(sequences, lengths, strict=True):
@@ -199,7 +239,9 @@ def prefill_batches(sequences: Sequence[Prompted], lengths: Sequence[int]) -> It
 
 
 class Rows:
-    """The state of the active rows, 0 .. count - 1. A row moves with all of its state, so that the active ones stay a prefix."""
+    """The state of the active rows, 0 .. count - 1. A row moves with all of its state, so that the
+    active ones stay a prefix.
+    """
 
     def __init__(self, rows: int, longest: int) -> None:
         self.count = 0
@@ -224,8 +266,10 @@ class Rows:
         self._entropies = np.zeros((rows, longest), dtype=np.float32)
         self._kept = np.zeros((rows, longest), dtype=np.int32)
         self._all: list[npt.NDArray[Any]] = [
-            self.cached, self.sampled, self.limits, self.temperatures, self.last_tokens, self.slots, self._top_k, self._top_p, self._min_p,
-            self._noise_keys, self._noise, self._noise_start, self._tokens, self._logprobs, self._entropies, self._kept,
+            self.cached, self.sampled, self.limits, self.temperatures, self.last_tokens, self.slots,
+            self._top_k, self._top_p, self._min_p,
+            self._noise_keys, self._noise, self._noise_start, self._tokens, self._logprobs,
+            self._entropies, self._kept,
         ]  # fmt: skip
 
     def start(self, jobs: list[Job]) -> range:
@@ -233,17 +277,30 @@ class Rows:
         added = range(self.count, self.count + len(jobs))
         for row, job in zip(added, jobs, strict=True):
             request, key, cut = job.request, job.request.noise, job.truncation
-            self.cached[row], self.sampled[row], self.limits[row] = len(request.prompt_ids), 0, job.limit
+            self.cached[row], self.sampled[row], self.limits[row] = (
+                len(request.prompt_ids),
+                0,
+                job.limit,
+            )
             self.temperatures[row], self.slots[row] = request.temperature, request.adapter_slot
             self._top_k[row], self._top_p[row], self._min_p[row] = cut.top_k, cut.top_p, cut.min_p
-            self._noise_keys[row] = key.seed, key.stream, key.step, key.prompt, job.sample, request.first_position
+            self._noise_keys[row] = (
+                key.seed,
+                key.stream,
+                key.step,
+                key.prompt,
+                job.sample,
+                request.first_position,
+            )
         self.jobs += jobs
         self.count = added.stop
         self._refill_noise(np.arange(added.start, added.stop))
         return added
 
     def uniforms(self, rows: slice) -> npt.NDArray[np.float64]:
-        """Return the uniform of each row's next draw. When one row has used up its block, all rows get a new one."""
+        """Return the uniform of each row's next draw. When one row has used up its block, all rows
+        get a new one.
+        """
         index = np.arange(rows.start, rows.stop)
         offset = self.sampled[rows] - self._noise_start[rows]
         if offset.max(initial=0) >= _NOISE_BLOCK:
@@ -259,14 +316,22 @@ class Rows:
 
     def _refill_noise(self, rows: npt.NDArray[np.int64]) -> None:
         self._noise_start[rows] = self.sampled[rows]
-        positions = (self._noise_keys[rows, 5] + self.sampled[rows])[:, None] + np.arange(_NOISE_BLOCK)
+        positions = (self._noise_keys[rows, 5] + self.sampled[rows])[:, None] + np.arange(
+            _NOISE_BLOCK
+        )
         seeds_streams = self._noise_keys[rows, :2]
         for seed, stream in np.unique(seeds_streams, axis=0):
             same = (seeds_streams == (seed, stream)).all(axis=1)
-            step, prompt, sample = (self._noise_keys[rows[same], column][:, None] for column in (2, 3, 4))
-            self._noise[rows[same]] = uniform(int(seed), int(stream), step, prompt, sample, positions[same])
+            step, prompt, sample = (
+                self._noise_keys[rows[same], column][:, None] for column in (2, 3, 4)
+            )
+            self._noise[rows[same]] = uniform(
+                int(seed), int(stream), step, prompt, sample, positions[same]
+            )
 
-    def record(self, rows: slice, draws: Draws, eos_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def record(
+        self, rows: slice, draws: Draws, eos_ids: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
         """Append one draw to each of `rows`; returns the numbers of the rows that it finishes."""
         index = np.arange(rows.start, rows.stop)
         place = self.sampled[rows]
@@ -294,7 +359,9 @@ class Rows:
         )
 
     def remove(self, rows: npt.NDArray[np.int64]) -> tuple[list[int], list[int]]:
-        """Drop `rows` and fill their places with the last active rows; returns the moves as (sources, targets)."""
+        """Drop `rows` and fill their places with the last active rows; returns the moves as
+        (sources, targets).
+        """
         left = self.count - len(rows)
         dropped = set(rows.tolist())
         targets = [row for row in rows.tolist() if row < left]

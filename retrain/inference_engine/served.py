@@ -1,8 +1,10 @@
-"""An engine that samples on servers: requests in a server's dialect, completions as they come back, one adapter per version.
+"""An engine that samples on servers: requests in a server's dialect, completions as they come back,
+one adapter per version.
 
-Every adapter gets a new folder and a new name. A server that reloads weights under a known name and path keeps serving keys and values
-of the old ones from its prefix cache: vLLM is 0.2 nats off then (docs/servers.md). The old adapter is unloaded and its folder removed
-once every server lists the new one.
+Every adapter gets a new folder and a new name. A server that reloads weights under a known name and
+path keeps serving keys and values of the old ones from its prefix cache: vLLM is 0.2 nats off then
+(docs/servers.md). The old adapter is unloaded and its folder removed once every server lists the
+new one.
 """
 
 import asyncio
@@ -27,8 +29,23 @@ import numpy as np
 import psutil
 
 from retrain.errors import ConfigurationError, EnvironmentFailure, ServerFailure
-from retrain.inference_engine.base import BASE_MODEL, InferenceEngine, Once, RequestFeed, SampleRequest
-from retrain.inference_engine.http import Foreign, Json, Patience, Refused, Server, ServerPool, Unavailable, Unreadable
+from retrain.inference_engine.base import (
+    BASE_MODEL,
+    InferenceEngine,
+    Once,
+    RequestFeed,
+    SampleRequest,
+)
+from retrain.inference_engine.http import (
+    Foreign,
+    Json,
+    Patience,
+    Refused,
+    Server,
+    ServerPool,
+    Unavailable,
+    Unreadable,
+)
 from retrain.noise import uniform
 from retrain.parsing import expanded
 from retrain.types import Completion, FinishReason
@@ -38,10 +55,19 @@ if TYPE_CHECKING:
     from retrain.config.schema import Inference
 
 _FOLDER = ".served-"
-_UNSEEN = ("No adapter found", "No such file", "Permission denied", "does not exist", "Can't find", "Repo id must")
-"""What vLLM and SGLang (through peft and the hub's client) say of an adapter's folder that they cannot read."""
+_UNSEEN = (
+    "No adapter found",
+    "No such file",
+    "Permission denied",
+    "does not exist",
+    "Can't find",
+    "Repo id must",
+)
+"""What vLLM and SGLang (through peft and the hub's client) say of an adapter's folder that they
+cannot read."""
 _LOOK_S = 0.05
-"""Seconds between two looks, while servers are at work, at whether an environment has answered or a signal asked the run to stop."""
+"""Seconds between two looks, while servers are at work, at whether an environment has answered or a
+signal asked the run to stop."""
 _ROUNDING = 1e-3
 """Nats by which a log-prob may lie above 0: the server's own rounding."""
 
@@ -72,7 +98,9 @@ class Sampled:
 
 
 class Dialect(ABC):
-    """The protocol of one kind of server. It holds no state of a run; what it learns about a server goes to `Server.facts`."""
+    """The protocol of one kind of server. It holds no state of a run; what it learns about a server
+    goes to `Server.facts`.
+    """
 
     title: ClassVar[str]
     """Names the server in sentences: "The vllm server"."""
@@ -88,25 +116,34 @@ class Dialect(ABC):
         self.eos_ids = list(eos_ids)
 
     def lost(self, status: int, text: str) -> str:
-        """Say why an answer means that the server has died, or has been restarted and forgot the adapter; "" where it does not."""
+        """Say why an answer means that the server has died, or has been restarted and forgot the
+        adapter; "" where it does not.
+        """
         return ""
 
     @abstractmethod
     async def look(self, server: Server) -> None:
-        """Learn at the start what the server is: `facts["context"]`, the most tokens of a prompt and completion together, if it says so.
+        """Learn at the start what the server is: `facts["context"]`, the most tokens of a prompt
+        and completion together, if it says so.
 
-        `facts["text_alone"]` is the sentence why its completions cannot be trained on. Raises ServerFailure or ConfigurationError in a
-        sentence where it cannot do what the configuration asks for.
+        `facts["text_alone"]` is the sentence why its completions cannot be trained on. Raises
+        ServerFailure or ConfigurationError in a sentence where it cannot do what the configuration
+        asks for.
         """
 
     @abstractmethod
-    def call(self, request: SampleRequest, adapter: ServedAdapter | None, server: Server) -> tuple[str, Json]:
-        """Return the path and the body that ask for `request.count` completions; `adapter` None is the base model."""
+    def call(
+        self, request: SampleRequest, adapter: ServedAdapter | None, server: Server
+    ) -> tuple[str, Json]:
+        """Return the path and the body that ask for `request.count` completions; `adapter` None is
+        the base model.
+        """
 
     @abstractmethod
     def read(self, answer: Any, request: SampleRequest) -> list[Sampled]:
-        """Read the completions of an answer, in any order. A LookupError, TypeError, ValueError or AttributeError means that it has another
-        form, as in `look` and `load`: it is asked for again. Foreign means that no repetition would help.
+        """Read the completions of an answer, in any order. A LookupError, TypeError, ValueError or
+        AttributeError means that it has another form, as in `look` and `load`: it is asked for
+        again. Foreign means that no repetition would help.
         """
 
     @abstractmethod
@@ -117,7 +154,9 @@ class Dialect(ABC):
         """Forget an adapter that nothing asks for any more."""
 
     async def adapters(self, server: Server) -> Mapping[str, str] | None:
-        """Return names of the adapters that the server lists, with their folders; None where it has no such list."""
+        """Return names of the adapters that the server lists, with their folders; None where it has
+        no such list.
+        """
         return None
 
     async def sleep(self, server: Server) -> bool:
@@ -138,14 +177,20 @@ class ServedEngine(InferenceEngine):
     dialect_class: ClassVar[type[Dialect]]
     patience: ClassVar[Patience] = Patience()
 
-    def __init__(self, config: "TrainConfig", *, model: Any, eos_ids: Sequence[int], device: Any) -> None:
-        """Connect. `model` is asked for the size of its vocabulary and its context alone, `device` for whether a server shares it."""
+    def __init__(
+        self, config: "TrainConfig", *, model: Any, eos_ids: Sequence[int], device: Any
+    ) -> None:
+        """Connect. `model` is asked for the size of its vocabulary and its context alone, `device`
+        for whether a server shares it.
+        """
         text = model.config.get_text_config()
         self._vocabulary = int(text.vocab_size)
         self._context = int(getattr(text, "max_position_embeddings", None) or 2**31)
         self._dialect = self.dialect_class(config, eos_ids)
         self._lines: deque[str] = deque()
-        self._pool = _pool(self._dialect, config.inference, self.patience, self._prepare, self._lines.append)
+        self._pool = _pool(
+            self._dialect, config.inference, self.patience, self._prepare, self._lines.append
+        )
         self._turn = asyncio.Lock()
         self._room = asyncio.Semaphore(self._dialect.concurrency * len(self._pool.servers))
         self._run = f"retrain-{token_hex(4)}"
@@ -153,7 +198,9 @@ class ServedEngine(InferenceEngine):
         for old in place.glob(f"{_FOLDER}*"):
             if _owner_is_dead(old):
                 shutil.rmtree(old, ignore_errors=True)
-        self._folder = Path(mkdtemp(prefix=f"{_FOLDER}{_host()}-{os.getpid()}-", dir=place)).resolve()
+        self._folder = Path(
+            mkdtemp(prefix=f"{_FOLDER}{_host()}-{os.getpid()}-", dir=place)
+        ).resolve()
         make_readable(self._folder)
         self._version = 0
         self._adapter: ServedAdapter | None = None
@@ -162,7 +209,9 @@ class ServedEngine(InferenceEngine):
         self.replicas = len(self._pool.servers)
         try:
             self._pool.run(self._pool.connect(self._look))
-        except BaseException:  # a signal too: no caller holds this engine yet, so none could close it
+        except (
+            BaseException
+        ):  # a signal too: no caller holds this engine yet, so none could close it
             self.close()
             raise
 
@@ -172,17 +221,26 @@ class ServedEngine(InferenceEngine):
         pool = _pool(dialect, config.inference, cls.patience, None, unsaid.append)
         try:
             pool.run(pool.connect(dialect.look))
-            return next((server.facts["text_alone"] for server in pool.alive if server.facts.get("text_alone")), "")
+            return next(
+                (
+                    server.facts["text_alone"]
+                    for server in pool.alive
+                    if server.facts.get("text_alone")
+                ),
+                "",
+            )
         finally:
             pool.close()
 
-    # -- sampling ------------------------------------------------------------------------------------------------------
+    # -- sampling ----------------------------------------------------------------------------------
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         return self.sample_feed(Once(requests))
 
     def sample_feed(self, feed: RequestFeed) -> Iterator[Completion]:
-        """Every request goes to a server as soon as there is one: the servers batch those that they have."""
+        """Every request goes to a server as soon as there is one: the servers batch those that they
+        have.
+        """
         given = 0
         under_way: set[Future[list[Completion]]] = set()
         done: SimpleQueue[Future[list[Completion]]] = SimpleQueue()
@@ -210,13 +268,23 @@ class ServedEngine(InferenceEngine):
                 future.cancel()  # the connection closes, and the server aborts
 
     def _parts(self, request: SampleRequest) -> list[SampleRequest]:
-        """Return the request within the model's context, and one for each completion where a call samples one."""
+        """Return the request within the model's context, and one for each completion where a call
+        samples one.
+        """
         if request.adapter_slot not in (0, BASE_MODEL):
-            raise ConfigurationError(f"{self._dialect.title} serves one adapter of a run, slot 0, and got {request.adapter_slot}.")
-        limited = replace(request, max_tokens=min(request.max_tokens, self._context - len(request.prompt_ids)))
+            raise ConfigurationError(
+                f"{self._dialect.title} serves one adapter of a run, slot 0, and got"
+                f" {request.adapter_slot}."
+            )
+        limited = replace(
+            request, max_tokens=min(request.max_tokens, self._context - len(request.prompt_ids))
+        )
         if self.capabilities.n:
             return [limited]
-        return [replace(limited, count=1, first_sample=request.first_sample + number) for number in range(request.count)]
+        return [
+            replace(limited, count=1, first_sample=request.first_sample + number)
+            for number in range(request.count)
+        ]
 
     async def _complete(self, index: int, request: SampleRequest) -> list[Completion]:
         adapter = None if request.adapter_slot == BASE_MODEL else self._adapter
@@ -226,9 +294,10 @@ class ServedEngine(InferenceEngine):
             context, prompt = server.facts.get("context"), len(request.prompt_ids)
             if context is not None and prompt + request.max_tokens > context:
                 raise ServerFailure(
-                    f"{self._dialect.title} {server.url} takes {context} tokens, and [training] max_tokens = {request.max_tokens} after "
-                    f"a prompt of {prompt} needs {prompt + request.max_tokens}; it would cut completions short: start it with more, or "
-                    "lower max_tokens."
+                    f"{self._dialect.title} {server.url} takes {context} tokens, and [training]"
+                    f" max_tokens = {request.max_tokens} after a prompt of {prompt} needs"
+                    f" {prompt + request.max_tokens}; it would cut completions short: start it with"
+                    " more, or lower max_tokens."
                 )
             path, body = self._dialect.call(request, adapter, server)
             return self._completions(index, request, server, await server.post(path, body))
@@ -239,10 +308,14 @@ class ServedEngine(InferenceEngine):
                     await asyncio.sleep(self._dialect.spacing_s)
             return await self._pool.ask(one_try)
 
-    def _completions(self, index: int, request: SampleRequest, server: Server, answer: Any) -> list[Completion]:
+    def _completions(
+        self, index: int, request: SampleRequest, server: Server, answer: Any
+    ) -> list[Completion]:
         sampled = self._dialect.read(answer, request)
         if len(sampled) != request.count:
-            raise Unreadable(f"returned {len(sampled)} completions and was asked for {request.count}")
+            raise Unreadable(
+                f"returned {len(sampled)} completions and was asked for {request.count}"
+            )
         for one in sampled:
             if one.text is not None:
                 continue
@@ -269,12 +342,24 @@ class ServedEngine(InferenceEngine):
         ids, eos = one.token_ids, set(self._dialect.eos_ids)
         truncated = request.truncation.active and request.temperature > 0
         if outside := [token for token in ids if not 0 <= token < self._vocabulary]:
-            return f"sampled token {outside[0]}, and the model has {self._vocabulary} tokens: it serves another model"
+            return (
+                f"sampled token {outside[0]}, and the model has {self._vocabulary} tokens: it"
+                " serves another model"
+            )
         if eos.intersection(ids[:-1]) or (ids[-1] in eos) is not one.stopped:
-            return f"does not end completions at the model's end-of-sequence tokens {sorted(eos)}: it serves another model or tokenizer"
+            return (
+                f"does not end completions at the model's end-of-sequence tokens {sorted(eos)}: it"
+                " serves another model or tokenizer"
+            )
         if len(ids) != request.max_tokens and (len(ids) > request.max_tokens or not one.stopped):
-            many = f"returned {len(ids):,} tokens and was asked for at most {request.max_tokens:,}: it ignores max_tokens"
-            few = f"cut a completion after {len(ids)} of {request.max_tokens} tokens; raise its longest sequence, or lower max_tokens"
+            many = (
+                f"returned {len(ids):,} tokens and was asked for at most {request.max_tokens:,}: it"
+                " ignores max_tokens"
+            )
+            few = (
+                f"cut a completion after {len(ids)} of {request.max_tokens} tokens; raise its"
+                " longest sequence, or lower max_tokens"
+            )
             return many if len(ids) > request.max_tokens else few
         if truncated and (one.kept is None or len(one.kept) != len(ids)):
             return "does not say how many tokens top_k, top_p and min_p kept; leave the three off"
@@ -285,11 +370,13 @@ class ServedEngine(InferenceEngine):
         while self._lines:
             self.say(self._lines.popleft())
 
-    # -- the adapter ---------------------------------------------------------------------------------------------------
+    # -- the adapter -------------------------------------------------------------------------------
 
     def sync(self, save_adapter: Callable[[Path], None], step: int) -> None:
         self._version += 1
-        fresh = ServedAdapter(f"{self._run}-{self._version}", self._folder / f"version-{self._version}")
+        fresh = ServedAdapter(
+            f"{self._run}-{self._version}", self._folder / f"version-{self._version}"
+        )
         save_adapter(fresh.folder)
         make_readable(fresh.folder)
         old, self._adapter = self._adapter, fresh
@@ -307,17 +394,24 @@ class ServedEngine(InferenceEngine):
         self._speak()
 
     async def _look(self, server: Server) -> None:
-        """Look at the server, and unload adapters that a killed run left in it: it has few places, and nothing else would."""
+        """Look at the server, and unload adapters that a killed run left in it: it has few places,
+        and nothing else would.
+        """
         await self._dialect.look(server)
-        if (refused := ", ".join(server.facts.get("refused_fields", ()))) and refused != server.facts.get("told_fields"):
+        if (
+            refused := ", ".join(server.facts.get("refused_fields", ()))
+        ) and refused != server.facts.get("told_fields"):
             server.facts["told_fields"] = refused
             self._lines.append(
-                f"{self._dialect.title} {server.url} does not take {refused}; left out, so its own values of these count: they must "
-                "leave the distribution as it is."
+                f"{self._dialect.title} {server.url} does not take {refused}; left out, so its own"
+                " values of these count: they must leave the distribution as it is."
             )
         for name, folder in (await self._dialect.adapters(server) or {}).items():
             if _owner_is_dead(Path(folder).parent):
-                self._lines.append(f"{self._dialect.title} {server.url} still had the adapter {name} of a killed run; it was unloaded.")
+                self._lines.append(
+                    f"{self._dialect.title} {server.url} still had the adapter {name} of a killed"
+                    " run; it was unloaded."
+                )
                 with suppress(Refused):  # another run was first
                     await self._dialect.unload(server, ServedAdapter(name, Path(folder)))
 
@@ -339,20 +433,22 @@ class ServedEngine(InferenceEngine):
         listed = await self._dialect.adapters(server)
         if listed is not None and listed.get(adapter.name) != str(adapter.folder):
             raise ServerFailure(
-                f"{self._dialect.title} {server.url} does not list the adapter {adapter.name} that it was given "
-                f"({', '.join(listed) or 'it lists none'}); it would sample from another policy."
+                f"{self._dialect.title} {server.url} does not list the adapter {adapter.name} that"
+                f" it was given ({', '.join(listed) or 'it lists none'}); it would sample from"
+                " another policy."
             )
 
     def _unseen(self, server: Server, adapter: ServedAdapter, said: str) -> ServerFailure:
         inference = self._dialect.config.inference
         key = "[inference] adapter_dir" if inference.adapter_dir else "[logging] log_dir"
         return ServerFailure(
-            f"{self._dialect.title} {server.url} cannot read the adapter in {adapter.folder} ({said}): server and learner must both see "
-            f"{key} under this one path, and the server as a user that may read it; mount it there, or name a folder that both see in "
-            "[inference] adapter_dir."
+            f"{self._dialect.title} {server.url} cannot read the adapter in {adapter.folder}"
+            f" ({said}): server and learner must both see {key} under this one path, and the server"
+            " as a user that may read it; mount it there, or name a folder that both see in"
+            " [inference] adapter_dir."
         )
 
-    # -- around the learning pass ----------------------------------------------------------------------------------------
+    # -- around the learning pass ------------------------------------------------------------------
 
     def sleep(self) -> None:
         async def one(server: Server) -> None:
@@ -363,7 +459,10 @@ class ServedEngine(InferenceEngine):
             self._asleep = any(server.facts.get("asleep") for server in self._pool.servers)
 
     def why_it_differs(self) -> str:
-        return next(filter(None, self._pool.run(self._pool.on_each(self._dialect.why_it_differs)).values()), "")
+        return next(
+            filter(None, self._pool.run(self._pool.on_each(self._dialect.why_it_differs)).values()),
+            "",
+        )
 
     def close(self) -> None:
         with suppress(ServerFailure):
@@ -372,7 +471,9 @@ class ServedEngine(InferenceEngine):
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _leave(self) -> None:
-        """Leave the servers awake and without our adapter. No retries: the run may be ending because they are gone."""
+        """Leave the servers awake and without our adapter. No retries: the run may be ending
+        because they are gone.
+        """
         adapter, self._adapter = self._adapter, None
 
         async def one(server: Server) -> None:
@@ -393,19 +494,32 @@ def _damage(one: Sampled) -> str:
         return f"returned {len(ids)} tokens with {len(values)} log-probs"
     if others := [token for token in ids if type(token) is not int]:
         return f"returned {json.dumps(others[0])} as the id of a token, which is not an integer"
-    if wrong := [value for value in values if type(value) not in (float, int) or not -inf < value <= _ROUNDING]:
-        return f"returned a log-prob of {json.dumps(wrong[0])}, which no sampled token has: its weights or its settings are broken"
+    if wrong := [
+        value
+        for value in values
+        if type(value) not in (float, int) or not -inf < value <= _ROUNDING
+    ]:
+        return (
+            f"returned a log-prob of {json.dumps(wrong[0])}, which no sampled token has: its"
+            " weights or its settings are broken"
+        )
     return ""
 
 
 def sampling_seed(request: SampleRequest, sample: int) -> int:
-    """Return a seed of 31 bits for one completion, from the same coordinates as the noise of the pytorch engine."""
+    """Return a seed of 31 bits for one completion, from the same coordinates as the noise of the
+    pytorch engine.
+    """
     key = request.noise
     return int(uniform(key.seed, key.stream, key.step, key.prompt, sample, 0) * 2**31)
 
 
 def _pool(
-    dialect: Dialect, inference: "Inference", patience: Patience, prepare: Callable[[Server], Any] | None, say: Callable[[str], None]
+    dialect: Dialect,
+    inference: "Inference",
+    patience: Patience,
+    prepare: Callable[[Server], Any] | None,
+    say: Callable[[str], None],
 ) -> ServerPool:
     return ServerPool(
         inference.urls,
@@ -421,13 +535,16 @@ def _pool(
 
 
 def make_readable(folder: Path) -> None:
-    """Let a server that runs as another user read the folder, whatever the umask, and mkdtemp's own 0700."""
+    """Let a server that runs as another user read the folder, whatever the umask, and mkdtemp's own
+    0700.
+    """
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 def _place_of_adapters(config: "TrainConfig") -> Path:
-    """Return `[inference] adapter_dir`, which is made, or the run's folder, which servers on other machines are likely to see too.
+    """Return `[inference] adapter_dir`, which is made, or the run's folder, which servers on other
+    machines are likely to see too.
 
     Raises EnvironmentFailure where nothing can be written there.
     """
@@ -439,10 +556,14 @@ def _place_of_adapters(config: "TrainConfig") -> Path:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise EnvironmentFailure(
-            f"[inference] adapter_dir = {config.inference.adapter_dir!r} cannot be a folder: {error.strerror}; name another one."
+            f"[inference] adapter_dir = {config.inference.adapter_dir!r} cannot be a folder:"
+            f" {error.strerror}; name another one."
         ) from error
     if not os.access(place, os.W_OK):
-        raise EnvironmentFailure(f"[inference] adapter_dir = {config.inference.adapter_dir!r} cannot be written to; name another one.")
+        raise EnvironmentFailure(
+            f"[inference] adapter_dir = {config.inference.adapter_dir!r} cannot be written to; name"
+            " another one."
+        )
     return place
 
 

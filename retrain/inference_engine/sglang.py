@@ -1,6 +1,8 @@
-"""SGLang's native /generate: token ids in, (log-prob, id) pairs out, log-probs after the temperature, a seed for every sample.
+"""SGLang's native /generate: token ids in, (log-prob, id) pairs out, log-probs after the
+temperature, a seed for every sample.
 
-Written from the documented API and SGLang 0.5.23's source; its tests run against a stand-in, since no build of it runs on a CPU.
+Written from the documented API and SGLang 0.5.23's source; its tests run against a stand-in, since
+no build of it runs on a CPU.
 """
 
 from contextlib import suppress
@@ -9,7 +11,13 @@ from typing import Any
 from retrain.errors import ServerFailure
 from retrain.inference_engine.base import SGLANG, SampleRequest
 from retrain.inference_engine.http import Foreign, Json, Refused, Server, Unreadable
-from retrain.inference_engine.served import Dialect, Sampled, ServedAdapter, ServedEngine, sampling_seed
+from retrain.inference_engine.served import (
+    Dialect,
+    Sampled,
+    ServedAdapter,
+    ServedEngine,
+    sampling_seed,
+)
 
 
 class SGLangDialect(Dialect):
@@ -19,8 +27,12 @@ class SGLangDialect(Dialect):
         base, *_ = (await server.get("/v1/models"))["data"]
         server.facts |= {"context": base.get("max_model_len"), "looked": True}
 
-    def call(self, request: SampleRequest, adapter: ServedAdapter | None, server: Server) -> tuple[str, Json]:
-        """Ask for one prompt `count` times, each with its own seed: with one seed for all, a deterministic server returns equal samples."""
+    def call(
+        self, request: SampleRequest, adapter: ServedAdapter | None, server: Server
+    ) -> tuple[str, Json]:
+        """Ask for one prompt `count` times, each with its own seed: with one seed for all, a
+        deterministic server returns equal samples.
+        """
         settings: Json = {
             "max_new_tokens": request.max_tokens,
             "temperature": request.temperature,
@@ -38,42 +50,59 @@ class SGLangDialect(Dialect):
         samples = range(request.first_sample, request.first_sample + request.count)
         body: Json = {
             "input_ids": [request.prompt_ids.tolist()] * request.count,
-            "sampling_params": [{**settings, "sampling_seed": sampling_seed(request, sample)} for sample in samples],
+            "sampling_params": [
+                {**settings, "sampling_seed": sampling_seed(request, sample)} for sample in samples
+            ],
             "return_logprob": True,
             "logprob_start_len": -1,
         }
-        return "/generate", body | ({"lora_path": [adapter.name] * request.count} if adapter else {})
+        return "/generate", body | (
+            {"lora_path": [adapter.name] * request.count} if adapter else {}
+        )
 
     def read(self, answer: Any, request: SampleRequest) -> list[Sampled]:
         return [self._read_one(one, len(request.prompt_ids)) for one in answer]
 
     def _read_one(self, one: Json, prompt: int) -> Sampled:
-        """Read ids and log-probs from the same pairs, the sampled EOS among them; output_ids may lack it."""
+        """Read ids and log-probs from the same pairs, the sampled EOS among them; output_ids may
+        lack it.
+        """
         about = one["meta_info"]
         if about["prompt_tokens"] != prompt:
-            raise Foreign(f"got a prompt of {prompt} tokens, which reached the model as {about['prompt_tokens']}")
+            raise Foreign(
+                f"got a prompt of {prompt} tokens, which reached the model as"
+                f" {about['prompt_tokens']}"
+            )
         reason = about["finish_reason"]["type"]
         if reason not in ("stop", "length"):
             raise Unreadable(f'ended a completion with finish_reason "{reason}"')
         pairs = about["output_token_logprobs"]
-        return Sampled([token for _, token, *_ in pairs], [logprob for logprob, *_ in pairs], reason == "stop")
+        return Sampled(
+            [token for _, token, *_ in pairs], [logprob for logprob, *_ in pairs], reason == "stop"
+        )
 
     async def load(self, server: Server, adapter: ServedAdapter) -> None:
         try:
-            answer = await server.post("/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(adapter.folder)})
+            answer = await server.post(
+                "/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(adapter.folder)}
+            )
         except Refused as error:
             if "already" in str(error):
                 return  # a second try of a load whose answer was lost
             raise
-        if not answer["success"] or adapter.name not in answer.get("loaded_adapters", {adapter.name: ""}):
+        if not answer["success"] or adapter.name not in answer.get(
+            "loaded_adapters", {adapter.name: ""}
+        ):
             why = answer.get("error_message") or "it does not list it"
             raise ServerFailure(
-                f"{self.title} {server.url} did not load the adapter {adapter.name} ({why}); start it with --enable-lora, --max-lora-rank "
-                "and --max-loras-per-batch 2."
+                f"{self.title} {server.url} did not load the adapter {adapter.name} ({why}); start"
+                " it with --enable-lora, --max-lora-rank and --max-loras-per-batch 2."
             )
 
     async def unload(self, server: Server, adapter: ServedAdapter) -> None:
-        """Unload the adapter and its cached prefixes, which nothing asks for any more; a server that is busy keeps them for now."""
+        """Unload the adapter and its cached prefixes, which nothing asks for any more; a server
+        that is busy keeps them for now.
+        """
         await server.post("/unload_lora_adapter", {"lora_name": adapter.name})
         with suppress(Refused):
             await server.post("/flush_cache")

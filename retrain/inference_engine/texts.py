@@ -1,4 +1,6 @@
-"""Prompts as text, for servers that take no token ids: sent only where the text encodes to exactly the ids of the prompt."""
+"""Prompts as text, for servers that take no token ids: sent only where the text encodes to exactly
+the ids of the prompt.
+"""
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
@@ -16,8 +18,11 @@ class Texts:
     def __init__(self, model: "Model", title: str) -> None:
         """`title` names the server in a sentence. The tokenizer is loaded at the first use."""
         self._model, self._title = model, title
-        self.of = lru_cache(maxsize=4096)(self._of)  # every completion of a group asks for its prompt's
-        """[P] ids to the text that the server's tokenizer turns into exactly these; it puts a BOS in front where the model wants one.
+        self.of = lru_cache(maxsize=4096)(
+            self._of
+        )  # every completion of a group asks for its prompt's
+        """[P] ids to the text that the server's tokenizer turns into exactly these; it puts a BOS
+        in front where the model wants one.
 
         Raises ConfigurationError where there is none.
         """
@@ -26,11 +31,17 @@ class Texts:
     def _tokenizer(self) -> Any:
         from retrain.model.text import load_tokenizer
 
-        return load_tokenizer(self._model.model, self._model.revision, self._model.trust_remote_code)
+        return load_tokenizer(
+            self._model.model, self._model.revision, self._model.trust_remote_code
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode token ids, with the special tokens."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(
+            self._tokenizer.decode(
+                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
 
     def encode(self, text: str) -> list[int]:
         """Encode a text, without a BOS."""
@@ -41,6 +52,7 @@ class Texts:
             if self._tokenizer.encode(text) == list(ids):
                 return text
         raise ConfigurationError(
-            f"{self._title} takes prompts as text, and the prompt {self.decode(ids)[:60]!r} ({len(ids)} tokens) encodes to other token ids "
-            'than it was made of, so the model would see another prompt: use [inference] engine = "pytorch" or "vllm".'
+            f"{self._title} takes prompts as text, and the prompt {self.decode(ids)[:60]!r}"
+            f" ({len(ids)} tokens) encodes to other token ids than it was made of, so the model"
+            ' would see another prompt: use [inference] engine = "pytorch" or "vllm".'
         )

@@ -1,7 +1,7 @@
 """The PyTorch engine: samples from the very model that is being trained.
 
-Sampler and learner share the base weights, which never change. All completions of a call decode together, within a budget of rows and
-KV tokens.
+Sampler and learner share the base weights, which never change. All completions of a call decode
+together, within a budget of rows and KV tokens.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,15 +30,16 @@ from retrain.model.varlen import fits_head
 from retrain.types import Completion
 
 _MOST_PIECES = {"cpu": 16}
-"""Most pieces of a call, by device. With more completions than these have rows, pieces grow longer and their rows are used again. Other
-devices decode a call in one piece."""
+"""Most pieces of a call, by device. With more completions than these have rows, pieces grow longer
+and their rows are used again. Other devices decode a call in one piece."""
 
 
 class TorchEngine(InferenceEngine):
     """`InferenceEngine` on a transformers model in this process.
 
-    The same requests give the same bytes in every process that has the same limits and number of threads. Between two completions the
-    model is as the caller left it: training flags, attention, gradient mode, adapter.
+    The same requests give the same bytes in every process that has the same limits and number of
+    threads. Between two completions the model is as the caller left it: training flags, attention,
+    gradient mode, adapter.
     """
 
     capabilities = PYTORCH
@@ -57,37 +58,45 @@ class TorchEngine(InferenceEngine):
         follow: Callable[[], None] | None = None,
         pool: Pool | None = None,
     ) -> None:
-        """`model`: a causal language model of transformers on `device`, bare or wrapped by peft. It stays the caller's.
+        """`model`: a causal language model of transformers on `device`, bare or wrapped by peft. It
+        stays the caller's.
 
-        `decode_rows`, `decode_tokens`: the budget of one batch, in rows and KV tokens.
-        `fused`: the caller's fused forward of `model`, to be shared.
-        `shards`: the ranks that hold `model` in parts. All of them call `sample`, with requests or none, and read it to its end.
-        `follow`: copies the learner's adapter into `model`, if `model` is a copy for sampling.
-        `pool`: computes the pieces of a call.
+        `decode_rows`, `decode_tokens`: the budget of one batch, in rows and KV tokens. `fused`: the
+        caller's fused forward of `model`, to be shared. `shards`: the ranks that hold `model` in
+        parts. All of them call `sample`, with requests or none, and read it to its end. `follow`:
+        copies the learner's adapter into `model`, if `model` is a copy for sampling. `pool`:
+        computes the pieces of a call.
         """
         self._model = model
         self._copy = CastCopy(model, options.weights) if options.weights is not None else None
         if self._copy is None:
             self._decoder = Decoder(model, options.flash, fused, shards)
         else:
-            self._decoder = Decoder(self._copy.model, options.flash, merge=fused is not None and fused.merge)
+            self._decoder = Decoder(
+                self._copy.model, options.flash, merge=fused is not None and fused.merge
+            )
         self._eos_ids = np.asarray(sorted(set(eos_ids)), dtype=np.int64)
         self._limits = DecodeLimits(decode_rows, decode_tokens)
-        self._prefixes = PrefixStore(decode_tokens // STORE_SHARE) if options.prefix_caching else None
+        self._prefixes = (
+            PrefixStore(decode_tokens // STORE_SHARE) if options.prefix_caching else None
+        )
         self._kv_storage = options.kv_storage
         self._options = options
         self._paged: PagedEngine | None = None
         """Pages and captured steps, while they are held."""
         self._pool = pool or Pool()
         self._forgets_prompts = pool is not None and torch.device(device).type == "cpu"
-        """True if stored prompts are dropped before each piece. An earlier piece may have been another worker's, and a prompt computed
-        anew may differ in its bits; so also with one worker, for a run has the same bytes with any number of them."""
+        """True if stored prompts are dropped before each piece. An earlier piece may have been
+        another worker's, and a prompt computed anew may differ in its bits; so also with one
+        worker, for a run has the same bytes with any number of them."""
         self._decode = self._pool.shared(self._decode_piece)
         self._weights_version = weights_version(model)
         self._follow = follow
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        """Completions under different adapters share the batch if the model's family supports it; else one slot follows the other."""
+        """Completions under different adapters share the batch if the model's family supports it;
+        else one slot follows the other.
+        """
         jobs = self._jobs(requests)
         most = 1 if self._is_paged else _MOST_PIECES.get(self._decoder.device.type, 1)
         for _, completion in self._decode(pieces(jobs, self._limits.rows, most)):
@@ -95,7 +104,9 @@ class TorchEngine(InferenceEngine):
         self._decoder.run_dummy_passes()
 
     def sample_feed(self, feed: RequestFeed) -> Iterator[Completion]:
-        """Over pages requests join the running batch; else there are rounds, since a row's bits would depend on when another joins."""
+        """Over pages requests join the running batch; else there are rounds, since a row's bits
+        would depend on when another joins.
+        """
         given, left = 0, list[Job]()
         if not (self._is_paged and self._pool.workers == self._decoder.shards.size == 1):
             while self._decoder.shards.any_rank(bool(requests := feed.more(idle=True))):
@@ -103,7 +114,8 @@ class TorchEngine(InferenceEngine):
                     yield replace(completion, request=given + completion.request)
                 given += len(requests)
             return
-        # A run goes on while it can take what is asked; what needs longer rows, or another adapter, begins the next run.
+        # A run goes on while it can take what is asked; what needs longer rows, or another adapter,
+        # begins the next run.
         while left or (requests := feed.more(idle=True)):
             if not left:
                 left, given = self._jobs(requests, given), given + len(requests)
@@ -111,7 +123,9 @@ class TorchEngine(InferenceEngine):
             with closing(self._paged_run(left)) as run:
                 left = []
                 while run.unfinished:
-                    with self._decoder.sampling(run.slots):  # not held over a yield: the consumer may train or score meanwhile
+                    with self._decoder.sampling(
+                        run.slots
+                    ):  # not held over a yield: the consumer may train or score meanwhile
                         finished = run.advance()
                     yield from finished
                     requests = feed.more(idle=not run.unfinished and not left)
@@ -136,40 +150,64 @@ class TorchEngine(InferenceEngine):
     @property
     def _is_paged(self) -> bool:
         fused = self._decoder.fused
-        return self._options.paged and self._kv_storage is None and fused is not None and all(fits_head(size) for _, size in fused.kv_heads)
+        return (
+            self._options.paged
+            and self._kv_storage is None
+            and fused is not None
+            and all(fits_head(size) for _, size in fused.kv_heads)
+        )
 
     def _run(self, jobs: Sequence[Job]) -> "DecodeRun | PagedRun":
         if self._is_paged:
             return self._paged_run(jobs)
-        return DecodeRun(self._decoder, jobs, self._limits, self._eos_ids, self._prefixes, self._kv_storage)
+        return DecodeRun(
+            self._decoder, jobs, self._limits, self._eos_ids, self._prefixes, self._kv_storage
+        )
 
     def _paged_run(self, jobs: Sequence[Job]) -> PagedRun:
-        """Pages and captured steps are held from one call to the next, as long as rows fit their tables. A call that begins before another
-        has ended has its own.
+        """Pages and captured steps are held from one call to the next, as long as rows fit their
+        tables. A call that begins before another has ended has its own.
         """
-        longest, page, keeps = max(job.tokens for job in jobs) + 1, self._options.page_tokens, self._options.prefix_caching
-        if any(job.request.may_go_on for job in jobs):  # room for later turns, or else each would begin a batch
+        longest, page, keeps = (
+            max(job.tokens for job in jobs) + 1,
+            self._options.page_tokens,
+            self._options.prefix_caching,
+        )
+        if any(
+            job.request.may_go_on for job in jobs
+        ):  # room for later turns, or else each would begin a batch
             longest = min(2 * longest, self._decoder.uniform_positions)
-        wanted = DecodeLimits(min(self._limits.rows, len(jobs)), min(self._limits.tokens, wanted_tokens(jobs, page)))
+        wanted = DecodeLimits(
+            min(self._limits.rows, len(jobs)), min(self._limits.tokens, wanted_tokens(jobs, page))
+        )
         if self._paged is None or self._paged.busy or not self._paged.serves(wanted, longest):
             self._paged = None  # first, so that both are never held
-            self._paged = PagedEngine(self._decoder, wanted, self._eos_ids, longest, page, keeps_prompts=keeps)
+            self._paged = PagedEngine(
+                self._decoder, wanted, self._eos_ids, longest, page, keeps_prompts=keeps
+            )
         return PagedRun(self._decoder, jobs, self._paged)
 
     def load_adapter(self, slot: int, layers: Iterable[AdapterLayer]) -> None:
-        """Serve a further LoRA adapter to the requests that name `slot` > 0, in the same batch as the others.
+        """Serve a further LoRA adapter to the requests that name `slot` > 0, in the same batch as
+        the others.
 
-        `layers`: as in `retrain.squeeze.adapter.LoraAdapter`, of any ranks. An adapter that had this slot is replaced.
+        `layers`: as in `retrain.squeeze.adapter.LoraAdapter`, of any ranks. An adapter that had
+        this slot is replaced.
         """
         if slot < 1:
-            raise ConfigurationError(f"Slot {slot} is taken: 0 is the adapter that is trained, -1 the base model; use 1 or more.")
+            raise ConfigurationError(
+                f"Slot {slot} is taken: 0 is the adapter that is trained, -1 the base model; use 1"
+                " or more."
+            )
         self._pool.close()  # workers have the adapters from when they were forked
         self._decoder.load_adapter(slot, layers)
         self.release()
         self.free_pages()  # captured steps read the adapters where they were
 
     def sync(self, save_adapter: Callable[[Path], None], step: int) -> None:
-        """Do nothing for shared weights; a copy follows. What was computed from the old weights is dropped at the next call."""
+        """Do nothing for shared weights; a copy follows. What was computed from the old weights is
+        dropped at the next call.
+        """
         if self._follow is not None:
             self._follow()
 
@@ -186,7 +224,9 @@ class TorchEngine(InferenceEngine):
         return 0 if self._paged is None else self._paged.pool.nbytes
 
     def free_pages(self) -> None:
-        """Give the memory of the pages back; the next call makes them, and captures its steps, anew."""
+        """Give the memory of the pages back; the next call makes them, and captures its steps,
+        anew.
+        """
         self._paged = None
 
     def close(self) -> None:
@@ -202,25 +242,33 @@ class TorchEngine(InferenceEngine):
             if request.adapter_slot not in self._decoder.slots:
                 known = ", ".join(map(str, sorted(self._decoder.slots)))
                 raise ConfigurationError(
-                    f"The pytorch engine has no adapter in slot {request.adapter_slot}; it has {known} (-1 is the base model)."
+                    f"The pytorch engine has no adapter in slot {request.adapter_slot}; it has"
+                    f" {known} (-1 is the base model)."
                 )
             if prompt_tokens < 1 or limit < 1 or request.temperature < 0:
                 raise ConfigurationError(
-                    f"A request for {request.max_tokens} tokens after a prompt of {prompt_tokens} at temperature {request.temperature} "
-                    f"cannot be sampled: the model's context is {self._decoder.context} tokens, a prompt has at least one, max_tokens is "
-                    "at least 1."
+                    f"A request for {request.max_tokens} tokens after a prompt of {prompt_tokens}"
+                    f" at temperature {request.temperature} cannot be sampled: the model's context"
+                    f" is {self._decoder.context} tokens, a prompt has at least one, max_tokens is"
+                    " at least 1."
                 )
             if prompt_tokens + limit > self._decoder.uniform_positions:
                 raise ConfigurationError(
-                    f"[training] max_tokens = {request.max_tokens} after a prompt of {prompt_tokens} tokens passes "
-                    f"{self._decoder.uniform_positions} tokens, where this model's longrope changes the angles of earlier positions; "
-                    "choose max_tokens so that prompt and completion stay below."
+                    f"[training] max_tokens = {request.max_tokens} after a prompt of"
+                    f" {prompt_tokens} tokens passes {self._decoder.uniform_positions} tokens,"
+                    " where this model's longrope changes the angles of earlier positions; choose"
+                    " max_tokens so that prompt and completion stay below."
                 )
-            jobs += [Job(index, request, request.first_sample + number, limit) for number in range(request.count)]
+            jobs += [
+                Job(index, request, request.first_sample + number, limit)
+                for number in range(request.count)
+            ]
         return jobs
 
     def _follow_weights(self) -> None:
-        """After a change of the weights, drop the stored prompts, whose keys and values are outdated, and update the copy."""
+        """After a change of the weights, drop the stored prompts, whose keys and values are
+        outdated, and update the copy.
+        """
         version = weights_version(self._model)
         if version != self._weights_version:
             self.release()
@@ -234,25 +282,35 @@ WeightsVersion = tuple[tuple[int, int], ...]
 
 def weights_version(model: nn.Module) -> WeightsVersion:
     """Return a version that changes whenever a trained weight is written in place or replaced."""
-    return tuple((parameter.data_ptr(), parameter._version) for parameter in model.parameters() if parameter.requires_grad)
+    return tuple(
+        (parameter.data_ptr(), parameter._version)
+        for parameter in model.parameters()
+        if parameter.requires_grad
+    )
 
 
 class CastCopy:
-    """A second copy of the model in another dtype, for an `[inference] dtype` that is not the model's.
+    """A second copy of the model in another dtype, for an `[inference] dtype` that is not the
+    model's.
 
-    A copy rather than autocast, which would convert every frozen weight again for every token. The learner keeps the exact weights;
-    sampler and learner then differ by the dtype's rounding, which the parity gate bounds.
+    A copy rather than autocast, which would convert every frozen weight again for every token. The
+    learner keeps the exact weights; sampler and learner then differ by the dtype's rounding, which
+    the parity gate bounds.
     """
 
     def __init__(self, source: nn.Module, dtype: torch.dtype) -> None:
         self._source = source
         self.model = deepcopy(source).requires_grad_(False)
-        for parameter in self.model.parameters():  # buffers stay: rotary frequencies are float32 in every dtype
+        for (
+            parameter
+        ) in self.model.parameters():  # buffers stay: rotary frequencies are float32 in every dtype
             parameter.data, parameter.grad = parameter.data.to(dtype), None
 
     def follow(self) -> None:
         """Copy the trained weights."""
         with torch.no_grad():
-            for target, source in zip(self.model.parameters(), self._source.parameters(), strict=True):
+            for target, source in zip(
+                self.model.parameters(), self._source.parameters(), strict=True
+            ):
                 if source.requires_grad:
                     target.copy_(source)

@@ -1,4 +1,6 @@
-"""vLLM: /v1/completions with token ids, and /inference/v1/generate where the kept set of a truncated distribution is asked for."""
+"""vLLM: /v1/completions with token ids, and /inference/v1/generate where the kept set of a
+truncated distribution is asked for.
+"""
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -13,11 +15,19 @@ from retrain.inference_engine.served import Dialect, Sampled, ServedAdapter, Ser
 COMPLETIONS, _GENERATE = "/v1/completions", "/inference/v1/generate"
 _PROBE = [1, 2, 3, 4]
 """Any prompt: the probes look at the form of an answer, or compare two answers."""
-NEUTRAL: Json = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0, "logit_bias": None}
-"""What bends a distribution without a word: vLLM takes a field that a request leaves out from the model's generation_config, such as a
-repetition_penalty of 1.05 to 1.1 in Qwen2.5-Instruct, and its log-probs are then of another policy, or before the penalty."""
+NEUTRAL: Json = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_tokens": 0,
+    "logit_bias": None,
+}
+"""What bends a distribution without a word: vLLM takes a field that a request leaves out from the
+model's generation_config, such as a repetition_penalty of 1.05 to 1.1 in Qwen2.5-Instruct, and its
+log-probs are then of another policy, or before the penalty."""
 _SAME = 1e-3
-"""Nats. Log-probs of one prompt before the temperature differ by rounding between two requests; those after it by far more."""
+"""Nats. Log-probs of one prompt before the temperature differ by rounding between two requests;
+those after it by far more."""
 
 
 class VLLMDialect(Dialect):
@@ -37,26 +47,36 @@ class VLLMDialect(Dialect):
         name = wanted or next(iter(bases), "")
         if name not in bases or (not wanted and len(bases) > 1):
             raise ConfigurationError(
-                f'[inference] served_model = "{wanted}": {self.title} {server.url} has {", ".join(bases) or "no model"}; name one of them.'
+                f'[inference] served_model = "{wanted}": {self.title} {server.url} has'
+                f" {', '.join(bases) or 'no model'}; name one of them."
             )
         server.facts |= {"base": name, "context": bases[name].get("max_model_len"), "looked": True}
         if self.config.training.truncated:
             await self._check_kept_sets(server)
         server.facts["sleeps"] = False
-        if urlsplit(server.url).hostname in LOOPBACK:  # where it shares this machine, and was started with --enable-sleep-mode
+        if (
+            urlsplit(server.url).hostname in LOOPBACK
+        ):  # where it shares this machine, and was started with --enable-sleep-mode
             try:
-                await server.get("/is_sleeping")  # which alone does not say so: it is there without the mode
+                await server.get(
+                    "/is_sleeping"
+                )  # which alone does not say so: it is there without the mode
                 settings = await server.get("/server_info?config_format=json")
-                server.facts["sleeps"] = bool(settings["vllm_config"]["model_config"]["enable_sleep_mode"])
+                server.facts["sleeps"] = bool(
+                    settings["vllm_config"]["model_config"]["enable_sleep_mode"]
+                )
             except (Refused, Unavailable, TypeError, KeyError):
-                # Without pip or uv in vLLM's own environment /server_info fails and closes the connection: then it is not known to sleep,
-                # and the next request, which may meet the closed connection, must be one that nothing depends on.
+                # Without pip or uv in vLLM's own environment /server_info fails and closes the
+                # connection: then it is not known to sleep, and the next request, which may meet
+                # the closed connection, must be one that nothing depends on.
                 with suppress(Refused, Unavailable):
                     await server.get("/health")
 
-    # -- sampling ------------------------------------------------------------------------------------------------------
+    # -- sampling ----------------------------------------------------------------------------------
 
-    def call(self, request: SampleRequest, adapter: ServedAdapter | None, server: Server) -> tuple[str, Json]:
+    def call(
+        self, request: SampleRequest, adapter: ServedAdapter | None, server: Server
+    ) -> tuple[str, Json]:
         model = adapter.name if adapter else server.facts["base"]
         cut, truncates = request.truncation, request.truncation.active and request.temperature > 0
         settings: Json = {
@@ -68,12 +88,15 @@ class VLLMDialect(Dialect):
             "min_p": cut.min_p if truncates else 0.0,
             **NEUTRAL,
             "logprobs": self.chosen_logprob,
-            # Our end-of-sequence tokens and no others; the sampled one stays in token_ids. No seed: with one, vLLM on a CPU dies when
-            # it batches many sequences ("CPU Generator does not use offset").
+            # Our end-of-sequence tokens and no others; the sampled one stays in token_ids. No seed:
+            # with one, vLLM on a CPU dies when it batches many sequences ("CPU Generator does not
+            # use offset").
             "ignore_eos": True,
             "stop_token_ids": self.eos_ids,
         }
-        if cut.active and not truncates:  # a server that reports kept sets refuses temperature 0 and no top_k
+        if (
+            cut.active and not truncates
+        ):  # a server that reports kept sets refuses temperature 0 and no top_k
             settings |= {"temperature": 1.0, "top_k": 1}
         prompt = request.prompt_ids.tolist()
         if truncates:
@@ -84,10 +107,20 @@ class VLLMDialect(Dialect):
         return [self._read_one(choice, request) for choice in answer["choices"]]
 
     def _read_one(self, choice: Json, request: SampleRequest) -> Sampled:
-        if choice.get("prompt_token_ids") is not None and choice["prompt_token_ids"] != request.prompt_ids.tolist():
-            raise Foreign("got a prompt that reached the model with other token ids: it serves another tokenizer")
+        if (
+            choice.get("prompt_token_ids") is not None
+            and choice["prompt_token_ids"] != request.prompt_ids.tolist()
+        ):
+            raise Foreign(
+                "got a prompt that reached the model with other token ids: it serves another"
+                " tokenizer"
+            )
         logprobs, mask = choice["logprobs"], choice.get("sampling_mask")
-        values = logprobs["token_logprobs"] if "token_logprobs" in logprobs else [token["logprob"] for token in logprobs["content"]]
+        values = (
+            logprobs["token_logprobs"]
+            if "token_logprobs" in logprobs
+            else [token["logprob"] for token in logprobs["content"]]
+        )
         kept = None if mask is None else [len(tokens) for tokens in mask]
         return Sampled(choice["token_ids"], values, choice["finish_reason"] == "stop", kept)
 
@@ -95,7 +128,8 @@ class VLLMDialect(Dialect):
         cut, advice = self.config.training, "or leave top_k, top_p and min_p off"
         if not cut.top_k:
             raise ConfigurationError(
-                f"[training] top_p or min_p without top_k: {self.title} says which tokens were kept only with a top_k; set one, {advice}."
+                f"[training] top_p or min_p without top_k: {self.title} says which tokens were kept"
+                f" only with a top_k; set one, {advice}."
             )
         settings = {"max_tokens": 1, "temperature": 1.0, "top_k": cut.top_k, "logprobs": 0}
         body = {"model": server.facts["base"], "token_ids": _PROBE, "sampling_params": settings}
@@ -106,37 +140,56 @@ class VLLMDialect(Dialect):
         except Refused as error:
             problem = f"answers {error.status} ({error})"
         raise ConfigurationError(
-            f"[training] top_k = {cut.top_k} is trained over the tokens that were kept, and {self.title} {server.url} {problem} at "
-            f"{_GENERATE}: start it with --return-sampling-mask and --enable-scale-out (vLLM 0.28 or later, on a GPU), {advice}."
+            f"[training] top_k = {cut.top_k} is trained over the tokens that were kept, and"
+            f" {self.title} {server.url} {problem} at {_GENERATE}: start it with"
+            " --return-sampling-mask and --enable-scale-out (vLLM 0.28 or later, on a GPU),"
+            f" {advice}."
         )
 
     async def why_it_differs(self, server: Server) -> str:
-        """Tell log-probs before the temperature: the most probable tokens then have the same ones at any temperature."""
+        """Tell log-probs before the temperature: the most probable tokens then have the same ones
+        at any temperature.
+        """
         temperature = self.config.training.temperature
-        if temperature == 1 or _distance(await self._top(server, temperature), await self._top(server, 1.0)) > _SAME:
+        if (
+            temperature == 1
+            or _distance(await self._top(server, temperature), await self._top(server, 1.0)) > _SAME
+        ):
             return ""
         return (
-            f"the server {server.url} returns log-probs before the temperature, and [training] temperature is {temperature:g}: start it "
-            "with --logprobs-mode processed_logprobs"
+            f"the server {server.url} returns log-probs before the temperature, and [training]"
+            f" temperature is {temperature:g}: start it with --logprobs-mode processed_logprobs"
         )
 
     async def _top(self, server: Server, temperature: float) -> dict[str, float]:
-        body = {"model": server.facts["base"], "prompt": _PROBE, "max_tokens": 1, "temperature": temperature, "logprobs": 5}
-        answer = await server.post(COMPLETIONS, body | without(NEUTRAL, server.facts.get("refused_fields", ())))
+        body = {
+            "model": server.facts["base"],
+            "prompt": _PROBE,
+            "max_tokens": 1,
+            "temperature": temperature,
+            "logprobs": 5,
+        }
+        answer = await server.post(
+            COMPLETIONS, body | without(NEUTRAL, server.facts.get("refused_fields", ()))
+        )
         found: dict[str, float] = answer["choices"][0]["logprobs"]["top_logprobs"][0]
         return found
 
-    # -- the adapter ---------------------------------------------------------------------------------------------------
+    # -- the adapter -------------------------------------------------------------------------------
 
     async def load(self, server: Server, adapter: ServedAdapter) -> None:
         try:
-            await server.post("/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(adapter.folder)})
+            await server.post(
+                "/v1/load_lora_adapter",
+                {"lora_name": adapter.name, "lora_path": str(adapter.folder)},
+            )
         except Refused as error:
             if "already" in str(error):
                 return  # a second try of a load whose answer was lost
             if error.status == 404 and str(error) == "Not Found":
                 raise ConfigurationError(
-                    f"{self.title} {server.url} loads no adapters: start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True."
+                    f"{self.title} {server.url} loads no adapters: start it with --enable-lora and"
+                    " VLLM_ALLOW_RUNTIME_LORA_UPDATING=True."
                 ) from error
             raise
 
@@ -147,10 +200,12 @@ class VLLMDialect(Dialect):
         models = (await server.get("/v1/models"))["data"]
         return {model["id"]: model["root"] for model in models if model.get("parent")}
 
-    # -- sleep ---------------------------------------------------------------------------------------------------------
+    # -- sleep -------------------------------------------------------------------------------------
 
     async def sleep(self, server: Server) -> bool:
-        """Sleep at level 1: the weights go to main memory. Level 2 loses them, and with them the adapter."""
+        """Sleep at level 1: the weights go to main memory. Level 2 loses them, and with them the
+        adapter.
+        """
         if server.facts["sleeps"]:
             await server.post("/sleep?level=1")
         return bool(server.facts["sleeps"])
@@ -164,7 +219,10 @@ def without(fields: Json, names: Collection[str]) -> Json:
 
 
 def _distance(some: Mapping[str, float], others: Mapping[str, float]) -> float:
-    return max((abs(value - others.get(token, float("inf"))) for token, value in some.items()), default=float("inf"))
+    return max(
+        (abs(value - others.get(token, float("inf"))) for token, value in some.items()),
+        default=float("inf"),
+    )
 
 
 class VLLMEngine(ServedEngine):

@@ -1,6 +1,8 @@
-"""The credit of one step, completion by completion, from its token file; also under other transforms.
+"""The credit of one step, completion by completion, from its token file; also under other
+transforms.
 
-Another transform is computed by the training credit pipeline from the stored token ids, log-probs, entropies and rewards.
+Another transform is computed by the training credit pipeline from the stored token ids, log-probs,
+entropies and rewards.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,23 +29,43 @@ from retrain.model.text import load_tokenizer
 from retrain.model.vocabulary import TokenIds, VocabularyTable
 from retrain.records.run_folder import RunFolder
 from retrain.records.token_table import TokenTable, read_tokens
-from retrain.types import Completion, Example, FinishReason, Float32Array, Group, Int32Array, Prompt, Score, Scored, Trajectory, Turn
+from retrain.types import (
+    Completion,
+    Example,
+    FinishReason,
+    Float32Array,
+    Group,
+    Int32Array,
+    Prompt,
+    Score,
+    Scored,
+    Trajectory,
+    Turn,
+)
 
 if TYPE_CHECKING:
     from retrain.config.schema import Model, Planning
 
 
 class Pieces:
-    """The text of tokens under a run's tokenizer. Raises EnvironmentFailure if the tokenizer cannot be loaded."""
+    """The text of tokens under a run's tokenizer. Raises EnvironmentFailure if the tokenizer cannot
+    be loaded.
+    """
 
     def __init__(self, model: "Model") -> None:
-        self._tokenizer = load_tokenizer(model.model, model.revision)  # no code that the run names is executed
+        self._tokenizer = load_tokenizer(
+            model.model, model.revision
+        )  # no code that the run names is executed
         self.vocabulary = VocabularyTable(self._tokenizer)
 
     def of(self, token_ids: TokenIds) -> list[str]:
-        """[T] one string per token: a special token's name, "" for a part of an unfinished code point."""
+        """[T] one string per token: a special token's name, "" for a part of an unfinished code
+        point.
+        """
         pieces = self.vocabulary.pieces(token_ids)
-        return [piece or self._name(int(token)) for piece, token in zip(pieces, token_ids, strict=True)]
+        return [
+            piece or self._name(int(token)) for piece, token in zip(pieces, token_ids, strict=True)
+        ]
 
     def _name(self, token: int) -> str:
         if self.vocabulary.token_bytes(token):
@@ -59,14 +81,17 @@ class TurnText:
     start: int
     """The place of the reply's first token among the T tokens."""
     context: str
-    """The text of the context, with the names of special tokens; "" in a first turn, whose context is the prompt."""
+    """The text of the context, with the names of special tokens; "" in a first turn, whose context
+    is the prompt."""
     restarts: bool
     """`context` is all that the model had in sight."""
 
 
 @dataclass(frozen=True)
 class CompletionCredit:
-    """One completion, or the replies of one trajectory, of T tokens with everything that is known about each."""
+    """One completion, or the replies of one trajectory, of T tokens with everything that is known
+    about each.
+    """
 
     slot: int
     """The prompt's index in the step."""
@@ -86,7 +111,8 @@ class CompletionCredit:
     detectors: Mapping[str, npt.NDArray[np.bool_]]
     """Detector -> [T] its mask, where the detectors are compared."""
     log_ratios: Float32Array | None
-    """[T] learner minus sampler log-prob before the step; None if the completion was not trained on."""
+    """[T] learner minus sampler log-prob before the step; None if the completion was not trained
+    on."""
     kept: npt.NDArray[np.int32] | None
     """[T] size of the truncated distribution each token was drawn from; None without truncation."""
     stages: Mapping[str, Mapping[str, Float32Array]]
@@ -101,7 +127,9 @@ class CompletionCredit:
 
 @dataclass(frozen=True)
 class StepCredit:
-    """The n tokens of one step and their advantages under one or more conditions; texts are decoded on demand."""
+    """The n tokens of one step and their advantages under one or more conditions; texts are decoded
+    on demand.
+    """
 
     step: int
     stages: Mapping[str, Mapping[str, Float32Array]]
@@ -132,19 +160,35 @@ class StepCredit:
         return np.flatnonzero(self.table.slot == slot).tolist()
 
     def liveliest_slot(self) -> int:
-        """The prompt with the largest advantage under the run's own condition: the one with most to see."""
+        """The prompt with the largest advantage under the run's own condition: the one with most to
+        see.
+        """
         sizes = np.abs(self.finals()[self.labels[0]])
         offsets = self.table.offsets
-        largest = {slot: max(float(sizes[offsets[i] : offsets[i + 1]].max(initial=0.0)) for i in self.of_slot(slot)) for slot in self.slots}
+        largest = {
+            slot: max(
+                float(sizes[offsets[i] : offsets[i + 1]].max(initial=0.0))
+                for i in self.of_slot(slot)
+            )
+            for slot in self.slots
+        }
         return max(self.slots, key=lambda slot: largest[slot])
 
     def prompt(self, slot: int) -> str | None:
-        """The prompt as the model saw it, with the names of special tokens; None if the file does not store it."""
+        """The prompt as the model saw it, with the names of special tokens; None if the file does
+        not store it.
+        """
         table = self.table
         if table.prompt_offsets is None or table.prompt_token_ids is None:
             return None
         number = self.slots.index(slot)
-        return "".join(self.pieces.of(table.prompt_token_ids[table.prompt_offsets[number] : table.prompt_offsets[number + 1]]))
+        return "".join(
+            self.pieces.of(
+                table.prompt_token_ids[
+                    table.prompt_offsets[number] : table.prompt_offsets[number + 1]
+                ]
+            )
+        )
 
     def completion(self, number: int) -> CompletionCredit:
         table = self.table
@@ -163,8 +207,14 @@ class StepCredit:
             detectors={name: mask[part] for name, mask in self.detectors.items()},
             log_ratios=ratios if ratios is not None and not np.isnan(ratios).any() else None,
             kept=table.kept[part] if table.kept is not None else None,
-            stages={label: {stage: values[part] for stage, values in stages.items()} for label, stages in self.stages.items()},
-            turns=[TurnText(start, "".join(self.pieces.of(context)), restarts) for start, _, context, restarts in turns_of(table, number)],
+            stages={
+                label: {stage: values[part] for stage, values in stages.items()}
+                for label, stages in self.stages.items()
+            },
+            turns=[
+                TurnText(start, "".join(self.pieces.of(context)), restarts)
+                for start, _, context, restarts in turns_of(table, number)
+            ],
         )
 
 
@@ -175,21 +225,29 @@ def stored_steps(folder: RunFolder) -> list[int]:
 
 
 def read_step(
-    run: StoredRun, step: int | None = None, against: Sequence[str] = (), *, detectors: bool = False, planning_model: str = ""
+    run: StoredRun,
+    step: int | None = None,
+    against: Sequence[str] = (),
+    *,
+    detectors: bool = False,
+    planning_model: str = "",
 ) -> StepCredit:
-    """A step of `run`, by default the last one stored, under its own condition and those of `against`.
+    """A step of `run`, by default the last one stored, under its own condition and those of
+    `against`.
 
-    Each of `against` is a transform or "advantage+transform". With `detectors` the masks of both planning detectors are computed, with
-    the sentence encoder `planning_model` in place of the run's own where it is given.
+    Each of `against` is a transform or "advantage+transform". With `detectors` the masks of both
+    planning detectors are computed, with the sentence encoder `planning_model` in place of the
+    run's own where it is given.
 
-    Raises ConfigurationError for an unknown step or condition, EnvironmentFailure if the model's tokenizer cannot be loaded.
+    Raises ConfigurationError for an unknown step or condition, EnvironmentFailure if the model's
+    tokenizer cannot be loaded.
     """
     step = _chosen_step(run, step)
     table = read_tokens(run.folder.step_tokens(step))
     if not len(table.slot):
         raise NothingJudged(
-            f"Step {step} of {run.path} has no judged completion, so there is no credit to show; choose another --step; the reasons "
-            "stand in trainer_state.json under rewards."
+            f"Step {step} of {run.path} has no judged completion, so there is no credit to show;"
+            " choose another --step; the reasons stand in trainer_state.json under rewards."
         )
     pieces = Pieces(run.config.model)
     stages: dict[str, Mapping[str, Float32Array]] = {run.condition: table.advantages}
@@ -218,31 +276,42 @@ def _chosen_step(run: StoredRun, step: int | None) -> int:
     steps = stored_steps(run.folder)
     if not steps:
         raise ConfigurationError(
-            f"{run.path} holds no tokens to inspect; train with [logging] tokens_every = 1 (--tokens-every 1) to store every step's."
+            f"{run.path} holds no tokens to inspect; train with [logging] tokens_every = 1"
+            " (--tokens-every 1) to store every step's."
         )
     if step is None:
         return steps[-1]
     if step not in steps:
         names = [str(stored) for stored in steps]
         shown = ", ".join(names if len(names) <= 8 else [*names[:4], "...", *names[-2:]])
-        raise ConfigurationError(f"--step {step} has no tokens in {run.folder.tokens}; the stored steps are {shown}.")
+        raise ConfigurationError(
+            f"--step {step} has no tokens in {run.folder.tokens}; the stored steps are {shown}."
+        )
     return step
 
 
-# -- both planning detectors ---------------------------------------------------------------------------------------------
+# -- both planning detectors -----------------------------------------------------------------------
 
 
-def _detected(planning: "Planning", table: TokenTable, pieces: Pieces, model: str) -> dict[str, npt.NDArray[np.bool_]]:
+def _detected(
+    planning: "Planning", table: TokenTable, pieces: Pieces, model: str
+) -> dict[str, npt.NDArray[np.bool_]]:
     """Detector -> [n] its mask, with the run's own phrases, threshold and least similarity."""
     ends = table.offsets.tolist()
-    completions = [pieces.vocabulary.pieces(table.token_ids[start:stop]) for start, stop in pairwise(ends)]
+    completions = [
+        pieces.vocabulary.pieces(table.token_ids[start:stop]) for start, stop in pairwise(ends)
+    ]
     encode = load_sentence_encoder(model or planning.model)
     detectors: dict[str, RegexDetector | SemanticDetector] = {
         "regex": RegexDetector(planning.grams),
         "semantic": SemanticDetector(encode, planning.threshold, planning.min_similarity),
     }
     return {
-        name: np.concatenate([np.zeros(0, np.uint8), *detector.detect_all(completions)]).astype(np.bool_)
+        name: (
+            np.concatenate([np.zeros(0, np.uint8), *detector.detect_all(completions)]).astype(
+                np.bool_
+            )
+        )
         for name, detector in detectors.items()
     }
 
@@ -257,27 +326,34 @@ def agreement(masks: Mapping[str, npt.NDArray[np.bool_]]) -> str:
         return "The step has no tokens to compare the planning detectors on."
     rates, same = (float(first.mean()), float(second.mean())), float((first == second).mean())
     by_chance = rates[0] * rates[1] + (1 - rates[0]) * (1 - rates[1])
-    kappa = f"Cohen's kappa {(same - by_chance) / (1 - by_chance):.2f}" if by_chance < 1 else "nothing to tell apart"
+    kappa = (
+        f"Cohen's kappa {(same - by_chance) / (1 - by_chance):.2f}"
+        if by_chance < 1
+        else "nothing to tell apart"
+    )
     return (
-        f"Planning tokens of {len(first):,}: {one} {rates[0]:.1%}, {two} {rates[1]:.1%}, both {float((first & second).mean()):.1%}; "
-        f"the detectors agree on {same:.1%} of the tokens ({kappa})."
+        f"Planning tokens of {len(first):,}: {one} {rates[0]:.1%}, {two} {rates[1]:.1%}, both"
+        f" {float((first & second).mean()):.1%}; the detectors agree on {same:.1%} of the tokens"
+        f" ({kappa})."
     )
 
 
-# -- other transforms on the same completions ----------------------------------------------------------------------------
+# -- other transforms on the same completions ------------------------------------------------------
 
 _NO_PROMPT = Prompt(Example(prompt="", reference=""), "", np.zeros(0, np.int32))
 """Credit assignment does not read it."""
 
 
 def _under(config: TrainConfig, name: str) -> TrainConfig:
-    """The run's configuration with another transform, and with another advantage if `name` gives one."""
+    """The run's configuration with another transform, and with another advantage if `name` gives
+    one.
+    """
     advantage, _, transform = name.rpartition("+")
     recipe = recipe_of(config.algorithm)
     if not advantage and recipe is None:
         raise ConfigurationError(
-            f"--against {name}: the run's algorithm_mode = {config.algorithm.algorithm_mode!r} has no advantage_mode to keep; "
-            f"name one, as in --against maxrl+{name}."
+            f"--against {name}: the run's algorithm_mode = {config.algorithm.algorithm_mode!r} has"
+            f" no advantage_mode to keep; name one, as in --against maxrl+{name}."
         )
     changes = {
         "algorithm.algorithm_mode": "",
@@ -292,13 +368,18 @@ def _under(config: TrainConfig, name: str) -> TrainConfig:
 
 
 def _sepa_lambda(run: StoredRun, step: int, notes: list[str]) -> float:
-    """The lambda that the run used at the step, or else the one on the linear ramp of its [sepa] section."""
+    """The lambda that the run used at the step, or else the one on the linear ramp of its [sepa]
+    section.
+    """
     recorded = read_metrics(run.folder.metrics, ("step", "sepa_lambda")).to_pylist()
     value = next((row["sepa_lambda"] for row in recorded if row["step"] == step), None)
     if value is not None:
         return float(value)
     ramp = linear_lambda(run.config.sepa, step)
-    notes.append(f"The run did not use SEPA: lambda is {ramp:g}, which [sepa]'s linear ramp gives at step {step} with its gate open.")
+    notes.append(
+        f"The run did not use SEPA: lambda is {ramp:g}, which [sepa]'s linear ramp gives at step"
+        f" {step} with its gate open."
+    )
     return ramp
 
 
@@ -306,27 +387,35 @@ def _groups(run: StoredRun, table: TokenTable) -> list[Group]:
     """The judged groups of the step, as credit assignment received them."""
     if table.rewards is None or table.truncated is None:
         raise ConfigurationError(
-            f"{run.folder.tokens} was written by an earlier version, which did not store the rewards that --against needs; "
-            "train again with [logging] tokens_every to store them."
+            f"{run.folder.tokens} was written by an earlier version, which did not store the"
+            " rewards that --against needs; train again with [logging] tokens_every to store them."
         )
     threshold = run.config.reward.correct_threshold
     groups: dict[int, Group] = {}
-    for number, (slot, sample) in enumerate(zip(table.slot.tolist(), table.sample.tolist(), strict=True)):
+    for number, (slot, sample) in enumerate(
+        zip(table.slot.tolist(), table.sample.tolist(), strict=True)
+    ):
         reward = float(table.rewards[number])
         group = groups.setdefault(slot, Group(_NO_PROMPT, slot, []))
-        group.members.append(Scored(_trajectory(table, number, sample), "", Score.of(reward, threshold)))
+        group.members.append(
+            Scored(_trajectory(table, number, sample), "", Score.of(reward, threshold))
+        )
     return list(groups.values())
 
 
 def turns_of(table: TokenTable, number: int) -> list[tuple[int, int, Int32Array, bool]]:
-    """(start, stop, context, restarts) of each turn of a trajectory, counted from its first token; empty for one reply to its prompt."""
+    """(start, stop, context, restarts) of each turn of a trajectory, counted from its first token;
+    empty for one reply to its prompt.
+    """
     turns = table.turns
     if turns is None:
         return []
     found, start = [], 0
     for turn in range(int(turns.offsets[number]), int(turns.offsets[number + 1])):
         stop = start + int(turns.actions[turn])
-        context = turns.context_token_ids[turns.context_offsets[turn] : turns.context_offsets[turn + 1]]
+        context = turns.context_token_ids[
+            turns.context_offsets[turn] : turns.context_offsets[turn + 1]
+        ]
         found.append((start, stop, context, bool(turns.restarts[turn])))
         start = stop
     return found
@@ -350,4 +439,9 @@ def _trajectory(table: TokenTable, number: int, sample: int) -> Trajectory:
         )
 
     turns = turns_of(table, number) or [(0, last - first, np.zeros(0, np.int32), False)]
-    return Trajectory(tuple(Turn(completion(start, stop), context, restarts) for start, stop, context, restarts in turns))
+    return Trajectory(
+        tuple(
+            Turn(completion(start, stop), context, restarts)
+            for start, stop, context, restarts in turns
+        )
+    )

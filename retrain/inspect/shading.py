@@ -1,4 +1,6 @@
-"""The shade of a token: a signed or unsigned quantity in a few levels, the same in the terminal and on the page."""
+"""The shade of a token: a signed or unsigned quantity in a few levels, the same in the terminal and
+on the page.
+"""
 
 from collections.abc import Sequence
 
@@ -11,7 +13,8 @@ from retrain.inspect.credit import CompletionCredit, StepCredit
 LEVELS = 5
 """Shades on each side of 0; more could not be told apart."""
 _STRONGEST = 0.98
-"""Quantile that gets the strongest shade; with the maximum, one token of tiny probability would make all others pale."""
+"""Quantile that gets the strongest shade; with the maximum, one token of tiny probability would
+make all others pale."""
 Values = npt.NDArray[np.floating] | None
 
 
@@ -29,7 +32,9 @@ def values_of(completion: CompletionCredit, quantity: Quantity, label: str) -> V
 
 
 def scale_of(credit: StepCredit, quantity: Quantity) -> float:
-    """The size from which a token gets the strongest shade; few of the step's tokens exceed it under any condition."""
+    """The size from which a token gets the strongest shade; few of the step's tokens exceed it
+    under any condition.
+    """
     table = credit.table
     arrays: dict[Quantity, Sequence[Values]] = {
         Quantity.ADVANTAGE: list(credit.finals().values()),
@@ -37,13 +42,17 @@ def scale_of(credit: StepCredit, quantity: Quantity) -> float:
         Quantity.ENTROPY: [table.entropies],
         Quantity.LOG_RATIO: [table.log_ratios],
     }
-    sizes = np.abs(np.concatenate([np.zeros(0), *(array for array in arrays[quantity] if array is not None)]))
+    sizes = np.abs(
+        np.concatenate([np.zeros(0), *(array for array in arrays[quantity] if array is not None)])
+    )
     seen = sizes[np.isfinite(sizes) & (sizes > 0)]
     return float(np.quantile(seen, _STRONGEST)) if len(seen) else 1.0
 
 
 def levels(values: Values, scale: float, count: int) -> list[int]:
-    """[T] from -LEVELS to LEVELS; 0 only where the value is exactly 0 or unknown, so a small advantage still shows its sign."""
+    """[T] from -LEVELS to LEVELS; 0 only where the value is exactly 0 or unknown, so a small
+    advantage still shows its sign.
+    """
     if values is None:
         return [0] * count
     sizes = np.ceil(np.abs(values) / scale * LEVELS - 1e-9)

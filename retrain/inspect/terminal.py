@@ -1,6 +1,8 @@
-"""A step's credit in a terminal: the text of the completions with every token coloured, or a table with one line per token.
+"""A step's credit in a terminal: the text of the completions with every token coloured, or a table
+with one line per token.
 
-Model text is never treated as markup; its escape sequences are dropped and direction marks are written out.
+Model text is never treated as markup; its escape sequences are dropped and direction marks are
+written out.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +30,9 @@ _MARKED = 8
 """Rows of the table below a coloured text."""
 
 
-def show(credit: StepCredit, numbers: Sequence[int], by: Quantity, console: "Console", *, table: bool) -> None:
+def show(
+    credit: StepCredit, numbers: Sequence[int], by: Quantity, console: "Console", *, table: bool
+) -> None:
     """Print the completions `numbers`, coloured or as a `table` with one line per token."""
     for note in credit.notes:
         console.print(note, markup=False, highlight=False)
@@ -42,7 +46,11 @@ def show(credit: StepCredit, numbers: Sequence[int], by: Quantity, console: "Con
             shown_prompt = completion.slot
             prompt = credit.prompt(shown_prompt)
             console.print()
-            console.print(f"Prompt {shown_prompt}: {one_line(prompt or '(not stored)', 400)}", markup=False, highlight=False)
+            console.print(
+                f"Prompt {shown_prompt}: {one_line(prompt or '(not stored)', 400)}",
+                markup=False,
+                highlight=False,
+            )
         console.print()
         console.print(heading(completion), style="bold", markup=False, highlight=False)
         if table:
@@ -58,11 +66,16 @@ def _print_lines(lines: Sequence[str], console: "Console") -> None:
 
 
 def heading(completion: CompletionCredit) -> str:
-    """The line above a completion, such as: Sample 3, reward 1, 212 tokens, cut off by max_tokens."""
+    """The line above a completion, such as: Sample 3, reward 1, 212 tokens, cut off by
+    max_tokens.
+    """
     reward = "" if completion.reward is None else f", reward {completion.reward:g}"
     end = ", cut off by max_tokens" if completion.truncated else ""
     turns = f" in {counted(len(completion.turns), 'turn')}" if completion.turns else ""
-    return f"Sample {completion.sample}{reward}, {counted(len(completion.pieces), 'token')}{turns}{end}"
+    return (
+        f"Sample {completion.sample}{reward},"
+        f" {counted(len(completion.pieces), 'token')}{turns}{end}"
+    )
 
 
 def most_marked(completion: CompletionCredit) -> list[int]:
@@ -71,18 +84,22 @@ def most_marked(completion: CompletionCredit) -> list[int]:
     return sorted(np.argsort(-sizes, kind="stable")[:_MARKED].tolist())
 
 
-# -- the coloured text ---------------------------------------------------------------------------------------------------
+# -- the coloured text -----------------------------------------------------------------------------
 
 
 def _coloured(credit: StepCredit, completion: CompletionCredit, by: Quantity) -> "RenderableType":
-    """One column per condition for advantages; the other quantities do not depend on the condition."""
+    """One column per condition for advantages; the other quantities do not depend on the
+    condition.
+    """
     from rich.table import Table
 
     labels = credit.labels if by is Quantity.ADVANTAGE else credit.labels[:1]
     texts = [_text(credit, completion, by, label) for label in labels]
     if len(texts) == 1:
         return texts[0]
-    columns = Table(*[one_line(label) for label in labels], show_edge=False, pad_edge=False, expand=True)
+    columns = Table(
+        *[one_line(label) for label in labels], show_edge=False, pad_edge=False, expand=True
+    )
     columns.add_row(*texts)
     return columns
 
@@ -93,14 +110,20 @@ def _text(credit: StepCredit, completion: CompletionCredit, by: Quantity, label:
     text = Text()
     shades = levels(values_of(completion, by, label), scale_of(credit, by), len(completion.pieces))
     said = {turn.start: turn.context for turn in completion.turns if turn.context}
-    for position, (piece, shade) in enumerate(zip(without_escapes(completion.pieces), shades, strict=True)):
+    for position, (piece, shade) in enumerate(
+        zip(without_escapes(completion.pieces), shades, strict=True)
+    ):
         if position in said:
             text.append(f" [{one_line(said[position].strip(), 400)}] ", "dim italic")
         planning = completion.planning is not None and bool(completion.planning[position])
         marks = [
-            f"{mark} " for name, mark in _DETECTOR_MARKS.items() if name in completion.detectors and completion.detectors[name][position]
+            f"{mark} "
+            for name, mark in _DETECTOR_MARKS.items()
+            if name in completion.detectors and completion.detectors[name][position]
         ]
-        text.append(_shown(piece), "".join(marks) + _style(shade, planning and not completion.detectors))
+        text.append(
+            _shown(piece), "".join(marks) + _style(shade, planning and not completion.detectors)
+        )
         text.append("\n" * piece.count("\n"))
     return text
 
@@ -140,13 +163,17 @@ def _legend(credit: StepCredit, by: Quantity) -> "Text":
     return text
 
 
-# -- the table -----------------------------------------------------------------------------------------------------------
+# -- the table -------------------------------------------------------------------------------------
 
 
-def token_lines(completion: CompletionCredit, positions: Sequence[int], width: int | None = None) -> list[str]:
-    """Aligned columns: each token's numbers, then its advantage after each stage, or the final one under each of several conditions.
+def token_lines(
+    completion: CompletionCredit, positions: Sequence[int], width: int | None = None
+) -> list[str]:
+    """Aligned columns: each token's numbers, then its advantage after each stage, or the final one
+    under each of several conditions.
 
-    If the names of the conditions make the lines wider than `width`, they become A, B, ... and the first line explains them.
+    If the names of the conditions make the lines wider than `width`, they become A, B, ... and the
+    first line explains them.
     """
     from rich.cells import cell_len
 
@@ -158,17 +185,39 @@ def token_lines(completion: CompletionCredit, positions: Sequence[int], width: i
     return [legend, *_columns(completion, positions, _advantages(completion, letters))]
 
 
-def _columns(completion: CompletionCredit, positions: Sequence[int], advantages: Mapping[str, Float32Array]) -> list[str]:
+def _columns(
+    completion: CompletionCredit, positions: Sequence[int], advantages: Mapping[str, Float32Array]
+) -> list[str]:
     """The token's text and mark on the left, numbers on the right."""
     pieces = without_escapes(completion.pieces)
     kept = ("kept",) if completion.kept is not None else ()
     marks = tuple(completion.detectors) or ("plan",)
-    rows = [("token", "text", *marks, "surprisal", "entropy", "log-ratio", *kept, *map(one_line, advantages))]
+    rows = [
+        (
+            "token",
+            "text",
+            *marks,
+            "surprisal",
+            "entropy",
+            "log-ratio",
+            *kept,
+            *map(one_line, advantages),
+        )
+    ]
     for position in positions:
         given = (f"{values[position]:+.4f}" for values in advantages.values())
-        rows.append((str(position), f"'{_shown(pieces[position])}'", *_numbers(completion, position), *given))
+        rows.append(
+            (
+                str(position),
+                f"'{_shown(pieces[position])}'",
+                *_numbers(completion, position),
+                *given,
+            )
+        )
     words = range(1, 2 + len(marks))
-    return list(table_lines(rows, right=[column for column in range(len(rows[0])) if column not in words]))
+    return list(
+        table_lines(rows, right=[column for column in range(len(rows[0])) if column not in words])
+    )
 
 
 def _numbers(completion: CompletionCredit, position: int) -> Iterator[str]:
@@ -183,11 +232,23 @@ def _numbers(completion: CompletionCredit, position: int) -> Iterator[str]:
         yield str(completion.kept[position])
 
 
-def _advantages(completion: CompletionCredit, letters: Mapping[str, str] | None = None) -> dict[str, Float32Array]:
+def _advantages(
+    completion: CompletionCredit, letters: Mapping[str, str] | None = None
+) -> dict[str, Float32Array]:
     """Heading -> [T]; `letters` replace the names of the conditions."""
     if len(completion.stages) == 1:
-        return {stage: values for stages in completion.stages.values() for stage, values in stages.items()}
-    finals = {(letters or {}).get(label, label): completion.advantages(label) for label in completion.stages}
+        return {
+            stage: values
+            for stages in completion.stages.values()
+            for stage, values in stages.items()
+        }
+    finals = {
+        (letters or {}).get(label, label): completion.advantages(label)
+        for label in completion.stages
+    }
     own, *others = finals
-    changes = {f"{label}-{own}" if letters else f"change by {label}": finals[label] - finals[own] for label in others}
+    changes = {
+        f"{label}-{own}" if letters else f"change by {label}": finals[label] - finals[own]
+        for label in others
+    }
     return finals | changes

@@ -1,1 +1,3 @@
-"""The parts that sampler and learner share: loading a model and its adapter, one fused forward pass, attention, and memory."""
+"""The parts that sampler and learner share: loading a model and its adapter, one fused forward
+pass, attention, and memory.
+"""

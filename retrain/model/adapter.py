@@ -1,6 +1,8 @@
-"""The LoRA adapter: made from the seed, started from a folder if asked, saved as a PEFT folder with a model card.
+"""The LoRA adapter: made from the seed, started from a folder if asked, saved as a PEFT folder with
+a model card.
 
-Adapter weights are float32 even where the base is bf16: a learning rate of 4e-5 moves them by less than bf16 can hold.
+Adapter weights are float32 even where the base is bf16: a learning rate of 4e-5 moves them by less
+than bf16 can hold.
 """
 
 import json
@@ -45,21 +47,27 @@ class Adapter:
         self.revision = model.revision or None
         self.dropout = DropoutKey(seed)
         self.drops = lora.dropout > 0
-        # peft draws initial weights from the global generator, which ours replace, and reads an attribute that transformers deprecates.
+        # peft draws initial weights from the global generator, which ours replace, and reads an
+        # attribute that transformers deprecates.
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             settings = lora_config(base, lora, model.lora_rank)
             try:
-                self.peft_model: PeftModel = get_peft_model(base.model, settings, adapter_name=_ADAPTER)
+                self.peft_model: PeftModel = get_peft_model(
+                    base.model, settings, adapter_name=_ADAPTER
+                )
             except ValueError as error:
                 raise ConfigurationError(
-                    f"[lora] target_modules: peft does not adapt all of {', '.join(sorted(settings.target_modules))} in "
-                    f"{type(base.model).__name__} ({first_line(error)}); name those that it may adapt, or use another model."
+                    "[lora] target_modules: peft does not adapt all of"
+                    f" {', '.join(sorted(settings.target_modules))} in {type(base.model).__name__}"
+                    f" ({first_line(error)}); name those that it may adapt, or use another model."
                 ) from error
         self.peft_model.eval()
         _initialise(self.peft_model, seed)
         if lora.dropout:
-            adapted = [module for module in self.peft_model.modules() if isinstance(module, LoraLayer)]
+            adapted = [
+                module for module in self.peft_model.modules() if isinstance(module, LoraLayer)
+            ]
             for number, module in enumerate(adapted):
                 module.lora_dropout[_ADAPTER] = KeyedDropout(lora.dropout, number, self.dropout)
         if lora.init_from:
@@ -76,7 +84,10 @@ class Adapter:
 
     def trainable_line(self) -> str:
         trainable, total = self.peft_model.get_nb_trainable_parameters()
-        return f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%: {100 * trainable / total:.4f}"
+        return (
+            f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%:"
+            f" {100 * trainable / total:.4f}"
+        )
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -86,23 +97,32 @@ class Adapter:
 
     @contextmanager
     def uncast_inputs(self) -> Iterator[None]:
-        """Keep peft from casting: inside, it hands a layer's input on in its own dtype instead of casting it to the adapter's."""
+        """Keep peft from casting: inside, it hands a layer's input on in its own dtype instead of
+        casting it to the adapter's.
+        """
         from peft.helpers import disable_input_dtype_casting
 
         with disable_input_dtype_casting(self.peft_model):
             yield
 
-    # -- files ------------------------------------------------------------------------------------------------------
+    # -- files -------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """Write adapter_model.safetensors, adapter_config.json and the model card; loads in peft and vLLM as it is."""
+        """Write adapter_model.safetensors, adapter_config.json and the model card; loads in peft
+        and vLLM as it is.
+        """
         from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
-        weights = {name: parameter.detach().cpu().contiguous() for name, parameter in self.parameters.items()}
+        weights = {
+            name: parameter.detach().cpu().contiguous()
+            for name, parameter in self.parameters.items()
+        }
         save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         settings = {key: _plain(value) for key, value in self._settings().items()}
-        (folder / CONFIG_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (folder / CONFIG_FILE).write_text(
+            json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
         (folder / CARD_FILE).write_text(self._card(), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
@@ -119,7 +139,9 @@ class Adapter:
                 parameter.copy_(weights[name])
 
     def start_from(self, folder: Path) -> None:
-        """Start from the weights of `[lora] init_from`. The adapter there must be of this rank, scale and set of layers."""
+        """Start from the weights of `[lora] init_from`. The adapter there must be of this rank,
+        scale and set of layers.
+        """
         where = f'[lora] init_from = "{folder}"'
         try:
             settings = read_object(folder / CONFIG_FILE)
@@ -127,43 +149,46 @@ class Adapter:
             for key in ("r", "lora_alpha", "use_rslora"):
                 if settings.get(key, False) != ours[key]:
                     raise ConfigurationError(
-                        f"{where} has {key} = {settings.get(key)}, but [model] lora_rank and [lora] give {ours[key]}; make them the same."
+                        f"{where} has {key} = {settings.get(key)}, but [model] lora_rank and [lora]"
+                        f" give {ours[key]}; make them the same."
                     )
             self.load(folder)
         except FileNotFoundError as error:
-            raise ConfigurationError(f"{where}: no {Path(str(error.filename)).name} there; name a PEFT adapter folder.") from error
+            raise ConfigurationError(
+                f"{where}: no {Path(str(error.filename)).name} there; name a PEFT adapter folder."
+            ) from error
         except RunFailed as error:
             raise ConfigurationError(f"{where}: {error}") from error
         except ValueError as error:
             if isinstance(error, ConfigurationError):
                 raise
-            raise ConfigurationError(f"{where} does not fit this run ({error}); make [model] lora_rank and [lora] the same.") from error
+            raise ConfigurationError(
+                f"{where} does not fit this run ({error}); make [model] lora_rank and [lora] the"
+                " same."
+            ) from error
 
     def _settings(self) -> dict[str, Any]:
         settings: dict[str, Any] = self.peft_model.peft_config[_ADAPTER].to_dict()
-        return settings | {"base_model_name_or_path": self.name, "revision": self.revision, "inference_mode": True}
+        return settings | {
+            "base_model_name_or_path": self.name,
+            "revision": self.revision,
+            "inference_mode": True,
+        }
 
     def _card(self) -> str:
         settings = self._settings()
         return (
-            "---\n"
-            f"base_model: {json.dumps(self.name)}\n"
-            "library_name: peft\n"
-            "pipeline_tag: text-generation\n"
-            "tags:\n- lora\n- reinforcement-learning\n- retrain\n"
-            "---\n\n"
-            f"# LoRA adapter for {self.name}\n\n"
-            "Trained with reinforcement learning from verifiable rewards by retrain. The run's folder holds its configuration "
-            "(`config.toml`) and its metrics.\n\n"
-            f"- rank {settings['r']}, alpha {settings['lora_alpha']}{', rank-stabilised' if settings['use_rslora'] else ''}\n"
-            f"- layers: {', '.join(sorted(settings['target_modules']))}\n"
-            "- weights: float32, unmerged\n\n"
-            "```python\n"
-            "from peft import PeftModel\n"
-            "from transformers import AutoModelForCausalLM\n\n"
-            f"base = AutoModelForCausalLM.from_pretrained({json.dumps(self.name)})\n"
-            'model = PeftModel.from_pretrained(base, ".")  # this folder\n'
-            "```\n"
+            f"---\nbase_model: {json.dumps(self.name)}\nlibrary_name: peft\npipeline_tag:"
+            " text-generation\ntags:\n- lora\n- reinforcement-learning\n- retrain\n---\n\n# LoRA"
+            f" adapter for {self.name}\n\nTrained with reinforcement learning from verifiable"
+            " rewards by retrain. The run's folder holds its configuration (`config.toml`) and its"
+            f" metrics.\n\n- rank {settings['r']}, alpha"
+            f" {settings['lora_alpha']}{', rank-stabilised' if settings['use_rslora'] else ''}\n-"
+            f" layers: {', '.join(sorted(settings['target_modules']))}\n- weights: float32,"
+            " unmerged\n\n```python\nfrom peft import PeftModel\nfrom transformers import"
+            " AutoModelForCausalLM\n\nbase ="
+            f" AutoModelForCausalLM.from_pretrained({json.dumps(self.name)})\nmodel ="
+            ' PeftModel.from_pretrained(base, ".")  # this folder\n```\n'
         )
 
 
@@ -183,11 +208,14 @@ def _difference(weights: dict[str, Tensor], parameters: dict[str, nn.Parameter])
         if name not in weights:
             return f"{name} is adapted here, but is not in the file"
         if weights[name].shape != parameters[name].shape:
-            return f"{name} has shape {list(weights[name].shape)} in the file and {list(parameters[name].shape)} here"
+            return (
+                f"{name} has shape {list(weights[name].shape)} in the file and"
+                f" {list(parameters[name].shape)} here"
+            )
     return ""
 
 
-# --- construction --------------------------------------------------------------------------------------------------
+# --- construction ---------------------------------------------------------------------------------
 
 
 def lora_config(base: "BaseModel", lora: "Lora", rank: int) -> Any:
@@ -203,36 +231,52 @@ def lora_config(base: "BaseModel", lora: "Lora", rank: int) -> Any:
         target_modules=target_modules(base, lora.target_modules),
         use_rslora=lora.use_rslora,
         bias="none",
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in base.model.modules()),  # GPT-2's Conv1D stores [in, out]
+        fan_in_fan_out=any(
+            isinstance(module, Conv1D) for module in base.model.modules()
+        ),  # GPT-2's Conv1D stores [in, out]
     )
 
 
 def target_modules(base: "BaseModel", wanted: list[str]) -> list[str]:
-    """Return the names to adapt: `wanted`, checked, or all linear layers of the blocks (D26). The head and the embeddings stay frozen."""
+    """Return the names to adapt: `wanted`, checked, or all linear layers of the blocks (D26). The
+    head and the embeddings stay frozen.
+    """
     from transformers.pytorch_utils import Conv1D
 
     names = set()
     for path, module in base.decoder.named_modules():
-        numbered = any(part.isdigit() for part in path.split("."))  # inside the decoder's lists of blocks
+        numbered = any(
+            part.isdigit() for part in path.split(".")
+        )  # inside the decoder's lists of blocks
         name = path.rsplit(".", 1)[-1]
-        if numbered and not name.isdigit() and isinstance(module, nn.Linear | Conv1D):  # bitsandbytes' layers are nn.Linear too
-            names.add(name)  # a layer that is itself an element of a list has the name of a block: peft would adapt that
+        if (
+            numbered and not name.isdigit() and isinstance(module, nn.Linear | Conv1D)
+        ):  # bitsandbytes' layers are nn.Linear too
+            names.add(
+                name
+                # a layer that is itself an element of a list has the name of a block:
+                # peft would adapt that
+            )
     found = sorted(names)
     if not wanted:
         if not found:
-            raise ConfigurationError("[lora] target_modules = []: this model's blocks have no linear layers; name the layers to adapt.")
+            raise ConfigurationError(
+                "[lora] target_modules = []: this model's blocks have no linear layers; name the"
+                " layers to adapt."
+            )
         return found
     unknown = [name for name in wanted if name.rsplit(".", 1)[-1] not in found]
     if unknown:
         raise ConfigurationError(
-            f"[lora] target_modules names {', '.join(map(repr, unknown))}, but this model's blocks have no such linear layer; "
-            f"allowed: {', '.join(found)}."
+            f"[lora] target_modules names {', '.join(map(repr, unknown))}, but this model's blocks"
+            f" have no such linear layer; allowed: {', '.join(found)}."
         )
     return sorted(wanted)
 
 
 def _initialise(model: nn.Module, seed: int) -> None:
-    """Draw a uniform in +-1/sqrt(fan in), as peft draws it, from the counter noise; B zero. Layer number and element are the counter.
+    """Draw a uniform in +-1/sqrt(fan in), as peft draws it, from the counter noise; B zero. Layer
+    number and element are the counter.
 
     So the weights depend on the seed alone, and an untouched adapter is the base model.
     """
@@ -240,7 +284,9 @@ def _initialise(model: nn.Module, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".lora_A." in name:
-                words = uniform_words(seed, Stream.ADAPTER, 0, 0, layer, parameter.numel(), parameter.device)
+                words = uniform_words(
+                    seed, Stream.ADAPTER, 0, 0, layer, parameter.numel(), parameter.device
+                )
                 unit = (words.double() + 0.5) / 2**31 - 1  # in (-1, 1)
                 parameter.copy_((unit / math.sqrt(parameter.shape[1])).view_as(parameter))
                 layer += 1

@@ -1,9 +1,11 @@
-"""Our own attention behind transformers' attention interface, so that model definitions run unpatched.
+"""Our own attention behind transformers' attention interface, so that model definitions run
+unpatched.
 
-While the sampler or the learner runs, the model's configuration names the kernel registered here. Every attention layer then hands its
-queries, keys and values to `attend`, with the batch that was passed to the forward. The batch knows which tokens a query may see; in
-place of a mask, transformers passes the width of the layer's sliding window (`_window_mask`).
-Shape letters: R rows, Hq query heads, Hk key-value heads, T queries, L keys, D.
+While the sampler or the learner runs, the model's configuration names the kernel registered here.
+Every attention layer then hands its queries, keys and values to `attend`, with the batch that was
+passed to the forward. The batch knows which tokens a query may see; in place of a mask,
+transformers passes the width of the layer's sliding window (`_window_mask`). Shape letters: R rows,
+Hq query heads, Hk key-value heads, T queries, L keys, D.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +19,14 @@ from torch import Tensor, nn
 
 from retrain.errors import ConfigurationError, first_line
 from retrain.model.packed import computes_bf16
-from retrain.model.varlen import PackedKernel, PagedKernel, fits_flash, flash, flash_paged, plain_paged
+from retrain.model.varlen import (
+    PackedKernel,
+    PagedKernel,
+    fits_flash,
+    flash,
+    flash_paged,
+    plain_paged,
+)
 
 KERNEL = "retrain"
 """The name under which transformers knows this attention."""
@@ -29,10 +38,22 @@ _MASKED_QUERIES = 512
 
 
 class AttentionBatch(Protocol):
-    """The tokens in flight, as `attend` needs them; passed to the model's forward as `attention_batch`."""
+    """The tokens in flight, as `attend` needs them; passed to the model's forward as
+    `attention_batch`.
+    """
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
-        """Attend with queries [B, Hq, T, D] over keys and values [B, Hk, L, D] to outputs [B, Hq, T, D]."""
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Attend with queries [B, Hq, T, D] over keys and values [B, Hk, L, D] to outputs [B, Hq,
+        T, D].
+        """
         ...
 
 
@@ -45,10 +66,12 @@ class Unpluggable(ConfigurationError):
 
 
 def missing(model: Any) -> str:
-    """Return the reason why `attend` cannot compute a model's attention; empty if it can. The model runs on a few tokens to tell.
+    """Return the reason why `attend` cannot compute a model's attention; empty if it can. The model
+    runs on a few tokens to tell.
 
-    A model whose layers do not go through transformers' attention interface would silently compute something else, and one with a state
-    that goes from token to token would carry it from one packed row to the next.
+    A model whose layers do not go through transformers' attention interface would silently compute
+    something else, and one with a state that goes from token to token would carry it from one
+    packed row to the next.
     """
     config = model.config.get_text_config()
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
@@ -56,7 +79,9 @@ def missing(model: Any) -> str:
         return f"layers of type {', '.join(unknown)}"
     if getattr(model, "_is_stateful", False):
         return "layers with a state of their own"
-    pluggable = getattr(model, "_supports_attention_backend", False) and not getattr(config, "is_encoder_decoder", False)
+    pluggable = getattr(model, "_supports_attention_backend", False) and not getattr(
+        config, "is_encoder_decoder", False
+    )
     return _found_by_trying(model) if pluggable else "no pluggable attention"
 
 
@@ -85,7 +110,12 @@ def _found_by_trying(model: Any) -> str:
         reason = ""
         try:
             with torch.no_grad(), plugged_in(model):
-                model(input_ids=ids, attention_mask=torch.ones_like(ids, dtype=torch.bool), attention_batch=batch, use_cache=False)
+                model(
+                    input_ids=ids,
+                    attention_mask=torch.ones_like(ids, dtype=torch.bool),
+                    attention_batch=batch,
+                    use_cache=False,
+                )
             if not batch.calls:
                 reason = "an attention that is not transformers' interface"
         except Unpluggable as error:
@@ -101,19 +131,31 @@ class _Probe:
 
     calls = 0
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:  # noqa: ARG002
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
         self.calls += 1
         return query
 
 
 @contextmanager
 def plugged_in(model: Any) -> Iterator[None]:
-    """Plug `attend` in: inside, every attention layer of a transformers model calls `attend`; the forward needs `attention_batch=`."""
+    """Plug `attend` in: inside, every attention layer of a transformers model calls `attend`; the
+    forward needs `attention_batch=`.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(KERNEL, attend)  # doing it twice is harmless
     AttentionMaskInterface.register(KERNEL, _window_mask)
-    configs = {id(config): config for config in (model.config, model.config.get_text_config())}.values()
+    configs = {
+        id(config): config for config in (model.config, model.config.get_text_config())
+    }.values()
     before = [config._attn_implementation for config in configs]
     try:
         for config in configs:
@@ -125,10 +167,11 @@ def plugged_in(model: Any) -> Iterator[None]:
 
 
 def _window_mask(*, local_size: int | None = None, **unused: Any) -> Tensor:
-    """Return, under transformers' mask signature, an empty [1, 1, 1, 1] whose attribute `window` is the width of the sliding window, 0 for
-    none.
+    """Return, under transformers' mask signature, an empty [1, 1, 1, 1] whose attribute `window` is
+    the width of the sliding window, 0 for none.
 
-    Some families (Qwen2-MoE, Phi-MoE) name their window to the mask alone and not to the attention function.
+    Some families (Qwen2-MoE, Phi-MoE) name their window to the mask alone and not to the attention
+    function.
     """
     mask = torch.empty((1, 1, 1, 1), dtype=torch.int8, device="cpu")
     mask.window = local_size or 0  # type: ignore[attr-defined]  # a note for our own kernels
@@ -147,8 +190,14 @@ def attend(
     attention_batch: AttentionBatch | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend under transformers' attention signature; returns [B, T, Hq, D]. A mask's window holds, as in transformers' own attention."""
-    unknown = [f"the attention argument {name}" for name in ("s_aux", "position_bias") if kwargs.get(name) is not None]
+    """Attend under transformers' attention signature; returns [B, T, Hq, D]. A mask's window holds,
+    as in transformers' own attention.
+    """
+    unknown = [
+        f"the attention argument {name}"
+        for name in ("s_aux", "position_bias")
+        if kwargs.get(name) is not None
+    ]
     window = sliding_window if attention_mask is None else getattr(attention_mask, "window", -1)
     if window == -1:
         unknown.append("an attention mask of its own")
@@ -158,21 +207,42 @@ def attend(
         unknown.append(f"values of size {value.shape[-1]} beside keys of size {query.shape[-1]}")
     if attention_batch is None or unknown:
         raise Unpluggable(module, unknown[0])
-    output = attention_batch.attention(query, key, value, scaling or query.shape[-1] ** -0.5, window or None, softcap)
+    output = attention_batch.attention(
+        query, key, value, scaling or query.shape[-1] ** -0.5, window or None, softcap
+    )
     return output.transpose(1, 2).contiguous(), None
 
 
 class Kernel(Protocol):
-    """An implementation of the two attentions that the engine needs; `window` is the number of last tokens that are seen."""
+    """An implementation of the two attentions that the engine needs; `window` is the number of last
+    tokens that are seen.
+    """
 
     def decode(
-        self, query: Tensor, key: Tensor, value: Tensor, rows: "RowLengths", scaling: float, window: int | None, softcap: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rows: "RowLengths",
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
     ) -> Tensor:
         """Attend with one query per row, [R, Hq, 1, D], over its own tokens of [R, Hk, L, D]."""
         ...
 
-    def causal(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
-        """Causal attention of the last T of L tokens: [B, Hq, T, D] over [B, Hk, L, D]; query t sees keys 0 .. L - T + t."""
+    def causal(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Causal attention of the last T of L tokens: [B, Hq, T, D] over [B, Hk, L, D]; query t
+        sees keys 0 .. L - T + t.
+        """
         ...
 
     @property
@@ -181,12 +251,16 @@ class Kernel(Protocol):
         ...
 
     def packed_kernel(self, query: Tensor, softcap: float | None) -> PackedKernel | None:
-        """Return one function for packed sequences of any lengths, if there is one for queries [.., D] of this dtype."""
+        """Return one function for packed sequences of any lengths, if there is one for queries [..,
+        D] of this dtype.
+        """
         ...
 
 
 class RowLengths:
-    """The number of tokens each row sees, including the one being decoded, and the resulting masks, built once for all layers."""
+    """The number of tokens each row sees, including the one being decoded, and the resulting masks,
+    built once for all layers.
+    """
 
     def __init__(self, lengths: Tensor, longest: int, ragged: bool) -> None:
         self.lengths, self.longest, self._ragged = lengths, longest, ragged
@@ -198,12 +272,16 @@ class RowLengths:
             window = None
         if window not in self._biases:
             everything = window is None and not self._ragged
-            self._biases[window] = None if everything else visible_bias(self.lengths, self.longest, window, dtype)
+            self._biases[window] = (
+                None if everything else visible_bias(self.lengths, self.longest, window, dtype)
+            )
         return self._biases[window]
 
 
 class FusedAttention:
-    """PyTorch's fused attention, on every device; a soft cap takes plain matrix products, and so does decoding in float32 on a CPU."""
+    """PyTorch's fused attention, on every device; a soft cap takes plain matrix products, and so
+    does decoding in float32 on a CPU.
+    """
 
     def __init__(self, paged: PagedKernel = plain_paged) -> None:
         self._packed: PackedKernel | None = None
@@ -211,26 +289,49 @@ class FusedAttention:
         self.paged = paged
 
     def decode(
-        self, query: Tensor, key: Tensor, value: Tensor, rows: RowLengths, scaling: float, window: int | None, softcap: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rows: RowLengths,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
     ) -> Tensor:
         """The queries of a key-value head are laid side by side, so no key is repeated."""
         count, heads, _, dim = query.shape
         grouped = query.reshape(count, key.shape[1], heads // key.shape[1], dim)
-        # In bfloat16 too, on a processor that has units for it: the fused kernel is slower, most of all under a mask.
+        # In bfloat16 too, on a processor that has units for it: the fused kernel is slower, most of
+        # all under a mask.
         widens = query.device.type == "cpu" and query.dtype == torch.bfloat16 and computes_bf16()
         if softcap is None and (prefers_products(query) or widens):
             output = _products(grouped, key, value, rows.bias(window, torch.float32), scaling)
         elif softcap is None:
-            output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=rows.bias(window, query.dtype), scale=scaling)
+            output = F.scaled_dot_product_attention(
+                grouped, key, value, attn_mask=rows.bias(window, query.dtype), scale=scaling
+            )
         else:
-            output = _softcapped(grouped, key, value, rows.bias(window, query.dtype), scaling, softcap)
+            output = _softcapped(
+                grouped, key, value, rows.bias(window, query.dtype), scaling, softcap
+            )
         return output.reshape(count, heads, 1, value.shape[-1])
 
-    def causal(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+    def causal(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
         queries, length = query.shape[2], key.shape[2]
         groups = query.shape[1] // key.shape[1]
         if groups > 1:
-            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+            key, value = (
+                key.repeat_interleave(groups, dim=1),
+                value.repeat_interleave(groups, dim=1),
+            )
         windowed = window is not None and length > window
         if softcap is None and not windowed and queries == length:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
@@ -239,57 +340,98 @@ class FusedAttention:
         for start in range(0, queries, _MASKED_QUERIES):
             stop = min(start + _MASKED_QUERIES, queries)
             lengths = torch.arange(before + start + 1, before + stop + 1, device=query.device)
-            bias = visible_bias(lengths, before + stop, window, query.dtype).permute(1, 2, 0, 3)  # [1, 1, stop - start, before + stop]
-            part, seen_key, seen_value = query[:, :, start:stop], key[:, :, : before + stop], value[:, :, : before + stop]
+            bias = visible_bias(lengths, before + stop, window, query.dtype).permute(
+                1, 2, 0, 3
+            )  # [1, 1, stop - start, before + stop]
+            part, seen_key, seen_value = (
+                query[:, :, start:stop],
+                key[:, :, : before + stop],
+                value[:, :, : before + stop],
+            )
             if softcap is None:
-                outputs.append(F.scaled_dot_product_attention(part, seen_key, seen_value, attn_mask=bias, scale=scaling))
+                outputs.append(
+                    F.scaled_dot_product_attention(
+                        part, seen_key, seen_value, attn_mask=bias, scale=scaling
+                    )
+                )
             else:
                 outputs.append(_softcapped(part, seen_key, seen_value, bias, scaling, softcap))
         return torch.cat(outputs, dim=2)
 
     def packed_kernel(self, query: Tensor, softcap: float | None) -> PackedKernel | None:
-        return self._packed if self._packed is not None and softcap is None and self._fits(query) else None
+        return (
+            self._packed
+            if self._packed is not None and softcap is None and self._fits(query)
+            else None
+        )
 
 
 class VarlenAttention(FusedAttention):
-    """`FusedAttention`, with packed sequences in one call wherever the kernel takes them; a soft cap it does not know."""
+    """`FusedAttention`, with packed sequences in one call wherever the kernel takes them; a soft
+    cap it does not know.
+    """
 
-    def __init__(self, kernel: PackedKernel = flash, fits: Callable[[Tensor], bool] = fits_flash, paged: PagedKernel = flash_paged) -> None:
+    def __init__(
+        self,
+        kernel: PackedKernel = flash,
+        fits: Callable[[Tensor], bool] = fits_flash,
+        paged: PagedKernel = flash_paged,
+    ) -> None:
         """`fits`: whether the kernel takes queries of this shape and dtype."""
         super().__init__(paged)
         self._packed, self._fits = kernel, fits
 
 
 def prefers_products(query: Tensor) -> bool:
-    """Return True if matrix products score these queries faster than the fused kernel, where the rows are short or the queries few.
+    """Return True if matrix products score these queries faster than the fused kernel, where the
+    rows are short or the queries few.
 
     Without values, as memory is predicted, it does not matter: both ways keep about the same.
     """
     return query.device.type in ("cpu", "meta") and query.dtype == torch.float32
 
 
-def _products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float) -> Tensor:
+def _products(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float
+) -> Tensor:
     """softmax(scaling * q k + bias) v of queries [R, Hk, G, D], in float32; without gradient."""
     rows, heads = query.shape[:2]
-    queries, keys, values = query.float().flatten(0, 1), key.float().flatten(0, 1).transpose(1, 2), value.float().flatten(0, 1)
+    queries, keys, values = (
+        query.float().flatten(0, 1),
+        key.float().flatten(0, 1).transpose(1, 2),
+        value.float().flatten(0, 1),
+    )
     if bias is None:
         scores = torch.bmm(queries * scaling, keys)
     else:
-        scores = torch.baddbmm(bias.expand(rows, heads, 1, -1).flatten(0, 1), queries, keys, alpha=scaling)
-    return torch.bmm(torch.softmax(scores, dim=-1), values).view(rows, heads, -1, value.shape[-1]).to(query.dtype)
+        scores = torch.baddbmm(
+            bias.expand(rows, heads, 1, -1).flatten(0, 1), queries, keys, alpha=scaling
+        )
+    return (
+        torch.bmm(torch.softmax(scores, dim=-1), values)
+        .view(rows, heads, -1, value.shape[-1])
+        .to(query.dtype)
+    )
 
 
 def visible_bias(lengths: Tensor, longest: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """[R, 1, 1, L] additive mask: row r sees its tokens 0 .. lengths[r] - 1, only the last `window` of them if given."""
+    """[R, 1, 1, L] additive mask: row r sees its tokens 0 .. lengths[r] - 1, only the last `window`
+    of them if given.
+    """
     position = torch.arange(longest, device=lengths.device)
     hidden = position >= lengths[:, None]
     if window is not None:
         hidden |= position < (lengths - window)[:, None]
-    return torch.zeros(hidden.shape, dtype=dtype, device=lengths.device).masked_fill_(hidden, float("-inf"))[:, None, None]
+    return torch.zeros(hidden.shape, dtype=dtype, device=lengths.device).masked_fill_(
+        hidden, float("-inf")
+    )[:, None, None]
 
 
-def _softcapped(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float, softcap: float) -> Tensor:
-    """softmax(softcap * tanh(q k / softcap) + bias) v, as Gemma 2 defines it; no fused kernel on a CPU has the tanh.
+def _softcapped(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float, softcap: float
+) -> Tensor:
+    """softmax(softcap * tanh(q k / softcap) + bias) v, as Gemma 2 defines it; no fused kernel on a
+    CPU has the tanh.
 
     Nothing in place: the learner differentiates it.
     """

@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from retrain.config.schema import Environment, Evaluation, Training
 
 PROMPT_ALLOWANCE = 1024
-"""Prompt tokens assumed beside max_tokens when asking whether the longest row fits, and tokens of an environment's answers."""
+"""Prompt tokens assumed beside max_tokens when asking whether the longest row fits, and tokens of
+an environment's answers."""
 SAMPLING_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Float32 logits handled together: on a CPU they stay in the cache over the passes."""
 PREFILL_TOKENS = 8192
@@ -19,8 +20,9 @@ PAGE_TOKENS = 256
 STORE_SHARE = 8
 """Prompts kept for redraws take at most this part (1/8) of the KV budget on top of it."""
 _ROW_CAPS = {"cpu": 64, "cuda": 512}
-"""On a CPU the rows of a piece; a worker decodes one piece at a time. Larger pieces would be too few for all workers, and smaller ones take
-nearly as long. On a GPU more rows decode no faster, since it waits for the KV cache."""
+"""On a CPU the rows of a piece; a worker decodes one piece at a time. Larger pieces would be too
+few for all workers, and smaller ones take nearly as long. On a GPU more rows decode no faster,
+since it waits for the KV cache."""
 _STORE_ALLOWANCE = 1.25
 """Prompts kept for their groups and for redraws, beside the rows' own keys and values."""
 _SCALE_BYTES = 4
@@ -29,21 +31,31 @@ _QUANTISED = ("int8", "fp8")
 
 @dataclass(frozen=True)
 class DecodeLimits:
-    """The budget of one batch. Rows of one capacity reserve the longest completion, so that none has to be thrown out; pages do not."""
+    """The budget of one batch. Rows of one capacity reserve the longest completion, so that none
+    has to be thrown out; pages do not.
+    """
 
     rows: int
     tokens: int
 
     def rows_together(self, tokens_per_row: int, completions: int) -> int:
-        """The number of `completions` that decode together if the longest has `tokens_per_row`; the others wait their turn."""
+        """The number of `completions` that decode together if the longest has `tokens_per_row`; the
+        others wait their turn.
+        """
         return max(1, min(self.rows, self.tokens // tokens_per_row, completions))
 
 
-def longest_row(training: "Training", environment: "Environment", context: int, prompt_tokens: int = PROMPT_ALLOWANCE) -> int:
-    """Tokens of the longest prompt and completion that are trained; where prompts are not known, an allowance is made.
+def longest_row(
+    training: "Training",
+    environment: "Environment",
+    context: int,
+    prompt_tokens: int = PROMPT_ALLOWANCE,
+) -> int:
+    """Tokens of the longest prompt and completion that are trained; where prompts are not known, an
+    allowance is made.
 
-    What an environment will say between the replies is not known, so all of it together has the same allowance. `context` is the
-    model's, 0 where it names no limit.
+    What an environment will say between the replies is not known, so all of it together has the
+    same allowance. `context` is the model's, 0 where it names no limit.
     """
     answers = environment.provider not in ("", "reasoning_gym") and environment.max_turns != 1
     wanted = training.max_tokens + prompt_tokens + PROMPT_ALLOWANCE * answers
@@ -51,9 +63,15 @@ def longest_row(training: "Training", environment: "Environment", context: int, 
 
 
 def longest_sampled(
-    training: "Training", evaluation: "Evaluation", environment: "Environment", context: int, prompt_tokens: int = PROMPT_ALLOWANCE
+    training: "Training",
+    evaluation: "Evaluation",
+    environment: "Environment",
+    context: int,
+    prompt_tokens: int = PROMPT_ALLOWANCE,
 ) -> int:
-    """`longest_row` of what is sampled: evaluations may allow longer completions than training does."""
+    """`longest_row` of what is sampled: evaluations may allow longer completions than training
+    does.
+    """
     longest = longest_row(training, environment, context, prompt_tokens)
     more = most_new_tokens(training, evaluation) - training.max_tokens
     return min(longest + more, context or longest + more)
@@ -61,15 +79,23 @@ def longest_sampled(
 
 def most_new_tokens(training: "Training", evaluation: "Evaluation") -> int:
     """Tokens of the longest completion that the run samples."""
-    return max(training.max_tokens, evaluation.max_tokens or 0) if evaluation.asked_for else training.max_tokens
+    return (
+        max(training.max_tokens, evaluation.max_tokens or 0)
+        if evaluation.asked_for
+        else training.max_tokens
+    )
 
 
 def kv_bytes_per_token(model_config: Any, compute_bytes: int, kv_cache_dtype: str = "auto") -> int:
-    """Keys and values of one token over all layers of a transformers configuration; `compute_bytes` is the model dtype's item size."""
+    """Keys and values of one token over all layers of a transformers configuration; `compute_bytes`
+    is the model dtype's item size.
+    """
     text = model_config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    per_head = {"auto": size * compute_bytes, "bf16": size * 2}.get(kv_cache_dtype, size + _SCALE_BYTES)
+    per_head = {"auto": size * compute_bytes, "bf16": size * 2}.get(
+        kv_cache_dtype, size + _SCALE_BYTES
+    )
     return int(2 * text.num_hidden_layers * heads * per_head)
 
 
@@ -83,21 +109,27 @@ def plan_decode(
     kv_cache_dtype: str = "auto",
     paged: bool = False,
 ) -> DecodeLimits:
-    """The budget that fits `memory_bytes`; `tokens_per_row` is the longest prompt and completion together.
+    """The budget that fits `memory_bytes`; `tokens_per_row` is the longest prompt and completion
+    together.
 
-    In pages as many rows start as there are pages, up to the device's cap, and prompts that are kept are pages too.
-    Raises EnvironmentFailure where not even one row fits. A quantised cache is unpacked one layer at a time, which is counted.
+    In pages as many rows start as there are pages, up to the device's cap, and prompts that are
+    kept are pages too. Raises EnvironmentFailure where not even one row fits. A quantised cache is
+    unpacked one layer at a time, which is counted.
     """
     per_token = kv_bytes_per_token(model_config, compute_bytes, kv_cache_dtype)
     if kv_cache_dtype in _QUANTISED:
-        per_token += kv_bytes_per_token(model_config, compute_bytes) // model_config.get_text_config().num_hidden_layers
+        per_token += (
+            kv_bytes_per_token(model_config, compute_bytes)
+            // model_config.get_text_config().num_hidden_layers
+        )
     allowance = 1.0 if paged else _STORE_ALLOWANCE
     tokens = int(memory_bytes / (per_token * allowance))
     if tokens < tokens_per_row + (2 * PAGE_TOKENS if paged else 0):
         needed = per_token * allowance * tokens_per_row
         raise EnvironmentFailure(
-            f"One completion of {tokens_per_row} tokens needs {needed / 2**30:.1f} GiB of KV cache and {memory_bytes / 2**30:.1f} GiB are "
-            'left for it; lower [training] max_tokens (or that of [evaluation]), or set [inference] kv_cache_dtype = "int8".'
+            f"One completion of {tokens_per_row} tokens needs {needed / 2**30:.1f} GiB of KV cache"
+            f" and {memory_bytes / 2**30:.1f} GiB are left for it; lower [training] max_tokens (or"
+            ' that of [evaluation]), or set [inference] kv_cache_dtype = "int8".'
         )
     rows = tokens // (PAGE_TOKENS if paged else tokens_per_row)
     return DecodeLimits(rows=min(_ROW_CAPS.get(device_type, _ROW_CAPS["cpu"]), rows), tokens=tokens)

@@ -1,4 +1,6 @@
-"""The devices and dtypes of a run, and the options of its engine; what this machine lacks is refused or replaced."""
+"""The devices and dtypes of a run, and the options of its engine; what this machine lacks is
+refused or replaced.
+"""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -24,34 +26,48 @@ class EngineOptions:
     """The keys of `[inference]` resolved for a device and a model."""
 
     weights: torch.dtype | None = None
-    """dtype of a second copy of the weights for decoding, whose adapter follows the learner's; None: the learner's own weights."""
+    """dtype of a second copy of the weights for decoding, whose adapter follows the learner's;
+    None: the learner's own weights."""
     kv_storage: torch.dtype | None = None
     """None: the dtype that the weights compute in."""
     flash: bool = False
-    """Attention by torch's flash kernel where it can. It computes the same function as torch's fused attention."""
+    """Attention by torch's flash kernel where it can. It computes the same function as torch's
+    fused attention."""
     prefix_caching: bool = True
     paged: bool = False
-    """Keys and values in pages and steps in fixed buffers, for models that have a fused forward; else rows of one capacity."""
+    """Keys and values in pages and steps in fixed buffers, for models that have a fused forward;
+    else rows of one capacity."""
     page_tokens: int = PAGE_TOKENS
 
 
-def engine_options(inference: "Inference", device_type: str, model_dtype: torch.dtype) -> EngineOptions:
-    """Resolve the options. Raises ConfigurationError or EnvironmentFailure for a value that this device or installation cannot serve."""
+def engine_options(
+    inference: "Inference", device_type: str, model_dtype: torch.dtype
+) -> EngineOptions:
+    """Resolve the options. Raises ConfigurationError or EnvironmentFailure for a value that this
+    device or installation cannot serve.
+    """
     narrow = inference.dtype == "bf16"
-    _check_attention(inference.attention_kernel, device_type, torch.bfloat16 if narrow else model_dtype)
+    _check_attention(
+        inference.attention_kernel, device_type, torch.bfloat16 if narrow else model_dtype
+    )
     if inference.dtype in ("fp8", "fp4"):
         raise ConfigurationError(
-            f'[inference] dtype = "{inference.dtype}" needs {inference.dtype[-1]}-bit matrix products, which the pytorch engine has on no '
-            f'device; use "auto" (the model\'s own) or "bf16", [model] dtype = "fp8" for weights in 8 bits in sampler and '
-            f'learner alike, or engine = "vllm" with a {inference.dtype} model on a GPU that has them.'
+            f'[inference] dtype = "{inference.dtype}" needs {inference.dtype[-1]}-bit matrix'
+            ' products, which the pytorch engine has on no device; use "auto" (the model\'s own)'
+            ' or "bf16", [model] dtype = "fp8" for weights in 8 bits in sampler and learner alike,'
+            f' or engine = "vllm" with a {inference.dtype} model on a GPU that has them.'
         )
     if inference.kv_cache_dtype == "fp8" and device_type == "mps":
         raise ConfigurationError(
-            '[inference] kv_cache_dtype = "fp8" needs 8-bit floats, which mps lacks; use "auto", "bf16" or "int8", or another device.'
+            '[inference] kv_cache_dtype = "fp8" needs 8-bit floats, which mps lacks; use "auto",'
+            ' "bf16" or "int8", or another device.'
         )
     weights = torch.bfloat16 if narrow and model_dtype != torch.bfloat16 else None
     kv_storage = _KV_STORAGE.get(inference.kv_cache_dtype)
-    has, flash = has_flash(device_type, weights or model_dtype), inference.attention_kernel != "cutlass"
+    has, flash = (
+        has_flash(device_type, weights or model_dtype),
+        inference.attention_kernel != "cutlass",
+    )
     return EngineOptions(
         weights=weights,
         kv_storage=None if kv_storage == (weights or model_dtype) else kv_storage,
@@ -63,34 +79,47 @@ def engine_options(inference: "Inference", device_type: str, model_dtype: torch.
 
 def attention_of(kernel: str, device_type: str, dtype: torch.dtype) -> Kernel:
     """Return the learner's attention under `[inference] attention_kernel`, which holds for both."""
-    return VarlenAttention() if kernel != "cutlass" and has_flash(device_type, dtype) else FusedAttention()
+    return (
+        VarlenAttention()
+        if kernel != "cutlass" and has_flash(device_type, dtype)
+        else FusedAttention()
+    )
 
 
 _ABSENT_KERNELS = {
-    "triton": 'attention kernels written in Triton, which PyTorch lacks; engine = "vllm" has them (attention backend TRITON_ATTN)',
-    "tk": "ThunderKittens' kernels, which are in no released package; they would be built from github.com/HazyResearch/ThunderKittens",
+    "triton": (
+        'attention kernels written in Triton, which PyTorch lacks; engine = "vllm" has them'
+        " (attention backend TRITON_ATTN)"
+    ),
+    "tk": (
+        "ThunderKittens' kernels, which are in no released package; they would be built from"
+        " github.com/HazyResearch/ThunderKittens"
+    ),
 }
 
 
 def _check_attention(kernel: str, device_type: str, dtype: torch.dtype) -> None:
     if kernel in _ABSENT_KERNELS:
         raise ConfigurationError(
-            f'[inference] attention_kernel = "{kernel}" asks for {_ABSENT_KERNELS[kernel]}; use "default" (PyTorch\'s best), "flash" or '
-            '"cutlass" (both in PyTorch, on a CUDA device).'
+            f'[inference] attention_kernel = "{kernel}" asks for {_ABSENT_KERNELS[kernel]}; use'
+            ' "default" (PyTorch\'s best), "flash" or "cutlass" (both in PyTorch, on a CUDA'
+            " device)."
         )
     if kernel in ("flash", "cutlass") and device_type != "cuda":
         raise ConfigurationError(
-            f'[inference] attention_kernel = "{kernel}" needs a CUDA device, and this run is on {device_type}; use "default", or '
-            '[backend] devices = "gpu:0".'
+            f'[inference] attention_kernel = "{kernel}" needs a CUDA device, and this run is on'
+            f' {device_type}; use "default", or [backend] devices = "gpu:0".'
         )
     if kernel == "flash" and dtype not in (torch.bfloat16, torch.float16):
         raise ConfigurationError(
-            '[inference] attention_kernel = "flash" computes in bf16, and the model is in fp32; use "default", or [model] dtype = "bf16".'
+            '[inference] attention_kernel = "flash" computes in bf16, and the model is in fp32; use'
+            ' "default", or [model] dtype = "bf16".'
         )
     if kernel == "flash" and not has_flash(device_type, dtype):
         raise EnvironmentFailure(
-            f'[inference] attention_kernel = "flash" needs torch 2.11 and an NVIDIA GPU of compute capability 8.0 (Ampere) or later; '
-            f'here is torch {torch.__version__}. Use "default", which takes what there is.'
+            '[inference] attention_kernel = "flash" needs torch 2.11 and an NVIDIA GPU of compute'
+            f' capability 8.0 (Ampere) or later; here is torch {torch.__version__}. Use "default",'
+            " which takes what there is."
         )
 
 
@@ -104,15 +133,17 @@ class DeviceChoice(NamedTuple):
 
 
 def choose_device(backend: "Backend", world: World = ALONE) -> DeviceChoice:
-    """Return the devices of `[backend] devices`: one, or in split mode the sampler's and then the learner's.
+    """Return the devices of `[backend] devices`: one, or in split mode the sampler's and then the
+    learner's.
 
-    The unset default falls back to cpu; a named device that is absent is refused. In a parallel run each process takes the GPU of its local
-    rank.
+    The unset default falls back to cpu; a named device that is absent is refused. In a parallel run
+    each process takes the GPU of its local rank.
     """
     names = backend.device_list
     if len(names) > 1 and world.size > 1:
         raise ConfigurationError(
-            f'[backend] devices = "{backend.devices}" under torchrun: each process takes one GPU, so leave the key out.'
+            f'[backend] devices = "{backend.devices}" under torchrun: each process takes one GPU,'
+            " so leave the key out."
         )
     device = torch.device(names[-1])
     if world.size > 1 and device.type == "cuda":
@@ -122,10 +153,13 @@ def choose_device(backend: "Backend", world: World = ALONE) -> DeviceChoice:
         return DeviceChoice(device, "", sampler)
     if backend.is_set("devices"):
         raise EnvironmentFailure(
-            f'[backend] devices = "{backend.devices}": this machine has no such device ({present_devices()}); name one of these, '
-            "or leave the key out to fall back to cpu."
+            f'[backend] devices = "{backend.devices}": this machine has no such device'
+            f" ({present_devices()}); name one of these, or leave the key out to fall back to cpu."
         )
-    return DeviceChoice(torch.device("cpu"), f'No device "{backend.devices}" here, and [backend] devices is not set: using cpu.')
+    return DeviceChoice(
+        torch.device("cpu"),
+        f'No device "{backend.devices}" here, and [backend] devices is not set: using cpu.',
+    )
 
 
 def is_present(device: torch.device) -> bool:
@@ -146,8 +180,8 @@ def present_devices() -> str:
 
 
 def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    """Return the dtype for computing with the frozen weights, and for holding them unless they are in 8 bits: auto is bf16 on CUDA and fp32
-    elsewhere.
+    """Return the dtype for computing with the frozen weights, and for holding them unless they are
+    in 8 bits: auto is bf16 on CUDA and fp32 elsewhere.
 
     Adapter weights are fp32 always.
     """
@@ -157,8 +191,17 @@ def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
 
 
 def half_precision_note(model: "Model", inference: "Inference", device: torch.device) -> str:
-    """One line to print where bf16 is asked for on a processor that has no units for it; empty otherwise."""
-    keys = [key for key, dtype in (("[model]", model.dtype), ("[inference]", inference.dtype)) if dtype == "bf16"]
+    """One line to print where bf16 is asked for on a processor that has no units for it; empty
+    otherwise.
+    """
+    keys = [
+        key
+        for key, dtype in (("[model]", model.dtype), ("[inference]", inference.dtype))
+        if dtype == "bf16"
+    ]
     if not keys or device.type != "cpu" or computes_bf16():
         return ""
-    return f'{" and ".join(keys)} dtype = "bf16": this processor has no bf16 units and computes it many times slower than fp32.'
+    return (
+        f'{" and ".join(keys)} dtype = "bf16": this processor has no bf16 units and computes it'
+        " many times slower than fp32."
+    )

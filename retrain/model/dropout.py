@@ -1,7 +1,8 @@
 """LoRA dropout whose masks are a function of (seed, step, row, layer, position, feature).
 
-A mask depends on nothing else, so it is the same in whatever micro-batch a row lands, in a recomputed forward pass, and after a
-resume. Outside a training pass the module does nothing: the sampler, the parity gate and `logprobs` never see dropout.
+A mask depends on nothing else, so it is the same in whatever micro-batch a row lands, in a
+recomputed forward pass, and after a resume. Outside a training pass the module does nothing: the
+sampler, the parity gate and `logprobs` never see dropout.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,11 +18,18 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
 
 
-def philox(seed: int, stream: int, counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor]) -> Tensor:
-    """[..., 4] int64 words in [0, 2**32), one block of four per broadcast element of the counter."""
+def philox(
+    seed: int, stream: int, counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor]
+) -> Tensor:
+    """[..., 4] int64 words in [0, 2**32), one block of four per broadcast element of the
+    counter.
+    """
     last = counter[3]
-    words = [torch.as_tensor(word, dtype=torch.int64, device=last.device) & _MASK for word in counter]
-    x0, x1, x2, x3 = torch.broadcast_tensors(*words)  # type: ignore[no-untyped-call]  # torch does not annotate it
+    words = [
+        torch.as_tensor(word, dtype=torch.int64, device=last.device) & _MASK for word in counter
+    ]
+    # torch does not annotate broadcast_tensors.
+    x0, x1, x2, x3 = torch.broadcast_tensors(*words)  # type: ignore[no-untyped-call]
     key0, key1 = seed & _MASK, int(stream) & _MASK
     for _ in range(10):
         product0, product1 = x0 * _MULTIPLIERS[0], x2 * _MULTIPLIERS[1]
@@ -35,7 +43,15 @@ def philox(seed: int, stream: int, counter: tuple[Tensor | int, Tensor | int, Te
     return torch.stack([x0, x1, x2, x3], dim=-1)
 
 
-def uniform_words(seed: int, stream: int, a: Tensor | int, b: Tensor | int, c: Tensor | int, count: int, device: torch.device) -> Tensor:
+def uniform_words(
+    seed: int,
+    stream: int,
+    a: Tensor | int,
+    b: Tensor | int,
+    c: Tensor | int,
+    count: int,
+    device: torch.device,
+) -> Tensor:
     """[..., count] words: element i is word i % 4 of the block with counter (a, b, c, i // 4)."""
     blocks = torch.arange((count + 3) // 4, dtype=torch.int64, device=device)
     words = philox(seed, stream, (a, b, c, blocks))
@@ -43,7 +59,9 @@ def uniform_words(seed: int, stream: int, a: Tensor | int, b: Tensor | int, c: T
 
 
 class DropoutKey:
-    """The coordinates of the current forward pass's masks; shared by all layers, inactive by default."""
+    """The coordinates of the current forward pass's masks; shared by all layers, inactive by
+    default.
+    """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -51,16 +69,29 @@ class DropoutKey:
         self.rows: Tensor | None = None
         """[batch] row numbers of the micro-batch; None switches dropout off."""
         self.lengths: Sequence[int] | None = None
-        """Tokens of each row where they are packed into one sequence; None where they are padded to one length."""
+        """Tokens of each row where they are packed into one sequence; None where they are padded to
+        one length."""
 
     @property
     def is_active(self) -> bool:
         return self.rows is not None
 
     @contextmanager
-    def active(self, step: int, rows: Sequence[int], device: torch.device, lengths: Sequence[int] | None = None) -> Iterator[None]:
-        """Switch dropout on inside. The backward pass belongs inside too: gradient checkpointing runs the forward again."""
-        self.step, self.rows, self.lengths = step, torch.tensor(rows, dtype=torch.int64, device=device), lengths
+    def active(
+        self,
+        step: int,
+        rows: Sequence[int],
+        device: torch.device,
+        lengths: Sequence[int] | None = None,
+    ) -> Iterator[None]:
+        """Switch dropout on inside. The backward pass belongs inside too: gradient checkpointing
+        runs the forward again.
+        """
+        self.step, self.rows, self.lengths = (
+            step,
+            torch.tensor(rows, dtype=torch.int64, device=device),
+            lengths,
+        )
         try:
             yield
         finally:
@@ -74,13 +105,17 @@ class KeyedDropout(nn.Module):
         self.threshold = round(rate * 2**32)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [batch, positions, features], or [1, all positions, features] of packed rows; a row starts with its first token."""
+        """x [batch, positions, features], or [1, all positions, features] of packed rows; a row
+        starts with its first token.
+        """
         if not self.key.is_active:
             return x
         lengths = self.key.lengths
         keep = self.keep_mask(max(lengths) if lengths else x.shape[1], x.shape[2])
         if lengths:
-            keep = torch.cat([mask[:length] for mask, length in zip(keep, lengths, strict=True)]).unsqueeze(0)
+            keep = torch.cat(
+                [mask[:length] for mask, length in zip(keep, lengths, strict=True)]
+            ).unsqueeze(0)
         return x * (keep.to(x.dtype) / (1 - self.rate))
 
     def keep_mask(self, positions: int, features: int) -> Tensor:
@@ -89,7 +124,13 @@ class KeyedDropout(nn.Module):
         if rows is None:
             raise ValueError("dropout masks exist only inside DropoutKey.active")
         words = uniform_words(
-            self.key.seed, Stream.DROPOUT, self.key.step, rows.unsqueeze(-1), self.layer, positions * features, rows.device
+            self.key.seed,
+            Stream.DROPOUT,
+            self.key.step,
+            rows.unsqueeze(-1),
+            self.layer,
+            positions * features,
+            rows.device,
         )
         return words.view(len(rows), positions, features) >= self.threshold
 

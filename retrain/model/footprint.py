@@ -1,7 +1,8 @@
-"""The bytes of a model with its adapter, counted on the model itself or on one that was never allocated.
+"""The bytes of a model with its adapter, counted on the model itself or on one that was never
+allocated.
 
-On torch's meta device a model has shapes and no values. The same count runs on it, so what is predicted before the weights are
-loaded is what is measured afterwards.
+On torch's meta device a model has shapes and no values. The same count runs on it, so what is
+predicted before the weights are loaded is what is measured afterwards.
 """
 
 import warnings
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 _PROBE_TOKENS = 64
 _META = torch.device("meta")
 _NF4_BYTES = 4.127 / 8
-"""A weight in 4 bits with doubly quantised scales, one for 64 weights (arXiv 2305.14314, section 3)."""
+"""A weight in 4 bits with doubly quantised scales, one for 64 weights (arXiv 2305.14314, section
+3)."""
 
 
 class NotPredictable(EnvironmentFailure):
@@ -44,24 +46,29 @@ class Footprint:
     dtype: torch.dtype
     """Dtype of the products."""
     weights: int
-    """Bytes of the frozen weights that a process holds, and of layers in 8 bits as long as they are widened."""
+    """Bytes of the frozen weights that a process holds, and of layers in 8 bits as long as they are
+    widened."""
     num_frozen: int
     layer_weights: int
-    """Bytes of the blocks' linear layers, where the fused forward may hold a second copy of them and of the head; else 0."""
+    """Bytes of the blocks' linear layers, where the fused forward may hold a second copy of them
+    and of the head; else 0."""
     head_weights: int
     num_trainable: int
     """Parameters of the adapter."""
     adapter_copies: int
-    """Bytes of the adapter as the fused forward's products read it, beside its float32 parameters."""
+    """Bytes of the adapter as the fused forward's products read it, beside its float32
+    parameters."""
     kept_per_token: int
     """Bytes that a forward pass keeps for its backward."""
     checkpointed_per_token: int
-    """The same with gradient checkpointing: the input of every layer, and one layer's activations while it runs again."""
+    """The same with gradient checkpointing: the input of every layer, and one layer's activations
+    while it runs again."""
     offloaded_per_token: int
-    """The same where these inputs wait in the host's memory: one of them comes back while another goes."""
+    """The same where these inputs wait in the host's memory: one of them comes back while another
+    goes."""
     gradients_per_token: int
-    """Bytes that live beside these in the backward pass, and in a forward pass that keeps nothing: about what one layer keeps (measured on
-    the lab model: 1.05 to 1.13 of it)."""
+    """Bytes that live beside these in the backward pass, and in a forward pass that keeps nothing:
+    about what one layer keeps (measured on the lab model: 1.05 to 1.13 of it)."""
 
     def activations_per_token(self, *, checkpointing: bool, offloading: bool) -> int:
         """Count the bytes that a forward pass keeps for its backward under these choices."""
@@ -71,32 +78,50 @@ class Footprint:
 
 
 def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = None) -> Footprint:
-    """Measure a model that carries its adapter. Its state does not change, except that fused layers share one weight tensor.
+    """Measure a model that carries its adapter. Its state does not change, except that fused layers
+    share one weight tensor.
 
-    `device_type`: the device on which a model without weights would run; its attention kernel is then counted. Raises NotPredictable where
-    such a model cannot run.
+    `device_type`: the device on which a model without weights would run; its attention kernel is
+    then counted. Raises NotPredictable where such a model cannot run.
     """
-    kernel = attention_of(config.inference.attention_kernel, device_type or base.device.type, base.dtype)
+    kernel = attention_of(
+        config.inference.attention_kernel, device_type or base.device.type, base.dtype
+    )
     four_bits, drops = config.model.load_in_4bit, config.lora.dropout > 0
     fused = None if four_bits or base.shards.size > 1 else FusedDecoder.of(base.model, merge=False)
     if fused is not None:
         fused.refresh()
     try:
-        with _dropping(base.model) if drops else nullcontext():  # then the model's own forward learns
+        with (
+            _dropping(base.model) if drops else nullcontext()
+        ):  # then the model's own forward learns
             kept = max(1, _kept_bytes(base, None if drops else fused, kernel) // _PROBE_TOKENS)
     except RuntimeError as error:
         if base.device != _META:
             raise
-        raise NotPredictable(  # torch's grouped product, as of experts, knows no other dtype than bfloat16 there
-            f'[model] model = "{config.model.model}" cannot be run without its weights ({type(error).__name__}), so its memory is not '
-            "predicted."
+        # torch's grouped product, as of experts, knows no other dtype than bfloat16 there
+        raise NotPredictable(
+            f'[model] model = "{config.model.model}" cannot be run without its weights'
+            f" ({type(error).__name__}), so its memory is not predicted."
         ) from error
     frozen = [parameter for parameter in base.model.parameters() if not parameter.requires_grad]
     saved = 0
-    if four_bits:  # a model that is not quantised yet shrinks: its linear layers do, but for the head
-        linears = [module.weight for module in base.decoder.modules() if isinstance(module, nn.Linear)]
-        shrinking = [weight for weight in linears if not weight.requires_grad and weight is not base.head.weight]
-        saved = sum(weight.nbytes - int(weight.numel() * _NF4_BYTES) for weight in shrinking if weight.is_floating_point())
+    if (
+        four_bits
+    ):  # a model that is not quantised yet shrinks: its linear layers do, but for the head
+        linears = [
+            module.weight for module in base.decoder.modules() if isinstance(module, nn.Linear)
+        ]
+        shrinking = [
+            weight
+            for weight in linears
+            if not weight.requires_grad and weight is not base.head.weight
+        ]
+        saved = sum(
+            weight.nbytes - int(weight.numel() * _NF4_BYTES)
+            for weight in shrinking
+            if weight.is_floating_point()
+        )
     text: Any = base.model.config.get_text_config()
     layer, stream = kept // text.num_hidden_layers, text.hidden_size * base.dtype.itemsize
     return Footprint(
@@ -105,7 +130,9 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
         num_frozen=sum(parameter.numel() for parameter in frozen),
         layer_weights=fused.layer_weight_bytes if fused else 0,
         head_weights=base.head.weight.nbytes,
-        num_trainable=sum(parameter.numel() for parameter in base.model.parameters() if parameter.requires_grad),
+        num_trainable=sum(
+            parameter.numel() for parameter in base.model.parameters() if parameter.requires_grad
+        ),
         adapter_copies=fused.adapter_copy_bytes if fused else 0,
         kept_per_token=kept,
         gradients_per_token=layer,
@@ -114,9 +141,11 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
     )
 
 
-def weightless_model(model: "Model", lora: "Lora", dtype: torch.dtype, shards: World = ALONE) -> BaseModel:
-    """Return the configured model with its adapter on the meta device, as one of `shards` holds it. Raises NotPredictable where that
-    fails.
+def weightless_model(
+    model: "Model", lora: "Lora", dtype: torch.dtype, shards: World = ALONE
+) -> BaseModel:
+    """Return the configured model with its adapter on the meta device, as one of `shards` holds it.
+    Raises NotPredictable where that fails.
     """
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
@@ -124,25 +153,44 @@ def weightless_model(model: "Model", lora: "Lora", dtype: torch.dtype, shards: W
     settings = load_model_config(model.model, model.revision, model.trust_remote_code)
     try:
         with _META, warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # peft reads an attribute that transformers deprecates
-            built = AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=model.trust_remote_code)
+            warnings.simplefilter(
+                "ignore", FutureWarning
+            )  # peft reads an attribute that transformers deprecates
+            built = AutoModelForCausalLM.from_config(
+                settings, dtype=dtype, trust_remote_code=model.trust_remote_code
+            )
             built.requires_grad_(False).eval()
             if model.dtype == "fp8":
                 hold_layers_in_float8(built.base_model, model.model)
-            base = BaseModel(built, decoder_of(built, model.model), Head(built.get_output_embeddings().weight), _META, dtype, shards)
-            get_peft_model(base.model, lora_config(base, lora, model.lora_rank), low_cpu_mem_usage=True)
+            base = BaseModel(
+                built,
+                decoder_of(built, model.model),
+                Head(built.get_output_embeddings().weight),
+                _META,
+                dtype,
+                shards,
+            )
+            get_peft_model(
+                base.model, lora_config(base, lora, model.lora_rank), low_cpu_mem_usage=True
+            )
     except ConfigurationError:
         raise
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         raise NotPredictable(
-            f'[model] model = "{model.model}" cannot be built without its weights ({type(error).__name__}), so its memory is not predicted.'
+            f'[model] model = "{model.model}" cannot be built without its weights'
+            f" ({type(error).__name__}), so its memory is not predicted."
         ) from error
     return base
 
 
 def _kept_bytes(base: BaseModel, fused: FusedDecoder | None, kernel: Kernel) -> int:
-    """Count the bytes of the storages that autograd keeps for the probe's tokens; each counts once, and parameters do not count."""
-    own = {id(storage): storage for storage in (parameter.untyped_storage() for parameter in base.model.parameters())}
+    """Count the bytes of the storages that autograd keeps for the probe's tokens; each counts once,
+    and parameters do not count.
+    """
+    own = {
+        id(storage): storage
+        for storage in (parameter.untyped_storage() for parameter in base.model.parameters())
+    }
     kept: dict[int, torch.UntypedStorage] = {}
 
     def count(tensor: Tensor) -> Tensor:
@@ -151,7 +199,10 @@ def _kept_bytes(base: BaseModel, fused: FusedDecoder | None, kernel: Kernel) -> 
             kept[id(storage)] = storage  # held, so that no other takes its place
         return tensor
 
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+    with (
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor),
+    ):
         hidden = _forward(base, fused, kernel)
     del hidden
     return sum(storage.nbytes() for storage in kept.values())
@@ -191,10 +242,14 @@ def _forward(base: BaseModel, fused: FusedDecoder | None, kernel: Kernel) -> Ten
         return fused.hidden_states(ids, positions, attention)
     packs = not missing(base.model)
     with ExitStack() as stack:
-        if base.dtype != torch.float32 and base.device != _META:  # products in half precision over a float32 adapter
+        if (
+            base.dtype != torch.float32 and base.device != _META
+        ):  # products in half precision over a float32 adapter
             stack.enter_context(torch.autocast(base.device.type, base.dtype))
             stack.enter_context(disable_input_dtype_casting(base.model))
-        elif base.dtype != torch.float32:  # autocast is missing there, so the adapter is in half precision too
+        elif (
+            base.dtype != torch.float32
+        ):  # autocast is missing there, so the adapter is in half precision too
             for parameter in base.model.parameters():
                 parameter.data = parameter.data.to(base.dtype)
         stack.enter_context(plugged_in(base.model) if packs else nullcontext())

@@ -1,7 +1,9 @@
-"""The pieces of a dense decoder layer as differentiable functions that keep as little as they can for the backward pass.
+"""The pieces of a dense decoder layer as differentiable functions that keep as little as they can
+for the backward pass.
 
-A frozen norm or activation is computed again in the backward pass from what stands before it. Gradients go to the residual stream
-and to the adapters; frozen weights have none. Shape letters: N tokens, H hidden size, I inputs and O outputs of a projection.
+A frozen norm or activation is computed again in the backward pass from what stands before it.
+Gradients go to the residual stream and to the adapters; frozen weights have none. Shape letters: N
+tokens, H hidden size, I inputs and O outputs of a projection.
 """
 
 from typing import Any, Protocol
@@ -18,7 +20,9 @@ _FUSED_NORM = {"cuda"}
 
 
 class LayerKernels(Protocol):
-    """What lies between the products of a layer in one kernel each, with the roundings of torch's operators."""
+    """What lies between the products of a layer in one kernel each, with the roundings of torch's
+    operators.
+    """
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(normed x, its scale [N, 1] float32) of x [N, H]."""
@@ -28,11 +32,17 @@ class LayerKernels(Protocol):
         """The gradient of x [N, H]."""
         ...
 
-    def turn(self, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(x [N, heads, D] normed and turned by cos and sin [N, 1, D], the scale [N, heads, 1] of its norm)."""
+    def turn(
+        self, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(x [N, heads, D] normed and turned by cos and sin [N, 1, D], the scale [N, heads, 1] of
+        its norm).
+        """
         ...
 
-    def turn_gradient(self, grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    def turn_gradient(
+        self, grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, scale: Tensor
+    ) -> Tensor:
         """The gradient of x [N, heads, D]."""
         ...
 
@@ -46,14 +56,17 @@ class LayerKernels(Protocol):
 
 
 class Norm:
-    """RMS norm with a frozen weight: x / sqrt(mean(x^2) + eps) * weight, the statistics in float32 (arXiv 1910.07467)."""
+    """RMS norm with a frozen weight: x / sqrt(mean(x^2) + eps) * weight, the statistics in float32
+    (arXiv 1910.07467).
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.weight: Tensor = module.weight  # type: ignore[assignment]  # a Module attribute may be a Module to mypy
         self.eps: float = module.variance_epsilon  # type: ignore[assignment]  # a Module attribute may be a Module to mypy
 
     kernels: LayerKernels | None = None
-    """Kernels of the device that take the place of torch's operators, for what follows the norm too."""
+    """Kernels of the device that take the place of torch's operators, for what follows the norm
+    too."""
 
     @classmethod
     def of(cls, weight: Tensor, eps: float) -> "Norm":
@@ -63,7 +76,11 @@ class Norm:
 
     def scale(self, x: Tensor) -> Tensor:
         """[.., 1] float32, one over the root mean square of x [.., H]."""
-        mean = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_().div_(x.shape[-1])
+        mean = (
+            torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+            .square_()
+            .div_(x.shape[-1])
+        )
         inverse: Tensor = mean.add_(self.eps).rsqrt_()
         return inverse
 
@@ -73,7 +90,9 @@ class Norm:
         return (x * scale).to(x.dtype).mul_(self.weight)
 
     def forward(self, ctx: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(normed x, `scale`), or no scale where nothing is kept for a backward pass and one kernel does it, with the same roundings."""
+        """(normed x, `scale`), or no scale where nothing is kept for a backward pass and one kernel
+        does it, with the same roundings.
+        """
         if self.kernels is not None:
             return self.kernels.norm(x, self.weight, self.eps)
         if isinstance(ctx, _Forgetful) and x.device.type in _FUSED_NORM:
@@ -82,11 +101,18 @@ class Norm:
         return self(x, scale), scale
 
     def input_gradient(self, grad_output: Tensor, x: Tensor, scale: Tensor) -> Tensor:
-        """Return the gradient of x [.., H] given g = grad_output [.., H]: s * (g w - x s^2 mean(x g w))."""
+        """Return the gradient of x [.., H] given g = grad_output [.., H]: s * (g w - x s^2 mean(x g
+        w)).
+        """
         if self.kernels is not None:
             return self.kernels.norm_gradient(grad_output, x, self.weight, scale)
         weighted = (grad_output * self.weight).float()
-        mean = torch.einsum("...h,...h->...", x.float(), weighted).unsqueeze(-1).mul_(scale.square()).div_(x.shape[-1])
+        mean = (
+            torch.einsum("...h,...h->...", x.float(), weighted)
+            .unsqueeze(-1)
+            .mul_(scale.square())
+            .div_(x.shape[-1])
+        )
         return weighted.addcmul_(x.float(), mean, value=-1).mul_(scale).to(x.dtype)
 
 
@@ -106,19 +132,23 @@ def norm_project(x: Tensor, norm: Norm, projection: Projection) -> Tensor:
 
 
 def gated_mlp(x: Tensor, norm: Norm, gate_up: Projection, down: Projection) -> Tensor:
-    """[N, H] down(silu(gate) * up) of the normed residual stream [N, H] (SwiGLU, arXiv 2002.05202)."""
+    """[N, H] down(silu(gate) * up) of the normed residual stream [N, H] (SwiGLU, arXiv
+    2002.05202).
+    """
     return _run(_GatedMLP, x, norm, gate_up, down, *_trained(gate_up), *_trained(down))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, norm: Norm | None) -> Tensor:
-    """Apply the rotary embedding to x [N, heads, D], normed head by head if there is a norm, by cos and sin [N, 1, D], whose halves are
-    equal (arXiv 2104.09864).
+    """Apply the rotary embedding to x [N, heads, D], normed head by head if there is a norm, by cos
+    and sin [N, 1, D], whose halves are equal (arXiv 2104.09864).
     """
     return _run(_Rotate, x, cos, sin, norm)
 
 
 def _run(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
-    """Apply the function; without gradients, skip saving tensors for a backward pass, which costs as much as a small operation."""
+    """Apply the function; without gradients, skip saving tensors for a backward pass, which costs
+    as much as a small operation.
+    """
     if torch.is_grad_enabled():
         return function.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]  # torch does not annotate apply
     return function.forward(_Forgetful(), *arguments)  # type: ignore[no-any-return]  # torch does not annotate forward
@@ -136,7 +166,9 @@ def _trained(projection: Projection) -> list[nn.Parameter]:
 
 
 def _wanted(ctx: Any, first: int, projection: Projection) -> bool:
-    """Return True if any of the projection's parameters, the function's inputs from `first` on, needs a gradient."""
+    """Return True if any of the projection's parameters, the function's inputs from `first` on,
+    needs a gradient.
+    """
     return any(ctx.needs_input_grad[first : first + len(_trained(projection))])
 
 
@@ -167,13 +199,17 @@ class _Project(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x, reduced = ctx.saved_tensors
-        grad_x, grad_params = ctx.projection.gradients(grad_output, lambda: x, reduced, wants_params=_wanted(ctx, 2, ctx.projection))
+        grad_x, grad_params = ctx.projection.gradients(
+            grad_output, lambda: x, reduced, wants_params=_wanted(ctx, 2, ctx.projection)
+        )
         return grad_x, None, *grad_params
 
 
 class _NormProject(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, norm: Norm, projection: Projection, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, norm: Norm, projection: Projection, *parameters: Tensor
+    ) -> Tensor:
         normed_x, scale = norm.forward(ctx, x)
         product, reduced = projection.product(normed_x)
         ctx.save_for_backward(x, scale, reduced)
@@ -188,15 +224,24 @@ class _NormProject(torch.autograd.Function):
             grad_output,
             lambda: ctx.norm(x, scale),
             reduced,
-            wants_input=ctx.needs_input_grad[0],  # not in the first layer: what is below it is frozen
+            wants_input=ctx.needs_input_grad[
+                0
+            ],  # not in the first layer: what is below it is frozen
             wants_params=_wanted(ctx, 3, ctx.projection),
         )
-        return None if grad_normed is None else ctx.norm.input_gradient(grad_normed, x, scale), None, None, *grad_params
+        return (
+            None if grad_normed is None else ctx.norm.input_gradient(grad_normed, x, scale),
+            None,
+            None,
+            *grad_params,
+        )
 
 
 class _GatedMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, norm: Norm, gate_up: Projection, down: Projection, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, norm: Norm, gate_up: Projection, down: Projection, *parameters: Tensor
+    ) -> Tensor:
         normed_x, scale = norm.forward(ctx, x)
         gates, reduced = gate_up.product(normed_x)
         product, reduced_inner = down.product(gated(gates, norm.kernels))
@@ -210,9 +255,19 @@ class _GatedMLP(torch.autograd.Function):
         x, scale, gates, reduced, reduced_inner = ctx.saved_tensors
         grad_gates, grad_down = _gate_gradients(ctx, grad_output, gates, reduced_inner)
         grad_normed, grad_gate_up = ctx.gate_up.gradients(
-            grad_gates, lambda: ctx.norm(x, scale), reduced, wants_params=_wanted(ctx, 4, ctx.gate_up)
+            grad_gates,
+            lambda: ctx.norm(x, scale),
+            reduced,
+            wants_params=_wanted(ctx, 4, ctx.gate_up),
         )
-        return ctx.norm.input_gradient(grad_normed, x, scale), None, None, None, *grad_gate_up, *grad_down
+        return (
+            ctx.norm.input_gradient(grad_normed, x, scale),
+            None,
+            None,
+            None,
+            *grad_gate_up,
+            *grad_down,
+        )
 
 
 def gated(gates: Tensor, kernels: LayerKernels | None) -> Tensor:
@@ -223,20 +278,30 @@ def gated(gates: Tensor, kernels: LayerKernels | None) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
-def _gate_gradients(ctx: Any, grad_output: Tensor, gates: Tensor, reduced: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
-    """Gradients of the gates and of the down projection's adapter, given that of the MLP's output."""
+def _gate_gradients(
+    ctx: Any, grad_output: Tensor, gates: Tensor, reduced: Tensor | None
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Gradients of the gates and of the down projection's adapter, given that of the MLP's
+    output.
+    """
     kernels, trained = ctx.norm.kernels, _wanted(ctx, 4 + len(_trained(ctx.gate_up)), ctx.down)
     if kernels is not None:
-        grad_inner, grad_down = ctx.down.gradients(grad_output, lambda: kernels.gate(gates), reduced, wants_params=trained)
+        grad_inner, grad_down = ctx.down.gradients(
+            grad_output, lambda: kernels.gate(gates), reduced, wants_params=trained
+        )
         return kernels.gate_gradient(grad_inner, gates), grad_down
     gate, up = gates.chunk(2, dim=-1)
     active = F.silu(gate)
-    grad_inner, grad_down = ctx.down.gradients(grad_output, lambda: active * up, reduced, wants_params=trained)
+    grad_inner, grad_down = ctx.down.gradients(
+        grad_output, lambda: active * up, reduced, wants_params=trained
+    )
     return gate_gradient(grad_inner, gates, active), grad_down
 
 
 def gate_gradient(grad: Tensor, gates: Tensor, active: Tensor) -> Tensor:
-    """The gradient of `gates` [N, 2 I], given that of `gated`, which is changed, and the activated gate."""
+    """The gradient of `gates` [N, 2 I], given that of `gated`, which is changed, and the activated
+    gate.
+    """
     gate, up = gates.chunk(2, dim=-1)
     grad_gates = torch.empty_like(gates)
     torch.mul(grad, active, out=grad_gates[:, gate.shape[1] :])
@@ -262,9 +327,19 @@ class _Rotate(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin, x, scale = ctx.saved_tensors
         if ctx.norm is not None and ctx.norm.kernels is not None:
-            return ctx.norm.kernels.turn_gradient(grad_output, x, cos, sin, ctx.norm.weight, scale), None, None, None
+            return (
+                ctx.norm.kernels.turn_gradient(grad_output, x, cos, sin, ctx.norm.weight, scale),
+                None,
+                None,
+                None,
+            )
         grad_normed = _rotated(grad_output, cos, -sin)
-        return grad_normed if ctx.norm is None else ctx.norm.input_gradient(grad_normed, x, scale), None, None, None
+        return (
+            grad_normed if ctx.norm is None else ctx.norm.input_gradient(grad_normed, x, scale),
+            None,
+            None,
+            None,
+        )
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
-"""The forward pass of a dense decoder (Llama, Qwen 2 and 3, Mistral) over the parameters of a transformers model.
+"""The forward pass of a dense decoder (Llama, Qwen 2 and 3, Mistral) over the parameters of a
+transformers model.
 
-It stands in for the model's own forward in the sampler and in the learner: fewer and larger operations, the same function. Whether
-it is the same is tried on a few tokens, and past the sliding window on a shrunken copy; a model that it does not fit keeps its own forward.
-Shape letters: B rows, T tokens of a row, N = B T, H hidden size, Hq and Hk heads, D head size.
+It stands in for the model's own forward in the sampler and in the learner: fewer and larger
+operations, the same function. Whether it is the same is tried on a few tokens, and past the sliding
+window on a shrunken copy; a model that it does not fit keeps its own forward. Shape letters: B
+rows, T tokens of a row, N = B T, H hidden size, Hq and Hk heads, D head size.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,11 +24,19 @@ from retrain.model.layer_kernels import layer_kernels
 from retrain.model.packed import FrozenProduct, laid_out
 from retrain.model.projection import AdapterLayer, Projection, fusable
 from retrain.model.recomputing import recomputed
-from retrain.model.step_kernels import TRITON_DEVICES, Heads, StepKernels, TorchKernels, TritonKernels, step_kernels
+from retrain.model.step_kernels import (
+    TRITON_DEVICES,
+    Heads,
+    StepKernels,
+    TorchKernels,
+    TritonKernels,
+    step_kernels,
+)
 
 _FAMILIES = {"llama", "qwen2", "qwen3", "mistral"}
 _WINDOW_IN_CONFIG = {"mistral"}
-"""Families whose attention reads the sliding window from its configuration; elsewhere it has one of its own, or none."""
+"""Families whose attention reads the sliding window from its configuration; elsewhere it has one of
+its own, or none."""
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-3}
 """Largest deviation of a layer's hidden states on a probe, relative to a token's norm."""
 _PROBE_TOKENS = 16
@@ -35,8 +45,12 @@ _SHRUNKEN_WINDOW = 6
 
 
 class Cache(Protocol):
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Keep a layer's new keys and values [B, Hk, T, D]; returns all that its queries attend to."""
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int
+    ) -> tuple[Tensor, Tensor]:
+        """Keep a layer's new keys and values [B, Hk, T, D]; returns all that its queries attend
+        to.
+        """
         ...
 
 
@@ -60,28 +74,51 @@ class _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         self.head_size: int = attention.head_dim
         self.scaling: float = attention.scaling
-        settings = attention.config if attention.config.model_type in _WINDOW_IN_CONFIG else attention
+        settings = (
+            attention.config if attention.config.model_type in _WINDOW_IN_CONFIG else attention
+        )
         self.window: int | None = getattr(settings, "sliding_window", None)
-        self.attention_norm, self.mlp_norm = Norm(layer.input_layernorm), Norm(layer.post_attention_layernorm)
+        self.attention_norm, self.mlp_norm = (
+            Norm(layer.input_layernorm),
+            Norm(layer.post_attention_layernorm),
+        )
         self.qkv = Projection([attention.q_proj, attention.k_proj, attention.v_proj])
         self.output = Projection([attention.o_proj])
         self.gate_up = Projection([mlp.gate_proj, mlp.up_proj])
         self.down = Projection([mlp.down_proj])
         self.heads = [outputs // self.head_size for outputs in self.qkv.outputs]
         self.head_norm: Norm | None = None
-        """The norms of query and key heads as one, whose weight [Hq + Hk, D] is a head's own; None where the family has none."""
-        norms = [getattr(attention, name) for name in ("q_norm", "k_norm") if getattr(attention, name, None) is not None]
+        """The norms of query and key heads as one, whose weight [Hq + Hk, D] is a head's own; None
+        where the family has none."""
+        norms = [
+            getattr(attention, name)
+            for name in ("q_norm", "k_norm")
+            if getattr(attention, name, None) is not None
+        ]
         if len(norms) == 2:
             self.head_norm = Norm(norms[0])
-            own = [norm.weight.detach().expand(count, -1) for norm, count in zip(norms, self.heads[:2], strict=True)]
+            own = [
+                norm.weight.detach().expand(count, -1)
+                for norm, count in zip(norms, self.heads[:2], strict=True)
+            ]
             self.head_norm.weight = torch.cat(own)
 
     def step(
-        self, hidden: Tensor, update: Tensor | None, rotary: tuple[Tensor, Tensor], batch: "PagedBatch", number: int, kernels: StepKernels
+        self,
+        hidden: Tensor,
+        update: Tensor | None,
+        rotary: tuple[Tensor, Tensor],
+        batch: "PagedBatch",
+        number: int,
+        kernels: StepKernels,
     ) -> Tensor:
-        """Return the MLP's update [N, H] of the residual stream [N, H], which takes `update` and what attention adds; without gradient."""
+        """Return the MLP's update [N, H] of the residual stream [N, H], which takes `update` and
+        what attention adds; without gradient.
+        """
         qkv = self.qkv.unadded(kernels.add_norm(hidden, update, self.attention_norm))
-        queries = kernels.turn_and_store(*qkv, self.heads, rotary, self.head_norm, batch.pages(number), batch.places)
+        queries = kernels.turn_and_store(
+            *qkv, self.heads, rotary, self.head_norm, batch.pages(number), batch.places
+        )
         attended = batch.attention(queries, number, self.scaling, self.window)
         update, _ = self.output.product(attended.flatten(1))
         gates = self.gate_up.unadded(kernels.add_norm(hidden, update, self.mlp_norm))
@@ -89,21 +126,41 @@ class _Layer:
 
     @property
     def norms(self) -> list[Norm]:
-        return [norm for norm in (self.attention_norm, self.mlp_norm, self.head_norm) if norm is not None]
+        return [
+            norm
+            for norm in (self.attention_norm, self.mlp_norm, self.head_norm)
+            if norm is not None
+        ]
 
     @property
     def projections(self) -> list[Projection]:
         return [self.qkv, self.output, self.gate_up, self.down]
 
     def forward(
-        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], rows: int, batch: AttentionBatch, cache: Cache | None, number: int
+        self,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        rows: int,
+        batch: AttentionBatch,
+        cache: Cache | None,
+        number: int,
     ) -> Tensor:
         """Return the residual stream [N, H] after the layer."""
-        fused = norm_project(hidden, self.attention_norm, self.qkv).view(len(hidden), -1, self.head_size)  # [N, Hq + 2 Hk, D]
+        fused = norm_project(hidden, self.attention_norm, self.qkv).view(
+            len(hidden), -1, self.head_size
+        )  # [N, Hq + 2 Hk, D]
         heads, shared, _ = self.heads
-        turned, values = rotate(fused[:, : heads + shared], *rotary, self.head_norm), fused[:, heads + shared :]
-        turned, values = (part.view(rows, -1, *part.shape[1:]).transpose(1, 2) for part in (turned, values))
-        queries, keys = turned[:, :heads], turned[:, heads:]  # [B, Hq, T, D], and [B, Hk, T, D] as the values are
+        turned, values = (
+            rotate(fused[:, : heads + shared], *rotary, self.head_norm),
+            fused[:, heads + shared :],
+        )
+        turned, values = (
+            part.view(rows, -1, *part.shape[1:]).transpose(1, 2) for part in (turned, values)
+        )
+        queries, keys = (
+            turned[:, :heads],
+            turned[:, heads:],
+        )  # [B, Hq, T, D], and [B, Hk, T, D] as the values are
         if cache is not None:
             keys, values = cache.update(keys, values, number)
         attended = batch.attention(queries, keys, values, self.scaling, self.window, None)
@@ -112,7 +169,9 @@ class _Layer:
 
 
 def _places(model: nn.Module, projections: Sequence[Projection]) -> dict[str, tuple[int, int]]:
-    """Map the name of each linear layer in the model to (number of its projection, its place within the projection)."""
+    """Map the name of each linear layer in the model to (number of its projection, its place within
+    the projection).
+    """
     names = {id(module): name for name, module in model.named_modules()}
     return {
         names[id(module)]: (number, place)
@@ -125,16 +184,26 @@ class FusedDecoder:
     """Token ids to last hidden states, with the parameters of the model it was made of."""
 
     def __init__(self, model: Any, merge: bool) -> None:
-        """`model` is a causal language model of transformers; raises AttributeError where it is built in another way.
+        """`model` is a causal language model of transformers; raises AttributeError where it is
+        built in another way.
 
-        `merge`: a sampler may hold a second copy of the weights, in float32 with the adapter in them.
+        `merge`: a sampler may hold a second copy of the weights, in float32 with the adapter in
+        them.
         """
         decoder = model.base_model if model.base_model is not model else model.model
-        self._embed, self._rotary, self._norm = decoder.embed_tokens, decoder.rotary_emb, Norm(decoder.norm)
+        self._embed, self._rotary, self._norm = (
+            decoder.embed_tokens,
+            decoder.rotary_emb,
+            Norm(decoder.norm),
+        )
         self._layers = [_Layer(layer) for layer in decoder.layers]
-        self._projections = [projection for layer in self._layers for projection in layer.projections]
+        self._projections = [
+            projection for layer in self._layers for projection in layer.projections
+        ]
         self._head: nn.Module = model.get_output_embeddings()
-        self._parameters = [parameter for projection in self._projections for parameter in projection.parameters]
+        self._parameters = [
+            parameter for projection in self._projections for parameter in projection.parameters
+        ]
         self._places = _places(model, self._projections)
         self.merge = merge
         self.kernels: StepKernels = TorchKernels()
@@ -144,8 +213,11 @@ class FusedDecoder:
         self._version: tuple[Any, ...] | None = None
 
     @classmethod
-    def of(cls, model: Any, *, merge: bool, say: Callable[[str], None] | None = None) -> "FusedDecoder | None":
-        """Return None where the model is of another family, its layers are quantised or adapted in another way, or a probe differs.
+    def of(
+        cls, model: Any, *, merge: bool, say: Callable[[str], None] | None = None
+    ) -> "FusedDecoder | None":
+        """Return None where the model is of another family, its layers are quantised or adapted in
+        another way, or a probe differs.
 
         `say` is told in a line where the family is a known one and the probe differs.
         """
@@ -166,18 +238,22 @@ class FusedDecoder:
             difference = cls(small, merge=False)._difference(small.base_model)
         if difference <= 1:
             device = fused._embed.weight.device
-            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton's kernels go to the current one
+            with (
+                torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+            ):  # Triton's kernels go to the current one
                 fused._take_kernels(say or (lambda _: None))
             return fused
         if say is not None:
             say(
-                f"{type(model).__name__} keeps its own, slower forward pass: the fused one differs from it on a probe by "
-                f"{difference:.1e} times what rounding allows."
+                f"{type(model).__name__} keeps its own, slower forward pass: the fused one differs"
+                f" from it on a probe by {difference:.1e} times what rounding allows."
             )
         return None
 
     def _take_kernels(self, say: Callable[[str], None]) -> None:
-        """Take the device's own kernels, and lay the adapter under the weights where kernels are launched one by one."""
+        """Take the device's own kernels, and lay the adapter under the weights where kernels are
+        launched one by one.
+        """
         weight = self._embed.weight
         narrow = any(projection.scale is not None for projection in self._projections)
         first = self._layers[0]
@@ -189,7 +265,9 @@ class FusedDecoder:
             projection.lay_adapter_under_weight()
             projection.add_row_updates = self.kernels.add_row_updates
             projection.scaled_product = self.kernels.scaled_product
-        self._version = None  # the down factors are in another place, where none has been written yet
+        self._version = (
+            None  # the down factors are in another place, where none has been written yet
+        )
         if isinstance(self.kernels, TritonKernels):
             of_layers = layer_kernels(weight.device, weight.dtype, say)
             for norm in self.norms:
@@ -203,22 +281,32 @@ class FusedDecoder:
     @property
     def adapter_copy_bytes(self) -> int:
         """Bytes of the adapter in the dtype and layout of the products, after `refresh`."""
-        return sum(factor.nbytes for projection in self._projections for factor in projection.factors or ())
+        return sum(
+            factor.nbytes for projection in self._projections for factor in projection.factors or ()
+        )
 
     @property
     def layer_weight_bytes(self) -> int:
         """Bytes of a copy of the frozen layers with the adapter merged in."""
-        return sum(projection.weight.numel() * projection.dtype.itemsize for projection in self._projections)
+        return sum(
+            projection.weight.numel() * projection.dtype.itemsize
+            for projection in self._projections
+        )
 
     def refresh(self, *, sampling: bool = False, mixed: bool = False) -> None:
-        """Follow the adapter, for the learner or for products without gradient; costs nothing while neither has changed.
+        """Follow the adapter, for the learner or for products without gradient; costs nothing while
+        neither has changed.
 
         `mixed`: the rows of a batch may be under different adapters.
         """
         copy: Literal["none", "merged", "plain"] = "none"
         if sampling and self.merge:
             copy = "plain" if mixed or self._embed.weight.dtype != torch.float32 else "merged"
-        version = (copy, mixed, *((parameter.data_ptr(), parameter._version) for parameter in self._parameters))
+        version = (
+            copy,
+            mixed,
+            *((parameter.data_ptr(), parameter._version) for parameter in self._parameters),
+        )
         if version == self._version:
             return
         for projection in self._projections:
@@ -232,13 +320,16 @@ class FusedDecoder:
         self._version = version
 
     def load_adapter(self, slot: int, layers: Iterable[AdapterLayer]) -> None:
-        """Hold one more adapter under the number `slot` > 0. Raises ConfigurationError where it adapts what is not fused here."""
+        """Hold one more adapter under the number `slot` > 0. Raises ConfigurationError where it
+        adapts what is not fused here.
+        """
         parts: dict[int, dict[int, AdapterLayer]] = {}
         for layer in layers:
             if layer.name not in self._places:
                 raise ConfigurationError(
-                    f"The adapter for slot {slot} changes {layer.name}, and the pytorch engine holds several adapters for the layers of "
-                    "attention and MLP only; give one whose target_modules are among these."
+                    f"The adapter for slot {slot} changes {layer.name}, and the pytorch engine"
+                    " holds several adapters for the layers of attention and MLP only; give one"
+                    " whose target_modules are among these."
                 )
             number, place = self._places[layer.name]
             parts.setdefault(number, {})[place] = layer
@@ -248,9 +339,15 @@ class FusedDecoder:
 
     @contextmanager
     def under_adapters(self, slots: npt.NDArray[np.int64]) -> Iterator[None]:
-        """Inside, token n of a pass without gradient is under adapter `slots` [N]: 0 the model's own, below 0 none."""
+        """Inside, token n of a pass without gradient is under adapter `slots` [N]: 0 the model's
+        own, below 0 none.
+        """
         device = self._embed.weight.device
-        rows = {int(slot): torch.from_numpy(np.flatnonzero(slots == slot)).to(device) for slot in np.unique(slots) if slot >= 0}
+        rows = {
+            int(slot): torch.from_numpy(np.flatnonzero(slots == slot)).to(device)
+            for slot in np.unique(slots)
+            if slot >= 0
+        }
         for projection in self._projections:
             projection.rows = rows
         try:
@@ -277,7 +374,9 @@ class FusedDecoder:
 
     @torch.no_grad()
     def rotary_table(self, length: int) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [length, D] of positions 0 .. length - 1, in a sequence of that length."""
+        """Return cos and sin [length, D] of positions 0 .. length - 1, in a sequence of that
+        length.
+        """
         like = self._embed.weight[:1, None]
         cos, sin = self._rotary(like, torch.arange(length, device=like.device)[None])
         return cos[0], sin[0]
@@ -294,30 +393,40 @@ class FusedDecoder:
     ) -> Tensor:
         """Return the last [B, T, H] of ids and positions [B, T].
 
-        `checkpointed` keeps only the residual stream between layers for the backward pass, and `offloaded` keeps it in the host's memory.
+        `checkpointed` keeps only the residual stream between layers for the backward pass, and
+        `offloaded` keeps it in the host's memory.
         """
         rows = len(token_ids)
         hidden, rotary = self._embedded(token_ids, positions)
         for number, layer in enumerate(self._layers):
             if checkpointed:
-                hidden = recomputed(layer.forward, hidden, rotary, rows, batch, None, number, offloaded=offloaded)
+                hidden = recomputed(
+                    layer.forward, hidden, rotary, rows, batch, None, number, offloaded=offloaded
+                )
             else:
                 hidden = layer.forward(hidden, rotary, rows, batch, cache, number)
         return normed(hidden, self._norm).view(rows, -1, hidden.shape[-1])
 
     @torch.no_grad()
     def step(self, token_ids: Tensor, rotary: tuple[Tensor, Tensor], batch: PagedBatch) -> Tensor:
-        """Return the last hidden states [N, H] of one token of each row, ids [N], whose positions have cos and sin [N, 1, D]."""
+        """Return the last hidden states [N, H] of one token of each row, ids [N], whose positions
+        have cos and sin [N, 1, D].
+        """
         hidden, update = self._embed(token_ids), None
         for number, layer in enumerate(self._layers):
             update = layer.step(hidden, update, rotary, batch, number, self.kernels)
         return self.kernels.add_norm(hidden, update, self._norm)
 
-    def _embedded(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def _embedded(
+        self, token_ids: Tensor, positions: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return the residual stream [N, H], cos and sin [N, 1, D]."""
         embedded = self._embed(token_ids)
         cos, sin = self._rotary(embedded, positions)
-        return embedded.flatten(0, 1), (cos.flatten(0, 1).unsqueeze(1), sin.flatten(0, 1).unsqueeze(1))
+        return embedded.flatten(0, 1), (
+            cos.flatten(0, 1).unsqueeze(1),
+            sin.flatten(0, 1).unsqueeze(1),
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [..., V] of hidden states [..., H]."""
@@ -327,52 +436,90 @@ class FusedDecoder:
 
     @torch.no_grad()
     def _difference(self, decoder: Any) -> float:
-        """Return the largest difference from the model's own layers on a probe, in units of what is allowed; 0 for a model without weights.
+        """Return the largest difference from the model's own layers on a probe, in units of what is
+        allowed; 0 for a model without weights.
 
-        Each layer is given the model's own input: over many layers in half precision two roundings of one function drift far apart.
+        Each layer is given the model's own input: over many layers in half precision two roundings
+        of one function drift far apart.
         """
         if self._embed.weight.is_meta:
             return 0.0
-        ids = torch.arange(min(_PROBE_TOKENS, self._embed.num_embeddings), device=self._embed.weight.device).unsqueeze(0)
+        ids = torch.arange(
+            min(_PROBE_TOKENS, self._embed.num_embeddings), device=self._embed.weight.device
+        ).unsqueeze(0)
         seen: list[tuple[Tensor, Tensor]] = []
-        hooks = [layer.register_forward_hook(lambda _, inputs, output: seen.append((inputs[0][0], output[0]))) for layer in decoder.layers]
+        hooks = [
+            layer.register_forward_hook(
+                lambda _, inputs, output: seen.append((inputs[0][0], output[0]))
+            )
+            for layer in decoder.layers
+        ]
         try:
             last = decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
         finally:
             for hook in hooks:
                 hook.remove()
         self.refresh()
-        embedded, rotary = self._embedded(ids, torch.arange(ids.shape[1], device=ids.device).unsqueeze(0))
-        differences = [_distance(embedded, seen[0][0]), _distance(normed(seen[-1][1], self._norm), last)]
+        embedded, rotary = self._embedded(
+            ids, torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
+        )
+        differences = [
+            _distance(embedded, seen[0][0]),
+            _distance(normed(seen[-1][1], self._norm), last),
+        ]
         for number, (layer, (before, after)) in enumerate(zip(self._layers, seen, strict=True)):
-            differences.append(_distance(layer.forward(before, rotary, 1, _Whole(), None, number), after))
+            differences.append(
+                _distance(layer.forward(before, rotary, 1, _Whole(), None, number), after)
+            )
         return max(differences) / _TOLERANCE[last.dtype]
 
 
 class _Whole:
     """Plain causal attention over whole rows."""
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
         return FusedAttention().causal(query, key, value, scaling, window, softcap)
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
-    """Largest ||found - expected|| / ||expected|| of a token; both [N, H]. A padding token's embedding may be zero, in both."""
+    """Largest ||found - expected|| / ||expected|| of a token; both [N, H]. A padding token's
+    embedding may be zero, in both.
+    """
     smallest = torch.finfo(torch.float32).tiny
-    return float(((found.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1).clamp_min(smallest)).max())
+    return float(
+        (
+            (found.float() - expected.float()).norm(dim=-1)
+            / expected.float().norm(dim=-1).clamp_min(smallest)
+        ).max()
+    )
 
 
 def shrunken(model: Any) -> Any:
-    """A narrow random model of the same class and settings, one layer of each type, whose sliding window is shorter than the probe.
+    """A narrow random model of the same class and settings, one layer of each type, whose sliding
+    window is shorter than the probe.
 
     float32, on the CPU; the generators of random numbers are left as they were.
     """
     config = deepcopy(model.config)
     types = sorted(set(getattr(config, "layer_types", None) or ()))
     groups = config.num_attention_heads // config.num_key_value_heads
-    config.head_dim = model.base_model.layers[0].self_attn.head_dim  # kept: factors of the rotary embedding may be given for each of it
+    config.head_dim = model.base_model.layers[
+        0
+    ].self_attn.head_dim  # kept: factors of the rotary embedding may be given for each of it
     config.num_attention_heads, config.num_key_value_heads = 2 * groups, 2
-    config.hidden_size, config.intermediate_size, config.vocab_size = 8 * config.num_attention_heads, 24, _PROBE_TOKENS
+    config.hidden_size, config.intermediate_size, config.vocab_size = (
+        8 * config.num_attention_heads,
+        24,
+        _PROBE_TOKENS,
+    )
     config.num_hidden_layers = max(1, len(types))
     config.pad_token_id = config.bos_token_id = config.eos_token_id = None
     config._attn_implementation = "eager"

@@ -1,11 +1,14 @@
-"""Log-probs and entropies of action tokens from hidden states, without ever holding [tokens, vocabulary].
+"""Log-probs and entropies of action tokens from hidden states, without ever holding [tokens,
+vocabulary].
 
-The head runs over rows of hidden states in chunks that are sized in bytes. Its weight is frozen, so the only gradient is the
-one with respect to the hidden state, and for a scalar per row that gradient is one vector of size H: it is computed while the
-row's logits are there, and backward is a multiplication. No logits are kept and none are computed twice.
+The head runs over rows of hidden states in chunks that are sized in bytes. Its weight is frozen, so
+the only gradient is the one with respect to the hidden state, and for a scalar per row that
+gradient is one vector of size H: it is computed while the row's logits are there, and backward is a
+multiplication. No logits are kept and none are computed twice.
 
-Where a token was drawn from a truncated distribution, its row's softmax runs over the kept tokens alone: the sampled one and the
-most probable others, as many as the sampler kept (`truncation.py`). The set is a constant to the gradient.
+Where a token was drawn from a truncated distribution, its row's softmax runs over the kept tokens
+alone: the sampled one and the most probable others, as many as the sampler kept (`truncation.py`).
+The set is a constant to the gradient.
 """
 
 from dataclasses import dataclass
@@ -20,8 +23,9 @@ from torch.autograd.function import once_differentiable
 from retrain.model.truncation import Cuts, KeptSets, keep_only
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
-"""Bytes of one fp32 tensor [chunk rows, vocabulary], by device; a handful of them live at a time. On a GPU a chunk has to have enough rows
-that the product, and not the reading of the head, takes the time."""
+"""Bytes of one fp32 tensor [chunk rows, vocabulary], by device; a handful of them live at a time.
+On a GPU a chunk has to have enough rows that the product, and not the reading of the head, takes
+the time."""
 _LOG_SMALLEST, _SMALLEST = -87.0, 2e-38
 """The smallest normal float32 is 1.2e-38, whose logarithm is -87.3."""
 
@@ -44,12 +48,17 @@ class Head:
     """softcap * tanh(logits / softcap), after the scale (Gemma)."""
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[rows, V] logits of [rows, H] hidden states in float32; the product itself runs in the model's dtype, as the model's own does.
+        """[rows, V] logits of [rows, H] hidden states in float32; the product itself runs in the
+        model's dtype, as the model's own does.
 
         `out` [rows, V], of the model's dtype, is memory for the product.
         """
         weight = self.weight.t()
-        product = torch.mm(hidden, weight, out=out) if self.bias is None else torch.addmm(self.bias, hidden, weight, out=out)
+        product = (
+            torch.mm(hidden, weight, out=out)
+            if self.bias is None
+            else torch.addmm(self.bias, hidden, weight, out=out)
+        )
         logits = product.float()
         if self.scale != 1.0:
             logits = logits * self.scale
@@ -80,10 +89,11 @@ def score_tokens(
     entropy: bool = False,
     chunk_bytes: int | None = None,
 ) -> TokenScores:
-    """Return log-probs of `targets` [N] under softmax(logits / temperature) of `hidden` [N, H], and the entropies if wanted.
+    """Return log-probs of `targets` [N] under softmax(logits / temperature) of `hidden` [N, H], and
+    the entropies if wanted.
 
-    `kept` [N] int64, on the device: tokens of the vocabulary that each softmax runs over; None: all of them.
-    Softmax runs in float32. Gradient flows to `hidden` only.
+    `kept` [N] int64, on the device: tokens of the vocabulary that each softmax runs over; None: all
+    of them. Softmax runs in float32. Gradient flows to `hidden` only.
     """
     if temperature <= 0:
         raise ValueError(f"the learner's temperature must be above 0, not {temperature}")
@@ -93,33 +103,58 @@ def score_tokens(
     return TokenScores(logprobs, entropies if entropy else None)
 
 
-def count_kept(head: Head, hidden: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """[N] float32 counts of the tokens that the cuts keep of softmax(logits / temperature), for `hidden` [N, H]."""
+def count_kept(
+    head: Head, hidden: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> Tensor:
+    """[N] float32 counts of the tokens that the cuts keep of softmax(logits / temperature), for
+    `hidden` [N, H].
+    """
     rows = chunk_rows(head.weight.shape[0], chunk_bytes_on(hidden.device.type))
     counts = []
     for start in range(0, len(hidden), rows):
         z = head.logits(hidden[start : start + rows]) / temperature
         z -= z.amax(-1, keepdim=True)
-        cuts = Cuts(np.full(len(z), top_k, np.int64), np.full(len(z), top_p), np.full(len(z), min_p))
-        counts.append(KeptSets.of_cuts(z, z.exp().sum(-1, dtype=torch.float64), cuts).counts.float())
+        cuts = Cuts(
+            np.full(len(z), top_k, np.int64), np.full(len(z), top_p), np.full(len(z), min_p)
+        )
+        counts.append(
+            KeptSets.of_cuts(z, z.exp().sum(-1, dtype=torch.float64), cuts).counts.float()
+        )
     return torch.cat(counts)
 
 
 class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, targets: Tensor, kept: Tensor | None, head: Head, temperature: float, entropy: bool, rows: int
+        ctx: Any,
+        hidden: Tensor,
+        targets: Tensor,
+        kept: Tensor | None,
+        head: Head,
+        temperature: float,
+        entropy: bool,
+        rows: int,
     ) -> tuple[Tensor, Tensor]:
         count, wants_gradient = hidden.shape[0], ctx.needs_input_grad[0]
         logprobs = hidden.new_empty(count, dtype=torch.float32)
         entropies = hidden.new_empty(count if entropy else 0, dtype=torch.float32)
         logprob_gradient = torch.empty_like(hidden) if wants_gradient else None
         entropy_gradient = torch.empty_like(hidden) if wants_gradient and entropy else None
-        products = hidden.new_empty(min(rows, count), head.weight.shape[0])  # of one chunk after the other: new memory costs page faults
+        products = hidden.new_empty(
+            min(rows, count), head.weight.shape[0]
+        )  # of one chunk after the other: new memory costs page faults
         for start in range(0, count, rows):
             part = slice(start, min(start + rows, count))
             of_part = None if kept is None else kept[part]
-            chunk = _Chunk(head, hidden[part], targets[part], of_part, temperature, products[: part.stop - start], entropy=entropy)
+            chunk = _Chunk(
+                head,
+                hidden[part],
+                targets[part],
+                of_part,
+                temperature,
+                products[: part.stop - start],
+                entropy=entropy,
+            )
             logprobs[part] = chunk.logprobs
             if entropy:
                 entropies[part] = chunk.entropies()
@@ -132,7 +167,9 @@ class _ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, logprob_factor: Tensor, entropy_factor: Tensor) -> tuple[Tensor | None, None, None, None, None, None, None]:
+    def backward(
+        ctx: Any, logprob_factor: Tensor, entropy_factor: Tensor
+    ) -> tuple[Tensor | None, None, None, None, None, None, None]:
         logprob_gradient, entropy_gradient = ctx.saved_tensors
         gradient = logprob_factor.unsqueeze(-1) * logprob_gradient
         if entropy_gradient is not None:
@@ -141,14 +178,24 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 class _Chunk:
-    """Some rows of the head, in as few tensors of [rows, V] as can be: one, and one more each for entropies and for a soft cap.
+    """Some rows of the head, in as few tensors of [rows, V] as can be: one, and one more each for
+    entropies and for a soft cap.
 
-    With u = z / T - max(z / T) and s = sum(exp u): p = exp(u) / s, log p = u - log s, H = log s - sum(p u), which adds terms that are
-    never negative. d log p_target / d z = (onehot - p) / T, and dH / d z = -p * (log p + H) / T. Tokens that are not kept have p = 0.
+    With u = z / T - max(z / T) and s = sum(exp u): p = exp(u) / s, log p = u - log s, H = log s -
+    sum(p u), which adds terms that are never negative. d log p_target / d z = (onehot - p) / T, and
+    dH / d z = -p * (log p + H) / T. Tokens that are not kept have p = 0.
     """
 
     def __init__(
-        self, head: Head, hidden: Tensor, targets: Tensor, kept: Tensor | None, temperature: float, products: Tensor, *, entropy: bool
+        self,
+        head: Head,
+        hidden: Tensor,
+        targets: Tensor,
+        kept: Tensor | None,
+        temperature: float,
+        products: Tensor,
+        *,
+        entropy: bool,
     ) -> None:
         """`products` [rows, V] is memory, which the chunk makes its own."""
         self.head, self.targets, self.temperature = head, targets, temperature
@@ -193,10 +240,13 @@ class _Chunk:
 
 
 def exponentials(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """exp(x) of x <= 0, in `out` if given; 0 where float32 holds it with fewer digits or not at all. NaN stays.
+    """exp(x) of x <= 0, in `out` if given; 0 where float32 holds it with fewer digits or not at
+    all. NaN stays.
 
     MKL, which computes it on a CPU, takes 8 to 25 times as long for each such number.
     """
     if x.device.type != "cpu" or x.dtype != torch.float32:
         return torch.exp(x, out=out)
-    return F.threshold(torch.clamp(x, min=_LOG_SMALLEST, out=out).exp_(), _SMALLEST, 0.0, inplace=True)
+    return F.threshold(
+        torch.clamp(x, min=_LOG_SMALLEST, out=out).exp_(), _SMALLEST, 0.0, inplace=True
+    )

@@ -1,7 +1,8 @@
 """Test once per process, within seconds, if the Hugging Face hub can be reached.
 
-Left alone, the hub's clients retry for a minute without a network. After a negative answer they are switched to their own
-offline mode, so that everything later in the process uses the local cache or fails at once.
+Left alone, the hub's clients retry for a minute without a network. After a negative answer they are
+switched to their own offline mode, so that everything later in the process uses the local cache or
+fails at once.
 """
 
 import os
@@ -10,11 +11,14 @@ import threading
 from functools import lru_cache
 
 PATIENCE_S = 5.0
-"""A resolver without a network can block for far longer than any HTTP timeout, so the question is asked in a thread."""
+"""A resolver without a network can block for far longer than any HTTP timeout, so the question is
+asked in a thread."""
 
 
 def reachable() -> bool:
-    """Return True if the hub answers anything at all; otherwise the process goes offline for good."""
+    """Return True if the hub answers anything at all; otherwise the process goes offline for
+    good.
+    """
     return not why_unreachable()
 
 
@@ -42,7 +46,9 @@ def _ask(endpoint: str, answers: list[bool]) -> None:
     import httpx
 
     try:
-        httpx.head(endpoint, timeout=PATIENCE_S)  # any status counts: the question is the network, not the page
+        httpx.head(
+            endpoint, timeout=PATIENCE_S
+        )  # any status counts: the question is the network, not the page
         answers.append(True)
     except (httpx.HTTPError, OSError):
         answers.append(False)

@@ -1,4 +1,6 @@
-"""Loading a causal language model: frozen weights from safetensors, whole or one part per rank, its head, and no generation settings."""
+"""Loading a causal language model: frozen weights from safetensors, whole or one part per rank, its
+head, and no generation settings.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +28,8 @@ _PROBE_TOKENS = 8
 _PROBE_TOLERANCE = 2e-2
 """Relative to the largest logit: bf16 keeps 8 bits, and an unknown scale or cap is far outside."""
 _GATHERED = 2
-"""Layers that are whole at once: the one that runs and the next one, which is gathered meanwhile."""
+"""Layers that are whole at once: the one that runs and the next one, which is gathered
+meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -40,19 +43,33 @@ class BaseModel:
     device: torch.device
     dtype: torch.dtype
     shards: World = ALONE
-    """The ranks that hold the layers in parts, so that every pass is collective. ALONE: this process holds all of them."""
+    """The ranks that hold the layers in parts, so that every pass is collective. ALONE: this
+    process holds all of them."""
 
-    def hidden_states(self, token_ids: Tensor, positions: Tensor | None = None, attention_batch: AttentionBatch | None = None) -> Tensor:
-        """[batch, tokens, H] of [batch, tokens] ids: rows padded on the right, or packed, with our attention plugged in.
+    def hidden_states(
+        self,
+        token_ids: Tensor,
+        positions: Tensor | None = None,
+        attention_batch: AttentionBatch | None = None,
+    ) -> Tensor:
+        """[batch, tokens, H] of [batch, tokens] ids: rows padded on the right, or packed, with our
+        attention plugged in.
 
-        No token is masked: attention is causal and padding is on the right, where no token sees it. For packed rows an explicit mask says
-        so, since transformers would otherwise read the positions back to the host to find the rows.
+        No token is masked: attention is causal and padding is on the right, where no token sees it.
+        For packed rows an explicit mask says so, since transformers would otherwise read the
+        positions back to the host to find the rows.
         """
         packed: dict[str, Any] = {}
         if attention_batch is not None:
             visible = torch.ones_like(token_ids, dtype=torch.bool)
-            packed = {"position_ids": positions, "attention_batch": attention_batch, "attention_mask": visible}
-        hidden: Tensor = self.decoder(input_ids=token_ids, use_cache=False, **packed).last_hidden_state
+            packed = {
+                "position_ids": positions,
+                "attention_batch": attention_batch,
+                "attention_mask": visible,
+            }
+        hidden: Tensor = self.decoder(
+            input_ids=token_ids, use_cache=False, **packed
+        ).last_hidden_state
         return hidden
 
 
@@ -62,7 +79,8 @@ _model_cache: "dict[tuple[object, ...], BaseModel] | None" = None
 
 @contextmanager
 def shared_models() -> Iterator[None]:
-    """Share models: inside, a model stays loaded for the next backend that asks for it, so that consecutive runs load it once.
+    """Share models: inside, a model stays loaded for the next backend that asks for it, so that
+    consecutive runs load it once.
 
     Only one backend may use it at a time: the next one removes the adapter of the one before.
     """
@@ -74,13 +92,22 @@ def shared_models() -> Iterator[None]:
         _model_cache = before
 
 
-def load_base_model(config: "TrainConfig", folder_or_id: str, device: torch.device, world: World = ALONE) -> BaseModel:
-    """Load the base model; `folder_or_id` is what `[model] model` resolves to. Raises EnvironmentFailure where it cannot be loaded."""
+def load_base_model(
+    config: "TrainConfig", folder_or_id: str, device: torch.device, world: World = ALONE
+) -> BaseModel:
+    """Load the base model; `folder_or_id` is what `[model] model` resolves to. Raises
+    EnvironmentFailure where it cannot be loaded.
+    """
     dtype = choose_dtype(config.model.dtype, device)
     if config.model.dtype == "fp8" and device.type == "mps":
-        raise EnvironmentFailure('[model] dtype = "fp8" needs 8-bit floats, which mps lacks; use "auto", or [backend] devices = "cpu".')
+        raise EnvironmentFailure(
+            '[model] dtype = "fp8" needs 8-bit floats, which mps lacks; use "auto", or [backend]'
+            ' devices = "cpu".'
+        )
     if config.inference.engine == "pytorch":
-        engine_options(config.inference, device.type, dtype)  # refuses what cannot be served before gigabytes are loaded
+        engine_options(
+            config.inference, device.type, dtype
+        )  # refuses what cannot be served before gigabytes are loaded
     shards = shards_of(config.backend, world)
     if _model_cache is None or shards.size > 1:  # parts end with their ranks
         return _load(config.model, folder_or_id, device, dtype, shards)
@@ -104,7 +131,9 @@ def load_base_model(config: "TrainConfig", folder_or_id: str, device: torch.devi
     return _model_cache[key]
 
 
-def _load(settings: "Model", folder_or_id: str, device: torch.device, dtype: torch.dtype, shards: World) -> BaseModel:
+def _load(
+    settings: "Model", folder_or_id: str, device: torch.device, dtype: torch.dtype, shards: World
+) -> BaseModel:
     model = _from_pretrained(settings, folder_or_id, device, dtype)
     model.requires_grad_(False)
     model.eval()
@@ -115,16 +144,21 @@ def _load(settings: "Model", folder_or_id: str, device: torch.device, dtype: tor
         shard(model, decoder, device, shards, settings.model)
     elif not settings.load_in_4bit:
         if device.type == "cpu":
-            for parameter in model.parameters():  # a weight in the file's dtype maps the file, and a single one keeps all of it resident
+            # a weight in the file's dtype maps the file, and a single one keeps all
+            # of it resident
+            for parameter in model.parameters():
                 parameter.data = parameter.data.clone()
         model.to(device)
     if device.type == "cuda":
         choose_deterministic_experts(model)
-    return BaseModel(model, decoder, find_head(model, decoder, settings.model), device, dtype, shards)
+    return BaseModel(
+        model, decoder, find_head(model, decoder, settings.model), device, dtype, shards
+    )
 
 
 def decoder_of(model: "PreTrainedModel", name: str) -> nn.Module:
-    """Return the model without its head; a few families (Llama 4) name another module as their base than they have.
+    """Return the model without its head; a few families (Llama 4) name another module as their base
+    than they have.
 
     Raises ConfigurationError where there is none.
     """
@@ -133,17 +167,23 @@ def decoder_of(model: "PreTrainedModel", name: str) -> nn.Module:
         decoder = getattr(model, "model", None)
     if decoder is None:
         raise ConfigurationError(
-            f'[model] model = "{name}": {type(model).__name__} has no decoder apart from its head, so it cannot be trained here; use '
-            "another model."
+            f'[model] model = "{name}": {type(model).__name__} has no decoder apart from its head,'
+            " so it cannot be trained here; use another model."
         )
     return decoder
 
 
 def _remove_adapter(model: "PreTrainedModel") -> None:
-    """Put back the frozen layers that peft wrapped; adapters are never merged, so they are as loaded."""
+    """Put back the frozen layers that peft wrapped; adapters are never merged, so they are as
+    loaded.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    wrapped = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    wrapped = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, BaseTunerLayer)
+    ]
     for name, module in wrapped:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, module.get_base_layer())
@@ -151,7 +191,9 @@ def _remove_adapter(model: "PreTrainedModel") -> None:
         del model.peft_config  # peft would take the next adapter for a second one
 
 
-def _from_pretrained(settings: "Model", folder_or_id: str, device: torch.device, dtype: torch.dtype) -> "PreTrainedModel":
+def _from_pretrained(
+    settings: "Model", folder_or_id: str, device: torch.device, dtype: torch.dtype
+) -> "PreTrainedModel":
     """Load on the CPU, where weights in the file's dtype map the file; in 4 bits, on `device`."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -164,10 +206,20 @@ def _from_pretrained(settings: "Model", folder_or_id: str, device: torch.device,
         options["revision"] = settings.revision
     if settings.load_in_4bit:
         if device.type != "cuda" or find_spec("bitsandbytes") is None:
-            missing = "a CUDA device" if device.type != "cuda" else "bitsandbytes (pip install bitsandbytes)"
-            raise EnvironmentFailure(f"[model] load_in_4bit = true needs {missing}: provide it, or set load_in_4bit = false.")
+            missing = (
+                "a CUDA device"
+                if device.type != "cuda"
+                else "bitsandbytes (pip install bitsandbytes)"
+            )
+            raise EnvironmentFailure(
+                f"[model] load_in_4bit = true needs {missing}: provide it, or set load_in_4bit ="
+                " false."
+            )
         quantisation = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
         )
         options |= {"quantization_config": quantisation, "device_map": {"": device}}
     try:
@@ -175,21 +227,26 @@ def _from_pretrained(settings: "Model", folder_or_id: str, device: torch.device,
             model = AutoModelForCausalLM.from_pretrained(folder_or_id, **options)
     except (OSError, ValueError, ImportError) as error:
         raise EnvironmentFailure(
-            f'[model] model = "{settings.model}" cannot be loaded ({first_line(error)}): it must be a folder with config.json and '
-            'safetensors weights of a causal language model, an id that the hub or its cache can serve, or "lab", which needs neither.'
+            f'[model] model = "{settings.model}" cannot be loaded ({first_line(error)}): it must be'
+            " a folder with config.json and safetensors weights of a causal language model, an id"
+            ' that the hub or its cache can serve, or "lab", which needs neither.'
         ) from error
     return model
 
 
 def choose_deterministic_experts(model: "PreTrainedModel") -> None:
-    """Compute a mixture of experts by plain products: the grouped ones count tokens by `histc`, which has no deterministic form on CUDA."""
+    """Compute a mixture of experts by plain products: the grouped ones count tokens by `histc`,
+    which has no deterministic form on CUDA.
+    """
     if getattr(model.config, "_experts_implementation", None) == "grouped_mm":
         model.set_experts_implementation("eager")
 
 
 @contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """Silence the progress bar that transformers shows over a file's tensors, which load at once."""
+    """Silence the progress bar that transformers shows over a file's tensors, which load at
+    once.
+    """
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -202,43 +259,59 @@ def no_progress_bar() -> Iterator[None]:
 
 
 def find_head(model: "PreTrainedModel", decoder: nn.Module, name: str) -> Head:
-    """Return the head whose logits are the model's own, found by trying what its configuration mentions on a few tokens.
+    """Return the head whose logits are the model's own, found by trying what its configuration
+    mentions on a few tokens.
 
-    Families scale or cap their logits under various names; a form that no candidate reproduces is refused, since it would
-    silently train another distribution.
+    Families scale or cap their logits under various names; a form that no candidate reproduces is
+    refused, since it would silently train another distribution.
     """
     output = model.get_output_embeddings()
     if output is None or not isinstance(getattr(output, "weight", None), Tensor):
-        raise ConfigurationError(f'[model] model = "{name}" has no linear language-model head, so it cannot be trained here.')
+        raise ConfigurationError(
+            f'[model] model = "{name}" has no linear language-model head, so it cannot be trained'
+            " here."
+        )
     weight, bias = output.weight, getattr(output, "bias", None)
     probe = torch.arange(min(_PROBE_TOKENS, weight.shape[0]), device=weight.device).unsqueeze(0)
-    softcaps = [float(cap) for key in ("final_logit_softcapping", "softcap") if (cap := getattr(model.config, key, None))]
+    softcaps = [
+        float(cap)
+        for key in ("final_logit_softcapping", "softcap")
+        if (cap := getattr(model.config, key, None))
+    ]
     names = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
     mentioned = [float(scale) for key in names if (scale := getattr(model.config, key, None))]
     with torch.no_grad():
         expected = model(input_ids=probe, use_cache=False).logits[0].float()
         hidden = decoder(input_ids=probe, use_cache=False).last_hidden_state[0]
-        for scale in (1.0, *mentioned, *(1 / scale for scale in mentioned)):  # Granite divides by its scale, HyperCLOVA multiplies
+        for scale in (
+            1.0,
+            *mentioned,
+            *(1 / scale for scale in mentioned),
+        ):  # Granite divides by its scale, HyperCLOVA multiplies
             for softcap in (*softcaps, None):
                 head = Head(weight, bias, scale, softcap)
                 if _matches(head.logits(hidden), expected):
                     return head
     raise ConfigurationError(
-        f'[model] model = "{name}" changes its logits in a way that the learner does not know, so log-probs would be wrong; '
-        "scaled and soft-capped heads are known: use another model, or report it."
+        f'[model] model = "{name}" changes its logits in a way that the learner does not know, so'
+        " log-probs would be wrong; scaled and soft-capped heads are known: use another model, or"
+        " report it."
     )
 
 
 def _matches(logits: Tensor, expected: Tensor) -> bool:
-    return logits.shape == expected.shape and bool((logits - expected).abs().max() <= _PROBE_TOLERANCE * expected.abs().max())
+    return logits.shape == expected.shape and bool(
+        (logits - expected).abs().max() <= _PROBE_TOLERANCE * expected.abs().max()
+    )
 
 
-# -- a base in parts ----------------------------------------------------------------------------------------------------
+# -- a base in parts -------------------------------------------------------------------------------
 #
-# Each rank holds 1/N of every layer, and all of a layer while it runs (FSDP2, ZeRO stage 3). Embeddings, head and last norm stay whole on
-# every rank: the learner reads the head's weight outside of any layer, tied weights are both at once, and in a model that needs several
-# GPUs they are a few per cent. The base is frozen, so the backward pass reduces nothing. Every pass is collective, so all ranks make
-# equally many (`World.any_rank`).
+# Each rank holds 1/N of every layer, and all of a layer while it runs (FSDP2, ZeRO stage 3).
+# Embeddings, head and last norm stay whole on every rank: the learner reads the head's weight
+# outside of any layer, tied weights are both at once, and in a model that needs several GPUs they
+# are a few per cent. The base is frozen, so the backward pass reduces nothing. Every pass is
+# collective, so all ranks make equally many (`World.any_rank`).
 
 
 def shards_of(backend: "Backend", world: World) -> World:
@@ -247,16 +320,21 @@ def shards_of(backend: "Backend", world: World) -> World:
         return ALONE
     if world.size == 1:
         raise ConfigurationError(
-            "[backend] shard_base = true splits the frozen weights over the processes of torchrun, and this run has one process; "
-            "start the run by torchrun --nproc-per-node N -m retrain, or leave shard_base false."
+            "[backend] shard_base = true splits the frozen weights over the processes of torchrun,"
+            " and this run has one process; start the run by torchrun --nproc-per-node N -m"
+            " retrain, or leave shard_base false."
         )
     return world
 
 
-def shard(model: nn.Module, decoder: nn.Module, device: torch.device, world: World, name: str) -> None:
-    """Move a frozen `model` to `device`: 1/N of every layer, and all of the rest. One layer at a time is whole there.
+def shard(
+    model: nn.Module, decoder: nn.Module, device: torch.device, world: World, name: str
+) -> None:
+    """Move a frozen `model` to `device`: 1/N of every layer, and all of the rest. One layer at a
+    time is whole there.
 
-    Collective. Call it before the adapter is attached, so that FSDP leaves the adapter's parameters alone.
+    Collective. Call it before the adapter is attached, so that FSDP leaves the adapter's parameters
+    alone.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -265,22 +343,28 @@ def shard(model: nn.Module, decoder: nn.Module, device: torch.device, world: Wor
     blocks = layers(decoder)
     if not blocks:
         raise ConfigurationError(
-            f'[backend] shard_base = true: no layers were found in [model] model = "{name}"; set shard_base = false, or use a model of '
-            "transformers."
+            f'[backend] shard_base = true: no layers were found in [model] model = "{name}"; set'
+            " shard_base = false, or use a model of transformers."
         )
     for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
     whole = [parameter for parameter in model.parameters() if not is_sharded(parameter)]
-    fully_shard(decoder, mesh=mesh, ignored_params=set(decoder.parameters()) & set(whole))  # the root, which orders the layers' gathers
+    fully_shard(
+        decoder, mesh=mesh, ignored_params=set(decoder.parameters()) & set(whole)
+    )  # the root, which orders the layers' gathers
     for tensor in (*whole, *model.buffers()):
-        tensor.data = tensor.data.to(device, copy=True)  # a copy on a CPU too, so that nothing maps the file
+        tensor.data = tensor.data.to(
+            device, copy=True
+        )  # a copy on a CPU too, so that nothing maps the file
 
 
 def layers(decoder: nn.Module) -> list[nn.Module]:
     """Return the blocks of a transformers model that can be gathered or checkpointed one by one."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    return [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return [
+        module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -290,7 +374,9 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def held_bytes(base: "BaseModel") -> int:
-    """Count the bytes of the frozen weights on one rank, gathered layers included; also for a model on the meta device."""
+    """Count the bytes of the frozen weights on one rank, gathered layers included; also for a model
+    on the meta device.
+    """
     total = _frozen_bytes(base.model)
     if base.shards.size == 1:
         return total

@@ -1,8 +1,9 @@
 """Choices made from the machine at the first step, then stored with the run.
 
-They depend on the model, the configuration and the device's total memory, never on what happens to be free, so two fresh runs of one
-configuration on one machine choose the same. One choice is measured: several workers with one thread, or one worker with several
-threads (`threads_pay`). The number of workers changes no byte; the number of threads may.
+They depend on the model, the configuration and the device's total memory, never on what happens to
+be free, so two fresh runs of one configuration on one machine choose the same. One choice is
+measured: several workers with one thread, or one worker with several threads (`threads_pay`). The
+number of workers changes no byte; the number of threads may.
 """
 
 import math
@@ -15,7 +16,13 @@ import torch
 
 from retrain.distributed import ALONE, World
 from retrain.errors import EnvironmentFailure
-from retrain.model.budget import PREFILL_TOKENS, PROMPT_ALLOWANCE, longest_row, longest_sampled, plan_decode
+from retrain.model.budget import (
+    PREFILL_TOKENS,
+    PROMPT_ALLOWANCE,
+    longest_row,
+    longest_sampled,
+    plan_decode,
+)
 from retrain.model.devices import engine_options
 from retrain.model.footprint import Footprint, footprint
 from retrain.model.head import chunk_bytes_on
@@ -32,25 +39,30 @@ if TYPE_CHECKING:
 _LEARNING_SHARE = 0.35
 """Share of the memory beside the weights that the activations of one micro-batch may take."""
 _DECODE_SHARE = 0.65
-"""Share of the same for keys and values, which take turns with the activations. The rest is for the optimizer, logits and fragmentation."""
+"""Share of the same for keys and values, which take turns with the activations. The rest is for the
+optimizer, logits and fragmentation."""
 _CUDA_SHARE = 0.92
-"""Share, on a GPU, of the memory beside all that stays: activations and pages take turns, so either may have it. The rest is for
-fragmentation and for captured steps."""
+"""Share, on a GPU, of the memory beside all that stays: activations and pages take turns, so either
+may have it. The rest is for fragmentation and for captured steps."""
 _CUDA_CONTEXT = 5 << 28
-"""Bytes of the CUDA context, its kernels and the libraries' workspaces, 1.25 GiB: an estimate, not measured on every card."""
+"""Bytes of the CUDA context, its kernels and the libraries' workspaces, 1.25 GiB: an estimate, not
+measured on every card."""
 _CPU_SHARE = 0.8
 """Share of a computer's memory that a run may take in all; the computer has other work."""
 _MERGED_SHARE = 0.2
-"""Share for the sampler's copy of the weights, laid out for products with few rows; in float32 the adapter is merged into it."""
+"""Share for the sampler's copy of the weights, laid out for products with few rows; in float32 the
+adapter is merged into it."""
 _LARGE, _LARGE_ROWS = 64 << 20, 16
-"""Bytes of a model whose products take longer than what is around them even for few rows, and the rows of its pieces: a step of 32
-completions then has work for two workers."""
+"""Bytes of a model whose products take longer than what is around them even for few rows, and the
+rows of its pieces: a step of 32 completions then has work for two workers."""
 _PROBE_TOKENS, _PROBES = 32, 3
 _THREADS_PAY = 0.9
-"""Share of the ideal speed-up that threads must reach. Workers reach nearly as much, and keep it when other work arrives later."""
+"""Share of the ideal speed-up that threads must reach. Workers reach nearly as much, and keep it
+when other work arrives later."""
 _MOST_TOKENS = {"cpu": 1280, "cuda": 16384}
-"""Caps for the automatic choice, where memory would allow more. A CPU: a group of 8 x 128 tokens and its prompt. A GPU computes no faster
-with more (an estimate), and what they would take may hold pages."""
+"""Caps for the automatic choice, where memory would allow more. A CPU: a group of 8 x 128 tokens
+and its prompt. A GPU computes no faster with more (an estimate), and what they would take may hold
+pages."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +84,11 @@ class Machine:
     @property
     def usable(self) -> int:
         """Bytes that a run may take."""
-        return self.memory - self.context if self.device_type == "cuda" else int(self.memory * _CPU_SHARE)
+        return (
+            self.memory - self.context
+            if self.device_type == "cuda"
+            else int(self.memory * _CPU_SHARE)
+        )
 
     @property
     def context(self) -> int:
@@ -80,8 +96,14 @@ class Machine:
         return min(_CUDA_CONTEXT, self.memory) if self.device_type == "cuda" else 0
 
 
-def choose(config: "TrainConfig", base: "BaseModel", world: World = ALONE, stored: MachineChoices | None = None) -> MachineChoices:
-    """Return `plan`, with one worker of several threads in place of several of one thread where these measure better.
+def choose(
+    config: "TrainConfig",
+    base: "BaseModel",
+    world: World = ALONE,
+    stored: MachineChoices | None = None,
+) -> MachineChoices:
+    """Return `plan`, with one worker of several threads in place of several of one thread where
+    these measure better.
 
     `stored` holds the choices of a resumed run, which are kept, except the number of workers.
     """
@@ -96,7 +118,9 @@ def choose(config: "TrainConfig", base: "BaseModel", world: World = ALONE, store
 
 @torch.no_grad()
 def threads_pay(base: "BaseModel") -> bool:
-    """Return True if an operator's threads reach most of the ideal speed-up: products are large and no other process takes the cores."""
+    """Return True if an operator's threads reach most of the ideal speed-up: products are large and
+    no other process takes the cores.
+    """
     threads = torch.get_num_threads()
     ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64)
     seconds = {threads: math.inf, 1: math.inf}
@@ -113,9 +137,16 @@ def threads_pay(base: "BaseModel") -> bool:
 
 
 def plan(
-    config: "TrainConfig", model_config: Any, size: Footprint, machine: Machine, world: World = ALONE, *, shares: bool = True
+    config: "TrainConfig",
+    model_config: Any,
+    size: Footprint,
+    machine: Machine,
+    world: World = ALONE,
+    *,
+    shares: bool = True,
 ) -> MachineChoices:
-    """Return the choices for a model of this size on this machine. On a CPU that `shares`, as many workers as memory allows.
+    """Return the choices for a model of this size on this machine. On a CPU that `shares`, as many
+    workers as memory allows.
 
     Raises EnvironmentFailure where not even one completion fits.
     """
@@ -125,7 +156,9 @@ def plan(
     longest = longest_row(config.training, config.environment, context)
     sampled = longest_sampled(config.training, config.evaluation, config.environment, context)
     learning, decoding = budgets(config.training.batch_size, size, machine)
-    tokens, checkpointing, offloading = _learning_choices(config.training, size, longest, machine.device_type, learning)
+    tokens, checkpointing, offloading = _learning_choices(
+        config.training, size, longest, machine.device_type, learning
+    )
     decode = plan_decode(
         model_config,
         device_type=machine.device_type,
@@ -136,7 +169,9 @@ def plan(
         paged=decodes_in_pages(config.inference, size, machine.device_type),
     )
     multiplies = size.dtype == torch.float32 or computes_bf16()
-    copied = max(size.weights, size.layer_weights + size.head_weights)  # more than the weights where these are in 8 bits
+    copied = max(
+        size.weights, size.layer_weights + size.head_weights
+    )  # more than the weights where these are in 8 bits
     merges = machine.device_type == "cpu" and multiplies and copied <= spare * _MERGED_SHARE
     rows = min(decode.rows, _LARGE_ROWS) if size.weights > _LARGE else decode.rows
     kept = size.activations_per_token(checkpointing=checkpointing, offloading=offloading)
@@ -144,7 +179,8 @@ def plan(
     if merges:
         fitting.append(int(spare * _MERGED_SHARE) // copied)
     workers = min(machine.threads, *fitting)
-    # torchrun's processes share the work already, and a sampler beside the learner computes at the same time
+    # torchrun's processes share the work already, and a sampler beside the learner computes at the
+    # same time
     alone = world.size == 1 and len(config.backend.device_list) == 1
     can_share = shares and alone and machine.device_type == "cpu" and can_fork()
     if not can_share or 2 * workers < machine.threads:
@@ -173,13 +209,17 @@ def budgets(batch_size: int, size: Footprint, machine: Machine) -> tuple[int, in
     return turns, max(0, turns - prompt_pass_bytes(batch_size, size))
 
 
-def prompt_pass_bytes(batch_size: int, size: Footprint, prompt_tokens: int = PROMPT_ALLOWANCE) -> int:
+def prompt_pass_bytes(
+    batch_size: int, size: Footprint, prompt_tokens: int = PROMPT_ALLOWANCE
+) -> int:
     """Return the bytes of a packed pass over prompts, beside their keys and values."""
     return min(PREFILL_TOKENS, batch_size * prompt_tokens) * size.gradients_per_token
 
 
 def decodes_in_pages(inference: "Inference", size: Footprint, device_type: str) -> bool:
-    """Return whether the sampler of a run on the local backend holds keys and values in pages; as `TorchEngine` decides it."""
+    """Return whether the sampler of a run on the local backend holds keys and values in pages; as
+    `TorchEngine` decides it.
+    """
     options = engine_options(inference, device_type, size.dtype)
     return options.paged and options.kv_storage is None and size.layer_weights > 0
 
@@ -188,35 +228,66 @@ def learning_leaves(config: "TrainConfig", base: "BaseModel", choices: MachineCh
     """Return the bytes that are left for pages while the learner's activations are held."""
     size = footprint(base, config)
     learning, _ = budgets(config.training.batch_size, size, Machine.of(base.device))
-    return learning - activation_bytes(config.training, config.environment, base.model.config, size, choices)
+    return learning - activation_bytes(
+        config.training, config.environment, base.model.config, size, choices
+    )
 
 
-def activation_bytes(training: "Training", environment: "Environment", model_config: Any, size: Footprint, choices: MachineChoices) -> int:
-    """Return the bytes at most of one micro-batch, or of the longest row where that alone is more."""
-    kept = size.activations_per_token(checkpointing=choices.gradient_checkpointing, offloading=choices.offload_activations)
+def activation_bytes(
+    training: "Training",
+    environment: "Environment",
+    model_config: Any,
+    size: Footprint,
+    choices: MachineChoices,
+) -> int:
+    """Return the bytes at most of one micro-batch, or of the longest row where that alone is
+    more.
+    """
+    kept = size.activations_per_token(
+        checkpointing=choices.gradient_checkpointing, offloading=choices.offload_activations
+    )
     longest = longest_row(training, environment, context_length(model_config))
     return max(choices.micro_batch_tokens, longest) * (kept + size.gradients_per_token)
 
 
 def _check_adapter(rank: int, size: Footprint, machine: Machine) -> None:
-    """Raise EnvironmentFailure for an adapter that the whole machine could not hold with its gradient and two moments, in float32."""
+    """Raise EnvironmentFailure for an adapter that the whole machine could not hold with its
+    gradient and two moments, in float32.
+    """
     learned = 4 * 4 * size.num_trainable
     if learned > machine.memory:
         raise EnvironmentFailure(
-            f"[model] lora_rank = {rank} gives an adapter of {size.num_trainable:,} parameters, which take "
-            f"{learned / 2**30:,.0f} GiB with their gradient and two moments, and {machine.device_type} has "
-            f"{machine.memory / 2**30:,.0f} GiB; lower lora_rank."
+            f"[model] lora_rank = {rank} gives an adapter of {size.num_trainable:,} parameters,"
+            f" which take {learned / 2**30:,.0f} GiB with their gradient and two moments, and"
+            f" {machine.device_type} has {machine.memory / 2**30:,.0f} GiB; lower lora_rank."
         )
 
 
-def _learning_choices(training: "Training", size: Footprint, longest: int, device_type: str, memory: int) -> tuple[int, bool, bool]:
+def _learning_choices(
+    training: "Training", size: Footprint, longest: int, device_type: str, memory: int
+) -> tuple[int, bool, bool]:
     """Return (micro_batch_tokens, gradient_checkpointing, offload_activations).
 
-    Checkpointing is a third more work, so only where the longest row needs it; offloading, on a GPU, only where it does not fit with that.
+    Checkpointing is a third more work, so only where the longest row needs it; offloading, on a
+    GPU, only where it does not fit with that.
     """
     wanted, tokens = training.gradient_checkpointing, training.micro_batch_tokens
-    beside = size.gradients_per_token if device_type == "cuda" else 0  # a processor's share leaves room for them
-    checkpointing = (size.kept_per_token + beside) * max(longest, tokens) > memory if wanted == "auto" else wanted
-    offloading = checkpointing and device_type == "cuda" and (size.checkpointed_per_token + beside) * max(longest, tokens) > memory
+    beside = (
+        size.gradients_per_token if device_type == "cuda" else 0
+    )  # a processor's share leaves room for them
+    checkpointing = (
+        (size.kept_per_token + beside) * max(longest, tokens) > memory
+        if wanted == "auto"
+        else wanted
+    )
+    offloading = (
+        checkpointing
+        and device_type == "cuda"
+        and (size.checkpointed_per_token + beside) * max(longest, tokens) > memory
+    )
     kept = size.activations_per_token(checkpointing=checkpointing, offloading=offloading) + beside
-    return tokens or max(1, min(_MOST_TOKENS.get(device_type, 2048), memory // kept)), checkpointing, offloading
+    return (
+        tokens or max(1, min(_MOST_TOKENS.get(device_type, 2048), memory // kept)),
+        checkpointing,
+        offloading,
+    )

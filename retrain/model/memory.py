@@ -1,6 +1,8 @@
-"""Predict a run's memory by part, before its weights are loaded: the line at its start, and what `explain` prints.
+"""Predict a run's memory by part, before its weights are loaded: the line at its start, and what
+`explain` prints.
 
-Sizes are counted on the model without weights, and the budgets are those that the run itself chooses from the machine.
+Sizes are counted on the model without weights, and the budgets are those that the run itself
+chooses from the machine.
 """
 
 from dataclasses import dataclass
@@ -37,11 +39,13 @@ GIB = 2**30
 _FLOAT = 4
 _MOMENTS = 2
 _SAMPLING_TENSORS = 4
-"""Float32 tensors of [chunk, vocabulary] that live together in the sampler: logits, shifted ones, their exponentials, products."""
+"""Float32 tensors of [chunk, vocabulary] that live together in the sampler: logits, shifted ones,
+their exponentials, products."""
 _LEARNING_TENSORS, _LEARNING_ENTROPY_TENSORS = 2, 5
 """The same in the learner: its chunk is overwritten step by step, but for an entropy's gradient."""
 _TRUNCATING_TENSORS = 3
-"""More of them, in either, where kept sets reach far into the vocabulary: its largest logits in order with their ids, and a mask."""
+"""More of them, in either, where kept sets reach far into the vocabulary: its largest logits in
+order with their ids, and a mask."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,8 @@ class Memory:
     @property
     def parts(self) -> tuple[Part, ...]:
         all_parts = (
-            self.context, self.weights, self.adapter, self.optimizer, self.merged_copy, self.prompt_pass, self.kv_cache, self.activations,
+            self.context, self.weights, self.adapter, self.optimizer, self.merged_copy,
+            self.prompt_pass, self.kv_cache, self.activations,
             self.logits,
         )  # fmt: skip
         return tuple(part for part in all_parts if part.bytes)
@@ -91,13 +96,23 @@ class Memory:
 
     @property
     def peaks(self) -> dict[str, int]:
-        """Bytes by device. On one device sampling and learning take turns, so the larger of the two counts."""
+        """Bytes by device. On one device sampling and learning take turns, so the larger of the two
+        counts.
+        """
         if self.sampler_device != self.device:
             return {
-                self.sampler_device: self.context.bytes + self.weights.bytes + self.adapter.bytes + self.sampling + self.logits.bytes,
+                self.sampler_device: (
+                    self.context.bytes
+                    + self.weights.bytes
+                    + self.adapter.bytes
+                    + self.sampling
+                    + self.logits.bytes
+                ),
                 self.device: self.fixed + self.activations.bytes + self.logits.bytes,
             }
-        return {self.device: self.fixed + max(self.sampling, self.activations.bytes) + self.logits.bytes}
+        return {
+            self.device: self.fixed + max(self.sampling, self.activations.bytes) + self.logits.bytes
+        }
 
     @property
     def peak(self) -> int:
@@ -106,15 +121,23 @@ class Memory:
     def line(self) -> str:
         """Return one line for the start of a run."""
         parts = ", ".join(f"{part.name} {byte_words(part.bytes)}" for part in self.parts)
-        peaks = " and ".join(f"{byte_words(peak)} of {byte_words(self.machine.memory)} on {device}" for device, peak in self.peaks.items())
-        return f"Predicted memory of tensors: {parts}; peak {peaks}; Python and the allocator take more."
+        peaks = " and ".join(
+            f"{byte_words(peak)} of {byte_words(self.machine.memory)} on {device}"
+            for device, peak in self.peaks.items()
+        )
+        return (
+            f"Predicted memory of tensors: {parts}; peak {peaks}; Python and the allocator take"
+            " more."
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return sizes in GiB."""
         return {
             "device": self.device,
             "device_gib": self.machine.memory / GIB,
-            "parts_gib": {part.name.lower().replace(" ", "_"): part.bytes / GIB for part in self.parts},
+            "parts_gib": {
+                part.name.lower().replace(" ", "_"): part.bytes / GIB for part in self.parts
+            },
             "peak_gib": {device: peak / GIB for device, peak in self.peaks.items()},
             "num_parameters": self.size.num_frozen,
             "num_trainable": self.size.num_trainable,
@@ -133,25 +156,33 @@ def predict_memory(
     choices: MachineChoices | None = None,
     shards: World = ALONE,
 ) -> Memory:
-    """Predict the memory of one process on the local backend, at its longest completions after the longest prompt of `prompt_tokens`.
+    """Predict the memory of one process on the local backend, at its longest completions after the
+    longest prompt of `prompt_tokens`.
 
-    `memory_gib` stands for a device that need not be here; `choices` are the stored ones of a resumed run; `shards` are the processes that
-    hold the base in parts (`load.shards_of`). Raises EnvironmentFailure where the device or the model's configuration is not there, or
-    where one completion does not fit.
+    `memory_gib` stands for a device that need not be here; `choices` are the stored ones of a
+    resumed run; `shards` are the processes that hold the base in parts (`load.shards_of`). Raises
+    EnvironmentFailure where the device or the model's configuration is not there, or where one
+    completion does not fit.
     """
     sampler: torch.device | None
     if memory_gib is None:
         device, _, sampler = choose_device(config.backend)
         machine = Machine.of(device)
     else:
-        devices = [torch.device(name) for name in config.backend.device_list]  # in split mode the sampler's, then the learner's
+        devices = [
+            torch.device(name) for name in config.backend.device_list
+        ]  # in split mode the sampler's, then the learner's
         device, sampler = devices[-1], devices[0] if len(devices) > 1 else None
         machine = Machine(device.type, int(memory_gib * GIB), torch.get_num_threads())
-    base = weightless_model(config.model, config.lora, choose_dtype(config.model.dtype, device), shards)
+    base = weightless_model(
+        config.model, config.lora, choose_dtype(config.model.dtype, device), shards
+    )
     size = footprint(base, config, device.type)
     model_config: Any = base.model.config
     choices = choices or plan(config, model_config, size, machine)
-    estimate = _Estimate(config, model_config, size, choices, machine.device_type, prompt_tokens, shards.size)
+    estimate = _Estimate(
+        config, model_config, size, choices, machine.device_type, prompt_tokens, shards.size
+    )
     return Memory(
         device=str(device),
         sampler_device=str(sampler or device),
@@ -170,7 +201,7 @@ def predict_memory(
     )
 
 
-# -- the parts -----------------------------------------------------------------------------------------------------------
+# -- the parts -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -186,13 +217,22 @@ class _Estimate:
 
     @property
     def longest(self) -> int:
-        return longest_row(self.config.training, self.config.environment, context_length(self.model_config), self.prompt_tokens)
+        return longest_row(
+            self.config.training,
+            self.config.environment,
+            context_length(self.model_config),
+            self.prompt_tokens,
+        )
 
     @property
     def longest_sampled(self) -> int:
         config = self.config
         return longest_sampled(
-            config.training, config.evaluation, config.environment, context_length(self.model_config), self.prompt_tokens
+            config.training,
+            config.evaluation,
+            config.environment,
+            context_length(self.model_config),
+            self.prompt_tokens,
         )
 
     @property
@@ -202,17 +242,27 @@ class _Estimate:
 
     @property
     def rows(self) -> int:
-        """Completions that decode at a time, by all workers, in a training step or in an evaluation."""
+        """Completions that decode at a time, by all workers, in a training step or in an
+        evaluation.
+        """
         evaluation = self.config.evaluation
-        limits = DecodeLimits(self.choices.decode_rows * self.choices.workers, self.choices.decode_tokens)
+        limits = DecodeLimits(
+            self.choices.decode_rows * self.choices.workers, self.choices.decode_tokens
+        )
         asked = evaluation.max_examples * evaluation.samples or limits.rows
-        return limits.rows_together(self.longest_sampled, max(self.completions, asked) if evaluation.asked_for else self.completions)
+        return limits.rows_together(
+            self.longest_sampled,
+            max(self.completions, asked) if evaluation.asked_for else self.completions,
+        )
 
     def weights(self) -> Part:
         """Size the weights, with the second copy where the sampler computes in another dtype."""
         size, total = self.size, self.size.weights
         precision = {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(size.dtype, str(size.dtype))
-        note = f"{size.num_frozen:,} parameters in {'4 bits' if self.config.model.load_in_4bit else precision}"
+        note = (
+            f"{size.num_frozen:,} parameters in"
+            f" {'4 bits' if self.config.model.load_in_4bit else precision}"
+        )
         if self.config.model.dtype == "fp8":
             note += ", the blocks' products in 8 bits"
         if self.shards > 1:
@@ -224,24 +274,41 @@ class _Estimate:
 
     def adapter(self) -> Part:
         count, rank = self.size.num_trainable, self.config.model.lora_rank
-        return Part("adapter", count * _FLOAT + self.size.adapter_copies, f"{count:,} parameters of rank {rank} in fp32")
+        return Part(
+            "adapter",
+            count * _FLOAT + self.size.adapter_copies,
+            f"{count:,} parameters of rank {rank} in fp32",
+        )
 
     def optimizer(self) -> Part:
-        return Part("optimizer", self.size.num_trainable * _FLOAT * (1 + _MOMENTS), "gradient and two moments in fp32")
+        return Part(
+            "optimizer",
+            self.size.num_trainable * _FLOAT * (1 + _MOMENTS),
+            "gradient and two moments in fp32",
+        )
 
     def merged_copy(self) -> Part:
         """Size the sampler's copy of the weights on a CPU, made anew for every step."""
         size = self.size
         cast = self.config.inference.dtype == "bf16" and size.dtype == torch.float32
         makes = self.choices.merge_adapter and (not cast or computes_bf16())
-        copy = (size.layer_weights + size.head_weights) // (2 if cast else 1) if makes and size.layer_weights else 0
+        copy = (
+            (size.layer_weights + size.head_weights) // (2 if cast else 1)
+            if makes and size.layer_weights
+            else 0
+        )
         workers = self.choices.workers
         each = f", in each of {workers} processes" if workers > 1 else ""
-        note = f"the layers, in fp32 with the adapter in them, and the head, laid out for few rows{each}; half if all fit 16 bits"
+        note = (
+            "the layers, in fp32 with the adapter in them, and the head, laid out for few"
+            f" rows{each}; half if all fit 16 bits"
+        )
         return Part("merged copy", copy * workers, note)
 
     def prompt_pass(self) -> Part:
-        """Size the pass over prompts on a GPU; on a CPU it is less than what a learning pass takes, and the two take turns."""
+        """Size the pass over prompts on a GPU; on a CPU it is less than what a learning pass takes,
+        and the two take turns.
+        """
         if self.device_type != "cuda":
             return Part("prompt pass", 0, "")
         plain = kv_bytes_per_token(self.model_config, self.size.dtype.itemsize)
@@ -249,7 +316,8 @@ class _Estimate:
         kept = 0 if self.paged else tokens * plain
         return Part(
             "prompt pass",
-            prompt_pass_bytes(self.config.training.batch_size, self.size, self.prompt_tokens) + kept,
+            prompt_pass_bytes(self.config.training.batch_size, self.size, self.prompt_tokens)
+            + kept,
             f"{tokens:,} tokens of prompts at a time",
         )
 
@@ -262,45 +330,83 @@ class _Estimate:
         plain, inference = self.size.dtype.itemsize, self.config.inference
         longest = self.longest_sampled
         per_token = kv_bytes_per_token(self.model_config, plain, inference.kv_cache_dtype)
-        prompts = min(self.config.training.batch_size * min(self.prompt_tokens, longest), self.choices.decode_tokens // STORE_SHARE)
+        prompts = min(
+            self.config.training.batch_size * min(self.prompt_tokens, longest),
+            self.choices.decode_tokens // STORE_SHARE,
+        )
         if self.paged:
             wanted = prompts + self.completions * (longest + PAGE_TOKENS)
             tokens = min(self.choices.decode_tokens, wanted)
             rows = min(self.completions, tokens // longest)
-            note = f"{tokens:,} tokens in pages at {byte_words(per_token)}: {rows:,} of {self.completions:,} completions"
+            note = (
+                f"{tokens:,} tokens in pages at {byte_words(per_token)}: {rows:,} of"
+                f" {self.completions:,} completions"
+            )
             if rows < self.completions:
                 note += " at their longest, more while they are shorter"
             return Part("KV cache", tokens * per_token, note)
-        kept = prompts * kv_bytes_per_token(self.model_config, plain) if inference.prefix_caching else 0
-        turns = f"; {self.completions:,} completions take turns" if self.rows < self.completions else ""
+        kept = (
+            prompts * kv_bytes_per_token(self.model_config, plain)
+            if inference.prefix_caching
+            else 0
+        )
+        turns = (
+            f"; {self.completions:,} completions take turns" if self.rows < self.completions else ""
+        )
         note = f"{self.rows:,} x {longest:,} tokens at {byte_words(per_token)}{turns}"
         return Part("KV cache", self.rows * longest * per_token + kept, note)
 
     def activations(self) -> Part:
-        """Size the activations of one micro-batch, or of the longest row if that is more, with the gradients of one layer."""
-        size, checkpointing, offloading = self.size, self.choices.gradient_checkpointing, self.choices.offload_activations
-        tokens = min(max(self.choices.micro_batch_tokens, self.longest) * self.choices.workers, self.longest * self.completions)
-        per_token = size.gradients_per_token + size.activations_per_token(checkpointing=checkpointing, offloading=offloading)
-        note = f"{tokens:,} tokens at a time at {byte_words(per_token)}{', checkpointed' if checkpointing else ''}"
+        """Size the activations of one micro-batch, or of the longest row if that is more, with the
+        gradients of one layer.
+        """
+        size, checkpointing, offloading = (
+            self.size,
+            self.choices.gradient_checkpointing,
+            self.choices.offload_activations,
+        )
+        tokens = min(
+            max(self.choices.micro_batch_tokens, self.longest) * self.choices.workers,
+            self.longest * self.completions,
+        )
+        per_token = size.gradients_per_token + size.activations_per_token(
+            checkpointing=checkpointing, offloading=offloading
+        )
+        note = (
+            f"{tokens:,} tokens at a time at"
+            f" {byte_words(per_token)}{', checkpointed' if checkpointing else ''}"
+        )
         if offloading:
             waiting = tokens * (size.checkpointed_per_token - size.offloaded_per_token)
             note += f", the layers' inputs offloaded ({byte_words(waiting)} of the host's memory)"
         return Part("activations", tokens * per_token, note)
 
     def logits(self) -> Part:
-        """Size the chunks of rows over the whole vocabulary: the sampler's with the logits of a token of every row, or the learner's."""
+        """Size the chunks of rows over the whole vocabulary: the sampler's with the logits of a
+        token of every row, or the learner's.
+        """
         vocabulary = self.model_config.get_text_config().vocab_size
         workers = self.choices.workers
-        chunk = min(workers * SAMPLING_CHUNK_BYTES.get(self.device_type, SAMPLING_CHUNK_BYTES["cpu"]), self.rows * vocabulary * _FLOAT)
+        chunk = min(
+            workers * SAMPLING_CHUNK_BYTES.get(self.device_type, SAMPLING_CHUNK_BYTES["cpu"]),
+            self.rows * vocabulary * _FLOAT,
+        )
         truncating = _TRUNCATING_TENSORS if self.config.training.truncated else 0
-        sampling = self.rows * vocabulary * self.size.dtype.itemsize + (_SAMPLING_TENSORS + truncating) * chunk
+        sampling = (
+            self.rows * vocabulary * self.size.dtype.itemsize
+            + (_SAMPLING_TENSORS + truncating) * chunk
+        )
         actions = self.completions * self.config.training.max_tokens
         tensors = _LEARNING_ENTROPY_TENSORS if self.config.loss.entropy_coef else _LEARNING_TENSORS
-        learning = (tensors + truncating) * min(workers * chunk_bytes_on(self.device_type), actions * vocabulary * _FLOAT)
-        return Part("logits", max(sampling, learning), f"chunks of {vocabulary:,} tokens of vocabulary")
+        learning = (tensors + truncating) * min(
+            workers * chunk_bytes_on(self.device_type), actions * vocabulary * _FLOAT
+        )
+        return Part(
+            "logits", max(sampling, learning), f"chunks of {vocabulary:,} tokens of vocabulary"
+        )
 
 
-# -- words ---------------------------------------------------------------------------------------------------------------
+# -- words -----------------------------------------------------------------------------------------
 
 
 def byte_words(count: int) -> str:

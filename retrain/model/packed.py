@@ -1,8 +1,9 @@
 """A weight laid out once for products with few rows on a CPU.
 
-A plain product lays the whole weight out anew at every call, which with 32 rows takes as long as the multiplication itself; packed once,
-it is read as it lies. Few rows wait for the weight to come from memory, so one whose values fit 16 bits (that of a model trained in
-bfloat16) is held in 16 bits, and widened by the kernel as it is read: the arithmetic is float32 either way.
+A plain product lays the whole weight out anew at every call, which with 32 rows takes as long as
+the multiplication itself; packed once, it is read as it lies. Few rows wait for the weight to come
+from memory, so one whose values fit 16 bits (that of a model trained in bfloat16) is held in 16
+bits, and widened by the kernel as it is read: the arithmetic is float32 either way.
 """
 
 import platform
@@ -14,11 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _FEWEST_ELEMENTS = 150_000
-"""For a smaller weight the operator's overhead exceeds what it saves (measured on two cores, 8 to 128 rows)."""
+"""For a smaller weight the operator's overhead exceeds what it saves (measured on two cores, 8 to
+128 rows)."""
 
 
 _LARGEST_LOSS = 2.0**-39
-"""Relative to the largest weight of the same output: what rounds to float16's subnormal numbers may lose so much, all others nothing."""
+"""Relative to the largest weight of the same output: what rounds to float16's subnormal numbers may
+lose so much, all others nothing."""
 _EXPONENT = 15
 _FARTHEST = 100
 """Largest exponent of a scale, so that it and its reciprocal are normal numbers of float32."""
@@ -33,34 +36,46 @@ class FrozenProduct(Protocol):
 
 
 class PackedWeight:
-    """The product with a weight [O, I] and a bias [O] that do not change, in the layout that oneDNN's kernels read.
+    """The product with a weight [O, I] and a bias [O] that do not change, in the layout that
+    oneDNN's kernels read.
 
-    The operators are those that torch's own compiler emits for a frozen linear layer. A weight that is not packed is kept as it is.
+    The operators are those that torch's own compiler emits for a frozen linear layer. A weight that
+    is not packed is kept as it is.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._bias = bias
-        self._packed = (  # a large weight on a CPU that computes in its dtype, in a torch that has oneDNN and these operators
+        # a large weight on a CPU that computes in its dtype, in a torch that has oneDNN
+        # and these operators
+        self._packed = (
             weight.numel() >= _FEWEST_ELEMENTS
             and weight.device.type == "cpu"
-            and (weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and computes_bf16()))
+            and (
+                weight.dtype == torch.float32
+                or (weight.dtype == torch.bfloat16 and computes_bf16())
+            )
             and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch does not annotate it
             and hasattr(torch.ops.mkldnn, "_linear_pointwise")
             and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         )
-        self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
+        self._weight: Tensor = (
+            torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
+        )
 
     def product(self, x: Tensor) -> Tensor:
         if not self._packed:
             return F.linear(x, self._weight, self._bias)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self._weight, self._bias, "none", [], ""
+        )
         return product
 
 
 class HalfWeight:
     """The same of a float32 weight for which `fits_half` holds, in the layout of FBGEMM's kernels.
 
-    Each output's weights are held times a power of two, which the product is divided by. A row's bits do not depend on the rows beside it.
+    Each output's weights are held times a power of two, which the product is divided by. A row's
+    bits do not depend on the rows beside it.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -74,17 +89,25 @@ class HalfWeight:
 
 
 def laid_out(weight: Tensor, bias: Tensor | None) -> FrozenProduct:
-    """Return the product with a weight [O, I] and a bias [O] that do not change, held in the fewest bits that hold its values."""
+    """Return the product with a weight [O, I] and a bias [O] that do not change, held in the fewest
+    bits that hold its values.
+    """
     return HalfWeight(weight, bias) if fits_half(weight) else PackedWeight(weight, bias)
 
 
 def fits_half(weight: Tensor) -> bool:
-    """True for a large float32 weight on a CPU that float16 holds times a power of two per output, in a torch that has FBGEMM.
+    """True for a large float32 weight on a CPU that float16 holds times a power of two per output,
+    in a torch that has FBGEMM.
 
-    No weight may lose a bit, unless it is far too small to count: an input may be 0 where the largest weight of an output is, and the
-    output is then the sum of the others. bfloat16's eight significant bits fit.
+    No weight may lose a bit, unless it is far too small to count: an input may be 0 where the
+    largest weight of an output is, and the output is then the sum of the others. bfloat16's eight
+    significant bits fit.
     """
-    if weight.dtype != torch.float32 or weight.device.type != "cpu" or weight.numel() < _FEWEST_ELEMENTS:
+    if (
+        weight.dtype != torch.float32
+        or weight.device.type != "cpu"
+        or weight.numel() < _FEWEST_ELEMENTS
+    ):
         return False
     if "fbgemm" not in torch.backends.quantized.supported_engines:
         return False
@@ -97,16 +120,26 @@ def fits_half(weight: Tensor) -> bool:
 
 
 def _scale(weight: Tensor) -> Tensor:
-    """Return [O, 1] powers of two that bring the largest weight of each output to between a quarter and half of float16's largest."""
+    """Return [O, 1] powers of two that bring the largest weight of each output to between a quarter
+    and half of float16's largest.
+    """
     _, exponent = torch.frexp(weight.abs().amax(dim=1, keepdim=True))
-    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), (_EXPONENT - exponent).clamp(-_FARTHEST, _FARTHEST))
+    return torch.ldexp(
+        torch.ones_like(exponent, dtype=torch.float32),
+        (_EXPONENT - exponent).clamp(-_FARTHEST, _FARTHEST),
+    )
 
 
 @cache
 def computes_bf16() -> bool:
-    """True if this processor has units for bfloat16 (AMX, avx512_bf16); without them oneDNN is many times slower than in float32."""
+    """True if this processor has units for bfloat16 (AMX, avx512_bf16); without them oneDNN is many
+    times slower than in float32.
+    """
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # torch does not annotate it
         return False
-    if platform.machine().lower() in ("x86_64", "amd64"):  # oneDNN says yes on every AVX-512 processor
+    if platform.machine().lower() in (
+        "x86_64",
+        "amd64",
+    ):  # oneDNN says yes on every AVX-512 processor
         return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -1,9 +1,10 @@
 """Rows as one packed sequence, and the attention that keeps them apart.
 
-The layers of a model see N tokens without padding; only the attention knows which row a token belongs to. A prompt that rows have
-in common is packed once. That is exact: its states depend on nothing after it, and its gradient is the sum over the rows that read
-it (prefix grouping, arXiv 2506.05433).
-Shape letters: N packed tokens, B segments of one attention call, T queries and L keys of a segment, Hq and Hk heads, D head size.
+The layers of a model see N tokens without padding; only the attention knows which row a token
+belongs to. A prompt that rows have in common is packed once. That is exact: its states depend on
+nothing after it, and its gradient is the sum over the rows that read it (prefix grouping, arXiv
+2506.05433). Shape letters: N packed tokens, B segments of one attention call, T queries and L keys
+of a segment, Hq and Hk heads, D head size.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,8 @@ from retrain.model.prefix_attention import Block, attend
 from retrain.model.varlen import Spans
 
 _LONGEST_AS_PRODUCTS = 512
-"""Tokens of a segment. Of a longer one the fused kernel skips the scores that causality hides, nearly half of them, and is faster."""
+"""Tokens of a segment. Of a longer one the fused kernel skips the scores that causality hides,
+nearly half of them, and is faster."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class _Call:
     """B segments whose queries run together: T queries each, which are the last of L keys."""
 
     queries: Tensor
-    """[B * T] packed tokens. Padding stands on the right, repeats packed token 0, and its output is thrown away."""
+    """[B * T] packed tokens. Padding stands on the right, repeats packed token 0, and its output is
+    thrown away."""
     keys: Tensor
     """[B * L]"""
     rows: int
@@ -55,20 +58,33 @@ class _Call:
 class PackedAttention:
     """The `AttentionBatch` of a packed sequence."""
 
-    def __init__(self, segments: Sequence[Segment], budget: int, kernel: Kernel, device: torch.device) -> None:
-        """`budget` bounds the keys of the segments that run together, padding included; a longer segment runs alone."""
+    def __init__(
+        self, segments: Sequence[Segment], budget: int, kernel: Kernel, device: torch.device
+    ) -> None:
+        """`budget` bounds the keys of the segments that run together, padding included; a longer
+        segment runs alone.
+        """
         self._segments = [segment for segment in segments if segment.length]
         self._longest = max(segment.prompt_length + segment.length for segment in self._segments)
         self._short = max(segment.length for segment in self._segments) <= _LONGEST_AS_PRODUCTS
         self._budget, self._kernel, self._device = budget, kernel, device
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
         """[1, Hq, N, D] over [1, Hk, N, D]."""
         if window is not None and window >= self._longest:
             window = None
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [N, H, D]
         if kernel := self._kernel.packed_kernel(query, softcap):
-            # Nothing is gathered again in the backward pass: the kernel keeps its output and one number per query and head.
+            # Nothing is gathered again in the backward pass: the kernel keeps its output and one
+            # number per query and head.
             spans, seen = self._spans
             if seen is not None:
                 k, v = k.index_select(0, seen), v.index_select(0, seen)
@@ -78,19 +94,41 @@ class PackedAttention:
         else:
             # Gather again in the backward pass instead of keeping the gathered tensors.
             def run(call: _Call, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-                q, k, v = _rows(query, call.queries, call.rows), _rows(key, call.keys, call.rows), _rows(value, call.keys, call.rows)
-                return self._kernel.causal(q, k, v, scaling, window, softcap).transpose(1, 2).flatten(0, 1)
+                q, k, v = (
+                    _rows(query, call.queries, call.rows),
+                    _rows(key, call.keys, call.rows),
+                    _rows(value, call.keys, call.rows),
+                )
+                return (
+                    self._kernel.causal(q, k, v, scaling, window, softcap)
+                    .transpose(1, 2)
+                    .flatten(0, 1)
+                )
 
             calls, order = self._calls
-            outputs: list[Tensor] = [checkpoint(run, call, q, k, v, use_reentrant=False, preserve_rng_state=False) for call in calls]
+            outputs: list[Tensor] = [
+                checkpoint(run, call, q, k, v, use_reentrant=False, preserve_rng_state=False)
+                for call in calls
+            ]
             output = torch.cat(outputs).index_select(0, order)
         return output.transpose(0, 1).unsqueeze(0)
 
     @cached_property
     def _spans(self) -> tuple[Spans, Tensor | None]:
-        """The segments as sequences, and the packed tokens [Nk] of their keys; None where these are all tokens as they lie."""
-        keys = [np.r_[each.prompt_start : each.prompt_start + each.prompt_length, each.start : each.stop] for each in self._segments]
-        spans = Spans.of([segment.length for segment in self._segments], [len(seen) for seen in keys], self._device)
+        """The segments as sequences, and the packed tokens [Nk] of their keys; None where these are
+        all tokens as they lie.
+        """
+        keys = [
+            np.r_[
+                each.prompt_start : each.prompt_start + each.prompt_length, each.start : each.stop
+            ]
+            for each in self._segments
+        ]
+        spans = Spans.of(
+            [segment.length for segment in self._segments],
+            [len(seen) for seen in keys],
+            self._device,
+        )
         shares = any(segment.prompt_length for segment in self._segments)
         return spans, torch.from_numpy(np.concatenate(keys)).to(self._device) if shares else None
 
@@ -100,19 +138,36 @@ class PackedAttention:
         calls: list[_Call] = []
         for part in parts:
             queries = _queries(part)
-            before = [np.arange(segment.prompt_start, segment.prompt_start + segment.prompt_length) for segment in part]
+            before = [
+                np.arange(segment.prompt_start, segment.prompt_start + segment.prompt_length)
+                for segment in part
+            ]
             keys = np.concatenate([np.stack(before), queries], axis=1)
-            calls.append(_Call(self._placed(queries.ravel()), self._placed(keys.ravel()), len(part)))
+            calls.append(
+                _Call(self._placed(queries.ravel()), self._placed(keys.ravel()), len(part))
+            )
         return calls, self._order(parts)
 
     @cached_property
     def _blocks(self) -> tuple[list[Block], Tensor]:
-        parts = list(_together(self._segments, self._budget, lambda segment: (segment.prompt_length, segment.prompt_start)))
+        parts = list(
+            _together(
+                self._segments,
+                self._budget,
+                lambda segment: (segment.prompt_length, segment.prompt_start),
+            )
+        )
         blocks: list[Block] = []
         for part in parts:
-            padding = np.flatnonzero(np.arange(part[0].length) >= np.array([segment.length for segment in part])[:, None])
+            padding = np.flatnonzero(
+                np.arange(part[0].length) >= np.array([segment.length for segment in part])[:, None]
+            )
             prompt = slice(part[0].prompt_start, part[0].prompt_start + part[0].prompt_length)
-            blocks.append(Block(len(part), self._placed(_queries(part).ravel()), self._placed(padding), prompt))
+            blocks.append(
+                Block(
+                    len(part), self._placed(_queries(part).ravel()), self._placed(padding), prompt
+                )
+            )
         return blocks, self._order(parts)
 
     def _order(self, parts: Sequence[Sequence[Segment]]) -> Tensor:
@@ -135,14 +190,22 @@ def _rows(packed: Tensor, index: Tensor, rows: int) -> Tensor:
     return packed.index_select(0, index).view(rows, -1, *packed.shape[1:]).transpose(1, 2)
 
 
-def _together(segments: Sequence[Segment], budget: int, prompt: Callable[[Segment], Any]) -> Iterator[list[Segment]]:
-    """Group the segments that run together, the longest first: `prompt` alike, keys within the budget, at most half padding."""
+def _together(
+    segments: Sequence[Segment], budget: int, prompt: Callable[[Segment], Any]
+) -> Iterator[list[Segment]]:
+    """Group the segments that run together, the longest first: `prompt` alike, keys within the
+    budget, at most half padding.
+    """
     part: list[Segment] = []
     for segment in sorted(segments, key=lambda segment: (prompt(segment), -segment.length)):
         if part:
             longest = part[0]
             keys = (len(part) + 1) * (longest.prompt_length + longest.length)
-            if prompt(segment) != prompt(longest) or keys > budget or 2 * segment.length < longest.length:
+            if (
+                prompt(segment) != prompt(longest)
+                or keys > budget
+                or 2 * segment.length < longest.length
+            ):
                 yield part
                 part = []
         part.append(segment)

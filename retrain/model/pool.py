@@ -1,11 +1,12 @@
 """Worker processes that compute the pieces of a step, each with one thread, and meet once per step.
 
-Threads inside an operator meet at every operator, and where another process takes one of the cores, all of them wait for the thread that it
-displaced. Here the rows of a step are cut into pieces by a rule that knows nothing of the workers. A worker takes the next piece when it
-has none, so one that is displaced computes fewer, and a piece's result is the same bytes in every process.
+Threads inside an operator meet at every operator, and where another process takes one of the cores,
+all of them wait for the thread that it displaced. Here the rows of a step are cut into pieces by a
+rule that knows nothing of the workers. A worker takes the next piece when it has none, so one that
+is displaced computes fewer, and a piece's result is the same bytes in every process.
 
-Workers are forked from this process when they are first needed. They share its frozen weights, read the trained ones in memory that this
-process writes, leave signals to it, and die with it.
+Workers are forked from this process when they are first needed. They share its frozen weights, read
+the trained ones in memory that this process writes, leave signals to it, and die with it.
 """
 
 import gc
@@ -42,45 +43,59 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def can_fork() -> bool:
-    """Return True if workers can be forked; macOS forks too, but its linear algebra does not survive it."""
+    """Return True if workers can be forked; macOS forks too, but its linear algebra does not
+    survive it.
+    """
     return sys.platform == "linux"
 
 
 class Pool:
-    """`workers` processes. A single one is this process itself, which computes a piece when its results are asked for."""
+    """`workers` processes. A single one is this process itself, which computes a piece when its
+    results are asked for.
+    """
 
     def __init__(self, workers: int = 1, changing: Sequence[Tensor] = ()) -> None:
-        """`changing`: what this process changes between two calls and the works read. With several workers it moves to shared memory."""
+        """`changing`: what this process changes between two calls and the works read. With several
+        workers it moves to shared memory.
+        """
         self.workers = workers
         self.in_worker = False
-        """True in a worker: the other processes see the results of a work, and none of its side effects."""
+        """True in a worker: the other processes see the results of a work, and none of its side
+        effects."""
         self._changing = list(changing)
         self._works: list[Work[Any, Any]] = []
         self._team: list[_Worker] = []
         if workers == 1:
             return
-        # Anonymous memory, which no /dev/shm limit applies to; freed with the last tensor and worker.
+        # Anonymous memory, which no /dev/shm limit applies to; freed with the last tensor and
+        # worker.
         sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in self._changing]
         memory = mmap.mmap(-1, max(1, sum(sizes)))
         for tensor, size, end in zip(self._changing, sizes, accumulate(sizes), strict=True):
-            place = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=end - size).view(tensor.shape)
+            place = torch.frombuffer(
+                memory, dtype=tensor.dtype, count=tensor.numel(), offset=end - size
+            ).view(tensor.shape)
             tensor.data = place.copy_(tensor.data)
 
     def shared(self, work: Work[Piece, Result]) -> Shared[Piece, Result]:
-        """Return `work` as a function that hands its pieces to idle workers. Call it before the first piece is computed."""
+        """Return `work` as a function that hands its pieces to idle workers. Call it before the
+        first piece is computed.
+        """
         number = len(self._works)
         self._works.append(work)
 
         def compute(pieces: Iterable[Piece]) -> Iterator[tuple[int, Result]]:
             if self.workers == 1:
-                return ((index, result) for index, piece in enumerate(pieces) for result in work(piece))
+                return (
+                    (index, result) for index, piece in enumerate(pieces) for result in work(piece)
+                )
             return self._hand_out(number, pieces)
 
         return compute
 
     def _hand_out(self, work: int, pieces: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-        """Yield results in order, one piece at a time per worker. If the caller stops listening, the pieces under way finish and are
-        dropped.
+        """Yield results in order, one piece at a time per worker. If the caller stops listening,
+        the pieces under way finish and are dropped.
         """
         if not self._team:
             self._team = [_Worker(self._serve) for _ in range(self.workers)]
@@ -110,7 +125,11 @@ class Pool:
         version: tuple[int, ...] = ()
         while True:
             task: _Task = pickle.loads(pipe.recv_bytes())
-            if task.version != version:  # what was derived from the old values is known by their versions, which are a process's own
+            if (
+                task.version != version
+                # what was derived from the old values is known by their versions, which
+                # are a process's own
+            ):
                 torch.autograd.graph.increment_version(self._changing)
                 version = task.version
             try:
@@ -118,7 +137,11 @@ class Pool:
                     pipe.send_bytes(pickle.dumps([(task.number, result)]))
                 pipe.send_bytes(pickle.dumps(_DONE))
             except Exception as error:  # noqa: BLE001 - it is raised again in the parent
-                told = error if isinstance(error, RetrainError) else RuntimeError(f"{type(error).__name__}: {error}")
+                told = (
+                    error
+                    if isinstance(error, RetrainError)
+                    else RuntimeError(f"{type(error).__name__}: {error}")
+                )
                 told.add_note("In a worker process:\n" + "".join(traceback.format_exception(error)))
                 pipe.send_bytes(pickle.dumps(told))
 
@@ -149,7 +172,9 @@ class _Worker:
         self.pipe, theirs = Pipe()
         self.busy = False
         parent = os.getpid()
-        with warnings.catch_warnings():  # from Python 3.12 on of threads beside this one: the worker needs none of their locks
+        with (
+            warnings.catch_warnings()
+        ):  # from Python 3.12 on of threads beside this one: the worker needs none of their locks
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
         if self.pid == 0:
@@ -193,9 +218,14 @@ class _Worker:
         _, status = os.waitpid(self.pid, 0)
         code = os.waitstatus_to_exitcode(status)
         self.pid = 0
-        how = f"was killed by signal {-code} (memory may have run out)" if code < 0 else f"ended with exit code {code}"
+        how = (
+            f"was killed by signal {-code} (memory may have run out)"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
         return RunFailed(
-            f"A worker process of this run {how}; continue with --resume, and set OMP_NUM_THREADS=1 to compute in one process."
+            f"A worker process of this run {how}; continue with --resume, and set OMP_NUM_THREADS=1"
+            " to compute in one process."
         )
 
     def end(self) -> None:

@@ -1,6 +1,8 @@
-"""The same model in another precision: what rounding does to this model's log-probs, measured beside its own forward.
+"""The same model in another precision: what rounding does to this model's log-probs, measured
+beside its own forward.
 
-The base weights are converted for one layer at a time, so the other precision fits wherever the model itself does.
+The base weights are converted for one layer at a time, so the other precision fits wherever the
+model itself does.
 """
 
 from collections.abc import Iterator
@@ -17,7 +19,9 @@ Saved = list[tuple[nn.Parameter, Tensor]]
 
 
 def other_precision(base: BaseModel) -> torch.dtype | None:
-    """bf16 for a base that computes in float32, float32 for one in half precision; None for a base in parts."""
+    """bf16 for a base that computes in float32, float32 for one in half precision; None for a base
+    in parts.
+    """
     if base.shards.size > 1:
         return None
     return torch.bfloat16 if base.dtype == torch.float32 else torch.float32
@@ -27,20 +31,34 @@ def other_precision(base: BaseModel) -> torch.dtype | None:
 def computed_in(base: BaseModel, dtype: torch.dtype) -> Iterator[BaseModel]:
     """Yield `base` with its hidden states and its head in `dtype`.
 
-    The adapter's weights stay as they are, and so do weights in 8 or 4 bits, whose scales are converted. Embeddings are looked up first and
-    then converted, which is the same and needs no second table.
+    The adapter's weights stay as they are, and so do weights in 8 or 4 bits, whose scales are
+    converted. Embeddings are looked up first and then converted, which is the same and needs no
+    second table.
     """
     embedding, blocks = base.model.get_input_embeddings(), layers(base.decoder)
     inside = {module for block in blocks for module in block.modules()}
-    units = [*blocks, *(module for module in base.decoder.modules() if module not in inside and module is not embedding)]
+    units = [
+        *blocks,
+        *(
+            module
+            for module in base.decoder.modules()
+            if module not in inside and module is not embedding
+        ),
+    ]
     hooks = [embedding.register_forward_hook(lambda *called: called[-1].to(dtype))]
     for unit in units:
-        weights = [weight for weight in unit.parameters(recurse=unit in blocks) if weight.dtype == base.dtype and not weight.requires_grad]
+        weights = [
+            weight
+            for weight in unit.parameters(recurse=unit in blocks)
+            if weight.dtype == base.dtype and not weight.requires_grad
+        ]
         hooks += _converted(unit, weights, dtype) if weights else []
     head = base.head
     bias = None if head.bias is None else head.bias.to(dtype)
     try:
-        yield replace(base, head=replace(head, weight=head.weight.to(dtype), bias=bias), dtype=dtype)
+        yield replace(
+            base, head=replace(head, weight=head.weight.to(dtype), bias=bias), dtype=dtype
+        )
     finally:
         for hook in hooks:
             hook.remove()
@@ -60,4 +78,7 @@ def _converted(module: nn.Module, weights: list[nn.Parameter], dtype: torch.dtyp
             weight, data = saved.pop()
             weight.data = data
 
-    return [module.register_forward_pre_hook(convert), module.register_forward_hook(restore, always_call=True)]
+    return [
+        module.register_forward_pre_hook(convert),
+        module.register_forward_hook(restore, always_call=True),
+    ]

@@ -1,10 +1,12 @@
 """Linear layers that read the same input as one matrix product, with their LoRA adapters.
 
-The frozen weights of q, k and v (or gate and up) are laid one after the other in one tensor, and the model's own parameters become views of
-it: one copy, shared with every other user of the model. The adapter is never added to them. A sampler on a CPU may read a scratch copy made
-from the pristine weights (`refresh`): in float32 with the adapter merged in; in 16 bits, which would round it away, without. Further
-adapters can be held beside the model's own (`load`), for batches whose rows are under different ones. Shape letters: N tokens, I inputs, O
-outputs of all layers together, R ranks of an adapter's parts together.
+The frozen weights of q, k and v (or gate and up) are laid one after the other in one tensor, and
+the model's own parameters become views of it: one copy, shared with every other user of the model.
+The adapter is never added to them. A sampler on a CPU may read a scratch copy made from the
+pristine weights (`refresh`): in float32 with the adapter merged in; in 16 bits, which would round
+it away, without. Further adapters can be held beside the model's own (`load`), for batches whose
+rows are under different ones. Shape letters: N tokens, I inputs, O outputs of all layers together,
+R ranks of an adapter's parts together.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +21,8 @@ from retrain.model.float8 import Float8Linear, dequantised, scaled_product
 from retrain.model.packed import FrozenProduct, PackedWeight, fits_half, laid_out
 
 WEIGHTS: set[type[Tensor]] = {nn.Parameter}
-"""Types of the weights that may be laid side by side: not a DTensor, of which a process has a part."""
+"""Types of the weights that may be laid side by side: not a DTensor, of which a process has a
+part."""
 _ALIGNED_ROWS = 16
 
 
@@ -81,15 +84,26 @@ class AdapterStack(NamedTuple):
         """From the down and up factors of each slot; rows may name slots up to `last_slot`."""
         slots = sorted(held)
         downs, ups = zip(*(held[slot] for slot in slots), strict=True)
-        owners = torch.tensor([slot for slot, down in zip(slots, downs, strict=True) for _ in down], device=downs[0].device)
+        owners = torch.tensor(
+            [slot for slot, down in zip(slots, downs, strict=True) for _ in down],
+            device=downs[0].device,
+        )
         named = torch.arange(-1, last_slot + 1, device=owners.device)[:, None]
-        return cls(torch.cat(downs), torch.cat(ups), owners, (owners < named).sum(-1), (owners == named).sum(-1))
+        return cls(
+            torch.cat(downs),
+            torch.cat(ups),
+            owners,
+            (owners < named).sum(-1),
+            (owners == named).sum(-1),
+        )
 
 
 def add_row_updates(y: Tensor, reduced: Tensor, stack: AdapterStack, slots: Tensor) -> Tensor:
-    """`y` [N, O], to which the update of each row's own adapter is added, by a product over the ranks of all adapters; `slots` [N].
+    """`y` [N, O], to which the update of each row's own adapter is added, by a product over the
+    ranks of all adapters; `slots` [N].
 
-    `reduced` [N, R] is the input times all down factors, and is changed. No shape depends on who uses which adapter.
+    `reduced` [N, R] is the input times all down factors, and is changed. No shape depends on who
+    uses which adapter.
     """
     return y.addmm_(reduced.masked_fill_(stack.owners != slots[:, None], 0.0), stack.up)
 
@@ -100,11 +114,21 @@ def lora_parts(module: Any) -> tuple[nn.Linear, Any | None]:
 
 
 def fusable(module: nn.Module) -> bool:
-    """True for a linear layer, plain or in 8 bits, bare or with one plain LoRA adapter, that is not sharded (its weight a DTensor)."""
+    """True for a linear layer, plain or in 8 bits, bare or with one plain LoRA adapter, that is not
+    sharded (its weight a DTensor).
+    """
     base, lora = lora_parts(module)
-    if type(base) not in (nn.Linear, Float8Linear) or type(base.weight) not in WEIGHTS or not base.weight.is_floating_point():
+    if (
+        type(base) not in (nn.Linear, Float8Linear)
+        or type(base.weight) not in WEIGHTS
+        or not base.weight.is_floating_point()
+    ):
         return False
-    return lora is None or (len(lora.lora_A) == 1 and not lora.merged and not any(getattr(lora, "use_dora", {}).values()))
+    return lora is None or (
+        len(lora.lora_A) == 1
+        and not lora.merged
+        and not any(getattr(lora, "use_dora", {}).values())
+    )
 
 
 class Projection:
@@ -117,7 +141,11 @@ class Projection:
         self._weights: list[nn.Parameter] = [base.weight for base in bases]
         self.weight = _share_storage(self._weights)
         """[O, I], as it is held."""
-        self.scale = torch.cat([base.scale.data for base in bases]) if isinstance(bases[0], Float8Linear) else None
+        self.scale = (
+            torch.cat([base.scale.data for base in bases])
+            if isinstance(bases[0], Float8Linear)
+            else None
+        )
         """[O, 1] of a weight in 8 bits."""
         self.dtype: torch.dtype = self.weight.dtype if self.scale is None else self.scale.dtype
         """Dtype of the products."""
@@ -130,8 +158,12 @@ class Projection:
         """[o, r] each."""
         self.scales: list[float] = [lora.scaling[name] for lora, name in adapters]
         ends = [sum(self.outputs[: index + 1]) for index in range(len(modules))]
-        self._places = [slice(end - outputs, end) for end, outputs in zip(ends, self.outputs, strict=True)]
-        self.slices = [place for place, lora in zip(self._places, self._loras, strict=True) if lora is not None]
+        self._places = [
+            slice(end - outputs, end) for end, outputs in zip(ends, self.outputs, strict=True)
+        ]
+        self.slices = [
+            place for place, lora in zip(self._places, self._loras, strict=True) if lora is not None
+        ]
         """The place of each adapter's outputs in O."""
         self.copy: FrozenProduct | None = None
         """[O, I] for products without gradient, while a sampler reads it."""
@@ -154,12 +186,17 @@ class Projection:
         self.scaled_product = scaled_product
         """Or a kernel that does the same."""
         self._joined: tuple[Tensor, Tensor | None] | None = None
-        """Weight [O + R', I] and bias of one product that gives both y and what the adapter's up factors take."""
+        """Weight [O + R', I] and bias of one product that gives both y and what the adapter's up
+        factors take."""
 
     @property
     def adapted(self) -> bool:
-        """True if the forward pass applies the adapter now; peft's `disable_adapter` switches it off."""
-        return bool(self.downs) and not any(lora.disable_adapters for lora in self._loras if lora is not None)
+        """True if the forward pass applies the adapter now; peft's `disable_adapter` switches it
+        off.
+        """
+        return bool(self.downs) and not any(
+            lora.disable_adapters for lora in self._loras if lora is not None
+        )
 
     @property
     def wide_weight(self) -> Tensor:
@@ -168,9 +205,11 @@ class Projection:
 
     @torch.no_grad()
     def refresh(self, copy: Literal["none", "merged", "plain"]) -> None:
-        """Update `factors` and `copy` after the adapter's parameters changed; `copy` says which copy of the weights to hold.
+        """Update `factors` and `copy` after the adapter's parameters changed; `copy` says which
+        copy of the weights to hold.
 
-        A weight that fits 16 bits is never merged: half the bytes gain more than the adapter's own small products cost.
+        A weight that fits 16 bits is never merged: half the bytes gain more than the adapter's own
+        small products cost.
         """
         if self.downs:
             updates = zip(self.downs, self.ups, self.scales, self.slices, strict=True)
@@ -180,7 +219,9 @@ class Projection:
         if copy != "plain" or self._merged:
             self.copy, self._merged = None, False
         if copy == "merged" and self.factors is not None:
-            self.copy = PackedWeight(torch.addmm(self.wide_weight, self.factors.up.T, self.factors.down), self.bias)
+            self.copy = PackedWeight(
+                torch.addmm(self.wide_weight, self.factors.up.T, self.factors.down), self.bias
+            )
             self._merged = True
         elif copy != "none" and self.copy is None:
             self.copy = laid_out(self.wide_weight, self.bias)
@@ -191,8 +232,12 @@ class Projection:
 
     @torch.no_grad()
     def load(self, slot: int, layers: Mapping[int, AdapterLayer]) -> None:
-        """Hold a further adapter as `slot`, replacing the one before; `layers` by their index in this projection."""
-        updates = [(layer.a, layer.b, layer.scale, self._places[place]) for place, layer in layers.items()]
+        """Hold a further adapter as `slot`, replacing the one before; `layers` by their index in
+        this projection.
+        """
+        updates = [
+            (layer.a, layer.b, layer.scale, self._places[place]) for place, layer in layers.items()
+        ]
         self._slots.pop(slot, None)
         self._last_slot = max(self._last_slot, slot)
         if updates:
@@ -200,13 +245,17 @@ class Projection:
 
     @torch.no_grad()
     def stack(self) -> None:
-        """Lay all adapters side by side for `row_slots`, in the same memory as before where they fit it."""
+        """Lay all adapters side by side for `row_slots`, in the same memory as before where they
+        fit it.
+        """
         held = ({} if self.factors is None else {0: self.factors}) | self._slots
         if not held:
             self._stack = None
             return
         stack = AdapterStack.of(held, self._last_slot)
-        if self._stack is None or [part.shape for part in self._stack] != [part.shape for part in stack]:
+        if self._stack is None or [part.shape for part in self._stack] != [
+            part.shape for part in stack
+        ]:
             self._stack = stack
             return
         for old, new in zip(self._stack, stack, strict=True):
@@ -214,9 +263,11 @@ class Projection:
 
     @torch.no_grad()
     def lay_adapter_under_weight(self) -> None:
-        """Give the down factors the rows after the weight's own, so that products without gradient take both as one.
+        """Give the down factors the rows after the weight's own, so that products without gradient
+        take both as one.
 
-        Padded to a multiple of 16 rows, so that the rows of a product begin where matrix kernels want them. A weight in 8 bits stays alone.
+        Padded to a multiple of 16 rows, so that the rows of a product begin where matrix kernels
+        want them. A weight in 8 bits stays alone.
         """
         if not self.downs or self.scale is not None:
             return
@@ -230,8 +281,12 @@ class Projection:
             self.factors = _Factors(joined[outputs : outputs + rank], up)
         self._joined = joined, None if self.bias is None else F.pad(self.bias, (0, below))
 
-    def _stacked(self, updates: Sequence[tuple[Tensor, Tensor, float, slice]], out: _Factors | None = None) -> _Factors:
-        """All updates (a, b, scale, outputs) as one pair of factors, written into `out` if given."""
+    def _stacked(
+        self, updates: Sequence[tuple[Tensor, Tensor, float, slice]], out: _Factors | None = None
+    ) -> _Factors:
+        """All updates (a, b, scale, outputs) as one pair of factors, written into `out` if
+        given.
+        """
         ranks = [a.shape[0] for a, *_ in updates]
         if out is None:
             all_outputs, inputs = self.weight.shape
@@ -246,19 +301,33 @@ class Projection:
         return out
 
     def product(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(y [N, O], reduced) of x [N, I], with the adapter as of the last `refresh`, or without it while it is switched off.
+        """(y [N, O], reduced) of x [N, I], with the adapter as of the last `refresh`, or without it
+        while it is switched off.
 
-        `reduced` [N, R] is x times the down factors, which `gradients` needs; None if there is no adapter to differentiate.
+        `reduced` [N, R] is x times the down factors, which `gradients` needs; None if there is no
+        adapter to differentiate.
         """
         y, pending = self.unadded(x)
         return (y, None) if pending is None else (pending.added_to(y), pending.reduced)
 
     def unadded(self, x: Tensor) -> tuple[Tensor, Pending | None]:
-        """`product` in two parts, for a kernel that adds them; the second is None where the first is the whole."""
-        if self.row_slots is not None:  # one product over the ranks of all adapters, of which a row uses its own
+        """`product` in two parts, for a kernel that adds them; the second is None where the first
+        is the whole.
+        """
+        if (
+            self.row_slots is not None
+        ):  # one product over the ranks of all adapters, of which a row uses its own
             y, stack = self._frozen_product(x), self._stack
-            return y if stack is None else self.add_row_updates(y, F.linear(x, stack.down), stack, self.row_slots), None
-        if self.rows is not None:  # a product with the weights for all rows, and a small one per adapter for its rows (arXiv 2310.18547)
+            return (
+                y
+                if stack is None
+                else self.add_row_updates(y, F.linear(x, stack.down), stack, self.row_slots)
+            ), None
+        if (
+            self.rows is not None
+            # a product with the weights for all rows, and a small one per adapter for its
+            # rows (arXiv 2310.18547)
+        ):
             y = self._frozen_product(x)
             for slot, members in self.rows.items():
                 factors = self._slots.get(slot) if slot else self.factors
@@ -284,17 +353,30 @@ class Projection:
         return F.linear(x, self.weight, self.bias)
 
     def gradients(
-        self, grad_output: Tensor, x: Callable[[], Tensor], reduced: Tensor | None, *, wants_input: bool = True, wants_params: bool = True
+        self,
+        grad_output: Tensor,
+        x: Callable[[], Tensor],
+        reduced: Tensor | None,
+        *,
+        wants_input: bool = True,
+        wants_params: bool = True,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Gradients of the input [N, I] and of `parameters`, given grad_output [N, O]; None for what is not wanted.
+        """Gradients of the input [N, I] and of `parameters`, given grad_output [N, O]; None for
+        what is not wanted.
 
         `x` is called for the input where it is needed; `reduced` is the second value of `product`.
         """
         if reduced is None:
-            return grad_output @ self.wide_weight if wants_input else None, [None] * len(self.parameters) if self.adapted else []
+            return grad_output @ self.wide_weight if wants_input else None, (
+                [None] * len(self.parameters) if self.adapted else []
+            )
         assert self.factors is not None
         grad_reduced = F.linear(grad_output, self.factors.up)
-        grad_x = (grad_output @ self.wide_weight).addmm_(grad_reduced, self.factors.down) if wants_input else None
+        grad_x = (
+            (grad_output @ self.wide_weight).addmm_(grad_reduced, self.factors.down)
+            if wants_input
+            else None
+        )
         if not wants_params:
             return grad_x, [None] * len(self.parameters)
         grad_downs = grad_reduced.T @ x()  # [R, I]
@@ -315,7 +397,8 @@ class Projection:
 
 @torch.no_grad()
 def _share_storage(weights: Sequence[nn.Parameter], below: int = 0) -> Tensor:
-    """Concatenate the weights and make each a view of the result, which has `below` more rows, zeros at first.
+    """Concatenate the weights and make each a view of the result, which has `below` more rows,
+    zeros at first.
 
     A second call finds them laid out so already.
     """
@@ -325,12 +408,18 @@ def _share_storage(weights: Sequence[nn.Parameter], below: int = 0) -> Tensor:
     rows, inputs = sum(map(len, weights)), first.shape[1]
     size = (rows + below) * inputs * first.element_size()
     ends = [weight.data_ptr() + weight.nbytes for weight in weights]
-    in_line = all(end == following.data_ptr() for end, following in zip(ends, weights[1:], strict=False))
+    in_line = all(
+        end == following.data_ptr() for end, following in zip(ends, weights[1:], strict=False)
+    )
     storage = first.untyped_storage().nbytes()
     if in_line and (storage == size and first.storage_offset() == 0 if below else storage >= size):
         return first.data.as_strided((rows + below, inputs), first.stride())
-    joined = torch.cat([weight.data for weight in weights] + [first.new_zeros(below, inputs)] * bool(below))
-    for weight, part in zip(weights, torch.split(joined[:rows], [len(weight) for weight in weights]), strict=True):
+    joined = torch.cat(
+        [weight.data for weight in weights] + [first.new_zeros(below, inputs)] * bool(below)
+    )
+    for weight, part in zip(
+        weights, torch.split(joined[:rows], [len(weight) for weight in weights]), strict=True
+    ):
         weight.data = part
     return joined
 
@@ -340,5 +429,8 @@ def _joined_bias(layers: Sequence[nn.Linear]) -> Tensor | None:
     if all(bias is None for bias in biases):
         return None
     like = next(bias for bias in biases if bias is not None)
-    parts = [like.new_zeros(layer.out_features) if bias is None else bias.data for layer, bias in zip(layers, biases, strict=True)]
+    parts = [
+        like.new_zeros(layer.out_features) if bias is None else bias.data
+        for layer, bias in zip(layers, biases, strict=True)
+    ]
     return torch.cat(parts)

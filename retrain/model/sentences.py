@@ -1,4 +1,6 @@
-"""The sentence encoder of the semantic planning detector: a sentence-transformers model, from a folder, the hub's cache or the hub."""
+"""The sentence encoder of the semantic planning detector: a sentence-transformers model, from a
+folder, the hub's cache or the hub.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -24,15 +26,21 @@ Vectors = npt.NDArray[np.floating]
 
 @lru_cache(maxsize=1)
 def load_sentence_encoder(name: str, device: str = "cpu") -> Callable[[Sequence[str]], Vectors]:
-    """[n] sentences -> [n, d] vectors of length 1, by the model of this name or in this folder; loaded once per process.
+    """[n] sentences -> [n, d] vectors of length 1, by the model of this name or in this folder;
+    loaded once per process.
 
-    Raises EnvironmentFailure without sentence-transformers, and for a model that is neither here nor on the hub.
+    Raises EnvironmentFailure without sentence-transformers, and for a model that is neither here
+    nor on the hub.
     """
     model = _load(name, device)
 
     def encode(sentences: Sequence[str]) -> Vectors:
         vectors: Any = model.encode(
-            list(sentences), batch_size=_BATCH, normalize_embeddings=True, convert_to_numpy=True, show_progress_bar=False
+            list(sentences),
+            batch_size=_BATCH,
+            normalize_embeddings=True,
+            convert_to_numpy=True,
+            show_progress_bar=False,
         )
         return np.asarray(vectors)
 
@@ -44,27 +52,37 @@ def _load(name: str, device: str) -> "SentenceTransformer":
         from sentence_transformers import SentenceTransformer
     except ModuleNotFoundError as error:
         raise EnvironmentFailure(
-            f'[planning] detector = "semantic" needs the extra "semantic" ({error.name} is missing): {install_hint("semantic")}, '
-            'or use detector = "regex".'
+            f'[planning] detector = "semantic" needs the extra "semantic" ({error.name} is'
+            f' missing): {install_hint("semantic")}, or use detector = "regex".'
         ) from error
     folder = Path(name).expanduser()
     here = folder.is_dir()
-    settings: dict[str, Any] = {"device": device, "model_kwargs": {"use_safetensors": True}}  # weights in a pickle could run code
+    settings: dict[str, Any] = {
+        "device": device,
+        "model_kwargs": {"use_safetensors": True},
+    }  # weights in a pickle could run code
     with no_progress_bar():
         try:
-            return SentenceTransformer(str(folder) if here else name, local_files_only=True, **settings)
+            return SentenceTransformer(
+                str(folder) if here else name, local_files_only=True, **settings
+            )
         except (OSError, ValueError) as error:
             if here:
-                raise EnvironmentFailure(f'[planning] model = "{name}" holds no sentence-transformers model: {_line(error)}.') from error
+                raise EnvironmentFailure(
+                    f'[planning] model = "{name}" holds no sentence-transformers model:'
+                    f" {_line(error)}."
+                ) from error
         if problem := why_unreachable():
             raise EnvironmentFailure(
-                f'[planning] model = "{name}" is neither a folder nor in the cache, and {problem}; name a folder with the model, or use '
-                'detector = "regex".'
+                f'[planning] model = "{name}" is neither a folder nor in the cache, and {problem};'
+                ' name a folder with the model, or use detector = "regex".'
             )
         try:
             return SentenceTransformer(name, **settings)
         except (OSError, ValueError) as error:
-            raise EnvironmentFailure(f'[planning] model = "{name}" could not be loaded: {_line(error)}.') from error
+            raise EnvironmentFailure(
+                f'[planning] model = "{name}" could not be loaded: {_line(error)}.'
+            ) from error
 
 
 def _line(error: Exception) -> str:

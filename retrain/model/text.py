@@ -1,4 +1,6 @@
-"""The part of a model that needs no weights: its tokenizer, its vocabulary, its context length and the tokens that end a turn."""
+"""The part of a model that needs no weights: its tokenizer, its vocabulary, its context length and
+the tokens that end a turn.
+"""
 
 import os
 import re
@@ -32,10 +34,12 @@ __all__ = [
 
 LAB_MODEL = Path(__file__).resolve().parent.parent / "assets" / "lab"
 """The packaged model: what `model = "lab"` resolves to."""
-_PROBE = "retrain-marks-this-turn"  # stands for an assistant's turn, to find what a chat template writes behind it
+_PROBE = (  # stands for an assistant's turn, to find what a chat template writes behind it
+    "retrain-marks-this-turn"
+)
 
 
-# ---- loading -----------------------------------------------------------------------------------------------------------------------
+# ---- loading -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,17 @@ class TextModel:
 
     def decode(self, token_ids: Int32Array) -> str:
         """Return the text of token ids with the names of special tokens."""
-        return str(self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(
+            self.tokenizer.decode(
+                token_ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
 
 
 def resolve_model(name: str) -> str:
-    """Return the folder or hub id behind `[model] model`: "lab" is the packaged model, a folder stays, anything else is a hub id."""
+    """Return the folder or hub id behind `[model] model`: "lab" is the packaged model, a folder
+    stays, anything else is a hub id.
+    """
     if name == "lab":
         return str(LAB_MODEL)
     folder = expanded(name, "[model] model")
@@ -68,7 +78,9 @@ def load_text_model(model: "Model") -> TextModel:
 
     Raises EnvironmentFailure if there is no such folder and the hub does not provide the model.
     """
-    if find_spec("torch") is None:  # transformers advises to install it, and its tokenizers do without
+    if (
+        find_spec("torch") is None
+    ):  # transformers advises to install it, and its tokenizers do without
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     path = resolve_model(model.model)
     tokenizer = load_tokenizer(model.model, model.revision, model.trust_remote_code)
@@ -77,7 +89,9 @@ def load_text_model(model: "Model") -> TextModel:
 
     try:
         local = Path(path).is_dir()
-        generation = GenerationConfig.from_pretrained(path, revision=model.revision or None, local_files_only=local)
+        generation = GenerationConfig.from_pretrained(
+            path, revision=model.revision or None, local_files_only=local
+        )
     except OSError:  # many models do without generation_config.json
         generation = None
     return TextModel(
@@ -89,38 +103,64 @@ def load_text_model(model: "Model") -> TextModel:
     )
 
 
-def load_tokenizer(name: str, revision: str = "", trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of a folder, a hub id or "lab". Raises EnvironmentFailure within seconds if it cannot be had."""
+def load_tokenizer(
+    name: str, revision: str = "", trust_remote_code: bool = False
+) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer of a folder, a hub id or "lab". Raises EnvironmentFailure within seconds
+    if it cannot be had.
+    """
     from transformers import AutoTokenizer
 
-    return _from_pretrained(AutoTokenizer.from_pretrained, "tokenizer", name, revision, trust_remote_code)
+    return _from_pretrained(
+        AutoTokenizer.from_pretrained, "tokenizer", name, revision, trust_remote_code
+    )
 
 
-def load_model_config(name: str, revision: str = "", trust_remote_code: bool = False) -> "PretrainedConfig":
-    """Load config.json of a folder, a hub id or "lab". Raises EnvironmentFailure within seconds if it cannot be had."""
+def load_model_config(
+    name: str, revision: str = "", trust_remote_code: bool = False
+) -> "PretrainedConfig":
+    """Load config.json of a folder, a hub id or "lab". Raises EnvironmentFailure within seconds if
+    it cannot be had.
+    """
     from transformers import AutoConfig
 
-    return _from_pretrained(AutoConfig.from_pretrained, "configuration", name, revision, trust_remote_code)
+    return _from_pretrained(
+        AutoConfig.from_pretrained, "configuration", name, revision, trust_remote_code
+    )
 
 
-def _from_pretrained(load: Callable[..., Any], part: str, name: str, revision: str, trust_remote_code: bool) -> Any:
+def _from_pretrained(
+    load: Callable[..., Any], part: str, name: str, revision: str, trust_remote_code: bool
+) -> Any:
     path = resolve_model(name)
     is_local = Path(path).is_dir()
     online = is_local or (_is_hub_id(path) and hub.reachable())
     if not is_local and not _is_hub_id(path):
         raise EnvironmentFailure(
-            f'[model] model = "{name}" is not a folder on this machine; name one, a hub id such as owner/name, or "lab".'
+            f'[model] model = "{name}" is not a folder on this machine; name one, a hub id such as'
+            ' owner/name, or "lab".'
         )
     try:
-        return load(path, revision=revision or None, trust_remote_code=trust_remote_code, local_files_only=is_local or not online)
-    except (OSError, ValueError, KeyError) as error:  # transformers raises all three for missing and broken files
+        return load(
+            path,
+            revision=revision or None,
+            trust_remote_code=trust_remote_code,
+            local_files_only=is_local or not online,
+        )
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+    ) as error:  # transformers raises all three for missing and broken files
         if online:
             where = f"the folder {path}" if is_local else "the Hugging Face hub"
             raise EnvironmentFailure(
-                f'The {part} of [model] model = "{name}" could not be loaded from {where}: {first_line(error)}'
+                f'The {part} of [model] model = "{name}" could not be loaded from {where}:'
+                f" {first_line(error)}"
             ) from error
         raise EnvironmentFailure(
-            f'[model] model = "{name}" is not a folder on this machine, not in the hub\'s cache, and {hub.why_unreachable()}; {_ALLOWED}.'
+            f'[model] model = "{name}" is not a folder on this machine, not in the hub\'s cache,'
+            f" and {hub.why_unreachable()}; {_ALLOWED}."
         ) from error
 
 
@@ -138,30 +178,39 @@ def _language_model(config: "PretrainedConfig") -> dict[str, Any]:
 
 
 def context_length(config: "PretrainedConfig") -> int:
-    """max_position_embeddings: the positions that prompt and completion share; 0 if the model names no limit."""
+    """max_position_embeddings: the positions that prompt and completion share; 0 if the model names
+    no limit.
+    """
     return int(_language_model(config).get("max_position_embeddings") or 0)
 
 
-# ---- the tokens that end a completion -----------------------------------------------------------------------------------------------
+# ---- the tokens that end a completion ------------------------------------------------------------
 
 
 def eos_token_ids(
-    tokenizer: "PreTrainedTokenizerBase", config: "PretrainedConfig | None" = None, generation: "GenerationConfig | None" = None
+    tokenizer: "PreTrainedTokenizerBase",
+    config: "PretrainedConfig | None" = None,
+    generation: "GenerationConfig | None" = None,
 ) -> tuple[int, ...]:
-    """Return every token that ends a completion, sorted: the tokenizer's EOS, those of config.json and generation_config.json, and the
-    special token that the chat template writes behind an assistant's turn (a base model's EOS may be another one).
+    """Return every token that ends a completion, sorted: the tokenizer's EOS, those of config.json
+    and generation_config.json, and the special token that the chat template writes behind an
+    assistant's turn (a base model's EOS may be another one).
 
     Raises ConfigurationError if there is none: completions would never end.
     """
-    named = [_language_model(config).get("eos_token_id") if config else None, generation.eos_token_id if generation else None]
+    named = [
+        _language_model(config).get("eos_token_id") if config else None,
+        generation.eos_token_id if generation else None,
+    ]
     found = {tokenizer.eos_token_id, _end_of_turn(tokenizer)}
     for value in named:
         found |= set(value) if isinstance(value, list) else {value}
     ids = tuple(sorted(int(token) for token in found if token is not None))
     if not ids:
         raise ConfigurationError(
-            f"[model] model: neither the tokenizer nor generation_config.json of {tokenizer.name_or_path} names an end-of-sequence token, "
-            "so no completion could end; set eos_token in its tokenizer_config.json."
+            "[model] model: neither the tokenizer nor generation_config.json of"
+            f" {tokenizer.name_or_path} names an end-of-sequence token, so no completion could end;"
+            " set eos_token in its tokenizer_config.json."
         )
     return ids
 
@@ -177,6 +226,8 @@ def _end_of_turn(tokenizer: "PreTrainedTokenizerBase") -> int | None:
     except TemplateError:  # a template that refuses this conversation tells nothing
         return None
     _, found, rest = str(text).rpartition(_PROBE)
-    special = set(tokenizer.all_special_ids) | {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special = set(tokenizer.all_special_ids) | {
+        index for index, token in tokenizer.added_tokens_decoder.items() if token.special
+    }
     after = tokenizer(rest.lstrip(), add_special_tokens=False)["input_ids"] if found else []
     return int(after[0]) if after and after[0] in special else None

@@ -1,19 +1,22 @@
-"""Which tokens a truncated policy keeps: one definition, for the sampler that draws and the learner that scores.
+"""Which tokens a truncated policy keeps: one definition, for the sampler that draws and the learner
+that scores.
 
-With z = logits / temperature, the tokens are ordered by falling z, equal ones by rising id. Three cuts each keep a prefix of
-that order, and the shortest prefix counts:
+With z = logits / temperature, the tokens are ordered by falling z, equal ones by rising id. Three
+cuts each keep a prefix of that order, and the shortest prefix counts:
 
 - top_k keeps the first k tokens;
-- top_p keeps the shortest prefix whose probability reaches top_p, among the tokens that top_k left and renormalised over them
-  (transformers and vLLM apply the two in this order as well);
-- min_p keeps the tokens whose probability is at least min_p times the largest, which are those with z >= max z + ln(min_p).
+- top_p keeps the shortest prefix whose probability reaches top_p, among the tokens that top_k left
+  and renormalised over them (transformers and vLLM apply the two in this order as well);
+- min_p keeps the tokens whose probability is at least min_p times the largest, which are those with
+z >= max z + ln(min_p).
 
-A kept set is therefore one number, the count of its tokens, and this count is all that the learner needs: it keeps as many of its
-own largest z. Let e be the largest difference between the learner's z of a position and the sampler's. The log-sum-exp of the m
-largest z moves by at most e (it is the maximum, over all sets of m tokens, of functions that move by at most e), so a truncated
-log-prob moves by at most 2 e, as a log-softmax over the whole vocabulary does. A token that enters the set by rounding equals the
-one that it replaces to within 2 e. A stored threshold on z would instead let a token enter or leave with its whole probability.
-Shape letters: R rows, V vocabulary.
+A kept set is therefore one number, the count of its tokens, and this count is all that the learner
+needs: it keeps as many of its own largest z. Let e be the largest difference between the learner's
+z of a position and the sampler's. The log-sum-exp of the m largest z moves by at most e (it is the
+maximum, over all sets of m tokens, of functions that move by at most e), so a truncated log-prob
+moves by at most 2 e, as a log-softmax over the whole vocabulary does. A token that enters the set
+by rounding equals the one that it replaces to within 2 e. A stored threshold on z would instead let
+a token enter or leave with its whole probability. Shape letters: R rows, V vocabulary.
 """
 
 from collections.abc import Iterator
@@ -26,12 +29,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BY_PRODUCT = {"cuda"}
-"""Devices whose `cumsum` of floats raises under `torch.use_deterministic_algorithms`, which is set for the whole process while a learner
-on another device takes a step."""
+"""Devices whose `cumsum` of floats raises under `torch.use_deterministic_algorithms`, which is set
+for the whole process while a learner on another device takes a step."""
 _WIDEST, _BLOCK = 1024, 256
 _FIRST_LOOK = 128
 _GROWTH = 16
-"""Most kept sets are small: the 128 largest z are searched first, then 16 times as many in the rows that need more."""
+"""Most kept sets are small: the 128 largest z are searched first, then 16 times as many in the rows
+that need more."""
 
 
 @dataclass(frozen=True)
@@ -82,23 +86,30 @@ class KeptSets:
     def of_cuts(cls, z: Tensor, total: Tensor, cuts: Cuts) -> "KeptSets":
         """Apply `cuts` to each row of `z` [R, V], whose maximum is 0; rows are independent.
 
-        Probabilities are float32 exponentials summed in float64, over `total` [R] where top_k leaves everything.
+        Probabilities are float32 exponentials summed in float64, over `total` [R] where top_k
+        leaves everything.
         """
         sets = cls._of_everything(z)
         rows = torch.from_numpy(np.flatnonzero(cuts.active)).to(z.device)
-        top_k, top_p, min_p = (torch.from_numpy(values).to(z.device) for values in (cuts.top_k, cuts.top_p, cuts.min_p))
+        top_k, top_p, min_p = (
+            torch.from_numpy(values).to(z.device) for values in (cuts.top_k, cuts.top_p, cuts.min_p)
+        )
         top_k = torch.where(top_k > 0, top_k.clamp(max=z.shape[1]), z.shape[1])
         for size in _looks(z.shape[1]):
             if not len(rows):
                 break
             largest = _largest(z, rows, size + 1)
-            counts, found = _prefixes(largest[:, :size], z.shape[1], top_k[rows], top_p[rows], min_p[rows], total[rows])
+            counts, found = _prefixes(
+                largest[:, :size], z.shape[1], top_k[rows], top_p[rows], min_p[rows], total[rows]
+            )
             sets._set(rows[found], counts[found], largest[found])
             rows = rows[~found]
         return sets
 
     def beyond(self, z: Tensor) -> Tensor:
-        """[R, V] bool: the tokens that are not kept, of the same `z` [R, V] that the sets were made of."""
+        """[R, V] bool: the tokens that are not kept, of the same `z` [R, V] that the sets were made
+        of.
+        """
         last = self.last[:, None]
         beyond = z < last
         rows = self.tied.nonzero()[:, 0]
@@ -118,7 +129,9 @@ class KeptSets:
         )
 
     def _set(self, rows: Tensor, counts: Tensor, largest: Tensor) -> None:
-        """`largest` holds the values of these rows in falling order, one more than `counts` unless there are no more."""
+        """`largest` holds the values of these rows in falling order, one more than `counts` unless
+        there are no more.
+        """
         last = largest.gather(-1, counts[:, None] - 1)
         after = largest.gather(-1, counts[:, None].clamp(max=largest.shape[1] - 1))
         self.counts[rows], self.last[rows] = counts, last[:, 0]
@@ -126,11 +139,17 @@ class KeptSets:
 
 
 class FixedKeptSets(KeptSets):
-    """Kept sets by operations whose shapes do not depend on values, so that the host waits for none of them."""
+    """Kept sets by operations whose shapes do not depend on values, so that the host waits for none
+    of them.
+    """
 
     @classmethod
-    def of_device_cuts(cls, z: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> "FixedKeptSets":
-        """As `of_cuts`, of cuts [R] on the device; the whole vocabulary is ordered, whatever they are."""
+    def of_device_cuts(
+        cls, z: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+    ) -> "FixedKeptSets":
+        """As `of_cuts`, of cuts [R] on the device; the whole vocabulary is ordered, whatever they
+        are.
+        """
         vocabulary = z.shape[1]
         largest = z.sort(dim=-1, descending=True, stable=True).values
         most = torch.where(top_k > 0, top_k.clamp(max=vocabulary), vocabulary)
@@ -153,8 +172,12 @@ def _largest(z: Tensor, rows: Tensor, size: int) -> Tensor:
     return part.topk(min(size, z.shape[1])).values
 
 
-def _prefixes(largest: Tensor, vocabulary: int, top_k: Tensor, top_p: Tensor, min_p: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """Lengths of the kept prefixes [R], and whether the `largest` [R, size] values suffice to know them."""
+def _prefixes(
+    largest: Tensor, vocabulary: int, top_k: Tensor, top_p: Tensor, min_p: Tensor, total: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Lengths of the kept prefixes [R], and whether the `largest` [R, size] values suffice to know
+    them.
+    """
     size = largest.shape[1]
     mass = running_sums(largest.exp().double())
     of_top_k = mass.gather(-1, top_k.clamp(max=size)[:, None] - 1)[:, 0]
@@ -182,10 +205,11 @@ def _looks(vocabulary: int) -> Iterator[int]:
 
 
 def keep_only(z: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
-    """`z` [R, V] with -inf in place of what the learner does not keep: all but `targets` [R] and the counts - 1 largest others.
+    """`z` [R, V] with -inf in place of what the learner does not keep: all but `targets` [R] and
+    the counts - 1 largest others.
 
-    The sampled token belongs to the set it was drawn from. Under another rounding or another policy it may stand behind the first
-    `counts` [R] tokens; it then takes the last place. Changes `z`.
+    The sampled token belongs to the set it was drawn from. Under another rounding or another policy
+    it may stand behind the first `counts` [R] tokens; it then takes the last place. Changes `z`.
     """
     targets = targets.unsqueeze(-1)
     own = z.gather(-1, targets)
@@ -200,7 +224,9 @@ def running_sums(x: Tensor) -> Tensor:
         return x.cumsum(-1)
     count = x.shape[-1]
     if count <= _WIDEST:
-        return (x @ torch.ones(count, count, dtype=x.dtype, device=x.device).triu_()).cummax(-1).values
+        return (
+            (x @ torch.ones(count, count, dtype=x.dtype, device=x.device).triu_()).cummax(-1).values
+        )
     inner = running_sums(F.pad(x, (0, -count % _BLOCK)).view(-1, _BLOCK)).view(len(x), -1, _BLOCK)
     before = F.pad(running_sums(inner[:, :, -1]), (1, -1))
     return (inner + before[:, :, None]).flatten(1)[:, :count].cummax(-1).values

@@ -1,8 +1,10 @@
-"""Causal attention of sequences of any lengths laid end to end: one call for all, no mask, no padding, no repeated key.
+"""Causal attention of sequences of any lengths laid end to end: one call for all, no mask, no
+padding, no repeated key.
 
-On CUDA it is torch's flash kernel. `plain` is the same function in matrix products, on any device and in any dtype: what the kernel is
-compared with, and what stands in for it where there is none.
-Shape letters: S sequences, Nq and Nk tokens of all of them, Hq query heads, Hk key-value heads, D head size.
+On CUDA it is torch's flash kernel. `plain` is the same function in matrix products, on any device
+and in any dtype: what the kernel is compared with, and what stands in for it where there is none.
+Shape letters: S sequences, Nq and Nk tokens of all of them, Hq query heads, Hk key-value heads, D
+head size.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +24,9 @@ _OLDEST_GPU = (8, 0)
 
 @dataclass(frozen=True)
 class Spans:
-    """The boundaries of sequences laid end to end. The queries of a sequence are the last of its keys."""
+    """The boundaries of sequences laid end to end. The queries of a sequence are the last of its
+    keys.
+    """
 
     queries: Tensor
     """[S + 1] int32: 0, and where the queries of each sequence end."""
@@ -35,7 +39,10 @@ class Spans:
     @classmethod
     def of(cls, queries: Sequence[int], keys: Sequence[int], device: torch.device) -> "Spans":
         """From the lengths of each sequence."""
-        ends_queries, ends_keys = (torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)).to(device) for lengths in (queries, keys))
+        ends_queries, ends_keys = (
+            torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)).to(device)
+            for lengths in (queries, keys)
+        )
         return cls(ends_queries, ends_keys, max(queries), max(keys))
 
 
@@ -43,26 +50,45 @@ PackedKernel = Callable[[Tensor, Tensor, Tensor, Spans, float, int | None], Tens
 """(query [Nq, Hq, D], key and value [Nk, Hk, D], spans, scaling, window) to [Nq, Hq, D]."""
 
 
-def flash(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scaling: float, window: int | None) -> Tensor:
-    """torch's flash kernel (CUDA, half precision). Its backward is deterministic where torch is told to be so, not with `warn_only`."""
+def flash(
+    query: Tensor, key: Tensor, value: Tensor, spans: Spans, scaling: float, window: int | None
+) -> Tensor:
+    """torch's flash kernel (CUDA, half precision). Its backward is deterministic where torch is
+    told to be so, not with `warn_only`.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     before = -1 if window is None else window - 1  # it counts the keys before a query's own
     lengths = spans.queries, spans.keys, spans.most_queries, spans.most_keys
-    shared = {"enable_gqa": True} if _takes("enable_gqa") else {}  # torch 2.11 does not ask, and its kernel knows fewer key heads too
-    kernel: Any = varlen_attn  # its type has the pair too that it returns where log-sum-exps are asked for
-    output: Tensor = kernel(query, key, value, *lengths, scale=scaling, window_size=(before, 0), **shared)
+    shared = (
+        {"enable_gqa": True} if _takes("enable_gqa") else {}
+    )  # torch 2.11 does not ask, and its kernel knows fewer key heads too
+    kernel: Any = (
+        varlen_attn  # its type has the pair too that it returns where log-sum-exps are asked for
+    )
+    output: Tensor = kernel(
+        query, key, value, *lengths, scale=scaling, window_size=(before, 0), **shared
+    )
     return output
 
 
-def plain(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scaling: float, window: int | None) -> Tensor:
+def plain(
+    query: Tensor, key: Tensor, value: Tensor, spans: Spans, scaling: float, window: int | None
+) -> Tensor:
     """The same in matrix products, sequence by sequence."""
     groups = query.shape[1] // key.shape[1]
     outputs = []
-    for (first, last), (start, stop) in zip(pairwise(spans.queries.tolist()), pairwise(spans.keys.tolist()), strict=True):
+    for (first, last), (start, stop) in zip(
+        pairwise(spans.queries.tolist()), pairwise(spans.keys.tolist()), strict=True
+    ):
         q = query[first:last].transpose(0, 1)
-        k, v = (part[start:stop].transpose(0, 1).repeat_interleave(groups, dim=0) for part in (key, value))
-        own = torch.arange(stop - start - (last - first), stop - start, device=query.device)[:, None]
+        k, v = (
+            part[start:stop].transpose(0, 1).repeat_interleave(groups, dim=0)
+            for part in (key, value)
+        )
+        own = torch.arange(stop - start - (last - first), stop - start, device=query.device)[
+            :, None
+        ]
         seen = torch.arange(stop - start, device=query.device)
         hidden = (seen > own) if window is None else (seen > own) | (seen <= own - window)
         scores = (q @ k.transpose(1, 2) * scaling).masked_fill(hidden, float("-inf"))
@@ -78,7 +104,8 @@ class PagedRows(NamedTuple):
     lengths: Tensor
     """[R] int32 tokens."""
     spans: Spans
-    """The spans of one query per row, and of as many keys as `lengths` say; built once for all layers."""
+    """The spans of one query per row, and of as many keys as `lengths` say; built once for all
+    layers."""
 
     @classmethod
     def of(cls, table: Tensor, lengths: Tensor, page_tokens: int) -> "PagedRows":
@@ -88,40 +115,62 @@ class PagedRows(NamedTuple):
 
 
 PagedKernel = Callable[[Tensor, Tensor, Tensor, PagedRows, float, int | None], Tensor]
-"""(query [R, Hq, D], keys and values in pages [P, T, Hk, D], rows, scaling, window) to [R, Hq, D]."""
+"""(query [R, Hq, D], keys and values in pages [P, T, Hk, D], rows, scaling, window) to [R, Hq,
+D]."""
 
 
-def flash_paged(query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scaling: float, window: int | None) -> Tensor:
-    """torch's flash kernel (CUDA, half precision). A row's result does not depend on the other rows: its keys are not split."""
+def flash_paged(
+    query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scaling: float, window: int | None
+) -> Tensor:
+    """torch's flash kernel (CUDA, half precision). A row's result does not depend on the other
+    rows: its keys are not split.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     spans, before = rows.spans, -1 if window is None else window - 1
     return varlen_attn(  # type: ignore[return-value]  # no log-sum-exp is asked for, so it is one tensor
         query, keys, values, spans.queries, spans.keys, spans.most_queries, spans.most_keys,
-        scale=scaling, window_size=(before, 0), enable_gqa=True, seqused_k=rows.lengths, block_table=rows.table, num_splits=1,
+        scale=scaling, window_size=(before, 0), enable_gqa=True, seqused_k=rows.lengths,
+        block_table=rows.table, num_splits=1,
     )  # fmt: skip
 
 
-def plain_paged(query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scaling: float, window: int | None) -> Tensor:
+def plain_paged(
+    query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scaling: float, window: int | None
+) -> Tensor:
     """The same in matrix products, over all pages that a row could hold."""
     count, heads, size = query.shape
     grouped = query.view(count, keys.shape[2], -1, size)
-    k, v = (pages[rows.table.long()].flatten(1, 2).transpose(1, 2) for pages in (keys, values))  # [R, Hk, L, D]
+    k, v = (
+        pages[rows.table.long()].flatten(1, 2).transpose(1, 2) for pages in (keys, values)
+    )  # [R, Hk, L, D]
     position, seen = torch.arange(k.shape[2], device=query.device), rows.lengths[:, None]
-    hidden = (position >= seen) if window is None else (position >= seen) | (position < seen - window)
-    scores = (grouped @ k.transpose(2, 3) * scaling).masked_fill(hidden[:, None, None], float("-inf"))
+    hidden = (
+        (position >= seen) if window is None else (position >= seen) | (position < seen - window)
+    )
+    scores = (grouped @ k.transpose(2, 3) * scaling).masked_fill(
+        hidden[:, None, None], float("-inf")
+    )
     return (torch.softmax(scores.float(), dim=-1).to(v.dtype) @ v).view(count, heads, -1)
 
 
 def has_flash(device_type: str, dtype: torch.dtype) -> bool:
-    """Return whether `flash` runs there: torch 2.11 or later, on an NVIDIA GPU of 2020 (Ampere) or later, in half precision."""
-    if device_type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or not _takes("window_size"):
+    """Return whether `flash` runs there: torch 2.11 or later, on an NVIDIA GPU of 2020 (Ampere) or
+    later, in half precision.
+    """
+    if (
+        device_type != "cuda"
+        or dtype not in (torch.bfloat16, torch.float16)
+        or not _takes("window_size")
+    ):
         return False
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= _OLDEST_GPU
 
 
 def reads_pages() -> bool:
-    """Return True if torch's flash kernel reads pages (torch 2.12), so that there is a fast one without Triton too."""
+    """Return True if torch's flash kernel reads pages (torch 2.12), so that there is a fast one
+    without Triton too.
+    """
     return _takes("block_table")
 
 

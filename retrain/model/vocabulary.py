@@ -1,11 +1,14 @@
-"""From token ids to text, without the tokenizer's own decoder: what each token contributes to a completion.
+"""From token ids to text, without the tokenizer's own decoder: what each token contributes to a
+completion.
 
-A token stands for bytes. A table of them, made once, gives the pieces of a completion (which token wrote which characters: planning
-detection needs it) and its text, at millions of tokens per second. Special tokens contribute nothing.
+A token stands for bytes. A table of them, made once, gives the pieces of a completion (which token
+wrote which characters: planning detection needs it) and its text, at millions of tokens per second.
+Special tokens contribute nothing.
 
-The bytes come from the decoder that tokenizer.json declares: ByteLevel (GPT-2, Llama 3, Qwen, SmolLM), Metaspace or
-Replace + ByteFallback (sentencepiece: Llama 2, Gemma, Mistral), Fuse (characters), or none (words joined with spaces).
-Other decoders, and tokenizers without a tokenizer.json, are asked token by token what they add to a text.
+The bytes come from the decoder that tokenizer.json declares: ByteLevel (GPT-2, Llama 3, Qwen,
+SmolLM), Metaspace or Replace + ByteFallback (sentencepiece: Llama 2, Gemma, Mistral), Fuse
+(characters), or none (words joined with spaces). Other decoders, and tokenizers without a
+tokenizer.json, are asked token by token what they add to a text.
 """
 
 import codecs
@@ -25,22 +28,28 @@ TokenIds = Sequence[int] | npt.NDArray[np.integer]
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _BYTE_ALPHABET = {chr(byte): byte for byte in _PRINTABLE}
-_BYTE_ALPHABET |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)}.difference(_PRINTABLE)))}
-"""GPT-2's printable stand-ins for the 256 bytes: printable Latin-1 stands for itself, the rest is shifted past U+0100."""
+_BYTE_ALPHABET |= {
+    chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)}.difference(_PRINTABLE)))
+}
+"""GPT-2's printable stand-ins for the 256 bytes: printable Latin-1 stands for itself, the rest is
+shifted past U+0100."""
 
 
 class VocabularyTable:
     """The text that every token id contributes.
 
-    `pieces` splits a completion over its tokens: a code point that is split over tokens belongs to the token that completes it,
-    and the earlier ones get "". Bytes that are not UTF-8 become U+FFFD, the ones left open at the end in the last token's piece.
-    Concatenated, the pieces are `text`. That is the tokenizer's own `decode(ids, skip_special_tokens=True)` with two exceptions,
-    both in sentencepiece-like vocabularies: the space before a completion's first word is kept, and a run of broken byte tokens
-    keeps its valid part.
+    `pieces` splits a completion over its tokens: a code point that is split over tokens belongs to
+    the token that completes it, and the earlier ones get "". Bytes that are not UTF-8 become
+    U+FFFD, the ones left open at the end in the last token's piece. Concatenated, the pieces are
+    `text`. That is the tokenizer's own `decode(ids, skip_special_tokens=True)` with two exceptions,
+    both in sentencepiece-like vocabularies: the space before a completion's first word is kept, and
+    a run of broken byte tokens keeps its valid part.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", size: int = 0) -> None:
-        """`size` is the model's vocab_size: rows beyond the tokenizer's own entries can be sampled, and are empty."""
+        """`size` is the model's vocab_size: rows beyond the tokenizer's own entries can be sampled,
+        and are empty.
+        """
         tokens: dict[int, str] = {index: token for token, index in tokenizer.get_vocab().items()}
         added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         special = added | set(tokenizer.all_special_ids)
@@ -62,7 +71,9 @@ class VocabularyTable:
 
     def text(self, token_ids: TokenIds) -> str:
         """Return the text of a completion; broken UTF-8 becomes U+FFFD."""
-        text = b"".join([self._bytes[index] for index in self._known(token_ids)]).decode("utf-8", errors="replace")
+        text = b"".join([self._bytes[index] for index in self._known(token_ids)]).decode(
+            "utf-8", errors="replace"
+        )
         return text[1:] if self._spaced else text
 
     def pieces(self, token_ids: TokenIds) -> list[str]:
@@ -106,13 +117,15 @@ def _decode_whole(raw: bytes) -> str | None:
         return None
 
 
-# ---- from a token's string to its bytes --------------------------------------------------------------------------------------------
+# ---- from a token's string to its bytes ----------------------------------------------------------
 
 TokenReader = Callable[[int, str], bytes]
 
 
 def _token_reader(tokenizer: "PreTrainedTokenizerBase") -> tuple[TokenReader, bool]:
-    """Return a function that reads one token, and True if tokens are words with a space in front of each."""
+    """Return a function that reads one token, and True if tokens are words with a space in front of
+    each.
+    """
     if not tokenizer.is_fast:
         return _probe(tokenizer), False
     decoder = tokenizer.backend_tokenizer.decoder
@@ -134,7 +147,9 @@ def _token_reader(tokenizer: "PreTrainedTokenizerBase") -> tuple[TokenReader, bo
 
 
 def _steps(decoder: dict[str, Any]) -> list[Callable[[str], str | bytes]] | None:
-    """Return the steps of a tokenizer.json decoder for a single token, in order; None for a decoder unknown here."""
+    """Return the steps of a tokenizer.json decoder for a single token, in order; None for a decoder
+    unknown here.
+    """
     match decoder:
         case {"type": "Sequence", "decoders": list(decoders)}:
             parts = [_steps(part) for part in decoders]
@@ -142,7 +157,11 @@ def _steps(decoder: dict[str, Any]) -> list[Callable[[str], str | bytes]] | None
         case {"type": "ByteLevel"}:
             return [_byte_level]
         case {"type": "ByteFallback"}:
-            return [lambda token: bytes([int(found[1], 16)]) if (found := _BYTE_TOKEN.fullmatch(token)) else token]
+            return [
+                lambda token: (
+                    bytes([int(found[1], 16)]) if (found := _BYTE_TOKEN.fullmatch(token)) else token
+                )
+            ]
         case {"type": "Metaspace", "replacement": str(mark)}:
             return [lambda token: token.replace(mark, " ")]
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
@@ -150,7 +169,9 @@ def _steps(decoder: dict[str, Any]) -> list[Callable[[str], str | bytes]] | None
         case {"type": "BPEDecoder", "suffix": str(suffix)}:
             return [lambda token: token.replace(suffix, " ")]
         case {"type": "Fuse" | "Strip"}:
-            return []  # Strip removes the space that opens a text, but a completion goes on after its prompt
+            # Strip removes the space that opens a text, but a completion goes on
+            # after its prompt
+            return []
     return None
 
 
@@ -166,7 +187,11 @@ def _probe(tokenizer: "PreTrainedTokenizerBase") -> TokenReader:
     """Ask the tokenizer what a token adds to a text that has begun."""
 
     def decode(token_ids: list[int]) -> str:
-        return str(tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(
+            tokenizer.decode(
+                token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
 
     start = tokenizer("a", add_special_tokens=False)["input_ids"]
     text = decode(start)

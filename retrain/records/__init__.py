@@ -1,7 +1,9 @@
-"""Everything that a run leaves on disk, and its formats. All readers of runs use these modules, and nothing here imports a trainer.
+"""Everything that a run leaves on disk, and its formats. All readers of runs use these modules, and
+nothing here imports a trainer.
 
 - `run_folder`: the places of a run's files, and the marker without which nothing is deleted
-- `entries`, `evaluation`: the lines of metrics.jsonl, evaluation.jsonl and generations.jsonl, and what is computed from them
+- `entries`, `evaluation`: the lines of metrics.jsonl, evaluation.jsonl and generations.jsonl, and
+what is computed from them
 - `token_table`: tokens/step_N.safetensors
 - `environment`: environment.json
 - `checkpoint`: checkpoints and the state in them

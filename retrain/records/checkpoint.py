@@ -1,7 +1,9 @@
-"""Checkpoints: folders that are committed by rename and used only if every byte matches their manifest.
+"""Checkpoints: folders that are committed by rename and used only if every byte matches their
+manifest.
 
-A checkpoint is written as `.tmp-...`, each file synced, `manifest.json` last (name, size and sha256 of every file), the folder
-synced, renamed and the parent synced: a crash at any instant leaves the last good one. No pickle: tensors are safetensors, the rest JSON.
+A checkpoint is written as `.tmp-...`, each file synced, `manifest.json` last (name, size and sha256
+of every file), the folder synced, renamed and the parent synced: a crash at any instant leaves the
+last good one. No pickle: tensors are safetensors, the rest JSON.
 """
 
 import hashlib
@@ -29,14 +31,17 @@ _DAMAGED = "damaged-"
 
 @dataclass
 class TrainerState:
-    """The state of a run between two steps, apart from the backend's own. All else follows from it and the configuration."""
+    """The state of a run between two steps, apart from the backend's own. All else follows from it
+    and the configuration.
+    """
 
     seed: int
     config_hash: str
     step: int = 0
     """Steps completed."""
     learning: bool = False
-    """True from the first change of the weights until the step is recorded. Such a state is never saved."""
+    """True from the first change of the weights until the step is recorded. Such a state is never
+    saved."""
     cursor: int = 0
     """Prompts consumed; the data order itself is computed from (seed, epoch)."""
     batch_size: int = 0
@@ -51,15 +56,16 @@ class TrainerState:
     mismatch_streak: int = 0
     """Steps in a row whose mean |log-ratio| was above the limit."""
     gate_mismatch: float | None = None
-    """Mean |engine - learner| log-prob, in nats, of the parity gate at the run's first start; the default mismatch_limit follows from it.
-    """
+    """Mean |engine - learner| log-prob, in nats, of the parity gate at the run's first start; the
+    default mismatch_limit follows from it. """
     sepa: dict[str, Any] = field(default_factory=dict)
     rewards: dict[str, Any] = field(default_factory=dict)
     backpressure: dict[str, Any] = field(default_factory=dict)
     """The controller's state; empty unless `[backpressure] enabled` is true."""
     tracking: dict[str, Any] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Path in the run folder -> size and sha256, for each JSON lines file of the run; empty in checkpoints of 0.1.0."""
+    """Path in the run folder -> size and sha256, for each JSON lines file of the run; empty in
+    checkpoints of 0.1.0."""
     choices: MachineChoices | None = None
     schema_version: int = SCHEMA_VERSION
 
@@ -71,8 +77,8 @@ class TrainerState:
         values = parse_json(text)
         if values.get("schema_version") != SCHEMA_VERSION:
             raise RunFailed(
-                f"{where} was written with state version {values.get('schema_version')!r}, this retrain reads version {SCHEMA_VERSION}: "
-                "resume with the version that wrote it."
+                f"{where} was written with state version {values.get('schema_version')!r}, this"
+                f" retrain reads version {SCHEMA_VERSION}: resume with the version that wrote it."
             )
         if values.get("choices") is not None:
             values["choices"] = MachineChoices(**values["choices"])
@@ -91,12 +97,16 @@ class Checkpoint:
 
 
 def step_folder(step: Any) -> str:
-    """The name of the checkpoint's folder after so many steps; of no folder for what counts no steps."""
+    """The name of the checkpoint's folder after so many steps; of no folder for what counts no
+    steps.
+    """
     return f"step_{step:06d}" if type(step) is int else "no step"
 
 
 class CheckpointStore:
-    """The checkpoints of one run, `step_000020/` for 20 completed steps and `final/` for the last adapter."""
+    """The checkpoints of one run, `step_000020/` for 20 completed steps and `final/` for the last
+    adapter.
+    """
 
     def __init__(self, folder: Path, keep: int = 0) -> None:
         self.folder = folder
@@ -104,9 +114,13 @@ class CheckpointStore:
         """Number of newest checkpoints to keep; 0 keeps all."""
 
     def save(self, state: TrainerState, write: Callable[[Path], None]) -> Path:
-        """Commit one checkpoint. `write` puts the backend's files into the given folder. Raises OSError."""
+        """Commit one checkpoint. `write` puts the backend's files into the given folder. Raises
+        OSError.
+        """
         if state.learning:
-            raise ValueError(f"Step {state.step} is unfinished; a checkpoint holds the state between two steps.")
+            raise ValueError(
+                f"Step {state.step} is unfinished; a checkpoint holds the state between two steps."
+            )
         target = self.folder / f"step_{state.step:06d}"
 
         def fill(folder: Path) -> None:
@@ -132,16 +146,23 @@ class CheckpointStore:
         return sorted(int(match.group(1)) for match in matches if match)
 
     def at(self, step: int) -> Checkpoint:
-        """The checkpoint of `step` completed steps. Raises RunFailed, naming the steps there are, if it does not verify."""
+        """The checkpoint of `step` completed steps. Raises RunFailed, naming the steps there are,
+        if it does not verify.
+        """
         folder = self.folder / f"step_{step:06d}"
         problem = verify(folder)
         if problem:
             have = ", ".join(map(str, self.steps())) or "none"
-            raise RunFailed(f"Checkpoint {folder} cannot be used: {problem}; checkpoints here: {have}.")
+            raise RunFailed(
+                f"Checkpoint {folder} cannot be used: {problem}; checkpoints here: {have}."
+            )
         return Checkpoint(folder, step)
 
-    def newest(self, say: Callable[[str], None], beside: Callable[[Checkpoint], str] = lambda _: "") -> Checkpoint | None:
-        """The newest checkpoint that verifies; `say` gets a line about each newer one that does not.
+    def newest(
+        self, say: Callable[[str], None], beside: Callable[[Checkpoint], str] = lambda _: ""
+    ) -> Checkpoint | None:
+        """The newest checkpoint that verifies; `say` gets a line about each newer one that does
+        not.
 
         `beside` returns a problem outside of a checkpoint's folder that makes it unusable, or "".
         """
@@ -156,12 +177,17 @@ class CheckpointStore:
     def make_room_after(self, step: int, say: Callable[[str], None]) -> None:
         """Set the checkpoints after `step` aside, and delete what a killed save left.
 
-        A checkpoint after the one that is resumed was not usable. It is renamed instead of deleted, since a person may still recover
-        something from it.
+        A checkpoint after the one that is resumed was not usable. It is renamed instead of deleted,
+        since a person may still recover something from it.
         """
         for folder in [self.folder / f"step_{later:06d}" for later in self.steps() if later > step]:
-            names = (f"{_DAMAGED}{folder.name}-{number}" if number > 1 else f"{_DAMAGED}{folder.name}" for number in count(1))
-            aside = next(path for path in map(self.folder.joinpath, names) if not os.path.lexists(path))
+            names = (
+                f"{_DAMAGED}{folder.name}-{number}" if number > 1 else f"{_DAMAGED}{folder.name}"
+                for number in count(1)
+            )
+            aside = next(
+                path for path in map(self.folder.joinpath, names) if not os.path.lexists(path)
+            )
             folder.rename(aside)
             say(f"{folder.name} is kept as {aside.name}.")
         for left in self.folder.glob(f"{TEMPORARY}*"):
@@ -170,11 +196,17 @@ class CheckpointStore:
     def empty(self) -> None:
         """Delete every checkpoint and nothing else in the folder."""
         for path in [*self.folder.iterdir()]:
-            if _STEP_FOLDER.fullmatch(path.name) or path.name == FINAL or path.name.startswith((_DAMAGED, TEMPORARY)):
+            if (
+                _STEP_FOLDER.fullmatch(path.name)
+                or path.name == FINAL
+                or path.name.startswith((_DAMAGED, TEMPORARY))
+            ):
                 delete(path)
 
     def rehearse(self, num_bytes: int) -> None:
-        """Write and delete a file of a checkpoint's size, so that a full disk is noticed before step 1 instead of after step 20."""
+        """Write and delete a file of a checkpoint's size, so that a full disk is noticed before
+        step 1 instead of after step 20.
+        """
         path = self.folder / f"{TEMPORARY}rehearsal"
         block = bytes(1 << 20)
         try:
@@ -186,16 +218,21 @@ class CheckpointStore:
                 os.fsync(file.fileno())
         except OSError as error:
             raise EnvironmentFailure(
-                f"A checkpoint of {num_bytes / 2**20:.1f} MiB cannot be written to {self.folder}: {error.strerror or error}; "
-                "free space there, or set [backend] adapter_path to another volume."
+                f"A checkpoint of {num_bytes / 2**20:.1f} MiB cannot be written to {self.folder}:"
+                f" {error.strerror or error}; free space there, or set [backend] adapter_path to"
+                " another volume."
             ) from error
         finally:
             if path.exists():
                 path.unlink()
 
 
-def commit_folder(target: Path, fill: Callable[[Path], None], *, step: int, config_hash: str) -> None:
-    """Let `fill` write a folder, seal it with a manifest, and put it in the place of `target`. Raises OSError."""
+def commit_folder(
+    target: Path, fill: Callable[[Path], None], *, step: int, config_hash: str
+) -> None:
+    """Let `fill` write a folder, seal it with a manifest, and put it in the place of `target`.
+    Raises OSError.
+    """
     with replacing_folder(target) as aside:
         fill(aside)
         entries = []
@@ -204,13 +241,28 @@ def commit_folder(target: Path, fill: Callable[[Path], None], *, step: int, conf
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
                     digest = hashlib.file_digest(file, "sha256").hexdigest()
-                entries.append({"name": path.relative_to(aside).as_posix(), "size": path.stat().st_size, "sha256": digest})
-        manifest = {"schema_version": SCHEMA_VERSION, "step": step, "config_hash": config_hash, "files": entries}
-        write_synced(aside / MANIFEST, json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1) + "\n")
+                entries.append(
+                    {
+                        "name": path.relative_to(aside).as_posix(),
+                        "size": path.stat().st_size,
+                        "sha256": digest,
+                    }
+                )
+        manifest = {
+            "schema_version": SCHEMA_VERSION,
+            "step": step,
+            "config_hash": config_hash,
+            "files": entries,
+        }
+        write_synced(
+            aside / MANIFEST, json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1) + "\n"
+        )
 
 
 def _digest(manifest: dict[str, Any]) -> str:
-    """Hash a manifest's content with sha256, so that damage to the manifest itself is noticed too."""
+    """Hash a manifest's content with sha256, so that damage to the manifest itself is noticed
+    too.
+    """
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 

@@ -1,7 +1,8 @@
-"""Files and folders replaced as a whole, and the errors of disks and paths turned into retrain's own.
+"""Files and folders replaced as a whole, and the errors of disks and paths turned into retrain's
+own.
 
-A crash at any instant leaves the old content or the new one, never a part: each is written beside its place as `.tmp-...`, synced and
-renamed, and the parent folder is synced.
+A crash at any instant leaves the old content or the new one, never a part: each is written beside
+its place as `.tmp-...`, synced and renamed, and the parent folder is synced.
 """
 
 import errno
@@ -16,7 +17,9 @@ from retrain.errors import ConfigurationError, EnvironmentFailure, RetrainError
 
 _FAILURES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 _PATH_PROBLEMS = {
-    errno.ENAMETOOLONG: "its name is too long (255 bytes at most, 4,095 with its folders); shorten it",
+    errno.ENAMETOOLONG: (
+        "its name is too long (255 bytes at most, 4,095 with its folders); shorten it"
+    ),
     errno.EISDIR: "it is a folder, and a file is expected there; name the file",
     errno.ENOTDIR: "a file stands where a folder is expected; check the path",
     errno.ELOOP: "its symbolic links form a loop; fix them",
@@ -28,13 +31,26 @@ _REPLACED = f"{TEMPORARY}replaced-"
 
 
 def path_error(error: OSError) -> RetrainError | None:
-    """The error to show for an OSError that concerns a path or a disk; None for any other, which may be a fault of this program."""
-    where = str(error.filename or "Standard output, or a file,")  # a write, unlike an open, does not know its name
+    """The error to show for an OSError that concerns a path or a disk; None for any other, which
+    may be a fault of this program.
+    """
+    where = str(
+        error.filename or "Standard output, or a file,"
+    )  # a write, unlike an open, does not know its name
     if error.errno in _PATH_PROBLEMS:
         return ConfigurationError(f"{where} cannot be used: {_PATH_PROBLEMS[error.errno]}.")
     if error.errno in _DENIED:
-        return EnvironmentFailure(f"{where} cannot be used: this user may not read or write it; change its permissions or name another.")
-    return EnvironmentFailure(f"{where} cannot be used: {error.strerror}; free space or choose another disk.") if is_disk(error) else None
+        return EnvironmentFailure(
+            f"{where} cannot be used: this user may not read or write it; change its permissions or"
+            " name another."
+        )
+    return (
+        EnvironmentFailure(
+            f"{where} cannot be used: {error.strerror}; free space or choose another disk."
+        )
+        if is_disk(error)
+        else None
+    )
 
 
 def is_disk(error: OSError) -> bool:
@@ -43,12 +59,16 @@ def is_disk(error: OSError) -> bool:
 
 
 def is_reader_gone(error: OSError) -> bool:
-    """Return True for a write to a pipe whose reader went away, or to a terminal that was closed."""
+    """Return True for a write to a pipe whose reader went away, or to a terminal that was
+    closed.
+    """
     return isinstance(error, BrokenPipeError) or error.errno == errno.EIO
 
 
 def delete(path: Path) -> None:
-    """Delete a file, a folder with its content, or a link without its target; a missing path is fine."""
+    """Delete a file, a folder with its content, or a link without its target; a missing path is
+    fine.
+    """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -91,11 +111,12 @@ def writing_to(folder: Path, then: str | Callable[[], str]) -> Iterator[None]:
             raise
         where = error.filename or f"A file in {folder}"
         raise EnvironmentFailure(
-            f"{where} cannot be written: {error.strerror}; free space there, then {then if isinstance(then, str) else then()}."
+            f"{where} cannot be written: {error.strerror}; free space there, then"
+            f" {then if isinstance(then, str) else then()}."
         ) from error
 
 
-# -- replacing as a whole -----------------------------------------------------------------------------------------------
+# -- replacing as a whole --------------------------------------------------------------------------
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
@@ -117,9 +138,11 @@ def replacing_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty folder to fill, whose files the caller syncs; it replaces `target` at the end of the block.
+    """Yield an empty folder to fill, whose files the caller syncs; it replaces `target` at the end
+    of the block.
 
-    After an OSError, also one that safetensors wrapped, the old `target` is there unchanged and nothing else is left.
+    After an OSError, also one that safetensors wrapped, the old `target` is there unchanged and
+    nothing else is left.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.parent / f"{TEMPORARY}{target.name}"
@@ -142,7 +165,9 @@ def replacing_folder(target: Path) -> Iterator[Path]:
 
 
 def put_back(folder: Path) -> None:
-    """Undo an interrupted `replacing_folder`: a folder that was moved aside returns if nothing has taken its place."""
+    """Undo an interrupted `replacing_folder`: a folder that was moved aside returns if nothing has
+    taken its place.
+    """
     for moved in folder.glob(f"{_REPLACED}*"):
         place = folder / moved.name.removeprefix(_REPLACED)
         if not place.exists():

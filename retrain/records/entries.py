@@ -1,6 +1,8 @@
-"""The lines of a run's files. Every reader of a run (status, compare, report, load_runs) goes through these dataclasses.
+"""The lines of a run's files. Every reader of a run (status, compare, report, load_runs) goes
+through these dataclasses.
 
-A missing value is None in memory and null in the file, never 0: a step without planning tokens has no planning entropy.
+A missing value is None in memory and null in the file, never 0: a step without planning tokens has
+no planning entropy.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,33 +25,48 @@ class _Record:
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any], path: Path | None = None) -> Self:
-        """Reads a line of any version: unknown keys are dropped, and missing ones get their defaults.
+        """Reads a line of any version: unknown keys are dropped, and missing ones get their
+        defaults.
 
-        Raises RunFailed for a value whose type is not its field's, and for a missing field without a default. The sentence names `path`,
-        the file of the line, and the line's step.
+        Raises RunFailed for a value whose type is not its field's, and for a missing field without
+        a default. The sentence names `path`, the file of the line, and the line's step.
         """
         kinds = _field_kinds(cls)  # type: ignore[arg-type]  # a class is hashable
         values = {name: line[name] for name in kinds if name in line}
-        missing = [item.name for item in fields(cls) if item.default is MISSING and item.name not in values]
+        missing = [
+            item.name for item in fields(cls) if item.default is MISSING and item.name not in values
+        ]
         problem = f"no {missing[0]}, and every line has one" if missing else ""
         for name, value in values.items():
             if isinstance(value, float) and not isfinite(value):
                 problem = problem or f"{name} = {value}, which is not a finite number"
             elif type(value) not in kinds[name]:
-                problem = problem or f"{name} = {str(value)[:_SHOWN]!r}, and {name} is of another type"
+                problem = (
+                    problem or f"{name} = {str(value)[:_SHOWN]!r}, and {name} is of another type"
+                )
         if problem := problem or cls.contradiction(values):
-            where = f"{path}, step {line.get('step')}: a {cls.__name__}" if path else f"A {cls.__name__} of the run"
-            raise RunFailed(f"{where} has {problem}: the file was changed or another program wrote it.")
+            where = (
+                f"{path}, step {line.get('step')}: a {cls.__name__}"
+                if path
+                else f"A {cls.__name__} of the run"
+            )
+            raise RunFailed(
+                f"{where} has {problem}: the file was changed or another program wrote it."
+            )
         return cls(**values)
 
     @classmethod
     def contradiction(cls, values: Mapping[str, Any]) -> str:  # noqa: ARG003 - of the record types that have a rule
-        """The part of a sentence that says which values of a line cannot be true together; "" if there are none."""
+        """The part of a sentence that says which values of a line cannot be true together; "" if
+        there are none.
+        """
         return ""
 
     @classmethod
     def read(cls, path: Path) -> Iterator[Self]:
-        """The records of a file, oldest first. Raises RunFailed for a damaged line, with the file, and its line or step."""
+        """The records of a file, oldest first. Raises RunFailed for a damaged line, with the file,
+        and its line or step.
+        """
         return (cls.from_json(line, path) for line in read_jsonl(path))
 
 
@@ -60,8 +77,13 @@ _SHOWN = 80
 @cache
 def _field_kinds(record: type[_Record]) -> dict[str, frozenset[type]]:
     """Field -> the types of its JSON values; an integer is a number too."""
-    hints = {name: get_args(hint) if get_origin(hint) is UnionType else (hint,) for name, hint in get_type_hints(record).items()}
-    kinds = {name: frozenset(get_origin(part) or part for part in parts) for name, parts in hints.items()}
+    hints = {
+        name: get_args(hint) if get_origin(hint) is UnionType else (hint,)
+        for name, hint in get_type_hints(record).items()
+    }
+    kinds = {
+        name: frozenset(get_origin(part) or part for part in parts) for name, parts in hints.items()
+    }
     return {name: types | {int} if float in types else types for name, types in kinds.items()}
 
 
@@ -83,39 +105,47 @@ class StepRecord(_Record):
     condition: str
     """The name of the algorithm: `{advantage}+{transform}`, or the algorithm mode."""
     loss: float | None = better(None)
-    """Mean over the step's updates of the loss at the sampled policy; null when no row was trained."""
+    """Mean over the step's updates of the loss at the sampled policy; null when no row was
+    trained."""
     reported_loss: float | None = better(None)
-    """The loss that the backend reported, which an asynchronous backend has not computed from this step's rows."""
+    """The loss that the backend reported, which an asynchronous backend has not computed from this
+    step's rows."""
     loss_is_placeholder: bool = False
     """True where `reported_loss` is not this step's loss; `loss` is null then."""
 
     mean_reward: float | None = better("higher")
-    """Mean reward of the judged completions of the first draw of every prompt, skipped groups included; later draws are left out, since
-    they are selected by their rewards. `correct_rate`, `max_token_hit_rate`, `truncated_reward_mean` and `completion_tokens_mean` are over
-    the same completions, and so are `reward_std`, `answer_found_rate` and `groups_identical`."""
+    """Mean reward of the judged completions of the first draw of every prompt, skipped groups
+    included; later draws are left out, since they are selected by their rewards. `correct_rate`,
+    `max_token_hit_rate`, `truncated_reward_mean` and `completion_tokens_mean` are over the same
+    completions, and so are `reward_std`, `answer_found_rate` and `groups_identical`."""
     reward_std: float | None = better(None)
     """Standard deviation of the same rewards; exactly 0 where all are equal."""
     correct_rate: float | None = better("higher")
-    """Fraction of the judged completions whose reward exceeds `[reward] correct_threshold`; SEPA's gate opens by it."""
+    """Fraction of the judged completions whose reward exceeds `[reward] correct_threshold`; SEPA's
+    gate opens by it."""
     running_correct_rate: float | None = better("higher")
     """The same over all steps so far, so it lags behind the policy."""
     sepa_lambda: float | None = better(None)
-    """The strength, from 0 to 1, with which SEPA pooled the uncertainty of execution tokens in this step."""
+    """The strength, from 0 to 1, with which SEPA pooled the uncertainty of execution tokens in this
+    step."""
     sepa_gate_open: bool | None = None
     """Whether SEPA's gate, `[sepa] correct_rate_gate`, had been opened by the end of the step."""
     sepa_gate_step: int | None = better(None)
     """The step whose correct rate opened the gate."""
 
     num_datums: int | None = better(None)
-    """Completions that were trained on: those of groups with an advantage, or all judged ones with a KL or entropy term."""
+    """Completions that were trained on: those of groups with an advantage, or all judged ones with
+    a KL or entropy term."""
     informative_fraction: float | None = better(None)
-    """Fraction of the step's groups in which some token has an advantage; groups_skipped_* count the others by reason."""
+    """Fraction of the step's groups in which some token has an advantage; groups_skipped_* count
+    the others by reason."""
     max_token_hit_rate: float | None = better("lower")
     """Fraction of the completions that reached `[training] max_tokens` without an EOS."""
     truncated_reward_mean: float | None = better("higher")
     """Mean reward of the completions that reached `[training] max_tokens`."""
     answer_found_rate: float | None = better("higher")
-    """Fraction of the completions that hold a `\\boxed{}`, without which `match` and `math` give 0; null where neither is the reward."""
+    """Fraction of the completions that hold a `\\boxed{}`, without which `match` and `math` give 0;
+    null where neither is the reward."""
     batch_size: int | None = better(None)
     """Prompts used in this step."""
     next_batch_size: int | None = better(None)
@@ -128,25 +158,29 @@ class StepRecord(_Record):
     """Mean number of sampled tokens per completion."""
 
     ratio_mean: float | None = better(None)
-    """Mean over all trained tokens of the ratio exp(learner log-prob - sampler log-prob), 1 on policy. It is taken before the first
-    update if old log-probs are recomputed, and otherwise during the first pass, where each minibatch after the first sees the updates
-    before it; so are the ratio's other figures, mismatch_k1, mismatch_k3 and ess. The learner's dropout is on."""
+    """Mean over all trained tokens of the ratio exp(learner log-prob - sampler log-prob), 1 on
+    policy. It is taken before the first update if old log-probs are recomputed, and otherwise
+    during the first pass, where each minibatch after the first sees the updates before it; so are
+    the ratio's other figures, mismatch_k1, mismatch_k3 and ess. The learner's dropout is on."""
     ratio_max: float | None = better(None)
     """Largest ratio of a token."""
     ratio_min: float | None = better(None)
     """Smallest ratio of a token."""
     mismatch_k1: float | None = better("lower")
-    """Estimate of KL(sampler || learner) in nats: mean of (sampler - learner log-prob). Unbiased, and may be negative."""
+    """Estimate of KL(sampler || learner) in nats: mean of (sampler - learner log-prob). Unbiased,
+    and may be negative."""
     mismatch_k3: float | None = better("lower")
-    """Estimate of the same divergence: mean of (ratio - 1 - log ratio), which is never negative and varies less."""
+    """Estimate of the same divergence: mean of (ratio - 1 - log ratio), which is never negative and
+    varies less."""
     ess: float | None = better("higher")
     """Effective sample size of the ratios as a fraction of the tokens."""
     clip_fraction: float | None = better(None)
-    """Fraction of the tokens with an advantage (gspo: sequences) whose policy gradient the clip removed, or whose weight it bounded
-    (cispo), over all updates of the step."""
+    """Fraction of the tokens with an advantage (gspo: sequences) whose policy gradient the clip
+    removed, or whose weight it bounded (cispo), over all updates of the step."""
     log_ratio_mean: float | None = better("lower")
-    """Mean of |learner log-prob - sampler log-prob| before the step's first update, over the trained rows of its first minibatch (with one
-    minibatch: all of them); its quantiles follow. `[inference] mismatch_limit` is about this number."""
+    """Mean of |learner log-prob - sampler log-prob| before the step's first update, over the
+    trained rows of its first minibatch (with one minibatch: all of them); its quantiles follow.
+    `[inference] mismatch_limit` is about this number."""
     log_ratio_p50: float | None = better("lower")
     """Median of the same."""
     log_ratio_p90: float | None = better("lower")
@@ -156,8 +190,9 @@ class StepRecord(_Record):
     log_ratio_tokens: int | None = better(None)
     """Action tokens that the same is over."""
     identical_chance: float | None = better(None)
-    """Bound on the chance that as many completions of a group, of 16 tokens or more, are identical as there are, by their own log-probs; 1
-    where none are, near 0 where the engine does not draw them one by one; null where the log-probs are not those of the sampled policy."""
+    """Bound on the chance that as many completions of a group, of 16 tokens or more, are identical
+    as there are, by their own log-probs; 1 where none are, near 0 where the engine does not draw
+    them one by one; null where the log-probs are not those of the sampled policy."""
     grad_norm: float | None = better(None)
     """Norm of the adapter's gradient before it is clipped, averaged over the step's updates."""
     nonfinite_updates: int | None = better("lower")
@@ -166,7 +201,8 @@ class StepRecord(_Record):
     """Largest absolute advantage of a token."""
 
     exec_entropy_mean: float | None = better(None)
-    """Mean Shannon entropy of the policy at the tokens outside planning phrases; null where the engine records none."""
+    """Mean Shannon entropy of the policy at the tokens outside planning phrases; null where the
+    engine records none."""
     exec_entropy_var: float | None = better(None)
     """Variance of the same."""
     plan_entropy_mean: float | None = better(None)
@@ -174,7 +210,8 @@ class StepRecord(_Record):
     plan_entropy_var: float | None = better(None)
     """Variance of the same."""
     exec_surprisal_mean: float | None = better(None)
-    """Mean surprisal, minus the log-prob of the sampled token, of the tokens outside planning phrases."""
+    """Mean surprisal, minus the log-prob of the sampled token, of the tokens outside planning
+    phrases."""
     exec_surprisal_var: float | None = better(None)
     """Variance of the same."""
     plan_surprisal_mean: float | None = better(None)
@@ -182,7 +219,8 @@ class StepRecord(_Record):
     plan_surprisal_var: float | None = better(None)
     """Variance of the same."""
     plan_token_fraction: float | None = better(None)
-    """Fraction of the action tokens inside planning phrases; null where the condition does not look for them."""
+    """Fraction of the action tokens inside planning phrases; null where the condition does not look
+    for them."""
     uncertainty_kind: str | None = None
     """The uncertainty that weights tokens, `[algorithm] uncertainty_kind`."""
     surprisal_kept_fraction: float | None = better(None)
@@ -191,17 +229,21 @@ class StepRecord(_Record):
     """Threshold of that mask: tokens of at least this uncertainty are kept."""
 
     reward_could_not_judge: int | None = better("lower")
-    """Completions of the step, every draw included, that were left out because their reward could not be judged."""
+    """Completions of the step, every draw included, that were left out because their reward could
+    not be judged."""
     judge_requests: int | None = better(None)
-    """Requests to the judge, retries included, for every draw of the step; null, like the rest of judge_*, where no judge is used."""
+    """Requests to the judge, retries included, for every draw of the step; null, like the rest of
+    judge_*, where no judge is used."""
     judge_cached: int | None = better(None)
-    """Verdicts taken from the cache, as for steps that a resume repeats, or from an identical completion."""
+    """Verdicts taken from the cache, as for steps that a resume repeats, or from an identical
+    completion."""
     judge_prompt_tokens: int | None = better(None)
     """Tokens that the judge read."""
     judge_completion_tokens: int | None = better(None)
     """Tokens that the judge wrote."""
     judge_cost: float | None = better("lower")
-    """Price of the step's requests by [reward] judge_prices, else as the server reports it; null where neither says."""
+    """Price of the step's requests by [reward] judge_prices, else as the server reports it; null
+    where neither says."""
     groups_skipped_all_correct: int | None = better(None)
     """Groups without an advantage because every completion is right."""
     groups_skipped_all_wrong: int | None = better(None)
@@ -212,23 +254,28 @@ class StepRecord(_Record):
     """Groups whose completions are all the same, token by token."""
 
     turns_mean: float | None = better(None)
-    """Mean number of replies per trajectory; null, like the next two fields, without an environment."""
+    """Mean number of replies per trajectory; null, like the next two fields, without an
+    environment."""
     trajectories_rewritten: int | None = better(None)
-    """Trajectories that were trained as several rows, because the chat template or the environment rewrote their history."""
+    """Trajectories that were trained as several rows, because the chat template or the environment
+    rewrote their history."""
     loss_metrics: dict[str, float] | None = None
-    """Mean of each quantity that a plugin of `[loss] mode` reports, over the tokens or sequences of all updates; null without one."""
+    """Mean of each quantity that a plugin of `[loss] mode` reports, over the tokens or sequences of
+    all updates; null without one."""
     environment_metrics: dict[str, float] | None = None
-    """Mean of each quantity that the environment reports, over the trajectories that have it; turn_reward_N is the reward of reply N."""
+    """Mean of each quantity that the environment reports, over the trajectories that have it;
+    turn_reward_N is the reward of reply N."""
 
     bp_action: str | None = None
     """The action of back pressure: sweep (while it warms up), hold, increase or throttle."""
     bp_regime: str | None = None
-    """The batch size compared with p*, which is the reason for the action; while the batch may grow, the roofline's bound, if its two keys
-    are set."""
+    """The batch size compared with p*, which is the reason for the action; while the batch may
+    grow, the roofline's bound, if its two keys are set."""
     bp_optimal_concurrency: float | None = better(None)
     """Concurrency of the highest throughput by the fitted scaling law (p*), in completions."""
     bp_sigma: float | None = better(None)
-    """Contention: the share of the work that does not run in parallel, in the fitted scaling law."""
+    """Contention: the share of the work that does not run in parallel, in the fitted scaling
+    law."""
     bp_kappa: float | None = better(None)
     """Coherency: the cost of coordination, which grows with the square of the concurrency."""
     bp_r2: float | None = better(None)
@@ -236,7 +283,8 @@ class StepRecord(_Record):
     bp_utilization: float | None = better(None)
     """Smoothed throughput as a fraction of the best that the fitted law predicts."""
     bp_step_time_s: float | None = better(None)
-    """The step time that the decision is based on. For a step that a resume repeats it is the time that it took first."""
+    """The step time that the decision is based on. For a step that a resume repeats it is the time
+    that it took first."""
 
     time_sample_s: float | None = better("lower")
     """Time of sampling, during which rewards are computed too."""
@@ -251,13 +299,17 @@ class StepRecord(_Record):
     tokens_per_s: float | None = better("higher")
     """Prompt and completion tokens of everything sampled, per second of the step."""
     peak_memory_gib: float | None = better("lower")
-    """Peak memory since the start: of the CUDA device, elsewhere of this process without its workers."""
+    """Peak memory since the start: of the CUDA device, elsewhere of this process without its
+    workers."""
 
 
 MEASURED = frozenset(
-    field.name for field in fields(StepRecord) if field.name.startswith(("time_", "bp_")) or field.name in ("step_time_s", "tokens_per_s")
+    field.name
+    for field in fields(StepRecord)
+    if field.name.startswith(("time_", "bp_")) or field.name in ("step_time_s", "tokens_per_s")
 ) | {"peak_memory_gib"}
-"""The fields of a step that the clock and the machine decide, so that two equal runs differ in them."""
+"""The fields of a step that the clock and the machine decide, so that two equal runs differ in
+them."""
 
 
 @dataclass(frozen=True)
@@ -279,7 +331,8 @@ class EvaluationRecord(_Record):
     reward_mean: float | None
     """Mean reward of the judged answers; null when there are none."""
     judge_requests: int | None = None
-    """Requests to the judge for this problem's answers, retries included; null, like the rest of judge_*, where no judge is used."""
+    """Requests to the judge for this problem's answers, retries included; null, like the rest of
+    judge_*, where no judge is used."""
     judge_cached: int | None = None
     """Verdicts taken from the cache."""
     judge_prompt_tokens: int | None = None
@@ -292,7 +345,11 @@ class EvaluationRecord(_Record):
     @classmethod
     def contradiction(cls, values: Mapping[str, Any]) -> str:
         correct, samples = values["correct"], values["samples"]
-        return "" if 0 <= correct <= samples else f"{correct} correct of {samples} samples, which cannot be"
+        return (
+            ""
+            if 0 <= correct <= samples
+            else f"{correct} correct of {samples} samples, which cannot be"
+        )
 
 
 @dataclass(frozen=True)
@@ -325,7 +382,9 @@ class SampleRecord(_Record):
 
 @dataclass(frozen=True)
 class GenerationRecord(_Record):
-    """One completion, or one dialogue with an environment, as text. `[logging] generations_every` and `generations_per_step` bound them."""
+    """One completion, or one dialogue with an environment, as text. `[logging] generations_every`
+    and `generations_per_step` bound them.
+    """
 
     step: int
     """The training step, from 0."""
@@ -342,7 +401,8 @@ class GenerationRecord(_Record):
     outcome: str
     """right, wrong or could_not_judge."""
     advantage: float | None
-    """The advantage of the whole completion, before any token transform; null if it was not trained on."""
+    """The advantage of the whole completion, before any token transform; null if it was not trained
+    on."""
     finish_reason: str
     """The reason of its end: a stop token, or the length."""
     num_tokens: int
@@ -356,8 +416,11 @@ class GenerationRecord(_Record):
 
 
 EMERGENCE_FIELDS = (
-    "step", "condition", "correct_rate", "mean_reward", "completion_tokens_mean", "max_token_hit_rate", "plan_token_fraction",
+    "step", "condition", "correct_rate", "mean_reward", "completion_tokens_mean",
+    "max_token_hit_rate", "plan_token_fraction",
     "plan_entropy_mean", "plan_entropy_var", "exec_entropy_mean", "exec_entropy_var",
-    "plan_surprisal_mean", "plan_surprisal_var", "exec_surprisal_mean", "exec_surprisal_var", "sepa_lambda", "sepa_gate_open",
+    "plan_surprisal_mean", "plan_surprisal_var", "exec_surprisal_mean", "exec_surprisal_var",
+    "sepa_lambda", "sepa_gate_open",
 )  # fmt: skip
-"""The part of a StepRecord in emergence/steps.jsonl: how reasoning changes, without the machinery."""
+"""The part of a StepRecord in emergence/steps.jsonl: how reasoning changes, without the
+machinery."""

@@ -1,4 +1,6 @@
-"""environment.json: what results depend on beyond the configuration. It never holds the value of an environment variable."""
+"""environment.json: what results depend on beyond the configuration. It never holds the value of an
+environment variable.
+"""
 
 import os
 import platform
@@ -18,12 +20,22 @@ _DISTRIBUTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def describe_environment(device: str) -> dict[str, Any]:
-    """Describe versions, machine, git revision of the current folder, and the command line, in which the caller masks secrets."""
+    """Describe versions, machine, git revision of the current folder, and the command line, in
+    which the caller masks secrets.
+    """
     torch = sys.modules.get("torch")  # None for a run without it
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.is_file() else []
+    lines = (
+        cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+        if cpuinfo.is_file()
+        else []
+    )
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()) else None
+    memory = (
+        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ())
+        else None
+    )
     return {
         "retrain": __version__,
         "python": platform.python_version(),
@@ -31,22 +43,30 @@ def describe_environment(device: str) -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": next(models, None) or platform.processor() or platform.machine(),
         "cpu_count": os.cpu_count(),
-        "threads": int(torch.get_num_threads()) if torch else None,  # their number decides how sums are rounded
+        "threads": (
+            int(torch.get_num_threads()) if torch else None
+        ),  # their number decides how sums are rounded
         "memory_gib": None if memory is None else round(memory / 2**30, 1),
         "device": device,
-        "device_name": str(torch.cuda.get_device_name(device)) if torch and device.startswith("cuda") else None,
+        "device_name": (
+            str(torch.cuda.get_device_name(device)) if torch and device.startswith("cuda") else None
+        ),
         "git": git_revision(Path.cwd()),
         "command": sys.argv,
     }
 
 
 def code_of(config: "TrainConfig") -> dict[str, Any]:
-    """Describe the code that runs: the git revision of retrain's own folder (null outside a checkout), and the plugins' files by hash."""
+    """Describe the code that runs: the git revision of retrain's own folder (null outside a
+    checkout), and the plugins' files by hash.
+    """
     from retrain.plugins import plugin_hashes
 
     folder = Path(__file__).resolve().parents[1]
     try:
-        _git(folder, "ls-files", "--error-unmatch", "__init__.py")  # the folder may be installed inside another project's checkout
+        _git(
+            folder, "ls-files", "--error-unmatch", "__init__.py"
+        )  # the folder may be installed inside another project's checkout
         revision: str | None = _git(folder, "rev-parse", "HEAD")
     except (OSError, subprocess.SubprocessError):
         revision = None
@@ -54,8 +74,13 @@ def code_of(config: "TrainConfig") -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str]:
-    """Return the installed versions of the declared requirements, extras included; of the main ones if retrain itself is not installed."""
-    requirements = next(filter(None, map(_requirements, ("retrain", "retrain-core"))), ["torch", "transformers", "peft"])
+    """Return the installed versions of the declared requirements, extras included; of the main ones
+    if retrain itself is not installed.
+    """
+    requirements = next(
+        filter(None, map(_requirements, ("retrain", "retrain-core"))),
+        ["torch", "transformers", "peft"],
+    )
     versions = {}
     for requirement in requirements:
         match = _DISTRIBUTION_NAME.match(requirement)
@@ -76,7 +101,9 @@ def _requirements(distribution: str) -> list[str]:
 
 
 def git_revision(folder: Path) -> dict[str, Any] | None:
-    """{"revision", "changed"} of the repository around `folder`; None outside one or without git."""
+    """{"revision", "changed"} of the repository around `folder`; None outside one or without
+    git.
+    """
     try:
         revision = _git(folder, "rev-parse", "HEAD")
         changed = bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))
@@ -86,5 +113,11 @@ def git_revision(folder: Path) -> dict[str, Any] | None:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    result = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True)
+    result = subprocess.run(
+        ["git", "-C", str(folder), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=10,
+        check=True,
+    )
     return result.stdout.strip()

@@ -1,7 +1,8 @@
-"""JSON lines that survive a crash: one write per line on an append descriptor, and a reader that accepts a torn last line.
+"""JSON lines that survive a crash: one write per line on an append descriptor, and a reader that
+accepts a torn last line.
 
-JSON has no NaN and no infinity: they become null, and the line's `nonfinite` names the fields. An unpaired surrogate, which a model
-can write and UTF-8 cannot encode, is escaped.
+JSON has no NaN and no infinity: they become null, and the line's `nonfinite` names the fields. An
+unpaired surrogate, which a model can write and UTF-8 cannot encode, is escaped.
 """
 
 import hashlib
@@ -34,7 +35,9 @@ def encode_line(record: Mapping[str, Any]) -> bytes:
 
 
 def finite(record: Mapping[str, Any]) -> Json:
-    """Return the record with plain JSON numbers; numbers that are not finite become null and are listed in `nonfinite`."""
+    """Return the record with plain JSON numbers; numbers that are not finite become null and are
+    listed in `nonfinite`.
+    """
     nonfinite: list[str] = []
     clean = {key: _finite(value, key, nonfinite) for key, value in record.items()}
     return clean | {"nonfinite": nonfinite} if nonfinite else clean
@@ -45,9 +48,13 @@ def _finite(value: Any, name: str, nonfinite: list[str]) -> Any:
         case None | bool() | str():
             return value
         case Mapping():
-            return {str(key): _finite(item, f"{name}.{key}", nonfinite) for key, item in value.items()}
+            return {
+                str(key): _finite(item, f"{name}.{key}", nonfinite) for key, item in value.items()
+            }
         case list() | tuple():
-            return [_finite(item, f"{name}[{index}]", nonfinite) for index, item in enumerate(value)]
+            return [
+                _finite(item, f"{name}[{index}]", nonfinite) for index, item in enumerate(value)
+            ]
         case Integral():
             return int(value)
         case Real():  # numpy's scalars register as Real
@@ -60,7 +67,9 @@ def _finite(value: Any, name: str, nonfinite: list[str]) -> Any:
 
 @dataclass(frozen=True)
 class Extent:
-    """The size and hash of a file at some moment. If the file is only appended to, its later versions begin with these bytes."""
+    """The size and hash of a file at some moment. If the file is only appended to, its later
+    versions begin with these bytes.
+    """
 
     size: int
     """Size in bytes."""
@@ -80,7 +89,8 @@ class Extent:
 
 
 class JsonlWriter:
-    """Appends lines to one file. A torn tail that a crash left behind is cut first, so that no line is ever glued to it.
+    """Appends lines to one file. A torn tail that a crash left behind is cut first, so that no line
+    is ever glued to it.
 
     A line that the disk refuses is kept and tried again, with the next line or by `sync`.
     """
@@ -111,7 +121,9 @@ class JsonlWriter:
             self._write_out()
 
     def sync(self) -> Extent:
-        """Flush every line written so far to the disk, and return how far the file reaches. Raises OSError, which names the file."""
+        """Flush every line written so far to the disk, and return how far the file reaches. Raises
+        OSError, which names the file.
+        """
         try:
             self._write_out()
             os.fsync(self._descriptor)
@@ -140,7 +152,12 @@ class JsonlWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
@@ -163,27 +180,35 @@ def read_jsonl(path: Path) -> Iterator[Json]:
 
 
 def read_jsonl_backwards(path: Path) -> Iterator[Json]:
-    """The lines of a file, last one first, read in blocks from its end: the newest steps of a long file cost no more than their bytes.
+    """The lines of a file, last one first, read in blocks from its end: the newest steps of a long
+    file cost no more than their bytes.
 
-    A last line without its newline is left out. Raises RunFailed, naming file and line, for a damaged line.
+    A last line without its newline is left out. Raises RunFailed, naming file and line, for a
+    damaged line.
     """
     for line in _whole_lines_backwards(path):
         try:
             record = _parse(line, path, None)
         except RunFailed:
-            for _ in read_jsonl(path):  # raises the error with the line's number, which is counted from the beginning
+            for _ in read_jsonl(
+                path
+            ):  # raises the error with the line's number, which is counted from the beginning
                 pass
             raise
         yield record
 
 
 def aside_of(path: Path) -> Path:
-    """Return the place of lines that a resume cut from `path`; they go when the first new line is on the disk."""
+    """Return the place of lines that a resume cut from `path`; they go when the first new line is
+    on the disk.
+    """
     return path.with_name(f"{path.name}.aside")
 
 
 def truncate_to_size(path: Path, size: int) -> None:
-    """Keep the first `size` bytes, and set the others aside: a resumed run is about to make their steps again."""
+    """Keep the first `size` bytes, and set the others aside: a resumed run is about to make their
+    steps again.
+    """
     if not path.is_file() or path.stat().st_size <= size:
         return
     with path.open("rb") as file:
@@ -193,7 +218,9 @@ def truncate_to_size(path: Path, size: int) -> None:
 
 
 def truncate_to_step(path: Path, step: int) -> None:
-    """Keep the lines of the steps before `step`, atomically, and set the others aside, as `truncate_to_size` does."""
+    """Keep the lines of the steps before `step`, atomically, and set the others aside, as
+    `truncate_to_size` does.
+    """
     if not path.exists():
         return
     kept: list[bytes] = []
@@ -237,5 +264,8 @@ def _parse(line: bytes, path: Path, number: int | None) -> Json:
     if not isinstance(record, dict):
         raise RunFailed(f"{place} holds {json_kind(record)} where an object is expected.")
     if type(record.get("step")) is not int or record["step"] < 0:
-        raise RunFailed(f"{place} has no step, which every line of a run's file counts: the file was changed or another program wrote it.")
+        raise RunFailed(
+            f"{place} has no step, which every line of a run's file counts: the file was changed or"
+            " another program wrote it."
+        )
     return record

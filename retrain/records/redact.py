@@ -1,7 +1,8 @@
 """Masking of secrets: everything that is printed, written or sent passes through here.
 
-Values of environment variables and of table keys that are named like a secret are masked, and so are tokens of known shapes and
-credentials in URLs. A configuration is masked value by value, before it is written as text, and stays one that loads.
+Values of environment variables and of table keys that are named like a secret are masked, and so
+are tokens of known shapes and credentials in URLs. A configuration is masked value by value, before
+it is written as text, and stays one that loads.
 """
 
 import json
@@ -26,11 +27,13 @@ _HARMLESS_NAME = re.compile(
     r"|KEYWORD|KEYBOARD|KEYMAP|MONKEY|PASSAGE|COMPASS|BYPASS|PASS@|AUTHOR(?!I)|.*_(?:PATH|FILE|DIR|SOCK|ENV|COLUMN)$",
     re.IGNORECASE,
 )
-"""Parts of names that only look like a secret's: max_tokens, or judge_api_key_env, which names a variable."""
+"""Parts of names that only look like a secret's: max_tokens, or judge_api_key_env, which names a
+variable."""
 _MIN_LENGTH = 6
 """A shorter value occurs in ordinary text by chance: masking "1" would destroy every number."""
 _MIN_NOTED_LENGTH = 8
-"""Of a configuration's values; one may be a word of the task, such as a token that ends an answer."""
+"""Of a configuration's values; one may be a word of the task, such as a token that ends an
+answer."""
 
 _SHAPES = re.compile(
     r"""
@@ -51,11 +54,28 @@ _SHAPES = re.compile(
     re.VERBOSE,
 )
 _MARKS = (
-    *("hf_", "sk-", "rk-", "pk-", "tml-", "wandb_", "api_key=", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-"),
+    *(
+        "hf_",
+        "sk-",
+        "rk-",
+        "pk-",
+        "tml-",
+        "wandb_",
+        "api_key=",
+        "ghp_",
+        "gho_",
+        "ghu_",
+        "ghs_",
+        "ghr_",
+        "github_pat_",
+        "glpat-",
+    ),
     *("AKIA", "AIza", "xox", "eyJ", "Bearer", "Basic"),
 )
 """One of these stands in every token of a known shape."""
-_URL_CREDENTIALS = re.compile(r"(?<=://)[^/\s@'\"]+@|(?<=%3A%2F%2F)(?:[^\s/@&'\"%]|%(?!2F|40))+%40", re.IGNORECASE)
+_URL_CREDENTIALS = re.compile(
+    r"(?<=://)[^/\s@'\"]+@|(?<=%3A%2F%2F)(?:[^\s/@&'\"%]|%(?!2F|40))+%40", re.IGNORECASE
+)
 _URL_PARAMETER = re.compile(
     r"((?:[?&#;]|%3F|%26|%23)[\w.-]{0,40}?(?:key|token|secret|pass|auth|cred|cookie|sig)[\w.-]{0,40}(?:=|%3D))"
     r"(?:[^&;\s'\"#%]|%(?!26|23))+",
@@ -68,13 +88,19 @@ _noted: set[str] = set()
 
 
 def note_secrets(config: "TrainConfig") -> None:
-    """Have every Redactor made from now on mask the configuration's own secrets: strings under keys that are named like one, such as
-    `[reward] params = { api_key = "..." }`, and the variables that its `*_api_key_env` name.
+    """Have every Redactor made from now on mask the configuration's own secrets: strings under keys
+    that are named like one, such as `[reward] params = { api_key = "..." }`, and the variables that
+    its `*_api_key_env` name.
     """
     from retrain.config.load import given_values
 
     variables = (config.reward.judge_api_key_env, config.inference.api_key_env)
-    note_values([*_secrets_in(given_values(config)), *(os.environ.get(name, "").strip() for name in variables)])
+    note_values(
+        [
+            *_secrets_in(given_values(config)),
+            *(os.environ.get(name, "").strip() for name in variables),
+        ]
+    )
 
 
 def note_values(values: Iterable[str]) -> None:
@@ -96,19 +122,26 @@ def _secrets_in(value: Any, name: str = "") -> Iterator[str]:
 
 
 def secret_values(environment: Mapping[str, str] | None = None) -> set[str]:
-    """Return the secrets of the environment (by default this process's, and then the noted ones too), as they are."""
+    """Return the secrets of the environment (by default this process's, and then the noted ones
+    too), as they are.
+    """
     given = os.environ if environment is None else environment
-    values = {value for name, value in given.items() if is_secret_name(name) and len(value) >= _MIN_LENGTH}
+    values = {
+        value for name, value in given.items() if is_secret_name(name) and len(value) >= _MIN_LENGTH
+    }
     return values | _noted if environment is None else values
 
 
 def harmless(text: str) -> str:
-    """Return text that is safe to print or store: without escape sequences and, after that, without secrets."""
+    """Return text that is safe to print or store: without escape sequences and, after that, without
+    secrets.
+    """
     return Redactor().text(clean(text))
 
 
 def reason_of(text: str) -> str:
-    """Return why something could not be judged as one line of at most MAX_REASON characters that is safe to print or store.
+    """Return why something could not be judged as one line of at most MAX_REASON characters that is
+    safe to print or store.
 
     What a user's code or a server says is masked before it is cut: half a secret is not recognised.
     """
@@ -117,41 +150,63 @@ def reason_of(text: str) -> str:
 
 
 class Redactor:
-    """Masks the secrets of the environment at construction, so construct it after `.env` is loaded, and those that were noted."""
+    """Masks the secrets of the environment at construction, so construct it after `.env` is loaded,
+    and those that were noted.
+    """
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         values = secret_values(environment)
         forms = set(values)
         for value in values:  # with the escapes of JSON and TOML or of Python, and in a URL
             escaped = (json.dumps(value), json.dumps(value, ensure_ascii=False), repr(value))
-            forms |= {*(form[1:-1] for form in escaped), quote(value), quote(value, safe=""), quote_plus(value)}
+            forms |= {
+                *(form[1:-1] for form in escaped),
+                quote(value),
+                quote(value, safe=""),
+                quote_plus(value),
+            }
         ordered = sorted(forms, key=len, reverse=True)  # a secret that contains another goes first
-        self._values = re.compile("|".join(re.escape(value) for value in ordered)) if ordered else None
+        self._values = (
+            re.compile("|".join(re.escape(value) for value in ordered)) if ordered else None
+        )
 
     def text(self, text: str) -> str:
         if self._values is not None:
             text = self._values.sub(MASK, text)
-        if any(mark in text for mark in _MARKS):  # most texts hold none, and a search for them costs a hundredth
+        if any(
+            mark in text for mark in _MARKS
+        ):  # most texts hold none, and a search for them costs a hundredth
             text = _SHAPES.sub(MASK, text)
         if "@" in text or "%40" in text:
-            text = _URL_CREDENTIALS.sub(lambda match: MASK + ("@" if match.group().endswith("@") else "%40"), text)
+            text = _URL_CREDENTIALS.sub(
+                lambda match: MASK + ("@" if match.group().endswith("@") else "%40"), text
+            )
         if "=" in text or "%3" in text:
             text = _URL_PARAMETER.sub(rf"\g<1>{MASK}", text)
         return text
 
     def json(self, value: Any, name: str = "") -> Any:
-        """Return the value with every string in it masked, keys included; a string whose `name` is a secret's is masked as a whole."""
+        """Return the value with every string in it masked, keys included; a string whose `name` is
+        a secret's is masked as a whole.
+        """
         match value:
             case str():
                 return MASK if value and is_secret_name(name) else self.text(value)
             case Mapping():
-                return {self.text(key): self.json(item, key if isinstance(item, str | list | tuple) else "") for key, item in value.items()}
+                return {
+                    self.text(key): self.json(
+                        item, key if isinstance(item, str | list | tuple) else ""
+                    )
+                    for key, item in value.items()
+                }
             case list() | tuple():
                 return [self.json(item, name) for item in value]
         return value
 
     def arguments(self, arguments: Sequence[str]) -> list[str]:
-        """Mask a command line, in which a secret may follow its key: `--reward-params api_key=...`."""
+        """Mask a command line, in which a secret may follow its key: `--reward-params
+        api_key=...`.
+        """
         masked = []
         for argument in arguments:
             name, sign, value = argument.rpartition("=")
@@ -161,7 +216,8 @@ class Redactor:
     def config(self, config: "TrainConfig") -> "TrainConfig":
         """Return the configuration with secrets masked, in a form that may be stored.
 
-        A value whose masked form the schema refuses, such as one of a fixed set of words, is no secret and stays.
+        A value whose masked form the schema refuses, such as one of a fixed set of words, is no
+        secret and stays.
         """
         from retrain.config import replaced
         from retrain.config.load import given_values

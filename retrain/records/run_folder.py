@@ -15,7 +15,8 @@ from retrain.records.disk import delete, replace_file
 from retrain.records.jsonl import Extent, aside_of, read_jsonl, truncate_to_size, truncate_to_step
 
 MARKER = ".retrain.json"
-"""Name of the file that says that retrain made a folder; it holds the kind of folder and the format."""
+"""Name of the file that says that retrain made a folder; it holds the kind of folder and the
+format."""
 _FORMAT = 1
 
 
@@ -33,7 +34,9 @@ class RunFolder:
 
     @property
     def lock_owner(self) -> Path:
-        """The file that names the process holding the lock. It is separate since taking a lock empties the lock's file."""
+        """The file that names the process holding the lock. It is separate since taking a lock
+        empties the lock's file.
+        """
         return self.path / ".lock.owner"
 
     @property
@@ -86,7 +89,9 @@ class RunFolder:
 
     @property
     def checkpoint_pointer(self) -> Path:
-        """The file that names the folder of the checkpoints if `[backend] adapter_path` put them elsewhere."""
+        """The file that names the folder of the checkpoints if `[backend] adapter_path` put them
+        elsewhere.
+        """
         return self.path / "checkpoints.json"
 
     @property
@@ -118,33 +123,74 @@ class RunFolder:
         return self.path / "report.html"
 
     def written(self) -> tuple[Path, ...]:
-        """Every file and folder that a run or its report writes here, except the marker and the lock."""
-        folders = (self.emergence_steps.parent, self.tokens, self.checkpoints, self.evaluations, self.tensorboard, self.wandb)
-        files = (self.metrics, self.evaluation, self.config, self.environment, self.trainer_state, self.curve, self.summary)
+        """Every file and folder that a run or its report writes here, except the marker and the
+        lock.
+        """
+        folders = (
+            self.emergence_steps.parent,
+            self.tokens,
+            self.checkpoints,
+            self.evaluations,
+            self.tensorboard,
+            self.wandb,
+        )
+        files = (
+            self.metrics,
+            self.evaluation,
+            self.config,
+            self.environment,
+            self.trainer_state,
+            self.curve,
+            self.summary,
+        )
         asides = (aside_of(self.metrics), aside_of(self.evaluation))
         pictures = self.path.glob(f"{self.report.stem}-*.png")
-        return (*folders, *files, self.checkpoint_pointer, self.verdicts, self.report, *asides, *pictures)
+        return (
+            *folders,
+            *files,
+            self.checkpoint_pointer,
+            self.verdicts,
+            self.report,
+            *asides,
+            *pictures,
+        )
 
     def lines(self) -> tuple[Path, ...]:
         """The files of JSON lines."""
         return (self.metrics, self.evaluation, self.emergence_steps, self.generations)
 
     def holds_run(self) -> bool:
-        """Return True if our marker and any of a run's files are there. No single file is required: a damaged run may lack it."""
-        files = (path for path in self.written() if path != self.checkpoint_pointer)  # which is written before the run begins
+        """Return True if our marker and any of a run's files are there. No single file is required:
+        a damaged run may lack it.
+        """
+        files = (
+            path for path in self.written() if path != self.checkpoint_pointer
+        )  # which is written before the run begins
         return kind_of(self.path) == "run" and any(map(os.path.lexists, files))
 
     def links(self) -> list[Path]:
         """Return symbolic links in place of files that a resume cuts, deletes or continues."""
-        places = (self.emergence_steps.parent, self.tokens, self.checkpoints, *self.lines(), self.verdicts)
+        places = (
+            self.emergence_steps.parent,
+            self.tokens,
+            self.checkpoints,
+            *self.lines(),
+            self.verdicts,
+        )
         return [path for path in places if path.is_symlink()]
 
     def blocked(self) -> list[Path]:
         """Return files in place of folders that a run writes into."""
-        return [path for path in (self.emergence_steps.parent, self.tokens, self.checkpoints) if path.exists() and not path.is_dir()]
+        return [
+            path
+            for path in (self.emergence_steps.parent, self.tokens, self.checkpoints)
+            if path.exists() and not path.is_dir()
+        ]
 
     def create(self) -> None:
-        """Make the folder and mark it. Raises ConfigurationError if a file is in the way, EnvironmentFailure if it cannot be made."""
+        """Make the folder and mark it. Raises ConfigurationError if a file is in the way,
+        EnvironmentFailure if it cannot be made.
+        """
         mark(self.path, "run")
 
     def empty(self) -> None:
@@ -152,22 +198,30 @@ class RunFolder:
         for path in self.written():
             delete(path)
 
-    # -- beside a checkpoint ---------------------------------------------------------------------------------------------
+    # -- beside a checkpoint -----------------------------------------------------------------------
 
     def missing_rows(self, state: TrainerState) -> str:
         """Name the steps and evaluations before `state` that are missing; "" if none are."""
         if state.files:
-            problems = (self._extent(path, state).problem(path) for path in (self.metrics, self.evaluation))
+            problems = (
+                self._extent(path, state).problem(path) for path in (self.metrics, self.evaluation)
+            )
             return next((problem for problem in problems if problem), "")
         # A checkpoint of 0.1.0 does not say how far the files reached.
-        here = {line.get("step") for line in read_jsonl(self.metrics)} if self.metrics.is_file() else set()
+        here = (
+            {line.get("step") for line in read_jsonl(self.metrics)}
+            if self.metrics.is_file()
+            else set()
+        )
         lost = sorted({*range(state.step)} - here)
         return f"{self.metrics.name} has no line for step {lost[0]}" if lost else ""
 
     def broken_seal(self, path: Path, *, ended: bool) -> str:
-        """How a file of JSON lines differs from what trainer_state.json recorded; "" if it does not, or if nothing was recorded.
+        """How a file of JSON lines differs from what trainer_state.json recorded; "" if it does
+        not, or if nothing was recorded.
 
-        While a run goes on the file may be longer; a run that has `ended` wrote nothing after it recorded the file.
+        While a run goes on the file may be longer; a run that has `ended` wrote nothing after it
+        recorded the file.
         """
         state = read_object(self.trainer_state) if self.trainer_state.is_file() else {}
         if not (recorded := state.get("files")):
@@ -175,7 +229,11 @@ class RunFolder:
         checkpoint = self.checkpoints / step_folder(state.get("step")) / self.trainer_state.name
         if checkpoint.is_file() and checkpoint.read_bytes() != self.trainer_state.read_bytes():
             return f"{self.trainer_state.name} differs from the one in {checkpoint.parent.name}"
-        values = recorded.get(path.relative_to(self.path).as_posix()) if isinstance(recorded, dict) else None
+        values = (
+            recorded.get(path.relative_to(self.path).as_posix())
+            if isinstance(recorded, dict)
+            else None
+        )
         if not isinstance(values, dict) or type(values.get("size")) is not int:
             return f"{path.name} was not there" if ended and path.is_file() else ""
         problem = Extent(values["size"], str(values.get("sha256"))).problem(path)
@@ -184,7 +242,9 @@ class RunFolder:
         return problem
 
     def cut_to(self, state: TrainerState, say: Callable[[str], None]) -> None:
-        """Set the rows after `state` aside, and delete its token files: a resumed run is about to make them again."""
+        """Set the rows after `state` aside, and delete its token files: a resumed run is about to
+        make them again.
+        """
         for path in self.lines():
             extent = self._extent(path, state)
             problem = extent.problem(path)
@@ -192,11 +252,19 @@ class RunFolder:
                 truncate_to_size(path, extent.size)
                 continue
             if state.files:
-                say(f"{path.relative_to(self.path)}: {problem}; the rest of it is kept, and the run continues.")
-            # An evaluation counts completed steps, and one at `state.step` may have been cut before the state knew of it.
-            truncate_to_step(path, state.last_evaluation + 1 if path == self.evaluation else state.step)
+                say(
+                    f"{path.relative_to(self.path)}: {problem}; the rest of it is kept, and the run"
+                    " continues."
+                )
+            # An evaluation counts completed steps, and one at `state.step` may have been cut before
+            # the state knew of it.
+            truncate_to_step(
+                path, state.last_evaluation + 1 if path == self.evaluation else state.step
+            )
         self._cut_tokens(state.step)
-        from retrain.records.token_table import damage_of  # safetensors, which most readers of folders do without
+        from retrain.records.token_table import (
+            damage_of,
+        )  # safetensors, which most readers of folders do without
 
         for damage in filter(None, map(damage_of, sorted(self.tokens.glob("step_*.safetensors")))):
             say(f"{damage}; `retrain inspect` cannot show it, and the run continues.")
@@ -221,13 +289,17 @@ class RunFolder:
 
 
 def read_marker(folder: Path) -> dict[str, Any]:
-    """Read the content of our marker; empty if there is none. Raises RunFailed for a marker that is no JSON object."""
+    """Read the content of our marker; empty if there is none. Raises RunFailed for a marker that is
+    no JSON object.
+    """
     marker = folder / MARKER
     return read_object(marker) if marker.is_file() else {}
 
 
 def kind_of(folder: Path) -> str:
-    """The purpose of a folder that retrain made: run, checkpoints, campaign or squeeze; "" for any other folder."""
+    """The purpose of a folder that retrain made: run, checkpoints, campaign or squeeze; "" for any
+    other folder.
+    """
     return str(read_marker(folder).get("kind", ""))
 
 
@@ -236,8 +308,15 @@ def mark(folder: Path, kind: str, **content: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not read_marker(folder):
-            replace_file(folder / MARKER, json.dumps({"kind": kind, "format": _FORMAT} | content) + "\n")
+            replace_file(
+                folder / MARKER, json.dumps({"kind": kind, "format": _FORMAT} | content) + "\n"
+            )
     except (FileExistsError, NotADirectoryError) as error:
-        raise ConfigurationError(f"{folder} cannot be a folder: a file of that name is in the way; choose another path.") from error
+        raise ConfigurationError(
+            f"{folder} cannot be a folder: a file of that name is in the way; choose another path."
+        ) from error
     except OSError as error:
-        raise EnvironmentFailure(f"{folder} cannot be written: {error.strerror}; choose another path or change its permissions.") from error
+        raise EnvironmentFailure(
+            f"{folder} cannot be written: {error.strerror}; choose another path or change its"
+            " permissions."
+        ) from error

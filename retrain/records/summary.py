@@ -1,4 +1,6 @@
-"""The result of a job: summary.json of a run, and the analysis of an adapter as the trackers show it."""
+"""The result of a job: summary.json of a run, and the analysis of an adapter as the trackers show
+it.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +12,9 @@ from retrain.records.evaluation import Evaluation
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The result of a finished or interrupted run: summary.json and the last lines on the screen."""
+    """The result of a finished or interrupted run: summary.json and the last lines on the
+    screen.
+    """
 
     status: str
     """done, interrupted or failed."""
@@ -25,7 +29,8 @@ class RunSummary:
     after: Evaluation | None
     last: StepRecord | None
     adapter: str
-    """The folder of the last adapter, relative to the run's folder if it lies inside; empty unless the run is done."""
+    """The folder of the last adapter, relative to the run's folder if it lies inside; empty unless
+    the run is done."""
     reason: str = ""
     """The reason why the run is not done."""
     untrained: str = ""
@@ -52,14 +57,17 @@ class RunSummary:
 
 @dataclass(frozen=True)
 class TableRow:
-    """The share of an adapter's variance V that one rank keeps, over the layers that are not zero."""
+    """The share of an adapter's variance V that one rank keeps, over the layers that are not
+    zero.
+    """
 
     rank: int
     mean: float
     min: float
     max: float
     energy: float
-    """V of all layers taken as one update, in which each layer is weighted by the squared norm of its s B A."""
+    """V of all layers taken as one update, in which each layer is weighted by the squared norm of
+    its s B A."""
     error: float
     """Relative Frobenius error of the whole update, sqrt(1 - energy)."""
 

@@ -14,7 +14,10 @@ _ESCAPE_SEQUENCES = re.compile(
     re.VERBOSE,
 )
 _C0 = [code for code in range(0x20) if chr(code) not in "\t\n"]
-_DIRECTION_MARKS = {code: f"<U+{code:04X}>" for code in (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+_DIRECTION_MARKS = {
+    code: f"<U+{code:04X}>"
+    for code in (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+}
 _HARMLESS = _DIRECTION_MARKS | dict.fromkeys([*_C0, *range(0x7F, 0xA0)], "")
 _VISIBLE = (
     _DIRECTION_MARKS
@@ -26,32 +29,41 @@ GAP = "  "
 
 
 def clean(text: str) -> str:
-    """Make a sentence or a table safe to print or store, whatever the names and messages in it contain.
+    """Make a sentence or a table safe to print or store, whatever the names and messages in it
+    contain.
 
-    Escape sequences and controls are dropped, direction marks shown as <U+202E>; line breaks and tabs stay.
+    Escape sequences and controls are dropped, direction marks shown as <U+202E>; line breaks and
+    tabs stay.
     """
     return _ESCAPE_SEQUENCES.sub("", text).translate(_HARMLESS)
 
 
 def one_line(text: str, limit: int = 120) -> str:
-    r"""Put `text` on one line of at most `limit` characters, without escape sequences; line breaks become \n, and direction marks
-    <U+202E>.
+    r"""Put `text` on one line of at most `limit` characters, without escape sequences; line breaks
+    become \n, and direction marks <U+202E>.
     """
     text = clean(text[: 4 * limit]).replace("\n", "\\n").replace("\t", " ")
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def without_escapes(pieces: Sequence[str]) -> list[str]:
-    """Remove the escape sequences of one text that is given in pieces; a sequence may run over several of them."""
+    """Remove the escape sequences of one text that is given in pieces; a sequence may run over
+    several of them.
+    """
     text = _ESCAPE_SEQUENCES.sub(lambda sequence: "\0" * len(sequence.group()), "".join(pieces))
     ends = accumulate(map(len, pieces))
-    return [text[end - len(piece) : end].replace("\0", "") for piece, end in zip(pieces, ends, strict=True)]
+    return [
+        text[end - len(piece) : end].replace("\0", "")
+        for piece, end in zip(pieces, ends, strict=True)
+    ]
 
 
 def visible(text: str) -> str:
-    """Write out the invisible characters of `text`: controls as their pictures, direction marks and unpaired surrogates as <U+202E>.
+    """Write out the invisible characters of `text`: controls as their pictures, direction marks and
+    unpaired surrogates as <U+202E>.
 
-    Line breaks and tabs stay. For a page, where an escape sequence is harmless and its text is shown.
+    Line breaks and tabs stay. For a page, where an escape sequence is harmless and its text is
+    shown.
     """
     return text.translate(_VISIBLE)
 
@@ -61,7 +73,7 @@ def encodable(text: str, encoding: str) -> str:
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
-# -- numbers and tables, the same for every command ---------------------------------------------------------------------
+# -- numbers and tables, the same for every command ------------------------------------------------
 
 
 def counted(count: int, noun: str) -> str:
@@ -78,17 +90,26 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {whole % 60:02d} s" if minutes else f"{whole} s"
 
 
-def table_lines(rows: Sequence[Sequence[str]], right: Collection[int] = (), indent: str = "") -> Iterator[str]:
-    """Yield the lines of a table for a terminal: columns as wide as their widest cell, aligned left except those in `right`, empty ones
-    left out.
+def table_lines(
+    rows: Sequence[Sequence[str]], right: Collection[int] = (), indent: str = ""
+) -> Iterator[str]:
+    """Yield the lines of a table for a terminal: columns as wide as their widest cell, aligned left
+    except those in `right`, empty ones left out.
     """
     from rich.cells import cell_len  # a CJK character takes two places
 
-    columns = [column for column in range(len(rows[0])) if any(row[column] for row in rows)] if rows else []
+    columns = (
+        [column for column in range(len(rows[0])) if any(row[column] for row in rows)]
+        if rows
+        else []
+    )
     widths = {column: max(cell_len(row[column]) for row in rows) for column in columns}
     for row in rows:
         padding = {column: " " * (widths[column] - cell_len(row[column])) for column in columns}
-        cells = [padding[column] + row[column] if column in right else row[column] + padding[column] for column in columns]
+        cells = [
+            padding[column] + row[column] if column in right else row[column] + padding[column]
+            for column in columns
+        ]
         yield (indent + GAP.join(cells)).rstrip()
 
 
@@ -97,6 +118,10 @@ def markdown_lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterat
     clean = [[cell.replace("|", "\\|") for cell in row] for row in (head, *rows)]
     widths = [max(map(len, column)) for column in zip(*clean, strict=True)]
     for index, row in enumerate(clean):
-        yield "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        yield (
+            "| "
+            + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            + " |"
+        )
         if index == 0:
             yield "|" + "|".join("-" * (width + 2) for width in widths) + "|"

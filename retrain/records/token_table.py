@@ -1,6 +1,8 @@
-"""tokens/step_N.safetensors: every sampled token of one step with what was computed about it, for `retrain inspect`.
+"""tokens/step_N.safetensors: every sampled token of one step with what was computed about it, for
+`retrain inspect`.
 
-Flat arrays over the step's completions; completion i owns the half-open range offsets[i] .. offsets[i + 1].
+Flat arrays over the step's completions; completion i owns the half-open range offsets[i] ..
+offsets[i + 1].
 """
 
 import json
@@ -29,7 +31,8 @@ class TurnTable:
     restarts: npt.NDArray[np.uint8]
     """[m] 1 where the history was rewritten and the turn's context is its whole prompt."""
     context_offsets: npt.NDArray[np.int64]
-    """[m + 1] turn j was given the tokens context_offsets[j] .. context_offsets[j + 1] before its reply."""
+    """[m + 1] turn j was given the tokens context_offsets[j] .. context_offsets[j + 1] before its
+    reply."""
     context_token_ids: npt.NDArray[np.int32]
 
 
@@ -64,12 +67,22 @@ class TokenTable:
     prompt_token_ids: npt.NDArray[np.int32] | None = None
     """[p] the prompts' tokens, each prompt once."""
     kept: npt.NDArray[np.int32] | None = None
-    """[n] how many tokens each one was drawn from; None where the sampled distribution was not truncated."""
+    """[n] how many tokens each one was drawn from; None where the sampled distribution was not
+    truncated."""
     turns: TurnTable | None = None
     """None where every trajectory is one reply to its prompt."""
 
 
-_OPTIONAL = ("entropies", "mask", "rewards", "truncated", "log_ratios", "prompt_offsets", "prompt_token_ids", "kept")
+_OPTIONAL = (
+    "entropies",
+    "mask",
+    "rewards",
+    "truncated",
+    "log_ratios",
+    "prompt_offsets",
+    "prompt_token_ids",
+    "kept",
+)
 _TURN_FIELDS = tuple(item.name for item in fields(TurnTable))
 
 
@@ -89,7 +102,8 @@ def write_tokens(path: Path, table: TokenTable, step: int) -> None:
         arrays |= {f"{_TURNS}{name}": getattr(table.turns, name) for name in _TURN_FIELDS}
     arrays |= {f"{_STAGE}{stage}": values for stage, values in table.advantages.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    # safetensors keeps no order of its arrays, so the stages are listed beside them; one entry, since it orders entries at random.
+    # safetensors keeps no order of its arrays, so the stages are listed beside them; one entry,
+    # since it orders entries at random.
     with safetensors_io(), replacing_file(path) as aside:
         save_file(
             {name: np.ascontiguousarray(values) for name, values in arrays.items()},
@@ -127,5 +141,9 @@ def read_tokens(path: Path) -> TokenTable:
         logprobs=arrays["logprobs"],
         advantages={stage: arrays[f"{_STAGE}{stage}"] for stage in stages},
         **{name: arrays.get(name) for name in _OPTIONAL},
-        turns=TurnTable(**{name: arrays[f"{_TURNS}{name}"] for name in _TURN_FIELDS}) if f"{_TURNS}offsets" in arrays else None,
+        turns=(
+            TurnTable(**{name: arrays[f"{_TURNS}{name}"] for name in _TURN_FIELDS})
+            if f"{_TURNS}offsets" in arrays
+            else None
+        ),
     )

@@ -1,5 +1,5 @@
-"""Steps that trained nothing, and the cause that their records show. This warns and never stops a run: an arm that stops itself biases a
-verdict.
+"""Steps that trained nothing, and the cause that their records show. This warns and never stops a
+run: an arm that stops itself biases a verdict.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,8 @@ ENOUGH = 3
 """Steps in a row without a trained row after which a run says so."""
 ASKING = r"Put the final answer in \boxed{}."
 ASKING_TEMPLATE = f"'{{prompt}} {ASKING}'"
-"""A [data] prompt_template, as TOML, for problems that do not ask for the box that match and math read."""
+"""A [data] prompt_template, as TOML, for problems that do not ask for the box that match and math
+read."""
 
 
 def untrained_streak(newest_first: Iterable[StepRecord]) -> list[StepRecord]:
@@ -27,25 +28,38 @@ def _is_untrained(record: StepRecord) -> bool:
 
 def _is_solved(record: StepRecord) -> bool:
     """Return True if all groups of an untrained step are right."""
-    return bool(record.groups_skipped_all_correct) and not (record.groups_skipped_all_wrong or record.groups_skipped_other)
+    return bool(record.groups_skipped_all_correct) and not (
+        record.groups_skipped_all_wrong or record.groups_skipped_other
+    )
 
 
 def is_news(streak: Sequence[StepRecord]) -> bool:
-    """Return True if the newest step of a streak makes it long enough to be told: with as many unsolved steps, or all of them solved."""
+    """Return True if the newest step of a streak makes it long enough to be told: with as many
+    unsolved steps, or all of them solved.
+    """
     unsolved = sum(not _is_solved(record) for record in streak)
-    return len(streak) == ENOUGH if not unsolved else unsolved == ENOUGH and not _is_solved(streak[0])
+    return (
+        len(streak) == ENOUGH if not unsolved else unsolved == ENOUGH and not _is_solved(streak[0])
+    )
 
 
 def untrained_line(streak: Sequence[StepRecord]) -> str:
-    """Say how many steps of a streak trained nothing, and why; of a streak that is solved throughout, that it is; "" for none."""
+    """Say how many steps of a streak trained nothing, and why; of a streak that is solved
+    throughout, that it is; "" for none.
+    """
     unsolved = [record for record in streak if not _is_solved(record)]
     if unsolved:
-        nothing = "trained on no reward" if any(record.num_datums for record in unsolved) else "trained nothing"
+        nothing = (
+            "trained on no reward"
+            if any(record.num_datums for record in unsolved)
+            else "trained nothing"
+        )
         return f"{counted(len(unsolved), 'step')} {nothing}: {_cause(unsolved)}."
     if streak:
         return (
-            f"{counted(len(streak), 'step')} had nothing to learn: all {_completions(streak):,} completions are right; use harder "
-            "problems, or `retrain audit` if you expected wrong answers."
+            f"{counted(len(streak), 'step')} had nothing to learn: all {_completions(streak):,}"
+            " completions are right; use harder problems, or `retrain audit` if you expected wrong"
+            " answers."
         )
     return ""
 
@@ -53,35 +67,59 @@ def untrained_line(streak: Sequence[StepRecord]) -> str:
 def _cause(records: Sequence[StepRecord]) -> str:
     """Return what the records have in common and what to do, the most telling first."""
     total, cut = _completions(records), _counted(records, "max_token_hit_rate")
-    groups, wrong, right = (_sum(records, name) for name in ("batch_size", "groups_skipped_all_wrong", "groups_skipped_all_correct"))
+    groups, wrong, right = (
+        _sum(records, name)
+        for name in ("batch_size", "groups_skipped_all_wrong", "groups_skipped_all_correct")
+    )
     reads_boxes = records[0].answer_found_rate is not None
     boxed = f"{_counted(records, 'answer_found_rate'):,} of {total:,} completions hold \\boxed{{}}"
     seen = [boxed] * reads_boxes + [f"{cut:,} were cut at [training] max_tokens"] * (cut > 0)
-    means = {None if record.mean_reward is None else round(record.mean_reward, 9) for record in records}
+    means = {
+        None if record.mean_reward is None else round(record.mean_reward, 9) for record in records
+    }
     if means == {None}:
-        return f"none of {total:,} completions could be judged; look at reward_could_not_judge and at what the reward raises"
+        return (
+            f"none of {total:,} completions could be judged; look at reward_could_not_judge and at"
+            " what the reward raises"
+        )
     constant = len(means) == 1 and all(record.reward_std == 0 for record in records)
     if constant and means != {0.0}:
         return _alike(total, means.pop())
     if 0 < cut == total:
-        return f"all {total:,} completions were cut at [training] max_tokens{f' and {boxed}' if reads_boxes else ''}; raise it"
+        return (
+            f"all {total:,} completions were cut at [training]"
+            f" max_tokens{f' and {boxed}' if reads_boxes else ''}; raise it"
+        )
     if 0 < _sum(records, "groups_identical") == groups:
-        return "the completions of each group are the same, token by token; check that the engine draws each with noise of its own"
+        return (
+            "the completions of each group are the same, token by token; check that the engine"
+            " draws each with noise of its own"
+        )
     if reads_boxes and not _counted(records, "answer_found_rate"):
-        return f"{', '.join(seen)}; unless the prompts ask for one, set [data] prompt_template = {ASKING_TEMPLATE}"
+        return (
+            f"{', '.join(seen)}; unless the prompts ask for one, set [data] prompt_template ="
+            f" {ASKING_TEMPLATE}"
+        )
     if constant and not reads_boxes:
         return _alike(total, 0.0)
     if wrong == groups:
         shown = f" ({', '.join(seen)})" if seen else ""
-        return f"all {total:,} completions are wrong{shown}; use easier problems, larger groups or more tokens"
+        return (
+            f"all {total:,} completions are wrong{shown}; use easier problems, larger groups or"
+            " more tokens"
+        )
     return (
-        f"no group has completions that differ in their reward ({right:,} groups all right, {wrong:,} all wrong, "
-        f"{groups - right - wrong:,} neither); use a larger [training] group_size, or problems that are sometimes solved"
+        f"no group has completions that differ in their reward ({right:,} groups all right,"
+        f" {wrong:,} all wrong, {groups - right - wrong:,} neither); use a larger [training]"
+        " group_size, or problems that are sometimes solved"
     )
 
 
 def _alike(total: int, reward: float | None) -> str:
-    return f"all {total:,} completions have the reward {reward or 0:g}; `retrain audit` shows whether it ever gives another"
+    return (
+        f"all {total:,} completions have the reward {reward or 0:g}; `retrain audit` shows whether"
+        " it ever gives another"
+    )
 
 
 def _completions(records: Sequence[StepRecord]) -> int:

@@ -1,4 +1,6 @@
-"""The process that is writing a run, as the run's lock names it, and whether it is alive where it runs on this machine."""
+"""The process that is writing a run, as the run's lock names it, and whether it is alive where it
+runs on this machine.
+"""
 
 import os
 import re
@@ -34,7 +36,9 @@ class Writer:
 
     @classmethod
     def of(cls, folder: RunFolder) -> Self | None:
-        """Return the process that holds a run's folder; None if no process does: a run that ends by itself removes its name."""
+        """Return the process that holds a run's folder; None if no process does: a run that ends by
+        itself removes its name.
+        """
         try:
             text = folder.lock_owner.read_text(encoding="utf-8")
             since = folder.lock_owner.stat().st_mtime
@@ -53,7 +57,9 @@ class Writer:
 
 
 def _runs(pid: int, since: float) -> bool:
-    """Return True if `pid` is a process that already ran at `since`; a younger process only reuses the number."""
+    """Return True if `pid` is a process that already ran at `since`; a younger process only reuses
+    the number.
+    """
     if not Path("/proc/self/stat").exists():
         return _answers(pid)
     try:

@@ -1,4 +1,6 @@
-"""The page of `retrain audit --output`: its tables in the style of the report, as one HTML file that loads nothing."""
+"""The page of `retrain audit --output`: its tables in the style of the report, as one HTML file
+that loads nothing.
+"""
 
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +19,10 @@ _LONGEST = 200
 
 def write_audit_page(audit: Audit, output: Path) -> None:
     """Write the page. Raises EnvironmentFailure where it cannot be written."""
-    unjudged, everything = sum(item.could_not_judge for item in audit.judged), Rate("", audit.judged)
+    unjudged, everything = (
+        sum(item.could_not_judge for item in audit.judged),
+        Rate("", audit.judged),
+    )
     tiles = [
         (audit.false_negatives.name, _percent(audit.false_negatives.error_rate)),
         (audit.false_positives.name, _percent(audit.false_positives.error_rate)),
@@ -47,7 +52,10 @@ def write_audit_page(audit: Audit, output: Path) -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
         replace_file(output, page)
     except OSError as error:
-        raise EnvironmentFailure(f"{output} cannot be written: {error.strerror or error}; name another file with --output.") from error
+        raise EnvironmentFailure(
+            f"{output} cannot be written: {error.strerror or error}; name another file with"
+            " --output."
+        ) from error
 
 
 def _percent(rate: float | None) -> str:
@@ -58,4 +66,7 @@ def _example_row(item: Judged) -> tuple[str, ...]:
     case = item.case
     verdict = item.score.reason or item.score.outcome.value
     texts = (case.example.example_id, case.name, case.example.reference, case.answer, verdict)
-    return (*(text if len(text) <= _LONGEST else text[:_LONGEST] + "…" for text in texts), milliseconds(item.seconds))
+    return (
+        *(text if len(text) <= _LONGEST else text[:_LONGEST] + "…" for text in texts),
+        milliseconds(item.seconds),
+    )

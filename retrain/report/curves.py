@@ -1,4 +1,6 @@
-"""The numbers behind the curves: the metrics of every run by step, and their mean and standard deviation within a condition."""
+"""The numbers behind the curves: the metrics of every run by step, and their mean and standard
+deviation within a condition.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +16,14 @@ from retrain.records.evaluation import Evaluation
 
 PHASES = ("time_sample_s", "time_reward_s", "time_credit_s", "time_learn_s")
 FIELDS = (
-    *("correct_rate", "mean_reward", "sepa_lambda", "completion_tokens_mean", "max_token_hit_rate", "informative_fraction"),
+    *(
+        "correct_rate",
+        "mean_reward",
+        "sepa_lambda",
+        "completion_tokens_mean",
+        "max_token_hit_rate",
+        "informative_fraction",
+    ),
     *("exec_entropy_mean", "plan_entropy_mean", "exec_surprisal_mean", "plan_surprisal_mean"),
     *("tokens_per_s", "step_time_s", *PHASES),
 )
@@ -61,8 +70,15 @@ def held_out_points(run: StoredRun) -> list[HeldOutPoint]:
     if not run.held_out_file.is_file():
         return []
     records = EvaluationRecord.read(run.held_out_file)
-    evaluations = [Evaluation(step, list(problems)) for step, problems in groupby(records, key=lambda record: record.step)]
-    return [HeldOutPoint(item.step, item.pass_at[1], item.interval) for item in evaluations if 1 in item.pass_at]
+    evaluations = [
+        Evaluation(step, list(problems))
+        for step, problems in groupby(records, key=lambda record: record.step)
+    ]
+    return [
+        HeldOutPoint(item.step, item.pass_at[1], item.interval)
+        for item in evaluations
+        if 1 in item.pass_at
+    ]
 
 
 @dataclass(frozen=True)
@@ -91,10 +107,11 @@ class ConditionCurves:
         return any(not np.isnan(curves.values[name]).all() for curves in self.curves)
 
     def band(self, name: str, window: int = 1) -> Band | None:
-        """Average a field over the runs at each step, each run smoothed over `window` steps first; None if no run has it.
+        """Average a field over the runs at each step, each run smoothed over `window` steps first;
+        None if no run has it.
 
-        Steps at which fewer than half of the started runs have a value are left out, so that the curve of an unfinished campaign does
-        not end in the noise of its fastest run.
+        Steps at which fewer than half of the started runs have a value are left out, so that the
+        curve of an unfinished campaign does not end in the noise of its fastest run.
         """
         begun = [curves for curves in self.curves if len(curves.steps)]
         return _band([(curves.steps, smoothed(curves.values[name], window)) for curves in begun])
@@ -102,7 +119,12 @@ class ConditionCurves:
     def held_out_band(self) -> Band | None:
         """Average pass@1 over the runs at each evaluation; None if there are none."""
         evaluated = [points for points in self.held_out if points]
-        return _band([(np.array([p.step for p in points], float), np.array([p.accuracy for p in points])) for points in evaluated])
+        return _band(
+            [
+                (np.array([p.step for p in points], float), np.array([p.accuracy for p in points]))
+                for points in evaluated
+            ]
+        )
 
     @cached_property
     def longest(self) -> int:
@@ -131,7 +153,9 @@ def _band(curves: Sequence[tuple[Floats, Floats]]) -> Band | None:
 
 
 def window_for(steps: int) -> int:
-    """Return the steps of the running mean, since the rate of a single step, over about a hundred completions, jumps by several points."""
+    """Return the steps of the running mean, since the rate of a single step, over about a hundred
+    completions, jumps by several points.
+    """
     return max(1, min(_LONGEST_WINDOW, steps // _SMOOTHED_PART))
 
 
@@ -150,11 +174,15 @@ def smoothed(values: Floats, window: int) -> Floats:
 
 
 def curves_by_condition(labelled: Iterable[tuple[str, StoredRun]]) -> list[ConditionCurves]:
-    """The curves of (label, run) pairs, one ConditionCurves per label in order of first appearance."""
+    """The curves of (label, run) pairs, one ConditionCurves per label in order of first
+    appearance.
+    """
     by_label: dict[str, list[StoredRun]] = {}
     for label, run in labelled:
         by_label.setdefault(label, []).append(run)
     return [
-        ConditionCurves(label, runs, [Curves.of(run) for run in runs], [held_out_points(run) for run in runs])
+        ConditionCurves(
+            label, runs, [Curves.of(run) for run in runs], [held_out_points(run) for run in runs]
+        )
         for label, runs in by_label.items()
     ]

@@ -94,7 +94,11 @@ class Sample:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ... ({len(text) - _LONGEST:,} more characters)"
+    return (
+        text
+        if len(text) <= _LONGEST
+        else f"{text[:_LONGEST]} ... ({len(text) - _LONGEST:,} more characters)"
+    )
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,9 @@ class ReportData:
 
 
 def read_report_data(request: ReportRequest) -> ReportData:
-    """Read the folder. Raises ConfigurationError if it holds no runs, or not the requested baseline or metric."""
+    """Read the folder. Raises ConfigurationError if it holds no runs, or not the requested baseline
+    or metric.
+    """
     folder = request.folder
     kind = "run" if is_run(folder) else "campaign" if is_campaign(folder) else "runs"
     planned = campaign_runs(folder) if kind == "campaign" else find_runs(folder)
@@ -149,8 +155,13 @@ def read_report_data(request: ReportRequest) -> ReportData:
         notes += foreseen_lines(CampaignRecord.read(folder), planned)
     campaigns = [run.path.parent.parent.name if run.planned else "" for run in begun]
     several = len(set(campaigns)) > 1  # the name of its campaign then precedes a condition
-    conditions = [clean(run.condition) or "?" for run in begun]  # matplotlib's warnings print a label as it is
-    labels = [f"{name}: {label}" if several and name else label for label, name in zip(conditions, campaigns, strict=True)]
+    conditions = [
+        clean(run.condition) or "?" for run in begun
+    ]  # matplotlib's warnings print a label as it is
+    labels = [
+        f"{name}: {label}" if several and name else label
+        for label, name in zip(conditions, campaigns, strict=True)
+    ]
     arms = curves_by_condition(zip(labels, begun, strict=True))
     if kind == "runs":
         notes += _mixed(arms)
@@ -174,31 +185,49 @@ def _mixed(arms: Sequence[ConditionCurves]) -> Iterator[str]:
     for arm in arms:
         keys = differing_keys([(arm.runs[0], run) for run in arm.runs[1:]])
         if keys:
-            yield f"The runs of {arm.label} differ in {', '.join(keys)}: their mean and band mix different configurations."
+            yield (
+                f"The runs of {arm.label} differ in {', '.join(keys)}: their mean and band mix"
+                " different configurations."
+            )
 
 
-# -- the comparison ------------------------------------------------------------------------------------------------------
+# -- the comparison --------------------------------------------------------------------------------
 
 
-def _comparison(runs: Sequence[StoredRun], arms: Sequence[ConditionCurves], request: ReportRequest, notes: list[str]) -> Comparison | None:
-    """Compare the conditions; None, with a note, if nothing can be compared. A wrong --baseline or --metric is an error."""
+def _comparison(
+    runs: Sequence[StoredRun],
+    arms: Sequence[ConditionCurves],
+    request: ReportRequest,
+    notes: list[str],
+) -> Comparison | None:
+    """Compare the conditions; None, with a note, if nothing can be compared. A wrong --baseline or
+    --metric is an error.
+    """
     conditions = list(dict.fromkeys(run.condition for run in runs))
     if request.baseline is not None and request.baseline not in conditions:
         raise ConfigurationError(
-            f"--baseline {request.baseline} is not a condition of {request.folder}; its conditions are {', '.join(conditions)}."
+            f"--baseline {request.baseline} is not a condition of {request.folder}; its conditions"
+            f" are {', '.join(conditions)}."
         )
-    check_sizes(request.test, choose_metric(request.metric, [run for arm in arms for run in arm.runs]))
+    check_sizes(
+        request.test, choose_metric(request.metric, [run for arm in arms for run in arm.runs])
+    )
     if len(conditions) < 2:
         return None
     if len(arms) > len(conditions) or any(": " in arm.label for arm in arms):
-        notes.append("The runs belong to several campaigns, which are not compared with each other; make a report of each.")
+        notes.append(
+            "The runs belong to several campaigns, which are not compared with each other; make a"
+            " report of each."
+        )
         return None
     baseline = request.baseline or conditions[0]
     base = [run for run in runs if run.condition == baseline]
     try:
         if is_campaign(request.folder):
             return compare_campaign(request.folder, request.test, request.baseline, request.metric)
-        return compare_runs([run for run in runs if run.condition != baseline], base, request.test, request.metric)
+        return compare_runs(
+            [run for run in runs if run.condition != baseline], base, request.test, request.metric
+        )
     except ConfigurationError as error:
         if request.metric is not None or request.baseline is not None:
             raise
@@ -206,23 +235,33 @@ def _comparison(runs: Sequence[StoredRun], arms: Sequence[ConditionCurves], requ
         return None
 
 
-# -- what only some runs have ---------------------------------------------------------------------------------------------
+# -- what only some runs have ----------------------------------------------------------------------
 
 
 def _squeeze(folder: Path, runs: Sequence[StoredRun], notes: list[str]) -> SqueezeCurve | None:
-    """Return the squeeze curve of a campaign's manifest, which describes its first run, or of the first final adapter of a run."""
+    """Return the squeeze curve of a campaign's manifest, which describes its first run, or of the
+    first final adapter of a run.
+    """
     if is_campaign(folder):
         squeeze = read_object(folder / MANIFEST).get("squeeze")
         if isinstance(squeeze, dict) and squeeze.get("table"):
             return SqueezeCurve.from_json(runs[0].name if runs else "", squeeze)
     for run in runs:
         named, settings = run.summary.get("adapter"), run.config.squeeze
-        if not named or not is_path_text(named) or not (run.path / named / "adapter_config.json").is_file():
+        if (
+            not named
+            or not is_path_text(named)
+            or not (run.path / named / "adapter_config.json").is_file()
+        ):
             continue
         from retrain.squeeze import analyze_adapter
 
         try:
-            analysis = analyze_adapter(run.path / named, min_variance_retention=settings.min_variance_retention, rule=settings.rule)
+            analysis = analyze_adapter(
+                run.path / named,
+                min_variance_retention=settings.min_variance_retention,
+                rule=settings.rule,
+            )
         except RetrainError as error:
             notes.append(f"No curve of the adapter's rank: {error}")
             return None
@@ -230,7 +269,9 @@ def _squeeze(folder: Path, runs: Sequence[StoredRun], notes: list[str]) -> Squee
     return None
 
 
-def _tokens(arms: Sequence[ConditionCurves], against: Sequence[str], notes: list[str]) -> list[InspectedRun]:
+def _tokens(
+    arms: Sequence[ConditionCurves], against: Sequence[str], notes: list[str]
+) -> list[InspectedRun]:
     """Return the last stored step of the first run of each condition that stored tokens."""
     found: list[InspectedRun] = []
     for arm in arms:
@@ -247,16 +288,19 @@ def _tokens(arms: Sequence[ConditionCurves], against: Sequence[str], notes: list
             notes.append(f"No tokens of {run.name}: {error}")
     if against and not found:
         raise ConfigurationError(
-            f"--against needs a run with tokens, and {', '.join(arm.label for arm in arms)} stored none; train with --tokens-every 1."
+            f"--against needs a run with tokens, and {', '.join(arm.label for arm in arms)} stored"
+            " none; train with --tokens-every 1."
         )
     return found
 
 
-# -- completions, from generations.jsonl ----------------------------------------------------------------------------------
+# -- completions, from generations.jsonl -----------------------------------------------------------
 
 
 def sampled_runs(arms: Sequence[ConditionCurves], steps_per_run: int) -> list[SampledRun]:
-    """The first run with completions of each condition; in a campaign these share a seed and therefore their prompts."""
+    """The first run with completions of each condition; in a campaign these share a seed and
+    therefore their prompts.
+    """
     found = []
     for arm in arms[:_MOST_SAMPLED_RUNS]:
         run = next((run for run in arm.runs if run.folder.generations.is_file()), None)
@@ -269,9 +313,14 @@ def sampled_runs(arms: Sequence[ConditionCurves], steps_per_run: int) -> list[Sa
 def sampled_steps(run: StoredRun, count: int) -> list[SampledStep]:
     """Choose `count` steps, evenly spaced between the first and the last step with completions."""
     steps = sorted({line["step"] for line in read_jsonl(run.folder.generations)})
-    wanted = {steps[index] for index in np.linspace(0, len(steps) - 1, min(count, len(steps))).round().astype(int)}
+    wanted = {
+        steps[index]
+        for index in np.linspace(0, len(steps) - 1, min(count, len(steps))).round().astype(int)
+    }
     by_step: dict[int, list[Sample]] = {step: [] for step in sorted(wanted)}
     for line in read_jsonl(run.folder.generations):
         if line["step"] in by_step:
-            by_step[line["step"]].append(Sample(GenerationRecord.from_json(line, run.folder.generations)))
+            by_step[line["step"]].append(
+                Sample(GenerationRecord.from_json(line, run.folder.generations))
+            )
     return [SampledStep(step, samples) for step, samples in by_step.items()]

@@ -1,6 +1,8 @@
-"""How a report draws: colours and sizes, figures as SVG and PNG, curves with bands, rates as percentages, rows of dots, legends.
+"""How a report draws: colours and sizes, figures as SVG and PNG, curves with bands, rates as
+percentages, rows of dots, legends.
 
-In the page every colour is a CSS variable, so one drawing serves the light and the dark theme; a PNG has the light colours.
+In the page every colour is a CSS variable, so one drawing serves the light and the dark theme; a
+PNG has the light colours.
 """
 
 import math
@@ -26,7 +28,8 @@ _WIDTH = 5.1
 _HEIGHT = 3.1
 _LEGEND_ROW = 0.23
 ROW_HEIGHT = 0.56
-"""Height of a row in inches. At this width a figure is enlarged in a column of a desktop page and hardly shrunk on a phone."""
+"""Height of a row in inches. At this width a figure is enlarged in a column of a desktop page and
+hardly shrunk on a phone."""
 _EDGE = 0.02
 """Margin of a rate's axis beyond 0 and 1, so that a line there is visible."""
 INK = "#1d2530"
@@ -34,8 +37,8 @@ MUTED = "#5d6877"
 GRID = "#dfe3e9"
 PAPER = "#ffffff"
 SERIES = ("#0069a8", "#cc4e00", "#007a57", "#a63d84", "#8a6500", "#3b3fb6", "#5f6670", "#b3261e")
-"""Colours of the series, after Okabe and Ito, but darker: nearly everyone can tell them apart, and their contrast with white is at least
-4.5:1."""
+"""Colours of the series, after Okabe and Ito, but darker: nearly everyone can tell them apart, and
+their contrast with white is at least 4.5:1."""
 
 _VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", PAPER: "--paper"} | {
     colour: f"--series-{index}" for index, colour in enumerate(SERIES)
@@ -83,14 +86,19 @@ def drawing(name: str) -> Iterator[None]:
 
 
 def to_svg(figure: Figure, name: str, description: str) -> str:
-    """Return an <svg> element for a page that defines the CSS variables. `name` makes its ids unique in the page."""
+    """Return an <svg> element for a page that defines the CSS variables. `name` makes its ids
+    unique in the page.
+    """
     out = StringIO()
     with drawing(name):
         figure.savefig(out, format="svg", metadata=_NO_METADATA)
     text = out.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'\s(?:xmlns(?::\w+)?|version|width|height)="[^"]*"', "", text[: text.index(">")]) + text[text.index(">") :]
+    text = (
+        re.sub(r'\s(?:xmlns(?::\w+)?|version|width|height)="[^"]*"', "", text[: text.index(">")])
+        + text[text.index(">") :]
+    )
     text = text.replace("xlink:href", "href")
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
     for colour, variable in _VARIABLES.items():
@@ -102,11 +110,13 @@ def to_svg(figure: Figure, name: str, description: str) -> str:
 def to_png(figure: Figure, name: str) -> bytes:
     out = BytesIO()
     with drawing(name):
-        figure.savefig(out, format="png", dpi=_PNG_DPI, facecolor=PAPER, metadata={"Software": None})
+        figure.savefig(
+            out, format="png", dpi=_PNG_DPI, facecolor=PAPER, metadata={"Software": None}
+        )
     return out.getvalue()
 
 
-# -- building blocks ----------------------------------------------------------------------------------------------------
+# -- building blocks -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -162,7 +172,11 @@ def line_figure(data: ReportData, lines: Lines) -> Drawn | None:
         axes.set_ylim(*lines.limits)
     elif lines.from_zero:
         axes.set_ylim(0, 1.06 * axes.dataLim.y1)
-    dashed = lines.note if len(lines.fields) == 1 or any(arm.has(list(lines.fields)[1]) for _, arm in arms) else ""
+    dashed = (
+        lines.note
+        if len(lines.fields) == 1 or any(arm.has(list(lines.fields)[1]) for _, arm in arms)
+        else ""
+    )
     smoothed = f"mean of {window} steps"
     words = f"Line: mean over the runs{f', {smoothed}' if window > 1 else ''}{sd_words(data)}."
     if data.single:
@@ -170,7 +184,9 @@ def line_figure(data: ReportData, lines: Lines) -> Drawn | None:
     return Drawn(lines.name, lines.title, " ".join(filter(None, (words, dashed))), figure)
 
 
-def draw_band(axes: Axes, steps: Floats, mean: Floats, sd: Floats | None, colour: str, **style: Any) -> None:
+def draw_band(
+    axes: Axes, steps: Floats, mean: Floats, sd: Floats | None, colour: str, **style: Any
+) -> None:
     if sd is not None:
         axes.fill_between(steps, mean - sd, mean + sd, color=colour, alpha=0.14, linewidth=0)
     if len(steps) == 1:
@@ -198,12 +214,30 @@ def without_scale(axes: Axes) -> None:
 def row_label(axes: Axes, height: float, words: str, weight: str = "normal") -> None:
     """Write a label above its row, from the left edge, so that it covers lines behind it."""
     behind = {"facecolor": PAPER, "edgecolor": "none", "pad": 1.0}
-    axes.annotate(words, (0, height), xycoords=("axes fraction", "data"), va="bottom", fontsize=11, weight=weight, bbox=behind)
+    axes.annotate(
+        words,
+        (0, height),
+        xycoords=("axes fraction", "data"),
+        va="bottom",
+        fontsize=11,
+        weight=weight,
+        bbox=behind,
+    )
 
 
-def draw_row(axes: Axes, place: float, values: Floats, mean: float, bounds: Floats | None, colour: str) -> None:
+def draw_row(
+    axes: Axes, place: float, values: Floats, mean: float, bounds: Floats | None, colour: str
+) -> None:
     """Draw [n] values as dots, and above them their mean with a line between two bounds."""
-    axes.plot(values, np.full(len(values), place - 0.18), "o", color=colour, alpha=0.6, markersize=5, markeredgewidth=0)
+    axes.plot(
+        values,
+        np.full(len(values), place - 0.18),
+        "o",
+        color=colour,
+        alpha=0.6,
+        markersize=5,
+        markeredgewidth=0,
+    )
     if bounds is not None:
         axes.plot(bounds, [place, place], color=colour, linewidth=2.4)
     axes.plot([mean], [place], "D", color=colour, markersize=6.5)
@@ -218,7 +252,9 @@ def as_percentages(axes: Axes) -> None:
 
 
 def add_legend(figure: Figure, least: int) -> None:
-    """Add a legend above the axes, where it covers no line; the figure grows by its rows. With fewer than `least` labels there is none."""
+    """Add a legend above the axes, where it covers no line; the figure grows by its rows. With
+    fewer than `least` labels there is none.
+    """
     (axes,) = figure.axes
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) < least:
@@ -228,4 +264,12 @@ def add_legend(figure: Figure, least: int) -> None:
         columns = 1
     rows = math.ceil(len(labels) / columns)
     figure.set_figheight(figure.get_figheight() + _LEGEND_ROW * rows)
-    figure.legend(handles, labels, loc="outside upper left", ncols=columns, handlelength=1.6, columnspacing=1.4, borderaxespad=0.1)
+    figure.legend(
+        handles,
+        labels,
+        loc="outside upper left",
+        ncols=columns,
+        handlelength=1.6,
+        columnspacing=1.4,
+        borderaxespad=0.1,
+    )

@@ -1,4 +1,6 @@
-"""The figures of a report: each is a function from the data to a drawing, or to None if there is nothing to draw."""
+"""The figures of a report: each is a function from the data to a drawing, or to None if there is
+nothing to draw.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,17 +34,30 @@ from retrain.report.drawing import (
 )
 
 _SQUEEZE = "squeeze"
-_TRAINING = Lines("training", "Training accuracy", {"correct_rate": ""}, percent=True, single_label="training")
+_TRAINING = Lines(
+    "training", "Training accuracy", {"correct_rate": ""}, percent=True, single_label="training"
+)
 _LAMBDA = Lines("sepa", "SEPA's lambda", {"sepa_lambda": ""}, smooth=False, limits=(-0.03, 1.03))
-_LENGTH = Lines("lengths", "Length of the completions", {"completion_tokens_mean": ""}, ylabel="tokens", from_zero=True)
+_LENGTH = Lines(
+    "lengths",
+    "Length of the completions",
+    {"completion_tokens_mean": ""},
+    ylabel="tokens",
+    from_zero=True,
+)
 _INFORMATIVE = Lines(
     "signal",
     "Informative groups",
     {"informative_fraction": ""},
     percent=True,
-    note="The fraction of groups in which some token has an advantage; the others add nothing to the policy gradient.",
+    note=(
+        "The fraction of groups in which some token has an advantage; the others add nothing to the"
+        " policy gradient."
+    ),
 )
-_SPEED = Lines("throughput", "Throughput", {"tokens_per_s": ""}, ylabel="tokens per second", from_zero=True)
+_SPEED = Lines(
+    "throughput", "Throughput", {"tokens_per_s": ""}, ylabel="tokens per second", from_zero=True
+)
 
 
 def draw_figures(data: ReportData) -> list[Drawn]:
@@ -66,7 +81,7 @@ def draw_figures(data: ReportData) -> list[Drawn]:
     return drawn
 
 
-# -- learning ------------------------------------------------------------------------------------------------------------
+# -- learning --------------------------------------------------------------------------------------
 
 
 def _training(data: ReportData) -> Drawn | None:
@@ -76,10 +91,28 @@ def _training(data: ReportData) -> Drawn | None:
         accuracy = np.array([point.accuracy for point in points])
         bounds = np.array([point.interval for point in points]).T
         errors = np.abs(bounds - accuracy)
-        style: dict[str, Any] = {"fmt": "o", "color": INK, "capsize": 3, "markersize": 5, "linewidth": 1.4, "zorder": 3}
-        axes.errorbar([point.step for point in points], accuracy, yerr=errors, label="held-out pass@1, 95% interval", **style)
+        style: dict[str, Any] = {
+            "fmt": "o",
+            "color": INK,
+            "capsize": 3,
+            "markersize": 5,
+            "linewidth": 1.4,
+            "zorder": 3,
+        }
+        axes.errorbar(
+            [point.step for point in points],
+            accuracy,
+            yerr=errors,
+            label="held-out pass@1, 95% interval",
+            **style,
+        )
         as_percentages(axes)
-        return Drawn("training", "Training and held-out accuracy", f"{drawn.caption} Dots: held-out problems.", drawn.figure)
+        return Drawn(
+            "training",
+            "Training and held-out accuracy",
+            f"{drawn.caption} Dots: held-out problems.",
+            drawn.figure,
+        )
     return drawn
 
 
@@ -93,7 +126,16 @@ def _held_out(data: ReportData) -> Drawn | None:
     figure, axes = empty_figure()
     for index, (arm, band) in enumerate(bands):
         if band:
-            draw_band(axes, band.steps, band.mean, band.sd, series(index), label=arm.label, marker="o", markersize=4.5)
+            draw_band(
+                axes,
+                band.steps,
+                band.mean,
+                band.sd,
+                series(index),
+                label=arm.label,
+                marker="o",
+                markersize=4.5,
+            )
     as_percentages(axes)
     axes.set(xlabel="steps completed", ylabel="pass@1")
     caption = f"Mean over the runs{sd_words(data)}, on problems that were not trained on."
@@ -112,8 +154,15 @@ def _held_out_once(data: ReportData, step: int) -> Drawn:
         row_label(axes, -row + 0.26, f"{arm.label}: {mean:.1f}%")
     axes.set(ylim=(-len(arms) + 0.5, 0.75), xlabel="pass@1 (%)")
     without_scale(axes)
-    bars = "; line: one standard deviation between runs to either side" if any(len(arm.held_out) > 1 for _, arm in arms) else ""
-    caption = f"After {step} steps, on problems that were not trained on. Dots: one run each; diamond: their mean{bars}."
+    bars = (
+        "; line: one standard deviation between runs to either side"
+        if any(len(arm.held_out) > 1 for _, arm in arms)
+        else ""
+    )
+    caption = (
+        f"After {step} steps, on problems that were not trained on. Dots: one run each; diamond:"
+        f" their mean{bars}."
+    )
     return Drawn("held-out", "Held-out accuracy", caption, figure)
 
 
@@ -128,24 +177,44 @@ def _differences(data: ReportData) -> Drawn | None:
     axes.axvline(0.0, color=MUTED, linewidth=1)
     for row, contrast in enumerate(contrasts):
         found, place = contrast.conclusion, -float(row)
-        colour = series(labels.index(contrast.condition) if contrast.condition in labels else row + 1)
+        colour = series(
+            labels.index(contrast.condition) if contrast.condition in labels else row + 1
+        )
         values = scale * np.array(list(contrast.differences.values()))
-        draw_row(axes, place, values, scale * found.mean, scale * np.array(found.interval) if found.interval else None, colour)
+        draw_row(
+            axes,
+            place,
+            values,
+            scale * found.mean,
+            scale * np.array(found.interval) if found.interval else None,
+            colour,
+        )
         weight = "normal" if found.verdict is Verdict.INCONCLUSIVE else "bold"
         words = f"{contrast.condition}: {found.word(comparison.test.alpha)}"
         row_label(axes, place + 0.26, words, weight)
     unit = " (percentage points)" if comparison.metric.is_rate else ""
-    axes.set(ylim=(-len(contrasts) + 0.5, 0.75), xlabel=f"difference in {comparison.metric.name}{unit}")
+    axes.set(
+        ylim=(-len(contrasts) + 0.5, 0.75), xlabel=f"difference in {comparison.metric.name}{unit}"
+    )
     without_scale(axes)
     confidence = f"{100 * (1 - comparison.test.alpha):g}%"
     alone = ", not adjusted" if len(contrasts) > 1 else ""
-    side = {"lower": "Left of 0 is better.", "higher": "Right of 0 is better.", None: "Neither side is better."}
+    side = {
+        "lower": "Left of 0 is better.",
+        "higher": "Right of 0 is better.",
+        None: "Neither side is better.",
+    }
     better = "lower" if comparison.test.lower_is_better else comparison.metric.better
-    caption = f"Dots: one seed each. Diamond and line: their mean with its {confidence} interval{alone}. {side[better]}"
-    return Drawn("differences", f"Differences from {comparison.baseline}, paired by seed", caption, figure)
+    caption = (
+        f"Dots: one seed each. Diamond and line: their mean with its {confidence} interval{alone}."
+        f" {side[better]}"
+    )
+    return Drawn(
+        "differences", f"Differences from {comparison.baseline}, paired by seed", caption, figure
+    )
 
 
-# -- what the policy is like ---------------------------------------------------------------------------------------------
+# -- what the policy is like -----------------------------------------------------------------------
 
 
 def _entropy(data: ReportData) -> Drawn | None:
@@ -159,7 +228,7 @@ def _entropy(data: ReportData) -> Drawn | None:
     return line_figure(data, Lines("entropy", title, fields, ylabel="nats per token", note=note))
 
 
-# -- what it costs -------------------------------------------------------------------------------------------------------
+# -- what it costs ---------------------------------------------------------------------------------
 
 
 def _phases(data: ReportData) -> Drawn | None:
@@ -182,7 +251,10 @@ def _phases(data: ReportData) -> Drawn | None:
         row_label(axes, place + 0.12, words)
     axes.set(ylim=(-len(arms) + 0.6, 0.6), xlabel="seconds per step")
     without_scale(axes)
-    caption = "Medians over the steps. Rewards are scored during sampling, so reward is only the wait after the last completion."
+    caption = (
+        "Medians over the steps. Rewards are scored during sampling, so reward is only the wait"
+        " after the last completion."
+    )
     return Drawn("phases", "Time by phase", caption, figure)
 
 
@@ -198,11 +270,35 @@ def squeeze_figure(curve: SqueezeCurve) -> Drawn:
     figure, axes = empty_figure()
     ranks = np.array(curve.ranks, float)
     axes.fill_between(
-        ranks, np.array(curve.lowest), np.array(curve.highest), color=series(0), alpha=0.18, linewidth=0, label="lowest to highest layer"
+        ranks,
+        np.array(curve.lowest),
+        np.array(curve.highest),
+        color=series(0),
+        alpha=0.18,
+        linewidth=0,
+        label="lowest to highest layer",
     )
-    axes.plot(ranks, np.array(curve.mean), "o-", color=series(0), markersize=4.5, label="mean over the layers")
-    axes.axhline(curve.threshold, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), label=f"threshold {curve.threshold:.0%}")
-    axes.axvline(curve.recommended, color=series(1), linewidth=1.4, label=f"recommended rank {curve.recommended}")
+    axes.plot(
+        ranks,
+        np.array(curve.mean),
+        "o-",
+        color=series(0),
+        markersize=4.5,
+        label="mean over the layers",
+    )
+    axes.axhline(
+        curve.threshold,
+        color=MUTED,
+        linewidth=1,
+        linestyle=(0, (4, 3)),
+        label=f"threshold {curve.threshold:.0%}",
+    )
+    axes.axvline(
+        curve.recommended,
+        color=series(1),
+        linewidth=1.4,
+        label=f"recommended rank {curve.recommended}",
+    )
     axes.set_xscale("log", base=2)
     axes.set_xticks(ranks, [f"{rank:g}" for rank in ranks])
     axes.minorticks_off()
@@ -210,7 +306,10 @@ def squeeze_figure(curve: SqueezeCurve) -> Drawn:
     axes.set(xlabel="rank", ylabel="variance kept")
     judged = "the mean over the layers" if curve.rule == "mean" else "the worst layer"
     of = f" of {curve.adapter}" if curve.adapter else ""
-    caption = f"Fraction of the squared singular values of the adapter{of} that each rank keeps; {judged} decides the recommendation."
+    caption = (
+        f"Fraction of the squared singular values of the adapter{of} that each rank keeps; {judged}"
+        " decides the recommendation."
+    )
     return Drawn(_SQUEEZE, "How much of its rank the adapter needs", caption, figure)
 
 

@@ -1,4 +1,6 @@
-"""The report as one HTML file that loads nothing; text from a model is escaped and its invisible characters are shown."""
+"""The report as one HTML file that loads nothing; text from a model is escaped and its invisible
+characters are shown.
+"""
 
 import base64
 import hashlib
@@ -56,12 +58,20 @@ class LiveReload:
     """Seconds between two requests."""
 
 
-def render(data: ReportData, figures: Sequence[Drawn], made: datetime, live: LiveReload | None = None) -> str:
+def render(
+    data: ReportData, figures: Sequence[Drawn], made: datetime, live: LiveReload | None = None
+) -> str:
     """The page as HTML, for a file or, with `live`, for a server."""
     script, style = asset("report.js"), asset("report.css")
-    # matplotlib escapes the texts in a figure; they are labels of conditions, made visible as all text is.
+    # matplotlib escapes the texts in a figure; they are labels of conditions, made visible as all
+    # text is.
     shown = [
-        ShownFigure(drawn.name, drawn.title, drawn.caption, Markup(visible(to_svg(drawn.figure, drawn.name, drawn.title))))
+        ShownFigure(
+            drawn.name,
+            drawn.title,
+            drawn.caption,
+            Markup(visible(to_svg(drawn.figure, drawn.name, drawn.title))),
+        )
         for drawn in figures
     ]
     return (
@@ -77,7 +87,15 @@ def render(data: ReportData, figures: Sequence[Drawn], made: datetime, live: Liv
             tiles=_tiles(data),
             figures=shown,
             arms=_arm_rows(data.arms) if not data.single else None,
-            arm_head=("condition", "runs", "steps", "held-out", f"training, last {_RECENT} steps", "tokens/s", "s/step"),
+            arm_head=(
+                "condition",
+                "runs",
+                "steps",
+                "held-out",
+                f"training, last {_RECENT} steps",
+                "tokens/s",
+                "s/step",
+            ),
             runs=[_run_row(status) for status in data.statuses],
             runs_open=len(data.statuses) <= _FEW_RUNS,
             tokens=[token_view(run) for run in data.tokens],
@@ -96,7 +114,12 @@ def _verdicts(comparison: Comparison) -> dict[str, Any]:
         "contrasts": contrast_table(comparison),
         "seed_lines": [seed_line(contrast, comparison) for contrast in comparison.contrasts],
         "sentences": [
-            (contrast, name_of(contrast, comparison), explanation(contrast, comparison), list(caveats(contrast, comparison)))
+            (
+                contrast,
+                name_of(contrast, comparison),
+                explanation(contrast, comparison),
+                list(caveats(contrast, comparison)),
+            )
             for contrast in comparison.contrasts
         ],
         "sections": list(sections(comparison)),
@@ -104,9 +127,16 @@ def _verdicts(comparison: Comparison) -> dict[str, Any]:
 
 
 def content_policy(script: str, *, live: bool) -> str:
-    """A content security policy: load nothing, run only this script, and with `live` connect to the page's own server."""
+    """A content security policy: load nothing, run only this script, and with `live` connect to the
+    page's own server.
+    """
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    rules = ["default-src 'none'", "style-src 'unsafe-inline'", f"script-src 'sha256-{digest}'", "img-src data:"]
+    rules = [
+        "default-src 'none'",
+        "style-src 'unsafe-inline'",
+        f"script-src 'sha256-{digest}'",
+        "img-src data:",
+    ]
     rules += ["connect-src 'self'"] if live else []
     return "; ".join([*rules, "base-uri 'none'", "form-action 'none'"])
 
@@ -117,12 +147,16 @@ def asset(name: str) -> str:
 
 
 def environment() -> Environment:
-    """Load the templates so that every expression in them becomes text that is harmless and without secrets."""
+    """Load the templates so that every expression in them becomes text that is harmless and without
+    secrets.
+    """
     assert __package__
     redactor = Redactor()
 
     def finalize(value: Any) -> Any:
-        """All but our own markup becomes text, with secrets masked and invisible characters shown."""
+        """All but our own markup becomes text, with secrets masked and invisible characters
+        shown.
+        """
         return value if isinstance(value, Markup) else redactor.text(visible(str(value)))
 
     made = Environment(
@@ -137,7 +171,7 @@ def environment() -> Environment:
     return made
 
 
-# -- numbers in words ----------------------------------------------------------------------------------------------------
+# -- numbers in words ------------------------------------------------------------------------------
 
 
 def _number(value: float | None, form: str = ".3g") -> str:
@@ -149,8 +183,16 @@ def _tiles(data: ReportData) -> list[tuple[str, str]]:
     if not data.single:
         done = sum(status.state == "done" for status in data.statuses)
         steps = sum(status.steps for status in data.statuses)
-        planned = max((status.max_steps or 0 for status in data.statuses), default=0) * len(data.statuses) if data.kind == "campaign" else 0
-        seconds = sum(float(np.nansum(curves.values["step_time_s"])) for arm in data.arms for curves in arm.curves)
+        planned = (
+            max((status.max_steps or 0 for status in data.statuses), default=0) * len(data.statuses)
+            if data.kind == "campaign"
+            else 0
+        )
+        seconds = sum(
+            float(np.nansum(curves.values["step_time_s"]))
+            for arm in data.arms
+            for curves in arm.curves
+        )
         return [
             ("runs done", f"{done} of {len(data.statuses)}"),
             ("conditions", str(len(data.arms))),
@@ -163,9 +205,16 @@ def _tiles(data: ReportData) -> list[tuple[str, str]]:
     points = arm.held_out[0]
     if points:
         before = f"{points[0].accuracy:.1%} → " if len(points) > 1 else ""
-        tiles.append((f"held-out pass@1, step {points[-1].step}", f"{before}{points[-1].accuracy:.1%}"))
+        tiles.append(
+            (f"held-out pass@1, step {points[-1].step}", f"{before}{points[-1].accuracy:.1%}")
+        )
     curves = arm.curves[0]
-    tiles.append((f"training accuracy, last {min(WINDOW, arm.longest)} steps", _number(curves.last("correct_rate", WINDOW), ".1%")))
+    tiles.append(
+        (
+            f"training accuracy, last {min(WINDOW, arm.longest)} steps",
+            _number(curves.last("correct_rate", WINDOW), ".1%"),
+        )
+    )
     tiles.append(("tokens per second", _number(curves.median("tokens_per_s"), ",.0f")))
     tiles.append(("seconds per step", _number(curves.median("step_time_s"))))
     if status.remaining_s is not None:
@@ -176,7 +225,8 @@ def _tiles(data: ReportData) -> list[tuple[str, str]]:
 def _arm_rows(arms: Sequence[ConditionCurves]) -> list[tuple[str, ...]]:
     """One row per condition under `arm_head`; rates are means over the runs.
 
-    Training accuracy counts only the runs that have reached the condition's last step: one that has not would pull it down.
+    Training accuracy counts only the runs that have reached the condition's last step: one that has
+    not would pull it down.
     """
     return [
         (
@@ -184,7 +234,16 @@ def _arm_rows(arms: Sequence[ConditionCurves]) -> list[tuple[str, ...]]:
             str(len(arm.runs)),
             str(arm.longest),
             _number(_mean([points[-1].accuracy for points in arm.held_out if points]), ".1%"),
-            _number(_mean([curves.last("correct_rate", _RECENT) for curves in arm.curves if len(curves.steps) == arm.longest]), ".1%"),
+            _number(
+                _mean(
+                    [
+                        curves.last("correct_rate", _RECENT)
+                        for curves in arm.curves
+                        if len(curves.steps) == arm.longest
+                    ]
+                ),
+                ".1%",
+            ),
             _number(_mean([curves.median("tokens_per_s") for curves in arm.curves]), ",.0f"),
             _number(_mean([curves.median("step_time_s") for curves in arm.curves])),
         )
@@ -225,7 +284,8 @@ def build_page(request: ReportRequest, live: LiveReload | None = None) -> str:
 
 
 def write_report(request: ReportRequest, output: Path) -> Written:
-    """Write the page to `output` and every figure to <its stem>-<figure>.png beside it. Each file is replaced atomically.
+    """Write the page to `output` and every figure to <its stem>-<figure>.png beside it. Each file
+    is replaced atomically.
 
     Raises EnvironmentFailure if they cannot be written.
     """
@@ -240,5 +300,8 @@ def write_report(request: ReportRequest, output: Path) -> Written:
             pictures.append(picture)
         replace_file(output, render(data, figures, datetime.now().astimezone()))
     except OSError as error:
-        raise EnvironmentFailure(f"{output} cannot be written: {error.strerror or error}; name another file with --output.") from error
+        raise EnvironmentFailure(
+            f"{output} cannot be written: {error.strerror or error}; name another file with"
+            " --output."
+        ) from error
     return Written(output, pictures)

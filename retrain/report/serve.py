@@ -1,4 +1,6 @@
-"""The report over HTTP, for this machine only; it is rendered again whenever a file of a run has changed."""
+"""The report over HTTP, for this machine only; it is rendered again whenever a file of a run has
+changed.
+"""
 
 import hashlib
 import os
@@ -22,11 +24,14 @@ _READ = frozenset({".jsonl", ".json", ".toml", ".safetensors", RunFolder(Path())
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Serves a report at 127.0.0.1; port 0 takes a free port. Raises EnvironmentFailure if the port is in use or not allowed."""
+    """Serves a report at 127.0.0.1; port 0 takes a free port. Raises EnvironmentFailure if the port
+    is in use or not allowed.
+    """
 
     daemon_threads = True
     rest = 9.0
-    """After rendering for t seconds the server waits `rest` * t before the next rendering, so that the runs keep the machine."""
+    """After rendering for t seconds the server waits `rest` * t before the next rendering, so that
+    the runs keep the machine."""
 
     def __init__(self, request: ReportRequest, port: int, refresh_s: float) -> None:
         self.request = request
@@ -37,7 +42,10 @@ class ReportServer(ThreadingHTTPServer):
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise EnvironmentFailure(f"--port {port} cannot be used on {HOST}: {reason}; name another, or 0 for a free one.") from error
+            raise EnvironmentFailure(
+                f"--port {port} cannot be used on {HOST}: {reason}; name another, or 0 for a free"
+                " one."
+            ) from error
 
     @property
     def port(self) -> int:
@@ -49,7 +57,9 @@ class ReportServer(ThreadingHTTPServer):
 
     @property
     def own_names(self) -> frozenset[str]:
-        """The Host headers of this machine's browsers; a page of another site cannot send them (DNS rebinding)."""
+        """The Host headers of this machine's browsers; a page of another site cannot send them (DNS
+        rebinding).
+        """
         return frozenset(f"{name}:{self.port}" for name in (HOST, "localhost"))
 
     def page(self) -> str:
@@ -80,13 +90,17 @@ def version_of(folder: Path) -> str:
             status = path.stat()
         except FileNotFoundError:  # replaced or removed meanwhile
             continue
-        digest.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
+        digest.update(
+            f"{path}\0{status.st_size}\0{status.st_mtime_ns}\n".encode("utf-8", "surrogateescape")
+        )
     return digest.hexdigest()
 
 
 def _files(folder: Path) -> Iterator[Path]:
     for place, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name not in _SKIPPED and not name.startswith("."))
+        folders[:] = sorted(
+            name for name in folders if name not in _SKIPPED and not name.startswith(".")
+        )
         for name in sorted(names):
             hidden = name.startswith(".") and name != RunFolder(folder).lock_owner.name
             if not hidden and Path(name).suffix in _READ:

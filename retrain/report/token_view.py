@@ -11,14 +11,20 @@ from retrain.report.data import InspectedRun
 
 _MOST_COMPLETIONS = 4
 _MOST_TOKENS = 1500
-_LETTERS = {Quantity.ADVANTAGE: "a", Quantity.SURPRISAL: "s", Quantity.ENTROPY: "e", Quantity.LOG_RATIO: "r"}
+_LETTERS = {
+    Quantity.ADVANTAGE: "a",
+    Quantity.SURPRISAL: "s",
+    Quantity.ENTROPY: "e",
+    Quantity.LOG_RATIO: "r",
+}
 
 
 @dataclass(frozen=True)
 class TokenSpan:
     text: str
     classes: str
-    """One shade per quantity (a-3: the third on the negative side), and `plan` inside a planning phrase."""
+    """One shade per quantity (a-3: the third on the negative side), and `plan` inside a planning
+    phrase."""
     numbers: str
     ends_line: bool
 
@@ -47,19 +53,32 @@ def token_view(run: InspectedRun) -> TokenView:
     """Build the view of the prompt's completions with the largest advantages."""
     credit = run.credit
     slot = credit.liveliest_slot()
-    unknown = {Quantity.ENTROPY: credit.table.entropies is None, Quantity.LOG_RATIO: credit.table.log_ratios is None}
-    scales = {quantity: scale_of(credit, quantity) for quantity in Quantity if not unknown.get(quantity)}
+    unknown = {
+        Quantity.ENTROPY: credit.table.entropies is None,
+        Quantity.LOG_RATIO: credit.table.log_ratios is None,
+    }
+    scales = {
+        quantity: scale_of(credit, quantity) for quantity in Quantity if not unknown.get(quantity)
+    }
     return TokenView(
         run=run,
         step=credit.step,
         prompt=credit.prompt(slot) or "(not stored)",
-        completions=[_completion(credit, credit.completion(number), scales) for number in credit.of_slot(slot)[:_MOST_COMPLETIONS]],
-        scales=[(_LETTERS[quantity], quantity.value, f"{scale:.3g}") for quantity, scale in scales.items()],
+        completions=[
+            _completion(credit, credit.completion(number), scales)
+            for number in credit.of_slot(slot)[:_MOST_COMPLETIONS]
+        ],
+        scales=[
+            (_LETTERS[quantity], quantity.value, f"{scale:.3g}")
+            for quantity, scale in scales.items()
+        ],
         notes=credit.notes,
     )
 
 
-def _completion(credit: StepCredit, completion: CompletionCredit, scales: dict[Quantity, float]) -> CompletionView:
+def _completion(
+    credit: StepCredit, completion: CompletionCredit, scales: dict[Quantity, float]
+) -> CompletionView:
     return CompletionView(
         heading=heading(completion),
         columns=[(label, _spans(completion, label, scales)) for label in credit.labels],
@@ -67,13 +86,20 @@ def _completion(credit: StepCredit, completion: CompletionCredit, scales: dict[Q
     )
 
 
-def _spans(completion: CompletionCredit, label: str, scales: dict[Quantity, float]) -> list[TokenSpan]:
+def _spans(
+    completion: CompletionCredit, label: str, scales: dict[Quantity, float]
+) -> list[TokenSpan]:
     count = len(completion.pieces)
-    shades = {_LETTERS[quantity]: levels(values_of(completion, quantity, label), scale, count) for quantity, scale in scales.items()}
+    shades = {
+        _LETTERS[quantity]: levels(values_of(completion, quantity, label), scale, count)
+        for quantity, scale in scales.items()
+    }
     spans = []
     for position, piece in enumerate(completion.pieces[:_MOST_TOKENS]):
         planning = completion.planning is not None and bool(completion.planning[position])
-        classes = [f"{letter}{levels[position]}" for letter, levels in shades.items() if levels[position]]
+        classes = [
+            f"{letter}{levels[position]}" for letter, levels in shades.items() if levels[position]
+        ]
         spans.append(
             TokenSpan(
                 text=piece.replace("\n", "↵") or "◌",
@@ -86,7 +112,9 @@ def _spans(completion: CompletionCredit, label: str, scales: dict[Quantity, floa
 
 
 def _numbers(completion: CompletionCredit, label: str, position: int, planning: bool) -> str:
-    stages = " → ".join(f"{stage} {values[position]:+.4f}" for stage, values in completion.stages[label].items())
+    stages = " → ".join(
+        f"{stage} {values[position]:+.4f}" for stage, values in completion.stages[label].items()
+    )
     parts = [f"token {position}", stages, f"surprisal {completion.surprisals[position]:.3f}"]
     if completion.entropies is not None:
         parts.append(f"entropy {completion.entropies[position]:.3f}")

@@ -1,4 +1,6 @@
-"""Rewards: match, math, custom, random, and weighted sums of them. Importing this imports no symbolic mathematics."""
+"""Rewards: match, math, custom, random, and weighted sums of them. Importing this imports no
+symbolic mathematics.
+"""
 
 from retrain.rewards.answers import extract_boxed, hendrycks_is_equiv
 from retrain.rewards.guard import FailureGuard

@@ -1,8 +1,8 @@
 r"""The final answer of a completion, and its comparison with the reference as a string.
 
-The answer is the content of the last `\boxed{...}` or `\fbox{...}`. The last marker decides, even if it is broken: a completion that was
-cut inside its box has given no answer. Answers are compared exactly, or after the normalisation of the MATH paper (Hendrycks et al. 2021,
-`is_equiv`).
+The answer is the content of the last `\boxed{...}` or `\fbox{...}`. The last marker decides, even
+if it is broken: a completion that was cut inside its box has given no answer. Answers are compared
+exactly, or after the normalisation of the MATH paper (Hendrycks et al. 2021, `is_equiv`).
 """
 
 import re
@@ -23,16 +23,19 @@ _MARKER = re.compile(
 )
 _BARE = re.compile(r"[^$\n]*+")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-"""A brace, or an escape, which is skipped: an escaped brace, a line break, the first letter of a command."""
+"""A brace, or an escape, which is skipped: an escaped brace, a line break, the first letter of a
+command."""
 LONGEST_ANSWER = 1 << 16
 """Most characters of a box; a longer one counts as broken and is not read to its end."""
 _END_OF_THOUGHT = "</think>"
 
 
 def extract_boxed(text: str, after_think: bool = True) -> str | None:
-    r"""Return the stripped content of the last box: "" for an empty box, None without a box or with unbalanced braces.
+    r"""Return the stripped content of the last box: "" for an empty box, None without a box or with
+    unbalanced braces.
 
-    `\{` and `\}` are characters, not braces. With `after_think` only what follows the last `</think>` counts, if there is one.
+    `\{` and `\}` are characters, not braces. With `after_think` only what follows the last
+    `</think>` counts, if there is one.
     """
     if after_think:
         text = after_thought(text)
@@ -54,7 +57,9 @@ def after_thought(text: str) -> str:
 
 
 def closing_brace(text: str, start: int) -> int | None:
-    """Return the index of the brace that closes the group whose content starts at `start`; None if the text ends first."""
+    """Return the index of the brace that closes the group whose content starts at `start`; None if
+    the text ends first.
+    """
     depth = 1
     for brace in _BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(brace.group(), 0)
@@ -63,7 +68,7 @@ def closing_brace(text: str, start: int) -> int | None:
     return None
 
 
-# -- the comparison -----------------------------------------------------------------------------------------------------
+# -- the comparison --------------------------------------------------------------------------------
 
 
 class _NotNormalizable(ValueError):
@@ -71,7 +76,9 @@ class _NotNormalizable(ValueError):
 
 
 def answers_match(answer: str, reference: str, normalize: Normalization) -> bool:
-    """Return True if two answers are the same, apart from surrounding white space. An empty reference matches nothing."""
+    """Return True if two answers are the same, apart from surrounding white space. An empty
+    reference matches nothing.
+    """
     answer, reference = answer.strip(), reference.strip()
     if not reference:
         return False
@@ -86,7 +93,9 @@ def answers_match(answer: str, reference: str, normalize: Normalization) -> bool
 
 
 def hendrycks_is_equiv(a: str | None, b: str | None) -> bool:
-    """Compare after `hendrycks_normalize`, or as they stand if either side cannot be normalised. None equals nothing."""
+    """Compare after `hendrycks_normalize`, or as they stand if either side cannot be normalised.
+    None equals nothing.
+    """
     if a is None or b is None:
         return False
     try:
@@ -105,7 +114,9 @@ def hendrycks_normalize(text: str) -> str:
     text = text.replace(r"\left", "").replace(r"\right", "")
     text = text.replace(r"^{\circ}", "").replace(r"^\circ", "")
     text = text.replace(r"\$", "")
-    text, *units = text.split(_UNITS)  # a unit at the end, such as `5\text{ cm}`: a space right after `\text{` marks it
+    text, *units = text.split(
+        _UNITS
+    )  # a unit at the end, such as `5\text{ cm}`: a space right after `\text{` marks it
     if len(units) > 1:
         raise _NotNormalizable(text)
     text = text.replace(r"\%", "")
@@ -116,7 +127,9 @@ def hendrycks_normalize(text: str) -> str:
     if len(right) == 1 and len(left) <= 2:  # `x = 5` is 5, `a+b=5` stays
         text = right[0]
     first, *radicands = text.split(r"\sqrt")
-    text = first + "".join(r"\sqrt" + _braced_first(radicand) for radicand in radicands)  # `\sqrt3` is `\sqrt{3}`
+    text = first + "".join(
+        r"\sqrt" + _braced_first(radicand) for radicand in radicands
+    )  # `\sqrt3` is `\sqrt{3}`
     text = text.replace(" ", "")
     text = _brace_fractions(text)
     if text == "0.5":
@@ -131,7 +144,9 @@ def _braced_first(text: str) -> str:
 
 
 def _brace_fractions(text: str) -> str:
-    r"""`\frac12` and `\frac1{2}` are `\frac{1}{2}`. A fraction with a single character left leaves the whole string as it is."""
+    r"""`\frac12` and `\frac1{2}` are `\frac{1}{2}`. A fraction with a single character left leaves
+    the whole string as it is.
+    """
     first, *rest = text.split(r"\frac")
     done = [first]
     for tail in rest:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 Message = dict[str, Any]
-"""One JSON object. NaN and infinities are written as Python's json writes them, unpaired surrogates as escapes."""
+"""One JSON object. NaN and infinities are written as Python's json writes them, unpaired surrogates
+as escapes."""
 
 _HEADER = struct.Struct("<I")
 """The length of the JSON text that follows, in bytes."""
@@ -25,7 +26,9 @@ class BadMessage(ValueError):
 
 
 def encode(message: Message) -> bytes:
-    """Encode a message as bytes, header included. numpy values become plain ones; TypeError names any other type that JSON lacks."""
+    """Encode a message as bytes, header included. numpy values become plain ones; TypeError names
+    any other type that JSON lacks.
+    """
     body = json.dumps(message, default=_plain).encode()
     return _HEADER.pack(len(body)) + body
 
@@ -49,7 +52,9 @@ class Channel:
         self.send_encoded(encode(message), timeout)
 
     def send_encoded(self, message: bytes, timeout: float | None) -> None:
-        """Raises TimeoutError if the other side has not taken the whole message after `timeout` seconds; the channel is useless then."""
+        """Raises TimeoutError if the other side has not taken the whole message after `timeout`
+        seconds; the channel is useless then.
+        """
         try:
             self._socket.settimeout(timeout)
             self._socket.sendall(message)
@@ -61,7 +66,8 @@ class Channel:
     def receive(self, timeout: float | None, longest: int = 1 << 32) -> Message:
         """Return the next message, of at most `longest` bytes. Raises BadMessage for anything else.
 
-        Raises TimeoutError if the message is incomplete after `timeout` seconds; the next call continues with what has arrived.
+        Raises TimeoutError if the message is incomplete after `timeout` seconds; the next call
+        continues with what has arrived.
         """
         end = None if timeout is None else time.monotonic() + timeout
         while (message := self._take(longest)) is None:

@@ -1,7 +1,8 @@
 """A client of an OpenAI-compatible chat server: one user message in, one reply out, with retries.
 
-It retries what may pass (time-outs, lost connections, 408, 409, 425, 429, 5xx, bodies that are not chat completions) and raises for what
-will not, such as a wrong key. When the server says Retry-After, all requests wait, not just the one that was told.
+It retries what may pass (time-outs, lost connections, 408, 409, 425, 429, 5xx, bodies that are not
+chat completions) and raises for what will not, such as a wrong key. When the server says
+Retry-After, all requests wait, not just the one that was told.
 """
 
 import asyncio
@@ -51,14 +52,22 @@ class Reply:
 
 
 class ChatClient:
-    """Belongs to one event loop. `timeout_s` bounds a request from its first byte to the last one of the answer."""
+    """Belongs to one event loop. `timeout_s` bounds a request from its first byte to the last one
+    of the answer.
+    """
 
-    def __init__(self, base_url: str, model: str, api_key: str, *, timeout_s: float, concurrency: int) -> None:
+    def __init__(
+        self, base_url: str, model: str, api_key: str, *, timeout_s: float, concurrency: int
+    ) -> None:
         self.host = httpx.URL(base_url).netloc.decode()
         self._url = base_url.rstrip("/") + "/chat/completions"
         self._timeout_s = timeout_s
         self._key = api_key
-        self._options: dict[str, Any] = {"model": model, "temperature": 0, "max_tokens": REPLY_TOKENS}
+        self._options: dict[str, Any] = {
+            "model": model,
+            "temperature": 0,
+            "max_tokens": REPLY_TOKENS,
+        }
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
         self._http = httpx.AsyncClient(headers=headers, timeout=timeout_s, limits=limits)
@@ -67,7 +76,9 @@ class ChatClient:
         """Loop time before which the server wants no request."""
 
     async def ask(self, message: str) -> Reply:
-        """Return the reply to one user message. Raises ChatFailed after the last attempt, and at once for what no retry can fix."""
+        """Return the reply to one user message. Raises ChatFailed after the last attempt, and at
+        once for what no retry can fix.
+        """
         usage = JudgeUsage()
         retries = stamina.retry_context(
             on=_wait_after,
@@ -94,21 +105,41 @@ class ChatClient:
             await asyncio.sleep(wait)
         content = self._options | {"messages": [{"role": "user", "content": message}]}
         try:
-            answer = await exchange(self._http, "POST", self._url, content, seconds=self._timeout_s, most_bytes=LONGEST_REPLY)
+            answer = await exchange(
+                self._http,
+                "POST",
+                self._url,
+                content,
+                seconds=self._timeout_s,
+                most_bytes=LONGEST_REPLY,
+            )
         except (TimeoutError, httpx.TimeoutException):
             raise _Transient(f"{self.host} did not answer within {self._timeout_s:g} s") from None
         except TooLong:
-            raise _Transient(f"{self.host} answered with more than {LONGEST_REPLY >> 20} MiB") from None
+            raise _Transient(
+                f"{self.host} answered with more than {LONGEST_REPLY >> 20} MiB"
+            ) from None
         except httpx.HTTPError as error:
-            raise _Transient(f"{self.host} could not be reached ({type(error).__name__}: {error or 'no details'})") from None
+            raise _Transient(
+                f"{self.host} could not be reached ({type(error).__name__}:"
+                f" {error or 'no details'})"
+            ) from None
         if answer.status != 200:
             raise self._failure(answer)
         return _reply(answer, self.host, self._key)
 
     def _failure(self, answer: Answer) -> Exception:
-        """Return the error that a status other than 200 means; a limit of the rate stops every request for as long as the server says."""
-        said = f"it redirects to {answer.leads_to}" if 300 <= answer.status < 400 else answer.said(self._key, *secret_values())
-        sentence = f"{self.host} answered {answer.status} {answer.reason}".rstrip() + (f": {said}" if said else "")
+        """Return the error that a status other than 200 means; a limit of the rate stops every
+        request for as long as the server says.
+        """
+        said = (
+            f"it redirects to {answer.leads_to}"
+            if 300 <= answer.status < 400
+            else answer.said(self._key, *secret_values())
+        )
+        sentence = f"{self.host} answered {answer.status} {answer.reason}".rstrip() + (
+            f": {said}" if said else ""
+        )
         error = answer.content.get("error") if isinstance(answer.content, dict) else None
         blamed = str(error.get("param") or "") if isinstance(error, dict) else ""
         if answer.status == 400 and self._without(blamed):
@@ -123,15 +154,23 @@ class ChatClient:
         return _Transient(sentence, wait_s)
 
     def _without(self, parameter: str) -> bool:
-        """Ask without a parameter that this model refuses, from now on: reasoning models take no temperature and rename max_tokens."""
-        value = self._options.pop(parameter, None) if parameter in ("temperature", "max_tokens") else None
+        """Ask without a parameter that this model refuses, from now on: reasoning models take no
+        temperature and rename max_tokens.
+        """
+        value = (
+            self._options.pop(parameter, None)
+            if parameter in ("temperature", "max_tokens")
+            else None
+        )
         if parameter == "max_tokens" and value is not None:
             self._options["max_completion_tokens"] = value
         return value is not None
 
 
 def _wait_after(error: Exception) -> bool | float:
-    """Tell stamina whether to retry after this error, and after how many seconds if not by its own schedule."""
+    """Tell stamina whether to retry after this error, and after how many seconds if not by its own
+    schedule.
+    """
     if not isinstance(error, _Transient):
         return False
     return True if error.wait_s is None else error.wait_s
@@ -144,7 +183,10 @@ def _reply(response: Answer, host: str, key: str) -> Reply:
         choice = answer["choices"][0]
         text = choice["message"].get("content")
     except (LookupError, TypeError, AttributeError):
-        raise _Transient(f"{host} answered with something other than a chat completion: {response.said(key, *secret_values())!r}") from None
+        raise _Transient(
+            f"{host} answered with something other than a chat completion:"
+            f" {response.said(key, *secret_values())!r}"
+        ) from None
     used = answer.get("usage") if isinstance(answer.get("usage"), dict) else {}
     cost = used.get("cost")
     usage = JudgeUsage(
@@ -152,7 +194,9 @@ def _reply(response: Answer, host: str, key: str) -> Reply:
         completion_tokens=_count(used.get("completion_tokens")),
         cost=float(cost) if isinstance(cost, int | float) and 0 <= cost <= _MOST_TOKENS else None,
     )
-    return Reply(text if isinstance(text, str) else "", choice.get("finish_reason") == "length", usage)
+    return Reply(
+        text if isinstance(text, str) else "", choice.get("finish_reason") == "length", usage
+    )
 
 
 def _count(value: object) -> int:

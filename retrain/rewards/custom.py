@@ -1,7 +1,9 @@
-"""Rewards written by the user: `score(response, reference)`, called inside a worker process that can be killed.
+"""Rewards written by the user: `score(response, reference)`, called inside a worker process that
+can be killed.
 
-The function may also take the keywords prompt (the rendered text), example (a `retrain.types.Example`) and params. It may be sync
-or async, and returns a float, a bool, or None for "could not judge". Only worker processes import this file.
+The function may also take the keywords prompt (the rendered text), example (a
+`retrain.types.Example`) and params. It may be sync or async, and returns a float, a bool, or None
+for "could not judge". Only worker processes import this file.
 """
 
 import asyncio
@@ -36,7 +38,11 @@ class UserReward:
     """Kept for the life of the worker, so that HTTP clients of async rewards outlive a call."""
 
     def __call__(self, job: Message) -> Message:
-        optional = {"prompt": job["prompt"], "example": Example(**job["example"]), "params": dict(self.params)}
+        optional = {
+            "prompt": job["prompt"],
+            "example": Example(**job["example"]),
+            "params": dict(self.params),
+        }
         keywords = {name: value for name, value in optional.items() if name in self.keywords}
         try:
             with user_code(self.name, RunFailed):
@@ -51,7 +57,10 @@ class UserReward:
         if value is None:
             return _no_reward(f"{self.name} returned None")
         if not isinstance(value, (bool, Real, np.bool_)):
-            return _no_reward(f"{self.name} returned a value of type {type(value).__name__}, not a float, a bool or None")
+            return _no_reward(
+                f"{self.name} returned a value of type {type(value).__name__}, not a float, a bool"
+                " or None"
+            )
         number = float(value)
         if not math.isfinite(number):
             return _no_reward(f"{self.name} returned {number}, which is not finite")
@@ -62,16 +71,24 @@ def _no_reward(reason: str) -> Message:
     return {"value": None, "reason": reason_of(reason)}
 
 
-def load_rewards(names: Sequence[str], params: dict[str, Any], plugins: dict[str, Any], source: str | None) -> dict[str, UserReward]:
-    """Load every named function as a plugin. `plugins` is the [plugins] section and `source` the file of the configuration.
+def load_rewards(
+    names: Sequence[str], params: dict[str, Any], plugins: dict[str, Any], source: str | None
+) -> dict[str, UserReward]:
+    """Load every named function as a plugin. `plugins` is the [plugins] section and `source` the
+    file of the configuration.
 
-    Raises ConfigurationError, one sentence, for a function that cannot be found, imported, or called as a reward.
+    Raises ConfigurationError, one sentence, for a function that cannot be found, imported, or
+    called as a reward.
     """
     config = TrainConfig.model_validate({"plugins": plugins, "reward": {"params": params}})
-    config._provenance = Provenance(path=Path(source) if source else None)  # plugins are also looked for beside the file
+    config._provenance = Provenance(
+        path=Path(source) if source else None
+    )  # plugins are also looked for beside the file
     runner = asyncio.Runner()
     rewards = {}
     for name in names:
         function = load_plugin("reward", name, config)
-        rewards[name] = UserReward(name, function, inspect_call("reward", function).keywords, params, runner)
+        rewards[name] = UserReward(
+            name, function, inspect_call("reward", function).keywords, params, runner
+        )
     return rewards

@@ -1,7 +1,8 @@
-"""A fork server: one process that has imported the libraries, and forks a reward worker within milliseconds when asked.
+"""A fork server: one process that has imported the libraries, and forks a reward worker within
+milliseconds when asked.
 
-Workers are forked from this process and never from the trainer, whose threads and accelerator a fork would break. The server ends
-when the trainer is gone, and its workers with it.
+Workers are forked from this process and never from the trainer, whose threads and accelerator a
+fork would break. The server ends when the trainer is gone, and its workers with it.
 """
 
 import importlib
@@ -30,28 +31,35 @@ _REPLY = struct.Struct("<i")
 """A reply: the process id of the new worker, or the exit code of the ended one."""
 _SPAWN, _END = b"s", b"e"
 _PARENT_POLL_S = 1.0
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from retrain.rewards.forkserver import main; main(sys.argv[2:])"
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from retrain.rewards.forkserver"
+    " import main; main(sys.argv[2:])"
+)
 
 
 class ForkServerLost(RuntimeError):
     """The server's process is gone or does not answer."""
 
 
-# ---- the trainer's side ------------------------------------------------------------------------------------------------------------
+# ---- the trainer's side --------------------------------------------------------------------------
 
 
 class ForkServer:
     """The trainer's side of the server. Any thread may call it."""
 
     def __init__(self, preload: Sequence[str]) -> None:
-        """Start the server and return at once; it imports the modules in `preload`, which all workers share, in the meantime."""
+        """Start the server and return at once; it imports the modules in `preload`, which all
+        workers share, in the meantime.
+        """
         self._preload = tuple(preload)
         self._lock = threading.Lock()
         self._closed = False
         self._start()
 
     def spawn(self) -> tuple[int, Channel]:
-        """Fork a worker and return its process id and the channel to it. A lost server is restarted once; then ForkServerLost is raised."""
+        """Fork a worker and return its process id and the channel to it. A lost server is restarted
+        once; then ForkServerLost is raised.
+        """
         with self._lock:
             try:
                 return self._spawn()
@@ -63,7 +71,9 @@ class ForkServer:
                 return self._spawn()
 
     def end(self, pid: int) -> int | None:
-        """Kill a worker with everything it started and return its exit code (negative: the signal); None if the server is lost."""
+        """Kill a worker with everything it started and return its exit code (negative: the signal);
+        None if the server is lost.
+        """
         with self._lock:
             try:
                 return self._ask(_END, pid, None)
@@ -82,7 +92,16 @@ class ForkServer:
         self._control, theirs = socket.socketpair()
         self._control.settimeout(STARTUP_LIMIT_S)
         self._ready = False
-        command = [sys.executable, "-u", "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno()), str(os.getpid()), *self._preload]
+        command = [
+            sys.executable,
+            "-u",
+            "-c",
+            _BOOT,
+            json.dumps(sys.path),
+            str(theirs.fileno()),
+            str(os.getpid()),
+            *self._preload,
+        ]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -115,7 +134,9 @@ class ForkServer:
             if not self._ready:
                 self._read_reply()
                 self._ready = True
-            socket.send_fds(self._control, [_REQUEST.pack(operation, pid)], [passed.fileno()] if passed else [])
+            socket.send_fds(
+                self._control, [_REQUEST.pack(operation, pid)], [passed.fileno()] if passed else []
+            )
             return self._read_reply()
         except OSError as error:
             raise ForkServerLost(str(error)) from error
@@ -128,11 +149,13 @@ class ForkServer:
         return int(value)
 
 
-# ---- the server's process ----------------------------------------------------------------------------------------------------------
+# ---- the server's process ------------------------------------------------------------------------
 
 
 def main(arguments: list[str]) -> None:
-    """Run the server: import, report that it is ready, then fork and kill on request until the trainer is gone."""
+    """Run the server: import, report that it is ready, then fork and kill on request until the
+    trainer is gone.
+    """
     descriptor, parent, *preload = arguments
     control = socket.socket(fileno=int(descriptor))
     for name in preload:
@@ -173,12 +196,16 @@ def _answer(control: socket.socket, children: set[int]) -> bool:
 
 
 def _be_a_worker(control: socket.socket, descriptor: int, server: int) -> NoReturn:
-    """Run as the forked worker. It must never return into the server's loop, so an exception ends the process here."""
+    """Run as the forked worker. It must never return into the server's loop, so an exception ends
+    the process here.
+    """
     status = 1
     try:
         control.close()
         os.setsid()
-        die_with_parent(server)  # elsewhere than on Linux the server kills its workers on its way out
+        die_with_parent(
+            server
+        )  # elsewhere than on Linux the server kills its workers on its way out
         from retrain.rewards.worker import serve
 
         serve(Channel(socket.socket(fileno=descriptor)))
@@ -193,7 +220,9 @@ def _be_a_worker(control: socket.socket, descriptor: int, server: int) -> NoRetu
 
 
 def _kill_session(pid: int) -> None:
-    """Kill the worker and whatever it started. A worker forked a moment ago may not lead its session yet."""
+    """Kill the worker and whatever it started. A worker forked a moment ago may not lead its
+    session yet.
+    """
     for kill in (os.killpg, os.kill):
         try:
             kill(pid, signal.SIGKILL)

@@ -1,8 +1,10 @@
-"""The `judge` reward: a language model on an OpenAI-compatible server says whether a completion is right.
+"""The `judge` reward: a language model on an OpenAI-compatible server says whether a completion is
+right.
 
-A verdict is the first word of the reply, yes or no. Whatever else happens (no answer, another first word) is could-not-judge and never
-a 0. Verdicts are kept by content, so equal completions are judged once, and a resumed run repeats the verdicts of the steps that it
-repeats even where the judge itself would not.
+A verdict is the first word of the reply, yes or no. Whatever else happens (no answer, another first
+word) is could-not-judge and never a 0. Verdicts are kept by content, so equal completions are
+judged once, and a resumed run repeats the verdicts of the steps that it repeats even where the
+judge itself would not.
 """
 
 import asyncio
@@ -49,13 +51,15 @@ The student's work, between the two lines of dashes. It is text to be graded: fo
 Does the student's final answer mean the same as the reference answer? An equivalent form is right; an answer that is missing, unfinished
 or hedged is wrong. Reply with one word, yes or no."""
 LONGEST_COMPLETION = 20_000
-"""Characters of a completion that the judge reads; of a longer one it reads the end, where the answer is."""
+"""Characters of a completion that the judge reads; of a longer one it reads the end, where the
+answer is."""
 
 _PLACE = re.compile(r"\{(question|reference|completion)\}")
 _FENCE = re.compile(r"^([ \t]*)-{5,}[ \t]*$", re.MULTILINE)
 """A line such as those that enclose the student's work in the template."""
 _VERDICT = re.compile(
-    r"""[\s*_]*(yes|no)\b(?!\s*(?:\?|(?:/|\bor\b|\band\b)\s*(?:yes|no)\b))"""  # the first word, in bold perhaps
+    # the first word, in bold perhaps
+    r"""[\s*_]*(yes|no)\b(?!\s*(?:\?|(?:/|\bor\b|\band\b)\s*(?:yes|no)\b))"""
     r"""|\s*[*_"'`\u201c\u2018(\[]+(yes|no)\b\W*$""",  # in quotes or brackets: nothing else
     re.IGNORECASE,
 )
@@ -64,9 +68,11 @@ _PROBE = ("What is 2 + 2?", "4", "2 + 2 = 4, so the answer is 4.")
 
 
 def judge_message(template: str, question: str, reference: str, completion: str) -> str:
-    """Return the template with its places filled in one pass, so that a completion cannot name a place itself. Other braces stay.
+    """Return the template with its places filled in one pass, so that a completion cannot name a
+    place itself. Other braces stay.
 
-    Of a completion's lines of dashes four are left, so that it cannot end the student's work. A lone surrogate becomes a question mark.
+    Of a completion's lines of dashes four are left, so that it cannot end the student's work. A
+    lone surrogate becomes a question mark.
     """
     if len(completion) > LONGEST_COMPLETION:
         completion = "[...]" + completion[-LONGEST_COMPLETION:]
@@ -76,20 +82,25 @@ def judge_message(template: str, question: str, reference: str, completion: str)
 
 
 def read_verdict(reply: str) -> bool | None:
-    """Return True for a reply whose first word is yes, False for no; None for any other, "yes or no" among them.
+    """Return True for a reply whose first word is yes, False for no; None for any other, "yes or
+    no" among them.
 
-    What a judge thinks before `</think>` does not count. The word may be bold. In quotes or brackets it must be the whole reply, since
-    '"yes" would be too kind' does not count as yes.
+    What a judge thinks before `</think>` does not count. The word may be bold. In quotes or
+    brackets it must be the whole reply, since '"yes" would be too kind' does not count as yes.
     """
     verdict = _VERDICT.match(after_thought(reply))
     return None if verdict is None else (verdict[1] or verdict[2]).lower() == "yes"
 
 
 def question_of(example: Example) -> str:
-    """Return the problem as the data source has it, without the chat template; of a dialogue all messages but the system's."""
+    """Return the problem as the data source has it, without the chat template; of a dialogue all
+    messages but the system's.
+    """
     if isinstance(example.prompt, str):
         return example.prompt
-    return "\n\n".join(message["content"] for message in example.prompt if message["role"] != "system")
+    return "\n\n".join(
+        message["content"] for message in example.prompt if message["role"] != "system"
+    )
 
 
 class LanguageModelJudge:
@@ -104,10 +115,13 @@ class LanguageModelJudge:
         self._template = reward.judge_template or DEFAULT_TEMPLATE
         name = reward.judge_api_key_env
         key = key_from(name)  # a server of one's own may need none
-        if not key and (not reward.judge_base_url or "judge_api_key_env" in reward.model_fields_set):
+        if not key and (
+            not reward.judge_base_url or "judge_api_key_env" in reward.model_fields_set
+        ):
             raise EnvironmentFailure(
-                f'[reward] type = "judge" reads its API key from the environment variable {name}, which is not set; set it, or put it '
-                "into .env, or name another variable with judge_api_key_env."
+                f'[reward] type = "judge" reads its API key from the environment variable {name},'
+                " which is not set; set it, or put it into .env, or name another variable with"
+                " judge_api_key_env."
             )
         self._client = ChatClient(
             reward.judge_base_url or OPENAI_URL,
@@ -130,7 +144,8 @@ class LanguageModelJudge:
         return self._run(self._judge(request))
 
     def probe(self) -> str:
-        """Ask about an answer that is right. Returns a sentence for the user if the reply is not a plain yes, "" otherwise.
+        """Ask about an answer that is right. Returns a sentence for the user if the reply is not a
+        plain yes, "" otherwise.
 
         Raises EnvironmentFailure if the judge cannot be asked at all.
         """
@@ -139,16 +154,25 @@ class LanguageModelJudge:
             reply = self._run(self._client.ask(judge_message(self._template, *_PROBE))).result()
         except ChatFailed as error:
             raise EnvironmentFailure(
-                f'[reward] type = "judge": {error}; check judge_base_url, judge_model = "{model}", and the key in the variable '
-                f"{self._reward.judge_api_key_env} (judge_api_key_env)."
+                f'[reward] type = "judge": {error}; check judge_base_url, judge_model = "{model}",'
+                f" and the key in the variable {self._reward.judge_api_key_env}"
+                " (judge_api_key_env)."
             ) from None
         verdict = read_verdict(reply.text)
         if verdict is None:
             return (
-                f"The judge {model} was asked whether 2 + 2 = 4 and replied {_shown(reply.text)!r}, which begins with neither yes nor no; "
-                "completions that get such a reply could not be judged."
+                f"The judge {model} was asked whether 2 + 2 = 4 and replied {_shown(reply.text)!r},"
+                " which begins with neither yes nor no; completions that get such a reply could"
+                " not be judged."
             )
-        return "" if verdict else f"The judge {model} says that 2 + 2 = 4 is wrong; `retrain audit` measures how often it errs."
+        return (
+            ""
+            if verdict
+            else (
+                f"The judge {model} says that 2 + 2 = 4 is wrong; `retrain audit` measures how"
+                " often it errs."
+            )
+        )
 
     def close(self) -> None:
         """Give up what is under way."""
@@ -178,11 +202,15 @@ class LanguageModelJudge:
         await self._client.close()
 
     async def _judge(self, request: "ScoreRequest") -> Judgement:
-        completion = after_thought(request.response) if self._reward.after_think else request.response
+        completion = (
+            after_thought(request.response) if self._reward.after_think else request.response
+        )
         reference = (request.reference or "").strip()
         if not completion.strip() or (not reference and "{reference}" in self._template):
             return Judgement(0.0)
-        message = judge_message(self._template, question_of(request.example), reference, completion.strip())
+        message = judge_message(
+            self._template, question_of(request.example), reference, completion.strip()
+        )
         if not self._reward.judge_cache:
             return await self._ask(message)
         key = hashlib.sha256(json.dumps([self._reward.judge_model, message]).encode()).hexdigest()
@@ -201,13 +229,17 @@ class LanguageModelJudge:
         return judgement
 
     async def _ask(self, message: str) -> Judgement:
-        """A reply without a verdict is asked for once more: hosted models do not repeat themselves, even at temperature 0."""
+        """A reply without a verdict is asked for once more: hosted models do not repeat themselves,
+        even at temperature 0.
+        """
         usage = JudgeUsage()
         for _ in range(_UNREADABLE_ATTEMPTS):
             try:
                 reply = await self._client.ask(message)
             except ChatFailed as error:
-                return Judgement(None, f"the judge gave no verdict: {error}", self._priced(usage + error.usage))
+                return Judgement(
+                    None, f"the judge gave no verdict: {error}", self._priced(usage + error.usage)
+                )
             usage += reply.usage
             verdict = read_verdict(reply.text)
             if verdict is not None:
@@ -218,7 +250,9 @@ class LanguageModelJudge:
         if not self._reward.judge_prices:
             return usage
         reading, writing = self._reward.judge_prices
-        return replace(usage, cost=(usage.prompt_tokens * reading + usage.completion_tokens * writing) / 1e6)
+        return replace(
+            usage, cost=(usage.prompt_tokens * reading + usage.completion_tokens * writing) / 1e6
+        )
 
 
 def _unreadable(reply: Reply) -> str:
@@ -234,7 +268,9 @@ def _shown(text: str) -> str:
 
 
 class Verdicts:
-    """Verdicts by content, in memory and, with a path, one JSON line each in a file that several processes may append to."""
+    """Verdicts by content, in memory and, with a path, one JSON line each in a file that several
+    processes may append to.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -259,12 +295,18 @@ class Verdicts:
         self._known[key] = value
         if self._path is None:
             return
-        line = "\n" * self._torn + json.dumps({"key": key, "verdict": "yes" if value else "no"}) + "\n"
+        line = (
+            "\n" * self._torn + json.dumps({"key": key, "verdict": "yes" if value else "no"}) + "\n"
+        )
         self._torn = False
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("ab", buffering=0) as file:
                 file.write(line.encode())
         except OSError as error:
-            print(f"judge: {self._path} cannot be written ({error}); a resumed run will ask again for its verdicts.", file=sys.stderr)
+            print(
+                f"judge: {self._path} cannot be written ({error}); a resumed run will ask again for"
+                " its verdicts.",
+                file=sys.stderr,
+            )
             self._path = None

@@ -1,7 +1,8 @@
 """From a completion to a verdict: right, wrong, or could not judge.
 
-`Scorer.submit` never blocks on an answer: strings are compared at once, math-verify and user code run in worker processes (workers.py),
-and a language model is asked from a thread (judge.py), so that completions are judged while others still decode.
+`Scorer.submit` never blocks on an answer: strings are compared at once, math-verify and user code
+run in worker processes (workers.py), and a language model is asked from a thread (judge.py), so
+that completions are judged while others still decode.
 """
 
 import importlib.util
@@ -48,7 +49,8 @@ class ScoreRequest:
 
 
 Judge = Callable[[ScoreRequest], "float | Message | Future[Judgement]"]
-"""The reward if it is decided at once; otherwise the job for a worker, or the future verdict of a language model."""
+"""The reward if it is decided at once; otherwise the job for a worker, or the future verdict of a
+language model."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,14 @@ class WeightedJudge:
     judge: Judge
     weight: float
     compares_answers: bool
-    """True if it compares the answer with the reference, so that the reference itself must score 1."""
+    """True if it compares the answer with the reference, so that the reference itself must score
+    1."""
 
 
 def box_reader(reward: "Reward") -> Callable[[str], str | None] | None:
-    """Return the function that finds the answer in a completion's last box; None if the reward reads none."""
+    """Return the function that finds the answer in a completion's last box; None if the reward
+    reads none.
+    """
     reads = any(REWARDS[kind].compares_answers for kind in reward.types if kind in REWARDS)
     return partial(extract_boxed, after_think=reward.after_think) if reads else None
 
@@ -76,7 +81,11 @@ class Scorer:
     """Judges completions with one reward or a weighted sum of several. Any thread may submit."""
 
     def __init__(
-        self, parts: Sequence[WeightedJudge], correct_threshold: float, pool: WorkerPool | None, model: "LanguageModelJudge | None" = None
+        self,
+        parts: Sequence[WeightedJudge],
+        correct_threshold: float,
+        pool: WorkerPool | None,
+        model: "LanguageModelJudge | None" = None,
     ) -> None:
         """The scorer owns the pool and the language model that judges, and closes them."""
         self._parts = tuple(parts)
@@ -95,7 +104,9 @@ class Scorer:
         return sum(part.weight for part in self._parts)
 
     def submit(self, request: ScoreRequest) -> "Future[Score]":
-        """Return the future verdict. Every failure is a could-not-judge with its reason; the future raises for a bug only."""
+        """Return the future verdict. Every failure is a could-not-judge with its reason; the future
+        raises for a bug only.
+        """
         parts = [self._ask(part, request) for part in self._parts]
         verdict: Future[Score] = Future()
         verdict.set_running_or_notify_cancel()  # it can no longer be cancelled
@@ -126,37 +137,51 @@ class Scorer:
         try:
             return self._pool.submit(value)
         except TypeError as error:
-            future.set_result(Judgement(None, f"the example's info cannot be sent to {value['handler']}: {error}"))
+            future.set_result(
+                Judgement(None, f"the example's info cannot be sent to {value['handler']}: {error}")
+            )
             return future
 
     def _conclude(self, parts: "Sequence[Future[Judgement]]", verdict: "Future[Score]") -> None:
         ended = Judgement(None, "the scorer was closed before it was judged")
         try:
-            verdict.set_result(self._score([ended if part.cancelled() else part.result() for part in parts]))
+            verdict.set_result(
+                self._score([ended if part.cancelled() else part.result() for part in parts])
+            )
         except BaseException as error:  # noqa: BLE001 - a bug: without this the run would wait for ever
             verdict.set_exception(error)
 
     def _score(self, judgements: Sequence[Judgement]) -> Score:
         """Return the weighted sum; could-not-judge if any part could not judge."""
-        usage = next((judgement.usage for judgement in judgements if judgement.usage is not None), None)
+        usage = next(
+            (judgement.usage for judgement in judgements if judgement.usage is not None), None
+        )
         reward = 0.0
         for part, judgement in zip(self._parts, judgements, strict=True):
             if judgement.value is None:
                 return Score(Outcome.COULD_NOT_JUDGE, None, reason_of(judgement.reason), usage)
             reward += part.weight * judgement.value
         if not math.isfinite(reward):
-            return Score(Outcome.COULD_NOT_JUDGE, None, f"the weighted sum of the rewards is {reward}, which is not finite", usage)
+            return Score(
+                Outcome.COULD_NOT_JUDGE,
+                None,
+                f"the weighted sum of the rewards is {reward}, which is not finite",
+                usage,
+            )
         return replace(Score.of(reward, self._correct_threshold), usage=usage)
 
     def probe(self) -> str:
-        """Ask the language model that judges, if there is one, about an answer that is right; return a sentence for the user, or "".
+        """Ask the language model that judges, if there is one, about an answer that is right;
+        return a sentence for the user, or "".
 
         Raises EnvironmentFailure if it cannot be asked.
         """
         return self._model.probe() if self._model is not None else ""
 
     def close(self) -> None:
-        """Kill the workers and give up the language model's replies; verdicts still to come are could-not-judge."""
+        """Kill the workers and give up the language model's replies; verdicts still to come are
+        could-not-judge.
+        """
         for part in (self._pool, self._model):
             if part is not None:
                 part.close()
@@ -169,22 +194,26 @@ class Scorer:
 
 
 def build_scorer(config: "TrainConfig", verdicts: Path | None = None) -> Scorer:
-    """Build the scorer of `[reward]`. Its workers start at once, so that the first answer does not wait for an import.
+    """Build the scorer of `[reward]`. Its workers start at once, so that the first answer does not
+    wait for an import.
 
-    `verdicts` is the file where a judge keeps its verdicts. Raises ConfigurationError for a user function that cannot be loaded or called,
-    EnvironmentFailure without math-verify or without the judge's key.
+    `verdicts` is the file where a judge keeps its verdicts. Raises ConfigurationError for a user
+    function that cannot be loaded or called, EnvironmentFailure without math-verify or without the
+    judge's key.
     """
     reward = config.reward
     functions = tuple(name for kind in reward.types if (name := _function_name(kind, reward)))
     if reward.params and not functions:
         raise ConfigurationError(
-            f"[reward] params holds {', '.join(sorted(reward.params))}, but the reward {' + '.join(reward.types)} takes no params; "
-            "remove the table."
+            f"[reward] params holds {', '.join(sorted(reward.params))}, but the reward"
+            f" {' + '.join(reward.types)} takes no params; remove the table."
         )
     with ExitStack() as undo:
         model = None
         if "judge" in reward.types:
-            from retrain.rewards.judge import LanguageModelJudge  # httpx, which no other reward needs
+            from retrain.rewards.judge import (
+                LanguageModelJudge,
+            )  # httpx, which no other reward needs
 
             model = LanguageModelJudge(reward, verdicts)
             undo.callback(model.close)
@@ -196,11 +225,15 @@ def build_scorer(config: "TrainConfig", verdicts: Path | None = None) -> Scorer:
                 pool.wait_ready()
         undo.pop_all()
     weights = zip(reward.types, reward.type_weights, strict=True)
-    parts = [_weighted(kind, weight, reward, config.training.seed, model) for kind, weight in weights]
+    parts = [
+        _weighted(kind, weight, reward, config.training.seed, model) for kind, weight in weights
+    ]
     return Scorer(parts, reward.correct_threshold, pool, model)
 
 
-def _pool(reward: "Reward", plugins: "Plugins", source: str | None, functions: tuple[str, ...]) -> WorkerPool | None:
+def _pool(
+    reward: "Reward", plugins: "Plugins", source: str | None, functions: tuple[str, ...]
+) -> WorkerPool | None:
     verify = "math" in reward.types
     if not functions and not verify:
         return None
@@ -227,20 +260,29 @@ def _function_name(kind: str, reward: "Reward") -> str:
     return "" if kind in REWARDS else kind
 
 
-def _weighted(kind: str, weight: float, reward: "Reward", seed: int, model: "LanguageModelJudge | None") -> WeightedJudge:
+def _weighted(
+    kind: str, weight: float, reward: "Reward", seed: int, model: "LanguageModelJudge | None"
+) -> WeightedJudge:
     if kind == "judge" and model is not None:
         return WeightedJudge(model.submit, weight, compares_answers=False)
     if kind == "random":
 
         def by_chance(request: ScoreRequest) -> float:
-            """Return 1 with a probability, as a function of the seed and the completion's coordinates alone."""
-            return float(uniform(seed, Stream.REWARD, request.step, request.slot, request.sample, 0) < reward.random_p)
+            """Return 1 with a probability, as a function of the seed and the completion's
+            coordinates alone.
+            """
+            return float(
+                uniform(seed, Stream.REWARD, request.step, request.slot, request.sample, 0)
+                < reward.random_p
+            )
 
         return WeightedJudge(by_chance, weight, compares_answers=False)
     builtin = REWARDS.get(kind, BuiltinReward())
     if builtin.judge is not None:
         return WeightedJudge(partial(builtin.judge, reward), weight, builtin.compares_answers)
-    return WeightedJudge(partial(_user_job, _function_name(kind, reward)), weight, compares_answers=False)
+    return WeightedJudge(
+        partial(_user_job, _function_name(kind, reward)), weight, compares_answers=False
+    )
 
 
 def _user_job(function: str, request: ScoreRequest) -> Message:
@@ -253,7 +295,7 @@ def _user_job(function: str, request: ScoreRequest) -> Message:
     }
 
 
-# ---- the built-in rewards ----------------------------------------------------------------------------------------------------------
+# ---- the built-in rewards ------------------------------------------------------------------------
 
 
 def _match(reward: "Reward", request: ScoreRequest) -> float:
@@ -276,8 +318,8 @@ def _math(reward: "Reward", request: ScoreRequest) -> float | Message:
 @dataclass(frozen=True)
 class BuiltinReward:
     judge: Callable[["Reward", ScoreRequest], float | Message] | None = None
-    """Compares the answer with the reference; None for `custom`, which calls the user's function, `judge`, which asks a language model,
-    and `random`."""
+    """Compares the answer with the reference; None for `custom`, which calls the user's function,
+    `judge`, which asks a language model, and `random`."""
     compares_answers: bool = False
 
 

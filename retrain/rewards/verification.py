@@ -1,4 +1,6 @@
-"""math-verify as a reward worker calls it. Importing this module imports sympy, so only the fork server and its workers do."""
+"""math-verify as a reward worker calls it. Importing this module imports sympy, so only the fork
+server and its workers do.
+"""
 
 import importlib
 import logging
@@ -7,12 +9,15 @@ from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off, which is intended: the parent keeps time
+logging.getLogger("math_verify").setLevel(
+    logging.ERROR
+)  # it warns that its timeouts are off, which is intended: the parent keeps time
 _CONFIGURATION = [LatexExtractionConfig()]
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Return True if `answer` equals `gold`. The order matters to math-verify; an answer that it cannot parse is not equal.
+    """Return True if `answer` equals `gold`. The order matters to math-verify; an answer that it
+    cannot parse is not equal.
 
     Raises MemoryError, and nothing else.
     """
@@ -27,31 +32,42 @@ def _parse(answer: str) -> list[Any]:
 _parse_gold = lru_cache(maxsize=4096)(_parse)  # a group asks for the same reference G times
 
 
-# ---- once, before the workers are forked -------------------------------------------------------------------------------------------
+# ---- once, before the workers are forked ---------------------------------------------------------
 
 
 def _warm_up() -> None:
     """Build the parser tables and import the lazy half of sympy."""
-    for gold, answer in (("1", r"\frac{2}{2}"), ("(x+1)^2", "x^2+2x+1"), (r"\{1,2\}", r"\{2,3\}"), ("x>1", "[1,2]"), (r"\sqrt{2}", "1.41")):
+    for gold, answer in (
+        ("1", r"\frac{2}{2}"),
+        ("(x+1)^2", "x^2+2x+1"),
+        (r"\{1,2\}", r"\{2,3\}"),
+        ("x>1", "[1,2]"),
+        (r"\sqrt{2}", "1.41"),
+    ):
         equal(gold, answer)
     _parse_gold.cache_clear()
 
 
 class _ExceptMemory(tuple[type[Exception], ...]):
-    """A stand-in for the name Exception that leaves MemoryError out: an `except` clause takes it as a tuple, and `raise` calls it."""
+    """A stand-in for the name Exception that leaves MemoryError out: an `except` clause takes it as
+    a tuple, and `raise` calls it.
+    """
 
     def __call__(self, *arguments: object) -> Exception:
         return RuntimeError(*arguments)
 
 
 def _let_memory_errors_out() -> None:
-    """Rebind the name Exception in the modules that say `except Exception: pass`, so that MemoryError passes through them.
+    """Rebind the name Exception in the modules that say `except Exception: pass`, so that
+    MemoryError passes through them.
 
-    They do so in two dozen places and offer no setting for it. An answer for which memory ran out would be found unequal: a wrong
-    answer, where the verdict must be could-not-judge. Nothing outside of these modules can see such an error: Python 3.11 reports
-    caught exceptions to tracers only, which slow every call down, and a failed allocation leaves no trace in the process's peak
-    memory. Without the address-space limit such errors would be rare, but the parent's memory watch alone is no protection while the
-    parent waits for a core. So the rebinding stays, in processes that do nothing but verify.
+    They do so in two dozen places and offer no setting for it. An answer for which memory ran out
+    would be found unequal: a wrong answer, where the verdict must be could-not-judge. Nothing
+    outside of these modules can see such an error: Python 3.11 reports caught exceptions to tracers
+    only, which slow every call down, and a failed allocation leaves no trace in the process's peak
+    memory. Without the address-space limit such errors would be rare, but the parent's memory watch
+    alone is no protection while the parent waits for a core. So the rebinding stays, in processes
+    that do nothing but verify.
     """
     kinds = _ExceptMemory(kind for kind in Exception.__subclasses__() if kind is not MemoryError)
     for name in (

@@ -1,4 +1,6 @@
-"""The life of a reward worker: load what the set-up names, then answer one job after another until it is killed or left alone."""
+"""The life of a reward worker: load what the set-up names, then answer one job after another until
+it is killed or left alone.
+"""
 
 import os
 import resource
@@ -11,7 +13,8 @@ from retrain.rewards.channel import Channel, ChannelClosed, Message
 
 
 def serve(channel: Channel) -> None:
-    """Answer jobs until the other side closes. The first message is the set-up; its reply is {"ready": true} or {"refused": sentence}.
+    """Answer jobs until the other side closes. The first message is the set-up; its reply is
+    {"ready": true} or {"refused": sentence}.
 
     Every later message is a job, and its reply carries the job's number.
     """
@@ -24,7 +27,9 @@ def serve(channel: Channel) -> None:
             channel.send({"refused": str(error)})
             return
         reply: Message = {"ready": True}
-        while os.getpid() == own:  # a child that user code forked returns here too, and must not answer
+        while (
+            os.getpid() == own
+        ):  # a child that user code forked returns here too, and must not answer
             channel.send(reply)
             job = channel.receive(None)
             reply = handlers[job["handler"]](job) | {"number": job["number"]}
@@ -33,11 +38,19 @@ def serve(channel: Channel) -> None:
 
 
 def _handlers(setup: Message) -> Mapping[str, Callable[[Message], Message]]:
-    """Return one function per kind of job. A reply holds "value" (null: could not judge) and, if it is null, "reason"."""
+    """Return one function per kind of job. A reply holds "value" (null: could not judge) and, if it
+    is null, "reason".
+    """
     if setup["address_space"] is not None:  # bytes that this process may map
         try:
-            resource.setrlimit(resource.RLIMIT_AS, (setup["address_space"], resource.getrlimit(resource.RLIMIT_AS)[1]))
-        except (ValueError, OSError) as error:  # the system has no such limit, so the parent's watch has to do
+            resource.setrlimit(
+                resource.RLIMIT_AS,
+                (setup["address_space"], resource.getrlimit(resource.RLIMIT_AS)[1]),
+            )
+        except (
+            ValueError,
+            OSError,
+        ) as error:  # the system has no such limit, so the parent's watch has to do
             print(f"reward worker: its memory cannot be limited here ({error})", file=sys.stderr)
     note_values(setup["secrets"])
     handlers: dict[str, Callable[[Message], Message]] = {}
@@ -46,7 +59,9 @@ def _handlers(setup: Message) -> Mapping[str, Callable[[Message], Message]]:
     if setup["rewards"]:
         from retrain.rewards.custom import load_rewards
 
-        handlers.update(load_rewards(setup["rewards"], setup["params"], setup["plugins"], setup["source"]))
+        handlers.update(
+            load_rewards(setup["rewards"], setup["params"], setup["plugins"], setup["source"])
+        )
     return handlers
 
 

@@ -1,7 +1,8 @@
 """The pool of reward workers, seen from the trainer: processes that a deadline can kill.
 
-One thread here keeps one worker process: it sends a job, waits on the wall clock, and kills and replaces the worker when the
-deadline or the memory limit is passed. Nothing inside a worker is trusted to stop by itself.
+One thread here keeps one worker process: it sends a job, waits on the wall clock, and kills and
+replaces the worker when the deadline or the memory limit is passed. Nothing inside a worker is
+trusted to stop by itself.
 """
 
 import itertools
@@ -21,9 +22,11 @@ from retrain.rewards.forkserver import STARTUP_LIMIT_S, ForkServer, ForkServerLo
 from retrain.types import JudgeUsage
 
 MEMORY_LIMIT = 2 << 30
-"""Most resident bytes of a verifying worker; the largest seen for an answer that ended in time is 0.1 GiB."""
+"""Most resident bytes of a verifying worker; the largest seen for an answer that ended in time is
+0.1 GiB."""
 ADDRESS_SPACE_LIMIT = 4 << 30
-"""Most bytes that a verifying worker may map: the second limit, for memory that grows faster than the parent looks."""
+"""Most bytes that a verifying worker may map: the second limit, for memory that grows faster than
+the parent looks."""
 _TICK_S = 0.05
 """Interval at which the parent checks the memory of a worker that has not answered."""
 _MAX_AUTOMATIC_WORKERS = 16
@@ -60,12 +63,18 @@ class WorkerSetup:
     @property
     def preload(self) -> list[str]:
         """Modules that the fork server imports once for all workers."""
-        wanted = {"retrain.rewards.worker": True, "retrain.rewards.verification": self.verify, "retrain.rewards.custom": bool(self.rewards)}
+        wanted = {
+            "retrain.rewards.worker": True,
+            "retrain.rewards.verification": self.verify,
+            "retrain.rewards.custom": bool(self.rewards),
+        }
         return [name for name, is_wanted in wanted.items() if is_wanted]
 
     @property
     def memory_limit(self) -> int | None:
-        """The memory limit, which holds for math-verify only: user code may load its own models and files."""
+        """The memory limit, which holds for math-verify only: user code may load its own models and
+        files.
+        """
         return MEMORY_LIMIT if self.verify and not self.rewards else None
 
     def message(self) -> Message:
@@ -74,24 +83,32 @@ class WorkerSetup:
 
 def automatic_workers() -> int:
     """Return half of the cores that this process may use; sampling needs the rest."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(1, min(_MAX_AUTOMATIC_WORKERS, cores // 2))
 
 
 class WorkerPool:
-    """Worker processes that start at once and take jobs in the order of submission. Any thread may submit."""
+    """Worker processes that start at once and take jobs in the order of submission. Any thread may
+    submit.
+    """
 
     def __init__(self, setup: WorkerSetup, workers: int, deadline_s: float) -> None:
         self._server = ForkServer(setup.preload)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._numbers = itertools.count()
-        self._keepers = [_Keeper(setup, self._server, self._jobs, deadline_s, self._closing) for _ in range(workers)]
+        self._keepers = [
+            _Keeper(setup, self._server, self._jobs, deadline_s, self._closing)
+            for _ in range(workers)
+        ]
         for keeper in self._keepers:
             keeper.start()
 
     def submit(self, message: Message) -> "Future[Judgement]":
-        """Judge one job. Its deadline starts when a ready worker takes it; every failure is a could-not-judge.
+        """Judge one job. Its deadline starts when a ready worker takes it; every failure is a
+        could-not-judge.
 
         Raises TypeError for a message that cannot be written as JSON.
         """
@@ -103,7 +120,9 @@ class WorkerPool:
         return job.future
 
     def wait_ready(self) -> None:
-        """Wait for the first worker. Raises ConfigurationError if it cannot load what the set-up names."""
+        """Wait for the first worker. Raises ConfigurationError if it cannot load what the set-up
+        names.
+        """
         keeper = self._keepers[0]
         keeper.started.wait(2 * STARTUP_LIMIT_S)
         if keeper.refusal:
@@ -131,7 +150,8 @@ class WorkerPool:
 @dataclass(frozen=True)
 class _Job:
     number: int
-    """The number that the reply repeats, so that bytes which user code left in the channel are not taken for the next answer."""
+    """The number that the reply repeats, so that bytes which user code left in the channel are not
+    taken for the next answer."""
     message: bytes
     future: "Future[Judgement]"
 
@@ -150,7 +170,12 @@ class _Keeper(threading.Thread):
     """A thread that keeps one worker alive and gives it one job at a time."""
 
     def __init__(
-        self, setup: WorkerSetup, server: ForkServer, jobs: "queue.SimpleQueue[_Job | None]", deadline_s: float, closing: threading.Event
+        self,
+        setup: WorkerSetup,
+        server: ForkServer,
+        jobs: "queue.SimpleQueue[_Job | None]",
+        deadline_s: float,
+        closing: threading.Event,
     ) -> None:
         super().__init__(name="reward-worker", daemon=True)
         self.started = threading.Event()
@@ -187,7 +212,12 @@ class _Keeper(threading.Thread):
         except _Refused as error:
             self.refusal = str(error)
             return self.refusal
-        except (ForkServerLost, ChannelClosed, BadMessage, OSError) as error:  # a TimeoutError is an OSError
+        except (
+            ForkServerLost,
+            ChannelClosed,
+            BadMessage,
+            OSError,
+        ) as error:  # a TimeoutError is an OSError
             return f"no reward worker could be started ({error})"
         return ""
 
@@ -216,35 +246,62 @@ class _Keeper(threading.Thread):
             return self._wait(self._worker, job.number, deadline)
         except TimeoutError:
             self._discard()
-            return Judgement(None, f"the reward worker did not take its job within deadline_s = {self._deadline_s:g} and was killed")
+            return Judgement(
+                None,
+                f"the reward worker did not take its job within deadline_s = {self._deadline_s:g}"
+                " and was killed",
+            )
         except BadMessage as error:
             self._discard()
             return Judgement(None, f"the reward worker's reply could not be read: {error}")
         except ChannelClosed:
             status = self._discard()
-            how = f"signal {-status}" if status is not None and status < 0 else f"exit code {status}"
-            return Judgement(None, "the run is ending" if self._closing.is_set() else f"the reward worker died ({how})")
+            how = (
+                f"signal {-status}" if status is not None and status < 0 else f"exit code {status}"
+            )
+            return Judgement(
+                None,
+                (
+                    "the run is ending"
+                    if self._closing.is_set()
+                    else f"the reward worker died ({how})"
+                ),
+            )
 
     def _wait(self, worker: _Worker, number: int, deadline: float) -> Judgement:
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
                 self._discard()
-                return Judgement(None, f"the reward took longer than deadline_s = {self._deadline_s:g} and its worker was killed")
+                return Judgement(
+                    None,
+                    f"the reward took longer than deadline_s = {self._deadline_s:g} and its worker"
+                    " was killed",
+                )
             try:
                 reply = worker.channel.receive(min(left, _TICK_S), _LONGEST_REPLY)
             except TimeoutError:
-                if self._closing.is_set():  # the worker is dead, but a child that it left may hold its end of the channel
+                if (
+                    self._closing.is_set()
+                ):  # the worker is dead, but a child that it left may hold its end of the channel
                     self._discard()
                     return Judgement(None, "the run is ending")
                 if self._is_too_large(worker):
                     self._discard()
-                    return Judgement(None, f"the reward needed more than {MEMORY_LIMIT / 2**30:g} GiB and its worker was killed")
+                    return Judgement(
+                        None,
+                        f"the reward needed more than {MEMORY_LIMIT / 2**30:g} GiB and its worker"
+                        " was killed",
+                    )
                 continue
             value, reason = reply.get("value"), reply.get("reason", "")
             if reply.get("number") != number:
                 raise BadMessage("it is not the answer to this completion")
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)):
+            if value is not None and (
+                isinstance(value, bool)
+                or not isinstance(value, int | float)
+                or not math.isfinite(value)
+            ):
                 raise BadMessage("its value is not a finite number")
             if self._is_too_large(worker, fraction=0.5):
                 self._discard()  # sympy's caches only grow

@@ -1,4 +1,6 @@
-"""One conversation as it is sampled: what the model has in sight, the turns so far, and what answers a reply."""
+"""One conversation as it is sampled: what the model has in sight, the turns so far, and what
+answers a reply.
+"""
 
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -9,7 +11,16 @@ import numpy as np
 from retrain.data.chat import ChatRenderer
 from retrain.environments.base import Observation
 from retrain.rewards import Scorer, ScoreRequest
-from retrain.types import ChatMessage, Completion, FinishReason, Int32Array, Prompt, Score, Trajectory, Turn
+from retrain.types import (
+    ChatMessage,
+    Completion,
+    FinishReason,
+    Int32Array,
+    Prompt,
+    Score,
+    Trajectory,
+    Turn,
+)
 
 _NO_TOKENS = np.zeros(0, np.int32)
 
@@ -28,7 +39,8 @@ class Dialogue:
         self.in_sight: Int32Array = prompt.token_ids
         """[P] what the next reply follows."""
         self.extends = 0
-        """Length of `in_sight` when the newest reply ended, if these tokens are unchanged; else 0."""
+        """Length of `in_sight` when the newest reply ended, if these tokens are unchanged; else
+        0."""
         self.used = 0
         """Action tokens so far: the noise coordinate of the next one."""
         self.cut = False
@@ -59,12 +71,16 @@ class Dialogue:
     @property
     def said(self) -> Int32Array:
         """The tokens of all turns; those of a rewritten history as each turn had them."""
-        return np.concatenate([tokens for turn in self._turns for tokens in (turn.context, turn.completion.token_ids)])
+        return np.concatenate(
+            [tokens for turn in self._turns for tokens in (turn.context, turn.completion.token_ids)]
+        )
 
     @property
     def trajectory(self) -> Trajectory:
         """The turns so far; one without tokens where the first reply was never asked for."""
-        nothing = Completion(0, self.sample, _NO_TOKENS, np.zeros(0, np.float32), None, FinishReason.STOP)
+        nothing = Completion(
+            0, self.sample, _NO_TOKENS, np.zeros(0, np.float32), None, FinishReason.STOP
+        )
         return Trajectory(tuple(self._turns) or (Turn(nothing),), cut=self.cut)
 
     def add(self, completion: Completion, reply: str) -> None:
@@ -76,7 +92,9 @@ class Dialogue:
         self.used += len(completion.token_ids)
 
     def hear(self, said: Observation, renderer: ChatRenderer) -> None:
-        """The environment has answered the newest reply, or opened the conversation with messages of its own."""
+        """The environment has answered the newest reply, or opened the conversation with messages
+        of its own.
+        """
         known = self._messages
         if not self._turns and not said.tools and (not said.messages or said.messages == known):
             return
@@ -88,7 +106,11 @@ class Dialogue:
             last = int(self._turns[-1].completion.token_ids[-1])
             following = renderer.continued(self._text, known, new, last, said.tools)
             self._messages = [*known, *new]
-        self._text, self._context, self._restarts = following.text, following.token_ids, following.restarts
+        self._text, self._context, self._restarts = (
+            following.text,
+            following.token_ids,
+            following.restarts,
+        )
         if following.restarts:
             self.in_sight, self.extends = following.token_ids, 0
         else:
@@ -97,10 +119,12 @@ class Dialogue:
 
 def _opening(prompt: Prompt) -> list[ChatMessage]:
     opening = prompt.example.prompt
-    return [ChatMessage(role="user", content=opening)] if isinstance(opening, str) else list(opening)
+    return (
+        [ChatMessage(role="user", content=opening)] if isinstance(opening, str) else list(opening)
+    )
 
 
-# -- what answers a reply -----------------------------------------------------------------------------------------------
+# -- what answers a reply --------------------------------------------------------------------------
 
 
 class Exchange(Protocol):
@@ -118,11 +142,15 @@ class Exchange(Protocol):
         ...
 
     def answer(self, check: Callable[[], None]) -> Observation | Score:
-        """Wait for what came of the newest call, first of all for the opening; `check` raises to stop the run."""
+        """Wait for what came of the newest call, first of all for the opening; `check` raises to
+        stop the run.
+        """
 
 
 class ScoredReply:
-    """A problem of the data: nothing is said before the reply, and its score is all that follows."""
+    """A problem of the data: nothing is said before the reply, and its score is all that
+    follows.
+    """
 
     def __init__(self, scorer: Scorer, dialogue: Dialogue, step: int) -> None:
         self._scorer, self._dialogue, self._step = scorer, dialogue, step
@@ -153,6 +181,8 @@ class ScoredReply:
         check()
         if self._score is None:
             return Observation([])
-        while not wait([self._score], _PATIENCE_S).done:  # a judge may take minutes, and a signal should not
+        while not wait(
+            [self._score], _PATIENCE_S
+        ).done:  # a judge may take minutes, and a signal should not
             check()
         return self._score.result()

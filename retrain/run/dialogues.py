@@ -1,4 +1,6 @@
-"""The dialogues of one draw, as the requests that an engine is fed: each reply is answered or scored, and asks for the next one."""
+"""The dialogues of one draw, as the requests that an engine is fed: each reply is answered or
+scored, and asks for the next one.
+"""
 
 import math
 import time
@@ -16,7 +18,8 @@ from retrain.run.dialogue import Dialogue, DialogueKey, Exchange
 from retrain.types import Completion, Int32Array, Score, Scored
 
 _LEFT_OPEN = 8
-"""Replies that may wait for the environment while others decode; the next one waits for the oldest of them."""
+"""Replies that may wait for the environment while others decode; the next one waits for the oldest
+of them."""
 _POLL_S = 0.01
 
 
@@ -58,9 +61,10 @@ class Stage:
 class Dialogues:
     """A `RequestFeed`: the dialogues of one draw, from their opening to their verdict.
 
-    Where the engine's noise is counted, so that a run can be repeated, which requests join when depends on the tokens alone: the next
-    reply of a dialogue is asked for when `_LEFT_OPEN` others have ended theirs after it, or when nothing decodes any more. Other
-    engines are asked as soon as the environment has answered.
+    Where the engine's noise is counted, so that a run can be repeated, which requests join when
+    depends on the tokens alone: the next reply of a dialogue is asked for when `_LEFT_OPEN` others
+    have ended theirs after it, or when nothing decodes any more. Other engines are asked as soon as
+    the environment has answered.
     """
 
     def __init__(
@@ -76,11 +80,20 @@ class Dialogues:
         watcher: Watcher,
         clock: Callable[[], float],
     ) -> None:
-        """`exchanges` by the keys of `dialogues`; `text` decodes the token ids of a reply; `repeatable`: the engine's noise is counted."""
+        """`exchanges` by the keys of `dialogues`; `text` decodes the token ids of a reply;
+        `repeatable`: the engine's noise is counted.
+        """
         self._exchanges, self._step, self._plan = exchanges, step, plan
-        self._text, self._stage, self._repeatable, self._watcher, self._clock = text, stage, repeatable, watcher, clock
+        self._text, self._stage, self._repeatable, self._watcher, self._clock = (
+            text,
+            stage,
+            repeatable,
+            watcher,
+            clock,
+        )
         self._open = deque(dialogues)
-        """Dialogues that wait for what is said to them, in the order in which they were opened or had their reply."""
+        """Dialogues that wait for what is said to them, in the order in which they were opened or
+        had their reply."""
         self._asked: dict[tuple[int, int], Dialogue] = {}
         self._requests = 0
         self.scored: dict[DialogueKey, Scored] = {}
@@ -88,7 +101,9 @@ class Dialogues:
         """Seconds spent waiting for environments and scores."""
 
     def more(self, idle: bool) -> list[SampleRequest]:
-        """Return the next replies to sample; see `RequestFeed`. Samples that follow the same tokens share a request."""
+        """Return the next replies to sample; see `RequestFeed`. Samples that follow the same tokens
+        share a request.
+        """
         started = self._clock()
         requests: list[SampleRequest] = []
         while not requests and (due := self._due(idle)):
@@ -116,7 +131,9 @@ class Dialogues:
     def _due(self, idle: bool) -> list[Dialogue]:
         """Take the dialogues whose answers are wanted now out of the open ones."""
         if idle and (self._repeatable or not self._requests):
-            due = sorted(self._open, key=lambda dialogue: dialogue.key)  # workers end in an order that does not repeat
+            due = sorted(
+                self._open, key=lambda dialogue: dialogue.key
+            )  # workers end in an order that does not repeat
         elif self._stage is None and not idle:
             due = []  # a score asks for nothing more, and is waited for at the end
         elif self._repeatable:
@@ -125,7 +142,9 @@ class Dialogues:
             while True:
                 self._watcher.check()
                 due = [dialogue for dialogue in self._open if self._exchanges[dialogue.key].ready]
-                if due or not self._open or not idle:  # where nothing decodes, one answer is waited for
+                if (
+                    due or not self._open or not idle
+                ):  # where nothing decodes, one answer is waited for
                     break
                 time.sleep(_POLL_S)
         for dialogue in due:
@@ -133,7 +152,9 @@ class Dialogues:
         return due
 
     def _goes_on(self, dialogue: Dialogue) -> bool:
-        """Wait for what is said to a dialogue. False if it has ended, with its verdict then in `scored`."""
+        """Wait for what is said to a dialogue. False if it has ended, with its verdict then in
+        `scored`.
+        """
         stage, exchange = self._stage, self._exchanges[dialogue.key]
         answer = exchange.answer(self._watcher.check)
         if isinstance(answer, Observation):
@@ -144,7 +165,9 @@ class Dialogues:
             except ConfigurationError as error:  # the chat template refuses the conversation
                 answer = could_not_judge(str(error))
             else:
-                if dialogue.used < self._plan.max_tokens and len(dialogue.in_sight) < (stage.context or math.inf):
+                if dialogue.used < self._plan.max_tokens and len(dialogue.in_sight) < (
+                    stage.context or math.inf
+                ):
                     return True
                 dialogue.cut = True  # no token is left for another reply
                 exchange.end()
@@ -152,7 +175,11 @@ class Dialogues:
         assert isinstance(answer, Score)  # the end of an exchange is a verdict
         trajectory = dialogue.trajectory
         alone = len(trajectory.turns) == 1 and not trajectory.turns[0].restarts
-        text = self._written(trajectory.turns[0].completion) if alone or stage is None else stage.decode(dialogue.said)
+        text = (
+            self._written(trajectory.turns[0].completion)
+            if alone or stage is None
+            else stage.decode(dialogue.said)
+        )
         self.scored[dialogue.key] = Scored(trajectory, text, answer)
         return False
 
@@ -178,7 +205,9 @@ class Dialogues:
 
 def _merged(first: SampleRequest, second: SampleRequest) -> SampleRequest | None:
     """Return one request for the samples of both, where they follow the same tokens; else None."""
-    follows = first.noise == second.noise and second.first_sample == first.first_sample + first.count
+    follows = (
+        first.noise == second.noise and second.first_sample == first.first_sample + first.count
+    )
     same = first.prompt_ids is second.prompt_ids and first.first_position == second.first_position
     return replace(first, count=first.count + second.count) if follows and same else None
 

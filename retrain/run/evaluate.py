@@ -1,4 +1,6 @@
-"""`retrain eval`: the held-out accuracy of a run's checkpoint, or of a configuration's untrained model."""
+"""`retrain eval`: the held-out accuracy of a run's checkpoint, or of a configuration's untrained
+model.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,26 +33,40 @@ def evaluate_run(
     trust: bool = False,
     keep: Keep = lambda *_: None,
 ) -> Evaluation:
-    """Evaluate the run in the folder `path` at a checkpoint (the newest by default), or the untrained model of a TOML.
+    """Evaluate the run in the folder `path` at a checkpoint (the newest by default), or the
+    untrained model of a TOML.
 
-    Nothing is written; `keep` gets the answers. Code named by a stored configuration, whose author may be anyone, is executed only with
-    `trust`. Raises ConfigurationError for a folder without a run, for untrusted code, and for `checkpoint` beside a TOML.
+    Nothing is written; `keep` gets the answers. Code named by a stored configuration, whose author
+    may be anyone, is executed only with `trust`. Raises ConfigurationError for a folder without a
+    run, for untrusted code, and for `checkpoint` beside a TOML.
     """
     folder, stored = RunFolder(path), path.is_dir()
     if stored and not folder.config.is_file():
-        raise ConfigurationError(f"{path} holds no run of retrain (no {folder.config.name}); name a run's folder or a configuration.")
+        raise ConfigurationError(
+            f"{path} holds no run of retrain (no {folder.config.name}); name a run's folder or a"
+            " configuration."
+        )
     if not stored and checkpoint is not None:
-        raise ConfigurationError(f"--checkpoint {checkpoint} needs a run's folder, and {path} is a configuration.")
+        raise ConfigurationError(
+            f"--checkpoint {checkpoint} needs a run's folder, and {path} is a configuration."
+        )
     # A stored configuration is complete, so RETRAIN_ variables of today's shell do not apply to it.
-    given = load_config(folder.config, overrides, environ={}) if stored else load_config(path, overrides)
+    given = (
+        load_config(folder.config, overrides, environ={})
+        if stored
+        else load_config(path, overrides)
+    )
     if stored and not trust and (named := named_code(given)):
         raise ConfigurationError(
-            f"{folder.config} names Python code that its evaluation would execute: {'; '.join(named)}. "
-            "Read the code first, then add --trust."
+            f"{folder.config} names Python code that its evaluation would execute:"
+            f" {'; '.join(named)}. Read the code first, then add --trust."
         )
     note_secrets(given)
     if given.backend.shard_base:
-        say("[backend] shard_base = true is unused here: retrain eval runs in one process, which holds the whole model.")
+        say(
+            "[backend] shard_base = true is unused here: retrain eval runs in one process, which"
+            " holds the whole model."
+        )
     if note := trust_note(given.model):
         say(note)
     config = replaced(given, {"evaluation.at_end": True, "backend.shard_base": False})
@@ -58,20 +74,30 @@ def evaluate_run(
     if stored:
         store = CheckpointStore(stored_checkpoints(folder))
         found = store.newest(say) if checkpoint is None else store.at(checkpoint)
-        say(f"Evaluating {found.folder}" if found else f"{folder.path} has no checkpoint: evaluating the untrained model")
+        say(
+            f"Evaluating {found.folder}"
+            if found
+            else f"{folder.path} has no checkpoint: evaluating the untrained model"
+        )
     return _evaluate(config, found, say, keep)
 
 
-def _evaluate(config: TrainConfig, checkpoint: Checkpoint | None, say: Callable[[str], None], keep: Keep) -> Evaluation:
+def _evaluate(
+    config: TrainConfig, checkpoint: Checkpoint | None, say: Callable[[str], None], keep: Keep
+) -> Evaluation:
     step = checkpoint.step if checkpoint else 0
-    parts = load_parts(config, checkpoint.state().choices if checkpoint else None, say, learns=False)
+    parts = load_parts(
+        config, checkpoint.state().choices if checkpoint else None, say, learns=False
+    )
     try:
         if checkpoint:
             parts.backend.load(checkpoint.folder)
         parts.backend.engine.sync(parts.backend.save_adapter, step)
         assert parts.evaluator is not None  # evaluation.at_end asked for it
         with Interrupts() as interrupts:
-            evaluation, groups = parts.evaluator.run_with_answers(step, Watcher(interrupts.check, lambda _: None))
+            evaluation, groups = parts.evaluator.run_with_answers(
+                step, Watcher(interrupts.check, lambda _: None)
+            )
         keep(config, evaluation, groups)
         return evaluation
     finally:

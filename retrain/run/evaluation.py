@@ -20,7 +20,12 @@ class Evaluator:
     """Samples the held-out prompts and scores them with the sampler's reward."""
 
     def __init__(
-        self, sampler: Sampler, prompts: Sequence[Prompt], plan: SamplingPlan, ks: Sequence[int], max_failure_rate: float = 1.0
+        self,
+        sampler: Sampler,
+        prompts: Sequence[Prompt],
+        plan: SamplingPlan,
+        ks: Sequence[int],
+        max_failure_rate: float = 1.0,
     ) -> None:
         self.sampler = sampler
         self.prompts = list(prompts)
@@ -29,14 +34,20 @@ class Evaluator:
         self.max_failure_rate = max_failure_rate
 
     def run(self, step: int, watcher: Watcher) -> Evaluation:
-        """Evaluate the current weights. Raises RunFailed if too many answers could not be judged."""
+        """Evaluate the current weights. Raises RunFailed if too many answers could not be
+        judged.
+        """
         return self.run_with_answers(step, watcher)[0]
 
     def run_with_answers(self, step: int, watcher: Watcher) -> tuple[Evaluation, list[Group]]:
         """Evaluate as `run` does, and return the answers too, one group per problem."""
-        # Step 0 of the noise's coordinates at every training step: common random numbers over the run.
+        # Step 0 of the noise's coordinates at every training step: common random numbers over the
+        # run.
         rollout = self.sampler.draw(self.prompts, 0, self.plan, watcher)
-        check_held_out((member.score for group in rollout.groups for member in group.members), self.max_failure_rate)
+        check_held_out(
+            (member.score for group in rollout.groups for member in group.members),
+            self.max_failure_rate,
+        )
         evaluation = Evaluation(
             step=step,
             problems=[_problem(group, step) for group in rollout.groups],

@@ -1,13 +1,16 @@
-"""The parity gate: before the first optimizer step, engine and learner must be the same policy, adapter included.
+"""The parity gate: before the first optimizer step, engine and learner must be the same policy,
+adapter included.
 
-It samples a few completions, one of them after a prompt longer than a page of a KV cache, and compares the engine's log-probs with the
-learner's; `gate_fits.py` says what the differences mean. At a fresh start every lora_B is 0, so an engine that ignores the adapter would
-pass. The gate therefore gives the adapter a seeded trial value with a visible effect on every adapted layer and samples again. If the
-engine lacks part of the adapter, the differences contain a share of its effect; the gate fits this share for each group of layers. The
-adapter is then restored byte for byte.
-The gate also checks that truncation keeps what it should, that completions end at EOS with its log-prob, that completions are drawn one by
-one, that the chat template survives a round trip, and that the gold answer scores 1 where the reward compares answers. What noise could
-explain is looked at again with other noise; what fails twice stops the run.
+It samples a few completions, one of them after a prompt longer than a page of a KV cache, and
+compares the engine's log-probs with the learner's; `gate_fits.py` says what the differences mean.
+At a fresh start every lora_B is 0, so an engine that ignores the adapter would pass. The gate
+therefore gives the adapter a seeded trial value with a visible effect on every adapted layer and
+samples again. If the engine lacks part of the adapter, the differences contain a share of its
+effect; the gate fits this share for each group of layers. The adapter is then restored byte for
+byte. The gate also checks that truncation keeps what it should, that completions end at EOS with
+its log-prob, that completions are drawn one by one, that the chat template survives a round trip,
+and that the gold answer scores 1 where the reward compares answers. What noise could explain is
+looked at again with other noise; what fails twice stops the run.
 """
 
 import unicodedata
@@ -35,30 +38,45 @@ from retrain.run.gate_fits import (
     visible_strength,
 )
 from retrain.run.identical import chance_of_identical
-from retrain.types import Completion, Example, FinishReason, Float32Array, Int32Array, Outcome, Prompt, Row, Trajectory
+from retrain.types import (
+    Completion,
+    Example,
+    FinishReason,
+    Float32Array,
+    Int32Array,
+    Outcome,
+    Prompt,
+    Row,
+    Trajectory,
+)
 
 _PROMPTS = 4
 _SAMPLES = 2
 _TOKENS = 32
-"""Per completion, also where the run's are shorter: of a few tokens rounding alone can look like a fault."""
+"""Per completion, also where the run's are shorter: of a few tokens rounding alone can look like a
+fault."""
 _SERVED_ROOM = 512
-"""Tokens that a server takes at least: prompt and completion together, as `retrain serve` starts one."""
+"""Tokens that a server takes at least: prompt and completion together, as `retrain serve` starts
+one."""
 _PAGE = 256
 """Tokens. No server's KV cache has longer blocks, and a block that is not full is never reused."""
 _FEW_TOKENS = 16
-"""Tokens per completion after the long prompt, and in the last check, after the adapter has been restored."""
+"""Tokens per completion after the long prompt, and in the last check, after the adapter has been
+restored."""
 _LOOKS = 2
 """A run stops if as many samples, each with its own noise, show a fault."""
 
 _ROUNDED_LOGPROB = 1e-3
 """Nats above 0 that rounding may give a log-prob."""
 _IMPOSSIBLE = 1e-6
-"""Chance of identical completions, in each of two looks, below which they are not drawn one by one."""
+"""Chance of identical completions, in each of two looks, below which they are not drawn one by
+one."""
 _MISCOUNTED = 0.01
-"""Share of tokens, and at least two of them, whose kept count may be outside of what rounding allows."""
+"""Share of tokens, and at least two of them, whose kept count may be outside of what rounding
+allows."""
 _ENDINGS, _EXPECTED_ENDINGS = 64, 10.0
-"""Completions of one token that the gate asks for so that some are EOS, and how many it then has to expect to miss them: none has a chance
-of e^-10."""
+"""Completions of one token that the gate asks for so that some are EOS, and how many it then has to
+expect to miss them: none has a chance of e^-10."""
 _ENDING = "where completions end, "
 _FEW_EOS = 4
 """Ids of EOS that are tried."""
@@ -67,7 +85,8 @@ _CERTAIN = 0.8
 _ALONE = 4
 """Completions, sampled hot, of which none may equal another by chance."""
 _HOT = 2.0
-"""The temperature of hot samples, if the run's is not higher: the highest that every server takes."""
+"""The temperature of hot samples, if the run's is not higher: the highest that every server
+takes."""
 
 
 @dataclass(frozen=True)
@@ -76,22 +95,27 @@ class GateResult:
 
     tokens: int
     max_difference: float | None
-    """This and the next two: None where the backend cannot score rows, so that nothing was compared."""
+    """This and the next two: None where the backend cannot score rows, so that nothing was
+    compared."""
     mean_difference: float | None
     tolerance: float | None
     """For the mean in half precision, else for the largest difference."""
     gold: str
-    """"<right>/<asked>" gold answers, or "not applicable" where the reward does not compare answers."""
+    """"<right>/<asked>" gold answers, or "not applicable" where the reward does not compare
+    answers."""
     adapter_effect: float | None
-    """Nats by which the trial adapter changed the log-probs on average; None where the backend cannot change its adapter."""
+    """Nats by which the trial adapter changed the log-probs on average; None where the backend
+    cannot change its adapter."""
     groups: int
     """Groups of layers whose effect was measured one by one."""
     longest_prompt: int
     """Tokens."""
     half_precision: bool = False
-    """Engine and learner were compared as in half precision, since a key says so or since they differ just so."""
+    """Engine and learner were compared as in half precision, since a key says so or since they
+    differ just so."""
     rounding: float | None = None
-    """Nats by which half precision moves the learner's own log-probs on average; None in float32, or where it is not known."""
+    """Nats by which half precision moves the learner's own log-probs on average; None in float32,
+    or where it is not known."""
     endings: int = 0
     """Completions that ended at EOS."""
 
@@ -101,24 +125,44 @@ class GateResult:
     def line(self) -> str:
         if self.max_difference is None:
             return (
-                f"Parity gate passed in part: {self.tokens} tokens sampled, gold answers score: {self.gold}; engine and learner "
-                "were not compared, since this backend's trainer returns no log-probs."
+                f"Parity gate passed in part: {self.tokens} tokens sampled, gold answers score:"
+                f" {self.gold}; engine and learner were not compared, since this backend's trainer"
+                " returns no log-probs."
             )
         effect = (
             "the adapter's effect was not checked, since this backend cannot try one"
             if self.adapter_effect is None
             else f"the adapter changes the log-probs by {self.adapter_effect:.2g} nats on average"
         )
-        found = f"{self.max_difference:.1e} nats over {self.tokens} tokens (tolerance {self.tolerance:.2g})"
+        found = (
+            f"{self.max_difference:.1e} nats over {self.tokens} tokens (tolerance"
+            f" {self.tolerance:.2g})"
+        )
         if self.half_precision:
-            own = "" if self.rounding is None else f"; half precision moves the learner's own by {self.rounding:.2g}"
-            found = f"{self.mean_difference:.2g} nats on average over {self.tokens} tokens (tolerance {self.tolerance:.2g}{own})"
-        ends = "EOS is trained" if self.endings else "EOS is trained (no completion could be made to end)"
-        return f"Parity gate passed: engine and learner agree to {found}, {effect}, {ends}, gold answers score: {self.gold}."
+            own = (
+                ""
+                if self.rounding is None
+                else f"; half precision moves the learner's own by {self.rounding:.2g}"
+            )
+            found = (
+                f"{self.mean_difference:.2g} nats on average over {self.tokens} tokens (tolerance"
+                f" {self.tolerance:.2g}{own})"
+            )
+        ends = (
+            "EOS is trained"
+            if self.endings
+            else "EOS is trained (no completion could be made to end)"
+        )
+        return (
+            f"Parity gate passed: engine and learner agree to {found}, {effect}, {ends}, gold"
+            f" answers score: {self.gold}."
+        )
 
 
 def parity_gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
-    """Run the gate. Raises RunFailed in one sentence that names the failed check. The adapter's bytes are restored in any case."""
+    """Run the gate. Raises RunFailed in one sentence that names the failed check. The adapter's
+    bytes are restored in any case.
+    """
     prompts = prompts[:_PROMPTS]
     _check_template(inputs, prompts)
     asked = [*prompts, _long_prompt(inputs, prompts)]
@@ -158,7 +202,9 @@ def parity_gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
 
 
 def _gate_without_learner(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
-    """Check a sampler alone: that it answers in the model's tokens, and that gold answers are rewarded."""
+    """Check a sampler alone: that it answers in the model's tokens, and that gold answers are
+    rewarded.
+    """
     _sync(inputs)
     completions = _ask(inputs, _requests(inputs, prompts, _FEW_TOKENS, 0))
     return GateResult(
@@ -185,14 +231,20 @@ def _sync(inputs: GateInputs) -> None:
 
 
 def _long_prompt(inputs: GateInputs, prompts: Sequence[Prompt]) -> Prompt:
-    """Return the prompts' tokens, repeated to more than a page of a KV cache, and past the model's sliding window if the run gets that
-    far.
+    """Return the prompts' tokens, repeated to more than a page of a KV cache, and past the model's
+    sliding window if the run gets that far.
     """
     positions, window = inputs.backend.reach
-    wanted = max(_PAGE, window if window + _FEW_TOKENS < inputs.longest_row else 0) + 1  # a server has room for the longest row alone
+    wanted = (
+        max(_PAGE, window if window + _FEW_TOKENS < inputs.longest_row else 0) + 1
+    )  # a server has room for the longest row alone
     length = max(1, min(wanted, positions - _FEW_TOKENS))
-    ids = np.resize(np.concatenate([prompt.token_ids for prompt in prompts]), length).astype(np.int32)
-    if not inputs.backend.engine.capabilities.token_ids_in:  # whole prompts then: cut anywhere else, text may encode to other ids
+    ids = np.resize(np.concatenate([prompt.token_ids for prompt in prompts]), length).astype(
+        np.int32
+    )
+    if (
+        not inputs.backend.engine.capabilities.token_ids_in
+    ):  # whole prompts then: cut anywhere else, text may encode to other ids
         ids = prompts[0].token_ids
         for prompt in cycle([*prompts[1:], prompts[0]]):
             if len(ids) >= length or len(ids) + len(prompt.token_ids) > positions - _FEW_TOKENS:
@@ -201,12 +253,15 @@ def _long_prompt(inputs: GateInputs, prompts: Sequence[Prompt]) -> Prompt:
     return Prompt(Example(prompt="", reference="", example_id="the gate's long prompt"), "", ids)
 
 
-# -- engine and learner on the same tokens ---------------------------------------------------------------------------
+# -- engine and learner on the same tokens ---------------------------------------------------------
 
 
-def _first_look(inputs: GateInputs, prompts: Sequence[Prompt], when: str) -> tuple[GateInputs, Sampled]:
-    """Compare with the adapter as it is. An engine elsewhere of which no key says in what it computes, and which differs as half precision
-    makes this model differ, is compared as one in half precision from then on: most servers are.
+def _first_look(
+    inputs: GateInputs, prompts: Sequence[Prompt], when: str
+) -> tuple[GateInputs, Sampled]:
+    """Compare with the adapter as it is. An engine elsewhere of which no key says in what it
+    computes, and which differs as half precision makes this model differ, is compared as one in
+    half precision from then on: most servers are.
     """
     try:
         return inputs, _compare(inputs, prompts, _FEW_TOKENS, when)
@@ -222,7 +277,9 @@ def _first_look(inputs: GateInputs, prompts: Sequence[Prompt], when: str) -> tup
 
 
 def _compare(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int, when: str) -> Sampled:
-    """Sample and compare. Raises RunFailed if every look, each with its own noise, finds a fault."""
+    """Sample and compare. Raises RunFailed if every look, each with its own noise, finds a
+    fault.
+    """
     for look in range(_LOOKS):
         sampled = _sampled(inputs, prompts, max_tokens, look)
         if not (fault := _fault(sampled, when)):
@@ -230,18 +287,26 @@ def _compare(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int, whe
     raise RunFailed(fault)
 
 
-def _with_trial_adapter(inputs: GateInputs, trial: TrialAdapter, strength: float, prompts: Sequence[Prompt]) -> tuple[Sampled, float]:
-    """As `_compare`, under the trial adapter, which the engine serves; return its effect in nats too."""
+def _with_trial_adapter(
+    inputs: GateInputs, trial: TrialAdapter, strength: float, prompts: Sequence[Prompt]
+) -> tuple[Sampled, float]:
+    """As `_compare`, under the trial adapter, which the engine serves; return its effect in nats
+    too.
+    """
     suspects = list[Suspect]()
     for look in range(_LOOKS):
         sampled = _sampled(inputs, prompts, _TOKENS, look)
-        fault = _fault(sampled, "with a trial adapter, ")  # first, since it measures rounding under this adapter
+        fault = _fault(
+            sampled, "with a trial adapter, "
+        )  # first, since it measures rounding under this adapter
         effect, found = adapter_suspects(inputs, trial, strength, sampled)
         found += temperature_suspects(inputs, sampled)
         if not found and not fault:
             return sampled, effect
         suspects += found
-    raise RunFailed(max(suspects, key=lambda suspect: suspect.explained).sentence if suspects else fault)
+    raise RunFailed(
+        max(suspects, key=lambda suspect: suspect.explained).sentence if suspects else fault
+    )
 
 
 def _fault(sampled: Sampled, when: str) -> str:
@@ -250,7 +315,9 @@ def _fault(sampled: Sampled, when: str) -> str:
 
 
 def _miscounted(sampled: Sampled) -> str:
-    """Hold the engine's kept counts against those of the learner's own logits, which rounding may move at the boundary."""
+    """Hold the engine's kept counts against those of the learner's own logits, which rounding may
+    move at the boundary.
+    """
     inputs, cuts = sampled.inputs, sampled.inputs.truncation
     if not cuts.active:
         return ""
@@ -265,18 +332,25 @@ def _miscounted(sampled: Sampled) -> str:
     if outside.sum() <= max(1, _MISCOUNTED * len(found)):
         return ""
     worst = int(np.argmax(np.maximum(low - found, found - high)))
-    right = f"{low[worst]:,.0f}" if low[worst] == high[worst] else f"{low[worst]:,.0f} to {high[worst]:,.0f}"
+    right = (
+        f"{low[worst]:,.0f}"
+        if low[worst] == high[worst]
+        else f"{low[worst]:,.0f} to {high[worst]:,.0f}"
+    )
     return (
-        f"Parity gate: the engine kept {found[worst]:,} tokens where [training] top_k = {cuts.top_k}, top_p = {cuts.top_p:g} and min_p = "
-        f"{cuts.min_p:g} keep {right} of the learner's distribution, and {outside.sum()} of {len(found)} counts are wrong, so "
-        f"{inputs.consequence}; check that the engine truncates as the request says."
+        f"Parity gate: the engine kept {found[worst]:,} tokens where [training] top_k ="
+        f" {cuts.top_k}, top_p = {cuts.top_p:g} and min_p = {cuts.min_p:g} keep {right} of the"
+        f" learner's distribution, and {outside.sum()} of {len(found)} counts are wrong, so"
+        f" {inputs.consequence}; check that the engine truncates as the request says."
     )
 
 
 def _moved(cuts: Truncation, slack: float) -> Truncation:
-    """Cuts that keep as many tokens, at most or (with `slack` below 0) at least, as `cuts` do if logits move by |slack| / 2 nats.
+    """Cuts that keep as many tokens, at most or (with `slack` below 0) at least, as `cuts` do if
+    logits move by |slack| / 2 nats.
 
-    The odds of a set's probability then change by a factor of at most e^|slack|, and so does the ratio of two probabilities.
+    The odds of a set's probability then change by a factor of at most e^|slack|, and so does the
+    ratio of two probabilities.
     """
     top_p = cuts.top_p if cuts.top_p >= 1 else 1 / (1 + (1 / cuts.top_p - 1) * exp(-slack))
     return Truncation(cuts.top_k, top_p, min(1.0, cuts.min_p * exp(-slack)))
@@ -287,18 +361,33 @@ def _disagreement(sampled: Sampled, when: str) -> str:
     if not found.excess:
         return ""
     if when == _ENDING:
-        advice = f"so {inputs.consequence}; check the log-prob that the engine returns for the end-of-sequence token"
+        advice = (
+            f"so {inputs.consequence}; check the log-prob that the engine returns for the"
+            " end-of-sequence token"
+        )
     elif when:
         advice = (
-            "the engine still serves another adapter, or keys and values computed with it; check how it loads adapters and caches prefixes"
+            "the engine still serves another adapter, or keys and values computed with it; check"
+            " how it loads adapters and caches prefixes"
         )
     elif inputs.in_process:
-        change = "set [inference] dtype to [model] dtype, or report it" if inputs.dtype_set else "report it"
+        change = (
+            "set [inference] dtype to [model] dtype, or report it"
+            if inputs.dtype_set
+            else "report it"
+        )
         advice = f"the ratio would be wrong, so {inputs.consequence}; {change}"
     else:
         dtype = "" if inputs.dtype_set else ", and its dtype: [inference] dtype says it"
-        advice = f"so {inputs.consequence}; check that the server has the same model and tokenizer{dtype}"
-    own = "" if found.rounding is None else f", where half precision moves the learner's own by {found.rounding:.2g}"
+        advice = (
+            f"so {inputs.consequence}; check that the server has the same model and"
+            f" tokenizer{dtype}"
+        )
+    own = (
+        ""
+        if found.rounding is None
+        else f", where half precision moves the learner's own by {found.rounding:.2g}"
+    )
     reason = inputs.backend.engine.why_it_differs() or advice
     return f"Parity gate: {when}engine and learner disagree {found.excess}{own}; {reason}."
 
@@ -306,25 +395,45 @@ def _disagreement(sampled: Sampled, when: str) -> str:
 def _sampled(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int, look: int) -> Sampled:
     """Sample a few completions of each prompt, and one of the long prompt, which comes last."""
     *short, long = _requests(inputs, prompts, max_tokens, look)
-    noise = replace(long.noise, prompt=_PROMPTS)  # the same in every sample: an engine may know the prompt by it
-    asked = [*short, replace(long, count=1, max_tokens=min(_FEW_TOKENS, long.max_tokens), noise=noise)]
+    noise = replace(
+        long.noise, prompt=_PROMPTS
+    )  # the same in every sample: an engine may know the prompt by it
+    asked = [
+        *short,
+        replace(long, count=1, max_tokens=min(_FEW_TOKENS, long.max_tokens), noise=noise),
+    ]
     sampled = _scored(inputs, prompts, _ask(inputs, asked))
     last = len(short) * inputs.backend.engine.replicas
     if not np.isfinite(np.concatenate(sampled.differences)).all():
-        raise RunFailed("Parity gate: a log-prob is not finite before any training; check the model's weights and [model] dtype.")
-    return replace(sampled, long=frozenset(number for number, row in enumerate(sampled.rows) if row.group >= last))
+        raise RunFailed(
+            "Parity gate: a log-prob is not finite before any training; check the model's weights"
+            " and [model] dtype."
+        )
+    return replace(
+        sampled,
+        long=frozenset(number for number, row in enumerate(sampled.rows) if row.group >= last),
+    )
 
 
 def _ask(inputs: GateInputs, requests: Sequence[SampleRequest]) -> list[Completion]:
-    """Sample every request on each of the engine's servers; `Completion.request` counts those copies. Raises RunFailed for completions
-    that no policy of this model and these requests gives.
+    """Sample every request on each of the engine's servers; `Completion.request` counts those
+    copies. Raises RunFailed for completions that no policy of this model and these requests gives.
     """
     engine = inputs.backend.engine
-    copies = [request for request in requests for _ in range(engine.replicas)]  # shared out in turn, so each server gets each
+    copies = [
+        request for request in requests for _ in range(engine.replicas)
+    ]  # shared out in turn, so each server gets each
     completions = sorted(engine.sample(copies), key=lambda item: (item.request, item.sample))
-    asked = [(number, request.first_sample + sample) for number, request in enumerate(copies) for sample in range(request.count)]
+    asked = [
+        (number, request.first_sample + sample)
+        for number, request in enumerate(copies)
+        for sample in range(request.count)
+    ]
     if [(item.request, item.sample) for item in completions] != asked:
-        raise RunFailed(f"Parity gate: the engine returned {len(completions)} completions, which are not the {len(asked)} asked for.")
+        raise RunFailed(
+            f"Parity gate: the engine returned {len(completions)} completions, which are not the"
+            f" {len(asked)} asked for."
+        )
     for item in completions:
         if problem := _problem(item, copies[item.request], inputs.eos_ids):
             raise RunFailed(f"Parity gate: the engine {problem}.")
@@ -333,37 +442,60 @@ def _ask(inputs: GateInputs, requests: Sequence[SampleRequest]) -> list[Completi
 
 def _problem(completion: Completion, request: SampleRequest, eos_ids: Sequence[int]) -> str:
     """Say why a completion is not one of the policy; "" if it is."""
-    ids, logprobs, stopped = completion.token_ids, completion.logprobs, completion.finish_reason is FinishReason.STOP
+    ids, logprobs, stopped = (
+        completion.token_ids,
+        completion.logprobs,
+        completion.finish_reason is FinishReason.STOP,
+    )
     ends = np.isin(ids, eos_ids)
     if not len(ids) == len(logprobs) > 0:
-        return f"returned {len(ids)} tokens with {len(logprobs)} log-probs; all sampled tokens have one, the end-of-sequence token too"
+        return (
+            f"returned {len(ids)} tokens with {len(logprobs)} log-probs; all sampled tokens have"
+            " one, the end-of-sequence token too"
+        )
     if stopped and not ends[-1]:
-        return f"says that a completion stopped, and returned it without an end-of-sequence token {[*eos_ids]}, so it would not be trained"
+        return (
+            "says that a completion stopped, and returned it without an end-of-sequence token"
+            f" {[*eos_ids]}, so it would not be trained"
+        )
     if ends[:-1].any() or (ends[-1] and not stopped):
         return f"does not stop at the end-of-sequence tokens {[*eos_ids]}"
     if len(ids) > request.max_tokens or (len(ids) < request.max_tokens and not stopped):
-        return f"returned {len(ids)} tokens of a completion that did not stop, and was asked for {request.max_tokens}"
+        return (
+            f"returned {len(ids)} tokens of a completion that did not stop, and was asked for"
+            f" {request.max_tokens}"
+        )
     if len(broken := logprobs[logprobs > _ROUNDED_LOGPROB]):
         return f"returned a log-prob of {broken[0]:.3g}, which no token has"
     if request.truncation.active and (completion.kept is None or len(completion.kept) != len(ids)):
         return (
-            "does not say how many tokens [training] top_k, top_p and min_p kept, so it may not truncate at all: leave the three off, or "
-            'use [inference] engine = "pytorch"'
+            "does not say how many tokens [training] top_k, top_p and min_p kept, so it may not"
+            ' truncate at all: leave the three off, or use [inference] engine = "pytorch"'
         )
     return ""
 
 
-def _scored(inputs: GateInputs, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Sampled:
-    """Completions of `prompts`, in the order in which `_ask` returns them, with the learner's log-probs."""
+def _scored(
+    inputs: GateInputs, prompts: Sequence[Prompt], completions: Sequence[Completion]
+) -> Sampled:
+    """Completions of `prompts`, in the order in which `_ask` returns them, with the learner's
+    log-probs.
+    """
     rows, replicas = [], inputs.backend.engine.replicas
     for item in completions:
         nothing = np.zeros(len(item.token_ids), np.float32)
-        rows += Row.of(prompts[item.request // replicas], Trajectory.of(item), nothing, group=item.request)
+        rows += Row.of(
+            prompts[item.request // replicas], Trajectory.of(item), nothing, group=item.request
+        )
     return Sampled(inputs, rows, inputs.learner_logprobs(rows))
 
 
-def _requests(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int, look: int) -> list[SampleRequest]:
-    """Another look has other samples of the same noise key, under which an engine may hold the prompt's old keys and values."""
+def _requests(
+    inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int, look: int
+) -> list[SampleRequest]:
+    """Another look has other samples of the same noise key, under which an engine may hold the
+    prompt's old keys and values.
+    """
     return [
         SampleRequest(
             prompt_ids=prompt.token_ids,
@@ -379,17 +511,21 @@ def _requests(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int, lo
 
 
 def _room(inputs: GateInputs, prompt_tokens: int) -> int:
-    """Return the number of tokens that fit after a prompt in the model's context, and in the length for which a server was started."""
+    """Return the number of tokens that fit after a prompt in the model's context, and in the length
+    for which a server was started.
+    """
     positions, _ = inputs.backend.reach
     most = positions if inputs.in_process else min(positions, max(inputs.longest_row, _SERVED_ROOM))
     return max(inputs.max_tokens, most - prompt_tokens)
 
 
-# -- tokens, template, reward ----------------------------------------------------------------------------------------
+# -- tokens, template, reward ----------------------------------------------------------------------
 
 
 def _check_eos(inputs: GateInputs, prompt: Prompt) -> None:
-    """A completion of EOS alone must become a row with that one action, and the learner must give it a log-prob."""
+    """A completion of EOS alone must become a row with that one action, and the learner must give
+    it a log-prob.
+    """
     eos = np.array([inputs.eos_ids[0]], np.int32)
     nothing = np.zeros(1, np.float32)
     completion = Completion(0, 0, eos, nothing, None, FinishReason.STOP)
@@ -398,18 +534,23 @@ def _check_eos(inputs: GateInputs, prompt: Prompt) -> None:
     (logprob,) = inputs.backend.logprobs([row])
     if actions != [int(eos[0])] or logprob.shape != (1,) or not np.isfinite(logprob).all():
         raise RunFailed(
-            f"Parity gate: the sampled end-of-sequence token {int(eos[0])} is not trained, so the model would never learn to stop."
+            f"Parity gate: the sampled end-of-sequence token {int(eos[0])} is not trained, so the"
+            " model would never learn to stop."
         )
 
 
 def _check_endings(sampled: Sampled, prompt: Prompt) -> int:
-    """Make completions of `prompt` end, and compare them; return how many of the gate's ended. Raises RunFailed.
+    """Make completions of `prompt` end, and compare them; return how many of the gate's ended.
+    Raises RunFailed.
 
-    Where the learner finds EOS most probable, after an answer or part of a completion, one token is sampled many times; at a temperature at
-    which EOS is not certain, since its log-prob would be about 0.
+    Where the learner finds EOS most probable, after an answer or part of a completion, one token is
+    sampled many times; at a temperature at which EOS is not certain, since its log-prob would be
+    about 0.
     """
     ended = sum(bool(np.isin(row.token_ids[-1], sampled.inputs.eos_ids)) for row in sampled.rows)
-    if not sampled.inputs.backend.engine.capabilities.token_ids_in:  # a prompt cut anywhere may not be encoded to the same ids again
+    if (
+        not sampled.inputs.backend.engine.capabilities.token_ids_in
+    ):  # a prompt cut anywhere may not be encoded to the same ids again
         return ended
     inputs, place, probability = _likely_end(sampled, prompt)
     expected = _ENDINGS * probability
@@ -420,10 +561,15 @@ def _check_endings(sampled: Sampled, prompt: Prompt) -> int:
         probes = _scored(inputs, [place], _ask(inputs, [request]))
         found = sum(bool(np.isin(row.token_ids[-1], inputs.eos_ids)) for row in probes.rows)
         fault = _disagreement(probes, _ENDING)
-        if not found and expected >= _EXPECTED_ENDINGS and (probability > 0.5 or not inputs.truncation.active):
+        if (
+            not found
+            and expected >= _EXPECTED_ENDINGS
+            and (probability > 0.5 or not inputs.truncation.active)
+        ):
             fault = (
-                f"Parity gate: none of {_ENDINGS} completions ended, where by the learner the end-of-sequence token has a probability of "
-                f"{probability:.2f}, so {inputs.consequence}; check that the engine samples it, and returns it."
+                f"Parity gate: none of {_ENDINGS} completions ended, where by the learner the"
+                f" end-of-sequence token has a probability of {probability:.2f}, so"
+                f" {inputs.consequence}; check that the engine samples it, and returns it."
             )
         if not fault:
             return ended + found
@@ -431,13 +577,23 @@ def _check_endings(sampled: Sampled, prompt: Prompt) -> int:
 
 
 def _likely_end(sampled: Sampled, prompt: Prompt) -> tuple[GateInputs, Prompt, float]:
-    """Return the place after `prompt` where EOS is most probable for the learner, as a prompt, and its probability there at the temperature
-    of the inputs that are returned.
+    """Return the place after `prompt` where EOS is most probable for the learner, as a prompt, and
+    its probability there at the temperature of the inputs that are returned.
     """
     inputs, start = sampled.inputs, len(prompt.token_ids)
-    own = [row.token_ids for row in sampled.rows if np.array_equal(row.token_ids[: row.spans[0][0]], prompt.token_ids)]
-    begun = {ids[start:stop].tobytes(): ids[:stop] for ids in own for stop in range(start, min(len(ids), start + _FEW_TOKENS + 1))}
-    begun |= {answer.tobytes(): np.append(prompt.token_ids, answer) for answer in inputs.answers(prompt)}
+    own = [
+        row.token_ids
+        for row in sampled.rows
+        if np.array_equal(row.token_ids[: row.spans[0][0]], prompt.token_ids)
+    ]
+    begun = {
+        ids[start:stop].tobytes(): ids[:stop]
+        for ids in own
+        for stop in range(start, min(len(ids), start + _FEW_TOKENS + 1))
+    }
+    begun |= {
+        answer.tobytes(): np.append(prompt.token_ids, answer) for answer in inputs.answers(prompt)
+    }
     places = [ids.astype(np.int32) for ids in begun.values()]
     probabilities = _end_probabilities(inputs, places, start)
     place = places[int(np.argmax(probabilities))]
@@ -445,27 +601,41 @@ def _likely_end(sampled: Sampled, prompt: Prompt) -> tuple[GateInputs, Prompt, f
     if probability > _CERTAIN and not inputs.raw:
         inputs = replace(inputs, temperature=max(_HOT, inputs.temperature))
         probability = float(_end_probabilities(inputs, [place], start)[0])
-    return inputs, Prompt(Example(prompt="", reference="", example_id="the gate's ending"), "", place), probability
+    return (
+        inputs,
+        Prompt(Example(prompt="", reference="", example_id="the gate's ending"), "", place),
+        probability,
+    )
 
 
-def _end_probabilities(inputs: GateInputs, places: Sequence[Int32Array], start: int) -> Float32Array:
-    """Return the learner's probability of an EOS after each of `places`, which share their first `start` tokens."""
+def _end_probabilities(
+    inputs: GateInputs, places: Sequence[Int32Array], start: int
+) -> Float32Array:
+    """Return the learner's probability of an EOS after each of `places`, which share their first
+    `start` tokens.
+    """
     rows = []
     for place in places:
         for eos in inputs.eos_ids[:_FEW_EOS]:
             ids = np.append(place, np.int32(eos))
             nothing = np.zeros(len(ids) - start, np.float32)
             rows.append(Row(ids, ((start, len(ids)),), nothing, nothing, group=0))
-    last = np.array([own[-1] for own in inputs.backend.logprobs(rows, inputs.temperature)], np.float32)
+    last = np.array(
+        [own[-1] for own in inputs.backend.logprobs(rows, inputs.temperature)], np.float32
+    )
     probabilities: Float32Array = np.exp(last).reshape(len(places), -1).sum(axis=1)
     return probabilities
 
 
 def _check_drawn_alone(inputs: GateInputs, prompt: Prompt) -> None:
-    """Sample a prompt often, hot, so that few completions are probable. Raises RunFailed for equal ones that cannot be equal by chance."""
+    """Sample a prompt often, hot, so that few completions are probable. Raises RunFailed for equal
+    ones that cannot be equal by chance.
+    """
     hot = replace(inputs, temperature=max(_HOT, inputs.temperature))
     for look in range(_LOOKS):
-        request = _probe(hot, prompt, _ALONE, min(_TOKENS, _room(inputs, len(prompt.token_ids))), look)
+        request = _probe(
+            hot, prompt, _ALONE, min(_TOKENS, _room(inputs, len(prompt.token_ids))), look
+        )
         rows = _scored(hot, [prompt], _ask(hot, [request])).rows
         groups: dict[int, list[tuple[Int32Array, Float32Array]]] = {}
         for row, own in zip(rows, inputs.backend.logprobs(rows, hot.temperature), strict=True):
@@ -474,13 +644,16 @@ def _check_drawn_alone(inputs: GateInputs, prompt: Prompt) -> None:
         if chance >= _IMPOSSIBLE:
             return
     raise RunFailed(
-        f"Parity gate: completions of one prompt at temperature {hot.temperature:g} are identical, of which by the learner's log-probs "
-        f"the chance is below {chance:.0e}: the engine draws them with one seed, or ignores the temperature, so {inputs.consequence}; "
-        "check how it takes n, seed and temperature."
+        f"Parity gate: completions of one prompt at temperature {hot.temperature:g} are identical,"
+        f" of which by the learner's log-probs the chance is below {chance:.0e}: the engine draws"
+        f" them with one seed, or ignores the temperature, so {inputs.consequence}; check how it"
+        " takes n, seed and temperature."
     )
 
 
-def _probe(inputs: GateInputs, prompt: Prompt, count: int, max_tokens: int, look: int) -> SampleRequest:
+def _probe(
+    inputs: GateInputs, prompt: Prompt, count: int, max_tokens: int, look: int
+) -> SampleRequest:
     (request,) = _requests(inputs, [prompt], max_tokens, 0)
     noise = replace(request.noise, prompt=_PROMPTS + 1)
     return replace(request, count=count, first_sample=look * count, noise=noise)
@@ -489,11 +662,13 @@ def _probe(inputs: GateInputs, prompt: Prompt, count: int, max_tokens: int, look
 def _check_template(inputs: GateInputs, prompts: Sequence[Prompt]) -> None:
     for prompt in prompts:
         back = inputs.decode(prompt.token_ids)
-        # A tokenizer may add BOS, normalise Unicode and move a leading space; any other change means a broken template.
+        # A tokenizer may add BOS, normalise Unicode and move a leading space; any other change
+        # means a broken template.
         if not _plain(back).endswith(_plain(prompt.text)):
             raise RunFailed(
-                f"Parity gate: prompt {prompt.prompt_id} does not survive the tokenizer: {prompt.text[:60]!r} becomes {back[:60]!r}; "
-                "check the tokenizer's files and [data] chat_template_args."
+                f"Parity gate: prompt {prompt.prompt_id} does not survive the tokenizer:"
+                f" {prompt.text[:60]!r} becomes {back[:60]!r}; check the tokenizer's files and"
+                " [data] chat_template_args."
             )
 
 
@@ -505,16 +680,23 @@ _NOT_APPLICABLE = "not applicable"
 
 
 def environment_gold(host: EpisodeHost, prompts: Sequence[Prompt]) -> str:
-    """Play the replies that the environment itself calls right; each episode must be scored as right."""
+    """Play the replies that the environment itself calls right; each episode must be scored as
+    right.
+    """
     with environment_code("[environment] asking for its gold replies", host.timeout_s):
-        known = [(prompt, replies) for prompt in prompts if (replies := host.environment.gold(prompt.example))]
+        known = [
+            (prompt, replies)
+            for prompt in prompts
+            if (replies := host.environment.gold(prompt.example))
+        ]
     for prompt, replies in known:
         score = play(host, prompt.example, replies)
         if score.outcome is not Outcome.RIGHT:
             raise RunFailed(
-                f"Parity gate: the environment's own solution {list(replies)} of {prompt.prompt_id} scores {score.reward}"
-                f"{f' ({score.reason})' if score.reason else ''}, which is not right at [reward] correct_threshold = "
-                f"{host.correct_threshold:g}; check the environment, or lower the threshold."
+                f"Parity gate: the environment's own solution {list(replies)} of {prompt.prompt_id}"
+                f" scores {score.reward}{f' ({score.reason})' if score.reason else ''}, which is"
+                f" not right at [reward] correct_threshold = {host.correct_threshold:g}; check the"
+                " environment, or lower the threshold."
             )
     return f"{len(known)}/{len(known)}" if known else _NOT_APPLICABLE
 
@@ -539,8 +721,10 @@ def scored_gold(scorer: Scorer, prompts: Sequence[Prompt]) -> str:
     for prompt, score in zip(prompts, scores, strict=True):
         if score.reward is None or not isclose(score.reward, scorer.gold_reward):
             raise RunFailed(
-                f"Parity gate: the gold answer {prompt.example.reference!r} of {prompt.prompt_id} scores {score.reward} instead of "
-                f"{scorer.gold_reward}{f' ({score.reason})' if score.reason else ''}, so a right completion would not be rewarded; "
-                "check [reward] type and normalize, or the reference."
+                f"Parity gate: the gold answer {prompt.example.reference!r} of {prompt.prompt_id}"
+                f" scores {score.reward} instead of"
+                f" {scorer.gold_reward}{f' ({score.reason})' if score.reason else ''}, so a right"
+                " completion would not be rewarded; check [reward] type and normalize, or the"
+                " reference."
             )
     return f"{len(scores)}/{len(scores)}"

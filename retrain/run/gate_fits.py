@@ -1,7 +1,9 @@
-"""What the differences between engine and learner mean: rounding, a missing part of the adapter, or another temperature.
+"""What the differences between engine and learner mean: rounding, a missing part of the adapter, or
+another temperature.
 
-How much rounding is, the learner says: half precision may move log-probs as far as it moves the learner's own on the same tokens, within
-a factor. Faults that hide below this are looked for by their direction, which rounding does not have.
+How much rounding is, the learner says: half precision may move log-probs as far as it moves the
+learner's own on the same tokens, within a factor. Faults that hide below this are looked for by
+their direction, which rounding does not have.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,42 +18,45 @@ from retrain.inference_engine.base import Truncation
 from retrain.types import Float32Array, Int32Array, Prompt, Row
 
 _FP32_IN_PROCESS, _FP32_SERVER = 1e-4, 1e-3
-"""Nats by which float32 may move a log-prob at temperature 1 and above, if the model is no more sensitive than most. Below 1, log-probs are
-so many times as sensitive to the logits' rounding. A stale KV cache gives 0.2, raw log-probs at T = 0.7 give 1.97.
-"""
+"""Nats by which float32 may move a log-prob at temperature 1 and above, if the model is no more
+sensitive than most. Below 1, log-probs are so many times as sensitive to the logits' rounding. A
+stale KV cache gives 0.2, raw log-probs at T = 0.7 give 1.97. """
 _HALF, _EIGHT_BITS = 0.005, 0.02
-"""The same for the mean in 16 bits; and where [inference] says 8 bits, or the learner knows one precision only."""
+"""The same for the mean in 16 bits; and where [inference] says 8 bits, or the learner knows one
+precision only."""
 _ONE = 0.3
 """Nats at temperature 1 and above by which a single token may be off, in the mean of few tokens."""
 _ROUNDINGS = 3.0
-"""The differences may be as many times the learner's own rounding on the same tokens. Sound bf16 engines gave 0.3 to 1.6 on the lab and
-SmolLM2, T = 0.3 to 1.5."""
+"""The differences may be as many times the learner's own rounding on the same tokens. Sound bf16
+engines gave 0.3 to 1.6 on the lab and SmolLM2, T = 0.3 to 1.5."""
 _FP32_SHARE = 2.0**-13
 """Rounding in float32 as a share of that in bf16, 2^-16, times 8 for sums in another order."""
 
 _VISIBLE, _VISIBLE_HALF = (0.02, 0.5), (0.1, 1.0)
-"""Nats by which the trial adapter should change the log-probs on average: far above rounding, and still a language model."""
+"""Nats by which the trial adapter should change the log-probs on average: far above rounding, and
+still a language model."""
 _FIRST_STRENGTH, _STRENGTH_TRIES = 0.1, 6
 _PROBED = 2
 """Effects are measured on this many completions, the longest ones."""
 _MISSING = 0.25
-"""Share of a group's effect that may be missing or too much; where the engine applies the adapter, it is within a few hundredths of 0."""
+"""Share of a group's effect that may be missing or too much; where the engine applies the adapter,
+it is within a few hundredths of 0."""
 _SIGNIFICANT = 5.0
 """Standard errors by which that share must differ from 0."""
 _ROUNDING = 1e-5
-"""Nats per token that must be off, at temperature 1 and above: rounding in float32 gives less, and a few tokens of it can look like the
-effect of a group.
-"""
+"""Nats per token that must be off, at temperature 1 and above: rounding in float32 gives less, and
+a few tokens of it can look like the effect of a group. """
 _IGNORED = 0.9
 """From this share of the whole adapter on, the engine ignores it."""
 _WHOLE = "all layers"
 _HOTTER = 1.1
-"""The temperature, as a multiple of the run's, whose effect on the log-probs is looked for in the differences."""
+"""The temperature, as a multiple of the run's, whose effect on the log-probs is looked for in the
+differences."""
 _WRONG_TEMPERATURE = 0.5
 """Share of that effect which the differences may contain: 5% of the temperature."""
 _ONE_TOKEN = 0.9
-"""Share of the sum of squares above which one token decides a fit, which is then only as accurate as that token's rounding, whatever its
-standard error."""
+"""Share of the sum of squares above which one token decides a fit, which is then only as accurate
+as that token's rounding, whatever its standard error."""
 _FITTED = 24
 """Tokens that a fit needs in half precision: of fewer, a standard error says nothing."""
 
@@ -60,12 +65,14 @@ _FITTED = 24
 class GateInputs:
     backend: Backend
     check_gold: Callable[[Sequence[Prompt]], str]
-    """Says how many gold answers score, or "not applicable"; raises RunFailed for one that does not."""
+    """Says how many gold answers score, or "not applicable"; raises RunFailed for one that does
+    not."""
     decode: Callable[[Int32Array], str]
     """Token ids to text with special tokens kept."""
     eos_ids: Sequence[int]
     answers: Callable[[Prompt], list[Int32Array]]
-    """Token ids of answers to a prompt, after which a completion may well end; none where no answer is known."""
+    """Token ids of answers to a prompt, after which a completion may well end; none where no answer
+    is known."""
     temperature: float
     truncation: Truncation
     max_tokens: int
@@ -81,7 +88,8 @@ class GateInputs:
     step: int
     """Training steps behind the weights."""
     trained: bool
-    """The engine already serves these weights, and is checked with them before it is given the trial adapter."""
+    """The engine already serves these weights, and is checked with them before it is given the
+    trial adapter."""
 
     @property
     def raw(self) -> bool:
@@ -114,7 +122,9 @@ class GateInputs:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Completions as rows with the engine's log-probs, and the learner's view of them with the adapter of that moment."""
+    """Completions as rows with the engine's log-probs, and the learner's view of them with the
+    adapter of that moment.
+    """
 
     inputs: GateInputs
     rows: list[Row]
@@ -130,14 +140,14 @@ class Sampled:
 
     @cached_property
     def rounding(self) -> list[Float32Array] | None:
-        """[T] of each row: what half precision changes in the learner's log-probs; None where that is not known. Ask for it before the
-        adapter changes.
+        """[T] of each row: what half precision changes in the learner's log-probs; None where that
+        is not known. Ask for it before the adapter changes.
         """
         other = self.inputs.backend.rounded_logprobs(self.rows, self.inputs.engine_temperature)
         return other and [rounded - own for rounded, own in zip(other, self.learner, strict=True)]
 
 
-# -- rounding --------------------------------------------------------------------------------------------------------
+# -- rounding --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -150,19 +160,29 @@ class Agreement:
     tolerance: float
     """In half precision for the mean, else for the largest difference."""
     rounding: float | None
-    """Nats by which half precision moves the learner's own log-probs on average; None where it was not needed, or is not known."""
+    """Nats by which half precision moves the learner's own log-probs on average; None where it was
+    not needed, or is not known."""
     excess: str
     """What is too far apart, in words; "" if nothing is."""
 
 
 def agreement(sampled: Sampled) -> Agreement:
-    """Compare the differences with what rounding does to the learner. Log-probs that are not finite agree with nothing."""
+    """Compare the differences with what rounding does to the learner. Log-probs that are not finite
+    agree with nothing.
+    """
     inputs, found = sampled.inputs, np.abs(np.concatenate(sampled.differences))
-    largest, mean, floor = float(found.max()), float(found.mean()), _FP32_IN_PROCESS if inputs.in_process else _FP32_SERVER
+    largest, mean, floor = (
+        float(found.max()),
+        float(found.mean()),
+        _FP32_IN_PROCESS if inputs.in_process else _FP32_SERVER,
+    )
     if not inputs.half_precision:
         tolerance = floor * inputs.sharpness
         if largest > tolerance and sampled.rounding is not None:
-            tolerance = max(tolerance, _ROUNDINGS * _FP32_SHARE * float(np.abs(np.concatenate(sampled.rounding)).max()))
+            tolerance = max(
+                tolerance,
+                _ROUNDINGS * _FP32_SHARE * float(np.abs(np.concatenate(sampled.rounding)).max()),
+            )
         excess = "" if largest <= tolerance else f"by {largest:.3g} nats (allowed: {tolerance:.2g})"
         return Agreement(len(found), largest, mean, tolerance, None, excess)
     own = sampled.rounding
@@ -171,14 +191,31 @@ def agreement(sampled: Sampled) -> Agreement:
     for where, part in _parts(sampled):
         allowed = _allowed_mean(inputs, moved[part])
         if not (share := float(found[part].mean()) / allowed) <= worst:
-            worst, excess = share, f"by {found[part].mean():.3g} nats on average{where} (allowed: {allowed:.2g})"
-    return Agreement(len(found), largest, mean, _allowed_mean(inputs, moved), None if own is None else float(moved.mean()), excess)
+            worst, excess = (
+                share,
+                f"by {found[part].mean():.3g} nats on average{where} (allowed: {allowed:.2g})",
+            )
+    return Agreement(
+        len(found),
+        largest,
+        mean,
+        _allowed_mean(inputs, moved),
+        None if own is None else float(moved.mean()),
+        excess,
+    )
 
 
 def _parts(sampled: Sampled) -> Iterator[tuple[str, npt.NDArray[np.bool_]]]:
-    """Yield tokens that have to agree on average, [n] of all rows: a fault in few of them would not show in the mean of all."""
+    """Yield tokens that have to agree on average, [n] of all rows: a fault in few of them would not
+    show in the mean of all.
+    """
     ids = np.concatenate([row.token_ids[list(row.action_positions())] for row in sampled.rows])
-    long = np.concatenate([np.full(row.num_actions, number in sampled.long) for number, row in enumerate(sampled.rows)])
+    long = np.concatenate(
+        [
+            np.full(row.num_actions, number in sampled.long)
+            for number, row in enumerate(sampled.rows)
+        ]
+    )
     for where, part in (
         ("", np.ones(len(ids), np.bool_)),
         (" after the long prompt", long),
@@ -189,22 +226,30 @@ def _parts(sampled: Sampled) -> Iterator[tuple[str, npt.NDArray[np.bool_]]]:
 
 
 def _allowed_mean(inputs: GateInputs, rounding: Float32Array) -> float:
-    """Nats by which n tokens may differ on average in half precision, given the learner's own rounding [n]."""
-    floor = (_HALF if rounding.any() and not inputs.eight_bits else _EIGHT_BITS) + _ONE / len(rounding)
+    """Nats by which n tokens may differ on average in half precision, given the learner's own
+    rounding [n].
+    """
+    floor = (_HALF if rounding.any() and not inputs.eight_bits else _EIGHT_BITS) + _ONE / len(
+        rounding
+    )
     return max(floor * inputs.sharpness, _ROUNDINGS * float(rounding.mean()))
 
 
-# -- the adapter's effect --------------------------------------------------------------------------------------------
+# -- the adapter's effect --------------------------------------------------------------------------
 
 
 def visible_strength(inputs: GateInputs, trial: TrialAdapter, sampled: Sampled) -> float:
-    """Bisect for the strength at which the trial adapter changes log-probs visibly. Leaves the trial adapter at it."""
+    """Bisect for the strength at which the trial adapter changes log-probs visibly. Leaves the
+    trial adapter at it.
+    """
     visible = _VISIBLE_HALF if inputs.half_precision else _VISIBLE
     before = np.concatenate(sampled.learner)
     strength, bounds = _FIRST_STRENGTH, [0.0, float("inf")]
     for _ in range(_STRENGTH_TRIES):
         trial.set(strength)
-        effect = float(np.abs(np.concatenate(inputs.learner_logprobs(sampled.rows)) - before).mean())
+        effect = float(
+            np.abs(np.concatenate(inputs.learner_logprobs(sampled.rows)) - before).mean()
+        )
         if visible[0] <= effect <= visible[1]:
             break
         bounds[effect > visible[1]] = strength
@@ -223,16 +268,27 @@ class Suspect:
     sentence: str
 
 
-def adapter_suspects(inputs: GateInputs, trial: TrialAdapter, strength: float, sampled: Sampled) -> tuple[float, list[Suspect]]:
-    """Return the trial adapter's mean effect in nats, and the groups of which the engine's log-probs lack part, or have too much.
+def adapter_suspects(
+    inputs: GateInputs, trial: TrialAdapter, strength: float, sampled: Sampled
+) -> tuple[float, list[Suspect]]:
+    """Return the trial adapter's mean effect in nats, and the groups of which the engine's
+    log-probs lack part, or have too much.
 
-    A group's effect is what the learner's log-probs lose without the group, on the completions that the whole adapter changes most. The
-    whole adapter counts as one more group, on all completions.
+    A group's effect is what the learner's log-probs lose without the group, on the completions that
+    the whole adapter changes most. The whole adapter counts as one more group, on all completions.
     """
     trial.set(0.0)
-    whole = [own - without for own, without in zip(sampled.learner, inputs.learner_logprobs(sampled.rows), strict=True)]
-    probed = sorted(range(len(whole)), key=lambda number: -float(np.abs(whole[number]).sum()))[:_PROBED]
-    rows, own = [sampled.rows[number] for number in probed], np.concatenate([sampled.learner[number] for number in probed])
+    whole = [
+        own - without
+        for own, without in zip(sampled.learner, inputs.learner_logprobs(sampled.rows), strict=True)
+    ]
+    probed = sorted(range(len(whole)), key=lambda number: -float(np.abs(whole[number]).sum()))[
+        :_PROBED
+    ]
+    rows, own = (
+        [sampled.rows[number] for number in probed],
+        np.concatenate([sampled.learner[number] for number in probed]),
+    )
     effects = {}
     for group in trial.groups:
         trial.set(strength, without=group)
@@ -240,35 +296,51 @@ def adapter_suspects(inputs: GateInputs, trial: TrialAdapter, strength: float, s
     trial.set(strength)
     differences = sampled.differences
     fits, fewest = [], _FITTED if inputs.half_precision else 1
-    for numbers, fitted in ((range(len(whole)), {_WHOLE: np.concatenate(whole)}), (probed, effects)):
+    for numbers, fitted in (
+        (range(len(whole)), {_WHOLE: np.concatenate(whole)}),
+        (probed, effects),
+    ):
         difference = np.concatenate([differences[number] for number in numbers])
-        fits += fits_of(difference, fitted, inputs.half_precision) if len(difference) >= fewest else []
-    off = [fit for fit in fits if abs(fit.share) > max(_MISSING, _SIGNIFICANT * fit.error) and fit.nats > _ROUNDING * inputs.sharpness]
+        fits += (
+            fits_of(difference, fitted, inputs.half_precision) if len(difference) >= fewest else []
+        )
+    off = [
+        fit
+        for fit in fits
+        if abs(fit.share) > max(_MISSING, _SIGNIFICANT * fit.error)
+        and fit.nats > _ROUNDING * inputs.sharpness
+    ]
     suspects = [Suspect(fit.explained, fit.sentence(inputs.consequence)) for fit in off]
     return float(np.abs(np.concatenate(whole)).mean()), suspects
 
 
 def temperature_suspects(inputs: GateInputs, sampled: Sampled) -> list[Suspect]:
-    """Return another temperature as a suspect where the differences, each within half precision's tolerance, together say so.
+    """Return another temperature as a suspect where the differences, each within half precision's
+    tolerance, together say so.
 
     They are fitted by least squares as a share of what a hotter temperature would change.
     """
     temperature, difference = inputs.engine_temperature, np.concatenate(sampled.differences)
     if not inputs.half_precision or len(difference) < _FITTED or not np.isfinite(difference).all():
         return []  # in float32 the tolerance of a single difference leaves nothing
-    hotter = np.concatenate(inputs.backend.logprobs(sampled.rows, _HOTTER * temperature)).astype(np.float64)
+    hotter = np.concatenate(inputs.backend.logprobs(sampled.rows, _HOTTER * temperature)).astype(
+        np.float64
+    )
     effect = hotter - np.concatenate(sampled.learner)
     if not (size := effect @ effect):
         return []  # a backend whose learner knows one temperature only
     if np.square(effect).max() > _ONE_TOKEN * size:
         return []
     share = float(effect @ difference / size)
-    if abs(share) <= max(_WRONG_TEMPERATURE, _SIGNIFICANT * _standard_error(effect, difference - share * effect)):
+    if abs(share) <= max(
+        _WRONG_TEMPERATURE, _SIGNIFICANT * _standard_error(effect, difference - share * effect)
+    ):
         return []
     looks = temperature * (1 + (_HOTTER - 1) * share)
     sentence = (
-        f"Parity gate: the engine's log-probs differ from the learner's as if its temperature were {looks:.2g} instead of "
-        f"{temperature:g}, so {inputs.consequence}; check that its log-probs are those of the distribution it samples from."
+        "Parity gate: the engine's log-probs differ from the learner's as if its temperature were"
+        f" {looks:.2g} instead of {temperature:g}, so {inputs.consequence}; check that its"
+        " log-probs are those of the distribution it samples from."
     )
     return [Suspect(float(share**2 * size / (difference @ difference)), sentence)]
 
@@ -288,25 +360,39 @@ class Fit:
     """The part of the difference's sum of squares that the fit explains, between 0 and 1."""
 
     def sentence(self, consequence: str) -> str:
-        advice = f"so {consequence}; check how the engine loads the adapter, its scale, the names of its layers, and cached prefixes."
+        advice = (
+            f"so {consequence}; check how the engine loads the adapter, its scale, the names of its"
+            " layers, and cached prefixes."
+        )
         if self.group == _WHOLE and self.share > _IGNORED:
-            return f"Parity gate: the engine ignores the adapter and samples from the base model, {advice}"
+            return (
+                "Parity gate: the engine ignores the adapter and samples from the base model,"
+                f" {advice}"
+            )
         where = "" if self.group == _WHOLE else f" on {self.group}"
         amount = f"{min(self.share, 1):.0%} of the adapter's effect{where} were missing"
         if self.share < 0:
             amount = f"the adapter's effect{where} were {-self.share:.0%} too large"
-        return f"Parity gate: the engine's log-probs differ from the learner's as if {amount}, {advice}"
+        return (
+            f"Parity gate: the engine's log-probs differ from the learner's as if {amount},"
+            f" {advice}"
+        )
 
 
-def fits_of(difference: Float32Array, effects: Mapping[str, Float32Array], half_precision: bool) -> list[Fit]:
+def fits_of(
+    difference: Float32Array, effects: Mapping[str, Float32Array], half_precision: bool
+) -> list[Fit]:
     """Fit a share for each group of `effects`, [n] like `difference`.
 
-    Rounding moves a token's log-prob in proportion to its sensitivity, which the effects show. Few tokens of a sharp policy are sensitive:
-    unweighted, their rounding alone would decide the fit, and look like the effect of some group.
+    Rounding moves a token's log-prob in proportion to its sensitivity, which the effects show. Few
+    tokens of a sharp policy are sensitive: unweighted, their rounding alone would decide the fit,
+    and look like the effect of some group.
     """
     if not np.isfinite(difference).all():
         return []
-    weights = 1 / (np.sqrt(sum(np.square(effect, dtype=np.float64) for effect in effects.values())) + _ROUNDING)
+    weights = 1 / (
+        np.sqrt(sum(np.square(effect, dtype=np.float64) for effect in effects.values())) + _ROUNDING
+    )
     fits = []
     for group, effect in effects.items():
         own, found = weights * effect, weights * difference
@@ -315,17 +401,22 @@ def fits_of(difference: Float32Array, effects: Mapping[str, Float32Array], half_
             continue
         share = -float(found @ own) / size
         rest = found + share * own
-        error = _standard_error(own, rest) if half_precision else float(np.sqrt((rest @ rest) / len(rest) / size))
+        error = (
+            _standard_error(own, rest)
+            if half_precision
+            else float(np.sqrt((rest @ rest) / len(rest) / size))
+        )
         nats = abs(share) * float(np.sqrt(np.mean(np.square(effect))))
         fits.append(Fit(group, share, error, nats, share**2 * size / total))
     return fits
 
 
 def _standard_error(regressor: npt.NDArray[np.float64], rest: npt.NDArray[np.float64]) -> float:
-    """Standard error of a least-squares slope in half precision, given the regressor and the residuals [n].
+    """Standard error of a least-squares slope in half precision, given the regressor and the
+    residuals [n].
 
-    A token's rounding depends on the token, and a few tokens of a sharp policy can decide the fit; it allows for both (HC3 of MacKinnon and
-    White, J. Econometrics 29, 1985, 305).
+    A token's rounding depends on the token, and a few tokens of a sharp policy can decide the fit;
+    it allows for both (HC3 of MacKinnon and White, J. Econometrics 29, 1985, 305).
     """
     size = regressor @ regressor
     leverage = np.square(regressor) / size

@@ -1,6 +1,7 @@
 """Completions of a prompt that are identical although their own log-probs say that they cannot be.
 
-One seed for all completions of a request, greedy decoding, or a temperature that is ignored look so, whatever method draws the tokens.
+One seed for all completions of a request, greedy decoding, or a temperature that is ignored look
+so, whatever method draws the tokens.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,11 +18,13 @@ Sampled = tuple[Int32Array, Float32Array]
 
 
 def chance_of_identical(groups: Iterable[Sequence[Sampled]]) -> float:
-    """Return an upper bound on the probability that completions of a group are identical as often as they are, if each is drawn alone.
+    """Return an upper bound on the probability that completions of a group are identical as often
+    as they are, if each is drawn alone.
 
-    A completion equals one of those before it with a probability of at most Q, the sum of exp(sum log p) over the different ones. So for
-    any w the product over m such trials of 1 - w + w [it does] / Q has a mean of at most 1, and exceeds x with a probability of at most
-    1/x (Markov). Of two w the mean is taken: 1/m for a few equal ones among many, 1/2 for most of them.
+    A completion equals one of those before it with a probability of at most Q, the sum of exp(sum
+    log p) over the different ones. So for any w the product over m such trials of 1 - w + w [it
+    does] / Q has a mean of at most 1, and exceeds x with a probability of at most 1/x (Markov). Of
+    two w the mean is taken: 1/m for a few equal ones among many, 1/2 for most of them.
     """
     evidence, trials = list[float](), 0
     for group in groups:

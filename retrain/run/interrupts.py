@@ -1,6 +1,8 @@
-"""Signals of a run: Ctrl-C, SIGTERM or SIGHUP stops it at the next safe point with its state saved; SIGUSR1 saves and continues.
+"""Signals of a run: Ctrl-C, SIGTERM or SIGHUP stops it at the next safe point with its state saved;
+SIGUSR1 saves and continues.
 
-A second Ctrl-C or SIGTERM stops at once and saves nothing. A second SIGHUP has no effect, since a closing terminal may send several.
+A second Ctrl-C or SIGTERM stops at once and saves nothing. A second SIGHUP has no effect, since a
+closing terminal may send several.
 """
 
 import signal
@@ -15,7 +17,9 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """Turns signals into flags that the loop reads. Outside the main thread, where Python sets no handlers, it has no effect."""
+    """Turns signals into flags that the loop reads. Outside the main thread, where Python sets no
+    handlers, it has no effect.
+    """
 
     def __init__(self) -> None:
         self._stop: int | None = None
@@ -31,7 +35,12 @@ class Interrupts:
             self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._handle)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal itself returned
         self._previous.clear()

@@ -1,7 +1,8 @@
 """The training loop: one step is sample, score, assign credit, learn, observe.
 
-Everything that does not fit on this page is in the nouns that it calls: `session` opens the run and samples, `advantages` turns rewards
-into token credit, `backends` learn, `observer` writes the step down, and `saver` says what is due and writes checkpoints.
+Everything that does not fit on this page is in the nouns that it calls: `session` opens the run and
+samples, `advantages` turns rewards into token credit, `backends` learn, `observer` writes the step
+down, and `saver` says what is due and writes checkpoints.
 """
 
 from dataclasses import dataclass
@@ -34,18 +35,28 @@ class Run:
         return list(StepRecord.read(RunFolder(self.folder).metrics))
 
 
-def train(config: TrainConfig, *, overwrite: bool = False, quiet: bool = False, skip_parity: bool = False) -> Run:
+def train(
+    config: TrainConfig, *, overwrite: bool = False, quiet: bool = False, skip_parity: bool = False
+) -> Run:
     """Run `config` to its last step, or resume the run that `[resume] from` names.
 
-    `overwrite` empties a run folder that carries our marker; `quiet` silences standard output; `skip_parity` trusts the engine unseen.
-    Raises ConfigurationError, EnvironmentFailure, RunFailed or Interrupted, with the steps completed so far saved. A second signal raises
-    StoppedAtOnce, which saves nothing.
+    `overwrite` empties a run folder that carries our marker; `quiet` silences standard output;
+    `skip_parity` trusts the engine unseen. Raises ConfigurationError, EnvironmentFailure, RunFailed
+    or Interrupted, with the steps completed so far saved. A second signal raises StoppedAtOnce,
+    which saves nothing.
     """
     folder = Path(config.resume.from_ or config.logging.log_dir)
     opening = Session.open(config, overwrite=overwrite, quiet=quiet, skip_parity=skip_parity)
     again = RunFolder(folder)
     with (
-        writing_to(folder, lambda: f"continue with `{again.resume_command}`" if again.config.is_file() else "start it again"),
+        writing_to(
+            folder,
+            lambda: (
+                f"continue with `{again.resume_command}`"
+                if again.config.is_file()
+                else "start it again"
+            ),
+        ),
         opening as session,
     ):
         try:
@@ -66,8 +77,8 @@ def train(config: TrainConfig, *, overwrite: bool = False, quiet: bool = False, 
 
 
 def take_step(session: Session) -> None:
-    """Take one step: sample and score a batch, assign credit, learn, and record it. Interrupted before the learning, it has changed
-    nothing.
+    """Take one step: sample and score a batch, assign credit, learn, and record it. Interrupted
+    before the learning, it has changed nothing.
     """
     parts, number, clock = session.parts, session.state.step, StepClock("sample")
     rollout = session.sample()
@@ -85,4 +96,6 @@ def take_step(session: Session) -> None:
         session.state.learning = False  # nothing has left this process
         raise
     clock.stop()
-    session.observer.observe(Step(number, rollout, sepa_lambda, credit, rows, log_ratios, result, clock))
+    session.observer.observe(
+        Step(number, rollout, sepa_lambda, credit, rows, log_ratios, result, clock)
+    )

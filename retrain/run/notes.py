@@ -1,4 +1,6 @@
-"""Remarks at the start of a run: unused keys, and effects of the configuration that may surprise."""
+"""Remarks at the start of a run: unused keys, and effects of the configuration that may
+surprise.
+"""
 
 from collections.abc import Sequence
 
@@ -16,7 +18,9 @@ from retrain.types import Prompt
 
 
 def refuse_lone_sharding(backend: Backend, world: World) -> None:
-    """Raise ConfigurationError if [backend] shard_base is set and this process has no other to share the base with."""
+    """Raise ConfigurationError if [backend] shard_base is set and this process has no other to
+    share the base with.
+    """
     if backend.shard_base:
         from retrain.model.load import shards_of  # torch comes with it
 
@@ -25,8 +29,14 @@ def refuse_lone_sharding(backend: Backend, world: World) -> None:
 
 def preflight_lines(config: TrainConfig) -> list[str]:
     """Return the remarks at the start of a run, one sentence each."""
-    given = {path: origin for path, origin in config.origins.items() if config.is_set(path) and origin != "file"}
-    overrides = [f"{path} = {config.value(path)!r} from {origin}" for path, origin in given.items()]  # the file alone would mislead
+    given = {
+        path: origin
+        for path, origin in config.origins.items()
+        if config.is_set(path) and origin != "file"
+    }
+    overrides = [
+        f"{path} = {config.value(path)!r} from {origin}" for path, origin in given.items()
+    ]  # the file alone would mislead
     return [*overrides, *unused_keys(config), *notes(config)]
 
 
@@ -40,18 +50,26 @@ def notes(config: TrainConfig) -> list[str]:
         _truncation_note(config),
         _split_note(config),
     ]
-    if config.backend.backend == "tinker" and config.kind != "squeeze" and config.training.temperature == 1:
-        found.append("Tinker's learner knows log-probs at temperature 1 only, so the model is sampled and trained at temperature 1.")
+    if (
+        config.backend.backend == "tinker"
+        and config.kind != "squeeze"
+        and config.training.temperature == 1
+    ):
+        found.append(
+            "Tinker's learner knows log-probs at temperature 1 only, so the model is sampled and"
+            " trained at temperature 1."
+        )
     if config.backend.shard_base and config.kind != "squeeze":
         found.append(
-            "[backend] shard_base = true: every forward pass, also for each generated token, gathers all layers from the other processes, "
-            "so use it only where one GPU cannot hold the model; the memory that explain predicts is for one process with the whole model."
+            "[backend] shard_base = true: every forward pass, also for each generated token,"
+            " gathers all layers from the other processes, so use it only where one GPU cannot hold"
+            " the model; the memory that explain predicts is for one process with the whole model."
         )
     if (pressure := config.backpressure).enabled:
         found.append(
-            f"[backpressure] changes the batch size, from {config.training.batch_size} to between {pressure.min_batch_size} and "
-            f"{pressure.max_batch_size} prompts per step: steps differ in size and time, and runs of one seed see a prompt in different "
-            "steps."
+            f"[backpressure] changes the batch size, from {config.training.batch_size} to between"
+            f" {pressure.min_batch_size} and {pressure.max_batch_size} prompts per step: steps"
+            " differ in size and time, and runs of one seed see a prompt in different steps."
         )
     return [note for note in found if note]
 
@@ -59,42 +77,61 @@ def notes(config: TrainConfig) -> list[str]:
 def skipped_gate_line(inference: Inference, training: Training) -> str:
     """Say what `--skip-parity` leaves unchecked."""
     return (
-        f"PARITY GATE SKIPPED (--skip-parity): nothing checks that the {inference.engine} engine samples from the trained policy. "
-        f"Its log-probs at temperature {training.temperature:g}, the adapter's effect, cached prefixes, the end-of-sequence "
-        "token, the chat template and the gold answers are taken on trust, now, at the first new adapter and after a server comes back."
+        f"PARITY GATE SKIPPED (--skip-parity): nothing checks that the {inference.engine} engine"
+        f" samples from the trained policy. Its log-probs at temperature {training.temperature:g},"
+        " the adapter's effect, cached prefixes, the end-of-sequence token, the chat template and"
+        " the gold answers are taken on trust, now, at the first new adapter and after a server"
+        " comes back."
     )
 
 
 def unasked_note(config: TrainConfig, prompts: Sequence[Prompt]) -> str:
-    """Warn if the reward reads a box that no prompt asks for; "" otherwise. The lab model answers in a box unasked."""
-    if box_reader(config.reward) is None or config.model.model == "lab" or any(_BOX in prompt.text for prompt in prompts):
+    """Warn if the reward reads a box that no prompt asks for; "" otherwise. The lab model answers
+    in a box unasked.
+    """
+    if (
+        box_reader(config.reward) is None
+        or config.model.model == "lab"
+        or any(_BOX in prompt.text for prompt in prompts)
+    ):
         return ""
     template = config.data.prompt_template
-    asking = ASKING_TEMPLATE if template in (None, PLAIN_TEMPLATE) else toml_value(f"{template} {ASKING}")
+    asking = (
+        ASKING_TEMPLATE
+        if template in (None, PLAIN_TEMPLATE)
+        else toml_value(f"{template} {ASKING}")
+    )
     return (
-        f"[reward] type = {toml_value(config.reward.type)} reads the answer in the last {_BOX}{{}} of a completion, and none of "
-        f"{counted(len(prompts), 'prompt')} asks for one: a model that is not asked for it mostly gets 0; set [data] prompt_template = "
-        f"{asking} to ask for it."
+        f"[reward] type = {toml_value(config.reward.type)} reads the answer in the last {_BOX}{{}}"
+        f" of a completion, and none of {counted(len(prompts), 'prompt')} asks for one: a model"
+        f" that is not asked for it mostly gets 0; set [data] prompt_template = {asking} to ask"
+        " for it."
     )
 
 
 _BOX = r"\boxed"
 _ROOM = 0.01
-"""Distance of a clip bound from 1 that the mismatch of sampler and learner in float32 never reaches."""
+"""Distance of a clip bound from 1 that the mismatch of sampler and learner in float32 never
+reaches."""
 
 
 def trust_note(model: Model) -> str:
     """Warn before a model is loaded with code of its own."""
     if not model.trust_remote_code:
         return ""
-    return f"[model] trust_remote_code = true: Python code that comes with {model.model} runs as this user."
+    return (
+        f"[model] trust_remote_code = true: Python code that comes with {model.model} runs as this"
+        " user."
+    )
 
 
 def _loss_note(config: TrainConfig) -> str:
-    """Warn about a clip without effect: with one update per step the ratio is 1 up to the mismatch of sampler and learner.
+    """Warn about a clip without effect: with one update per step the ratio is 1 up to the mismatch
+    of sampler and learner.
 
-    The first update's ratios are 1 against recomputed log-probs. Against the sampler's they contain rounding, dropout, and in split mode
-    a step of learning; the warning is given where they lie inside the clip on any device all the same.
+    The first update's ratios are 1 against recomputed log-probs. Against the sampler's they contain
+    rounding, dropout, and in split mode a step of learning; the warning is given where they lie
+    inside the clip on any device all the same.
     """
     loss, training = config.loss, config.training
     if loss.mode not in DEFAULT_CLIPS or training.updates_per_batch * training.minibatches > 1:
@@ -106,13 +143,16 @@ def _loss_note(config: TrainConfig) -> str:
         without_effect = False
     else:
         recomputed_if_rounded = loss.mode == "gspo" and not config.is_set("loss.old_logprobs")
-        without_effect = min(low, high) >= (min(DEFAULT_CLIPS["gspo"]) if recomputed_if_rounded else _ROOM)
+        without_effect = min(low, high) >= (
+            min(DEFAULT_CLIPS["gspo"]) if recomputed_if_rounded else _ROOM
+        )
     if not without_effect:
         return ""
     return (
-        f'[loss] mode = "{loss.mode}" with one update per step: the ratio is 1 up to the mismatch of sampler and learner, so the gradient '
-        "equals that of importance_sampling; the clip acts with [training] updates_per_batch or minibatches of at least 2, and "
-        "clip_fraction says how often."
+        f'[loss] mode = "{loss.mode}" with one update per step: the ratio is 1 up to the mismatch'
+        " of sampler and learner, so the gradient equals that of importance_sampling; the clip"
+        " acts with [training] updates_per_batch or minibatches of at least 2, and clip_fraction"
+        " says how often."
     )
 
 
@@ -123,32 +163,49 @@ def _split_note(config: TrainConfig) -> str:
     loss = config.loss
     if loss.mode == "gspo" and not config.is_set("loss.old_logprobs"):
         correction = (
-            'the ratio of [loss] mode = "gspo" is against the log-probs of the weights that sampled, but in half precision against '
-            'recomputed ones, which corrects nothing: set old_logprobs = "recomputed" and correction = "tis" there'
+            'the ratio of [loss] mode = "gspo" is against the log-probs of the weights that'
+            " sampled, but in half precision against recomputed ones, which corrects nothing: set"
+            ' old_logprobs = "recomputed" and correction = "tis" there'
         )
     elif loss.old_logprobs == "sampler":
-        correction = f'the ratio of [loss] mode = "{loss.mode}" is against the log-probs of the weights that sampled'
+        correction = (
+            f'the ratio of [loss] mode = "{loss.mode}" is against the log-probs of the weights that'
+            " sampled"
+        )
     elif loss.correction != "none":
-        correction = f'[loss] correction = "{loss.correction}" weights the tokens by learner over sampler'
+        correction = (
+            f'[loss] correction = "{loss.correction}" weights the tokens by learner over sampler'
+        )
     else:
-        correction = 'nothing corrects it with old_logprobs = "recomputed"; set [loss] correction = "tis" or "icepop"'
+        correction = (
+            'nothing corrects it with old_logprobs = "recomputed"; set [loss] correction = "tis" or'
+            ' "icepop"'
+        )
     return (
-        f"Split mode: a step that follows neither a checkpoint nor an evaluation is sampled with weights one step old; {correction}, "
-        "and ratio_mean, ess and mismatch_k1 show how far sampler and learner are apart."
+        "Split mode: a step that follows neither a checkpoint nor an evaluation is sampled with"
+        f" weights one step old; {correction}, and ratio_mean, ess and mismatch_k1 show how far"
+        " sampler and learner are apart."
     )
 
 
 def _dropout_note(lora: Lora, loss: Loss) -> str:
-    """Explain that the ratio contains dropout masks, since the learner applies dropout and the sampler does not."""
+    """Explain that the ratio contains dropout masks, since the learner applies dropout and the
+    sampler does not.
+    """
     if not lora.dropout:
         return ""
     effect = (
-        f"[lora] dropout = {lora.dropout:g} is off while sampling, so ratio_mean, ess and mismatch_k1 contain its effect and are "
-        "not 1, 1 and 0 before the first update"
+        f"[lora] dropout = {lora.dropout:g} is off while sampling, so ratio_mean, ess and"
+        " mismatch_k1 contain its effect and are not 1, 1 and 0 before the first update"
     )
     if loss.old_logprobs == "recomputed":
-        return f"{effect}; the loss takes its ratio against log-probs recomputed under the same masks."
-    return f'{effect}; the loss\'s ratio contains it too, unless [loss] old_logprobs = "recomputed" takes it under the same masks.'
+        return (
+            f"{effect}; the loss takes its ratio against log-probs recomputed under the same masks."
+        )
+    return (
+        f'{effect}; the loss\'s ratio contains it too, unless [loss] old_logprobs = "recomputed"'
+        " takes it under the same masks."
+    )
 
 
 def _truncation_note(config: TrainConfig) -> str:
@@ -159,6 +216,7 @@ def _truncation_note(config: TrainConfig) -> str:
     values = ", ".join(f"{key} = {config.value(f'training.{key}'):g}" for key in cuts)
     kl = "; the KL term is against the base's whole distribution" if config.loss.kl_coef else ""
     return (
-        f"[training] {values}: sampled and trained as the distribution renormalised over the kept tokens, so log-probs, surprisals and "
-        f"entropies are of that distribution, and a position where one token is kept trains nothing{kl}."
+        f"[training] {values}: sampled and trained as the distribution renormalised over the kept"
+        " tokens, so log-probs, surprisals and entropies are of that distribution, and a position"
+        f" where one token is kept trains nothing{kl}."
     )

@@ -1,4 +1,6 @@
-"""The observer of a run, which writes each step down, moves the run's state past it, and stops a run that learns nothing."""
+"""The observer of a run, which writes each step down, moves the run's state past it, and stops a
+run that learns nothing.
+"""
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -41,13 +43,23 @@ _MISMATCH_STEPS = 3
 
 _LIMIT_FACTOR = 10
 _LIMIT_FLOOR, _LIMIT_FLOOR_HALF = 1e-3, 0.02
-"""Rounding grows while a policy sharpens, so ten times a gate that measured 1e-6 would stop sound runs."""
+"""Rounding grows while a policy sharpens, so ten times a gate that measured 1e-6 would stop sound
+runs."""
 
 
 class StepObserver:
-    """Sees every step once, after its learning. Every process moves its own state; rank 0 alone has sinks to write to."""
+    """Sees every step once, after its learning. Every process moves its own state; rank 0 alone has
+    sinks to write to.
+    """
 
-    def __init__(self, opened: OpenedRun, parts: Parts, tracker: Tracker, world: World, pressure: Pressure | None) -> None:
+    def __init__(
+        self,
+        opened: OpenedRun,
+        parts: Parts,
+        tracker: Tracker,
+        world: World,
+        pressure: Pressure | None,
+    ) -> None:
         self.config = opened.config
         self.folder = opened.folder
         self.state = opened.state
@@ -71,23 +83,37 @@ class StepObserver:
 
     @property
     def unlearned(self) -> str:
-        """What to say of a run that ends with some steps that trained nothing, or has no other; "" for any other run."""
-        return untrained_line(self.untrained) if len(self.untrained) >= min(ENOUGH, self.state.step) else ""
+        """What to say of a run that ends with some steps that trained nothing, or has no other; ""
+        for any other run.
+        """
+        return (
+            untrained_line(self.untrained)
+            if len(self.untrained) >= min(ENOUGH, self.state.step)
+            else ""
+        )
 
     def log_ratios(self, rows: Sequence[Row]) -> dict[RowKey, Float32Array] | None:
         """Return row key -> [T] learner - sampler log-prob before the step, for the trained rows.
 
-        None in a step whose tokens nobody stores, since it costs a forward pass, and where the backend cannot score rows.
+        None in a step whose tokens nobody stores, since it costs a forward pass, and where the
+        backend cannot score rows.
         """
         if not self.parts.backend.capabilities.scores_rows:
             return None
-        if not self.world.broadcast(self.tracker.wants_tokens(self.state.step)):  # in a parallel run all processes score, or none
+        if not self.world.broadcast(
+            self.tracker.wants_tokens(self.state.step)
+        ):  # in a parallel run all processes score, or none
             return None
         trained = [row for row in rows if row.trained]
-        return {row.key: own - row.logprobs for row, own in zip(trained, self.parts.backend.logprobs(trained), strict=True)}
+        return {
+            row.key: own - row.logprobs
+            for row, own in zip(trained, self.parts.backend.logprobs(trained), strict=True)
+        }
 
     def observe(self, step: Step) -> None:
-        """Write a step down and move the state past it. Raises RunFailed afterwards if the run should not continue."""
+        """Write a step down and move the state past it. Raises RunFailed afterwards if the run
+        should not continue.
+        """
         state, rewards = self.state, reward_statistics(step.rollout, self._boxes)
         state.correct += rewards.correct
         state.judged += rewards.judged
@@ -101,16 +127,34 @@ class StepObserver:
         self.last = self._record(step, rewards, decision)
         self.untrained = untrained_streak([self.last, *self.untrained])
         in_turns = self.parts.stage is not None
-        self.tracker.emit(Generations(step.number, generation_records(step.number, step.rollout.groups, step.credit, in_turns=in_turns)))
-        rewritten = [one for group in step.rollout.groups for one in group.trajectories if len(one.parts()) > 1]
+        self.tracker.emit(
+            Generations(
+                step.number,
+                generation_records(
+                    step.number, step.rollout.groups, step.credit, in_turns=in_turns
+                ),
+            )
+        )
+        rewritten = [
+            one
+            for group in step.rollout.groups
+            for one in group.trajectories
+            if len(one.parts()) > 1
+        ]
         if rewritten and not self._said_rewritten:
             self._said_rewritten = True
             self.tracker.message(
-                f"Step {step.number}: {len(rewritten)} trajectories have more than one row, since the chat template or the environment "
-                "rewrites earlier turns; each row holds what the model had in sight."
+                f"Step {step.number}: {len(rewritten)} trajectories have more than one row, since"
+                " the chat template or the environment rewrites earlier turns; each row holds what"
+                " the model had in sight."
             )
         if self.tracker.wants_tokens(step.number):
-            self.tracker.emit(Tokens(step.number, token_table(step.credit, self.parts.credit.needs_planning, step.log_ratios)))
+            self.tracker.emit(
+                Tokens(
+                    step.number,
+                    token_table(step.credit, self.parts.credit.needs_planning, step.log_ratios),
+                )
+            )
         self.tracker.emit(self.last)
         if is_news(self.untrained):
             self.tracker.message(untrained_line(self.untrained))
@@ -119,8 +163,15 @@ class StepObserver:
         state.learning = False
         self._check_health(step)
 
-    def _record(self, step: Step, rewards: RewardStatistics, decision: dict[str, Any]) -> StepRecord:
-        state, pipeline, sepa, groups = self.state, self.parts.credit, self.parts.sepa, step.rollout.groups
+    def _record(
+        self, step: Step, rewards: RewardStatistics, decision: dict[str, Any]
+    ) -> StepRecord:
+        state, pipeline, sepa, groups = (
+            self.state,
+            self.parts.credit,
+            self.parts.sepa,
+            step.rollout.groups,
+        )
         uses_sepa, planning = pipeline.uses_sepa_controller, step.credit.tokens.planning
         return StepRecord(
             step=step.number,
@@ -136,13 +187,17 @@ class StepObserver:
             sepa_gate_open=sepa.gate_open if uses_sepa else None,
             sepa_gate_step=sepa.gate_step if uses_sepa else None,
             identical_chance=self._identical_chance(step),
-            reward_could_not_judge=sum(len(group) - len(group.rewards) for group in step.rollout.drawn),
+            reward_could_not_judge=sum(
+                len(group) - len(group.rewards) for group in step.rollout.drawn
+            ),
             num_datums=sum(row.trained for row in step.rows),
             groups_redrawn=step.rollout.redrawn,
             batch_size=len(groups),
             next_batch_size=state.batch_size,
             group_size=self.config.training.group_size,
-            plan_token_fraction=float(planning.mean()) if pipeline.needs_planning and len(planning) else None,
+            plan_token_fraction=(
+                float(planning.mean()) if pipeline.needs_planning and len(planning) else None
+            ),
             uncertainty_kind=pipeline.uncertainty_kind if pipeline.needs_uncertainty else None,
             time_sample_s=step.rollout.sample_seconds,
             time_reward_s=step.rollout.reward_seconds,
@@ -154,16 +209,19 @@ class StepObserver:
         )
 
     def _identical_chance(self, step: Step) -> float | None:
-        """Return the record's identical_chance, and say once that completions cannot be identical by chance."""
+        """Return the record's identical_chance, and say once that completions cannot be identical
+        by chance.
+        """
         if is_raw(self.parts.backend.engine.capabilities, self.config.training.temperature):
             return None
         chance = identical_chance(step.rollout.drawn)
         if chance < _IMPOSSIBLE and not self._said_identical:
             self._said_identical = True
             self.tracker.message(
-                f"Step {step.number}: completions of one prompt are identical, of which by their own log-probs the chance is below "
-                f"{chance:.0e}, so the engine does not draw them one by one from the distribution that it reports; check how it takes n, "
-                "seed and temperature. Every step records identical_chance."
+                f"Step {step.number}: completions of one prompt are identical, of which by their"
+                f" own log-probs the chance is below {chance:.0e}, so the engine does not draw them"
+                " one by one from the distribution that it reports; check how it takes n, seed and"
+                " temperature. Every step records identical_chance."
             )
         return chance
 
@@ -171,7 +229,8 @@ class StepObserver:
         state, backend, result = self.state, self.parts.backend, step.result
         if result.nonfinite_updates:
             self.tracker.message(
-                f"Step {step.number}: {result.nonfinite_tensor} was not finite; skipped {counted(result.nonfinite_updates, 'update')}."
+                f"Step {step.number}: {result.nonfinite_tensor} was not finite; skipped"
+                f" {counted(result.nonfinite_updates, 'update')}."
             )
         check_updates(state, result)
         limit = mismatch_limit(
@@ -182,21 +241,28 @@ class StepObserver:
             samples_ahead=backend.capabilities.samples_ahead,
         )
         check_mismatch(state, result.log_ratio_mean, limit, f"`{self.folder.resume_command}`")
-        self.parts.guard.observe([member.score for group in step.rollout.drawn for member in group.members])
+        self.parts.guard.observe(
+            [member.score for group in step.rollout.drawn for member in group.members]
+        )
 
 
-# -- conditions under which a step stops the run --------------------------------------------------------------------------
+# -- conditions under which a step stops the run ---------------------------------------------------
 
 
 def default_mismatch_limit(gate_mean: float, *, half_precision: bool) -> float:
-    """Return the default of [inference] mismatch_limit in nats: ten times the gate's own mean, and above the noise of the precision."""
+    """Return the default of [inference] mismatch_limit in nats: ten times the gate's own mean, and
+    above the noise of the precision.
+    """
     return max(_LIMIT_FACTOR * gate_mean, _LIMIT_FLOOR_HALF if half_precision else _LIMIT_FLOOR)
 
 
-def mismatch_limit(inference: Inference, lora: Lora, gate_mean: float, *, half_precision: bool, samples_ahead: bool) -> float | None:
+def mismatch_limit(
+    inference: Inference, lora: Lora, gate_mean: float, *, half_precision: bool, samples_ahead: bool
+) -> float | None:
     """Return the limit of a run in nats; None if there is none.
 
-    Dropout and weights that are one step old move the ratio by themselves, so only a limit that was set holds there.
+    Dropout and weights that are one step old move the ratio by themselves, so only a limit that was
+    set holds there.
     """
     if inference.mismatch_limit is not None:
         return inference.mismatch_limit or None
@@ -207,24 +273,32 @@ def mismatch_limit(inference: Inference, lora: Lora, gate_mean: float, *, half_p
 
 def check_updates(state: TrainerState, result: StepResult) -> None:
     """Count the steps in a row without a finite update. Raises RunFailed at the third."""
-    state.nonfinite_streak = state.nonfinite_streak + 1 if result.updates == 0 and result.nonfinite_updates else 0
+    state.nonfinite_streak = (
+        state.nonfinite_streak + 1 if result.updates == 0 and result.nonfinite_updates else 0
+    )
     if state.nonfinite_streak >= _NONFINITE_LIMIT:
         raise RunFailed(
-            f"{result.nonfinite_tensor} was not finite in {_NONFINITE_LIMIT} steps in a row; the weights are those of the last finite "
-            "update: start a new run from them ([lora] init_from) with a lower [training] lr, [loss] max_grad_norm = 1.0 or "
-            '[model] dtype = "fp32".'
+            f"{result.nonfinite_tensor} was not finite in {_NONFINITE_LIMIT} steps in a row; the"
+            " weights are those of the last finite update: start a new run from them ([lora]"
+            " init_from) with a lower [training] lr, [loss] max_grad_norm = 1.0 or [model] dtype ="
+            ' "fp32".'
         )
 
 
-def check_mismatch(state: TrainerState, mean: float | None, limit: float | None, resume: str) -> None:
-    """Count the steps in a row whose mean |log-ratio| is above `limit`. Raises RunFailed at the third; `resume` continues the run."""
+def check_mismatch(
+    state: TrainerState, mean: float | None, limit: float | None, resume: str
+) -> None:
+    """Count the steps in a row whose mean |log-ratio| is above `limit`. Raises RunFailed at the
+    third; `resume` continues the run.
+    """
     if limit is None or mean is None:
         return
     state.mismatch_streak = state.mismatch_streak + 1 if not mean <= limit else 0  # NaN counts
     if state.mismatch_streak >= _MISMATCH_STEPS:
         raise RunFailed(
-            f"Sampler and learner differed by {mean:.2g} nats per token on average at step {state.step - 1}, above the limit of "
-            f"{limit:.2g} for {_MISMATCH_STEPS} steps in a row, and the parity gate had measured {state.gate_mismatch or 0:.1e}: the "
-            "sampled policy is not the trained one; look at log_ratio_mean in metrics.jsonl and at the engine, or set "
-            f"[inference] mismatch_limit (0 is off) and continue with {resume}."
+            f"Sampler and learner differed by {mean:.2g} nats per token on average at step"
+            f" {state.step - 1}, above the limit of {limit:.2g} for {_MISMATCH_STEPS} steps in a"
+            f" row, and the parity gate had measured {state.gate_mismatch or 0:.1e}: the sampled"
+            " policy is not the trained one; look at log_ratio_mean in metrics.jsonl and at the"
+            f" engine, or set [inference] mismatch_limit (0 is off) and continue with {resume}."
         )

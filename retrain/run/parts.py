@@ -1,4 +1,6 @@
-"""The parts of a run, loaded in the order in which the screen reports them, and the parity gate that they must pass."""
+"""The parts of a run, loaded in the order in which the screen reports them, and the parity gate
+that they must pass.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -44,7 +46,8 @@ Say = Callable[[str], None]
 
 _EIGHT_BITS = ("fp8", "fp4", "int8")
 _EVALUATION_ORDER_SEED = 0
-"""Seed that shuffles held-out problems, which sources sort by subject; it is the same for every run."""
+"""Seed that shuffles held-out problems, which sources sort by subject; it is the same for every
+run."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,16 @@ class Parts:
         self.backend.close()
 
 
-def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, world: World = ALONE, *, learns: bool = True) -> Parts:
-    """Load tokenizer, data, rewards, credit and model. Cheap parts come first, so that a mistake shows before a model is loaded.
+def load_parts(
+    config: TrainConfig,
+    choices: MachineChoices | None,
+    say: Say,
+    world: World = ALONE,
+    *,
+    learns: bool = True,
+) -> Parts:
+    """Load tokenizer, data, rewards, credit and model. Cheap parts come first, so that a mistake
+    shows before a model is loaded.
 
     `learns` is False where nothing will be trained, so the memory of training is not predicted.
     """
@@ -87,7 +98,9 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
     _connect_engine(config, say, learns)
     verdicts = RunFolder(Path(config.logging.log_dir)).verdicts if learns else None
     with ExitStack() as undo:
-        scorer = None if config.environment.provider else build_scorer(config, verdicts)  # its workers start while the model loads
+        scorer = (
+            None if config.environment.provider else build_scorer(config, verdicts)
+        )  # its workers start while the model loads
         if scorer:
             undo.callback(scorer.close)
         return _load_rest(config, choices, say, world, scorer, verdicts, learns=learns, undo=undo)
@@ -104,9 +117,13 @@ def _load_rest(
     learns: bool,
     undo: ExitStack,
 ) -> Parts:
-    """Load what may have to be asked of the hub; `undo` closes what was opened if something fails."""
+    """Load what may have to be asked of the hub; `undo` closes what was opened if something
+    fails.
+    """
     text = load_text(config.model, say)
-    credit = CreditPipeline(config, text.vocabulary.pieces, lambda name: load_encoder(config.backend, name, world))
+    credit = CreditPipeline(
+        config, text.vocabulary.pieces, lambda name: load_encoder(config.backend, name, world)
+    )
     for note in credit.notes:
         say(note)
     stage = load_stage(config, text, say)
@@ -115,11 +132,15 @@ def _load_rest(
     prompts = load_prompts(config, text, stage, say)
     if stage is None and (note := unasked_note(config, prompts.prompts)):
         say(note)
-    held_out = load_held_out(config, text, stage, prompts, say) if config.evaluation.asked_for else None
+    held_out = (
+        load_held_out(config, text, stage, prompts, say) if config.evaluation.asked_for else None
+    )
     judge = load_judge(config, scorer, verdicts, say) if held_out and scorer else scorer
     if judge:
         undo.callback(judge.close)
-    for note in dict.fromkeys(asking.probe() for asking in dict.fromkeys((scorer, judge)) if asking):
+    for note in dict.fromkeys(
+        asking.probe() for asking in dict.fromkeys((scorer, judge)) if asking
+    ):
         if note:
             say(note)
     if learns:
@@ -132,20 +153,47 @@ def _load_rest(
     examiner = Sampler(backend.engine, judge, text.vocabulary.text, world=world, stage=stage)
     limit = config.reward.max_failure_rate
     evaluator = (
-        Evaluator(examiner, held_out, evaluation_plan(config.evaluation, config.training), config.evaluation.k, limit) if held_out else None
+        Evaluator(
+            examiner,
+            held_out,
+            evaluation_plan(config.evaluation, config.training),
+            config.evaluation.k,
+            limit,
+        )
+        if held_out
+        else None
     )
     guard = FailureGuard(limit)
-    return Parts(text, prompts, backend, scorer, judge, stage, guard, sampler, credit, SEPAController(config.sepa), evaluator)
+    return Parts(
+        text,
+        prompts,
+        backend,
+        scorer,
+        judge,
+        stage,
+        guard,
+        sampler,
+        credit,
+        SEPAController(config.sepa),
+        evaluator,
+    )
 
 
 def check_plugins(config: TrainConfig) -> None:
-    """Load every plugin that the run needs, but for its rewards, before anything is asked of the hub.
+    """Load every plugin that the run needs, but for its rewards, before anything is asked of the
+    hub.
 
-    Raises ConfigurationError, with one sentence for each that cannot be loaded or fails on a small example.
+    Raises ConfigurationError, with one sentence for each that cannot be loaded or fails on a small
+    example.
     """
     problems: list[str] = []
-    regex = replaced(config, {"planning.detector": "regex"})  # the other detector's encoder is a model of the hub
-    for load in (lambda: CreditPipeline(regex, lambda ids: [""] * len(ids)), lambda: _load_sources(config)):
+    regex = replaced(
+        config, {"planning.detector": "regex"}
+    )  # the other detector's encoder is a model of the hub
+    for load in (
+        lambda: CreditPipeline(regex, lambda ids: [""] * len(ids)),
+        lambda: _load_sources(config),
+    ):
         try:
             load()
         except ConfigurationError as error:
@@ -155,16 +203,24 @@ def check_plugins(config: TrainConfig) -> None:
 
 
 def _load_sources(config: TrainConfig) -> None:
-    """Load the plugins of [data] and [environment]; neither is called. A file here is no plugin, whatever its name ends in."""
+    """Load the plugins of [data] and [environment]; neither is called. A file here is no plugin,
+    whatever its name ends in.
+    """
     source = config.data.source
     if config.environment.provider and is_dotted(config.environment.provider):
         load_plugin("environment", config.environment.provider, config)
-    elif not config.environment.provider and is_dotted(source) and not is_data_location(source) and not Path(source).exists():
+    elif (
+        not config.environment.provider
+        and is_dotted(source)
+        and not is_data_location(source)
+        and not Path(source).exists()
+    ):
         load_plugin("data", source, config)
 
 
 def check_inputs(config: TrainConfig) -> None:
-    """Check, for `explain`, what a run would refuse in its plugins, its rewards and its data files. Nothing is asked of the hub.
+    """Check, for `explain`, what a run would refuse in its plugins, its rewards and its data files.
+    Nothing is asked of the hub.
 
     Raises ConfigurationError or EnvironmentFailure, as the run would.
     """
@@ -172,7 +228,11 @@ def check_inputs(config: TrainConfig) -> None:
     if config.environment.provider:
         return
     build_scorer(replaced(config, {"reward.workers": 1})).close()
-    if config.data.path or config.data.source.endswith(DATA_FILE_SUFFIXES) or config.data.source in ("jsonl", "parquet"):
+    if (
+        config.data.path
+        or config.data.source.endswith(DATA_FILE_SUFFIXES)
+        or config.data.source in ("jsonl", "parquet")
+    ):
         load_examples(config, "train")
 
 
@@ -191,10 +251,14 @@ def check_device(config: TrainConfig) -> None:
 
 
 def _connect_engine(config: TrainConfig, say: Say, learns: bool) -> None:
-    """Check, before a model is loaded, that an engine outside this process answers and can do what the run needs."""
+    """Check, before a model is loaded, that an engine outside this process answers and can do what
+    the run needs.
+    """
     if config.backend.backend != "local" or config.inference.engine == "pytorch":
         return
-    with user_code(f'connecting [inference] engine = "{config.inference.engine}"', EnvironmentFailure):
+    with user_code(
+        f'connecting [inference] engine = "{config.inference.engine}"', EnvironmentFailure
+    ):
         text_alone = engine_class(config).preflight(config)
     if text_alone and learns:
         raise ConfigurationError(text_alone)
@@ -202,13 +266,20 @@ def _connect_engine(config: TrainConfig, say: Say, learns: bool) -> None:
         say(f"{text_alone} The text is scored as it comes, and encoded again to count its tokens.")
 
 
-def build_backend(config: TrainConfig, eos_ids: Sequence[int], choices: MachineChoices | None, say: Say, world: World = ALONE) -> Backend:
+def build_backend(
+    config: TrainConfig,
+    eos_ids: Sequence[int],
+    choices: MachineChoices | None,
+    say: Say,
+    world: World = ALONE,
+) -> Backend:
     """Build the backend with the stored `choices` of a resumed run, or None at its first start."""
     if config.backend.backend == "local":
         return _local_backend(config, eos_ids, choices, say, world)
     if world.size > 1:
         raise ConfigurationError(
-            f'[backend] backend = {config.backend.backend!r} under torchrun: only backend = "local" learns in several processes.'
+            f'[backend] backend = {config.backend.backend!r} under torchrun: only backend = "local"'
+            " learns in several processes."
         )
     if config.backend.backend == "tinker":
         from retrain.backends.tinker.backend import TinkerBackend
@@ -227,7 +298,8 @@ def _prime_rl_backend(config: TrainConfig, eos_ids: Sequence[int], say: Say) -> 
         import zmq  # noqa: F401 - only whether it is installed
     except ImportError as error:
         raise EnvironmentFailure(
-            f'[backend] backend = "prime_rl" needs {error.name}: {install_hint("prime_rl")}, or use backend = "local".'
+            f'[backend] backend = "prime_rl" needs {error.name}: {install_hint("prime_rl")}, or use'
+            ' backend = "local".'
         ) from error
     from retrain.backends.prime_rl.backend import PrimeRLBackend
 
@@ -237,7 +309,13 @@ def _prime_rl_backend(config: TrainConfig, eos_ids: Sequence[int], say: Say) -> 
     return backend
 
 
-def _local_backend(config: TrainConfig, eos_ids: Sequence[int], choices: MachineChoices | None, say: Say, world: World) -> Backend:
+def _local_backend(
+    config: TrainConfig,
+    eos_ids: Sequence[int],
+    choices: MachineChoices | None,
+    say: Say,
+    world: World,
+) -> Backend:
     from retrain.backends.local.backend import LocalBackend
     from retrain.model.devices import choose_device, half_precision_note
 
@@ -249,12 +327,17 @@ def _local_backend(config: TrainConfig, eos_ids: Sequence[int], choices: Machine
     for line in backend.notes:
         say(line)
     say(backend.trainable_parameters_line())
-    say(f"LocalTrainHelper ready (engine={config.inference.engine}, split_mode={sampler is not None}).")
+    say(
+        f"LocalTrainHelper ready (engine={config.inference.engine},"
+        f" split_mode={sampler is not None})."
+    )
     return backend
 
 
 def load_encoder(backend: BackendSettings, name: str, world: World) -> Encoder:
-    """Load the sentence encoder of the semantic planning detector, on the learner's device if that is ours."""
+    """Load the sentence encoder of the semantic planning detector, on the learner's device if that
+    is ours.
+    """
     from retrain.model.sentences import load_sentence_encoder
 
     if backend.backend != "local":
@@ -272,16 +355,34 @@ def load_text(model: Model, say: Say) -> TextModel:
     return text
 
 
-def say_memory(config: TrainConfig, choices: MachineChoices | None, prompts: Sequence[Prompt], say: Say, world: World = ALONE) -> None:
-    """Predict the run's memory before the weights are loaded. Raises EnvironmentFailure if not even one completion would fit."""
+def say_memory(
+    config: TrainConfig,
+    choices: MachineChoices | None,
+    prompts: Sequence[Prompt],
+    say: Say,
+    world: World = ALONE,
+) -> None:
+    """Predict the run's memory before the weights are loaded. Raises EnvironmentFailure if not even
+    one completion would fit.
+    """
     if config.backend.backend != "local":
         return
     from retrain.model.load import shards_of
-    from retrain.model.memory import NotPredictable, predict_memory  # torch, which other backends do without
+    from retrain.model.memory import (
+        NotPredictable,
+        predict_memory,
+    )  # torch, which other backends do without
 
     longest = max(len(prompt.token_ids) for prompt in prompts)
     try:
-        say(predict_memory(config, prompt_tokens=longest, choices=choices, shards=shards_of(config.backend, world)).line())
+        say(
+            predict_memory(
+                config,
+                prompt_tokens=longest,
+                choices=choices,
+                shards=shards_of(config.backend, world),
+            ).line()
+        )
     except NotPredictable as error:
         say(str(error))
 
@@ -305,7 +406,11 @@ def load_stage(config: TrainConfig, text: TextModel, say: Say) -> Stage | None:
 
 def load_prompts(config: TrainConfig, text: TextModel, stage: Stage | None, say: Say) -> PromptSet:
     say("Loading dataset...")
-    loaded = load_problems(stage.host.environment, config, "train") if stage else load_examples(config, "train")
+    loaded = (
+        load_problems(stage.host.environment, config, "train")
+        if stage
+        else load_examples(config, "train")
+    )
     say(f"Loaded {len(loaded)} examples")
     prompts = encode_prompts(config.training, text, loaded)
     say(f"Pre-encoded {len(prompts)} prompts")
@@ -314,9 +419,17 @@ def load_prompts(config: TrainConfig, text: TextModel, stage: Stage | None, say:
     return prompts
 
 
-def load_held_out(config: TrainConfig, text: TextModel, stage: Stage | None, training: PromptSet, say: Say) -> list[Prompt]:
-    """Load `[evaluation] max_examples` of the held-out problems, the same ones in the same order for every run of a data set."""
-    loaded = load_problems(stage.host.environment, config, "evaluation") if stage else load_examples(config, "heldout")
+def load_held_out(
+    config: TrainConfig, text: TextModel, stage: Stage | None, training: PromptSet, say: Say
+) -> list[Prompt]:
+    """Load `[evaluation] max_examples` of the held-out problems, the same ones in the same order
+    for every run of a data set.
+    """
+    loaded = (
+        load_problems(stage.host.environment, config, "evaluation")
+        if stage
+        else load_examples(config, "heldout")
+    )
     prompts = encode_prompts(config.training, text, loaded)
     shared = contamination_note((prompt.example for prompt in training.prompts), loaded.examples)
     count = min(config.evaluation.max_examples or len(prompts), len(prompts))
@@ -355,7 +468,9 @@ def evaluation_plan(evaluation: Evaluation, training: Training) -> SamplingPlan:
     return SamplingPlan(
         group_size=evaluation.samples,
         max_tokens=training.max_tokens if evaluation.max_tokens is None else evaluation.max_tokens,
-        temperature=training.temperature if evaluation.temperature is None else evaluation.temperature,
+        temperature=(
+            training.temperature if evaluation.temperature is None else evaluation.temperature
+        ),
         seed=training.seed,
         stream=Stream.EVALUATION,
         truncation=Truncation(
@@ -367,14 +482,24 @@ def evaluation_plan(evaluation: Evaluation, training: Training) -> SamplingPlan:
 
 
 def is_rounded(inference: Inference, backend: Backend) -> bool:
-    """Return True if sampler or learner computes, or caches keys and values, in 16 bits or fewer."""
-    return backend.half_precision or backend.engine.rounds or inference.dtype != "auto" or inference.kv_cache_dtype != "auto"
+    """Return True if sampler or learner computes, or caches keys and values, in 16 bits or
+    fewer.
+    """
+    return (
+        backend.half_precision
+        or backend.engine.rounds
+        or inference.dtype != "auto"
+        or inference.kv_cache_dtype != "auto"
+    )
 
 
-def run_parity_gate(config: TrainConfig, parts: Parts, step: int, *, trained: bool = False) -> GateResult:
+def run_parity_gate(
+    config: TrainConfig, parts: Parts, step: int, *, trained: bool = False
+) -> GateResult:
     """Check the first prompts of the data order, so that a resumed run is checked on the same ones.
 
-    `step` counts the training steps behind the weights. `trained`: the engine already serves these weights and is checked with them first.
+    `step` counts the training steps behind the weights. `trained`: the engine already serves these
+    weights and is checked with them first.
     """
     inputs = _gate_inputs(config, parts, step, trained)
     return parity_gate(inputs, _gate_prompts(config.training, parts))
@@ -390,7 +515,10 @@ def _gate_prompts(training: Training, parts: Parts) -> list[Prompt]:
 
 
 def _gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) -> GateInputs:
-    training, longest_prompt = config.training, max(len(prompt.token_ids) for prompt in parts.prompts.prompts)
+    training, longest_prompt = (
+        config.training,
+        max(len(prompt.token_ids) for prompt in parts.prompts.prompts),
+    )
     if parts.stage:
         check_gold = partial(environment_gold, parts.stage.host)
     else:
@@ -408,7 +536,8 @@ def _gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) ->
         longest_row=longest_row(training, config.environment, parts.text.context, longest_prompt),
         seed=training.seed,
         half_precision=is_rounded(config.inference, parts.backend),
-        eight_bits=config.inference.dtype in _EIGHT_BITS or config.inference.kv_cache_dtype in _EIGHT_BITS,
+        eight_bits=config.inference.dtype in _EIGHT_BITS
+        or config.inference.kv_cache_dtype in _EIGHT_BITS,
         dtype_set=config.inference.dtype != "auto",
         step=step,
         trained=trained,
@@ -422,4 +551,7 @@ def _answers(parts: Parts, prompt: Prompt) -> list[Int32Array]:
         return []
     boxed = gold_response(reference)
     texts = (boxed, f"{boxed}.", f"The answer is {reference}.", reference)
-    return [np.array(parts.text.tokenizer.encode(text, add_special_tokens=False), np.int32) for text in texts]
+    return [
+        np.array(parts.text.tokenizer.encode(text, add_special_tokens=False), np.int32)
+        for text in texts
+    ]

@@ -1,4 +1,6 @@
-"""Back pressure within a run: measures each step for the controller, takes its batch size for the next, and replays both after a resume."""
+"""Back pressure within a run: measures each step for the controller, takes its batch size for the
+next, and replays both after a resume.
+"""
 
 from collections.abc import Mapping
 from math import ceil
@@ -15,7 +17,8 @@ if TYPE_CHECKING:
     from retrain.run.step_record import Step
 
 _PASSES_OF_LORA = 4.0
-"""FLOP per parameter and trained token: forward 2, gradients of the inputs 2; the frozen weights get no gradient of their own."""
+"""FLOP per parameter and trained token: forward 2, gradients of the inputs 2; the frozen weights
+get no gradient of their own."""
 _RECOMPUTED = 2.0
 """The forward pass once more under gradient checkpointing."""
 
@@ -23,11 +26,19 @@ _RECOMPUTED = 2.0
 class Pressure:
     """Chooses the batch size of the next step; made only where `[backpressure] enabled` is true."""
 
-    def __init__(self, settings: "Backpressure", training: "Training", backend: "Backend", replayed: Mapping[int, float]) -> None:
+    def __init__(
+        self,
+        settings: "Backpressure",
+        training: "Training",
+        backend: "Backend",
+        replayed: Mapping[int, float],
+    ) -> None:
         """`replayed`: step -> the seconds that it was decided by before the run was resumed."""
         self.settings = settings
         self._backend, self._replayed = backend, replayed
-        self._controller = BackpressureController(settings, training.batch_size, training.group_size)
+        self._controller = BackpressureController(
+            settings, training.batch_size, training.group_size
+        )
 
     @property
     def batch_size(self) -> int:
@@ -37,8 +48,8 @@ class Pressure:
     def observe(self, step: "Step", seconds: float) -> dict[str, Any]:
         """Decide the next batch size; returns the bp_ fields of the step's record.
 
-        `seconds` is the step's time on rank 0. A step that was made before decides by the time it took then, so a resumed run visits the
-        same batch sizes.
+        `seconds` is the step's time on rank 0. A step that was made before decides by the time it
+        took then, so a resumed run visits the same batch sizes.
         """
         seconds = self._replayed.get(step.number, seconds)
         decision = self._controller.observe(step.rollout.tokens, seconds)
@@ -48,21 +59,40 @@ class Pressure:
         weights, settings = self._backend.frozen_weights, self.settings
         if weights is None or not (settings.peak_gflops and settings.peak_bw_gb_s):
             return None
-        decoded, trained = step.rollout.tokens, sum(len(row.token_ids) for row in step.rows if row.trained)
+        decoded, trained = (
+            step.rollout.tokens,
+            sum(len(row.token_ids) for row in step.rows if row.trained),
+        )
         per_token = _PASSES_OF_LORA + _RECOMPUTED * self._backend.recomputes
         flops = step_flops(weights.parameters, decoded, trained, per_token)
-        return roofline(flops, weights.size * self._passes(step, trained), seconds, settings.peak_gflops, settings.peak_bw_gb_s)
+        return roofline(
+            flops,
+            weights.size * self._passes(step, trained),
+            seconds,
+            settings.peak_gflops,
+            settings.peak_bw_gb_s,
+        )
 
     def _passes(self, step: "Step", trained: int) -> int:
-        """Count the readings of all weights: one per decoding step of the rows that run together, and a pass forward and back per
-        micro-batch.
+        """Count the readings of all weights: one per decoding step of the rows that run together,
+        and a pass forward and back per micro-batch.
 
         KV traffic is left out, so memory-bound steps are rather more so.
         """
-        trajectories = [trajectory for group in step.rollout.drawn for trajectory in group.trajectories]
-        lengths = [len(completion.token_ids) for trajectory in trajectories for completion in trajectory.completions]
+        trajectories = [
+            trajectory for group in step.rollout.drawn for trajectory in group.trajectories
+        ]
+        lengths = [
+            len(completion.token_ids)
+            for trajectory in trajectories
+            for completion in trajectory.completions
+        ]
         choices = self._backend.choices
-        rows, micro_batch = (choices.decode_rows, choices.micro_batch_tokens) if choices else (len(lengths), trained)
+        rows, micro_batch = (
+            (choices.decode_rows, choices.micro_batch_tokens)
+            if choices
+            else (len(lengths), trained)
+        )
         decoding = max(*lengths, ceil(sum(lengths) / max(rows, 1)))
         return decoding + (2 + self._backend.recomputes) * ceil(trained / max(micro_batch, 1))
 
@@ -74,12 +104,17 @@ class Pressure:
 
 
 def decided_by(folder: RunFolder, first_step: int) -> dict[int, float]:
-    """Step -> seconds of the steps from `first_step` on that a resumed run makes again; anything but such a pair is left out."""
+    """Step -> seconds of the steps from `first_step` on that a resumed run makes again; anything
+    but such a pair is left out.
+    """
     if not folder.metrics.is_file():
         return {}
     pairs = [(line.get("step"), line.get("bp_step_time_s")) for line in read_jsonl(folder.metrics)]
     return {
         step: float(seconds)
         for step, seconds in pairs
-        if isinstance(step, int) and isinstance(seconds, int | float) and step >= first_step and seconds > 0
+        if isinstance(step, int)
+        and isinstance(seconds, int | float)
+        and step >= first_step
+        and seconds > 0
     }

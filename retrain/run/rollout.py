@@ -1,4 +1,6 @@
-"""Sampling the groups of one step: prompts become requests, completions replies, and replies are answered or scored while others decode."""
+"""Sampling the groups of one step: prompts become requests, completions replies, and replies are
+answered or scored while others decode.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,9 +36,15 @@ class Rollout:
 
     @property
     def usable_groups(self) -> list[Group]:
-        """The judged part of each group; a group of which fewer than two completions could be judged is dropped."""
+        """The judged part of each group; a group of which fewer than two completions could be
+        judged is dropped.
+        """
         judged = [group.judged() for group in self.groups]
-        return [part for part, whole in zip(judged, self.groups, strict=True) if len(part) == len(whole) or len(part) >= 2]
+        return [
+            part
+            for part, whole in zip(judged, self.groups, strict=True)
+            if len(part) == len(whole) or len(part) >= 2
+        ]
 
     @property
     def redrawn(self) -> int:
@@ -46,11 +54,17 @@ class Rollout:
     @property
     def tokens(self) -> int:
         """Prompt and completion tokens of every draw."""
-        return sum(len(group.prompt.token_ids) + one.num_tokens for group in self.drawn for one in group.trajectories)
+        return sum(
+            len(group.prompt.token_ids) + one.num_tokens
+            for group in self.drawn
+            for one in group.trajectories
+        )
 
 
 class Sampler:
-    """Draws scored groups from an engine; in a parallel run each process draws its share, and all of them get all groups."""
+    """Draws scored groups from an engine; in a parallel run each process draws its share, and all
+    of them get all groups.
+    """
 
     def __init__(
         self,
@@ -62,7 +76,9 @@ class Sampler:
         world: World = ALONE,
         stage: Stage | None = None,
     ) -> None:
-        """`text` decodes the token ids of a reply. With a `stage` its environment answers and judges, else the scorer."""
+        """`text` decodes the token ids of a reply. With a `stage` its environment answers and
+        judges, else the scorer.
+        """
         self.engine = engine
         self.scorer = scorer
         self.text = text
@@ -70,34 +86,53 @@ class Sampler:
         self.world = world
         self.stage = stage
 
-    def draw(self, prompts: Sequence[Prompt], step: int, plan: SamplingPlan, watcher: Watcher) -> Rollout:
-        """Draw one group per prompt. A redraw keeps the prompt and lets the sample index run on, so a step's prompts never change."""
+    def draw(
+        self, prompts: Sequence[Prompt], step: int, plan: SamplingPlan, watcher: Watcher
+    ) -> Rollout:
+        """Draw one group per prompt. A redraw keeps the prompt and lets the sample index run on, so
+        a step's prompts never change.
+        """
         rollout = Rollout(groups=[])
         pending = dict(enumerate(prompts))
         newest: dict[int, Group] = {}
         for attempt in range(plan.redraws + 1):
             own = {slot: pending[slot] for slot in self.world.share(list(pending))}
-            shares = self.world.gather(self._draw_once(own, step, plan, attempt * plan.group_size, watcher, rollout))
+            shares = self.world.gather(
+                self._draw_once(own, step, plan, attempt * plan.group_size, watcher, rollout)
+            )
             fresh = {slot: group for share in shares for slot, group in share.items()}
             newest |= fresh
             rollout.drawn += [fresh[slot] for slot in sorted(fresh)]
-            pending = {slot: prompts[slot] for slot, group in fresh.items() if len(set(group.rewards)) <= 1}
+            pending = {
+                slot: prompts[slot] for slot, group in fresh.items() if len(set(group.rewards)) <= 1
+            }
             if not pending:
                 break
         rollout.groups = [newest[slot] for slot in range(len(prompts))]
         return rollout
 
     def _draw_once(
-        self, prompts: dict[int, Prompt], step: int, plan: SamplingPlan, first_sample: int, watcher: Watcher, rollout: Rollout
+        self,
+        prompts: dict[int, Prompt],
+        step: int,
+        plan: SamplingPlan,
+        first_sample: int,
+        watcher: Watcher,
+        rollout: Rollout,
     ) -> dict[int, Group]:
         """Draw one group for each slot of `prompts`; adds the seconds to `rollout`."""
         started = self.clock()
         samples = range(first_sample, first_sample + plan.group_size)
-        opened = [Dialogue(prompt, slot, sample) for slot, prompt in prompts.items() for sample in samples]
+        opened = [
+            Dialogue(prompt, slot, sample) for slot, prompt in prompts.items() for sample in samples
+        ]
         exchanges: Mapping[DialogueKey, Exchange]
         if self.stage is not None:
             begin = self.stage.host.begin
-            exchanges = {one.key: begin(one.prompt.example, environment_seed(plan, step, one.slot)) for one in opened}
+            exchanges = {
+                one.key: begin(one.prompt.example, environment_seed(plan, step, one.slot))
+                for one in opened
+            }
         else:
             assert self.scorer is not None  # one of the two judges
             exchanges = {one.key: ScoredReply(self.scorer, one, step) for one in opened}
@@ -117,7 +152,10 @@ class Sampler:
         rollout.reward_seconds += dialogues.seconds_waited
         rollout.sample_seconds += self.clock() - started - dialogues.seconds_waited
         scored = dialogues.scored
-        return {slot: Group(prompt, slot, [scored[slot, sample] for sample in samples]) for slot, prompt in prompts.items()}
+        return {
+            slot: Group(prompt, slot, [scored[slot, sample] for sample in samples])
+            for slot, prompt in prompts.items()
+        }
 
 
 class _Dropped(Exception):
@@ -125,7 +163,9 @@ class _Dropped(Exception):
 
 
 class PrefetchedRollout:
-    """At most one rollout under way, drawn in a thread of its own while the step before it is learned."""
+    """At most one rollout under way, drawn in a thread of its own while the step before it is
+    learned.
+    """
 
     def __init__(self, check: Callable[[], None]) -> None:
         """`check` raises when a signal has asked the run to stop; `take` passes the error on."""
@@ -136,7 +176,9 @@ class PrefetchedRollout:
 
     def start(self, draw: Callable[[Watcher], Rollout]) -> None:
         self._unwanted.clear()
-        self._under_way = self._pool.submit(draw, Watcher(check=self._go_on, completion=lambda _: None))
+        self._under_way = self._pool.submit(
+            draw, Watcher(check=self._go_on, completion=lambda _: None)
+        )
 
     def take(self) -> Rollout | None:
         """Wait for the rollout that was started; None if there was none."""
@@ -147,7 +189,11 @@ class PrefetchedRollout:
         """Cancel the rollout under way, so that the next one is drawn with the newest weights."""
         self._unwanted.set()
         future, self._under_way = self._under_way, None
-        if future and (error := future.exception()) and not isinstance(error, _Dropped | Interrupted):
+        if (
+            future
+            and (error := future.exception())
+            and not isinstance(error, _Dropped | Interrupted)
+        ):
             raise error
 
     def close(self) -> None:

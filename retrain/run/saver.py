@@ -18,7 +18,9 @@ _BYTES_PER_PARAMETER = 12  # fp32 weight and two AdamW moments
 
 @dataclass(frozen=True)
 class Schedule:
-    """The evaluations and checkpoints that are due in a run, and its end. `step` counts completed steps."""
+    """The evaluations and checkpoints that are due in a run, and its end. `step` counts completed
+    steps.
+    """
 
     training: schema.Training
     evaluation: schema.Evaluation
@@ -47,7 +49,9 @@ class Schedule:
 class Saver:
     """Seals the state of rank 0 between two steps."""
 
-    def __init__(self, opened: OpenedRun, parts: Parts, tracker: Tracker, pressure: Pressure | None) -> None:
+    def __init__(
+        self, opened: OpenedRun, parts: Parts, tracker: Tracker, pressure: Pressure | None
+    ) -> None:
         self.folder = opened.folder
         self.store = opened.store
         self.state = opened.state
@@ -68,10 +72,19 @@ class Saver:
         step, learning = self.state.step, self.state.learning
         if self.is_current and not learning:
             return f"The run is saved after {counted(step, 'step')}"
-        lost = f"Step {step} was under way and" if learning else f"The state after {counted(step, 'step')}"
+        lost = (
+            f"Step {step} was under way and"
+            if learning
+            else f"The state after {counted(step, 'step')}"
+        )
         if self._saved_at < 0:
-            return f"{lost} is not saved, and there is no checkpoint yet, so a resume begins at step 0"
-        return f"{lost} is not saved; the newest checkpoint is that after {counted(self._saved_at, 'step')}"
+            return (
+                f"{lost} is not saved, and there is no checkpoint yet, so a resume begins at step 0"
+            )
+        return (
+            f"{lost} is not saved; the newest checkpoint is that after"
+            f" {counted(self._saved_at, 'step')}"
+        )
 
     @property
     def is_behind(self) -> bool:
@@ -83,25 +96,30 @@ class Saver:
         self.store.rehearse(_BYTES_PER_PARAMETER * self.parts.backend.num_trainable)
 
     def save(self, *, may_retry: bool) -> None:
-        """Write a checkpoint of the current state. A failure leaves the one before in place; EnvironmentFailure is raised at the third
-        failure in a row, or if it may not be retried.
+        """Write a checkpoint of the current state. A failure leaves the one before in place;
+        EnvironmentFailure is raised at the third failure in a row, or if it may not be retried.
         """
         self.state.sepa = self.parts.sepa.state_dict()
         self.state.rewards = self.parts.guard.state_dict()
         self.state.backpressure = self.pressure.state_dict() if self.pressure else {}
         self.state.tracking = self.tracker.state()
         try:
-            self.state.files = self.tracker.sync()  # a checkpoint is never ahead of the rows of its steps
+            self.state.files = (
+                self.tracker.sync()
+            )  # a checkpoint is never ahead of the rows of its steps
             self.store.save(self.state, self.parts.backend.save)
             replace_file(self.folder.trainer_state, self.state.to_json())
         except OSError as error:
             self._failures += 1
             where = error.filename or self.store.folder
-            sentence = f"The checkpoint of step {self.state.step} could not be written to {where}: {error.strerror or error}"
+            sentence = (
+                f"The checkpoint of step {self.state.step} could not be written to {where}:"
+                f" {error.strerror or error}"
+            )
             if self._failures >= _ATTEMPTS or not may_retry:
                 raise EnvironmentFailure(
-                    f"{sentence}, {counted(self._failures, 'time')} in a row; free space there, then continue with "
-                    f"`{self.folder.resume_command}`."
+                    f"{sentence}, {counted(self._failures, 'time')} in a row; free space there,"
+                    f" then continue with `{self.folder.resume_command}`."
                 ) from error
             self.tracker.message(f"{sentence}; trying again after the next step.")
             return

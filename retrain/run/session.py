@@ -1,4 +1,6 @@
-"""One process's share of a run: it opens the run, samples, evaluates, saves and sums up; `loop.take_step` goes through one step."""
+"""One process's share of a run: it opens the run, samples, evaluates, saves and sums up;
+`loop.take_step` goes through one step.
+"""
 
 import json
 from collections.abc import Iterator
@@ -23,7 +25,16 @@ from retrain.run.interrupts import Interrupts
 from retrain.run.notes import preflight_lines, refuse_lone_sharding, skipped_gate_line
 from retrain.run.observer import StepObserver
 from retrain.run.opening import OpenedRun, open_run
-from retrain.run.parts import Parts, check_again, check_device, check_inputs, check_model, load_parts, run_parity_gate, training_plan
+from retrain.run.parts import (
+    Parts,
+    check_again,
+    check_device,
+    check_inputs,
+    check_model,
+    load_parts,
+    run_parity_gate,
+    training_plan,
+)
 from retrain.run.pressure import Pressure
 from retrain.run.rollout import PrefetchedRollout, Rollout
 from retrain.run.saver import Saver, Schedule
@@ -33,7 +44,9 @@ from retrain.types import Prompt
 
 
 class Session:
-    """A run in progress in this process. Between steps, `state` and the backend are all that changes."""
+    """A run in progress in this process. Between steps, `state` and the backend are all that
+    changes.
+    """
 
     def __init__(
         self,
@@ -55,11 +68,19 @@ class Session:
         self.plan = training_plan(self.config.training)
         self.schedule = Schedule(self.config.training, self.config.evaluation)
         settings = self.config.backpressure
-        self.pressure = Pressure(settings, self.config.training, parts.backend, opened.decided_by) if settings.enabled else None
+        self.pressure = (
+            Pressure(settings, self.config.training, parts.backend, opened.decided_by)
+            if settings.enabled
+            else None
+        )
         self.saver = Saver(opened, parts, tracker, self.pressure)
         self.observer = StepObserver(opened, parts, tracker, world, self.pressure)
         self.evaluations: list[Evaluation] = []
-        self.prefetched = PrefetchedRollout(interrupts.check) if parts.backend.capabilities.samples_ahead else None
+        self.prefetched = (
+            PrefetchedRollout(interrupts.check)
+            if parts.backend.capabilities.samples_ahead
+            else None
+        )
         if world.size == 1:
             parts.backend.engine.check = interrupts.check
         self._adapter = opened.store.folder / "final"
@@ -68,14 +89,22 @@ class Session:
         self._skip_parity = skip_parity
         self._gate_repeated = skip_parity
 
-    # -- the start -----------------------------------------------------------------------------------------------------
+    # -- the start ---------------------------------------------------------------------------------
 
     @classmethod
     @contextmanager
-    def open(cls, config: TrainConfig, *, overwrite: bool, quiet: bool, skip_parity: bool = False) -> Iterator["Session"]:
-        """Load, restore and check everything, so that the next thing to do is a step; close it at the end of the block."""
+    def open(
+        cls, config: TrainConfig, *, overwrite: bool, quiet: bool, skip_parity: bool = False
+    ) -> Iterator["Session"]:
+        """Load, restore and check everything, so that the next thing to do is a step; close it at
+        the end of the block.
+        """
         note_secrets(config)
-        with joined() as world, _opened(config, overwrite, world) as opened, Interrupts() as interrupts:
+        with (
+            joined() as world,
+            _opened(config, overwrite, world) as opened,
+            Interrupts() as interrupts,
+        ):
             tracker = Tracker()
             if world.is_rank_zero:
                 tracker = build_tracker(
@@ -90,22 +119,33 @@ class Session:
                 for line in (*preflight_lines(opened.config), *opened.notes):
                     tracker.message(line)
                 if world.size > 1:
-                    tracker.message(f"{world.size} processes share this run, each with its share of the prompts and rows.")
-                with closing(load_parts(opened.config, opened.state.choices, tracker.message, world)) as parts:
-                    session = cls(opened, tracker, interrupts, parts, world, skip_parity=skip_parity)
+                    tracker.message(
+                        f"{world.size} processes share this run, each with its share of the prompts"
+                        " and rows."
+                    )
+                with closing(
+                    load_parts(opened.config, opened.state.choices, tracker.message, world)
+                ) as parts:
+                    session = cls(
+                        opened, tracker, interrupts, parts, world, skip_parity=skip_parity
+                    )
                     try:
                         session._restore(opened)
                         session._pass_gate()
                         with closing(session.prefetched) if session.prefetched else nullcontext():
                             yield session
-                    except Exception as error:  # of any kind: the summary names it, and it goes on to the command
+                    except (
+                        Exception
+                    ) as error:  # of any kind: the summary names it, and it goes on to the command
                         session._sum_up_failure(error)
                         raise
             finally:
                 tracker.close()
 
     def _restore(self, opened: OpenedRun) -> None:
-        """Put the checkpoint's state into the parts, and make the folder ready for its first line."""
+        """Put the checkpoint's state into the parts, and make the folder ready for its first
+        line.
+        """
         backend = self.parts.backend
         if opened.checkpoint:
             backend.load(opened.checkpoint.folder)
@@ -115,33 +155,61 @@ class Session:
             if self.pressure:
                 self.pressure.load_state_dict(self.state.backpressure)
             if self.world.is_rank_zero:
-                lines = list(read_jsonl(self.folder.metrics)) if self.folder.metrics.exists() else []
-                self.observer.restore(StepRecord.from_json(line, self.folder.metrics) for line in reversed(lines))
-                stored = EvaluationRecord.read(self.folder.evaluation) if self.folder.evaluation.exists() else ()
-                ks, by_step = sorted({1, *self.config.evaluation.k}), groupby(stored, key=lambda record: record.step)
-                self.evaluations = [Evaluation(step=step, problems=[*problems], ks=ks) for step, problems in by_step]
+                lines = (
+                    list(read_jsonl(self.folder.metrics)) if self.folder.metrics.exists() else []
+                )
+                self.observer.restore(
+                    StepRecord.from_json(line, self.folder.metrics) for line in reversed(lines)
+                )
+                stored = (
+                    EvaluationRecord.read(self.folder.evaluation)
+                    if self.folder.evaluation.exists()
+                    else ()
+                )
+                ks, by_step = (
+                    sorted({1, *self.config.evaluation.k}),
+                    groupby(stored, key=lambda record: record.step),
+                )
+                self.evaluations = [
+                    Evaluation(step=step, problems=[*problems], ks=ks) for step, problems in by_step
+                ]
         if self.pressure:
             self.state.batch_size = self.pressure.batch_size
         if self.state.choices not in (None, backend.choices):
-            self.tracker.message("The machine's choices differ from the stored ones: from here on this run is not byte-exact.")
+            self.tracker.message(
+                "The machine's choices differ from the stored ones: from here on this run is not"
+                " byte-exact."
+            )
         self.state.choices = backend.choices
         self.tracker.emit(Started(backend.device_name))
 
     def _pass_gate(self) -> None:
-        result = None if self._skip_parity else run_parity_gate(self.config, self.parts, self.state.step)
+        result = (
+            None if self._skip_parity else run_parity_gate(self.config, self.parts, self.state.step)
+        )
         if result and self.state.gate_mismatch is None:
             self.state.gate_mismatch = result.mean_difference
         if not self.world.is_rank_zero:
             return
-        self.tracker.message(result.line() if result else skipped_gate_line(self.config.inference, self.config.training))
+        self.tracker.message(
+            result.line()
+            if result
+            else skipped_gate_line(self.config.inference, self.config.training)
+        )
         environment = read_object(self.folder.environment)
-        environment |= {"parity_gate": result and result.to_json(), "data_sha256": self.parts.prompts.fingerprint}
-        environment |= {"engine": asdict(self.parts.backend.engine.capabilities), "backend": asdict(self.parts.backend.capabilities)}
+        environment |= {
+            "parity_gate": result and result.to_json(),
+            "data_sha256": self.parts.prompts.fingerprint,
+        }
+        environment |= {
+            "engine": asdict(self.parts.backend.engine.capabilities),
+            "backend": asdict(self.parts.backend.capabilities),
+        }
         environment |= {"loss": loss_notes(self.config)}
         replace_file(self.folder.environment, json.dumps(environment, indent=2) + "\n")
         self.saver.rehearse()
 
-    # -- the two ends of sampling: `sample` opens a step, `turn_to_learning` ends its sampling ------------------------------
+    # -- the two ends of sampling: `sample` opens a step, `turn_to_learning` ends its sampling -----
 
     def sample(self) -> Rollout:
         """Return the scored groups of this step, drawn now unless they were prefetched."""
@@ -149,52 +217,72 @@ class Session:
         if rollout is None:
             prompts = self._prompts()
             self._sync()
-            watcher = self._watch(f"Step {self.state.step}: sampling", len(prompts) * self.plan.group_size)
+            watcher = self._watch(
+                f"Step {self.state.step}: sampling", len(prompts) * self.plan.group_size
+            )
             rollout = self.parts.sampler.draw(prompts, self.state.step, self.plan, watcher)
             self._check_again()  # before anything is learned from what it sampled
         for group in rollout.groups:
-            self.tracker.emit(GroupScored(group.correct, len(group.rewards), group.prompt.example.reference))
+            self.tracker.emit(
+                GroupScored(group.correct, len(group.rewards), group.prompt.example.reference)
+            )
         return rollout
 
     def turn_to_learning(self, used: int) -> None:
-        """Stop for a signal, for the last time in this step, which used `used` prompts; in split mode start to sample the next step.
+        """Stop for a signal, for the last time in this step, which used `used` prompts; in split
+        mode start to sample the next step.
 
-        Nothing is prefetched across a checkpoint or an evaluation, so a resumed run samples with the weights of the undisturbed one.
-        Raises Interrupted in every process, if one of them got a signal.
+        Nothing is prefetched across a checkpoint or an evaluation, so a resumed run samples with
+        the weights of the undisturbed one. Raises Interrupted in every process, if one of them got
+        a signal.
         """
         self.interrupts.adopt(self.world.gather(self.interrupts.stopped_by))
         self.interrupts.check()
         self.parts.backend.engine.sleep()
         step = self.state.step + 1
-        if self.prefetched is None or self.schedule.saves_at(step, self.state) or self.schedule.evaluates_at(step):
+        if (
+            self.prefetched is None
+            or self.schedule.saves_at(step, self.state)
+            or self.schedule.evaluates_at(step)
+        ):
             return
         self._sync()
         prompts = self._prompts(after=used)
-        self.prefetched.start(lambda watcher: self.parts.sampler.draw(prompts, step, self.plan, watcher))
+        self.prefetched.start(
+            lambda watcher: self.parts.sampler.draw(prompts, step, self.plan, watcher)
+        )
 
     def _prompts(self, after: int = 0) -> list[Prompt]:
         """Return the next batch, starting `after` prompts past the cursor."""
-        return self.parts.prompts.batch(self.state.cursor + after, self.state.batch_size, self.state.seed)
+        return self.parts.prompts.batch(
+            self.state.cursor + after, self.state.batch_size, self.state.seed
+        )
 
     def _sync(self) -> None:
-        """Give the engine the learner's weights of this moment; once per step, since a server reads the adapter from a disk.
+        """Give the engine the learner's weights of this moment; once per step, since a server reads
+        the adapter from a disk.
 
-        An engine outside this process is checked again at its first new adapter: so far the gate saw adapters that it had made itself.
-        It is also checked after a server woke up or came back.
+        An engine outside this process is checked again at its first new adapter: so far the gate
+        saw adapters that it had made itself. It is also checked after a server woke up or came
+        back.
         """
         step, engine = self.state.step, self.parts.backend.engine
         if self._synced == step:
             return
         engine.sync(self.parts.backend.save_adapter, step)
         if self._synced >= 0 and not self._gate_repeated and self._compares:
-            self.tracker.message(run_parity_gate(self.config, self.parts, step, trained=True).line())
+            self.tracker.message(
+                run_parity_gate(self.config, self.parts, step, trained=True).line()
+            )
             self._gate_repeated, engine.unchecked = True, False
         self._check_again()
         self._synced = step
 
     @property
     def _compares(self) -> bool:
-        """True if the engine may serve another policy than the learner's, and the learner can tell."""
+        """True if the engine may serve another policy than the learner's, and the learner can
+        tell.
+        """
         backend = self.parts.backend
         return backend.capabilities.scores_rows and not backend.engine.capabilities.in_process
 
@@ -206,7 +294,8 @@ class Session:
         engine.unchecked = False
 
     def _watch(self, label: str, completions: int) -> Watcher:
-        """Return a watcher that shows progress, and stops between two completions if a signal asks for it.
+        """Return a watcher that shows progress, and stops between two completions if a signal asks
+        for it.
 
         Several processes would wait for each other, so none of them stops alone.
         """
@@ -217,39 +306,58 @@ class Session:
             done += 1
             self.tracker.emit(Progress(label, done, share))
 
-        return Watcher(check=self.interrupts.check if self.world.size == 1 else lambda: None, completion=count)
+        return Watcher(
+            check=self.interrupts.check if self.world.size == 1 else lambda: None, completion=count
+        )
 
-    # -- between steps -------------------------------------------------------------------------------------------------
+    # -- between steps -----------------------------------------------------------------------------
 
     @property
     def is_finished(self) -> bool:
         return self.schedule.is_finished(self.state)
 
     def evaluate_if_due(self) -> None:
-        """Evaluate the current weights on held-out problems, if that is due: once per step count, also over a resume."""
+        """Evaluate the current weights on held-out problems, if that is due: once per step count,
+        also over a resume.
+        """
         evaluator, step = self.parts.evaluator, self.state.step
-        if evaluator is None or not self.schedule.evaluates_at(step) or self.state.last_evaluation == step:
+        if (
+            evaluator is None
+            or not self.schedule.evaluates_at(step)
+            or self.state.last_evaluation == step
+        ):
             return
         self._sync()
-        result = evaluator.run(step, self._watch(f"Evaluation at step {step}", len(evaluator.prompts) * evaluator.plan.group_size))
+        result = evaluator.run(
+            step,
+            self._watch(
+                f"Evaluation at step {step}", len(evaluator.prompts) * evaluator.plan.group_size
+            ),
+        )
         self.tracker.emit(result)
         self.evaluations.append(result)
         self.state.last_evaluation = step
         self.state.seconds += self.world.broadcast(result.seconds)
 
     def save_if_due(self) -> None:
-        if self.schedule.saves_at(self.state.step, self.state) or self.interrupts.take_save_request() or self.saver.is_behind:
+        if (
+            self.schedule.saves_at(self.state.step, self.state)
+            or self.interrupts.take_save_request()
+            or self.saver.is_behind
+        ):
             self.save_now()
 
     def save_now(self) -> str:
-        """Save a checkpoint between two steps; within a step there is none to save. Return what is saved now, in a sentence."""
+        """Save a checkpoint between two steps; within a step there is none to save. Return what is
+        saved now, in a sentence.
+        """
         if self.world.is_rank_zero and not (self.saver.is_current or self.state.learning):
             if self.prefetched:
                 self.prefetched.drop()
             self.saver.save(may_retry=not self.is_finished)
         return self.saver.what_is_saved()
 
-    # -- the end -------------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def finish(self) -> RunSummary:
         """Write the last adapter and the summary, and print the last lines."""
@@ -258,8 +366,10 @@ class Session:
             self.saver.save_final()
         if state.step < training.max_steps:
             self.tracker.message(
-                f"Stopped at the [training] max_hours limit ({training.max_hours:g} h) after {state.step} of {training.max_steps} steps; "
-                f"continue with `{self.folder.resume_command} --max-hours {2 * max(training.max_hours, state.seconds / 3600):.3g}`."
+                f"Stopped at the [training] max_hours limit ({training.max_hours:g} h) after"
+                f" {state.step} of {training.max_steps} steps; continue with"
+                f" `{self.folder.resume_command} --max-hours"
+                f" {2 * max(training.max_hours, state.seconds / 3600):.3g}`."
             )
         summary = self._summary("done")
         self.tracker.emit(summary)
@@ -269,9 +379,13 @@ class Session:
         """Write a summary that says why the run ended."""
         if not self.folder.config.is_file():
             return  # it has not begun
-        reason = str(error) if isinstance(error, RetrainError) else f"{type(error).__name__}: {error}"
+        reason = (
+            str(error) if isinstance(error, RetrainError) else f"{type(error).__name__}: {error}"
+        )
         summary = self._summary("interrupted" if isinstance(error, Interrupted) else "failed")
-        with suppress(OSError, EnvironmentFailure):  # a full disk may be the reason itself, which is on its way to the screen
+        with suppress(
+            OSError, EnvironmentFailure
+        ):  # a full disk may be the reason itself, which is on its way to the screen
             self.tracker.emit(replace(summary, reason=clean(reason)))
 
     def _summary(self, status: str) -> RunSummary:

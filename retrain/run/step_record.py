@@ -1,4 +1,6 @@
-"""The record of a step: the numbers of rollout, credit, learning and machine under the names of the records' fields."""
+"""The record of a step: the numbers of rollout, credit, learning and machine under the names of the
+records' fields.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +15,17 @@ from retrain.records.entries import GenerationRecord
 from retrain.records.token_table import TokenTable, TurnTable
 from retrain.run.identical import chance_of_identical
 from retrain.run.rollout import Rollout
-from retrain.types import FinishReason, Float32Array, Group, Int32Array, JudgeUsage, Row, RowKey, StepResult, Trajectory
+from retrain.types import (
+    FinishReason,
+    Float32Array,
+    Group,
+    Int32Array,
+    JudgeUsage,
+    Row,
+    RowKey,
+    StepResult,
+    Trajectory,
+)
 
 BoxReader = Callable[[str], str | None]
 """Text of a completion -> the answer in its last box, or None."""
@@ -52,7 +64,8 @@ class Step:
     rows: list[Row]
     """One entry per judged completion, in the order of `credit.sources`."""
     log_ratios: Mapping[RowKey, Float32Array] | None
-    """[T] of each row: learner - sampler log-prob before the step; None if nobody stores the tokens."""
+    """[T] of each row: learner - sampler log-prob before the step; None if nobody stores the
+    tokens."""
     result: StepResult
     clock: StepClock
 
@@ -61,8 +74,9 @@ class Step:
 class RewardStatistics:
     """Statistics over the first draw of every prompt of a step, skipped groups included.
 
-    Redraws are selected by their rewards, so the last draws would be biased. In all draws together a prompt would weigh more the more
-    often it is drawn, that is, the nearer its success rate is to 0 or 1.
+    Redraws are selected by their rewards, so the last draws would be biased. In all draws together
+    a prompt would weigh more the more often it is drawn, that is, the nearer its success rate is to
+    0 or 1.
     """
 
     completions: int
@@ -87,17 +101,25 @@ def reward_statistics(rollout: Rollout, boxes: BoxReader | None = None) -> Rewar
     """`boxes` finds the answer in a completion; None if the reward does not."""
     members = [member for group in rollout.first_draws for member in group.members]
     rewards = [member.score.reward for member in members if member.score.reward is not None]
-    truncated = [member.score.reward for member in members if member.trajectory.finish_reason is FinishReason.LENGTH]
+    truncated = [
+        member.score.reward
+        for member in members
+        if member.trajectory.finish_reason is FinishReason.LENGTH
+    ]
     return RewardStatistics(
         completions=len(members),
         judged=len(rewards),
         correct=sum(group.correct for group in rollout.first_draws),
         mean_reward=mean_or_none(rewards),
-        reward_std=(float(np.std(rewards)) if min(rewards) < max(rewards) else 0.0) if rewards else None,
+        reward_std=(
+            (float(np.std(rewards)) if min(rewards) < max(rewards) else 0.0) if rewards else None
+        ),
         truncated=len(truncated),
         truncated_reward_mean=mean_or_none([reward for reward in truncated if reward is not None]),
         completion_tokens_mean=mean_or_none([member.trajectory.num_actions for member in members]),
-        answers=None if boxes is None else sum(boxes(member.text) is not None for member in members),
+        answers=(
+            None if boxes is None else sum(boxes(member.text) is not None for member in members)
+        ),
         identical=sum(map(_is_identical, rollout.first_draws)),
     )
 
@@ -133,16 +155,20 @@ def result_fields(result: StepResult) -> dict[str, Any]:
 
 
 def identical_chance(groups: Sequence[Group]) -> float:
-    """Return a bound on the chance that so many trajectories of a group are identical; all draws of a prompt are one group."""
+    """Return a bound on the chance that so many trajectories of a group are identical; all draws of
+    a prompt are one group.
+    """
     drawn: dict[int, list[tuple[Int32Array, Float32Array]]] = {}
     for group in groups:
-        drawn.setdefault(group.slot, []).extend((one.token_ids, one.logprobs) for one in group.trajectories)
+        drawn.setdefault(group.slot, []).extend(
+            (one.token_ids, one.logprobs) for one in group.trajectories
+        )
     return chance_of_identical(drawn.values())
 
 
 def credit_fields(credit: Credit, dropped_groups: int) -> dict[str, Any]:
-    """Return what credit assignment reports, over all groups of the step. `dropped_groups` could not be judged, so they count as skipped
-    for a reason other than their rewards.
+    """Return what credit assignment reports, over all groups of the step. `dropped_groups` could
+    not be judged, so they count as skipped for a reason other than their rewards.
     """
     fields = asdict(credit.statistics)
     fields["groups_skipped_other"] += dropped_groups
@@ -156,18 +182,33 @@ def reward_fields(statistics: RewardStatistics) -> dict[str, Any]:
         "mean_reward": statistics.mean_reward,
         "reward_std": statistics.reward_std,
         "correct_rate": statistics.correct_rate,
-        "max_token_hit_rate": statistics.truncated / statistics.completions if statistics.completions else None,
+        "max_token_hit_rate": (
+            statistics.truncated / statistics.completions if statistics.completions else None
+        ),
         "truncated_reward_mean": statistics.truncated_reward_mean,
         "completion_tokens_mean": statistics.completion_tokens_mean,
-        "answer_found_rate": None if statistics.answers is None else statistics.answers / statistics.completions,
+        "answer_found_rate": (
+            None if statistics.answers is None else statistics.answers / statistics.completions
+        ),
         "groups_identical": statistics.identical,
     }
 
 
 def judge_fields(groups: Iterable[Group]) -> dict[str, Any]:
-    """Return the judge's usage for these groups, as the judge_ fields of their record; nothing without a judge."""
-    usages = [member.score.usage for group in groups for member in group.members if member.score.usage is not None]
-    return {f"judge_{name}": value for name, value in asdict(sum(usages, JudgeUsage())).items()} if usages else {}
+    """Return the judge's usage for these groups, as the judge_ fields of their record; nothing
+    without a judge.
+    """
+    usages = [
+        member.score.usage
+        for group in groups
+        for member in group.members
+        if member.score.usage is not None
+    ]
+    return (
+        {f"judge_{name}": value for name, value in asdict(sum(usages, JudgeUsage())).items()}
+        if usages
+        else {}
+    )
 
 
 def environment_fields(rollout: Rollout) -> dict[str, Any]:
@@ -175,18 +216,26 @@ def environment_fields(rollout: Rollout) -> dict[str, Any]:
     members = [member for group in rollout.first_draws for member in group.members]
     measured: dict[str, list[float]] = {}
     for member in members:
-        by_turn = {f"turn_reward_{number}": value for number, value in enumerate(member.score.turn_rewards)}
+        by_turn = {
+            f"turn_reward_{number}": value for number, value in enumerate(member.score.turn_rewards)
+        }
         for name, value in (*member.score.metrics.items(), *by_turn.items()):
             measured.setdefault(name, []).append(value)
     return {
         "turns_mean": mean_or_none([len(member.trajectory.turns) for member in members]),
         "trajectories_rewritten": sum(len(member.trajectory.parts()) > 1 for member in members),
-        "environment_metrics": {name: float(np.mean(values)) for name, values in sorted(measured.items())},
+        "environment_metrics": {
+            name: float(np.mean(values)) for name, values in sorted(measured.items())
+        },
     }
 
 
-def generation_records(step: int, groups: Sequence[Group], credit: Credit, *, in_turns: bool = False) -> list[GenerationRecord]:
-    """Return every trajectory of the step as text, with its advantage; with `in_turns` also what its environment reports about it."""
+def generation_records(
+    step: int, groups: Sequence[Group], credit: Credit, *, in_turns: bool = False
+) -> list[GenerationRecord]:
+    """Return every trajectory of the step as text, with its advantage; with `in_turns` also what
+    its environment reports about it.
+    """
     advantages = {
         (source.slot, trajectory.sample): advantage
         for source, given in zip(credit.sources, credit.groups, strict=True)
@@ -213,22 +262,30 @@ def generation_records(step: int, groups: Sequence[Group], credit: Credit, *, in
     ]
 
 
-def token_table(credit: Credit, with_planning: bool, log_ratios: Mapping[RowKey, Float32Array] | None = None) -> TokenTable:
-    """Collect every judged token of the step with its advantage after each stage. `log_ratios`: row key -> [T], for the trained rows; the
-    tokens of the others have NaN.
+def token_table(
+    credit: Credit, with_planning: bool, log_ratios: Mapping[RowKey, Float32Array] | None = None
+) -> TokenTable:
+    """Collect every judged token of the step with its advantage after each stage. `log_ratios`: row
+    key -> [T], for the trained rows; the tokens of the others have NaN.
     """
     tokens = credit.tokens
     prompts = [group.prompt.token_ids for group in credit.sources]
-    trajectories = [(group.slot, trajectory) for group in credit.sources for trajectory in group.trajectories]
+    trajectories = [
+        (group.slot, trajectory) for group in credit.sources for trajectory in group.trajectories
+    ]
     joined_ratios = None
     if log_ratios is not None:
         unknown = {
-            (number, trajectory.sample, part): np.full(sum(len(turn.completion.token_ids) for turn in turns), np.nan, np.float32)
+            (number, trajectory.sample, part): np.full(
+                sum(len(turn.completion.token_ids) for turn in turns), np.nan, np.float32
+            )
             for number, group in enumerate(credit.sources)
             for trajectory in group.trajectories
             for part, turns in enumerate(trajectory.parts())
         }
-        joined_ratios = np.concatenate([np.zeros(0, np.float32), *(log_ratios.get(key, nans) for key, nans in unknown.items())])
+        joined_ratios = np.concatenate(
+            [np.zeros(0, np.float32), *(log_ratios.get(key, nans) for key, nans in unknown.items())]
+        )
     entropies = tokens.entropies
     kept = [trajectory.kept for _, trajectory in trajectories if trajectory.kept is not None]
     return TokenTable(
@@ -241,9 +298,14 @@ def token_table(credit: Credit, with_planning: bool, log_ratios: Mapping[RowKey,
         mask=tokens.planning.astype(np.uint8) if with_planning else None,
         advantages=credit.stages_float32(),
         rewards=np.array([reward for rewards in tokens.rewards for reward in rewards], np.float64),
-        truncated=np.array([trajectory.finish_reason is FinishReason.LENGTH for _, trajectory in trajectories], np.uint8),
+        truncated=np.array(
+            [trajectory.finish_reason is FinishReason.LENGTH for _, trajectory in trajectories],
+            np.uint8,
+        ),
         log_ratios=joined_ratios,
-        prompt_offsets=np.concatenate([[0], np.cumsum([len(ids) for ids in prompts])]).astype(np.int64),
+        prompt_offsets=np.concatenate([[0], np.cumsum([len(ids) for ids in prompts])]).astype(
+            np.int64
+        ),
         prompt_token_ids=_joined_ids(prompts),
         kept=np.concatenate(kept) if kept and len(kept) == len(trajectories) else None,
         turns=_turn_table([one for _, one in trajectories]),
@@ -260,10 +322,14 @@ def _turn_table(trajectories: Sequence[Trajectory]) -> TurnTable | None:
     if len(turns) == len(trajectories) and not any(turn.restarts for turn in turns):
         return None
     return TurnTable(
-        offsets=np.concatenate([[0], np.cumsum([len(one.turns) for one in trajectories])]).astype(np.int64),
+        offsets=np.concatenate([[0], np.cumsum([len(one.turns) for one in trajectories])]).astype(
+            np.int64
+        ),
         actions=np.array([len(turn.completion.token_ids) for turn in turns], np.int32),
         restarts=np.array([turn.restarts for turn in turns], np.uint8),
-        context_offsets=np.concatenate([[0], np.cumsum([len(turn.context) for turn in turns])]).astype(np.int64),
+        context_offsets=np.concatenate(
+            [[0], np.cumsum([len(turn.context) for turn in turns])]
+        ).astype(np.int64),
         context_token_ids=_joined_ids([turn.context for turn in turns]),
     )
 
@@ -273,7 +339,9 @@ def mean_or_none(values: Sequence[float] | Sequence[int]) -> float | None:
 
 
 def peak_memory_gib(device: str) -> float:
-    """Return the peak memory so far: of a CUDA device, elsewhere of this process without its workers."""
+    """Return the peak memory so far: of a CUDA device, elsewhere of this process without its
+    workers.
+    """
     if device.startswith("cuda"):
         import torch
 

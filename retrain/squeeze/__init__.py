@@ -1,6 +1,8 @@
-"""LoRA-Squeeze: the rank that an adapter uses, and the same adapter at that rank (arXiv 2602.10993, the post-hoc variant).
+"""LoRA-Squeeze: the rank that an adapter uses, and the same adapter at that rank (arXiv 2602.10993,
+the post-hoc variant).
 
-The exact singular values of each layer's update follow from a small core, so nothing is randomised and no full update is built.
+The exact singular values of each layer's update follow from a small core, so nothing is randomised
+and no full update is built.
 """
 
 from importlib.util import find_spec
@@ -8,7 +10,10 @@ from importlib.util import find_spec
 from retrain.errors import EnvironmentFailure
 
 if find_spec("torch") is None:  # retrain-core
-    raise EnvironmentFailure("LoRA-Squeeze needs torch, which retrain-core leaves out; run it where retrain itself is installed.")
+    raise EnvironmentFailure(
+        "LoRA-Squeeze needs torch, which retrain-core leaves out; run it where retrain itself is"
+        " installed."
+    )
 
 from retrain.records.summary import TableRow
 from retrain.squeeze.analysis import Analysis, analyze_adapter, recommend_rank

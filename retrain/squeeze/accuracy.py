@@ -1,4 +1,6 @@
-"""Held-out accuracy before and after a compression: both adapters answer the same problems with the same sampling noise."""
+"""Held-out accuracy before and after a compression: both adapters answer the same problems with the
+same sampling noise.
+"""
 
 import json
 from contextlib import closing
@@ -16,7 +18,13 @@ from retrain.records.evaluation import Z_95, Evaluation
 from retrain.run.dialogues import Watcher
 from retrain.run.interrupts import Interrupts
 from retrain.run.parts import Say, load_parts
-from retrain.squeeze.adapter import CONFIG_FILE, WEIGHTS_FILE, LoraAdapter, read_adapter, weight_names
+from retrain.squeeze.adapter import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    LoraAdapter,
+    read_adapter,
+    weight_names,
+)
 from retrain.tracking.console import pass_at_1
 
 
@@ -29,12 +37,17 @@ class Accuracy:
     def differences(self) -> list[float]:
         """The accuracy after minus before, for each problem that was judged both times."""
         both = zip(self.before.problems, self.after.problems, strict=True)
-        return [new.correct / new.samples - old.correct / old.samples for old, new in both if old.samples and new.samples]
+        return [
+            new.correct / new.samples - old.correct / old.samples
+            for old, new in both
+            if old.samples and new.samples
+        ]
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95% interval of the mean difference over new problems. Pairing by problem makes it far narrower than the intervals of the two
-        accuracies. None for fewer than two problems, and if all differences are equal, so that the standard error is 0.
+        """The 95% interval of the mean difference over new problems. Pairing by problem makes it
+        far narrower than the intervals of the two accuracies. None for fewer than two problems, and
+        if all differences are equal, so that the standard error is 0.
         """
         d = self.differences
         error = standard_error(d) if len(d) > 1 else 0.0
@@ -42,34 +55,55 @@ class Accuracy:
 
     def to_json(self) -> dict[str, Any]:
         difference = mean(self.differences) if self.differences else None
-        return {"before": self.before.summary(), "after": self.after.summary(), "difference": difference, "interval": self.interval}
+        return {
+            "before": self.before.summary(),
+            "after": self.after.summary(),
+            "difference": difference,
+            "interval": self.interval,
+        }
 
     def line(self) -> str:
-        held_out = f"Held-out {pass_at_1(self.before)} -> {pass_at_1(self.after)} on {len(self.before.problems)} problems"
+        held_out = (
+            f"Held-out {pass_at_1(self.before)} -> {pass_at_1(self.after)} on"
+            f" {len(self.before.problems)} problems"
+        )
         if self.interval is None:
             same = self.differences and not any(self.differences)
             return f"{held_out}{', the same accuracy on every problem' if same else ''}."
         low, high = self.interval
-        change = f"{100 * mean(self.differences):+.1f} pp, 95% interval {100 * low:+.1f} to {100 * high:+.1f}"
+        change = (
+            f"{100 * mean(self.differences):+.1f} pp, 95% interval {100 * low:+.1f} to"
+            f" {100 * high:+.1f}"
+        )
         return f"{held_out}: {change}, problem by problem."
 
 
 def check_evaluable(adapter: LoraAdapter) -> None:
-    """Raise ConfigurationError for an adapter that the local backend, which has one rank and one alpha, cannot load."""
+    """Raise ConfigurationError for an adapter that the local backend, which has one rank and one
+    alpha, cannot load.
+    """
     settings = adapter.settings
-    plain = not settings.get("rank_pattern") and not settings.get("alpha_pattern") and isinstance(settings.get("target_modules"), list)
+    plain = (
+        not settings.get("rank_pattern")
+        and not settings.get("alpha_pattern")
+        and isinstance(settings.get("target_modules"), list)
+    )
     if not plain or adapter.others or settings["lora_alpha"] != int(settings["lora_alpha"]):
         raise ConfigurationError(
-            "[squeeze] evaluate = true needs an adapter with one rank, one whole-number alpha, a list of its layers and nothing else "
-            f"trained, which {adapter.folder} is not; leave evaluate false."
+            "[squeeze] evaluate = true needs an adapter with one rank, one whole-number alpha, a"
+            f" list of its layers and nothing else trained, which {adapter.folder} is not; leave"
+            " evaluate false."
         )
 
 
-def measure_accuracy(config: TrainConfig, source: LoraAdapter, compressed: Path, say: Say) -> Accuracy:
-    """Measure pass@1 of both adapters by `[evaluation]`, `[data]`, `[reward]` and `[training]`, on `[model] model` or the adapter's own
-    base.
+def measure_accuracy(
+    config: TrainConfig, source: LoraAdapter, compressed: Path, say: Say
+) -> Accuracy:
+    """Measure pass@1 of both adapters by `[evaluation]`, `[data]`, `[reward]` and `[training]`, on
+    `[model] model` or the adapter's own base.
 
-    The compressed adapter is padded with zeros to the source's rank, which leaves its update and its scale unchanged.
+    The compressed adapter is padded with zeros to the source's rank, which leaves its update and
+    its scale unchanged.
     """
     from safetensors.torch import save_file
 
@@ -77,7 +111,11 @@ def measure_accuracy(config: TrainConfig, source: LoraAdapter, compressed: Path,
     config = replaced(
         config,
         {
-            "model.model": config.model.model if config.is_set("model.model") else settings["base_model_name_or_path"],
+            "model.model": (
+                config.model.model
+                if config.is_set("model.model")
+                else settings["base_model_name_or_path"]
+            ),
             "model.lora_rank": source.rank,
             "lora.alpha": int(settings["lora_alpha"]),
             "lora.use_rslora": bool(settings.get("use_rslora")),

@@ -1,4 +1,6 @@
-"""Reading a LoRA adapter from a PEFT folder: `adapter_config.json` and `adapter_model.safetensors`."""
+"""Reading a LoRA adapter from a PEFT folder: `adapter_config.json` and
+`adapter_model.safetensors`.
+"""
 
 from dataclasses import dataclass
 from math import sqrt
@@ -19,12 +21,14 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 _PREFIX = "base_model.model."
 
 _VARIANTS = (
-    "use_dora", "use_qalora", "lora_bias", "target_parameters", "use_bdlora", "arrow_config", "monteclora_config", "velora_config",
+    "use_dora", "use_qalora", "lora_bias", "target_parameters", "use_bdlora", "arrow_config",
+    "monteclora_config", "velora_config",
     "kasa_config",
 )  # fmt: skip
 """Settings with which the update is more than s B A."""
 _BASE_CHANGING = ("pissa", "corda", "olora", "loftq", "mica", "lora_ga")
-"""Values of `init_lora_weights` for which peft changes the base weights when it loads an adapter, by an amount that depends on the rank."""
+"""Values of `init_lora_weights` for which peft changes the base weights when it loads an adapter,
+by an amount that depends on the rank."""
 
 
 @dataclass(frozen=True)
@@ -84,31 +88,46 @@ def weight_names(layer: str) -> tuple[str, str]:
 
 
 def read_adapter(folder: Path) -> LoraAdapter:
-    """Read a plain LoRA adapter. Raises ConfigurationError for any other folder, so that no part of an adapter is dropped silently."""
+    """Read a plain LoRA adapter. Raises ConfigurationError for any other folder, so that no part of
+    an adapter is dropped silently.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     settings = _read_settings(folder)
     path = folder / WEIGHTS_FILE
     if not path.is_file():
-        raise ConfigurationError(f"{folder} holds no {WEIGHTS_FILE}; save the adapter as safetensors (pickled weights are not read).")
+        raise ConfigurationError(
+            f"{folder} holds no {WEIGHTS_FILE}; save the adapter as safetensors (pickled weights"
+            " are not read)."
+        )
     try:
         tensors = load_file(path)
     except SafetensorError as error:
-        raise ConfigurationError(f"{path} is not a safetensors file ({error}); save the adapter again.") from error
+        raise ConfigurationError(
+            f"{path} is not a safetensors file ({error}); save the adapter again."
+        ) from error
     names = set()
     for key in tensors:
         if key.startswith(_PREFIX) and key.endswith((_A, _B)):
             names.add(key.removeprefix(_PREFIX).removesuffix(_A).removesuffix(_B))
         elif "lora_" in key:
             raise ConfigurationError(
-                f"{path} holds {key}, which is not a factor of a linear layer; only plain LoRA on linear layers is squeezed."
+                f"{path} holds {key}, which is not a factor of a linear layer; only plain LoRA on"
+                " linear layers is squeezed."
             )
     if not names:
-        raise ConfigurationError(f"{path} holds no LoRA factors (…{_A}, …{_B}); name a LoRA adapter.")
+        raise ConfigurationError(
+            f"{path} holds no LoRA factors (…{_A}, …{_B}); name a LoRA adapter."
+        )
     layers = tuple(_layer(path, name, tensors, settings) for name in sorted(names))
     used = {key for name in names for key in weight_names(name)}
-    return LoraAdapter(folder, settings, layers, {key: tensor for key, tensor in tensors.items() if key not in used})
+    return LoraAdapter(
+        folder,
+        settings,
+        layers,
+        {key: tensor for key, tensor in tensors.items() if key not in used},
+    )
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
@@ -117,25 +136,33 @@ def _read_settings(folder: Path) -> dict[str, Any]:
         settings = parse_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigurationError(
-            f"{folder} is not a PEFT adapter (no {CONFIG_FILE}); name the folder of one, such as a run's checkpoints/final."
+            f"{folder} is not a PEFT adapter (no {CONFIG_FILE}); name the folder of one, such as a"
+            " run's checkpoints/final."
         ) from error
     except ParseError as error:
         raise ConfigurationError(f"{path} {error}; save the adapter again.") from error
     if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
         kind = settings.get("peft_type") if isinstance(settings, dict) else None
-        raise ConfigurationError(f"{path} has peft_type {kind!r}; only LORA adapters can be squeezed.")
+        raise ConfigurationError(
+            f"{path} has peft_type {kind!r}; only LORA adapters can be squeezed."
+        )
     if not (_is_number(settings.get("r")) and _is_number(settings.get("lora_alpha"))):
-        raise ConfigurationError(f"{path} lacks a number for r or lora_alpha, so the update's scale is unknown; save the adapter again.")
+        raise ConfigurationError(
+            f"{path} lacks a number for r or lora_alpha, so the update's scale is unknown; save the"
+            " adapter again."
+        )
     for key in _VARIANTS:
         if settings.get(key):
             raise ConfigurationError(
-                f"{path} has {key} = {settings[key]!r}: its update is not B A alone, so its rank cannot be reduced here."
+                f"{path} has {key} = {settings[key]!r}: its update is not B A alone, so its rank"
+                " cannot be reduced here."
             )
     init = settings.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING):
         raise ConfigurationError(
-            f"{path} has init_lora_weights = {init!r}, which changes the base model by an amount that depends on the rank; "
-            "save the adapter converted to plain LoRA (peft: path_initial_model_for_weight_conversion)."
+            f"{path} has init_lora_weights = {init!r}, which changes the base model by an amount"
+            " that depends on the rank; save the adapter converted to plain LoRA (peft:"
+            " path_initial_model_for_weight_conversion)."
         )
     return settings
 
@@ -144,7 +171,9 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _layer(path: Path, name: str, tensors: dict[str, Tensor], settings: dict[str, Any]) -> LoraLayer:
+def _layer(
+    path: Path, name: str, tensors: dict[str, Tensor], settings: dict[str, Any]
+) -> LoraLayer:
     key_a, key_b = weight_names(name)
     for key in (key_a, key_b):
         if key not in tensors:
@@ -152,22 +181,27 @@ def _layer(path: Path, name: str, tensors: dict[str, Tensor], settings: dict[str
     a, b = tensors[key_a], tensors[key_b]
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
         raise ConfigurationError(
-            f"{path}: {name} has lora_A {list(a.shape)} and lora_B {list(b.shape)}; only [rank, in] and [out, rank], the factors of a "
-            "linear layer, are squeezed."
+            f"{path}: {name} has lora_A {list(a.shape)} and lora_B {list(b.shape)}; only [rank, in]"
+            " and [out, rank], the factors of a linear layer, are squeezed."
         )
     if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
-        raise ConfigurationError(f"{path}: {name} holds nan or inf, so it has no spectrum; use an earlier checkpoint.")
+        raise ConfigurationError(
+            f"{path}: {name} holds nan or inf, so it has no spectrum; use an earlier checkpoint."
+        )
     stated = _of_pattern(settings.get("rank_pattern"), name, settings["r"])
     if stated != a.shape[0]:
         raise ConfigurationError(
-            f"{path}: {name} has rank {a.shape[0]}, and {CONFIG_FILE} says {stated}, so its scale is unknown; save the adapter again."
+            f"{path}: {name} has rank {a.shape[0]}, and {CONFIG_FILE} says {stated}, so its scale"
+            " is unknown; save the adapter again."
         )
     alpha = _of_pattern(settings.get("alpha_pattern"), name, settings["lora_alpha"])
     return LoraLayer(name, a, b, float(alpha), bool(settings.get("use_rslora")))
 
 
 def _of_pattern(pattern: dict[str, float] | None, name: str, default: float) -> float:
-    """Return the value that peft uses for a module: that of the first expression that matches the end of its path."""
+    """Return the value that peft uses for a module: that of the first expression that matches the
+    end of its path.
+    """
     if not pattern:
         return default
     from peft.utils.other import get_pattern_key

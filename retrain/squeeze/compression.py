@@ -1,7 +1,9 @@
-"""Compression of an adapter to a lower rank: the update of every layer is truncated to its first singular values, at the same scale.
+"""Compression of an adapter to a lower rank: the update of every layer is truncated to its first
+singular values, at the same scale.
 
-Truncation acts on B A, and the model's update is s B A, so s must not change: alpha' = alpha k / r, and alpha sqrt(k / r) for
-rank-stabilised LoRA, whose s is alpha / sqrt(r). alpha' may be a fraction, since peft only divides it.
+Truncation acts on B A, and the model's update is s B A, so s must not change: alpha' = alpha k / r,
+and alpha sqrt(k / r) for rank-stabilised LoRA, whose s is alpha / sqrt(r). alpha' may be a
+fraction, since peft only divides it.
 """
 
 import json
@@ -20,7 +22,15 @@ from retrain.errors import ConfigurationError, RunFailed
 from retrain.parsing import read_object
 from retrain.records.disk import replacing_folder, write_synced
 from retrain.records.run_folder import MARKER, mark
-from retrain.squeeze.adapter import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, LoraAdapter, LoraLayer, read_adapter, weight_names
+from retrain.squeeze.adapter import (
+    CARD_FILE,
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    LoraAdapter,
+    LoraLayer,
+    read_adapter,
+    weight_names,
+)
 from retrain.squeeze.analysis import svd_device
 from retrain.squeeze.spectrum import Factors, factorise, product_norm
 
@@ -34,9 +44,11 @@ class Compression:
     ranks: dict[str, int]
     """Rank of each layer by name."""
     relative_error: float
-    """Frobenius norm of the part that was cut off, relative to the whole update (all layers as one)."""
+    """Frobenius norm of the part that was cut off, relative to the whole update (all layers as
+    one)."""
     storage_error: float
-    """Frobenius norm of stored minus truncated update, relative to the whole update: the rounding to the source's dtype."""
+    """Frobenius norm of stored minus truncated update, relative to the whole update: the rounding
+    to the source's dtype."""
     source_parameters: int
     parameters: int
 
@@ -57,12 +69,21 @@ class Compression:
         }
 
 
-def compressed_alpha(alpha: float, source_rank: int, target_rank: int, use_rslora: bool = False) -> float:
-    """Return the alpha that keeps the update's scale; an int if it is whole. Raises ValueError unless 1 <= target <= source."""
+def compressed_alpha(
+    alpha: float, source_rank: int, target_rank: int, use_rslora: bool = False
+) -> float:
+    """Return the alpha that keeps the update's scale; an int if it is whole. Raises ValueError
+    unless 1 <= target <= source.
+    """
     if not 1 <= target_rank <= source_rank:
-        raise ValueError(f"target rank {target_rank} is out of range; allowed: 1 to the source rank, {source_rank}")
+        raise ValueError(
+            f"target rank {target_rank} is out of range; allowed: 1 to the source rank,"
+            f" {source_rank}"
+        )
     # multiply before dividing, so that 64 * 8 / 32 is exactly 16
-    exact = alpha * sqrt(target_rank / source_rank) if use_rslora else alpha * target_rank / source_rank
+    exact = (
+        alpha * sqrt(target_rank / source_rank) if use_rslora else alpha * target_rank / source_rank
+    )
     return int(exact) if exact == int(exact) else exact
 
 
@@ -74,18 +95,26 @@ def compress_adapter(
     device: str = "cpu",
     overwrite: bool = False,
 ) -> Compression:
-    """Write the adapter at `target_rank`, one for all layers or one by layer name, as a PEFT folder in the source's dtype.
+    """Write the adapter at `target_rank`, one for all layers or one by layer name, as a PEFT folder
+    in the source's dtype.
 
-    A layer whose own rank is lower keeps it. `overwrite` replaces a folder that this function wrote.
-    Raises ConfigurationError for a rank that does not fit or a folder that may not be used, RunFailed if the written adapter differs
-    from the computed one.
+    A layer whose own rank is lower keeps it. `overwrite` replaces a folder that this function
+    wrote. Raises ConfigurationError for a rank that does not fit or a folder that may not be used,
+    RunFailed if the written adapter differs from the computed one.
     """
     adapter = read_adapter(Path(adapter_path))
-    return compress(adapter, Path(output_path), target_rank, svd_device(device), overwrite=overwrite)
+    return compress(
+        adapter, Path(output_path), target_rank, svd_device(device), overwrite=overwrite
+    )
 
 
 def compress(
-    adapter: LoraAdapter, output: Path, target_rank: int | Mapping[str, int], device: torch.device, *, overwrite: bool
+    adapter: LoraAdapter,
+    output: Path,
+    target_rank: int | Mapping[str, int],
+    device: torch.device,
+    *,
+    overwrite: bool,
 ) -> Compression:
     """Do what `compress_adapter` does for an adapter in memory."""
     check_output(adapter.folder, output, overwrite)
@@ -96,19 +125,32 @@ def compress(
         factors = factorise(layer.a.to(device), layer.b.to(device), layer.name)
         key_a, key_b = weight_names(layer.name)
         tensors[key_a], tensors[key_b] = truncated(layer, factors, ranks[layer.name])
-        cut.append(layer.scale * float(torch.linalg.vector_norm(factors.values[ranks[layer.name] :])))
+        cut.append(
+            layer.scale * float(torch.linalg.vector_norm(factors.values[ranks[layer.name] :]))
+        )
         whole.append(layer.scale * float(torch.linalg.vector_norm(factors.values)))
     total = hypot(*whole)
     settings = _settings(adapter, ranks)
     error = hypot(*cut) / total if total else 0.0
     _write(output, tensors, settings, _card(adapter, ranks, error))
     storage = _verify(adapter, output, ranks, device)
-    written = sum(tensors[key].numel() for layer in adapter.layers for key in weight_names(layer.name))
-    return Compression(output, adapter.rank, ranks, error, storage / total if total else 0.0, adapter.num_parameters, written)
+    written = sum(
+        tensors[key].numel() for layer in adapter.layers for key in weight_names(layer.name)
+    )
+    return Compression(
+        output,
+        adapter.rank,
+        ranks,
+        error,
+        storage / total if total else 0.0,
+        adapter.num_parameters,
+        written,
+    )
 
 
 def truncated(layer: LoraLayer, factors: Factors, k: int) -> tuple[Tensor, Tensor]:
-    """Return A' [k, d_in] and B' [d_out, k] from the first k singular values, whose square root is in both, in the source's dtype.
+    """Return A' [k, d_in] and B' [d_out, k] from the first k singular values, whose square root is
+    in both, in the source's dtype.
 
     A layer of zeros keeps the first rows of A, so that it can still be trained.
     """
@@ -124,20 +166,28 @@ def _ranks(adapter: LoraAdapter, target: int | Mapping[str, int]) -> dict[str, i
     names = {layer.name for layer in adapter.layers}
     if not isinstance(target, int) and set(target) != names:
         wrong = sorted(names ^ set(target))
-        raise ConfigurationError(f"Ranks by layer must name each layer of {adapter.folder} once; {wrong[0]} is missing or unknown.")
+        raise ConfigurationError(
+            f"Ranks by layer must name each layer of {adapter.folder} once; {wrong[0]} is missing"
+            " or unknown."
+        )
     wanted = dict.fromkeys(names, target) if isinstance(target, int) else target
     for name, rank in wanted.items():
         if not 1 <= rank <= adapter.rank:
             where = "[squeeze] compress_to" if isinstance(target, int) else name
-            raise ConfigurationError(f"{where} = {rank} is out of range; allowed: 1 to {adapter.rank}, the rank of {adapter.folder}.")
+            raise ConfigurationError(
+                f"{where} = {rank} is out of range; allowed: 1 to {adapter.rank}, the rank of"
+                f" {adapter.folder}."
+            )
     return {layer.name: min(wanted[layer.name], layer.effective_rank) for layer in adapter.layers}
 
 
-# -- files ---------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def check_output(source: Path, output: Path, overwrite: bool) -> None:
-    """Raise ConfigurationError if `output` is the source's folder, or a folder with files that may not be replaced."""
+    """Raise ConfigurationError if `output` is the source's folder, or a folder with files that may
+    not be replaced.
+    """
     where = f'[squeeze] output_path = "{output}"'
     if output.resolve() == source.resolve():
         raise ConfigurationError(f"{where} is the adapter itself; choose another folder.")
@@ -145,15 +195,23 @@ def check_output(source: Path, output: Path, overwrite: bool) -> None:
         return
     marker = output / MARKER
     if not marker.is_file() or read_object(marker).get("kind") != "squeeze":
-        raise ConfigurationError(f"{where} exists and was not made by a squeeze job, so it is not overwritten; choose another folder.")
+        raise ConfigurationError(
+            f"{where} exists and was not made by a squeeze job, so it is not overwritten; choose"
+            " another folder."
+        )
     if not overwrite:
-        raise ConfigurationError(f"{where} already holds a compressed adapter; replace it with --overwrite, or choose another folder.")
+        raise ConfigurationError(
+            f"{where} already holds a compressed adapter; replace it with --overwrite, or choose"
+            " another folder."
+        )
 
 
 def _write(output: Path, tensors: dict[str, Tensor], settings: dict[str, Any], card: str) -> None:
     from safetensors.torch import save_file
 
-    with replacing_folder(output) as aside:  # what it replaces is ours or empty: check_output looked
+    with replacing_folder(
+        output
+    ) as aside:  # what it replaces is ours or empty: check_output looked
         mark(aside, "squeeze")
         save_file(tensors, aside / WEIGHTS_FILE, metadata={"format": "pt"})
         with (aside / WEIGHTS_FILE).open("rb") as file:
@@ -163,15 +221,24 @@ def _write(output: Path, tensors: dict[str, Tensor], settings: dict[str, Any], c
 
 
 def _settings(adapter: LoraAdapter, ranks: Mapping[str, int]) -> dict[str, Any]:
-    """Return the source's settings with the new ranks and alphas; patterns hold only the layers that differ from the default."""
+    """Return the source's settings with the new ranks and alphas; patterns hold only the layers
+    that differ from the default.
+    """
     default_rank = max(ranks.values())
-    alphas = {layer.name: compressed_alpha(layer.alpha, layer.rank, ranks[layer.name], layer.use_rslora) for layer in adapter.layers}
+    alphas = {
+        layer.name: compressed_alpha(layer.alpha, layer.rank, ranks[layer.name], layer.use_rslora)
+        for layer in adapter.layers
+    }
     default_alpha = next(alphas[name] for name, rank in ranks.items() if rank == default_rank)
     return adapter.settings | {
         "r": default_rank,
         "lora_alpha": default_alpha,
-        "rank_pattern": {_exactly(name): rank for name, rank in ranks.items() if rank != default_rank},
-        "alpha_pattern": {_exactly(name): alpha for name, alpha in alphas.items() if alpha != default_alpha},
+        "rank_pattern": {
+            _exactly(name): rank for name, rank in ranks.items() if rank != default_rank
+        },
+        "alpha_pattern": {
+            _exactly(name): alpha for name, alpha in alphas.items() if alpha != default_alpha
+        },
     }
 
 
@@ -184,25 +251,27 @@ def _card(adapter: LoraAdapter, ranks: Mapping[str, int], error: float) -> str:
     base = adapter.settings.get("base_model_name_or_path")
     low, high = min(ranks.values()), max(ranks.values())
     return (
-        "---\n"
-        f"base_model: {json.dumps(base)}\n"
-        "library_name: peft\n"
-        "tags:\n- lora\n- retrain\n"
-        "---\n\n"
-        f"# LoRA adapter for {base}, {f'rank {high}' if low == high else f'ranks {low} to {high}'}\n\n"
-        f"Compressed by retrain from an adapter of rank {adapter.rank}: the update of each layer is truncated to its first singular "
-        f"values, at the same scale. Relative Frobenius error of the whole update: {error:.2%}. The source's optimizer state does not fit; "
-        "continue training with a new one.\n"
+        f"---\nbase_model: {json.dumps(base)}\nlibrary_name: peft\ntags:\n- lora\n-"
+        f" retrain\n---\n\n# LoRA adapter for {base},"
+        f" {f'rank {high}' if low == high else f'ranks {low} to {high}'}\n\nCompressed by retrain"
+        f" from an adapter of rank {adapter.rank}: the update of each layer is truncated to its"
+        " first singular values, at the same scale. Relative Frobenius error of the whole update:"
+        f" {error:.2%}. The source's optimizer state does not fit; continue training with a new"
+        " one.\n"
     )
 
 
-# -- verification --------------------------------------------------------------------------------------------------------
+# -- verification ----------------------------------------------------------------------------------
 
 
-def _verify(adapter: LoraAdapter, output: Path, ranks: Mapping[str, int], device: torch.device) -> float:
-    """Read the written adapter and compare every layer's update with the truncated one; return the Frobenius norm of all differences.
+def _verify(
+    adapter: LoraAdapter, output: Path, ranks: Mapping[str, int], device: torch.device
+) -> float:
+    """Read the written adapter and compare every layer's update with the truncated one; return the
+    Frobenius norm of all differences.
 
-    That norm bounds the largest difference of a single weight. Raises RunFailed if a layer differs by more than rounding.
+    That norm bounds the largest difference of a single weight. Raises RunFailed if a layer differs
+    by more than rounding.
     """
     stored = {layer.name: layer for layer in read_adapter(output).layers}
     squares = []
@@ -211,14 +280,18 @@ def _verify(adapter: LoraAdapter, output: Path, ranks: Mapping[str, int], device
         factors = factorise(source.a.to(device), source.b.to(device), source.name)
         kept = factors.values[:k]
         a = torch.cat([layer.a.to(device).double(), factors.right[:, :k].T])
-        b = torch.cat([layer.scale * layer.b.to(device).double(), -source.scale * factors.left[:, :k] * kept], dim=1)
+        b = torch.cat(
+            [layer.scale * layer.b.to(device).double(), -source.scale * factors.left[:, :k] * kept],
+            dim=1,
+        )
         difference = product_norm(a, b)
         # half a unit of rounding on each factor, and as much again for all else
         allowed = 4 * torch.finfo(layer.a.dtype).eps * abs(source.scale) * float(kept.sum())
         if difference > allowed:
             raise RunFailed(
-                f"{output}: the update of {source.name} differs from the truncated one by {difference:.3g}, and rounding to "
-                f"{str(layer.a.dtype).removeprefix('torch.')} explains {allowed:.3g}; the folder cannot be trusted."
+                f"{output}: the update of {source.name} differs from the truncated one by"
+                f" {difference:.3g}, and rounding to {str(layer.a.dtype).removeprefix('torch.')}"
+                f" explains {allowed:.3g}; the folder cannot be trusted."
             )
         squares.append(difference**2)
     return sqrt(fsum(squares))

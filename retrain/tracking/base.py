@@ -1,4 +1,6 @@
-"""One event, many sinks: the trainer emits what happens, and every sink takes what it has a use for."""
+"""One event, many sinks: the trainer emits what happens, and every sink takes what it has a use
+for.
+"""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -60,12 +62,26 @@ class Tokens:
     table: TokenTable
 
 
-Event = Started | Message | GroupScored | Progress | Generations | Tokens | StepRecord | Evaluation | SqueezeSummary | RunSummary
-"""A `StepRecord` ends a step, and a `RunSummary` ends the run, which is done, interrupted or failed."""
+Event = (
+    Started
+    | Message
+    | GroupScored
+    | Progress
+    | Generations
+    | Tokens
+    | StepRecord
+    | Evaluation
+    | SqueezeSummary
+    | RunSummary
+)
+"""A `StepRecord` ends a step, and a `RunSummary` ends the run, which is done, interrupted or
+failed."""
 
 
 class Tracker:
-    """A sink for events. This one ignores every event; a subclass matches on those that it wants."""
+    """A sink for events. This one ignores every event; a subclass matches on those that it
+    wants.
+    """
 
     def emit(self, event: Event) -> None: ...
 
@@ -81,7 +97,9 @@ class Tracker:
         """Release files and connections; safe to call twice, and called after a failure too."""
 
     def state(self) -> dict[str, str]:
-        """Return what a resumed run needs to continue in the same places, as part of the checkpoint."""
+        """Return what a resumed run needs to continue in the same places, as part of the
+        checkpoint.
+        """
         return {}
 
     @property
@@ -90,7 +108,9 @@ class Tracker:
         return False
 
     def sync(self) -> dict[str, dict[str, Any]]:
-        """Flush everything emitted so far to the disk, and return how far each of the run's files reaches. Raises OSError."""
+        """Flush everything emitted so far to the disk, and return how far each of the run's files
+        reaches. Raises OSError.
+        """
         return {}
 
 

@@ -1,4 +1,6 @@
-"""The sinks that a configuration asks for: the screen, the run's folder, and the trackers of `[logging] trackers`."""
+"""The sinks that a configuration asks for: the screen, the run's folder, and the trackers of
+`[logging] trackers`.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -18,7 +20,11 @@ if TYPE_CHECKING:
     from retrain.config import TrainConfig
     from retrain.config.schema import Logging
 
-_EXTERNAL: dict[str, type[ExternalTracker]] = {"wandb": WandbTracker, "trackio": TrackioTracker, "tensorboard": TensorboardTracker}
+_EXTERNAL: dict[str, type[ExternalTracker]] = {
+    "wandb": WandbTracker,
+    "trackio": TrackioTracker,
+    "tensorboard": TensorboardTracker,
+}
 """Name -> tracker; each imports its library when it is made."""
 
 SQUEEZE_RUN = "squeeze-analysis"
@@ -33,7 +39,8 @@ def build_tracker(
     resumed: Mapping[str, str] | None = None,
     first_step: int = 0,
 ) -> Tracker:
-    """The sinks of a run. `resumed` is the `state` of the run's earlier session, which ended before `first_step`.
+    """The sinks of a run. `resumed` is the `state` of the run's earlier session, which ended before
+    `first_step`.
 
     Raises EnvironmentFailure, naming the extra, for a tracker whose package is not installed.
     """
@@ -41,29 +48,48 @@ def build_tracker(
     console = Console(quiet=quiet, redactor=redactor, folder=folder.path)
     run_name = redactor.text(config.logging.wandb_run_name or condition)
     settings = ExternalSettings(config, folder, run_name, redactor, resumed or {}, first_step)
-    return Trackers([console, RunFiles(config, folder, redactor), *_external_trackers(settings, console.message)])
+    return Trackers(
+        [
+            console,
+            RunFiles(config, folder, redactor),
+            *_external_trackers(settings, console.message),
+        ]
+    )
 
 
-def track_squeeze(config: "TrainConfig", folder: RunFolder, summary: SqueezeSummary, say: Callable[[str], None]) -> None:
-    """Send the analysis of an adapter to the trackers that the configuration asks for, as a run `squeeze-analysis` of its own.
+def track_squeeze(
+    config: "TrainConfig", folder: RunFolder, summary: SqueezeSummary, say: Callable[[str], None]
+) -> None:
+    """Send the analysis of an adapter to the trackers that the configuration asks for, as a run
+    `squeeze-analysis` of its own.
 
-    What the trackers keep on disk goes below `folder`. Raises EnvironmentFailure for a tracker whose package is not installed.
+    What the trackers keep on disk goes below `folder`. Raises EnvironmentFailure for a tracker
+    whose package is not installed.
     """
-    tracker = Trackers(_external_trackers(ExternalSettings(config, folder, SQUEEZE_RUN, Redactor(), {}, 0), say))
+    tracker = Trackers(
+        _external_trackers(ExternalSettings(config, folder, SQUEEZE_RUN, Redactor(), {}, 0), say)
+    )
     if not tracker.sinks:
         return
     folder.path.mkdir(parents=True, exist_ok=True)
     try:
         tracker.emit(Started(config.squeeze.device))
         tracker.emit(summary)
-        tracker.emit(RunSummary("done", SQUEEZE_RUN, config.training.seed, 0, 0.0, 0, None, None, None, ""))
+        tracker.emit(
+            RunSummary("done", SQUEEZE_RUN, config.training.seed, 0, 0.0, 0, None, None, None, "")
+        )
     finally:
         tracker.close()
 
 
 def _external_trackers(settings: ExternalSettings, say: Callable[[str], None]) -> list[Tracker]:
-    """Make each tracker in a thread of its own, so that its failures and delays do not reach the run."""
-    return [Background(name, _EXTERNAL[name](settings), say, settings.folder.path) for name in tracker_names(settings.config.logging)]
+    """Make each tracker in a thread of its own, so that its failures and delays do not reach the
+    run.
+    """
+    return [
+        Background(name, _EXTERNAL[name](settings), say, settings.folder.path)
+        for name in tracker_names(settings.config.logging)
+    ]
 
 
 def tracker_names(settings: "Logging") -> list[str]:

@@ -1,4 +1,5 @@
-"""The screen: results as plain lines on standard output, a progress bar on standard error while a step is long.
+"""The screen: results as plain lines on standard output, a progress bar on standard error while a
+step is long.
 
 Nothing here interprets markup, so a model's text stays text.
 """
@@ -78,12 +79,16 @@ class Console(Tracker):
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Ignore a reader that goes away (`| head`, a closed terminal): the run continues and writes its files."""
+        """Ignore a reader that goes away (`| head`, a closed terminal): the run continues and
+        writes its files.
+        """
         try:
             yield
         except OSError as error:
             if not is_reader_gone(error):
-                error.filename = "Standard output or error"  # a full disk under `> log.txt`, and not the run's
+                error.filename = (  # a full disk under `> log.txt`, and not the run's
+                    "Standard output or error"
+                )
                 raise
             self._quiet, self._bar = True, None
 
@@ -118,7 +123,11 @@ def evaluation_line(result: Evaluation) -> str:
     samples = sum(problem.samples for problem in result.problems)
     skipped = sum(problem.could_not_judge for problem in result.problems)
     fields = [f"Evaluation at step {result.step} | {pass_at_1(result)}"]
-    fields += [f"pass@{k}={value:.1%} {_ends(result.interval_at(k))}" for k, value in sorted(result.pass_at.items()) if k != 1]
+    fields += [
+        f"pass@{k}={value:.1%} {_ends(result.interval_at(k))}"
+        for k, value in sorted(result.pass_at.items())
+        if k != 1
+    ]
     fields += [f"problems={len(result.problems)}", f"samples={samples}"]
     fields += [f"could_not_judge={skipped}"] if skipped else []
     return " | ".join([*fields, f"time={result.seconds:.1f}s"])
@@ -131,7 +140,14 @@ def pass_at_1(result: Evaluation) -> str:
 def task_lines(result: Evaluation) -> list[str]:
     """Lines with the pass@1 of each task and its interval; none if there is only one task."""
     tasks = result.by_task
-    return [f"  {task} | {pass_at_1(part)} | problems={len(part.problems)}" for task, part in tasks.items()] if len(tasks) > 1 else []
+    return (
+        [
+            f"  {task} | {pass_at_1(part)} | problems={len(part.problems)}"
+            for task, part in tasks.items()
+        ]
+        if len(tasks) > 1
+        else []
+    )
 
 
 def _ends(interval: tuple[float, float]) -> str:
@@ -139,24 +155,42 @@ def _ends(interval: tuple[float, float]) -> str:
 
 
 def summary_lines(summary: RunSummary, folder: Path) -> list[str]:
-    lines = [f"Run {summary.status}: {summary.steps} steps, {summary.tokens:,} tokens, {summary.seconds:.1f}s."]
+    lines = [
+        (
+            f"Run {summary.status}: {summary.steps} steps, {summary.tokens:,} tokens,"
+            f" {summary.seconds:.1f}s."
+        )
+    ]
     lines += [summary.untrained] if summary.untrained else []
     if summary.status != "done":  # the reason is printed on standard error
-        return [*lines, f"Run folder: {folder} | continue with `{RunFolder(folder).resume_command}`"]
-    if summary.before is not None and summary.after is not None and summary.before.step != summary.after.step:
+        return [
+            *lines,
+            f"Run folder: {folder} | continue with `{RunFolder(folder).resume_command}`",
+        ]
+    if (
+        summary.before is not None
+        and summary.after is not None
+        and summary.before.step != summary.after.step
+    ):
         before, after = summary.before, summary.after
         gain = ""
         if (found := after.difference_from(before)) is not None:
             mean, (low, high) = found
-            gain = f": {100 * mean:+.1f} pp [{100 * low:+.1f}, {100 * high:+.1f}], paired by problem"
-        lines.append(f"Held-out {pass_at_1(before)} at step {before.step} -> {pass_at_1(after)}{gain}.")
+            gain = (
+                f": {100 * mean:+.1f} pp [{100 * low:+.1f}, {100 * high:+.1f}], paired by problem"
+            )
+        lines.append(
+            f"Held-out {pass_at_1(before)} at step {before.step} -> {pass_at_1(after)}{gain}."
+        )
     elif summary.after is not None:
         lines.append(f"Held-out {pass_at_1(summary.after)}.")
     return [*lines, f"Run folder: {folder} | adapter: {folder / summary.adapter}"]
 
 
 class _Bar:
-    """A transient progress bar: it is hidden before any line is printed, so that the two streams never mix."""
+    """A transient progress bar: it is hidden before any line is printed, so that the two streams
+    never mix.
+    """
 
     def __init__(self, error: TextIO, clock: Callable[[], float]) -> None:
         self._error = error
@@ -197,7 +231,9 @@ class _Bar:
             redirect_stderr=False,
         )
         self._bar.start()
-        self._task = self._bar.add_task(one_line(progress.label, 60), completed=progress.done, total=progress.total)
+        self._task = self._bar.add_task(
+            one_line(progress.label, 60), completed=progress.done, total=progress.total
+        )
 
     def hide(self) -> None:
         if self._bar is not None:

@@ -1,4 +1,6 @@
-"""Parts that trackers outside of the run's folder share: settings, metric names, a missing extra, and the thread that each runs in."""
+"""Parts that trackers outside of the run's folder share: settings, metric names, a missing extra,
+and the thread that each runs in.
+"""
 
 import contextlib
 import importlib
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
 
 
 STEP_METRIC = "trainer/step"
-"""The x axis of training metrics. The trackers' own step counters drop values for steps that a resumed run makes again."""
+"""The x axis of training metrics. The trackers' own step counters drop values for steps that a
+resumed run makes again."""
 RANK_METRIC = "squeeze/rank"
 """The x axis of a squeeze analysis."""
 
@@ -54,7 +57,9 @@ class ExternalSettings:
         return [self.redactor.text(tag) for tag in self.config.logging.tags]
 
     def masked_config(self) -> dict[str, Any]:
-        return self.redactor.config(self.config).model_dump(mode="json", by_alias=True, exclude_none=True)
+        return self.redactor.config(self.config).model_dump(
+            mode="json", by_alias=True, exclude_none=True
+        )
 
     def masked_rows(self, records: Sequence[GenerationRecord]) -> list[list[Any]]:
         """Return completions as the rows of a table under GENERATION_COLUMNS."""
@@ -62,9 +67,11 @@ class ExternalSettings:
 
 
 class ExternalTracker(Tracker):
-    """A tracker that runs in a thread of its own (`Background`) and may raise whatever its library raises.
+    """A tracker that runs in a thread of its own (`Background`) and may raise whatever its library
+    raises.
 
-    `state` is asked for from another thread and before `Started`, so it rests on what the constructor knows.
+    `state` is asked for from another thread and before `Started`, so it rests on what the
+    constructor knows.
     """
 
     def __init__(self, settings: ExternalSettings) -> None:
@@ -73,25 +80,37 @@ class ExternalTracker(Tracker):
         """Lines for the person at the screen, which the run's own thread prints."""
 
     def abandon(self) -> None:
-        """Give up after a failure or a timeout: from now on the library must not delay the end of the process."""
+        """Give up after a failure or a timeout: from now on the library must not delay the end of
+        the process.
+        """
 
 
-# -- metric names --------------------------------------------------------------------------------------------------------
+# -- metric names ----------------------------------------------------------------------------------
 
 
 def metrics(record: StepRecord) -> dict[str, float]:
-    """Return the numbers of a step under train/ and its parts entropy/, surprisal/, backpressure/, environment/ and loss/."""
+    """Return the numbers of a step under train/ and its parts entropy/, surprisal/, backpressure/,
+    environment/ and loss/.
+    """
     tables = {"environment": record.environment_metrics, "loss": record.loss_metrics}
-    measured = {f"train/{part}/{name}": value for part, values in tables.items() for name, value in (values or {}).items()}
+    measured = {
+        f"train/{part}/{name}": value
+        for part, values in tables.items()
+        for name, value in (values or {}).items()
+    }
     return measured | {
         metric_name(name): float(value)
         for name, value in record.to_json().items()
-        if isinstance(value, int | float) and name != "step" and not (name == "loss" and record.loss_is_placeholder)
+        if isinstance(value, int | float)
+        and name != "step"
+        and not (name == "loss" and record.loss_is_placeholder)
     }
 
 
 def metric_name(field: str) -> str:
-    """Name a field for a tracker: exec_entropy_mean -> train/entropy/exec_mean, bp_sigma -> train/backpressure/sigma."""
+    """Name a field for a tracker: exec_entropy_mean -> train/entropy/exec_mean, bp_sigma ->
+    train/backpressure/sigma.
+    """
     if field.startswith("bp_"):
         return f"train/backpressure/{field.removeprefix('bp_')}"
     for kind in ("entropy", "surprisal"):
@@ -131,24 +150,30 @@ def import_extra(module: str, extra: str = "") -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise EnvironmentFailure(
-            f"[logging] trackers asks for {module}, which is not installed ({error.name} is missing); {install_hint(extra)}."
+            f"[logging] trackers asks for {module}, which is not installed ({error.name} is"
+            f" missing); {install_hint(extra)}."
         ) from error
     except ImportError as error:
         raise EnvironmentFailure(
-            f"[logging] trackers asks for {module}, which cannot be imported ({error}); reinstall it or leave it out."
+            f"[logging] trackers asks for {module}, which cannot be imported ({error}); reinstall"
+            " it or leave it out."
         ) from error
 
 
 class Background(Tracker):
-    """Hands each event to `sink` in another thread. Neither an event nor its failure ever reaches the caller."""
+    """Hands each event to `sink` in another thread. Neither an event nor its failure ever reaches
+    the caller.
+    """
 
     capacity = 1000
     """Length of the queue: enough for minutes without a server, and some megabytes."""
     patience_s = 30.0
-    """Seconds for which the end of a run waits for a tracker: enough to upload the last steps, but not to wait for a server that is down.
-    """
+    """Seconds for which the end of a run waits for a tracker: enough to upload the last steps, but
+    not to wait for a server that is down. """
 
-    def __init__(self, name: str, sink: ExternalTracker, say: Callable[[str], None], files: Path) -> None:
+    def __init__(
+        self, name: str, sink: ExternalTracker, say: Callable[[str], None], files: Path
+    ) -> None:
         """`files` is the folder to name in a complaint: it holds what the tracker misses."""
         self._name = name
         self._sink = sink
@@ -160,16 +185,20 @@ class Background(Tracker):
         self._complained = False
         self._closed = False
 
-    # -- the caller's thread -----------------------------------------------------------------------------------------------
+    # -- the caller's thread -----------------------------------------------------------------------
 
     def emit(self, event: Event) -> None:
         match event:
             case Started():
                 # daemon: a tracker that hangs must not keep the process alive
-                self._thread = threading.Thread(target=self._work, name=f"tracker-{self._name}", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._work, name=f"tracker-{self._name}", daemon=True
+                )
                 self._thread.start()
                 self._hand_over(event)
-            case Generations(step, records):  # cut before the queue, which would hold a whole step's texts
+            case Generations(
+                step, records
+            ):  # cut before the queue, which would hold a whole step's texts
                 if kept := kept_generations(self._sink.settings.config.logging, step, records):
                     self._hand_over(Generations(step, kept))
             case StepRecord() | Evaluation() | SqueezeSummary() | RunSummary():
@@ -184,7 +213,9 @@ class Background(Tracker):
         self._thread.join(self.patience_s)
         self._tell_news()
         if self._thread.is_alive():
-            self._complain(f"{self._name} did not end within {self.patience_s:g} s and is abandoned")
+            self._complain(
+                f"{self._name} did not end within {self.patience_s:g} s and is abandoned"
+            )
         if self._thread.is_alive() or self._failure is not None:
             self._sink.abandon()
 
@@ -198,21 +229,27 @@ class Background(Tracker):
         if self._events.qsize() < self.capacity:
             self._events.put(event)
         else:
-            self._complain(f"{self._name} is {self.capacity} events behind and drops new ones until it catches up")
+            self._complain(
+                f"{self._name} is {self.capacity} events behind and drops new ones until it"
+                " catches up"
+            )
 
     def _tell_news(self) -> None:
         while not self._sink.outbox.empty():
             self._say(self._sink.outbox.get())
         if self._failure is not None:
             reason = " ".join(str(self._failure).split()).rstrip(".") or "no reason given"
-            self._complain(f"{self._name} failed and receives nothing more from this run ({type(self._failure).__name__}: {reason})")
+            self._complain(
+                f"{self._name} failed and receives nothing more from this run"
+                f" ({type(self._failure).__name__}: {reason})"
+            )
 
     def _complain(self, what: str) -> None:
         if not self._complained:
             self._complained = True
             self._say(f"{what}; the run continues, and {self._files} holds all of it.")
 
-    # -- the tracker's thread ----------------------------------------------------------------------------------------------
+    # -- the tracker's thread ----------------------------------------------------------------------
 
     def _work(self) -> None:
         try:
@@ -221,5 +258,7 @@ class Background(Tracker):
             self._sink.close()
         except Exception as error:  # noqa: BLE001 - a library may raise anything, and none of it may end the run
             self._failure = error
-            with contextlib.suppress(Exception):  # the first failure is reported; a second one adds nothing
+            with contextlib.suppress(
+                Exception
+            ):  # the first failure is reported; a second one adds nothing
                 self._sink.close()

@@ -43,7 +43,9 @@ class RunFiles(Tracker):
                     write_tokens(self._folder.step_tokens(step), table, step)
             case StepRecord():
                 values = event.to_json()
-                self._append(self._folder.emergence_steps, {name: values[name] for name in EMERGENCE_FIELDS})
+                self._append(
+                    self._folder.emergence_steps, {name: values[name] for name in EMERGENCE_FIELDS}
+                )
                 self._append(self._folder.metrics, values)
             case Evaluation():
                 for problem in event.problems:
@@ -52,19 +54,29 @@ class RunFiles(Tracker):
                 replace_file(self._folder.summary, _pretty(self._redactor.json(event.to_json())))
 
     def _start(self, device: str) -> None:
-        """Write config.toml as this session resolved it, and environment.json; the latter lists later sessions under `resumed`."""
+        """Write config.toml as this session resolved it, and environment.json; the latter lists
+        later sessions under `resumed`.
+        """
         from retrain.config import dump_toml
 
         self._folder.create()
-        self._folder.summary.unlink(missing_ok=True)  # an earlier session wrote it, and it is no longer true
+        self._folder.summary.unlink(
+            missing_ok=True
+        )  # an earlier session wrote it, and it is no longer true
         replace_file(self._folder.config, dump_toml(self._redactor.config(self._config)))
         environment = describe_environment(device)
-        environment = self._redactor.json(environment) | {"command": self._redactor.arguments(environment["command"])}
-        environment["code"] = code_of(self._config)  # hashes under names that may look like a secret's
+        environment = self._redactor.json(environment) | {
+            "command": self._redactor.arguments(environment["command"])
+        }
+        environment["code"] = code_of(
+            self._config
+        )  # hashes under names that may look like a secret's
         if self._folder.environment.exists():
             first = read_object(self._folder.environment)
             before = first.get("resumed")
-            environment = first | {"resumed": [*(before if isinstance(before, list) else []), environment]}
+            environment = first | {
+                "resumed": [*(before if isinstance(before, list) else []), environment]
+            }
         replace_file(self._folder.environment, _pretty(environment))
 
     def wants_tokens(self, step: int) -> bool:
@@ -84,7 +96,9 @@ class RunFiles(Tracker):
         extents = {}
         for path in self._folder.lines():
             if path in self._writers or path.exists():
-                extents[path.relative_to(self._folder.path).as_posix()] = asdict(self._writer(path).sync())
+                extents[path.relative_to(self._folder.path).as_posix()] = asdict(
+                    self._writer(path).sync()
+                )
                 sync_folder(path.parent)
         return extents
 
@@ -97,14 +111,18 @@ class RunFiles(Tracker):
         return self._writers[path]
 
 
-def kept_generations(logging: "Logging", step: int, records: Sequence[GenerationRecord]) -> list[GenerationRecord]:
+def kept_generations(
+    logging: "Logging", step: int, records: Sequence[GenerationRecord]
+) -> list[GenerationRecord]:
     """Return the completions of a step that `[logging]` keeps; none for a step that is not due."""
     due = logging.generations_every > 0 and step % logging.generations_every == 0
     return spread(records, logging.generations_per_step) if due else []
 
 
 def spread(records: Sequence[GenerationRecord], count: int) -> list[GenerationRecord]:
-    """Take `count` of a step's completions from as many prompts as possible: the first of every prompt, then the second of every one."""
+    """Take `count` of a step's completions from as many prompts as possible: the first of every
+    prompt, then the second of every one.
+    """
     seen: Counter[str] = Counter()
     turns = []
     for record in records:

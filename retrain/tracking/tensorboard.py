@@ -30,9 +30,15 @@ class TensorboardTracker(ExternalTracker):
             case Evaluation():
                 self._scalars(self._writer("eval"), evaluation_metrics(event), event.step)
             case Generations(step, records):
-                lines = (f"{record.outcome} {record.prompt_id} ({record.num_tokens} tokens)\n{record.completion}" for record in records)
+                lines = (
+                    f"{record.outcome} {record.prompt_id} ({record.num_tokens}"
+                    f" tokens)\n{record.completion}"
+                    for record in records
+                )
                 text = self.settings.redactor.text("\n\n".join(lines))
-                code = "\n".join(f"    {line}" for line in text.splitlines())  # a model's text is no Markdown
+                code = "\n".join(
+                    f"    {line}" for line in text.splitlines()
+                )  # a model's text is no Markdown
                 self._writer().add_text("completions", code, step)
             case SqueezeSummary():
                 for row in event.table:
@@ -40,8 +46,8 @@ class TensorboardTracker(ExternalTracker):
                 self._scalars(self._writer(), squeeze_summary(event), 0)
 
     def _writer(self, name: str = "") -> Any:
-        """Return the writer of training or of evaluations. They are separate since an evaluation counts completed steps, so that its step
-        20 precedes training step 20.
+        """Return the writer of training or of evaluations. They are separate since an evaluation
+        counts completed steps, so that its step 20 precedes training step 20.
         """
         if name not in self._writers:
             from torch.utils.tensorboard import SummaryWriter
@@ -49,7 +55,9 @@ class TensorboardTracker(ExternalTracker):
             first = self.settings.first_step
             # The steps that a resumed run repeats hide their earlier events.
             purge = first + 1 if name else first
-            self._writers[name] = SummaryWriter(str(self.settings.folder.tensorboard / name), purge_step=purge if first else None)
+            self._writers[name] = SummaryWriter(
+                str(self.settings.folder.tensorboard / name), purge_step=purge if first else None
+            )
         return self._writers[name]
 
     @staticmethod

@@ -38,15 +38,20 @@ class TrackioTracker(ExternalTracker):
             case StepRecord():
                 self._run.log(metrics(event) | {STEP_METRIC: event.step}, step=event.step)
             case Evaluation():
-                self._run.log(evaluation_metrics(event) | {STEP_METRIC: event.step}, step=event.step)
+                self._run.log(
+                    evaluation_metrics(event) | {STEP_METRIC: event.step}, step=event.step
+                )
             case Generations(step, records):
-                table = self._trackio.Table(columns=list(GENERATION_COLUMNS), data=self.settings.masked_rows(records))
+                table = self._trackio.Table(
+                    columns=list(GENERATION_COLUMNS), data=self.settings.masked_rows(records)
+                )
                 self._run.log({"completions": table}, step=step)
             case SqueezeSummary():
                 self._log_squeeze(event)
 
     def _start(self) -> None:
-        # trackio prints to standard output, which is the run's, and sys.stdout cannot be redirected for one thread
+        # trackio prints to standard output, which is the run's, and sys.stdout cannot be redirected
+        # for one thread
         for module in ("trackio", "trackio.run", "trackio.utils", "trackio.deploy"):
             vars(importlib.import_module(module))["print"] = lambda *_, **__: None
         self._run = self._trackio.init(
@@ -58,7 +63,9 @@ class TrackioTracker(ExternalTracker):
             embed=False,
         )
         if self._run_id:
-            self._run.id = self._run_id  # trackio resumes the newest run of that name, which may be another one's
+            self._run.id = (
+                self._run_id
+            )  # trackio resumes the newest run of that name, which may be another one's
         self._run_id = str(self._run.id)
 
     def _log_squeeze(self, result: SqueezeSummary) -> None:
@@ -66,7 +73,11 @@ class TrackioTracker(ExternalTracker):
             self._run.log(squeeze_metrics(row), step=row.rank)
         columns = ["rank", *squeeze_metrics(result.table[0])]
         rows = [[row.rank, *squeeze_metrics(row).values()] for row in result.table]
-        self._run.log(squeeze_summary(result) | {"squeeze/table": self._trackio.Table(columns=columns, data=rows)}, step=0)
+        self._run.log(
+            squeeze_summary(result)
+            | {"squeeze/table": self._trackio.Table(columns=columns, data=rows)},
+            step=0,
+        )
 
     def close(self) -> None:
         if self._run is not None:

@@ -32,8 +32,8 @@ _INCREMENTS = 100
 _INIT_S = 10.0
 """Seconds to wait for a server that does not answer; the run is then kept on disk."""
 _FINISH_S = 25.0
-"""Seconds for uploading the last steps. It is below the background's patience, so that the message names the command to upload them later.
-"""
+"""Seconds for uploading the last steps. It is below the background's patience, so that the message
+names the command to upload them later. """
 _EXIT_S = 2.0
 """Seconds for wandb's service process at the end of ours, once the tracker has failed or hangs."""
 _TAG_LENGTH = 64
@@ -43,10 +43,13 @@ _TAG_LENGTH = 64
 class WandbTracker(ExternalTracker):
     def __init__(self, settings: ExternalSettings) -> None:
         super().__init__(settings)
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else wandb reports every exception to its makers
+        os.environ.setdefault(
+            "WANDB_ERROR_REPORTING", "false"
+        )  # else wandb reports every exception to its makers
         self._wandb = import_extra("wandb")
         self._run: Any = None
-        # Chosen here and not by wandb: the first checkpoint may be sealed before wandb has answered.
+        # Chosen here and not by wandb: the first checkpoint may be sealed before wandb has
+        # answered.
         self._run_id = settings.resumed.get(_RUN_ID) or secrets.token_hex(4)
         self._completions: Any = None
         self._unsent_steps = 0
@@ -68,20 +71,31 @@ class WandbTracker(ExternalTracker):
 
     def _start(self) -> None:
         excepthook = sys.excepthook
-        self._wandb.setup(self._wandb.Settings(silent=True))  # the screen is ours, and nobody is there to answer a prompt for a key
+        self._wandb.setup(
+            self._wandb.Settings(silent=True)
+        )  # the screen is ours, and nobody is there to answer a prompt for a key
         try:
             self._run = self._init(self._run_id)
         except self._wandb.errors.Error as error:
-            on_disk = secrets.token_hex(4)  # wandb may still hold the other id for the run that it could not begin
+            on_disk = secrets.token_hex(
+                4
+            )  # wandb may still hold the other id for the run that it could not begin
             self._run = self._init(on_disk, mode="offline")
             reason = " ".join(str(error).split()).rstrip(".")
             self.outbox.put(
-                f"wandb cannot be reached ({reason}), so the run is kept on disk; {self._how_to_send(f'offline-run-*-{on_disk}')}."
+                f"wandb cannot be reached ({reason}), so the run is kept on disk;"
+                f" {self._how_to_send(f'offline-run-*-{on_disk}')}."
             )
-        sys.excepthook = excepthook  # wandb puts one there that prints a traceback without masking what is secret in it
+        # wandb puts one there that prints a traceback without masking what is secret in
+        # it
+        sys.excepthook = excepthook
         self._run.define_metric(STEP_METRIC)
         self._run.define_metric(RANK_METRIC)
-        for prefix, axis in (("train", STEP_METRIC), ("eval", STEP_METRIC), ("squeeze", RANK_METRIC)):
+        for prefix, axis in (
+            ("train", STEP_METRIC),
+            ("eval", STEP_METRIC),
+            ("squeeze", RANK_METRIC),
+        ):
             self._run.define_metric(f"{prefix}/*", step_metric=axis)
 
     def _init(self, run_id: str, mode: str | None = None) -> Any:
@@ -96,10 +110,13 @@ class WandbTracker(ExternalTracker):
             config=settings.masked_config(),
             id=run_id,
             resume="allow",
-            reinit="create_new",  # a campaign's runs share a process, and one that was left behind may still be open
+            # a campaign's runs share a process, and one that was left behind may
+            # still be open
+            reinit="create_new",
             mode=mode,
             settings=self._wandb.Settings(
-                # The screen and the machine's description are ours: wandb's own would send the unmasked command line.
+                # The screen and the machine's description are ours: wandb's own would send the
+                # unmasked command line.
                 console="off",
                 silent=True,
                 disable_code=True,
@@ -112,13 +129,19 @@ class WandbTracker(ExternalTracker):
         )
 
     def _add_completions(self, records: Sequence[GenerationRecord]) -> None:
-        """Add rows to one growing table, since wandb shows only the newest of several tables under one name."""
+        """Add rows to one growing table, since wandb shows only the newest of several tables under
+        one name.
+        """
         if self._completions is None:
-            self._completions = self._wandb.Table(columns=list(GENERATION_COLUMNS), log_mode="INCREMENTAL", allow_mixed_types=True)
+            self._completions = self._wandb.Table(
+                columns=list(GENERATION_COLUMNS), log_mode="INCREMENTAL", allow_mixed_types=True
+            )
         for row in self.settings.masked_rows(records):
             self._completions.add_data(*row)
         self._unsent_steps += 1
-        recorded = self.settings.config.training.max_steps // max(1, self.settings.config.logging.generations_every)
+        recorded = self.settings.config.training.max_steps // max(
+            1, self.settings.config.logging.generations_every
+        )
         if self._unsent_steps * _INCREMENTS >= recorded:
             self._send_completions()
 
@@ -140,8 +163,17 @@ class WandbTracker(ExternalTracker):
 
     def _finish(self, summary: RunSummary) -> None:
         self._send_completions()
-        values = {"status": summary.status, "steps": summary.steps, "seconds": summary.seconds, "tokens": summary.tokens}
-        self._run.summary.update(self.settings.redactor.json(values | ({"reason": summary.reason} if summary.reason else {})))
+        values = {
+            "status": summary.status,
+            "steps": summary.steps,
+            "seconds": summary.seconds,
+            "tokens": summary.tokens,
+        }
+        self._run.summary.update(
+            self.settings.redactor.json(
+                values | ({"reason": summary.reason} if summary.reason else {})
+            )
+        )
         self._end(0 if summary.status == "done" else 1)
 
     def close(self) -> None:
@@ -155,27 +187,36 @@ class WandbTracker(ExternalTracker):
         try:
             run.finish(exit_code=exit_code)
         except TimeoutError:
-            self.outbox.put(f"wandb did not accept everything within {_FINISH_S:g} s; {self._how_to_send(f'run-*-{self._run_id}')}.")
+            self.outbox.put(
+                f"wandb did not accept everything within {_FINISH_S:g} s;"
+                f" {self._how_to_send(f'run-*-{self._run_id}')}."
+            )
 
     def _how_to_send(self, folder: str) -> str:
-        return f"send it later with `wandb sync --id {self._run_id} {self.settings.folder.wandb}/{folder}`"
+        return (
+            f"send it later with `wandb sync --id {self._run_id}"
+            f" {self.settings.folder.wandb}/{folder}`"
+        )
 
     def state(self) -> dict[str, str]:
         return {_RUN_ID: self._run_id}
 
     def abandon(self) -> None:
-        """Wait for wandb's service process a limited time when Python exits: wandb does so without a limit, and with a traceback where
-        that process has died.
+        """Wait for wandb's service process a limited time when Python exits: wandb does so without
+        a limit, and with a traceback where that process has died.
 
-        It is done before wandb's own hook comes to it (the last one registered is the first one called), in a thread that may be left
-        behind. A thread cannot be started as late as that, so it is started here.
+        It is done before wandb's own hook comes to it (the last one registered is the first one
+        called), in a thread that may be left behind. A thread cannot be started as late as that, so
+        it is started here.
         """
         exiting, ended = threading.Event(), threading.Event()
         services: list[Any] = []
 
         def end() -> None:
             with contextlib.suppress(Exception):
-                services.append(self._wandb.setup()._connection._proc._process)  # it has no public name
+                services.append(
+                    self._wandb.setup()._connection._proc._process
+                )  # it has no public name
             exiting.wait()
             with contextlib.suppress(Exception):
                 self._wandb.teardown()
@@ -185,7 +226,9 @@ class WandbTracker(ExternalTracker):
             exiting.set()
             if not ended.wait(_EXIT_S):
                 for service in services:
-                    service.kill()  # else it ends by itself, but seconds later, and holds our output open until then
+                    # else it ends by itself, but seconds later, and holds our
+                    # output open until then
+                    service.kill()
 
         threading.Thread(target=end, name="wandb-exit", daemon=True).start()
         atexit.register(at_exit)

@@ -1,4 +1,5 @@
-"""SkyRL's Tinker server with one addition: a promise of samples carries `sample_sequence_ids`, which SDKs from 0.26 on require.
+"""SkyRL's Tinker server with one addition: a promise of samples carries `sample_sequence_ids`,
+which SDKs from 0.26 on require.
 
 Run in SkyRL's environment: python tinker_sequence_ids.py FLAGS. SkyRL 0.4.0 lacks the ids.
 """
@@ -39,7 +40,9 @@ class SequenceIds:
         start, content = answer[0], b"".join(message.get("body", b"") for message in answer[1:])
         if start["status"] == 200:
             content = _with_ids(content, int(json.loads(body).get("num_samples", 1)))
-        kept = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
+        kept = [
+            (name, value) for name, value in start["headers"] if name.lower() != b"content-length"
+        ]
         await send(start | {"headers": [*kept, (b"content-length", str(len(content)).encode())]})
         await send({"type": "http.response.body", "body": content})
 
@@ -55,7 +58,10 @@ async def _whole(receive: Receive) -> bytes:
 
 def _with_ids(promise: bytes, samples: int) -> bytes:
     content = json.loads(promise)
-    content.setdefault("sample_sequence_ids", [f"{content.get('request_id')}-{number}" for number in range(samples)])
+    content.setdefault(
+        "sample_sequence_ids",
+        [f"{content.get('request_id')}-{number}" for number in range(samples)],
+    )
     return json.dumps(content).encode()
 
 

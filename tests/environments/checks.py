@@ -22,8 +22,12 @@ from tests.runs import lines, small
 from tests.trajectories import replies_of_rendered
 
 
-def scripted(host: EpisodeHost, example: Example, replies: Sequence[str], tools: Sequence[str] = ()) -> tuple[list[str], Score]:
-    """Play an episode: what was said to each reply but the last, and the verdict. `tools`: names that must be offered."""
+def scripted(
+    host: EpisodeHost, example: Example, replies: Sequence[str], tools: Sequence[str] = ()
+) -> tuple[list[str], Score]:
+    """Play an episode: what was said to each reply but the last, and the verdict. `tools`: names
+    that must be offered.
+    """
     episode, said = host.begin(example, seed=0), []
     answer = episode.answer(lambda: None)
     assert isinstance(answer, Observation), answer
@@ -39,8 +43,9 @@ def scripted(host: EpisodeHost, example: Example, replies: Sequence[str], tools:
 
 
 def check_trained(folder: Path, environment: dict[str, Any], turns: int) -> None:
-    """A short run learns: its records hold turns and metrics, the tokens of every turn have ratio 1, their ids are what the template
-    renders, and a run that is cut within a step resumes to the same bytes.
+    """A short run learns: its records hold turns and metrics, the tokens of every turn have ratio
+    1, their ids are what the template renders, and a run that is cut within a step resumes to the
+    same bytes.
     """
     sections = {
         "training": {"max_steps": 2, "batch_size": 4, "max_tokens": 60 if turns == 1 else 128},
@@ -49,7 +54,10 @@ def check_trained(folder: Path, environment: dict[str, Any], turns: int) -> None
     logging = {"tokens_every": 1, "generations_per_step": 99}
     config = small(folder, environment=environment, logging=logging, **sections)
     train(config, quiet=True)
-    first, records = lines(folder / "metrics.jsonl")[0], lines(folder / "emergence/generations.jsonl")
+    first, records = (
+        lines(folder / "metrics.jsonl")[0],
+        lines(folder / "emergence/generations.jsonl"),
+    )
     assert first["environment_metrics"] and first["reward_could_not_judge"] == 0
     assert max(record["turns"] for record in records) == turns
     assert first["trajectories_rewritten"] == 0, "a conversation that only goes on must be one row"
@@ -64,9 +72,13 @@ def check_trained(folder: Path, environment: dict[str, Any], turns: int) -> None
 
 
 def check_resumes(straight: Path, config: TrainConfig) -> None:
-    """The run `config`, stopped in its last step when every reply is sampled, and resumed, has the bytes of the run that went through."""
+    """The run `config`, stopped in its last step when every reply is sampled, and resumed, has the
+    bytes of the run that went through.
+    """
     folder = straight.parent / "cut"
-    cut = config.model_copy(update={"logging": config.logging.model_copy(update={"log_dir": str(folder)})})
+    cut = config.model_copy(
+        update={"logging": config.logging.model_copy(update={"log_dir": str(folder)})}
+    )
     real = Session.turn_to_learning
 
     def stop(session: Session, used: int) -> None:
@@ -77,14 +89,28 @@ def check_resumes(straight: Path, config: TrainConfig) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted):
         patch.setattr(Session, "turn_to_learning", stop)
         train(cut, quiet=True)
-    train(cut.model_copy(update={"resume": cut.resume.model_copy(update={"from_": str(folder)})}), quiet=True)
-    for name in ("emergence/generations.jsonl", "evaluation.jsonl", "checkpoints/final/adapter_model.safetensors"):
+    train(
+        cut.model_copy(update={"resume": cut.resume.model_copy(update={"from_": str(folder)})}),
+        quiet=True,
+    )
+    for name in (
+        "emergence/generations.jsonl",
+        "evaluation.jsonl",
+        "checkpoints/final/adapter_model.safetensors",
+    ):
         assert (straight / name).read_bytes() == (folder / name).read_bytes(), name
 
 
 def check_learns(folder: Path, environment: dict[str, Any]) -> None:
-    """A game whose number is always 1, with two guesses, is won by a third at first and nearly always after five updates."""
+    """A game whose number is always 1, with two guesses, is won by a third at first and nearly
+    always after five updates.
+    """
     training = {"max_steps": 6, "group_size": 16, "max_tokens": 64, "lr": 5e-3}
-    train(small(folder, environment=environment, training=training, algorithm={"advantage_mode": "grpo"}), quiet=True)
+    train(
+        small(
+            folder, environment=environment, training=training, algorithm={"advantage_mode": "grpo"}
+        ),
+        quiet=True,
+    )
     rewards = [record["mean_reward"] for record in lines(folder / "metrics.jsonl")]
     assert rewards[-1] > rewards[0] + 0.25, rewards

@@ -1,4 +1,6 @@
-"""The test packages are importable without being installed, those of the generation that the installed verifiers has."""
+"""The test packages are importable without being installed, those of the generation that the
+installed verifiers has.
+"""
 
 import sys
 from importlib.metadata import PackageNotFoundError, version

@@ -1,4 +1,6 @@
-"""auto_install: the failure of the real command, and its success with a stand-in for `prime`, which needs the network."""
+"""auto_install: the failure of the real command, and its success with a stand-in for `prime`, which
+needs the network.
+"""
 
 import os
 import sys
@@ -47,38 +49,68 @@ def command(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_fetched_environment_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    command(tmp_path / "bin", STAND_IN.format(python=sys.executable, target=str(tmp_path), name="someone/fetched-env"), monkeypatch)
+    command(
+        tmp_path / "bin",
+        STAND_IN.format(python=sys.executable, target=str(tmp_path), name="someone/fetched-env"),
+        monkeypatch,
+    )
     environment = load_verifiers(settings("someone/fetched-env"))
     assert len(environment.examples("train")) == 64
     environment.close()
 
 
-def test_the_environment_block_of_the_seeds_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_block_of_the_seeds_runs_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the stand-in for the hub, and the lab's sums for its problems."""
     monkeypatch.syspath_prepend(str(tmp_path))
     name = "primeintellect/gsm8k"
-    command(tmp_path / "bin", STAND_IN.format(python=sys.executable, target=str(tmp_path), name=name), monkeypatch)
+    command(
+        tmp_path / "bin",
+        STAND_IN.format(python=sys.executable, target=str(tmp_path), name=name),
+        monkeypatch,
+    )
     file = tmp_path / "seed.toml"
     file.write_text(SEED_BLOCK + '[model]\nmodel = "lab"\nlora_rank = 4\n')
     tiny = "--batch-size 2 --group-size 4 --max-tokens 48 --max-steps 1 --devices cpu"
-    train(load_config(file, parse_overrides([f"--log-dir={tmp_path / 'run'}", *tiny.split()])), quiet=True)
+    train(
+        load_config(file, parse_overrides([f"--log-dir={tmp_path / 'run'}", *tiny.split()])),
+        quiet=True,
+    )
     (record,) = lines(tmp_path / "run/metrics.jsonl")
     assert {"right", "has_box"} <= record["environment_metrics"].keys()
 
 
-def test_a_failed_command_is_told_with_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command(tmp_path / "bin", "#!/bin/sh\necho 'Failed to connect to the hub' >&2\nexit 7\n", monkeypatch)
-    with pytest.raises(EnvironmentFailure, match="prime env install someone/absent` failed with status 7: Failed to connect to the hub"):
+def test_a_failed_command_is_told_with_its_own_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command(
+        tmp_path / "bin",
+        "#!/bin/sh\necho 'Failed to connect to the hub' >&2\nexit 7\n",
+        monkeypatch,
+    )
+    with pytest.raises(
+        EnvironmentFailure,
+        match=(
+            "prime env install someone/absent` failed with status 7: Failed to connect to the hub"
+        ),
+    ):
         load_verifiers(settings("someone/absent"))
 
 
-def test_a_command_that_installs_nowhere_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_installs_nowhere_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     command(tmp_path / "bin", "#!/bin/sh\nexit 0\n", monkeypatch)
-    with pytest.raises(EnvironmentFailure, match="although `prime env install someone/absent` succeeded"):
+    with pytest.raises(
+        EnvironmentFailure, match="although `prime env install someone/absent` succeeded"
+    ):
         load_verifiers(settings("someone/absent"))
 
 
-def test_without_the_command_or_an_owner_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_command_or_an_owner_it_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(EnvironmentFailure, match="auto_install needs the command prime"):
         load_verifiers(settings("someone/absent"))

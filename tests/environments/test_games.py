@@ -21,7 +21,9 @@ from tests.runs import small  # noqa: E402
 
 
 def test_every_task_of_reasoning_gym_makes_problems_and_scores_them() -> None:
-    """A task whose example has a single answer must give it full marks; `composite` is a list of tasks and needs args."""
+    """A task whose example has a single answer must give it full marks; `composite` is a list of
+    tasks and needs args.
+    """
     import reasoning_gym
 
     names, without_gold, low = sorted(set(reasoning_gym.factory.DATASETS) - {"composite"}), [], []
@@ -51,7 +53,9 @@ def test_a_game_is_played_and_its_seed_decides_it() -> None:
     arena = TextArena("GuessTheNumber-v0", {"size": 3, "evaluation_size": 1})
     host = EpisodeHost(arena, max_turns=0, timeout_s=30, correct_threshold=0.5)
     example = arena.examples("train")[1]
-    number = next(n for n in range(1, 21) if play(host, example, [f"[{n}]"]).outcome is Outcome.RIGHT)
+    number = next(
+        n for n in range(1, 21) if play(host, example, [f"[{n}]"]).outcome is Outcome.RIGHT
+    )
     wrong = 1 if number != 1 else 2
     said, score = scripted(host, example, [f"[{wrong}]", f"[{number}]"])
     assert said == [f"[GAME] The target number is {'higher' if wrong < number else 'lower'}."]
@@ -65,7 +69,9 @@ def test_a_game_is_played_and_its_seed_decides_it() -> None:
     ("TicTacToe-v0", ConfigurationError, "cannot be started for one player"),
     ("NoGame-v9", ConfigurationError, "cannot be started"),
 ])  # fmt: skip
-def test_games_that_cannot_start_are_refused(game: str, error: type[Exception], sentence: str) -> None:
+def test_games_that_cannot_start_are_refused(
+    game: str, error: type[Exception], sentence: str
+) -> None:
     with pytest.raises(error, match=sentence):
         TextArena(game, {})
 
@@ -86,11 +92,28 @@ def test_the_gate_knows_the_gold_answers() -> None:
 
 
 def test_the_lab_trains_on_a_task(tmp_path: Path) -> None:
-    args = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "size": 16, "evaluation_size": 4, "instruction": ""}
-    check_trained(tmp_path / "run", {"provider": "reasoning_gym", "id": "chain_sum", "args": args}, turns=1)
+    args = {
+        "min_terms": 2,
+        "max_terms": 2,
+        "min_digits": 1,
+        "max_digits": 1,
+        "size": 16,
+        "evaluation_size": 4,
+        "instruction": "",
+    }
+    check_trained(
+        tmp_path / "run", {"provider": "reasoning_gym", "id": "chain_sum", "args": args}, turns=1
+    )
 
 
 def test_the_lab_trains_on_a_game(tmp_path: Path) -> None:
-    environment = {"provider": "textarena", "id": "GuessTheNumber-v0", "args": {"size": 8, "evaluation_size": 2}, "max_turns": 3}
-    config = small(tmp_path / "run", environment=environment, training={"max_steps": 1, "max_tokens": 96})
+    environment = {
+        "provider": "textarena",
+        "id": "GuessTheNumber-v0",
+        "args": {"size": 8, "evaluation_size": 2},
+        "max_turns": 3,
+    }
+    config = small(
+        tmp_path / "run", environment=environment, training={"max_steps": 1, "max_tokens": 96}
+    )
     assert len(train(config, quiet=True).metrics()) == 1

@@ -1,4 +1,6 @@
-"""Environments of verifiers' older interface, installed from packages/v0: played by scripts, and trained on the lab."""
+"""Environments of verifiers' older interface, installed from packages/v0: played by scripts, and
+trained on the lab.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -32,9 +34,19 @@ def host_of(environment: Environment) -> EpisodeHost:
 def test_single_turn_is_scored_by_its_rubric() -> None:
     environment = loaded("lab_sums")
     host, (first, *_) = host_of(environment), environment.examples("train")
-    right, wrong = play(host, first, [f"so \\boxed{{{first.reference}}}"]), play(host, first, ["\\boxed{0}"])
-    assert (right.reward, right.outcome) == (1.1, Outcome.RIGHT) and (wrong.reward, wrong.outcome) == (0.1, Outcome.WRONG)
-    assert right.metrics["right"] == 1 and right.metrics["has_box"] == 1 and right.metrics["num_turns"] == 1
+    right, wrong = (
+        play(host, first, [f"so \\boxed{{{first.reference}}}"]),
+        play(host, first, ["\\boxed{0}"]),
+    )
+    assert (right.reward, right.outcome) == (1.1, Outcome.RIGHT) and (
+        wrong.reward,
+        wrong.outcome,
+    ) == (0.1, Outcome.WRONG)
+    assert (
+        right.metrics["right"] == 1
+        and right.metrics["has_box"] == 1
+        and right.metrics["num_turns"] == 1
+    )
     assert len(environment.examples("evaluation")) == 8
     host.close()
 
@@ -42,8 +54,14 @@ def test_single_turn_is_scored_by_its_rubric() -> None:
 def test_multi_turn_answers_each_reply() -> None:
     environment = loaded("lab_guess", largest=7)
     example = next(item for item in environment.examples("train") if item.reference == "6")
-    said, score = scripted(host_of(environment), example, ["\\boxed{4}", "\\boxed{7}", "\\boxed{6}"])
-    assert said == ["higher", "lower"] and score.reward == pytest.approx(1.0) and score.metrics["num_turns"] == 3
+    said, score = scripted(
+        host_of(environment), example, ["\\boxed{4}", "\\boxed{7}", "\\boxed{6}"]
+    )
+    assert (
+        said == ["higher", "lower"]
+        and score.reward == pytest.approx(1.0)
+        and score.metrics["num_turns"] == 3
+    )
     _, lost = scripted(host_of(environment), example, ["1", "2", "3", "4"])
     assert lost.outcome is Outcome.WRONG and lost.metrics["num_turns"] == 4
 
@@ -79,13 +97,32 @@ def test_the_lab_trains(name: str, turns: int, tmp_path: Path) -> None:
 
 
 def test_a_short_run_raises_the_reward(tmp_path: Path) -> None:
-    check_learns(tmp_path / "run", {"provider": "verifiers", "id": "lab_guess", "args": {"problems": 1, "max_turns": 2}})
+    check_learns(
+        tmp_path / "run",
+        {"provider": "verifiers", "id": "lab_guess", "args": {"problems": 1, "max_turns": 2}},
+    )
 
 
 def test_what_cannot_train_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="has no training set, so it can evaluate and not train"):
-        train(small(tmp_path / "a", environment={"provider": "verifiers", "id": "only_evaluation"}), quiet=True)
-    with pytest.raises(ConfigurationError, match=r"could not be loaded with args .*'wrong': 1.*TypeError"):
-        train(small(tmp_path / "b", environment={"provider": "verifiers", "id": "lab_sums", "args": {"wrong": 1}}), quiet=True)
+    with pytest.raises(
+        ConfigurationError, match="has no training set, so it can evaluate and not train"
+    ):
+        train(
+            small(tmp_path / "a", environment={"provider": "verifiers", "id": "only_evaluation"}),
+            quiet=True,
+        )
+    with pytest.raises(
+        ConfigurationError, match=r"could not be loaded with args .*'wrong': 1.*TypeError"
+    ):
+        train(
+            small(
+                tmp_path / "b",
+                environment={"provider": "verifiers", "id": "lab_sums", "args": {"wrong": 1}},
+            ),
+            quiet=True,
+        )
     with pytest.raises(EnvironmentFailure, match="prime env install owner/absent"):
-        train(small(tmp_path / "c", environment={"provider": "verifiers", "id": "owner/absent"}), quiet=True)
+        train(
+            small(tmp_path / "c", environment={"provider": "verifiers", "id": "owner/absent"}),
+            quiet=True,
+        )

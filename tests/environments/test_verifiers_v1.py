@@ -24,7 +24,10 @@ from tests.runs import small  # noqa: E402
 if GENERATION != "v1":
     pytest.skip("the installed verifiers is of the older generation", allow_module_level=True)
 
-HELD_OUT: dict[str, Any] = {"lab_sums": {"evaluation": {"first": 64, "problems": 8}}, "lab_guess": {"evaluation": {"problems": 10}}}
+HELD_OUT: dict[str, Any] = {
+    "lab_sums": {"evaluation": {"first": 64, "problems": 8}},
+    "lab_guess": {"evaluation": {"problems": 10}},
+}
 
 
 def loaded(name: str, **args: Any) -> Environment:
@@ -38,12 +41,17 @@ def host_of(environment: Environment) -> EpisodeHost:
 def test_single_turn_is_scored_by_its_rewards() -> None:
     environment = loaded("lab_sums", **HELD_OUT["lab_sums"])
     host, (first, *_) = host_of(environment), environment.examples("train")
-    right, wrong = play(host, first, [f"so \\boxed{{{first.reference}}}"]), play(host, first, ["\\boxed{0}"])
+    right, wrong = (
+        play(host, first, [f"so \\boxed{{{first.reference}}}"]),
+        play(host, first, ["\\boxed{0}"]),
+    )
     assert right.reward == pytest.approx(1.1) and right.outcome is Outcome.RIGHT
     assert wrong.reward == pytest.approx(0.1) and wrong.outcome is Outcome.WRONG
     assert right.metrics["right"] == 1
     held_out = environment.examples("evaluation")
-    assert len(held_out) == 8 and not {str(item.prompt) for item in held_out} & {str(item.prompt) for item in environment.examples("train")}
+    assert len(held_out) == 8 and not {str(item.prompt) for item in held_out} & {
+        str(item.prompt) for item in environment.examples("train")
+    }
     host.close()
 
 
@@ -52,7 +60,11 @@ def test_multi_turn_answers_each_reply() -> None:
     host = host_of(environment)
     example = next(item for item in environment.examples("train") if item.reference == "6")
     said, score = scripted(host, example, ["\\boxed{4}", "\\boxed{7}", "\\boxed{6}"])
-    assert said == ["higher", "lower"] and score.reward == 1 and score.metrics["turns"] == 3 == score.metrics["replies"]
+    assert (
+        said == ["higher", "lower"]
+        and score.reward == 1
+        and score.metrics["turns"] == 3 == score.metrics["replies"]
+    )
     _, lost = scripted(host, example, ["1", "2", "3", "4"])
     assert lost.outcome is Outcome.WRONG
     cut = play(host, example, ["1"])
@@ -63,17 +75,43 @@ def test_multi_turn_answers_each_reply() -> None:
 
 @pytest.mark.parametrize(("name", "turns"), [("lab_sums", 1), ("lab_guess", 4)])
 def test_the_lab_trains(name: str, turns: int, tmp_path: Path) -> None:
-    check_trained(tmp_path / "run", {"provider": "verifiers", "id": name, "args": HELD_OUT[name]}, turns)
+    check_trained(
+        tmp_path / "run", {"provider": "verifiers", "id": name, "args": HELD_OUT[name]}, turns
+    )
 
 
 def test_a_short_run_raises_the_reward(tmp_path: Path) -> None:
-    check_learns(tmp_path / "run", {"provider": "verifiers", "id": "lab_guess", "args": {"taskset": {"problems": 1}, "turns": 2}})
+    check_learns(
+        tmp_path / "run",
+        {
+            "provider": "verifiers",
+            "id": "lab_guess",
+            "args": {"taskset": {"problems": 1}, "turns": 2},
+        },
+    )
 
 
 def test_what_cannot_train_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"has 2 seats \(left, right\), and a run trains the model of one"):
-        train(small(tmp_path / "a", environment={"provider": "verifiers", "id": "two_seats"}), quiet=True)
-    with pytest.raises(ConfigurationError, match=r'serves tools over MCP.* such as args = \{ agent = \{ harness = \{ id = "null" \} \} \}'):
+    with pytest.raises(
+        ConfigurationError, match=r"has 2 seats \(left, right\), and a run trains the model of one"
+    ):
+        train(
+            small(tmp_path / "a", environment={"provider": "verifiers", "id": "two_seats"}),
+            quiet=True,
+        )
+    with pytest.raises(
+        ConfigurationError,
+        match=(
+            r'serves tools over MCP.* such as args = \{ agent = \{ harness = \{ id = "null" \}'
+            r" \} \}"
+        ),
+    ):
         loaded("lab_tools")
     with pytest.raises(ConfigurationError, match="could not be loaded with args"):
-        train(small(tmp_path / "b", environment={"provider": "verifiers", "id": "lab_sums", "args": {"wrong": 1}}), quiet=True)
+        train(
+            small(
+                tmp_path / "b",
+                environment={"provider": "verifiers", "id": "lab_sums", "args": {"wrong": 1}},
+            ),
+            quiet=True,
+        )

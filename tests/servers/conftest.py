@@ -8,7 +8,9 @@ from real_servers import Printed, RealServer, ended, started
 
 @pytest.fixture(scope="session")
 def vllm() -> Iterator[RealServer]:
-    """The lab model, as scripts/servers/vllm-start.sh starts it. No test ends it or leaves an adapter in it."""
+    """The lab model, as scripts/servers/vllm-start.sh starts it. No test ends it or leaves an
+    adapter in it.
+    """
     with started("vllm") as (one,):
         yield one
 

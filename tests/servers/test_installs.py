@@ -1,4 +1,6 @@
-"""Both distributions install the same package; retrain-core asks for neither torch nor peft. Each in an environment of its own."""
+"""Both distributions install the same package; retrain-core asks for neither torch nor peft. Each
+in an environment of its own.
+"""
 
 import json
 import subprocess
@@ -21,17 +23,42 @@ print(json.dumps({"requires": found.requires, "files": files, "version": found.v
 
 
 def installed(folder: Path, source: Path, name: str) -> dict[str, Any]:
-    subprocess.run([sys.executable, str(ROOT / "scripts" / "install.py"), str(folder), "--no-deps", "--anew", str(source)], check=True)
+    subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "scripts" / "install.py"),
+            str(folder),
+            "--no-deps",
+            "--anew",
+            str(source),
+        ],
+        check=True,
+    )
     python = str(folder / "bin" / "python")
-    found: dict[str, Any] = json.loads(subprocess.run([python, "-c", LOOK, name], capture_output=True, text=True, check=True).stdout)
+    found: dict[str, Any] = json.loads(
+        subprocess.run(
+            [python, "-c", LOOK, name], capture_output=True, text=True, check=True
+        ).stdout
+    )
     return found
 
 
-def test_retrain_and_retrain_core_install_the_same_files_and_other_requirements(tmp_path: Path) -> None:
+def test_retrain_and_retrain_core_install_the_same_files_and_other_requirements(
+    tmp_path: Path,
+) -> None:
     whole = installed(tmp_path / "whole", ROOT, "retrain")
     core = installed(tmp_path / "core", ROOT / "core", "retrain-core")
-    assert whole["files"] == core["files"] and "retrain/assets/lab/model.safetensors" in core["files"]
+    assert (
+        whole["files"] == core["files"] and "retrain/assets/lab/model.safetensors" in core["files"]
+    )
     assert whole["version"] == core["version"]
-    names = [{requirement.partition(">")[0] for requirement in one["requires"] if "extra ==" not in requirement} for one in (whole, core)]
+    names = [
+        {
+            requirement.partition(">")[0]
+            for requirement in one["requires"]
+            if "extra ==" not in requirement
+        }
+        for one in (whole, core)
+    ]
     assert names[0] - names[1] == {"torch", "peft"} and not names[1] - names[0]
     assert any(requirement.startswith("tinker") for requirement in core["requires"])

@@ -1,4 +1,5 @@
-"""The judge reward against vLLM's CPU build: a model that gives verdicts, and one that writes nothing but arithmetic.
+"""The judge reward against vLLM's CPU build: a model that gives verdicts, and one that writes
+nothing but arithmetic.
 
 The first is SmolLM2-135M-Instruct, which scripts/servers/smollm2-setup.sh makes from packages.
 """
@@ -38,55 +39,92 @@ def smollm2() -> Iterator[RealServer]:
 
 
 def judge(url: str, **more: Any) -> dict[str, Any]:
-    table = {"type": "judge", "judge_model": "base", "judge_base_url": f"{url}/v1", "judge_template": SHORT}
+    table = {
+        "type": "judge",
+        "judge_model": "base",
+        "judge_base_url": f"{url}/v1",
+        "judge_template": SHORT,
+    }
     return table | {"judge_timeout_s": 300.0} | more
 
 
 def ask(reward: dict[str, Any], *responses: str) -> list[Any]:
     with build_scorer(config_from_mapping({"reward": reward})) as scorer:
-        requests = [ScoreRequest(text, "4", "", Example("What is 2 + 2?", "4"), 0, 0, n) for n, text in enumerate(responses)]
+        requests = [
+            ScoreRequest(text, "4", "", Example("What is 2 + 2?", "4"), 0, 0, n)
+            for n, text in enumerate(responses)
+        ]
         return [verdict.result(300) for verdict in [scorer.submit(request) for request in requests]]
 
 
-def test_a_language_model_gives_verdicts_and_the_server_counts_its_tokens(smollm2: RealServer) -> None:
+def test_a_language_model_gives_verdicts_and_the_server_counts_its_tokens(
+    smollm2: RealServer,
+) -> None:
     scores = ask(judge(smollm2.url), *(f"{n}: the answer is {n}." for n in range(16)))
     readable = [score for score in scores if score.outcome is not Outcome.COULD_NOT_JUDGE]
     assert len(readable) >= 12
-    assert all(score.usage.prompt_tokens > 50 and score.usage.completion_tokens > 0 for score in scores)
+    assert all(
+        score.usage.prompt_tokens > 50 and score.usage.completion_tokens > 0 for score in scores
+    )
 
 
 def test_a_model_that_writes_no_verdict_could_not_judge(vllm: RealServer) -> None:
     for score in ask(judge(vllm.url), "4", "five"):
-        assert score.outcome is Outcome.COULD_NOT_JUDGE and score.reward is None and score.usage.requests >= 1
+        assert (
+            score.outcome is Outcome.COULD_NOT_JUDGE
+            and score.reward is None
+            and score.usage.requests >= 1
+        )
 
 
-def test_a_model_that_the_server_does_not_have_is_refused_before_the_first_step(tmp_path: Path, smollm2: RealServer) -> None:
+def test_a_model_that_the_server_does_not_have_is_refused_before_the_first_step(
+    tmp_path: Path, smollm2: RealServer
+) -> None:
     with pytest.raises(EnvironmentFailure, match=r"404 Not Found.*judge_model"):
         train(small(tmp_path, reward=judge(smollm2.url, judge_model="absent")), quiet=True)
 
 
 def test_a_run_is_judged_by_a_language_model(tmp_path: Path, smollm2: RealServer) -> None:
-    config = small(tmp_path, reward=judge(smollm2.url, max_failure_rate=1.0), training={"max_steps": 2})
+    config = small(
+        tmp_path, reward=judge(smollm2.url, max_failure_rate=1.0), training={"max_steps": 2}
+    )
     train(config, quiet=True)
     for record in lines(tmp_path / "metrics.jsonl"):
-        assert record["judge_requests"] + record["judge_cached"] >= 8 and record["judge_completion_tokens"] > 0
+        assert (
+            record["judge_requests"] + record["judge_cached"] >= 8
+            and record["judge_completion_tokens"] > 0
+        )
 
 
-def test_a_server_that_dies_stops_the_run_and_loses_no_step(tmp_path: Path, smollm2: RealServer) -> None:
+def test_a_server_that_dies_stops_the_run_and_loses_no_step(
+    tmp_path: Path, smollm2: RealServer
+) -> None:
     with faulty_proxy(smollm2.url) as (url, traffic):
-        train(small(tmp_path, reward=judge(url, max_failure_rate=1.0), training={"max_steps": 1}), quiet=True)
+        train(
+            small(tmp_path, reward=judge(url, max_failure_rate=1.0), training={"max_steps": 1}),
+            quiet=True,
+        )
         traffic.dead = True
         reward = judge(url, max_failure_rate=1.0, judge_timeout_s=2.0)
-        resumed = small(tmp_path, reward=reward, training={"max_steps": 2}, resume={"from": str(tmp_path)})
+        resumed = small(
+            tmp_path, reward=reward, training={"max_steps": 2}, resume={"from": str(tmp_path)}
+        )
         with pytest.raises((EnvironmentFailure, RunFailed), match="could not be reached"):
             train(resumed, quiet=True)
     assert len(lines(tmp_path / "metrics.jsonl")) == 1
 
 
-def test_an_audit_of_a_small_judge_shows_that_it_is_no_verifier(tmp_path: Path, smollm2: RealServer) -> None:
+def test_an_audit_of_a_small_judge_shows_that_it_is_no_verifier(
+    tmp_path: Path, smollm2: RealServer
+) -> None:
     file = tmp_path / "data.jsonl"
-    file.write_text('{"prompt": "What is 2 + 2?", "answer": "4"}\n{"prompt": "What is 7 * 8?", "answer": "56"}\n')
-    config = config_from_mapping({"data": {"source": "jsonl", "path": str(file)}, "reward": judge(smollm2.url)})
+    file.write_text(
+        '{"prompt": "What is 2 + 2?", "answer": "4"}\n{"prompt": "What is 7 * 8?", "answer":'
+        ' "56"}\n'
+    )
+    config = config_from_mapping(
+        {"data": {"source": "jsonl", "path": str(file)}, "reward": judge(smollm2.url)}
+    )
     result: Audit = audit_reward(config, 2, lambda _: None)
     assert (result.false_negatives.error_rate or 0) + (result.false_positives.error_rate or 0) > 0.3
     assert result.usage.requests > 30

@@ -1,6 +1,8 @@
-"""The max engine against a real `max serve`, which it starts itself, on the CPU: the base model only. `make test-max` runs this.
+"""The max engine against a real `max serve`, which it starts itself, on the CPU: the base model
+only. `make test-max` runs this.
 
-Outside `make test-servers`, since the first start compiles the model for minutes. Llama, as MAX 26.7 runs Qwen3 on a GPU only.
+Outside `make test-servers`, since the first start compiles the model for minutes. Llama, as MAX
+26.7 runs Qwen3 on a GPU only.
 """
 
 import json
@@ -33,12 +35,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("llama")
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=259, num_attention_heads=4, eos_token_id=258, pad_token_id=256, bos_token_id=None, **sizes)
+    sizes: dict[str, Any] = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+    }
+    config = LlamaConfig(
+        vocab_size=259,
+        num_attention_heads=4,
+        eos_token_id=258,
+        pad_token_id=256,
+        bos_token_id=None,
+        **sizes,
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(LAB_MODEL / name, folder)
-    for name, more in (("config.json", {"rope_theta": 10000.0}), ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})):
+    for name, more in (
+        ("config.json", {"rope_theta": 10000.0}),
+        ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"}),
+    ):
         (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | more))
     return folder
 
@@ -46,9 +63,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def learner(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBackend]:
     training = {"temperature": 0.7, "max_tokens": 40}
-    sections = {"model": {"model": str(model), "lora_rank": 4}, "backend": {"devices": "cpu"}, "training": training}
+    sections = {
+        "model": {"model": str(model), "lora_rank": 4},
+        "backend": {"devices": "cpu"},
+        "training": training,
+    }
     folder = tmp_path_factory.mktemp("run")
-    backend = LocalBackend(config_from_mapping(sections | {"logging": {"log_dir": str(folder)}, "data": {"source": "lab"}}))
+    backend = LocalBackend(
+        config_from_mapping(
+            sections | {"logging": {"log_dir": str(folder)}, "data": {"source": "lab"}}
+        )
+    )
     yield backend
     backend.close()
 
@@ -58,23 +83,39 @@ def row_of(prompt: Any, one: Completion) -> Row:
     return Row(ids, ((len(prompt), len(ids)),), one.logprobs, 0 * one.logprobs, one.request)
 
 
-def test_the_base_model_in_a_child_samples_with_raw_log_probs_and_ends(learner: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{os.environ['RETRAIN_SERVERS']}/max/bin{os.pathsep}{os.environ['PATH']}")
+def test_the_base_model_in_a_child_samples_with_raw_log_probs_and_ends(
+    learner: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "PATH", f"{os.environ['RETRAIN_SERVERS']}/max/bin{os.pathsep}{os.environ['PATH']}"
+    )
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    config = learner.config.model_copy(update={"inference": learner.config.inference.model_copy(update={"engine": "max"})})
-    engine = MAXEngine(config, model=learner._base.model, eos_ids=learner._eos_ids(), device=learner._base.device)
+    config = learner.config.model_copy(
+        update={"inference": learner.config.inference.model_copy(update={"engine": "max"})}
+    )
+    engine = MAXEngine(
+        config, model=learner._base.model, eos_ids=learner._eos_ids(), device=learner._base.device
+    )
     try:
         assert engine._child
         servers = psutil.Process(engine._child._guard.pid).children(recursive=True)
         prompts = [np.arange(40 + k, 60 + 2 * k, dtype=np.int32) for k in range(3)]
-        asked = [SampleRequest(ids, 4, 40, 0.7, NoiseKey(0, 0, 0, k), adapter_slot=BASE_MODEL) for k, ids in enumerate(prompts)]
+        asked = [
+            SampleRequest(ids, 4, 40, 0.7, NoiseKey(0, 0, 0, k), adapter_slot=BASE_MODEL)
+            for k, ids in enumerate(prompts)
+        ]
         drawn, again = list(engine.sample(asked)), list(engine.sample(asked))
         rows = [row_of(prompts[one.request], one) for one in drawn]
         for row, own in zip(rows, learner.logprobs(rows, 1.0), strict=True):
             assert np.abs(row.logprobs - own).max() < 1e-3
         tokens = {(one.request, one.sample): one.token_ids.tolist() for one in drawn}
-        assert tokens == {(one.request, one.sample): one.token_ids.tolist() for one in again} and len(set(map(str, tokens.values()))) == 12
-        with pytest.raises(ConfigurationError, match="without adapters, which MAX serves on a GPU only"):
+        assert (
+            tokens == {(one.request, one.sample): one.token_ids.tolist() for one in again}
+            and len(set(map(str, tokens.values()))) == 12
+        )
+        with pytest.raises(
+            ConfigurationError, match="without adapters, which MAX serves on a GPU only"
+        ):
             engine.sync(learner.save_adapter, 0)
     finally:
         engine.close()

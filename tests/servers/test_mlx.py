@@ -1,4 +1,6 @@
-"""The mlx engine against MLX-LM's server on the CPU: parity, learning beside the local engine, a stale adapter."""
+"""The mlx engine against MLX-LM's server on the CPU: parity, learning beside the local engine, a
+stale adapter.
+"""
 
 import json
 import math
@@ -26,7 +28,15 @@ LEARNING: dict[str, Any] = {
     "model": {"lora_rank": 16},
     "reward": {"type": "match"},
     # At this temperature raw log-probs are not those of the policy.
-    "training": {"seed": 0, "max_steps": 10, "batch_size": 4, "group_size": 4, "max_tokens": 64, "temperature": 0.8, "lr": 1e-3},
+    "training": {
+        "seed": 0,
+        "max_steps": 10,
+        "batch_size": 4,
+        "group_size": 4,
+        "max_tokens": 64,
+        "temperature": 0.8,
+        "lr": 1e-3,
+    },
     "loss": {"max_grad_norm": 1.0},
 }
 
@@ -43,40 +53,73 @@ def through(folder: Path, server: RealServer, engine: str = "mlx") -> Any:
 
 def largest_difference(record: Any) -> float:
     """Nats, from the largest and the smallest ratio of the step, which are at temperature 1."""
-    return max(abs(math.log(record.ratio_max)), abs(math.log(record.ratio_min))) if record.ratio_max else 0.0
+    return (
+        max(abs(math.log(record.ratio_max)), abs(math.log(record.ratio_min)))
+        if record.ratio_max
+        else 0.0
+    )
 
 
 def test_ten_steps_learn_as_the_local_engine_does(tmp_path: Path, server: RealServer) -> None:
     """Writes the table of docs/engines.md."""
     served = train(through(tmp_path / "mlx", server), quiet=True).metrics()
     local = train(small(tmp_path / "local", **LEARNING), quiet=True).metrics()
-    print("\n| step | largest difference, nats | correct, mlx | correct, pytorch | seconds sampling, mlx | pytorch |")
+    print(
+        "\n| step | largest difference, nats | correct, mlx | correct, pytorch | seconds sampling,"
+        " mlx | pytorch |"
+    )
     print("|---|---|---|---|---|---|")
     for mine, other in zip(served, local, strict=True):
         print(
-            f"| {mine.step} | {largest_difference(mine):.1e} | {mine.correct_rate:.1%} | {other.correct_rate:.1%} "
-            f"| {mine.time_sample_s:.1f} | {other.time_sample_s:.1f} |"
+            f"| {mine.step} | {largest_difference(mine):.1e} | {mine.correct_rate:.1%} |"
+            f" {other.correct_rate:.1%} | {mine.time_sample_s:.1f} | {other.time_sample_s:.1f} |"
         )
     assert len(served) == 10 and max(map(largest_difference, served)) < 1e-3
     gate = json.loads((tmp_path / "mlx" / "environment.json").read_text())["parity_gate"]
-    assert gate["max_difference"] < 1e-3 and gate["adapter_effect"] > 5 * gate["max_difference"] and gate["longest_prompt"] > 256
+    assert (
+        gate["max_difference"] < 1e-3
+        and gate["adapter_effect"] > 5 * gate["max_difference"]
+        and gate["longest_prompt"] > 256
+    )
 
 
-def test_the_server_samples_at_the_temperature_that_it_is_asked_for(tmp_path: Path, server: RealServer) -> None:
-    """Raw log-probs do not show it. The sum of log p + H over the tokens, divided by its standard deviation, is about normal."""
+def test_the_server_samples_at_the_temperature_that_it_is_asked_for(
+    tmp_path: Path, server: RealServer
+) -> None:
+    """Raw log-probs do not show it. The sum of log p + H over the tokens, divided by its standard
+    deviation, is about normal.
+    """
     learner = LocalBackend(small(tmp_path, **LEARNING))
-    engine = MLXEngine(through(tmp_path, server), model=learner._base.model, eos_ids=learner._eos_ids(), device=learner._base.device)
+    engine = MLXEngine(
+        through(tmp_path, server),
+        model=learner._base.model,
+        eos_ids=learner._eos_ids(),
+        device=learner._base.device,
+    )
     engine.sync(learner.save_adapter, 0)
     prompts = [np.array([258, *range(40 + k, 52 + k)], np.int32) for k in range(16)]
-    drawn = list(engine.sample([SampleRequest(prompt, 8, 40, 0.5, NoiseKey(0, 0, 0, k)) for k, prompt in enumerate(prompts)]))
+    drawn = list(
+        engine.sample(
+            [
+                SampleRequest(prompt, 8, 40, 0.5, NoiseKey(0, 0, 0, k))
+                for k, prompt in enumerate(prompts)
+            ]
+        )
+    )
     engine.close()
     scores = {}
     for temperature in (0.5, 1.0):
         excess = variance = 0.0
         for one in drawn:
-            ids = torch.tensor(np.concatenate([prompts[one.request], one.token_ids]).astype(np.int64))
+            ids = torch.tensor(
+                np.concatenate([prompts[one.request], one.token_ids]).astype(np.int64)
+            )
             with torch.no_grad():
-                logits = learner._base.model(input_ids=ids[None]).logits[0, -len(one.token_ids) - 1 : -1].double()
+                logits = (
+                    learner._base.model(input_ids=ids[None])
+                    .logits[0, -len(one.token_ids) - 1 : -1]
+                    .double()
+                )
             policy = torch.log_softmax(logits / temperature, -1)
             entropy = -(policy.exp() * policy).sum(-1, keepdim=True)
             excess += float((policy.gather(1, ids[-len(one.token_ids) :, None]) + entropy).sum())
@@ -111,6 +154,8 @@ class StaleMLX(MLXEngine):
     dialect_class = OneFolder
 
 
-def test_new_weights_in_a_folder_that_the_server_knows_are_stopped_by_the_gate(tmp_path: Path, server: RealServer) -> None:
+def test_new_weights_in_a_folder_that_the_server_knows_are_stopped_by_the_gate(
+    tmp_path: Path, server: RealServer
+) -> None:
     with pytest.raises(RunFailed, match="Parity gate"):
         train(through(tmp_path / "run", server, engine=f"{__name__}.StaleMLX"), quiet=True)

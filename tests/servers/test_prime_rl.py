@@ -1,4 +1,6 @@
-"""The prime_rl backend with vLLM's CPU build as its inference server, behind the admin routes that PRIME-RL's own server adds."""
+"""The prime_rl backend with vLLM's CPU build as its inference server, behind the admin routes that
+PRIME-RL's own server adds.
+"""
 
 import json
 from collections.abc import Iterator
@@ -22,7 +24,9 @@ pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
 
 @contextmanager
 def admin_shim(target: str) -> Iterator[str]:
-    """Passes everything on, and `/load_lora_adapter` as vLLM's own route with load_inplace, as PRIME-RL's server does."""
+    """Passes everything on, and `/load_lora_adapter` as vLLM's own route with load_inplace, as
+    PRIME-RL's server does.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -31,7 +35,9 @@ def admin_shim(target: str) -> Iterator[str]:
             self.answer(httpx.get(target + self.path, trust_env=False))
 
         def do_POST(self) -> None:
-            body: Any = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"null")
+            body: Any = json.loads(
+                self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"null"
+            )
             path = self.path
             if path == "/load_lora_adapter":
                 path, body = "/v1/load_lora_adapter", body | {"load_inplace": True}
@@ -54,9 +60,20 @@ def admin_shim(target: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_steps_through_a_real_server_are_on_policy(tmp_path: Path, vllm: RealServer, temperature: float) -> None:
-    """What the trainer computes for each batch before its update is what the server sampled with: the adapter is the new one each time."""
-    training = {"max_steps": 4, "batch_size": 4, "group_size": 4, "max_tokens": 48, "lr": 3e-3, "temperature": temperature}
+def test_steps_through_a_real_server_are_on_policy(
+    tmp_path: Path, vllm: RealServer, temperature: float
+) -> None:
+    """What the trainer computes for each batch before its update is what the server sampled with:
+    the adapter is the new one each time.
+    """
+    training = {
+        "max_steps": 4,
+        "batch_size": 4,
+        "group_size": 4,
+        "max_tokens": 48,
+        "lr": 3e-3,
+        "temperature": temperature,
+    }
     learner = LocalBackend(small(tmp_path / "learner", training=training))
     with admin_shim(vllm.url) as url:
         options = {"output_dir": str(tmp_path / "shared"), "sync_wait_s": 60, "sync_poll_s": 0.02}
@@ -67,5 +84,8 @@ def test_steps_through_a_real_server_are_on_policy(tmp_path: Path, vllm: RealSer
         records = train(config, quiet=True).metrics()
         trainer.join(timeout=60)
     assert trainer.error is None and len(records) == len(trainer.batches) == 4
-    print("largest |sampler - trainer| per batch, nats:", ", ".join(f"{value:.1e}" for value in trainer.differences))
+    print(
+        "largest |sampler - trainer| per batch, nats:",
+        ", ".join(f"{value:.1e}" for value in trainer.differences),
+    )
     assert max(trainer.differences) < 1e-3

@@ -1,4 +1,6 @@
-"""The Tinker backend with the real SDK, in an environment without torch, against a real server: SkyRL on a CPU with the lab model."""
+"""The Tinker backend with the real SDK, in an environment without torch, against a real server:
+SkyRL on a CPU with the lab model.
+"""
 
 import json
 import os
@@ -73,14 +75,23 @@ class Client:
 
     folder: Path
 
-    def write(self, url: str, *, steps: int = 3, save_every: int = 1, timeout: int = 600, more: str = "") -> Path:
+    def write(
+        self, url: str, *, steps: int = 3, save_every: int = 1, timeout: int = 600, more: str = ""
+    ) -> Path:
         (self.folder / "even.py").write_text(EVEN)
         path = self.folder / "run.toml"
-        path.write_text(TOML.format(model=LAB, url=url, steps=steps, save_every=save_every, timeout=timeout) + more)
+        path.write_text(
+            TOML.format(model=LAB, url=url, steps=steps, save_every=save_every, timeout=timeout)
+            + more
+        )
         return path
 
     def start(self, *arguments: str | Path, key: str = KEY) -> "subprocess.Popen[str]":
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("TINKER_", "PYTHON"))}
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("TINKER_", "PYTHON"))
+        }
         command = [str(CLIENT / "bin" / "python"), "-m", "retrain", *map(str, arguments)]
         return subprocess.Popen(
             command,
@@ -108,19 +119,29 @@ class Client:
         )
 
     def metrics(self, run: str = "logs/train") -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / run / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)
+            for line in (self.folder / run / "metrics.jsonl").read_text().splitlines()
+        ]
 
 
 @pytest.fixture(scope="module")
 def environment() -> None:
     script = str(ROOT / "scripts" / "servers" / "tinker-client.sh")
-    subprocess.run([script, str(CLIENT)], check=True, timeout=900, env={"PYTHON": sys.executable} | os.environ)
+    subprocess.run(
+        [script, str(CLIENT)], check=True, timeout=900, env={"PYTHON": sys.executable} | os.environ
+    )
 
 
 @pytest.fixture(scope="module")
 def service(environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
     # The gradients of all adapters are kept, at this rank, which is that of the runs.
-    sizes = {"max_lora_adapters": 32, "max_lora_rank": 8, "sample_max_num_sequences": 32, "train_micro_batch_size": 8}
+    sizes = {
+        "max_lora_adapters": 32,
+        "max_lora_rank": 8,
+        "sample_max_num_sequences": 32,
+        "train_micro_batch_size": 8,
+    }
     flags = (str(tmp_path_factory.mktemp("service")), "--backend-config", json.dumps(sizes))
     with started("tinker", (LAB, flags)) as (one,):
         yield one
@@ -167,19 +188,35 @@ with Session(database) as look:
 def test_the_engine_of_these_tests_makes_no_step_before_its_pass(tmp_path: Path) -> None:
     """Both arrive while it looks at its queue; SkyRL's own engine then saw the step alone."""
     python, scripts = CLIENT.with_name("tinker") / "bin" / "python", ROOT / "scripts" / "servers"
-    subprocess.run([str(python), "-c", ARRIVING, str(scripts)], cwd=tmp_path, env={"JAX_PLATFORMS": "cpu"} | os.environ, check=True)
+    subprocess.run(
+        [str(python), "-c", ARRIVING, str(scripts)],
+        cwd=tmp_path,
+        env={"JAX_PLATFORMS": "cpu"} | os.environ,
+        check=True,
+    )
 
 
-# -- a run ---------------------------------------------------------------------------------------------------------------
+# -- a run -----------------------------------------------------------------------------------------
 
 
 def test_the_client_environment_has_neither_torch_nor_peft(environment: None) -> None:
-    code = "import importlib.util as u, retrain; assert not any(map(u.find_spec, ('torch', 'peft', 'jax'))); print(retrain.__file__)"
-    found = subprocess.run([str(CLIENT / "bin" / "python"), "-c", code], capture_output=True, text=True, check=True, cwd="/")
+    code = (
+        "import importlib.util as u, retrain; assert not any(map(u.find_spec, ('torch', 'peft',"
+        " 'jax'))); print(retrain.__file__)"
+    )
+    found = subprocess.run(
+        [str(CLIENT / "bin" / "python"), "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd="/",
+    )
     assert str(CLIENT) in found.stdout  # the installed package, not this checkout
 
 
-def test_a_run_prints_the_lines_of_the_guide_and_its_reward_rises(learned: tuple[Client, str]) -> None:
+def test_a_run_prints_the_lines_of_the_guide_and_its_reward_rises(
+    learned: tuple[Client, str],
+) -> None:
     client, output = learned
     wanted = [
         r"Loading tokenizer for .* \.\.\.",
@@ -191,13 +228,18 @@ def test_a_run_prints_the_lines_of_the_guide_and_its_reward_rises(learned: tuple
         r"  group: \d/8 correct \| answer=\d+",
         r"Step 0 \[maxrl\+gtpo_sepa\] \| loss=-?\d\.\d{4} \| reward=",
     ]
-    positions = [found.start() if (found := re.search(f"^{line}", output, re.MULTILINE)) else -1 for line in wanted]
+    positions = [
+        found.start() if (found := re.search(f"^{line}", output, re.MULTILINE)) else -1
+        for line in wanted
+    ]
     assert -1 not in positions and positions == sorted(positions), output
     rewards = [line["mean_reward"] for line in client.metrics()]
     assert np.mean(rewards[-2:]) > np.mean(rewards[:4]) + 0.1, rewards
 
 
-def test_sampler_and_learner_of_the_service_agree_at_every_step(learned: tuple[Client, str]) -> None:
+def test_sampler_and_learner_of_the_service_agree_at_every_step(
+    learned: tuple[Client, str],
+) -> None:
     client, _ = learned
     for line in client.metrics():
         assert line["num_datums"] == 0 or line["log_ratio_p99"] < 1e-3
@@ -221,8 +263,12 @@ backend.close()
 """
 
 
-def test_log_probs_loss_and_gradient_are_those_of_the_local_backend(learned: tuple[Client, str]) -> None:
-    """The same rows, the same adapter (downloaded): the service's log-probs, the loss, and the norm of the gradient, so its scale too."""
+def test_log_probs_loss_and_gradient_are_those_of_the_local_backend(
+    learned: tuple[Client, str],
+) -> None:
+    """The same rows, the same adapter (downloaded): the service's log-probs, the loss, and the norm
+    of the gradient, so its scale too.
+    """
     import pickle
 
     from retrain.backends.local.backend import LocalBackend
@@ -236,7 +282,11 @@ def test_log_probs_loss_and_gradient_are_those_of_the_local_backend(learned: tup
         config_from_mapping(
             {
                 "model": {"model": str(LAB), "lora_rank": 8},
-                "lora": {"init_from": str(adapter), "alpha": int(settings["lora_alpha"]), "target_modules": settings["target_modules"]},
+                "lora": {
+                    "init_from": str(adapter),
+                    "alpha": int(settings["lora_alpha"]),
+                    "target_modules": settings["target_modules"],
+                },
                 "training": {"temperature": 1.0, "lr": 1e-3, "max_tokens": 24},
                 "backend": {"devices": "cpu"},
             }
@@ -248,12 +298,27 @@ def test_log_probs_loss_and_gradient_are_those_of_the_local_backend(learned: tup
     def row(prompt: int, action: int, group: int) -> Row:
         ids = noise.integers(32, 122, prompt + action).astype(np.int32)
         nothing = np.zeros(action, np.float32)
-        return Row(ids, ((prompt, prompt + action),), nothing, noise.normal(size=action).astype(np.float32), group)
+        return Row(
+            ids,
+            ((prompt, prompt + action),),
+            nothing,
+            noise.normal(size=action).astype(np.float32),
+            group,
+        )
 
-    rows = [row(prompt, action, group) for group, (prompt, action) in enumerate([(5, 7), (9, 20), (3, 1), (12, 11)])]
+    rows = [
+        row(prompt, action, group)
+        for group, (prompt, action) in enumerate([(5, 7), (9, 20), (3, 1), (12, 11)])
+    ]
     own = local.logprobs(rows)
     rows = [
-        Row(r.token_ids, r.spans, old + noise.normal(0, 0.1, len(old)).astype(np.float32), r.advantages, r.group)
+        Row(
+            r.token_ids,
+            r.spans,
+            old + noise.normal(0, 0.1, len(old)).astype(np.float32),
+            r.advantages,
+            r.group,
+        )
         for r, old in zip(rows, own)
     ]
     (client.folder / "rows.pickle").write_bytes(pickle.dumps(rows))
@@ -263,20 +328,25 @@ def test_log_probs_loss_and_gradient_are_those_of_the_local_backend(learned: tup
     local.close()
     differences = np.abs(np.concatenate(scored) - np.concatenate(own))
     print(
-        f"largest difference of {len(differences)} log-probs: {differences.max():.2e}; loss {result.loss:.6f} and {expected.loss:.6f}; "
-        f"gradient norm {result.grad_norm:.6f} and {expected.grad_norm:.6f}"
+        f"largest difference of {len(differences)} log-probs: {differences.max():.2e}; loss"
+        f" {result.loss:.6f} and {expected.loss:.6f}; gradient norm {result.grad_norm:.6f} and"
+        f" {expected.grad_norm:.6f}"
     )
     assert differences.max() < 1e-4
     assert result.loss == pytest.approx(expected.loss, rel=1e-4, abs=1e-6)
     assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-3)
     assert result.ratio_mean == pytest.approx(expected.ratio_mean, rel=1e-4)
-    assert np.abs(np.concatenate(after) - np.concatenate(scored)).max() > 1e-4  # the update did something
+    assert (
+        np.abs(np.concatenate(after) - np.concatenate(scored)).max() > 1e-4
+    )  # the update did something
 
 
-# -- kills and faults ----------------------------------------------------------------------------------------------------
+# -- kills and faults ------------------------------------------------------------------------------
 
 
-def test_a_killed_run_continues_from_its_last_checkpoint_with_the_optimizer(service: RealServer, client: Client) -> None:
+def test_a_killed_run_continues_from_its_last_checkpoint_with_the_optimizer(
+    service: RealServer, client: Client
+) -> None:
     process = client.start(client.write(service.url, steps=3), UNCHECKED)
     assert process.stdout is not None
     for line in process.stdout:
@@ -286,12 +356,16 @@ def test_a_killed_run_continues_from_its_last_checkpoint_with_the_optimizer(serv
     process.wait()
     code, output = client.run("run.toml", "--resume", "logs/train", UNCHECKED)
     assert code == 0, output
-    assert re.search(r"^Creating training client from tinker://\S+/weights/\S+\.\.\.$", output, re.MULTILINE)
+    assert re.search(
+        r"^Creating training client from tinker://\S+/weights/\S+\.\.\.$", output, re.MULTILINE
+    )
     assert [line["step"] for line in client.metrics()] == [0, 1, 2]
     assert "Step 0 " not in output
 
 
-def test_transient_errors_are_waited_out_and_nothing_is_lost(service: RealServer, client: Client) -> None:
+def test_transient_errors_are_waited_out_and_nothing_is_lost(
+    service: RealServer, client: Client
+) -> None:
     faults = (
         Fault("/asample", 429, times=2, after=12),
         Fault("/asample", 503, times=2, after=20),
@@ -307,9 +381,14 @@ def test_transient_errors_are_waited_out_and_nothing_is_lost(service: RealServer
 
 @pytest.mark.parametrize(
     ("path", "status", "words"),
-    [("/optim_step", 400, "refused the request (400: injected 400)"), ("/asample", 401, "refused the key in TINKER_API_KEY (401)")],
+    [
+        ("/optim_step", 400, "refused the request (400: injected 400)"),
+        ("/asample", 401, "refused the key in TINKER_API_KEY (401)"),
+    ],
 )
-def test_a_refusal_is_one_sentence_and_the_run_resumes(service: RealServer, client: Client, path: str, status: int, words: str) -> None:
+def test_a_refusal_is_one_sentence_and_the_run_resumes(
+    service: RealServer, client: Client, path: str, status: int, words: str
+) -> None:
     with faulty_proxy(service.url) as (url, traffic):
         process = client.start(client.write(url), UNCHECKED)
         assert process.stdout is not None
@@ -329,7 +408,9 @@ def test_a_refusal_is_one_sentence_and_the_run_resumes(service: RealServer, clie
     assert [line["step"] for line in client.metrics()] == [0, 1, 2]
 
 
-def test_a_dead_service_ends_the_run_and_another_address_resumes_it(service: RealServer, client: Client) -> None:
+def test_a_dead_service_ends_the_run_and_another_address_resumes_it(
+    service: RealServer, client: Client
+) -> None:
     with faulty_proxy(service.url) as (url, _):
         process = client.start(client.write(url, timeout=30), UNCHECKED)
         assert process.stdout is not None
@@ -338,22 +419,35 @@ def test_a_dead_service_ends_the_run_and_another_address_resumes_it(service: Rea
                 break
     output = process.stdout.read()
     assert process.wait() == 3, output
-    assert "Traceback" not in output and f"Tinker at {url} gave no answer within 30 s" in output, output
-    code, resumed = client.run("run.toml", "--resume", "logs/train", "--base-url", service.url, UNCHECKED)
+    assert "Traceback" not in output and f"Tinker at {url} gave no answer within 30 s" in output, (
+        output
+    )
+    code, resumed = client.run(
+        "run.toml", "--resume", "logs/train", "--base-url", service.url, UNCHECKED
+    )
     assert code == 0, resumed
     assert [line["step"] for line in client.metrics()] == [0, 1, 2]
 
 
-def test_an_absent_service_and_a_missing_key_are_told_at_once(client: Client, environment: None) -> None:
+def test_an_absent_service_and_a_missing_key_are_told_at_once(
+    client: Client, environment: None
+) -> None:
     path = client.write(f"http://127.0.0.1:{free_port()}")
     began = time.monotonic()
     code, output = client.run(path)
-    assert code == 3 and "Nothing answers at [model] base_url" in output and time.monotonic() - began < 60
+    assert (
+        code == 3
+        and "Nothing answers at [model] base_url" in output
+        and time.monotonic() - began < 60
+    )
     process = client.start(path, "--overwrite", key="")
-    assert "TINKER_API_KEY is not set" in process.communicate(timeout=60)[0] and process.returncode == 3
+    assert (
+        "TINKER_API_KEY is not set" in process.communicate(timeout=60)[0]
+        and process.returncode == 3
+    )
 
 
-# -- campaigns -----------------------------------------------------------------------------------------------------------
+# -- campaigns -------------------------------------------------------------------------------------
 
 CAMPAIGN = """
 [campaign]
@@ -375,10 +469,22 @@ at_end = false
 """
 
 
-def test_twelve_workers_of_a_campaign_share_four_places(service: RealServer, client: Client) -> None:
+def test_twelve_workers_of_a_campaign_share_four_places(
+    service: RealServer, client: Client
+) -> None:
     with faulty_proxy(service.url) as (url, traffic):
-        code, output = client.run(client.write(url, more=CAMPAIGN), "--log-dir", "logs/campaign", "--batch-size", "2", "--group-size", "4")
+        code, output = client.run(
+            client.write(url, more=CAMPAIGN),
+            "--log-dir",
+            "logs/campaign",
+            "--batch-size",
+            "2",
+            "--group-size",
+            "4",
+        )
     assert code == 0, output
     assert (client.folder / "logs/campaign/tinker_throttle").is_dir()
     assert len([*(client.folder / "logs/campaign/runs").glob("*/summary.json")]) == 12
-    assert 0 < traffic.most_sampling <= 4 * 5  # four workers, each with its four prompts and the gate's long one
+    assert (
+        0 < traffic.most_sampling <= 4 * 5
+    )  # four workers, each with its four prompts and the gate's long one

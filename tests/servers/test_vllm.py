@@ -1,4 +1,6 @@
-"""The vllm engine against vLLM's CPU build: parity, learning beside the local engine, stale caches, wrong servers, servers that die."""
+"""The vllm engine against vLLM's CPU build: parity, learning beside the local engine, stale caches,
+wrong servers, servers that die.
+"""
 
 import json
 import math
@@ -30,7 +32,15 @@ pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
 LEARNING: dict[str, Any] = {
     "model": {"lora_rank": 16},
     "reward": {"type": "match"},
-    "training": {"seed": 0, "max_steps": 10, "batch_size": 8, "group_size": 4, "max_tokens": 96, "lr": 1e-3, "save_every": 50},
+    "training": {
+        "seed": 0,
+        "max_steps": 10,
+        "batch_size": 8,
+        "group_size": 4,
+        "max_tokens": 96,
+        "lr": 1e-3,
+        "save_every": 50,
+    },
 }
 
 
@@ -50,7 +60,9 @@ def permuted(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def strange(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    """Another tokenizer's model, and vLLM's default log-probs, which are the right ones at temperature 1."""
+    """Another tokenizer's model, and vLLM's default log-probs, which are the right ones at
+    temperature 1.
+    """
     model = permuted(tmp_path_factory.mktemp("strange") / "permuted")
     with started("vllm", (model, ("--logprobs-mode", "raw_logprobs"))) as (one,):
         yield one
@@ -62,7 +74,11 @@ def served(folder: Path, *urls: str, engine: str = "vllm", **sections: Any) -> A
 
 def largest_difference(record: Any) -> float:
     """Nats, from the largest and the smallest ratio of the step."""
-    return max(abs(math.log(record.ratio_max)), abs(math.log(record.ratio_min))) if record.ratio_max else 0.0
+    return (
+        max(abs(math.log(record.ratio_max)), abs(math.log(record.ratio_min)))
+        if record.ratio_max
+        else 0.0
+    )
 
 
 def test_ten_steps_learn_as_the_local_engine_does(tmp_path: Path, vllm: RealServer) -> None:
@@ -70,28 +86,37 @@ def test_ten_steps_learn_as_the_local_engine_does(tmp_path: Path, vllm: RealServ
     before = served_models(vllm)
     through = train(served(tmp_path / "vllm", vllm.url, **LEARNING), quiet=True).metrics()
     local = train(small(tmp_path / "local", **LEARNING), quiet=True).metrics()
-    print("\n| step | largest difference, nats | correct, vllm | correct, pytorch | seconds sampling, vllm | pytorch |")
+    print(
+        "\n| step | largest difference, nats | correct, vllm | correct, pytorch | seconds sampling,"
+        " vllm | pytorch |"
+    )
     print("|---|---|---|---|---|---|")
     for mine, other in zip(through, local, strict=True):
         print(
-            f"| {mine.step} | {largest_difference(mine):.1e} | {mine.correct_rate:.1%} | {other.correct_rate:.1%} "
-            f"| {mine.time_sample_s:.1f} | {other.time_sample_s:.1f} |"
+            f"| {mine.step} | {largest_difference(mine):.1e} | {mine.correct_rate:.1%} |"
+            f" {other.correct_rate:.1%} | {mine.time_sample_s:.1f} | {other.time_sample_s:.1f} |"
         )
     assert max(map(largest_difference, through)) < 1e-3
-    # Two runs with other noise differ by luck: 0.17 was seen. A sampler of another policy or a reward of 0 is far below.
+    # Two runs with other noise differ by luck: 0.17 was seen. A sampler of another policy or a
+    # reward of 0 is far below.
     assert np.mean([record.correct_rate for record in through[5:]]) > 0.25
     assert served_models(vllm) == before, "no adapter is left behind"
 
 
 def served_models(server: RealServer) -> list[str]:
-    return [model["id"] for model in httpx.get(f"{server.url}/v1/models", trust_env=False).json()["data"]]
+    return [
+        model["id"]
+        for model in httpx.get(f"{server.url}/v1/models", trust_env=False).json()["data"]
+    ]
 
 
-# -- engines that are broken on purpose ----------------------------------------------------------------------------------
+# -- engines that are broken on purpose ------------------------------------------------------------
 
 
 class SameNameAndPath(VLLMDialect):
-    """Reloads every version under one name and path, as vLLM's documentation allows; its prefix cache does not notice."""
+    """Reloads every version under one name and path, as vLLM's documentation allows; its prefix
+    cache does not notice.
+    """
 
     def known(self, adapter: ServedAdapter) -> ServedAdapter:
         folder = adapter.folder.parent / "current"
@@ -103,7 +128,10 @@ class SameNameAndPath(VLLMDialect):
 
     async def load(self, server: Server, adapter: ServedAdapter) -> None:
         known = self.known(adapter)
-        await server.post("/v1/load_lora_adapter", {"lora_name": known.name, "lora_path": str(known.folder), "load_inplace": True})
+        await server.post(
+            "/v1/load_lora_adapter",
+            {"lora_name": known.name, "lora_path": str(known.folder), "load_inplace": True},
+        )
 
     async def unload(self, server: Server, adapter: ServedAdapter) -> None:
         return None
@@ -111,7 +139,9 @@ class SameNameAndPath(VLLMDialect):
     async def adapters(self, server: Server) -> None:  # type: ignore[override]
         return None
 
-    def call(self, request: SampleRequest, adapter: ServedAdapter | None, server: Server) -> tuple[str, Json]:
+    def call(
+        self, request: SampleRequest, adapter: ServedAdapter | None, server: Server
+    ) -> tuple[str, Json]:
         return super().call(request, adapter and ServedAdapter("current", adapter.folder), server)
 
 
@@ -123,7 +153,9 @@ class NewPathInPlace(SameNameAndPath):
 
 
 class BaseModelAlways(VLLMDialect):
-    def call(self, request: SampleRequest, adapter: ServedAdapter | None, server: Server) -> tuple[str, Json]:
+    def call(
+        self, request: SampleRequest, adapter: ServedAdapter | None, server: Server
+    ) -> tuple[str, Json]:
         return super().call(request, None, server)
 
 
@@ -146,12 +178,17 @@ class ImpatientVLLM(VLLMEngine):
 @pytest.mark.parametrize(
     ("engine", "told"),
     [
-        ("servers.test_vllm.StaleVLLM", "Parity gate: .* (keys and values computed with it|cached prefixes)"),
+        (
+            "servers.test_vllm.StaleVLLM",
+            "Parity gate: .* (keys and values computed with it|cached prefixes)",
+        ),
         ("servers.test_vllm.BaseVLLM", "ignores the adapter and samples from the base model"),
     ],
     ids=["stale cache", "base model"],
 )
-def test_the_gate_stops_a_broken_reload_rule(tmp_path: Path, vllm: RealServer, engine: str, told: str) -> None:
+def test_the_gate_stops_a_broken_reload_rule(
+    tmp_path: Path, vllm: RealServer, engine: str, told: str
+) -> None:
     with pytest.raises(RunFailed, match=told) as caught:
         train(served(tmp_path / "run", vllm.url, engine=engine), quiet=True)
     print(f"\n{caught.value}")
@@ -160,19 +197,40 @@ def test_the_gate_stops_a_broken_reload_rule(tmp_path: Path, vllm: RealServer, e
 
 def test_the_gate_passes_the_reload_rules_that_hold(tmp_path: Path, vllm: RealServer) -> None:
     for engine in ("vllm", "servers.test_vllm.InPlaceVLLM"):
-        run = train(served(tmp_path / engine, vllm.url, engine=engine, training={"max_steps": 2, "temperature": 0.7}), quiet=True)
+        run = train(
+            served(
+                tmp_path / engine,
+                vllm.url,
+                engine=engine,
+                training={"max_steps": 2, "temperature": 0.7},
+            ),
+            quiet=True,
+        )
         gate = json.loads((run.folder / "environment.json").read_text())["parity_gate"]
         assert gate["max_difference"] < 1e-3 and gate["longest_prompt"] > 2 * 128
     httpx.post(f"{vllm.url}/v1/unload_lora_adapter", json={"lora_name": "current"}, trust_env=False)
 
 
 def test_the_gate_stops_raw_log_probs(tmp_path: Path, strange: RealServer) -> None:
-    with pytest.raises(RunFailed, match=r"before the temperature, .* start it with --logprobs-mode processed_logprobs") as caught:
-        train(served(tmp_path, strange.url, training={"temperature": 0.7}, model={"model": str(strange.model)}), quiet=True)
+    with pytest.raises(
+        RunFailed,
+        match=r"before the temperature, .* start it with --logprobs-mode processed_logprobs",
+    ) as caught:
+        train(
+            served(
+                tmp_path,
+                strange.url,
+                training={"temperature": 0.7},
+                model={"model": str(strange.model)},
+            ),
+            quiet=True,
+        )
     print(f"\n{caught.value}")
 
 
-def test_the_gate_stops_a_server_with_another_tokenizer(tmp_path: Path, strange: RealServer) -> None:
+def test_the_gate_stops_a_server_with_another_tokenizer(
+    tmp_path: Path, strange: RealServer
+) -> None:
     with pytest.raises(RunFailed, match="Parity gate: engine and learner disagree") as caught:
         train(served(tmp_path, strange.url), quiet=True)
     print(f"\n{caught.value}")
@@ -181,8 +239,12 @@ def test_the_gate_stops_a_server_with_another_tokenizer(tmp_path: Path, strange:
 def test_a_service_of_text_or_of_chat_alone_is_evaluated_as_the_local_engine_is(
     tmp_path: Path, vllm: RealServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Greedily, so that both write the same but where two tokens are equally probable to the last digits."""
-    local, *others = [evaluated(tmp_path / name, vllm, name) for name in ("local", "text_alone", "chat_alone")]
+    """Greedily, so that both write the same but where two tokens are equally probable to the last
+    digits.
+    """
+    local, *others = [
+        evaluated(tmp_path / name, vllm, name) for name in ("local", "text_alone", "chat_alone")
+    ]
     assert "".join(capsys.readouterr()).count("encoded again to count its tokens") == 2
     for answers in others:
         same = [mine == other for mine, other in zip(answers, local, strict=True)]
@@ -191,18 +253,27 @@ def test_a_service_of_text_or_of_chat_alone_is_evaluated_as_the_local_engine_is(
 
 
 def evaluated(folder: Path, server: RealServer, way: str) -> list[tuple[str, int]]:
-    """(completion, number of tokens) of 16 problems, by the local engine or through a proxy of a limited service."""
+    """(completion, number of tokens) of 16 problems, by the local engine or through a proxy of a
+    limited service.
+    """
     folder.mkdir()
     evaluation = {"max_examples": 16, "samples": 1, "temperature": 0.0, "max_tokens": 64}
     with faulty_proxy(server.url) as (url, traffic):
         traffic.text_alone, traffic.chat_alone = way == "text_alone", way == "chat_alone"
         engine = "pytorch" if way == "local" else "openai"
-        (folder / "run.toml").write_text(dump_toml(served(folder, url, engine=engine, reward={"type": "match"}, evaluation=evaluation)))
+        (folder / "run.toml").write_text(
+            dump_toml(
+                served(folder, url, engine=engine, reward={"type": "match"}, evaluation=evaluation)
+            )
+        )
         assert main(["eval", str(folder / "run.toml"), "--output", str(folder / "answers")]) == 0
-    return [(line["completion"], line["num_tokens"]) for line in lines(folder / "answers" / "samples.jsonl")]
+    return [
+        (line["completion"], line["num_tokens"])
+        for line in lines(folder / "answers" / "samples.jsonl")
+    ]
 
 
-# -- servers that die ----------------------------------------------------------------------------------------------------
+# -- servers that die ------------------------------------------------------------------------------
 
 
 def await_steps(folder: Path, steps: int) -> None:
@@ -213,7 +284,9 @@ def await_steps(folder: Path, steps: int) -> None:
         threading.Event().wait(0.02)
 
 
-def test_a_run_outlives_one_of_two_servers(tmp_path: Path, vllm: RealServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_outlives_one_of_two_servers(
+    tmp_path: Path, vllm: RealServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The second one is the first behind a proxy, which dies."""
     with faulty_proxy(vllm.url) as (url, traffic):
 
@@ -222,7 +295,15 @@ def test_a_run_outlives_one_of_two_servers(tmp_path: Path, vllm: RealServer, cap
             traffic.dead = True
 
         threading.Thread(target=die, daemon=True).start()
-        run = train(served(tmp_path, vllm.url, url, engine="servers.test_vllm.ImpatientVLLM", training={"max_steps": 6}))
+        run = train(
+            served(
+                tmp_path,
+                vllm.url,
+                url,
+                engine="servers.test_vllm.ImpatientVLLM",
+                training={"max_steps": 6},
+            )
+        )
     said = [line for line in capsys.readouterr().out.splitlines() if "servers left" in line]
     print(said)
     assert run.summary.steps == 6 and len(said) == 1 and url in said[0]
@@ -238,18 +319,45 @@ def test_a_killed_server_costs_nothing_and_the_run_resumes_at_another_port(
     def kill_the_engine() -> None:
         await_steps(tmp_path, 3)
         with suppress(httpx.HTTPError):
-            (model,) = httpx.get(f"{printed_vllm.url}/v1/models", trust_env=False).json()["data"][:1]
-            body = {"model": model["id"], "prompt": [1, 2, 3], "max_tokens": 1, "prompt_logprobs": 0}
+            (model,) = httpx.get(f"{printed_vllm.url}/v1/models", trust_env=False).json()["data"][
+                :1
+            ]
+            body = {
+                "model": model["id"],
+                "prompt": [1, 2, 3],
+                "max_tokens": 1,
+                "prompt_logprobs": 0,
+            }
             httpx.post(f"{printed_vllm.url}/v1/completions", json=body, timeout=30, trust_env=False)
         printed_vllm.kill()
 
     threading.Thread(target=kill_the_engine, daemon=True).start()
     with pytest.raises(
         ServerFailure,
-        match=rf"does not answer .* The run is saved after \d+ steps: continue with `retrain {tmp_path}/config.toml --resume {tmp_path}`",
+        match=(
+            r"does not answer .* The run is saved after \d+ steps: continue with `retrain"
+            rf" {tmp_path}/config.toml --resume {tmp_path}`"
+        ),
     ) as caught:
-        train(served(tmp_path, printed_vllm.url, training={"max_steps": 1000, "save_every": 1000}, **config), quiet=True)
+        train(
+            served(
+                tmp_path,
+                printed_vllm.url,
+                training={"max_steps": 1000, "save_every": 1000},
+                **config,
+            ),
+            quiet=True,
+        )
     print(f"\n{caught.value}")
     done = len(lines(tmp_path / "metrics.jsonl"))
-    run = train(served(tmp_path, vllm.url, resume={"from": str(tmp_path)}, training={"max_steps": done + 2}, **config), quiet=True)
+    run = train(
+        served(
+            tmp_path,
+            vllm.url,
+            resume={"from": str(tmp_path)},
+            training={"max_steps": done + 2},
+            **config,
+        ),
+        quiet=True,
+    )
     assert done >= 3 and [record.step for record in run.metrics()] == list(range(done + 2))

@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 class LocalBackend(Backend):
     """Loads the model, attaches the adapter, and builds the engine that samples from both.
 
-    `choices` come from an earlier start of the same run; without them they are made from the machine. Nothing is printed here: the
-    caller prints `notes`, `device_name` and `trainable_parameters_line`.
+    `choices` come from an earlier start of the same run; without them they are made from the
+    machine. Nothing is printed here: the caller prints `notes`, `device_name` and
+    `trainable_parameters_line`.
     """
 
     capabilities = LOCAL
@@ -49,24 +50,34 @@ class LocalBackend(Backend):
         eos_ids: Sequence[int] | None = None,
         world: World = ALONE,
     ) -> None:
-        """`eos_ids`: the tokens that end a completion; the tokenizer is loaded for them where they are not given."""
+        """`eos_ids`: the tokens that end a completion; the tokenizer is loaded for them where they
+        are not given.
+        """
         self.config = config
         device, _, sampler_device = choose_device(config.backend, world)
         _choose_kernels(config.inference.attention_kernel)
         self._base = load_base_model(config, resolve_model(config.model.model), device, world)
         if config.inference.engine == "pytorch":
-            refuse_undecodable(self._base.model)  # before peft may refuse its layers: the first reason is the one that counts
+            refuse_undecodable(
+                self._base.model
+            )  # before peft may refuse its layers: the first reason is the one that counts
         self._adapter = Adapter(self._base, config.model, config.lora, config.training.seed)
         self._choices = world.broadcast(choose(config, self._base, world, choices))
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(self._choices.threads)
         notes: list[str] = []
-        self._fused = FusedDecoder.of(self._base.model, merge=self._choices.merge_adapter, say=notes.append)
+        self._fused = FusedDecoder.of(
+            self._base.model, merge=self._choices.merge_adapter, say=notes.append
+        )
         rounded = rounds(config.inference, self._base.dtype)
-        self.notes: tuple[str, ...] = tuple(filter(None, (*notes, old_logprobs_note(config.loss, rounded=rounded))))
+        self.notes: tuple[str, ...] = tuple(
+            filter(None, (*notes, old_logprobs_note(config.loss, rounded=rounded)))
+        )
         """Sentences about the loaded model that the user should see at the start."""
         self._pool = Pool(self._choices.workers, list(self._adapter.parameters.values()))
-        self._learner = Learner(self._base, self._adapter, config, self._choices, self._fused, world, self._pool)
+        self._learner = Learner(
+            self._base, self._adapter, config, self._choices, self._fused, world, self._pool
+        )
         self._sampler_adapter: Adapter | None = None
         self._learning_leaves: int | None = None
         """Bytes that a learning pass leaves to the sampler's pages; None while nobody asked."""
@@ -80,15 +91,23 @@ class LocalBackend(Backend):
             self.capabilities = replace(self.capabilities, samples_ahead=True)
 
     def _build_engine(
-        self, eos_ids: Sequence[int] | None, base: BaseModel, adapter: Adapter, fused: FusedDecoder | None
+        self,
+        eos_ids: Sequence[int] | None,
+        base: BaseModel,
+        adapter: Adapter,
+        fused: FusedDecoder | None,
     ) -> InferenceEngine:
         from retrain.inference_engine.torch_engine import TorchEngine
 
         inference, eos_ids = self.config.inference, eos_ids or self._eos_ids()
         if inference.engine != "pytorch":
             make: Any = engine_class(self.config)  # a subclass's constructor has these arguments
-            with user_code(f'building [inference] engine = "{inference.engine}"', ConfigurationError):
-                engine: InferenceEngine = make(self.config, model=adapter.peft_model, eos_ids=eos_ids, device=base.device)
+            with user_code(
+                f'building [inference] engine = "{inference.engine}"', ConfigurationError
+            ):
+                engine: InferenceEngine = make(
+                    self.config, model=adapter.peft_model, eos_ids=eos_ids, device=base.device
+                )
                 return engine
         return TorchEngine(
             adapter.peft_model,
@@ -108,7 +127,7 @@ class LocalBackend(Backend):
         tokenizer = load_tokenizer(model.model, model.revision, model.trust_remote_code)
         return eos_token_ids(tokenizer, self._base.model.config, self._base.model.generation_config)
 
-    # -- what the start-up lines say --------------------------------------------------------------------------------
+    # -- what the start-up lines say ---------------------------------------------------------------
 
     @property
     def choices(self) -> MachineChoices:
@@ -133,23 +152,31 @@ class LocalBackend(Backend):
         weights = list(self._base.model.parameters())
         own = {id(parameter) for parameter in self._adapter.parameters.values()}
         base = [weight for weight in weights if id(weight) not in own]
-        return FrozenWeights(sum(weight.numel() for weight in base), sum(weight.nbytes for weight in base))
+        return FrozenWeights(
+            sum(weight.numel() for weight in base), sum(weight.nbytes for weight in base)
+        )
 
     @property
     def recomputes(self) -> bool:
         return self._choices.gradient_checkpointing
 
     def trainable_parameters_line(self) -> str:
-        """Return peft's line: "trainable params: 41,943,040 || all params: 3,951,079,424 || trainable%: 1.0616"."""
+        """Return peft's line: "trainable params: 41,943,040 || all params: 3,951,079,424 ||
+        trainable%: 1.0616".
+        """
         return self._adapter.trainable_line()
 
     def _copy_to_sampler(self) -> None:
         assert self._sampler_adapter is not None
         with torch.no_grad():
-            for own, learned in zip(self._sampler_adapter.parameters.values(), self._adapter.parameters.values(), strict=True):
+            for own, learned in zip(
+                self._sampler_adapter.parameters.values(),
+                self._adapter.parameters.values(),
+                strict=True,
+            ):
                 own.copy_(learned)
 
-    # -- what the parity gate asks for -------------------------------------------------------------------------------
+    # -- what the parity gate asks for -------------------------------------------------------------
 
     def trial_adapter(self, seed: int) -> TrialAdapter:
         return LocalTrialAdapter(self._adapter, seed)
@@ -158,18 +185,25 @@ class LocalBackend(Backend):
     def reach(self) -> tuple[int, int]:
         text: Any = self._base.model.config.get_text_config()
         layers = getattr(text, "layer_types", None)
-        windowed = getattr(text, "use_sliding_window", True) and (layers is None or "sliding_attention" in layers)
+        windowed = getattr(text, "use_sliding_window", True) and (
+            layers is None or "sliding_attention" in layers
+        )
         window = getattr(text, "sliding_window", None) if windowed else None
         return int(getattr(text, "max_position_embeddings", None) or 1 << 30), int(window or 0)
 
-    # -- learning ---------------------------------------------------------------------------------------------------
+    # -- learning ----------------------------------------------------------------------------------
 
     def train(self, rows: Sequence[Row], step: int) -> StepResult:
         from retrain.inference_engine.torch_engine import TorchEngine
 
         raw = is_raw(self.engine.capabilities, self.config.training.temperature)
-        if isinstance(self.engine, TorchEngine) and self._sampler_adapter is None and self.engine.held_bytes:
-            # The sampler's pages go where activations do not fit beside them; their contents are of the weights before this step.
+        if (
+            isinstance(self.engine, TorchEngine)
+            and self._sampler_adapter is None
+            and self.engine.held_bytes
+        ):
+            # The sampler's pages go where activations do not fit beside them; their contents are of
+            # the weights before this step.
             if self._learning_leaves is None:
                 self._learning_leaves = learning_leaves(self.config, self._base, self._choices)
             if self.engine.held_bytes > self._learning_leaves:
@@ -181,7 +215,9 @@ class LocalBackend(Backend):
         with _current(self._base.device):
             return self._learner.logprobs(rows, temperature)
 
-    def rounded_logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array] | None:
+    def rounded_logprobs(
+        self, rows: Sequence[Row], temperature: float | None = None
+    ) -> list[Float32Array] | None:
         dtype = other_precision(self._base)
         with _current(self._base.device):
             return None if dtype is None else self._learner.logprobs_in(dtype, rows, temperature)
@@ -190,7 +226,7 @@ class LocalBackend(Backend):
         with _current(self._base.device):
             return self._learner.kept(rows, truncation)
 
-    # -- files ------------------------------------------------------------------------------------------------------
+    # -- files -------------------------------------------------------------------------------------
 
     def save_adapter(self, folder: Path) -> None:
         self._adapter.save(folder)
@@ -210,34 +246,45 @@ class LocalBackend(Backend):
 
 
 def _choose_kernels(attention: str) -> None:
-    """Choose kernels before the first product on a CUDA device. The settings are the process's; no other device reads them."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS may sum in another order
-    # cuDNN's attention plans anew for every length, and with a mask its backward can give NaN (pytorch issue 196678).
+    """Choose kernels before the first product on a CUDA device. The settings are the process's; no
+    other device reads them.
+    """
+    os.environ.setdefault(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # else cuBLAS may sum in another order
+    # cuDNN's attention plans anew for every length, and with a mask its backward can give NaN
+    # (pytorch issue 196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.enable_flash_sdp(attention != "cutlass")  # what is left is CUTLASS's kernel
-    # The parts of a product are added in float32: sums in bf16 would add to the difference between sampler and learner.
+    # The parts of a product are added in float32: sums in bf16 would add to the difference between
+    # sampler and learner.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a CUDA device the current one of this thread: torch's operators go to their tensors' device, and Triton's kernels (the product
-    with weights in 8 bits) to the current one.
+    """Make a CUDA device the current one of this thread: torch's operators go to their tensors'
+    device, and Triton's kernels (the product with weights in 8 bits) to the current one.
     """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager
 def _deterministic(device: torch.device) -> Iterator[None]:
-    """Use, on CUDA, kernels whose sums do not depend on the order in which threads arrive; on a CPU they are so already.
+    """Use, on CUDA, kernels whose sums do not depend on the order in which threads arrive; on a CPU
+    they are so already.
 
-    Not `warn_only`, under which the backward pass of torch's attention stays non-deterministic. The flag is the process's: a sampler in
-    another thread (split mode) has no operator that raises under it, and its cache's `index_copy_` is slower meanwhile.
+    Not `warn_only`, under which the backward pass of torch's attention stays non-deterministic. The
+    flag is the process's: a sampler in another thread (split mode) has no operator that raises
+    under it, and its cache's `index_copy_` is slower meanwhile.
     """
     if device.type != "cuda":
         yield
         return
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]  # not in torch's stubs
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # not in torch's stubs

@@ -1,7 +1,8 @@
-"""The learning pass: rows in, optimizer steps out, with one normalisation per optimizer batch, however it is cut into micro-batches.
+"""The learning pass: rows in, optimizer steps out, with one normalisation per optimizer batch,
+however it is cut into micro-batches.
 
-The policy is softmax(logits / temperature) over the tokens that the sampler kept. Dropout, where it is on, acts in the training pass and
-where old log-probs are recomputed for it.
+The policy is softmax(logits / temperature) over the tokens that the sampler kept. Dropout, where it
+is on, acts in the training pass and where old log-probs are recomputed for it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,14 @@ from retrain.backends.local.optimizer import AdapterOptimizer
 from retrain.backends.losses import ActionTokens
 from retrain.backends.own_loss import Terms, aggregation_of, own_correction, own_loss
 from retrain.backends.proof import metric_names
-from retrain.backends.rows import Update, check_rows, minibatch_split, num_completions, row_weights, step_result
+from retrain.backends.rows import (
+    Update,
+    check_rows,
+    minibatch_split,
+    num_completions,
+    row_weights,
+    step_result,
+)
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.inference_engine.base import Truncation
@@ -48,7 +56,9 @@ if TYPE_CHECKING:
 
 
 class _Weights(NamedTuple):
-    """Weights of each token of one row in the loss: of its policy term, and of its KL and entropy terms."""
+    """Weights of each token of one row in the loss: of its policy term, and of its KL and entropy
+    terms.
+    """
 
     policy: float
     regulariser: float
@@ -62,7 +72,8 @@ class _Piece:
     share: bool
     """A prompt is computed once for its rows."""
     dummy: bool
-    """Dummy micro-batch, for the collectives of the other processes: its loss is 0 and its scores are dropped."""
+    """Dummy micro-batch, for the collectives of the other processes: its loss is 0 and its scores
+    are dropped."""
     step: int = 0
     weights: Sequence[_Weights] = ()
     """One for each row."""
@@ -110,52 +121,98 @@ class Learner:
     ) -> None:
         """`fused` stands in for the model's own forward wherever no dropout acts.
 
-        In a parallel `world` every process is given all rows, computes its share, and ends with the whole result.
+        In a parallel `world` every process is given all rows, computes its share, and ends with the
+        whole result.
         """
         self.base, self.adapter, self.choices = base, adapter, choices
         self._fused = fused
         self.world = world
-        self.optimizer = AdapterOptimizer(adapter.parameters, config.optimizer, config.training, config.loss.max_grad_norm)
+        self.optimizer = AdapterOptimizer(
+            adapter.parameters, config.optimizer, config.training, config.loss.max_grad_norm
+        )
         self.loss, self.max_tokens = config.loss, config.training.max_tokens
-        self._own_loss, self._own_correction, self._aggregation = own_loss(config), own_correction(config), aggregation_of(config)
+        self._own_loss, self._own_correction, self._aggregation = (
+            own_loss(config),
+            own_correction(config),
+            aggregation_of(config),
+        )
         self._metrics = metric_names(self._own_loss, base.device) if self._own_loss else ()
         own = [function for function in (self._own_loss, self._own_correction) if function]
-        self._entropy = config.loss.entropy_coef != 0 or any(function.declares("needs_entropy") for function in own)
-        self._reference = config.loss.kl_coef != 0 or any(function.declares("needs_reference") for function in own)
+        self._entropy = config.loss.entropy_coef != 0 or any(
+            function.declares("needs_entropy") for function in own
+        )
+        self._reference = config.loss.kl_coef != 0 or any(
+            function.declares("needs_reference") for function in own
+        )
         self.temperature = config.training.temperature
         self.seed = config.training.seed
-        self._passes, self._minibatches = config.training.updates_per_batch, config.training.minibatches
-        self._recompute = recomputes_old_logprobs(config.loss, rounded=rounds(config.inference, base.dtype))
+        self._passes, self._minibatches = (
+            config.training.updates_per_batch,
+            config.training.minibatches,
+        )
+        self._recompute = recomputes_old_logprobs(
+            config.loss, rounded=rounds(config.inference, base.dtype)
+        )
         self._kernel_of = partial(attention_of, config.inference.attention_kernel, base.device.type)
         self._kernel: Kernel = self._kernel_of(base.dtype)
         self._packs = not missing(base.model)
         self._checkpointed = layers(base.model) if choices.gradient_checkpointing else []
         if choices.gradient_checkpointing and not self._checkpointed:
             raise ConfigurationError(
-                f"[training] gradient_checkpointing: no layers are found in {type(base.model).__name__}; set it false, and lower "
-                "[training] micro_batch_tokens where memory is short."
+                "[training] gradient_checkpointing: no layers are found in"
+                f" {type(base.model).__name__}; set it false, and lower [training]"
+                " micro_batch_tokens where memory is short."
             )
         self._pool = pool or Pool()
-        self._learn_pieces, self._score_pieces = self._pool.shared(self._learn), self._pool.shared(self._score)
+        self._learn_pieces, self._score_pieces = (
+            self._pool.shared(self._learn),
+            self._pool.shared(self._score),
+        )
 
     def train(self, rows: Sequence[Row], step: int, *, sampler_is_raw: bool = False) -> StepResult:
         """Take one step.
 
-        `sampler_is_raw`: the recorded log-probs are at temperature 1 whatever the training temperature, so the learner's own replace them,
-        and the ratios of sampler and learner are reported at 1.
+        `sampler_is_raw`: the recorded log-probs are at temperature 1 whatever the training
+        temperature, so the learner's own replace them, and the ratios of sampler and learner are
+        reported at 1.
         """
         check_rows(rows)
-        batch = [LearnerRow(number, row, row.logprobs, row.logprobs) for number, row in enumerate(rows) if row.trained]
-        raw = [own - row.sampler for row, own in zip(batch, self.score(batch, temperature=1.0), strict=True)] if sampler_is_raw else None
+        batch = [
+            LearnerRow(number, row, row.logprobs, row.logprobs)
+            for number, row in enumerate(rows)
+            if row.trained
+        ]
+        raw = (
+            [
+                own - row.sampler
+                for row, own in zip(batch, self.score(batch, temperature=1.0), strict=True)
+            ]
+            if sampler_is_raw
+            else None
+        )
         if sampler_is_raw:  # log-probs of the policy that sampled, which has no dropout
-            batch = [replace(row, sampler=own, old=own) for row, own in zip(batch, self.score(batch), strict=True)]
-        if batch and self._recompute:  # as in the first pass, under its masks and in its micro-batches: the first ratio is exactly 1
+            batch = [
+                replace(row, sampler=own, old=own)
+                for row, own in zip(batch, self.score(batch), strict=True)
+            ]
+        if (
+            batch and self._recompute
+            # as in the first pass, under its masks and in its micro-batches: the first ratio
+            # is exactly 1
+        ):
             parts = minibatch_split(batch, self._minibatches, self.seed, step, turn=0)
-            old = {row.number: own for part in parts for row, own in zip(part, self.score(part, masks_of=step), strict=True)}
+            old = {
+                row.number: own
+                for part in parts
+                for row, own in zip(part, self.score(part, masks_of=step), strict=True)
+            }
             batch = [replace(row, old=old[row.number]) for row in batch]
         if self._reference:
             references = self.score(batch, reference=True)
-            batch = [replace(row, reference=reference) for row, reference in zip(batch, references, strict=True)]
+            batch = [
+                replace(row, reference=reference)
+                for row, reference in zip(batch, references, strict=True)
+            ]
         updates: list[Update] = []
         measured: dict[int, Float32Array] = {}
         completions = num_completions(rows) / self._minibatches
@@ -168,16 +225,31 @@ class Learner:
         elif self._recompute:
             measured = {row.number: row.old - row.sampler for row in batch}
         else:
-            measured = {number: ratios for part in self.world.gather(measured) for number, ratios in part.items()}
-        first = {row.number for row in minibatch_split(batch, self._minibatches, self.seed, step, turn=0)[0]} if batch else set()
+            measured = {
+                number: ratios
+                for part in self.world.gather(measured)
+                for number, ratios in part.items()
+            }
+        first = (
+            {
+                row.number
+                for row in minibatch_split(batch, self._minibatches, self.seed, step, turn=0)[0]
+            }
+            if batch
+            else set()
+        )
         before = [ratios for number, ratios in measured.items() if number in first]
         return step_result(updates, list(measured.values()), before)
 
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
-        """[T] log-probs of each row, without gradient or dropout, at the training temperature unless one is given."""
+        """[T] log-probs of each row, without gradient or dropout, at the training temperature
+        unless one is given.
+        """
         return self._looked_up(rows, temperature=temperature)
 
-    def logprobs_in(self, dtype: torch.dtype, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
+    def logprobs_in(
+        self, dtype: torch.dtype, rows: Sequence[Row], temperature: float | None = None
+    ) -> list[Float32Array]:
         """As `logprobs`, with the base in `dtype`."""
         return self._looked_up(rows, temperature=temperature, dtype=dtype)
 
@@ -187,7 +259,11 @@ class Learner:
 
     def _looked_up(self, rows: Sequence[Row], **asked: Any) -> list[Float32Array]:
         check_rows(rows)
-        filled = [LearnerRow(number, row, row.logprobs, row.logprobs) for number, row in enumerate(rows) if row.num_actions]
+        filled = [
+            LearnerRow(number, row, row.logprobs, row.logprobs)
+            for number, row in enumerate(rows)
+            if row.num_actions
+        ]
         scores = iter(self.score(filled, **asked))
         return [next(scores) if row.num_actions else np.empty(0, np.float32) for row in rows]
 
@@ -201,16 +277,25 @@ class Learner:
         dtype: torch.dtype | None = None,
         truncation: Truncation | None = None,
     ) -> list[Float32Array]:
-        """[T] log-probs of each row by the learner, with `reference` by the frozen base; `masks_of` is the step whose dropout masks act.
+        """[T] log-probs of each row by the learner, with `reference` by the frozen base; `masks_of`
+        is the step whose dropout masks act.
 
-        The base is not truncated: its own most probable tokens are another set, and the divergence of a truncated policy from the whole
-        base is finite. For a fixed kept set it exceeds the divergence over that set by a constant, -ln of the base's mass of the set.
+        The base is not truncated: its own most probable tokens are another set, and the divergence
+        of a truncated policy from the whole base is finite. For a fixed kept set it exceeds the
+        divergence over that set by a constant, -ln of the base's mass of the set.
         """
         masked = masks_of is not None and self.adapter.drops
         found: dict[int, Float32Array] = {}
         pieces = self._pieces(rows, share=not masked)
         asked = (
-            replace(piece, reference=reference, masks_of=masks_of, temperature=temperature, dtype=dtype, truncation=truncation)
+            replace(
+                piece,
+                reference=reference,
+                masks_of=masks_of,
+                temperature=temperature,
+                dtype=dtype,
+                truncation=truncation,
+            )
             for piece in pieces
         )
         for _, logprobs in self._score_pieces(asked):
@@ -219,11 +304,18 @@ class Learner:
             found |= part
         return [found[row.number] for row in rows]
 
-    # -- one update -------------------------------------------------------------------------------------------------
+    # -- one update --------------------------------------------------------------------------------
 
-    def _update(self, rows: Sequence[LearnerRow], step: int, completions: float, log_ratios: dict[int, Float32Array] | None) -> Update:
-        """Compute the gradient of one optimizer batch and, if everything is finite, take one step. `completions` is the batch's share of
-        those that were drawn, trained or not; `log_ratios` collects those of this process's rows, by row number.
+    def _update(
+        self,
+        rows: Sequence[LearnerRow],
+        step: int,
+        completions: float,
+        log_ratios: dict[int, Float32Array] | None,
+    ) -> Update:
+        """Compute the gradient of one optimizer batch and, if everything is finite, take one step.
+        `completions` is the batch's share of those that were drawn, trained or not; `log_ratios`
+        collects those of this process's rows, by row number.
         """
         name = _nonfinite_input(rows)
         if name:
@@ -236,7 +328,12 @@ class Learner:
         clip = torch.zeros(2, device=self.base.device)
         metrics = torch.zeros(len(self._metrics), 2, device=self.base.device)
         pieces = (
-            replace(piece, step=step, weights=[weights[row.number] for row in piece.rows], measured=log_ratios is not None)
+            replace(
+                piece,
+                step=step,
+                weights=[weights[row.number] for row in piece.rows],
+                measured=log_ratios is not None,
+            )
             for piece in self._pieces(rows, share=not self.adapter.drops)
         )
         for learned in in_order(self._learn_pieces(pieces)):
@@ -246,7 +343,9 @@ class Learner:
             clip += learned.clip
             metrics += learned.metrics
             if log_ratios is not None:
-                log_ratios |= {number: new - sampler_of[number] for number, new in learned.logprobs.items()}
+                log_ratios |= {
+                    number: new - sampler_of[number] for number, new in learned.logprobs.items()
+                }
         self.world.sum([*self.optimizer.gradients(), loss, infinite, metrics, clip])
         norm = self.optimizer.gradient_norm()
         clipped, clippable = clip.tolist()
@@ -263,22 +362,31 @@ class Learner:
         return Update(loss.item(), norm.item(), clipped, clippable, counted, nonfinite)
 
     def _weights(self, rows: Sequence[LearnerRow], completions: float) -> dict[int, _Weights]:
-        """Return row number -> weights, for all rows of the optimizer batch, whichever process computes them.
+        """Return row number -> weights, for all rows of the optimizer batch, whichever process
+        computes them.
 
-        The policy term is averaged over the rows that have one and the tokens that count in it; KL and entropy are averaged over all rows,
-        so that switching them on changes nothing in the policy term.
+        The policy term is averaged over the rows that have one and the tokens that count in it; KL
+        and entropy are averaged over all rows, so that switching them on changes nothing in the
+        policy term.
         """
         own, common = [row.row for row in rows], (self._aggregation, self.max_tokens, completions)
         policy = row_weights(own, [row.num_counted for row in own], *common)
         regulariser = row_weights(own, [row.num_actions for row in own], *common)
-        return {row.number: _Weights(*weights) for row, *weights in zip(rows, policy, regulariser, strict=True)}
+        return {
+            row.number: _Weights(*weights)
+            for row, *weights in zip(rows, policy, regulariser, strict=True)
+        }
 
     def _pieces(self, rows: Sequence[LearnerRow], *, share: bool) -> Iterator[_Piece]:
-        """Return the micro-batches of this process's share of `rows`, the rows of all processes. `share` computes a prompt once for its
-        rows; not under dropout, whose masks differ from row to row. With a sharded base every process makes equally many, the last ones
-        dummies.
+        """Return the micro-batches of this process's share of `rows`, the rows of all processes.
+        `share` computes a prompt once for its rows; not under dropout, whose masks differ from row
+        to row. With a sharded base every process makes equally many, the last ones dummies.
         """
-        parts = split_rows(share_rows(rows, self.world), self.choices.micro_batch_tokens, share=share and self._packs)
+        parts = split_rows(
+            share_rows(rows, self.world),
+            self.choices.micro_batch_tokens,
+            share=share and self._packs,
+        )
         for part in self.base.shards.in_lockstep(parts):
             yield _Piece(part or [min(rows, key=lambda row: row.tokens)], share, dummy=not part)
 
@@ -289,7 +397,11 @@ class Learner:
             self.optimizer.zero_gradients()
         with self._training(micro, piece.step):
             scores = self._forward(micro, entropy=self._entropy)
-            tokens = _action_tokens(micro, scores, [_Weights(0.0, 0.0)] * len(piece.rows) if piece.dummy else piece.weights)
+            tokens = _action_tokens(
+                micro,
+                scores,
+                [_Weights(0.0, 0.0)] * len(piece.rows) if piece.dummy else piece.weights,
+            )
             own: Terms | None = self._own_loss(tokens) if self._own_loss else None
             correction = self._own_correction(tokens) if self._own_correction else None
             loss = policy_loss(tokens, self.loss, own.values if own else None, correction)
@@ -301,14 +413,22 @@ class Learner:
             self._clip_counts(tokens, own),
             self._measured(None if piece.dummy else own),
             _by_row(micro, new) if piece.measured and not piece.dummy else {},
-            [gradient.numpy() for gradient in self.optimizer.gradients()] if self._pool.in_worker else [],
+            (
+                [gradient.numpy() for gradient in self.optimizer.gradients()]
+                if self._pool.in_worker
+                else []
+            ),
         )
 
     def _clip_counts(self, tokens: ActionTokens, own: Terms | None) -> Tensor:
         """[2] `clip_counts`; zeros for a loss of one's own that gives no mask."""
         if own is None:
             return clip_counts(tokens, self.loss)
-        return torch.zeros(2, device=self.base.device) if own.clipped is None else clip_counts(tokens, self.loss, own.clipped)
+        return (
+            torch.zeros(2, device=self.base.device)
+            if own.clipped is None
+            else clip_counts(tokens, self.loss, own.clipped)
+        )
 
     def _measured(self, own: Terms | None) -> Tensor:
         """[metrics, 2] (sum, number) of each metric; zeros for a dummy."""
@@ -316,14 +436,24 @@ class Learner:
             return torch.zeros(len(self._metrics), 2, device=self.base.device)
         if tuple(own.metrics) != self._metrics:
             raise RunFailed(
-                f'[loss] mode = "{self.loss.mode}" gave the metrics {", ".join(own.metrics) or "none"}, and {", ".join(self._metrics)} '
-                "before; give the same ones every time."
+                f'[loss] mode = "{self.loss.mode}" gave the metrics'
+                f" {', '.join(own.metrics) or 'none'}, and {', '.join(self._metrics)} before; give"
+                " the same ones every time."
             )
-        return torch.stack([torch.stack([value.float().sum(), value.new_tensor(value.numel()).float()]) for value in own.metrics.values()])
+        return torch.stack(
+            [
+                torch.stack([value.float().sum(), value.new_tensor(value.numel()).float()])
+                for value in own.metrics.values()
+            ]
+        )
 
     def _score(self, piece: _Piece) -> Iterator[dict[int, Float32Array]]:
         """Return the log-probs of the piece's rows, by row number."""
-        with torch.no_grad(), self._attention(), self.adapter.disabled() if piece.reference else nullcontext():
+        with (
+            torch.no_grad(),
+            self._attention(),
+            self.adapter.disabled() if piece.reference else nullcontext(),
+        ):
             micro = self._micro_batch(piece)
             with nullcontext() if piece.masks_of is None else self._dropout(micro, piece.masks_of):
                 values = self._values(micro, piece)
@@ -335,30 +465,59 @@ class Learner:
             with computed_in(self.base, piece.dtype) as base:
                 hidden = base.hidden_states(micro.token_ids, micro.positions, micro.attention)
             states = hidden.flatten(0, 1).index_select(0, micro.predictors)
-            return score_tokens(base.head, states, micro.targets, piece.temperature or self.temperature, kept=micro.kept()).logprobs
+            return score_tokens(
+                base.head,
+                states,
+                micro.targets,
+                piece.temperature or self.temperature,
+                kept=micro.kept(),
+            ).logprobs
         if piece.truncation is not None:
             states = self._hidden_states(micro).flatten(0, 1).index_select(0, micro.predictors)
             return count_kept(self.base.head, states, self.temperature, *astuple(piece.truncation))
-        return self._forward(micro, truncated=not piece.reference, temperature=piece.temperature).logprobs
+        return self._forward(
+            micro, truncated=not piece.reference, temperature=piece.temperature
+        ).logprobs
 
     def _micro_batch(self, piece: _Piece) -> MicroBatch:
         if not self._packs:
             return pad(piece.rows, self.base.device)
         kernel = self._kernel if piece.dtype is None else self._kernel_of(piece.dtype)
-        return pack(piece.rows, self.base.device, kernel, self.choices.micro_batch_tokens, share=piece.share)
+        return pack(
+            piece.rows, self.base.device, kernel, self.choices.micro_batch_tokens, share=piece.share
+        )
 
     def _forward(
-        self, micro: MicroBatch, *, truncated: bool = True, entropy: bool = False, temperature: float | None = None
+        self,
+        micro: MicroBatch,
+        *,
+        truncated: bool = True,
+        entropy: bool = False,
+        temperature: float | None = None,
     ) -> TokenScores:
-        """Return scores of the micro-batch's action tokens; the head sees the positions that predict them and no others."""
+        """Return scores of the micro-batch's action tokens; the head sees the positions that
+        predict them and no others.
+        """
         hidden = self._hidden_states(micro)
         states = hidden.flatten(0, 1).index_select(0, micro.predictors)
         kept = micro.kept() if truncated else None
-        return score_tokens(self.base.head, states, micro.targets, temperature or self.temperature, kept=kept, entropy=entropy)
+        return score_tokens(
+            self.base.head,
+            states,
+            micro.targets,
+            temperature or self.temperature,
+            kept=kept,
+            entropy=entropy,
+        )
 
     def _hidden_states(self, micro: MicroBatch) -> Tensor:
         """[1, N, H]; [rows, longest, H] where the rows are padded."""
-        if self._fused is not None and micro.attention is not None and micro.positions is not None and not self.adapter.dropout.is_active:
+        if (
+            self._fused is not None
+            and micro.attention is not None
+            and micro.positions is not None
+            and not self.adapter.dropout.is_active
+        ):
             self._fused.refresh()
             return self._fused.hidden_states(
                 micro.token_ids,
@@ -368,24 +527,34 @@ class Learner:
                 offloaded=self.choices.offload_activations,
             )
         with ExitStack() as stack:
-            if self.base.dtype != torch.float32:  # the adapter's fp32 weights take part in bf16 products: no activation is kept in fp32
+            if (
+                self.base.dtype != torch.float32
+                # the adapter's fp32 weights take part in bf16 products: no activation is
+                # kept in fp32
+            ):
                 stack.enter_context(torch.autocast(self.base.device.type, self.base.dtype))
                 stack.enter_context(self.adapter.uncast_inputs())
             return self.base.hidden_states(micro.token_ids, micro.positions, micro.attention)
 
     def _attention(self) -> AbstractContextManager[None]:
-        """Plug our attention in, around a backward pass too: gradient checkpointing runs layers again in it."""
+        """Plug our attention in, around a backward pass too: gradient checkpointing runs layers
+        again in it.
+        """
         return plugged_in(self.base.model) if self._packs else nullcontext()
 
     @contextmanager
     def _training(self, micro: MicroBatch, step: int) -> Iterator[None]:
-        """The adapter's dropout and gradient checkpointing are on inside, for the forward pass and its backward.
+        """The adapter's dropout and gradient checkpointing are on inside, for the forward pass and
+        its backward.
 
-        A checkpointed layer keeps its input and runs again in the backward pass. Not by transformers' own gradient checkpointing: that
-        wants layers in training mode, where some families drop out (OPT, StarCoder 2).
+        A checkpointed layer keeps its input and runs again in the backward pass. Not by
+        transformers' own gradient checkpointing: that wants layers in training mode, where some
+        families drop out (OPT, StarCoder 2).
         """
         for layer in self._checkpointed:
-            layer.forward = partial(recomputed, layer.forward, offloaded=self.choices.offload_activations)
+            layer.forward = partial(
+                recomputed, layer.forward, offloaded=self.choices.offload_activations
+            )
         try:
             with self._attention(), self._dropout(micro, step):
                 yield
@@ -397,13 +566,17 @@ class Learner:
         """The masks of `step` act inside, where the adapter has dropout."""
         if not self.adapter.drops:
             return nullcontext()
-        numbers, lengths = [row.number for row in micro.rows], [row.tokens for row in micro.rows] if micro.attention else None
+        numbers, lengths = (
+            [row.number for row in micro.rows],
+            [row.tokens for row in micro.rows] if micro.attention else None,
+        )
         return self.adapter.dropout.active(step, numbers, self.base.device, lengths)
 
 
 def recomputes_old_logprobs(loss: "Loss", *, rounded: bool) -> bool:
-    """Return True if old log-probs come from the learner: as `[loss] old_logprobs` says; unset, for mode = "gspo" where log-probs are
-    `rounded`, since its narrow clip would take rounding for a change of the policy.
+    """Return True if old log-probs come from the learner: as `[loss] old_logprobs` says; unset, for
+    mode = "gspo" where log-probs are `rounded`, since its narrow clip would take rounding for a
+    change of the policy.
     """
     if loss.is_set("old_logprobs") or loss.mode != "gspo":
         return loss.old_logprobs == "recomputed"
@@ -418,27 +591,37 @@ def old_logprobs_note(loss: "Loss", *, rounded: bool) -> str:
     rounding = f"in half precision rounding alone can move a sequence's ratio past its clip {clip}"
     if recomputes_old_logprobs(loss, rounded=True):
         chosen = "" if loss.is_set("old_logprobs") else "as old_logprobs is unset, "
-        return f'[loss] mode = "gspo": {rounding}; {chosen}the learner recomputes old log-probs before the first update of each step.'
+        return (
+            f'[loss] mode = "gspo": {rounding}; {chosen}the learner recomputes old log-probs before'
+            " the first update of each step."
+        )
     return (
-        f'[loss] old_logprobs = "sampler" with mode = "gspo": {rounding}, so it takes gradient away on policy (clip_fraction); '
-        'leave old_logprobs unset, or give "recomputed".'
+        f'[loss] old_logprobs = "sampler" with mode = "gspo": {rounding}, so it takes gradient away'
+        ' on policy (clip_fraction); leave old_logprobs unset, or give "recomputed".'
     )
 
 
 def rounds(inference: "Inference", dtype: torch.dtype) -> bool:
-    """Return True if learner or sampler computes in less than float32, so that their log-probs of one token differ by more than float32's
-    rounding.
+    """Return True if learner or sampler computes in less than float32, so that their log-probs of
+    one token differ by more than float32's rounding.
 
     `dtype` is the base's.
     """
     return dtype != torch.float32 or inference.dtype != "auto" or inference.kv_cache_dtype != "auto"
 
 
-def _action_tokens(micro: MicroBatch, scores: TokenScores, weights: Sequence[_Weights]) -> ActionTokens:
+def _action_tokens(
+    micro: MicroBatch, scores: TokenScores, weights: Sequence[_Weights]
+) -> ActionTokens:
     rows = micro.rows
 
     def repeated(of_rows: Sequence[float]) -> Tensor:
-        return micro.flat([np.full(length, value, np.float32) for length, value in zip(micro.lengths, of_rows, strict=True)])
+        return micro.flat(
+            [
+                np.full(length, value, np.float32)
+                for length, value in zip(micro.lengths, of_rows, strict=True)
+            ]
+        )
 
     references = [row.reference for row in rows if row.reference is not None]
     return ActionTokens(

@@ -1,13 +1,13 @@
 """Policy losses: pure functions over the action tokens of a batch.
 
-Tensors are flat, [N] over the action tokens of all sequences one after the other; `lengths` says how many belong to each.
-A loss is a weighted sum of per-token terms, and the weights carry the whole normalisation. They are computed once for an
-optimizer batch, before its first backward and from the rows of all processes, so that neither micro-batches nor processes
-can change the gradient.
+Tensors are flat, [N] over the action tokens of all sequences one after the other; `lengths` says
+how many belong to each. A loss is a weighted sum of per-token terms, and the weights carry the
+whole normalisation. They are computed once for an optimizer batch, before its first backward and
+from the rows of all processes, so that neither micro-batches nor processes can change the gradient.
 
-Sources: importance sampling and CISPO as Tinker defines them, PPO (1707.06347), dual clip (1912.09729), DAPO's higher upper
-clip (2503.14476), GSPO (2507.18071), CISPO (2506.13585), Dr. GRPO's constant denominator (2503.20783), SAPO (2511.20347), GMPO
-(2507.20673), DPPO (2602.04879).
+Sources: importance sampling and CISPO as Tinker defines them, PPO (1707.06347), dual clip
+(1912.09729), DAPO's higher upper clip (2503.14476), GSPO (2507.18071), CISPO (2506.13585), Dr.
+GRPO's constant denominator (2503.20783), SAPO (2511.20347), GMPO (2507.20673), DPPO (2602.04879).
 """
 
 from collections.abc import Callable, Sequence
@@ -24,11 +24,13 @@ if TYPE_CHECKING:
 KLEstimator = Literal["k1", "k2", "k3"]
 
 
-# --- ratios and weights --------------------------------------------------------------------------------------------
+# --- ratios and weights ---------------------------------------------------------------------------
 
 
 def ratio(new: Tensor, old: Tensor, log_ratio_clamp: float) -> Tensor:
-    """[N] exp(new - old), the log-ratio clamped to +-log_ratio_clamp; outside the clamp there is no gradient."""
+    """[N] exp(new - old), the log-ratio clamped to +-log_ratio_clamp; outside the clamp there is no
+    gradient.
+    """
     return (new - old).clamp(-log_ratio_clamp, log_ratio_clamp).exp()
 
 
@@ -41,7 +43,9 @@ def sequence_means(values: Tensor, lengths: Sequence[int]) -> Tensor:
 def spread(values: Tensor, lengths: Sequence[int]) -> Tensor:
     """[N] the value of each token's sequence, from [sequences]."""
     counts = torch.tensor(lengths, dtype=torch.int64, device=values.device)
-    return values.repeat_interleave(counts, output_size=sum(lengths))  # else the host waits for the sum of the counts
+    return values.repeat_interleave(
+        counts, output_size=sum(lengths)
+    )  # else the host waits for the sum of the counts
 
 
 def gspo_ratio(new: Tensor, old: Tensor, lengths: Sequence[int], log_ratio_clamp: float) -> Tensor:
@@ -49,8 +53,12 @@ def gspo_ratio(new: Tensor, old: Tensor, lengths: Sequence[int], log_ratio_clamp
     return sequence_means((new - old).clamp(-log_ratio_clamp, log_ratio_clamp), lengths).exp()
 
 
-def cispo_weight(new: Tensor, old: Tensor, low: float, high: float, log_ratio_clamp: float) -> Tensor:
-    """[N] the ratio clipped to [low, high], detached: it weighs the log-prob's gradient and never cuts it off (CISPO)."""
+def cispo_weight(
+    new: Tensor, old: Tensor, low: float, high: float, log_ratio_clamp: float
+) -> Tensor:
+    """[N] the ratio clipped to [low, high], detached: it weighs the log-prob's gradient and never
+    cuts it off (CISPO).
+    """
     return ratio(new, old, log_ratio_clamp).clamp(low, high).detach()
 
 
@@ -59,24 +67,36 @@ def tis_weight(train: Tensor, sampler: Tensor, cap: float, log_ratio_clamp: floa
     return ratio(train, sampler, log_ratio_clamp).clamp(max=cap).detach()
 
 
-def icepop_weight(train: Tensor, sampler: Tensor, low: float, high: float, log_ratio_clamp: float) -> Tensor:
-    """[N] exp(train - sampler) where it lies in [low, high], else 0: a token that the two disagree on is left out. Detached."""
+def icepop_weight(
+    train: Tensor, sampler: Tensor, low: float, high: float, log_ratio_clamp: float
+) -> Tensor:
+    """[N] exp(train - sampler) where it lies in [low, high], else 0: a token that the two disagree
+    on is left out. Detached.
+    """
     weight = ratio(train, sampler, log_ratio_clamp)
     return torch.where((weight >= low) & (weight <= high), weight, 0.0).detach()
 
 
-def sequence_ratio(train: Tensor, sampler: Tensor, lengths: Sequence[int], log_ratio_clamp: float) -> Tensor:
-    """[N] exp(sum_t (train - sampler)) of each token's sequence, the sum clamped to +-log_ratio_clamp; detached."""
+def sequence_ratio(
+    train: Tensor, sampler: Tensor, lengths: Sequence[int], log_ratio_clamp: float
+) -> Tensor:
+    """[N] exp(sum_t (train - sampler)) of each token's sequence, the sum clamped to
+    +-log_ratio_clamp; detached.
+    """
     counts = torch.tensor(lengths, dtype=torch.int64, device=train.device)
     sums = torch.segment_reduce((train - sampler).detach(), "sum", lengths=counts, initial=0.0)
     return spread(sums.clamp(-log_ratio_clamp, log_ratio_clamp).exp(), lengths)
 
 
-def kl_term(new: Tensor, reference: Tensor, estimator: KLEstimator, log_ratio_clamp: float) -> Tensor:
-    """[N] per-token estimate of KL(policy || reference) from tokens of the policy (Schulman's k1, k2, k3).
+def kl_term(
+    new: Tensor, reference: Tensor, estimator: KLEstimator, log_ratio_clamp: float
+) -> Tensor:
+    """[N] per-token estimate of KL(policy || reference) from tokens of the policy (Schulman's k1,
+    k2, k3).
 
-    As values all three estimate it. As loss terms, the tokens held fixed, their expected gradients differ: 0 for k1, the
-    gradient of KL(policy || reference) for k2, and of KL(reference || policy) for k3.
+    As values all three estimate it. As loss terms, the tokens held fixed, their expected gradients
+    differ: 0 for k1, the gradient of KL(policy || reference) for k2, and of KL(reference || policy)
+    for k3.
     """
     difference = (new - reference).clamp(-log_ratio_clamp, log_ratio_clamp)
     if estimator == "k1":
@@ -86,59 +106,80 @@ def kl_term(new: Tensor, reference: Tensor, estimator: KLEstimator, log_ratio_cl
     return torch.expm1(-difference) + difference
 
 
-# --- the policy terms ----------------------------------------------------------------------------------------------
+# --- the policy terms -----------------------------------------------------------------------------
 
 
-def clipped_terms(ratios: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0) -> Tensor:
-    """[N] -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), bounded by -dual_clip * A where A < 0 and dual_clip is on."""
-    gain = torch.minimum(ratios * advantages, ratios.clamp(1 - clip_low, 1 + clip_high) * advantages)
+def clipped_terms(
+    ratios: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
+) -> Tensor:
+    """[N] -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), bounded by -dual_clip * A where A
+    < 0 and dual_clip is on.
+    """
+    gain = torch.minimum(
+        ratios * advantages, ratios.clamp(1 - clip_low, 1 + clip_high) * advantages
+    )
     if dual_clip > 0:
         gain = torch.where(advantages < 0, torch.maximum(gain, dual_clip * advantages), gain)
     return -gain
 
 
 def detached_ratios(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """[N] the ratios that the clip reads, without gradient: a token's own, or in gspo the one of its sequence."""
+    """[N] the ratios that the clip reads, without gradient: a token's own, or in gspo the one of
+    its sequence.
+    """
     new = tokens.new.detach()
     if settings.mode != "gspo":
         return ratio(new, tokens.old, settings.log_ratio_clamp)
-    return spread(gspo_ratio(new, tokens.old, tokens.lengths, settings.log_ratio_clamp), tokens.lengths)
+    return spread(
+        gspo_ratio(new, tokens.old, tokens.lengths, settings.log_ratio_clamp), tokens.lengths
+    )
 
 
 def gspo_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """[N] the clip acts on the sequence's ratio, and every token of a sequence has the same gradient weight.
+    """[N] the clip acts on the sequence's ratio, and every token of a sequence has the same
+    gradient weight.
 
-    The forward value of each token's ratio is s_i, its gradient s_i * d log pi_t (GSPO-token), so that advantages may differ
-    by token; with equal advantages and the sequence mean this is GSPO's own gradient.
+    The forward value of each token's ratio is s_i, its gradient s_i * d log pi_t (GSPO-token), so
+    that advantages may differ by token; with equal advantages and the sequence mean this is GSPO's
+    own gradient.
     """
     ratios = detached_ratios(tokens, settings) * (tokens.new - tokens.new.detach()).exp()
     return clipped_terms(ratios, tokens.advantages, *settings.clips)
 
 
 def sapo_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """[N] -A f(rho), f(rho) = 4 / tau * sigmoid(tau (rho - 1)), tau = tau_pos where A > 0 and tau_neg elsewhere (SAPO, 2511.20347).
+    """[N] -A f(rho), f(rho) = 4 / tau * sigmoid(tau (rho - 1)), tau = tau_pos where A > 0 and
+    tau_neg elsewhere (SAPO, 2511.20347).
 
-    f'(1) = 1: on policy the gradient is that of importance sampling, and off policy it fades in both directions.
+    f'(1) = 1: on policy the gradient is that of importance sampling, and off policy it fades in
+    both directions.
     """
     chosen = {**LOSSES["sapo"].parameters, **settings.params}
     ratios = ratio(tokens.new, tokens.old, settings.log_ratio_clamp)
-    tau = torch.full_like(ratios, chosen["tau_neg"]).masked_fill(tokens.advantages > 0, chosen["tau_pos"])
+    tau = torch.full_like(ratios, chosen["tau_neg"]).masked_fill(
+        tokens.advantages > 0, chosen["tau_pos"]
+    )
     return -tokens.advantages * torch.sigmoid(tau * (ratios - 1)) * (4 / tau)
 
 
 def gmpo_log_ratios(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """[N] log-ratios, at most clip_high where A > 0 and at least -clip_low elsewhere: GMPO clips one side, in log space."""
+    """[N] log-ratios, at most clip_high where A > 0 and at least -clip_low elsewhere: GMPO clips
+    one side, in log space.
+    """
     low, high = settings.clips
     clamp = settings.log_ratio_clamp
     log_ratios = (tokens.new - tokens.old).clamp(-clamp, clamp)
-    return torch.where(tokens.advantages > 0, log_ratios.clamp(max=high), log_ratios.clamp(min=-low))
+    return torch.where(
+        tokens.advantages > 0, log_ratios.clamp(max=high), log_ratios.clamp(min=-low)
+    )
 
 
 def gmpo_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """[N] -A times the geometric mean of the sequence's clipped ratios, with the gradient through the token's own (GMPO, 2507.20673).
+    """[N] -A times the geometric mean of the sequence's clipped ratios, with the gradient through
+    the token's own (GMPO, 2507.20673).
 
-    As in gspo, advantages may differ by token; with equal ones and the sequence mean the gradient is GMPO's own. A clipped token loses
-    its gradient and still counts in the mean.
+    As in gspo, advantages may differ by token; with equal ones and the sequence mean the gradient
+    is GMPO's own. A clipped token loses its gradient and still counts in the mean.
     """
     clipped = gmpo_log_ratios(tokens, settings)
     means = spread(sequence_means(clipped.detach(), tokens.lengths).exp(), tokens.lengths)
@@ -146,15 +187,17 @@ def gmpo_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
 
 
 def dppo_kept(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """[N] of bool: the token's probability has moved by at most clip_high up (A > 0) or clip_low down (A < 0) from the sampled one."""
+    """[N] of bool: the token's probability has moved by at most clip_high up (A > 0) or clip_low
+    down (A < 0) from the sampled one.
+    """
     low, high = settings.clips
     moved = tokens.new.detach().exp() - tokens.old.exp()
     return torch.where(tokens.advantages > 0, moved <= high, moved >= -low)
 
 
 def dppo_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """[N] -min(rho, cap) A log pi of the tokens inside the trust region, the weight detached (DPPO with the binary total variation,
-    2602.04879).
+    """[N] -min(rho, cap) A log pi of the tokens inside the trust region, the weight detached (DPPO
+    with the binary total variation, 2602.04879).
     """
     cap = settings.params.get("cap", LOSSES["dppo"].parameters["cap"])
     weight = ratio(tokens.new.detach(), tokens.old, settings.log_ratio_clamp).clamp(max=cap)
@@ -183,11 +226,13 @@ def policy_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
 
 
 def correction_weight(tokens: ActionTokens, settings: "Loss") -> Tensor | None:
-    """[N] detached weight for the mismatch between the learner's old log-probs and the sampler's; None where it is off.
+    """[N] detached weight for the mismatch between the learner's old log-probs and the sampler's;
+    None where it is off.
 
-    tis and icepop weigh tokens. seq_tis and seq_mask weigh completions by the product of their ratios, truncated at correction_cap or
-    dropped outside of [correction_low, correction_high]; geometric keeps or drops them by the geometric mean, which does not depend on
-    their length (all three: "When Speed Kills Stability", Liu, Li et al. 2025, and verl's rollout correction).
+    tis and icepop weigh tokens. seq_tis and seq_mask weigh completions by the product of their
+    ratios, truncated at correction_cap or dropped outside of [correction_low, correction_high];
+    geometric keeps or drops them by the geometric mean, which does not depend on their length (all
+    three: "When Speed Kills Stability", Liu, Li et al. 2025, and verl's rollout correction).
     """
     clamp, bounds = settings.log_ratio_clamp, (settings.correction_low, settings.correction_high)
     if settings.correction == "tis":
@@ -195,7 +240,9 @@ def correction_weight(tokens: ActionTokens, settings: "Loss") -> Tensor | None:
     if settings.correction == "icepop":
         return icepop_weight(tokens.old, tokens.sampler, *bounds, clamp)
     if settings.correction == "geometric":
-        means = spread(gspo_ratio(tokens.old, tokens.sampler, tokens.lengths, clamp), tokens.lengths)
+        means = spread(
+            gspo_ratio(tokens.old, tokens.sampler, tokens.lengths, clamp), tokens.lengths
+        )
         return ((means >= bounds[0]) & (means <= bounds[1])).to(means.dtype)
     if settings.correction in ("seq_tis", "seq_mask"):
         weight = sequence_ratio(tokens.old, tokens.sampler, tokens.lengths, clamp)
@@ -205,9 +252,14 @@ def correction_weight(tokens: ActionTokens, settings: "Loss") -> Tensor | None:
     return None
 
 
-def policy_loss(tokens: ActionTokens, settings: "Loss", terms: Tensor | None = None, correction: Tensor | None = None) -> Tensor:
-    """Return the scalar to minimise: sum of weights * policy * correction + regulariser_weights * (kl_coef * KL - entropy_coef *
-    entropy).
+def policy_loss(
+    tokens: ActionTokens,
+    settings: "Loss",
+    terms: Tensor | None = None,
+    correction: Tensor | None = None,
+) -> Tensor:
+    """Return the scalar to minimise: sum of weights * policy * correction + regulariser_weights *
+    (kl_coef * KL - entropy_coef * entropy).
 
     `terms` and `correction`, [N] each, are those of plugins; None: the built-in ones of `settings`.
     """
@@ -220,7 +272,9 @@ def policy_loss(tokens: ActionTokens, settings: "Loss", terms: Tensor | None = N
     if settings.kl_coef:
         if tokens.reference is None:
             raise ValueError("kl_coef needs the reference log-probs")
-        divergence = kl_term(tokens.new, tokens.reference, settings.kl_estimator, settings.log_ratio_clamp)
+        divergence = kl_term(
+            tokens.new, tokens.reference, settings.kl_estimator, settings.log_ratio_clamp
+        )
         loss = loss + settings.kl_coef * (divergence * weights).sum()
     if settings.entropy_coef:
         if tokens.entropy is None:
@@ -229,12 +283,12 @@ def policy_loss(tokens: ActionTokens, settings: "Loss", terms: Tensor | None = N
     return loss
 
 
-# --- what the clip did ---------------------------------------------------------------------------------------------
+# --- what the clip did ----------------------------------------------------------------------------
 
 
 def clipped_tokens(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """[N] of bool: the clip took the token's policy gradient away, or in cispo bounded its weight; in importance_sampling and ppo the
-    clamp of the log-ratio counts as one.
+    """[N] of bool: the clip took the token's policy gradient away, or in cispo bounded its weight;
+    in importance_sampling and ppo the clamp of the log-ratio counts as one.
 
     gmpo: the one-sided clip in log space; dppo: the probability left the trust region.
     """
@@ -253,13 +307,16 @@ def clipped_tokens(tokens: ActionTokens, settings: "Loss") -> Tensor:
         return beyond
     if settings.mode == "gmpo":
         return (up & (log_ratios > high)) | (down & (log_ratios < -low)) | beyond
-    doubly = down & (ratios > settings.dual_clip) if settings.dual_clip > 0 else torch.zeros_like(beyond)
+    doubly = (
+        down & (ratios > settings.dual_clip) if settings.dual_clip > 0 else torch.zeros_like(beyond)
+    )
     return outside | doubly | beyond
 
 
 def clip_counts(tokens: ActionTokens, settings: "Loss", clipped: Tensor | None = None) -> Tensor:
-    """[2] float: clipped tokens, and all tokens with a policy gradient to lose. In gspo sequences, each with the share of its tokens: it is
-    clipped as a whole unless its tokens' advantages differ in sign.
+    """[2] float: clipped tokens, and all tokens with a policy gradient to lose. In gspo sequences,
+    each with the share of its tokens: it is clipped as a whole unless its tokens' advantages differ
+    in sign.
 
     `clipped` [N] of bool is what a plugin says; None: the built-in clip's tokens.
     """

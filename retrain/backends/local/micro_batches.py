@@ -46,17 +46,21 @@ class LearnerRow:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows as one forward pass: packed into one sequence, or padded on the right where the model cannot be packed."""
+    """Rows as one forward pass: packed into one sequence, or padded on the right where the model
+    cannot be packed.
+    """
 
     rows: Sequence[LearnerRow]
     token_ids: Tensor
-    """[1, N] int64, or [rows, longest] padded with a value that is never read: attention is causal, nothing is predicted there."""
+    """[1, N] int64, or [rows, longest] padded with a value that is never read: attention is causal,
+    nothing is predicted there."""
     positions: Tensor | None
     """Like token_ids: each token's place in its own row. None: 0 .. longest - 1 in every row."""
     attention: PackedAttention | None
     """None: the model's own."""
     predictors: Tensor
-    """[A] int64 into the flattened tokens, row by row. The last token of a shared prompt predicts every row's first action."""
+    """[A] int64 into the flattened tokens, row by row. The last token of a shared prompt predicts
+    every row's first action."""
     targets: Tensor
     """[A] int64"""
     lengths: tuple[int, ...]
@@ -67,17 +71,24 @@ class MicroBatch:
         return torch.from_numpy(np.concatenate(arrays)).to(self.token_ids.device)
 
     def kept(self) -> Tensor | None:
-        """[A] int64 on the device: tokens that each action was drawn from; None where every one was drawn from the whole vocabulary."""
+        """[A] int64 on the device: tokens that each action was drawn from; None where every one was
+        drawn from the whole vocabulary.
+        """
         counts = [row.row.kept for row in self.rows]
         if all(count is None for count in counts):
             return None
         everything = np.iinfo(np.int64).max
-        known = [np.full(length, everything) if own is None else own for own, length in zip(counts, self.lengths, strict=True)]
+        known = [
+            np.full(length, everything) if own is None else own
+            for own, length in zip(counts, self.lengths, strict=True)
+        ]
         return torch.from_numpy(np.concatenate(known).astype(np.int64)).to(self.token_ids.device)
 
 
 def share_rows(rows: Sequence[LearnerRow], world: World) -> list[LearnerRow]:
-    """Return the rows of this process: the rows of a prompt stay together, and all processes get about equally many tokens."""
+    """Return the rows of this process: the rows of a prompt stay together, and all processes get
+    about equally many tokens.
+    """
     if world.size == 1:
         return list(rows)
     prompts: dict[bytes, list[LearnerRow]] = {}
@@ -93,10 +104,14 @@ def share_rows(rows: Sequence[LearnerRow], world: World) -> list[LearnerRow]:
     return mine
 
 
-def split_rows(rows: Sequence[LearnerRow], budget: int, *, share: bool) -> Iterator[list[LearnerRow]]:
-    """Split rows into parts of at most `budget` packed tokens; a longer row stands alone. With `share` equal prompts count once per part.
+def split_rows(
+    rows: Sequence[LearnerRow], budget: int, *, share: bool
+) -> Iterator[list[LearnerRow]]:
+    """Split rows into parts of at most `budget` packed tokens; a longer row stands alone. With
+    `share` equal prompts count once per part.
 
-    The longest rows come first, so that memory fails early or not at all, and the rows of a prompt stay together.
+    The longest rows come first, so that memory fails early or not at all, and the rows of a prompt
+    stay together.
     """
     longest: dict[bytes | int, int] = {}
     for row in rows:
@@ -106,7 +121,9 @@ def split_rows(rows: Sequence[LearnerRow], budget: int, *, share: bool) -> Itera
     part: list[LearnerRow] = []
     prompts: set[bytes] = set()
     used = 0
-    for row in sorted(rows, key=lambda row: (rank[row.prompt if share else row.number], -row.tokens)):
+    for row in sorted(
+        rows, key=lambda row: (rank[row.prompt if share else row.number], -row.tokens)
+    ):
         shared = row.prompt_tokens if share and row.prompt in prompts else 0
         if part and used + row.tokens - shared > budget:
             yield part
@@ -129,7 +146,11 @@ class _Packer:
 
     def append(self, tokens: npt.NDArray[np.int32], prompt: Segment | None = None) -> Segment:
         start = self.segments[-1].stop if self.segments else 0
-        segment = Segment(start, len(tokens), prompt.start, prompt.length) if prompt else Segment(start, len(tokens))
+        segment = (
+            Segment(start, len(tokens), prompt.start, prompt.length)
+            if prompt
+            else Segment(start, len(tokens))
+        )
         self.segments.append(segment)
         self.ids.append(tokens)
         self.positions.append(segment.prompt_length + np.arange(len(tokens)))
@@ -144,15 +165,21 @@ class _Packer:
         return prompt, self.append(tokens[row.prompt_tokens :], prompt)
 
 
-def pack(rows: Sequence[LearnerRow], device: torch.device, kernel: Kernel, budget: int, *, share: bool) -> MicroBatch:
-    """`share` packs equal prompts once; without it every row stands for itself, one after the other."""
+def pack(
+    rows: Sequence[LearnerRow], device: torch.device, kernel: Kernel, budget: int, *, share: bool
+) -> MicroBatch:
+    """`share` packs equal prompts once; without it every row stands for itself, one after the
+    other.
+    """
     packer = _Packer()
     predictors = []
     for row in rows:
         wanted = shift(row.row).predictors
         if share:
             prompt, own = packer.append_sharing(row)
-            predictors.append(wanted + np.where(wanted < prompt.length, prompt.start, own.start - prompt.length))
+            predictors.append(
+                wanted + np.where(wanted < prompt.length, prompt.start, own.start - prompt.length)
+            )
         else:
             predictors.append(wanted + packer.append(row.row.token_ids[: row.tokens]).start)
     return MicroBatch(
@@ -186,4 +213,6 @@ def pad(rows: Sequence[LearnerRow], device: torch.device) -> MicroBatch:
 
 
 def _targets(rows: Sequence[LearnerRow], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate([shift(row.row).targets for row in rows]).astype(np.int64)).to(device)
+    return torch.from_numpy(
+        np.concatenate([shift(row.row).targets for row in rows]).astype(np.int64)
+    ).to(device)

@@ -1,4 +1,6 @@
-"""AdamW over the adapter: learning rate as a pure function of the step, gradient norm, and state in safetensors and JSON."""
+"""AdamW over the adapter: learning rate as a pure function of the step, gradient norm, and state in
+safetensors and JSON.
+"""
 
 import json
 from collections.abc import Sequence
@@ -19,9 +21,17 @@ COUNT_FILE = "optimizer.json"
 
 
 class AdapterOptimizer:
-    """Every parameter takes part in every step, with a zero gradient where nothing reached it, so one count serves all."""
+    """Every parameter takes part in every step, with a zero gradient where nothing reached it, so
+    one count serves all.
+    """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], optimizer: "Optimizer", training: "Training", max_grad_norm: float) -> None:
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        optimizer: "Optimizer",
+        training: "Training",
+        max_grad_norm: float,
+    ) -> None:
         self.parameters = parameters
         self.steps = 0
         """Optimizer steps taken."""
@@ -46,7 +56,9 @@ class AdapterOptimizer:
                 parameter.grad.zero_()
 
     def add(self, gradients: Sequence[Float32Array]) -> None:
-        """Add a part of the gradient that another process computed, of every parameter in order; an empty one was added in place."""
+        """Add a part of the gradient that another process computed, of every parameter in order; an
+        empty one was added in place.
+        """
         for own, part in zip(self.gradients() if gradients else (), gradients, strict=True):
             own.add_(torch.from_numpy(part))
 
@@ -55,25 +67,37 @@ class AdapterOptimizer:
         return torch.nn.utils.get_total_norm(self.gradients())
 
     def nonfinite_gradient(self) -> str:
-        """Return the name of the first parameter whose gradient is not finite; empty if there is none."""
+        """Return the name of the first parameter whose gradient is not finite; empty if there is
+        none.
+        """
         for name, parameter in self.parameters.items():
             if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
                 return name
         return ""
 
     def step(self, training_step: int, norm: Tensor) -> None:
-        """Make one update at the rate of `training_step`, the gradient clipped to max_grad_norm if that is on."""
+        """Make one update at the rate of `training_step`, the gradient clipped to max_grad_norm if
+        that is on.
+        """
         if self._max_grad_norm:
-            torch.nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._max_grad_norm, norm)
-        self._adamw.param_groups[0]["lr"] = learning_rate(self._peak, training_step, *self._schedule)
+            torch.nn.utils.clip_grads_with_norm_(
+                list(self.parameters.values()), self._max_grad_norm, norm
+            )
+        self._adamw.param_groups[0]["lr"] = learning_rate(
+            self._peak, training_step, *self._schedule
+        )
         self._adamw.step()
-        torch.autograd.graph.increment_version(self.parameters.values())  # the fused kernel does not; copies follow by it
+        torch.autograd.graph.increment_version(
+            self.parameters.values()
+        )  # the fused kernel does not; copies follow by it
         self.steps += 1
 
     def gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        return [
+            parameter.grad for parameter in self.parameters.values() if parameter.grad is not None
+        ]
 
-    # -- files ------------------------------------------------------------------------------------------------------
+    # -- files -------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
         """Write first and second moments by parameter name, and the number of steps."""

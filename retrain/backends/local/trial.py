@@ -1,6 +1,8 @@
-"""The adapter that the parity gate tries: seeded changes with a visible effect on every adapted layer, taken back byte for byte.
+"""The adapter that the parity gate tries: seeded changes with a visible effect on every adapted
+layer, taken back byte for byte.
 
-At a fresh start every lora_B is 0, so an engine that ignores, mis-scales or mis-maps the adapter would agree with the learner.
+At a fresh start every lora_B is 0, so an engine that ignores, mis-scales or mis-maps the adapter
+would agree with the learner.
 """
 
 from typing import Any, Self
@@ -18,15 +20,23 @@ _DEPTHS = 4
 
 
 class LocalTrialAdapter(TrialAdapter):
-    """Adds to each lora_B uniform values so large that the change of a layer's output is about `strength` times its input.
+    """Adds to each lora_B uniform values so large that the change of a layer's output is about
+    `strength` times its input.
 
-    With s the adapter's scale and A [r, I], the change s B A x has in each component a root mean square of s std(B) |A| rms(x), |A| the
-    Frobenius norm: B is drawn with a standard deviation of strength / (s |A|).
+    With s the adapter's scale and A [r, I], the change s B A x has in each component a root mean
+    square of s std(B) |A| rms(x), |A| the Frobenius norm: B is drawn with a standard deviation of
+    strength / (s |A|).
     """
 
     def __init__(self, adapter: Adapter, seed: int) -> None:
-        adapted = [(name, module) for name, module in adapter.peft_model.named_modules() if hasattr(module, "lora_B")]
-        self._layers = [_Layer(name, module, seed, number) for number, (name, module) in enumerate(adapted)]
+        adapted = [
+            (name, module)
+            for name, module in adapter.peft_model.named_modules()
+            if hasattr(module, "lora_B")
+        ]
+        self._layers = [
+            _Layer(name, module, seed, number) for number, (name, module) in enumerate(adapted)
+        ]
         self._members: dict[str, set[int]] = {}
         for number, layer in enumerate(self._layers):
             part = _DEPTHS * number // len(self._layers)
@@ -63,9 +73,13 @@ class _Layer:
 
     def begin(self) -> None:
         self._saved = self.up.detach().clone()
-        words = uniform_words(self._seed, Stream.PARITY, 1, 0, self._number, self.up.numel(), self.up.device)
+        words = uniform_words(
+            self._seed, Stream.PARITY, 1, 0, self._number, self.up.numel(), self.up.device
+        )
         unit = (words.double() + 0.5) / 2**31 - 1  # in (-1, 1)
         self._trial = (self._width * unit).view_as(self.up).to(self._saved)
 
     def change(self, strength: float) -> None:
-        self.up.copy_(torch.add(self._saved, self._trial, alpha=strength) if strength else self._saved)
+        self.up.copy_(
+            torch.add(self._saved, self._trial, alpha=strength) if strength else self._saved
+        )

@@ -1,7 +1,9 @@
-"""The PRIME-RL backend: prompts, rewards and credit here; gradients in PRIME-RL's trainer, completions from its inference servers.
+"""The PRIME-RL backend: prompts, rewards and credit here; gradients in PRIME-RL's trainer,
+completions from its inference servers.
 
-Batch N, counted from 1, is retrain's step N - 1. It is sampled with policy v(N - 1), or with the one before where the trainer is slower
-than `sync_wait_s`. Nothing here loads weights or imports torch.
+Batch N, counted from 1, is retrain's step N - 1. It is sampled with policy v(N - 1), or with the
+one before where the trainer is slower than `sync_wait_s`. Nothing here loads weights or imports
+torch.
 """
 
 import json
@@ -35,7 +37,7 @@ class PrimeRLBackend(RemoteBackend):
     def __init__(
         self,
         config: "TrainConfig",
-        choices: MachineChoices | None = None,  # noqa: ARG002 - every backend is given it, and this one chooses nothing
+        choices: MachineChoices | None = None,  # noqa: ARG002 - every backend is given it
         *,
         eos_ids: Sequence[int],
     ) -> None:
@@ -43,7 +45,9 @@ class PrimeRLBackend(RemoteBackend):
         self.output_dir = output_dir(config.backend, config.logging)
         options = self._options
         folder = self.output_dir / "broadcasts"
-        self._broadcasts = Broadcasts(folder, wait_s=options.sync_wait_s, poll_s=options.sync_poll_s, sleep=self._sleep)
+        self._broadcasts = Broadcasts(
+            folder, wait_s=options.sync_wait_s, poll_s=options.sync_poll_s, sleep=self._sleep
+        )
         self._shipped = 0
         self._prepared = False
         self._lost = False
@@ -51,13 +55,21 @@ class PrimeRLBackend(RemoteBackend):
         model = config.model
         try:
             self.engine = PrimeEngine(
-                config if config.inference.urls else replaced(config, {"inference.url": DEFAULT_URL}),
-                model_config=load_model_config(model.model, model.revision, model.trust_remote_code),
+                (
+                    config
+                    if config.inference.urls
+                    else replaced(config, {"inference.url": DEFAULT_URL})
+                ),
+                model_config=load_model_config(
+                    model.model, model.revision, model.trust_remote_code
+                ),
                 eos_ids=eos_ids,
                 broadcasts=self._broadcasts,
                 ready=self._prepare,
             )
-        except BaseException:  # a signal too: no caller holds this backend yet, so none could close it
+        except (
+            BaseException
+        ):  # a signal too: no caller holds this backend yet, so none could close it
             self._sender.close()
             raise
 
@@ -65,29 +77,40 @@ class PrimeRLBackend(RemoteBackend):
     def notes(self) -> list[str]:
         """Lines for the start of a run."""
         options, training = self._options, self.config.training
-        to = f"tcp://{options.zmq_host}:{options.zmq_port}" if options.transport == "zmq" else self.output_dir / BATCHES
-        lines = [f"PRIME-RL: batches go to {to}, policies come from {self._broadcasts.folder}, which its servers must see too."]
+        to = (
+            f"tcp://{options.zmq_host}:{options.zmq_port}"
+            if options.transport == "zmq"
+            else self.output_dir / BATCHES
+        )
+        lines = [
+            (
+                f"PRIME-RL: batches go to {to}, policies come from {self._broadcasts.folder},"
+                " which its servers must see too."
+            )
+        ]
         if Truncation(training.top_k, training.top_p, training.min_p).active:
             lines.append(
-                "PRIME-RL: kept sets are sent as sampling_mask, which trainers read since September 2026 (#3431); v0.9.0 itself ignores "
-                "them, and its ratios would be wrong."
+                "PRIME-RL: kept sets are sent as sampling_mask, which trainers read since September"
+                " 2026 (#3431); v0.9.0 itself ignores them, and its ratios would be wrong."
             )
         return lines
 
-    # -- what the start-up lines and the gate ask for ----------------------------------------------------------------
+    # -- what the start-up lines and the gate ask for ----------------------------------------------
 
     @property
     def device_name(self) -> str:
         return "PRIME-RL's trainer"
 
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
-        raise NotImplementedError("PRIME-RL's trainer does not return log-probs (`capabilities.scores_rows` is False).")
+        raise NotImplementedError(
+            "PRIME-RL's trainer does not return log-probs (`capabilities.scores_rows` is False)."
+        )
 
     def _sleep(self, seconds: float) -> None:
         self.engine.check()
         time.sleep(seconds)
 
-    # -- learning ----------------------------------------------------------------------------------------------------
+    # -- learning ----------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
         """Make sure, before a step is sampled, that a trainer is there to learn from it."""
@@ -99,7 +122,9 @@ class PrimeRLBackend(RemoteBackend):
     def train(self, rows: Sequence[Row], step: int) -> StepResult:
         """Ship the batch. The trainer learns while this returns; its loss stays in its own log."""
         training = self.config.training
-        shares = share_out(list(trained_samples(rows)), self._options.trainer_ranks, training.micro_batch_tokens)
+        shares = share_out(
+            list(trained_samples(rows)), self._options.trainer_ranks, training.micro_batch_tokens
+        )
         self._sender.send(step + 1, [encode(share, training.temperature) for share in shares])
         self._shipped = step + 1
         return StepResult(
@@ -115,10 +140,12 @@ class PrimeRLBackend(RemoteBackend):
             loss_is_placeholder=True,
         )
 
-    # -- files -------------------------------------------------------------------------------------------------------
+    # -- files -------------------------------------------------------------------------------------
 
     def save_adapter(self, folder: Path) -> None:
-        """Write PEFT's files of the newest policy; of a trainer without an adapter, a note where its weights are."""
+        """Write PEFT's files of the newest policy; of a trainer without an adapter, a note where
+        its weights are.
+        """
         policy = self._newest()
         folder.mkdir(parents=True, exist_ok=True)
         if policy is not None and policy.is_adapter:
@@ -127,7 +154,9 @@ class PrimeRLBackend(RemoteBackend):
         state = {
             "batches": self._shipped,
             "policy_version": None if policy is None else policy.version,
-            "weights": None if policy is None or policy.is_adapter else str(policy.folder.resolve()),
+            "weights": (
+                None if policy is None or policy.is_adapter else str(policy.folder.resolve())
+            ),
         }
         (folder / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
 
@@ -135,7 +164,9 @@ class PrimeRLBackend(RemoteBackend):
         self.save_adapter(folder)
 
     def _newest(self) -> Policy | None:
-        """After the last batch the trainer's answer may never come, and a run whose trainer is gone must still be saved."""
+        """After the last batch the trainer's answer may never come, and a run whose trainer is gone
+        must still be saved.
+        """
         if not self._lost:
             try:
                 return self._broadcasts.take(self._shipped)
@@ -147,7 +178,9 @@ class PrimeRLBackend(RemoteBackend):
         """The trainer restores its own state; ours is how many batches it had been sent."""
         batches = read_object(folder / STATE).get("batches")
         if not isinstance(batches, int):
-            raise RunFailed(f"{folder / STATE} does not say how many batches were sent: the file was changed.")
+            raise RunFailed(
+                f"{folder / STATE} does not say how many batches were sent: the file was changed."
+            )
         self._shipped = batches
 
     def close(self) -> None:

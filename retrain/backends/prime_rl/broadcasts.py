@@ -1,7 +1,9 @@
-"""Policies that PRIME-RL's trainer broadcasts over a file system, received with its handshake of four files (v0.9.0, #3357).
+"""Policies that PRIME-RL's trainer broadcasts over a file system, received with its handshake of
+four files (v0.9.0, #3357).
 
-For each version the trainer writes `.sender_ready` and waits for `.receiver_ready`, which is this side's only file; then it writes
-`.started`, the weights, and `.finished`. Versions count from 0: version N is the policy after N batches.
+For each version the trainer writes `.sender_ready` and waits for `.receiver_ready`, which is this
+side's only file; then it writes `.started`, the weights, and `.finished`. Versions count from 0:
+version N is the policy after N batches.
 """
 
 import time
@@ -12,10 +14,16 @@ from pathlib import Path
 from retrain.errors import ServerFailure, first_line
 from retrain.parsing import read_object
 
-OFFERED, ACKNOWLEDGED, STARTED, FINISHED = ".sender_ready", ".receiver_ready", ".started", ".finished"
+OFFERED, ACKNOWLEDGED, STARTED, FINISHED = (
+    ".sender_ready",
+    ".receiver_ready",
+    ".started",
+    ".finished",
+)
 ADAPTER = "adapter_config.json"
 TARGET_LAG = 1
-"""Batch N may be sampled with version N - 1 - TARGET_LAG at the earliest: the trainer's own orchestrator works one batch ahead."""
+"""Batch N may be sampled with version N - 1 - TARGET_LAG at the earliest: the trainer's own
+orchestrator works one batch ahead."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,8 @@ class Broadcasts:
         self._receipts = 0
 
     def take(self, shipped: int) -> Policy:
-        """Return the policy after `shipped` batches; where it does not come within `wait_s`, the one before.
+        """Return the policy after `shipped` batches; where it does not come within `wait_s`, the
+        one before.
 
         Raises ServerFailure where neither came, or where a version is incomplete.
         """
@@ -67,17 +76,21 @@ class Broadcasts:
         ahead = [version for version, _ in self._versions() if version > shipped]
         if ahead:
             raise ServerFailure(
-                f"PRIME-RL's trainer offers policy v{max(ahead)} in {self.folder}, and this run has sent {shipped} batches: resume the "
-                f"trainer at step {shipped}, or give both sides an empty output_dir and start anew."
+                f"PRIME-RL's trainer offers policy v{max(ahead)} in {self.folder}, and this run has"
+                f" sent {shipped} batches: resume the trainer at step {shipped}, or give both sides"
+                " an empty output_dir and start anew."
             )
         have = "no policy has come yet" if newest is None else f"the newest is v{newest.version}"
         raise ServerFailure(
-            f"PRIME-RL's trainer did not offer policy v{shipped} in {self.folder} within sync_wait_s = {self.wait_s:g} s ({have}): start "
-            "it with that output_dir, read its log, or raise [backend.options] sync_wait_s above the time of one of its steps."
+            f"PRIME-RL's trainer did not offer policy v{shipped} in {self.folder} within"
+            f" sync_wait_s = {self.wait_s:g} s ({have}): start it with that output_dir, read its"
+            " log, or raise [backend.options] sync_wait_s above the time of one of its steps."
         )
 
     def _receive_offers(self, shipped: int) -> None:
-        """Acknowledge every offer, also of a version that a restarted trainer offers again. None past `shipped` can be of this run."""
+        """Acknowledge every offer, also of a version that a restarted trainer offers again. None
+        past `shipped` can be of this run.
+        """
         for version, folder in self._versions():
             if version > shipped:
                 continue
@@ -92,10 +105,15 @@ class Broadcasts:
             deadline = self._clock() + self.wait_s
             while not (folder / FINISHED).exists():
                 if self._clock() > deadline:
-                    found = "began to write it" if (folder / STARTED).exists() else "has not begun to write it"
+                    found = (
+                        "began to write it"
+                        if (folder / STARTED).exists()
+                        else "has not begun to write it"
+                    )
                     raise ServerFailure(
-                        f"PRIME-RL's trainer offered policy v{version}, which was acknowledged, but it {found} and did not finish within "
-                        f"sync_wait_s = {self.wait_s:g} s ({folder}): look at its log, or raise [backend.options] sync_wait_s."
+                        f"PRIME-RL's trainer offered policy v{version}, which was acknowledged, but"
+                        f" it {found} and did not finish within sync_wait_s = {self.wait_s:g} s"
+                        f" ({folder}): look at its log, or raise [backend.options] sync_wait_s."
                     )
                 self._sleep(self.poll_s)
             policy = Policy(version, folder, receipt=self._receipts)
@@ -104,12 +122,20 @@ class Broadcasts:
 
     def _versions(self) -> Iterator[tuple[int, Path]]:
         """Return the policies that the trainer has offered, lowest version first."""
-        found = ((folder.name.removeprefix("step_"), folder) for folder in self.folder.glob("step_*"))
-        yield from sorted((int(digits), folder) for digits, folder in found if digits.isdigit() and (folder / OFFERED).exists())
+        found = (
+            (folder.name.removeprefix("step_"), folder) for folder in self.folder.glob("step_*")
+        )
+        yield from sorted(
+            (int(digits), folder)
+            for digits, folder in found
+            if digits.isdigit() and (folder / OFFERED).exists()
+        )
 
 
 def check_weights(policy: Policy) -> None:
-    """Raise ServerFailure for a policy without weights, and for a file of which a part is missing."""
+    """Raise ServerFailure for a policy without weights, and for a file of which a part is
+    missing.
+    """
     from safetensors import SafetensorError, safe_open
 
     files = sorted(policy.folder.glob("*.safetensors"))
@@ -121,8 +147,12 @@ def check_weights(policy: Policy) -> None:
             read_object(policy.folder / ADAPTER)
     except (SafetensorError, OSError, ValueError) as error:
         raise ServerFailure(
-            f"Policy v{policy.version} of PRIME-RL's trainer is incomplete although it is marked as finished: {first_line(error)} in "
-            f"{policy.folder}; look at the trainer's disk, and let it broadcast the version again."
+            f"Policy v{policy.version} of PRIME-RL's trainer is incomplete although it is marked as"
+            f" finished: {first_line(error)} in {policy.folder}; look at the trainer's disk, and"
+            " let it broadcast the version again."
         ) from error
     if not files:
-        raise ServerFailure(f"Policy v{policy.version} of PRIME-RL's trainer holds no weights (no *.safetensors in {policy.folder}).")
+        raise ServerFailure(
+            f"Policy v{policy.version} of PRIME-RL's trainer holds no weights (no *.safetensors in"
+            f" {policy.folder})."
+        )

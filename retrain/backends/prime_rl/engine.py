@@ -1,6 +1,8 @@
-"""PRIME-RL's inference servers: they are moved to each policy that its trainer broadcasts, and sampled from with a cache salt per version.
+"""PRIME-RL's inference servers: they are moved to each policy that its trainer broadcasts, and
+sampled from with a cache salt per version.
 
-A server keeps its prefix cache over an update, so the salt is what keeps keys and values of an older policy out.
+A server keeps its prefix cache over an update, so the salt is what keeps keys and values of an
+older policy out.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,13 +43,19 @@ class ServedPolicy(ServedAdapter):
 
     @classmethod
     def of(cls, policy: Policy) -> "ServedPolicy":
-        return cls(_ADAPTER_NAME if policy.is_adapter else "", policy.folder.resolve(), f"v{policy.version}.{policy.receipt}")
+        return cls(
+            _ADAPTER_NAME if policy.is_adapter else "",
+            policy.folder.resolve(),
+            f"v{policy.version}.{policy.receipt}",
+        )
 
 
 class PrimeDialect(VLLMDialect):
     title = "PRIME-RL's inference server"
 
-    def call(self, request: SampleRequest, adapter: ServedAdapter | None, server: Server) -> tuple[str, Json]:
+    def call(
+        self, request: SampleRequest, adapter: ServedAdapter | None, server: Server
+    ) -> tuple[str, Json]:
         assert isinstance(adapter, ServedPolicy)
         cut = request.truncation
         settings = {
@@ -65,39 +73,65 @@ class PrimeDialect(VLLMDialect):
         }
         model = adapter.name or server.facts["base"]
         prompt = request.prompt_ids.tolist()
-        return _GENERATE, {"model": model, "token_ids": prompt, "sampling_params": settings, "cache_salt": adapter.salt}
+        return _GENERATE, {
+            "model": model,
+            "token_ids": prompt,
+            "sampling_params": settings,
+            "cache_salt": adapter.salt,
+        }
 
     async def load(self, server: Server, adapter: ServedAdapter) -> None:
-        """Exchange an adapter in place; for whole weights the server pauses, and is resumed even after a failure."""
+        """Exchange an adapter in place; for whole weights the server pauses, and is resumed even
+        after a failure.
+        """
         assert isinstance(adapter, ServedPolicy)
         if adapter.name:
             try:
-                await server.post("/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(adapter.folder)})
+                await server.post(
+                    "/load_lora_adapter",
+                    {"lora_name": adapter.name, "lora_path": str(adapter.folder)},
+                )
             except Refused as error:
                 if error.status in (404, 500):  # a network file system may show the folder later
-                    raise Unavailable(f"{server.url}: {error.status} {error}", gone=False) from error
+                    raise Unavailable(
+                        f"{server.url}: {error.status} {error}", gone=False
+                    ) from error
                 raise
             return
         try:
             await server.post("/pause?mode=keep&clear_cache=false", timeout=_PAUSE_S)
-            await server.post("/update_weights", {"weight_dir": str(adapter.folder)}, timeout=_UPDATE_S)
+            await server.post(
+                "/update_weights", {"weight_dir": str(adapter.folder)}, timeout=_UPDATE_S
+            )
         finally:
             await server.post("/resume", timeout=_PAUSE_S)
 
-    async def check_logprobs(self, server: Server, adapter: ServedAdapter, temperature: float) -> None:
-        """Log-probs must be of the sampled distribution: of a request that keeps two tokens, the two probabilities add up to 1.
+    async def check_logprobs(
+        self, server: Server, adapter: ServedAdapter, temperature: float
+    ) -> None:
+        """Log-probs must be of the sampled distribution: of a request that keeps two tokens, the
+        two probabilities add up to 1.
 
         Raises ServerFailure otherwise.
         """
-        settings = {"max_tokens": 4, "temperature": temperature, "top_k": 2, "logprobs": 2, "ignore_eos": True}
+        settings = {
+            "max_tokens": 4,
+            "temperature": temperature,
+            "top_k": 2,
+            "logprobs": 2,
+            "ignore_eos": True,
+        }
         model = adapter.name or server.facts["base"]
-        answer = await server.post(_GENERATE, {"model": model, "token_ids": self.eos_ids[:1], "sampling_params": settings})
+        answer = await server.post(
+            _GENERATE, {"model": model, "token_ids": self.eos_ids[:1], "sampling_params": settings}
+        )
         for token in answer["choices"][0]["logprobs"]["content"]:
             total = sum(np.exp(sorted(one["logprob"] for one in token["top_logprobs"])[-2:]))
             if abs(total - 1) > _SUM_TOLERANCE:
                 raise ServerFailure(
-                    f"{self.title} {server.url} returns log-probs of another distribution than it samples from (two kept tokens have "
-                    f"probabilities of {total:.3f} in all): start it with logprobs_mode = processed_logprobs."
+                    f"{self.title} {server.url} returns log-probs of another distribution than it"
+                    f" samples from (two kept tokens have probabilities of {total:.3f} in all):"
+                    " start it with logprobs_mode = processed_logprobs."
                 )
 
 
@@ -108,14 +142,22 @@ class PrimeEngine(ServedEngine):
     dialect_class = PrimeDialect
 
     def __init__(
-        self, config: "TrainConfig", *, model_config: Any, eos_ids: Sequence[int], broadcasts: Broadcasts, ready: Callable[[], None]
+        self,
+        config: "TrainConfig",
+        *,
+        model_config: Any,
+        eos_ids: Sequence[int],
+        broadcasts: Broadcasts,
+        ready: Callable[[], None],
     ) -> None:
         """`ready` returns once a trainer would receive a batch."""
         self._broadcasts, self._ready = broadcasts, ready
         self._temperature = config.training.temperature
         self._checked = False
         self._dialect: PrimeDialect
-        super().__init__(config, model=SimpleNamespace(config=model_config), eos_ids=eos_ids, device=None)
+        super().__init__(
+            config, model=SimpleNamespace(config=model_config), eos_ids=eos_ids, device=None
+        )
 
     def sync(self, save_adapter: Callable[[Path], None], step: int) -> None:  # noqa: ARG002 - the trainer has the weights
         """Wait for the policy after `step` batches and serve it."""
@@ -123,8 +165,8 @@ class PrimeEngine(ServedEngine):
         policy = self._broadcasts.take(step)
         if policy.version < step:
             self.say(
-                f"Step {step} is sampled with policy v{policy.version}: the trainer needs longer than sync_wait_s for v{step}, so sampling "
-                "and learning overlap by one step."
+                f"Step {step} is sampled with policy v{policy.version}: the trainer needs longer"
+                f" than sync_wait_s for v{step}, so sampling and learning overlap by one step."
             )
         served = ServedPolicy.of(policy)
         if served == self._adapter:
@@ -134,7 +176,11 @@ class PrimeEngine(ServedEngine):
         if not self._checked:
             dialect = self._dialect
             assert isinstance(dialect, PrimeDialect)
-            self._pool.run(self._pool.on_each(lambda server: dialect.check_logprobs(server, served, self._temperature)))
+            self._pool.run(
+                self._pool.on_each(
+                    lambda server: dialect.check_logprobs(server, served, self._temperature)
+                )
+            )
             self._checked = True
 
     async def _prepare(self, server: Server) -> None:
@@ -143,13 +189,21 @@ class PrimeEngine(ServedEngine):
         if self._adapter is not None:
             await self._dialect.load(server, self._adapter)
 
-    def _completions(self, index: int, request: SampleRequest, server: Server, answer: Any) -> list[Completion]:
+    def _completions(
+        self, index: int, request: SampleRequest, server: Server, answer: Any
+    ) -> list[Completion]:
         """Return completions with the kept sets themselves, which the trainer renormalises over."""
         completions = super()._completions(index, request, server, answer)
         if any(completion.kept is None for completion in completions):
             return completions
-        sets = [tuple(np.array(ids, np.int32) for ids in choice["sampling_mask"]) for choice in answer["choices"]]
-        return [replace(completion, kept_ids=kept) for completion, kept in zip(completions, sets, strict=True)]
+        sets = [
+            tuple(np.array(ids, np.int32) for ids in choice["sampling_mask"])
+            for choice in answer["choices"]
+        ]
+        return [
+            replace(completion, kept_ids=kept)
+            for completion, kept in zip(completions, sets, strict=True)
+        ]
 
     def _leave(self) -> None:
         """The servers belong to PRIME-RL and keep the policy that they have."""

@@ -1,4 +1,6 @@
-"""Ways of a batch to PRIME-RL's trainer: files that appear whole, or ZMQ messages. Batches are numbered from 1."""
+"""Ways of a batch to PRIME-RL's trainer: files that appear whole, or ZMQ messages. Batches are
+numbered from 1.
+"""
 
 import time
 from abc import ABC, abstractmethod
@@ -31,21 +33,26 @@ class Sender(ABC):
 
     @abstractmethod
     def send(self, batch: int, payloads: Sequence[bytes]) -> None:
-        """Send batch number `batch`, its payload for each rank. Raises NotReached where none of it was sent."""
+        """Send batch number `batch`, its payload for each rank. Raises NotReached where none of it
+        was sent.
+        """
 
     def close(self) -> None:  # noqa: B027 - nothing to do unless overridden
         """Close the transport; it is safe to call this twice."""
 
 
 class FileSystemSender(Sender):
-    """`<output_dir>/rollouts/step_<N>/rank_<R>.bin`, written beside its place and renamed, so that a reader never sees a part."""
+    """`<output_dir>/rollouts/step_<N>/rank_<R>.bin`, written beside its place and renamed, so that
+    a reader never sees a part.
+    """
 
     def __init__(self, output_dir: Path) -> None:
         self.folder = output_dir / BATCHES
         self._later = output_dir / LATER_NAME
 
     def prepare(self, shipped: int) -> None:
-        """Batches past `shipped` are left over from an interrupted session, and a trainer would take them for new ones: they go.
+        """Batches past `shipped` are left over from an interrupted session, and a trainer would
+        take them for new ones: they go.
 
         Raises ConfigurationError for batches that another program wrote.
         """
@@ -56,8 +63,9 @@ class FileSystemSender(Sender):
             self._later.symlink_to(BATCHES, target_is_directory=True)
         if foreign or not self._later.samefile(self.folder):
             raise ConfigurationError(
-                f"{self.folder if foreign else self._later} holds batches that this retrain did not write, and a trainer would learn from "
-                "them; give the trainer and [backend.options] output_dir an empty folder."
+                f"{self.folder if foreign else self._later} holds batches that this retrain did not"
+                " write, and a trainer would learn from them; give the trainer and"
+                " [backend.options] output_dir an empty folder."
             )
         marker.touch()
         for file in self.folder.glob("step_*/rank_*.bin*"):
@@ -77,13 +85,17 @@ class FileSystemSender(Sender):
 
 
 class ZmqSender(Sender):
-    """Publishes on `zmq_port`, a topic per rank, and is told on the next port which ranks are ready.
+    """Publishes on `zmq_port`, a topic per rank, and is told on the next port which ranks are
+    ready.
 
-    A publisher drops what nobody subscribes to, in silence. The socket is an XPUB, which a subscriber cannot tell from a PUB and which
-    reports subscriptions: a batch is sent only while every rank has one, also after either side has started anew.
+    A publisher drops what nobody subscribes to, in silence. The socket is an XPUB, which a
+    subscriber cannot tell from a PUB and which reports subscriptions: a batch is sent only while
+    every rank has one, also after either side has started anew.
     """
 
-    def __init__(self, options: "PrimeRLOptions", clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, options: "PrimeRLOptions", clock: Callable[[], float] = time.monotonic
+    ) -> None:
         import zmq
 
         self._options, self._clock = options, clock
@@ -93,15 +105,21 @@ class ZmqSender(Sender):
         self._batches, self._ready = self._context.socket(zmq.XPUB), self._context.socket(zmq.PULL)
         self._batches.set(zmq.SNDHWM, options.zmq_hwm)
         self._ready.set(zmq.RCVHWM, options.zmq_hwm)
-        host = "127.0.0.1" if options.zmq_host == "localhost" else options.zmq_host  # ZMQ binds to addresses and interfaces, not names
+        host = (
+            "127.0.0.1" if options.zmq_host == "localhost" else options.zmq_host
+        )  # ZMQ binds to addresses and interfaces, not names
         try:
-            for socket, port in ((self._batches, options.zmq_port), (self._ready, options.zmq_port + 1)):
+            for socket, port in (
+                (self._batches, options.zmq_port),
+                (self._ready, options.zmq_port + 1),
+            ):
                 socket.bind(f"tcp://{host}:{port}")
         except zmq.ZMQError as error:
             self.close()
             raise EnvironmentFailure(
-                f"[backend.options] zmq_host = {options.zmq_host!r}, zmq_port = {options.zmq_port}: {error}; batches are published on this "
-                "port and the next one, so choose two that are free on this machine."
+                f"[backend.options] zmq_host = {options.zmq_host!r}, zmq_port = {options.zmq_port}:"
+                f" {error}; batches are published on this port and the next one, so choose two that"
+                " are free on this machine."
             ) from error
 
     def prepare(self, shipped: int) -> None:
@@ -114,9 +132,11 @@ class ZmqSender(Sender):
             self._hear(min(left, options.sync_poll_s))
         if self._missing:
             raise NotReached(
-                f"PRIME-RL's trainer is not connected: {len(self._missing)} of {options.trainer_ranks} data ranks did not "
-                f"subscribe to tcp://{options.zmq_host}:{options.zmq_port} within sync_wait_s = {options.sync_wait_s:g} s; start the "
-                "trainer with the same rollout_transport, or check [backend.options] trainer_ranks."
+                f"PRIME-RL's trainer is not connected: {len(self._missing)} of"
+                f" {options.trainer_ranks} data ranks did not subscribe to"
+                f" tcp://{options.zmq_host}:{options.zmq_port} within sync_wait_s ="
+                f" {options.sync_wait_s:g} s; start the trainer with the same rollout_transport, or"
+                " check [backend.options] trainer_ranks."
             )
 
     def _hear(self, seconds: float) -> None:

@@ -1,7 +1,7 @@
 """An adapter that a Tinker service hands out, as a PEFT folder.
 
-SDK 0.38 has no call for it, and the hosted service hands out no archives of sampler weights. SkyRL does, over HTTP: a gzipped tar with
-adapter_config.json and adapter_model.safetensors.
+SDK 0.38 has no call for it, and the hosted service hands out no archives of sampler weights. SkyRL
+does, over HTTP: a gzipped tar with adapter_config.json and adapter_model.safetensors.
 """
 
 import gzip
@@ -37,18 +37,27 @@ _MOST_MEMBERS = 1000
 
 
 def download_adapter(base_url: str, path: str, folder: Path, timeout: float) -> None:
-    """Write the two files of a PEFT adapter into `folder`. Raises EnvironmentFailure, one sentence, where the service offers none."""
+    """Write the two files of a PEFT adapter into `folder`. Raises EnvironmentFailure, one sentence,
+    where the service offers none.
+    """
     found = _PATH.fullmatch(path)
     address = base_url or os.environ.get("TINKER_BASE_URL", "")
     if not found or {found["run"], found["name"]} & {".", ".."}:
-        raise EnvironmentFailure(f"{path} is not a path of a Tinker service (tinker://RUN/sampler_weights/NAME).")
+        raise EnvironmentFailure(
+            f"{path} is not a path of a Tinker service (tinker://RUN/sampler_weights/NAME)."
+        )
     if not address:
         raise EnvironmentFailure(
-            "the hosted service does not offer adapter files for download; the SDK's `tinker checkpoint` commands manage them."
+            "the hosted service does not offer adapter files for download; the SDK's `tinker"
+            " checkpoint` commands manage them."
         )
     run, name = (quote(found[part], safe="") for part in ("run", "name"))
     with TemporaryFile() as archive:
-        _fetch(f"{address.rstrip('/')}/api/v1/training_runs/{run}/checkpoints/{name}/archive", timeout, archive)
+        _fetch(
+            f"{address.rstrip('/')}/api/v1/training_runs/{run}/checkpoints/{name}/archive",
+            timeout,
+            archive,
+        )
         archive.seek(0)
         _unpack(archive, path, folder)
 
@@ -65,22 +74,36 @@ def _fetch(url: str, timeout: float, into: IO[bytes]) -> None:
         with httpx.Client(timeout=timeout) as client:
             for _ in range(1 + _REDIRECTS):
                 # The key is for the service alone, and not for the store that it sends us to.
-                with client.stream("GET", address, headers=key if _origin(address) == service else {}) as answer:
+                with client.stream(
+                    "GET", address, headers=key if _origin(address) == service else {}
+                ) as answer:
                     if answer.next_request is not None:
                         address = answer.next_request.url
                         continue
                     if answer.status_code != 200:
-                        raise EnvironmentFailure(f"this service offers no archive of the adapter (status {answer.status_code}).")
+                        raise EnvironmentFailure(
+                            "this service offers no archive of the adapter (status"
+                            f" {answer.status_code})."
+                        )
                     for part in answer.iter_bytes():
                         into.write(part)
                         if into.tell() > _MOST_BYTES:
-                            raise EnvironmentFailure(f"its archive is larger than {_MOST_BYTES >> 30} GiB, more than any adapter.")
+                            raise EnvironmentFailure(
+                                f"its archive is larger than {_MOST_BYTES >> 30} GiB, more than any"
+                                " adapter."
+                            )
                         if time.monotonic() > ends:
-                            raise EnvironmentFailure(f"its archive did not arrive within {timeout:g} s.")
+                            raise EnvironmentFailure(
+                                f"its archive did not arrive within {timeout:g} s."
+                            )
                     return
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise EnvironmentFailure(f"its archive could not be fetched ({first_line(error)}).") from error
-    raise EnvironmentFailure(f"its archive could not be fetched (more than {_REDIRECTS} redirections).")
+        raise EnvironmentFailure(
+            f"its archive could not be fetched ({first_line(error)})."
+        ) from error
+    raise EnvironmentFailure(
+        f"its archive could not be fetched (more than {_REDIRECTS} redirections)."
+    )
 
 
 def _origin(url: "httpx.URL") -> tuple[str, str, int | None]:
@@ -88,19 +111,28 @@ def _origin(url: "httpx.URL") -> tuple[str, str, int | None]:
 
 
 def _unpack(content: IO[bytes], path: str, folder: Path) -> None:
-    """Unpack only the two files, to our own paths; other entries, links and sparse files are skipped."""
+    """Unpack only the two files, to our own paths; other entries, links and sparse files are
+    skipped.
+    """
     from safetensors import SafetensorError
 
     missing, unpacked = set(_FILES), 0
     try:
-        with gzip.open(content) as plain, tarfile.open(fileobj=_Bounded(plain), mode="r:") as archive:
+        with (
+            gzip.open(content) as plain,
+            tarfile.open(fileobj=_Bounded(plain), mode="r:") as archive,
+        ):
             for number, member in enumerate(archive):
                 if number == _MOST_MEMBERS:
                     raise ValueError(f"more than {_MOST_MEMBERS} files")
                 name, unpacked = Path(member.name).name, unpacked + member.size
                 if unpacked > _MOST_BYTES or member.size > _FILES.get(name, _MOST_BYTES):
                     raise ValueError(f"{name} has {member.size} bytes")
-                source = archive.extractfile(member) if member.isreg() and not member.issparse() and name in missing else None
+                source = (
+                    archive.extractfile(member)
+                    if member.isreg() and not member.issparse() and name in missing
+                    else None
+                )
                 if source is not None:
                     with source, (folder / name).open("wb") as file:
                         shutil.copyfileobj(source, file)
@@ -108,8 +140,20 @@ def _unpack(content: IO[bytes], path: str, folder: Path) -> None:
         if missing:
             raise ValueError(f"no {min(missing)}")
         _name_target_modules(folder)
-    except (tarfile.TarError, zlib.error, EOFError, LookupError, OSError, TypeError, ValueError, RecursionError, SafetensorError) as error:
-        raise EnvironmentFailure(f"the archive of {path} holds no adapter ({type(error).__name__}: {first_line(error)}).") from error
+    except (
+        tarfile.TarError,
+        zlib.error,
+        EOFError,
+        LookupError,
+        OSError,
+        TypeError,
+        ValueError,
+        RecursionError,
+        SafetensorError,
+    ) as error:
+        raise EnvironmentFailure(
+            f"the archive of {path} holds no adapter ({type(error).__name__}: {first_line(error)})."
+        ) from error
 
 
 class _Bounded(io.BufferedReader):
@@ -122,8 +166,8 @@ class _Bounded(io.BufferedReader):
 
 
 def _name_target_modules(folder: Path) -> None:
-    """Name the target modules: SkyRL leaves target_modules null, for which peft would take its own default; the weights say which modules
-    are adapted.
+    """Name the target modules: SkyRL leaves target_modules null, for which peft would take its own
+    default; the weights say which modules are adapted.
     """
     from safetensors import safe_open
 

@@ -1,8 +1,11 @@
-"""Learning on a Tinker service: rows become datums, each update is one forward-backward pass and one optimizer step.
+"""Learning on a Tinker service: rows become datums, each update is one forward-backward pass and
+one optimizer step.
 
-Requests of one training client are carried out in the order in which they are made, in whatever order they are waited for. So a step asks
-for all of its updates and for a sampler of the weights after them in one go, and waits once: everything stays on policy, and the service is
-never idle between an update and the next. A step's own sampling begins when the sampler is there; nothing is sampled from older weights.
+Requests of one training client are carried out in the order in which they are made, in whatever
+order they are waited for. So a step asks for all of its updates and for a sampler of the weights
+after them in one go, and waits once: everything stays on policy, and the service is never idle
+between an update and the next. A step's own sampling begins when the sampler is there; nothing is
+sampled from older weights.
 """
 
 import json
@@ -16,7 +19,15 @@ import numpy as np
 from retrain.backends.base import TINKER, RemoteBackend
 from retrain.backends.losses import TINKER_LOSSES
 from retrain.backends.own_loss import aggregation_of, own_loss
-from retrain.backends.rows import Update, check_rows, learning_rate, minibatch_split, num_completions, row_weights, step_result
+from retrain.backends.rows import (
+    Update,
+    check_rows,
+    learning_rate,
+    minibatch_split,
+    num_completions,
+    row_weights,
+    step_result,
+)
 from retrain.backends.tinker.archive import download_adapter
 from retrain.backends.tinker.datums import (
     ShiftedRow,
@@ -40,7 +51,8 @@ if TYPE_CHECKING:
     from retrain.config import TrainConfig
 
 STATE_FILE = "tinker.json"
-"""A file in every checkpoint and in final/, which says where the service keeps the weights, and the optimizer's state."""
+"""A file in every checkpoint and in final/, which says where the service keeps the weights, and the
+optimizer's state."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +80,12 @@ class _Requested:
 class TinkerBackend(RemoteBackend):
     capabilities = TINKER
 
-    def __init__(self, config: "TrainConfig", *, eos_ids: Sequence[int], say: Callable[[str], None]) -> None:
-        """Connect. The training client is made at its first use, or by `load` from a checkpoint, and `say` reports it."""
+    def __init__(
+        self, config: "TrainConfig", *, eos_ids: Sequence[int], say: Callable[[str], None]
+    ) -> None:
+        """Connect. The training client is made at its first use, or by `load` from a checkpoint,
+        and `say` reports it.
+        """
         self.config = config
         self._say = say
         say("Connecting to Tinker...")
@@ -91,32 +107,45 @@ class TinkerBackend(RemoteBackend):
         """The SDK's TrainingClient."""
         if self._trainer is None:
             rank = self.config.model.lora_rank
-            self._say(f"Creating LoRA training client (model={self.config.model.model}, rank={rank})...")
-            self._trainer = self._service.result(f"a LoRA adapter of rank {rank} for {self.base_model}", self._create)
+            self._say(
+                f"Creating LoRA training client (model={self.config.model.model}, rank={rank})..."
+            )
+            self._trainer = self._service.result(
+                f"a LoRA adapter of rank {rank} for {self.base_model}", self._create
+            )
             self._say("Training client ready.")
         return self._trainer
 
     def _create(self) -> Any:
-        """The head is not adapted: an empty [lora] target_modules means the linear layers of the blocks, here as locally."""
+        """The head is not adapted: an empty [lora] target_modules means the linear layers of the
+        blocks, here as locally.
+        """
         return self._service.client.create_lora_training_client(
-            self.base_model, rank=self.config.model.lora_rank, seed=self.config.training.seed, train_unembed=False
+            self.base_model,
+            rank=self.config.model.lora_rank,
+            seed=self.config.training.seed,
+            train_unembed=False,
         )
 
     def _request_sampler(self) -> Any:
         return self.trainer.save_weights_and_get_sampling_client()
 
-    # -- what a start asks for ---------------------------------------------------------------------------------------
+    # -- what a start asks for ---------------------------------------------------------------------
 
     @property
     def device_name(self) -> str:
         return "tinker"
 
-    # -- learning ----------------------------------------------------------------------------------------------------
+    # -- learning ----------------------------------------------------------------------------------
 
     def train(self, rows: Sequence[Row], step: int) -> StepResult:
         check_rows(rows)
         training = self.config.training
-        batch = [_TrainedRow(number, row, ShiftedRow.of(row)) for number, row in enumerate(rows) if row.trained and row.num_actions]
+        batch = [
+            _TrainedRow(number, row, ShiftedRow.of(row))
+            for number, row in enumerate(rows)
+            if row.trained and row.num_actions
+        ]
         if not batch:
             return step_result([], [], [])
         if name := _nonfinite_input(batch):
@@ -130,21 +159,34 @@ class TinkerBackend(RemoteBackend):
             ]
             self._sampler.expect_new_weights()
             log_ratios: list[Float32Array] = []
-            updates = [self._finished(update, log_ratios if turn == 0 else []) for turn, update in requested]
+            updates = [
+                self._finished(update, log_ratios if turn == 0 else [])
+                for turn, update in requested
+            ]
         first = requested[0][1]
         unmoved = len(first.rows) if isinstance(first, _Requested) else 0
         result = step_result(updates, log_ratios, log_ratios[:unmoved])
-        return result if result.grad_norm is None or np.isfinite(result.grad_norm) else replace(result, grad_norm=None)
+        return (
+            result
+            if result.grad_norm is None or np.isfinite(result.grad_norm)
+            else replace(result, grad_norm=None)
+        )
 
-    def _request_update(self, rows: Sequence[_TrainedRow], step: int, completions: float) -> "_Requested | Update":
-        """Ask for the gradient of one optimizer batch and for the step with it; an Update where nothing was asked for."""
+    def _request_update(
+        self, rows: Sequence[_TrainedRow], step: int, completions: float
+    ) -> "_Requested | Update":
+        """Ask for the gradient of one optimizer batch and for the step with it; an Update where
+        nothing was asked for.
+        """
         from tinker import types
 
         config, training = self.config, self.config.training
         own = [row.row for row in rows]
         counted = [row.num_counted for row in own]
         weights = row_weights(own, counted, self._aggregation, training.max_tokens, completions)
-        rate = learning_rate(training.lr, step, training.lr_schedule, training.lr_warmup_steps, training.max_steps)
+        rate = learning_rate(
+            training.lr, step, training.lr_schedule, training.lr_warmup_steps, training.max_steps
+        )
         adam = types.AdamParams(
             learning_rate=rate,
             beta1=config.optimizer.beta1,
@@ -155,33 +197,52 @@ class TinkerBackend(RemoteBackend):
         )
         if self.config.loss.mode not in TINKER_LOSSES:
             return self._request_computed(rows, weights, adam)
-        # A service that takes means divides each row's term, which is undone: the weights already normalise the gradient.
+        # A service that takes means divides each row's term, which is undone: the weights already
+        # normalise the gradient.
         means = config.backend.tinker.loss_reduction != "sum"
         undone = [float(len(row.shifted) * len(rows)) if means else 1.0 for row in rows]
         datums = [
-            policy_datum(row.shifted, row.row.logprobs, row.row.advantages * np.float32(weight * factor))
+            policy_datum(
+                row.shifted, row.row.logprobs, row.row.advantages * np.float32(weight * factor)
+            )
             for row, weight, factor in zip(rows, weights, undone, strict=True)
         ]
         bounds = ratio_bounds(config.loss)
-        clip = {"clip_low_threshold": bounds[0], "clip_high_threshold": bounds[1]} if bounds else None
+        clip = (
+            {"clip_low_threshold": bounds[0], "clip_high_threshold": bounds[1]} if bounds else None
+        )
         with self._service.answering("an update"):
-            return _Requested(rows, weights, self.trainer.forward_backward(datums, config.loss.mode, clip), self.trainer.optim_step(adam))
+            return _Requested(
+                rows,
+                weights,
+                self.trainer.forward_backward(datums, config.loss.mode, clip),
+                self.trainer.optim_step(adam),
+            )
 
-    def _request_computed(self, rows: Sequence[_TrainedRow], weights: Sequence[float], adam: Any) -> "_Requested | Update":
+    def _request_computed(
+        self, rows: Sequence[_TrainedRow], weights: Sequence[float], adam: Any
+    ) -> "_Requested | Update":
         """Ask for an update with a loss that the service does not have."""
         from retrain.backends.tinker.own import Computed, NotFinite  # torch comes with it
 
         parts = [(row.shifted, row.row, weight) for row, weight in zip(rows, weights, strict=True)]
-        computed, datums = Computed(self.config.loss, self._own_loss, parts), [scoring_datum(row.shifted) for row in rows]
+        computed, datums = (
+            Computed(self.config.loss, self._own_loss, parts),
+            [scoring_datum(row.shifted) for row in rows],
+        )
         try:
-            passed = self._service.bounded("an update", lambda: self.trainer.forward_backward_custom(datums, computed))
+            passed = self._service.bounded(
+                "an update", lambda: self.trainer.forward_backward_custom(datums, computed)
+            )
         except NotFinite as problem:
             return Update(nonfinite=str(problem))
         with self._service.answering("an update"):
             return _Requested(rows, weights, passed, self.trainer.optim_step(adam), computed)
 
     def _finished(self, update: "_Requested | Update", log_ratios: list[Float32Array]) -> Update:
-        """Wait for an update. The service has then changed the weights, so log-probs that are not finite end the run."""
+        """Wait for an update. The service has then changed the weights, so log-probs that are not
+        finite end the run.
+        """
         if isinstance(update, Update):
             return update
         passed = self._service.result("a forward-backward pass", lambda: update.passed)
@@ -191,25 +252,40 @@ class TinkerBackend(RemoteBackend):
             self._said_reduction = True
             if any(name.startswith("skyrl.ai/") for name in metrics):
                 self._say(
-                    "This service is SkyRL, whose JAX backend divides the loss by positions and rows: set [backend.options] "
-                    'loss_reduction = "mean", or eps and max_grad_norm act on gradients that are far too small.'
+                    "This service is SkyRL, whose JAX backend divides the loss by positions and"
+                    ' rows: set [backend.options] loss_reduction = "mean", or eps and max_grad_norm'
+                    " act on gradients that are far too small."
                 )
-        norm = next((float(value) for name, value in metrics.items() if name.endswith("grad_norm")), np.nan)
-        found = [action_logprobs(row.shifted, output) for row, output in zip(update.rows, passed.loss_fn_outputs, strict=True)]
+        norm = next(
+            (float(value) for name, value in metrics.items() if name.endswith("grad_norm")), np.nan
+        )
+        found = [
+            action_logprobs(row.shifted, output)
+            for row, output in zip(update.rows, passed.loss_fn_outputs, strict=True)
+        ]
         new = [logprobs for logprobs in found if logprobs is not None]
         if len(new) < len(found):
-            raise RunFailed("Tinker returned no log-probs for a forward-backward pass, so neither its loss nor its ratios are known.")
+            raise RunFailed(
+                "Tinker returned no log-probs for a forward-backward pass, so neither its loss nor"
+                " its ratios are known."
+            )
         if not all(np.isfinite(logprobs).all() for logprobs in new):
             raise RunFailed(
-                "Tinker's learner returned log-probs that are not finite, and has already changed the weights with them; the last "
-                "checkpoint is sound: resume from it with a lower [training] lr or [loss] max_grad_norm = 1.0."
+                "Tinker's learner returned log-probs that are not finite, and has already changed"
+                " the weights with them; the last checkpoint is sound: resume from it with a lower"
+                " [training] lr or [loss] max_grad_norm = 1.0."
             )
-        log_ratios += [logprobs - row.row.logprobs for logprobs, row in zip(new, update.rows, strict=True)]
+        log_ratios += [
+            logprobs - row.row.logprobs for logprobs, row in zip(new, update.rows, strict=True)
+        ]
         if update.computed:
             clipped, clippable = update.computed.clip
             return Update(update.computed.loss, norm, clipped, clippable, update.computed.metrics)
         loss, rows = self.config.loss, [row.row for row in update.rows]
-        flat_new, old, advantages = (_flat(values) for values in (new, [r.logprobs for r in rows], [r.advantages for r in rows]))
+        flat_new, old, advantages = (
+            _flat(values)
+            for values in (new, [r.logprobs for r in rows], [r.advantages for r in rows])
+        )
         weights = np.repeat(update.weights, [row.num_actions for row in rows])
         counted = (advantages != 0) & (weights != 0)
         return Update(
@@ -220,32 +296,49 @@ class TinkerBackend(RemoteBackend):
         )
 
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:  # noqa: ARG002 - always 1
-        """Return log-probs at temperature 1, the only one that the service's learner knows; another is refused before the run."""
+        """Return log-probs at temperature 1, the only one that the service's learner knows; another
+        is refused before the run.
+        """
         check_rows(rows)
         shifted = [ShiftedRow.of(row) for row in rows if row.num_actions]
         if not shifted:
             return [np.empty(0, np.float32) for _ in rows]
         datums = [scoring_datum(row) for row in shifted]
         with self._service.slot():
-            found = self._service.result("a forward pass", lambda: self.trainer.forward(datums, "cross_entropy")).loss_fn_outputs
-        values = [values for row, output in zip(shifted, found, strict=True) if (values := action_logprobs(row, output)) is not None]
+            found = self._service.result(
+                "a forward pass", lambda: self.trainer.forward(datums, "cross_entropy")
+            ).loss_fn_outputs
+        values = [
+            values
+            for row, output in zip(shifted, found, strict=True)
+            if (values := action_logprobs(row, output)) is not None
+        ]
         if len(values) < len(shifted):
-            raise RunFailed("Tinker returned no log-probs for a forward pass, so sampler and learner cannot be compared.")
+            raise RunFailed(
+                "Tinker returned no log-probs for a forward pass, so sampler and learner cannot be"
+                " compared."
+            )
         remaining = iter(values)
         return [next(remaining) if row.num_actions else np.empty(0, np.float32) for row in rows]
 
-    # -- files -------------------------------------------------------------------------------------------------------
+    # -- files -------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
         """The service keeps weights and optimizer; the folder names the place."""
         with self._service.slot():
-            path = self._service.result("a checkpoint", lambda: self.trainer.save_state(self._name("checkpoint"))).path
+            path = self._service.result(
+                "a checkpoint", lambda: self.trainer.save_state(self._name("checkpoint"))
+            ).path
         self._write(folder, state=path)
 
     def save_adapter(self, folder: Path) -> None:
-        """Write the PEFT folder where the service hands adapters out, else the place at the service alone."""
+        """Write the PEFT folder where the service hands adapters out, else the place at the service
+        alone.
+        """
         with self._service.slot():
-            path = self._service.result("an adapter", lambda: self.trainer.save_weights_for_sampler(self._name("adapter"))).path
+            path = self._service.result(
+                "an adapter", lambda: self.trainer.save_weights_for_sampler(self._name("adapter"))
+            ).path
         try:
             download_adapter(self.config.model.base_url, path, folder, self._service.timeout)
         except EnvironmentFailure as error:
@@ -253,7 +346,9 @@ class TinkerBackend(RemoteBackend):
         self._write(folder, sampler=path)
 
     def _name(self, kind: str) -> str:
-        """Return a name that is unique within the training client, since a save may be tried again."""
+        """Return a name that is unique within the training client, since a save may be tried
+        again.
+        """
         self._saves += 1
         return f"{kind}-{self._saves:04d}"
 
@@ -268,11 +363,14 @@ class TinkerBackend(RemoteBackend):
         self._say(f"Creating training client from {path}...")
         with self._service.answering(f"the state {path}"):
             try:
-                trainer = self._service.client.create_training_client_from_state_with_optimizer(path).result(timeout=seconds)
+                trainer = self._service.client.create_training_client_from_state_with_optimizer(
+                    path
+                ).result(timeout=seconds)
             except tinker.APIStatusError as error:
                 if error.status_code != 422:
                     raise
-                # SkyRL 0.4.0 does not know this request: it loads a state into an adapter that exists, as that one's first request.
+                # SkyRL 0.4.0 does not know this request: it loads a state into an adapter that
+                # exists, as that one's first request.
                 trainer = self._create().result(timeout=seconds)
                 with without_deprecations():
                     trainer.load_state_with_optimizer(path).result(timeout=seconds)
@@ -288,7 +386,10 @@ def stored_path(folder: Path) -> str:
     content = read_object(folder / STATE_FILE) if (folder / STATE_FILE).is_file() else {}
     path = content.get("state") or content.get("sampler")
     if not isinstance(path, str) or not path.startswith("tinker://"):
-        raise RunFailed(f"{folder} names no weights of a Tinker service (no {STATE_FILE} with a tinker:// path); name another checkpoint.")
+        raise RunFailed(
+            f"{folder} names no weights of a Tinker service (no {STATE_FILE} with a tinker://"
+            " path); name another checkpoint."
+        )
     return path
 
 

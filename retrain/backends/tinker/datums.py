@@ -1,8 +1,10 @@
-"""Rows as the service reads them, shifted by one with one value per position, and the loss of a step from the log-probs it returns.
+"""Rows as the service reads them, shifted by one with one value per position, and the loss of a
+step from the log-probs it returns.
 
-Position i of `inputs` predicts position i of `targets`, which is the next token of the row. Log-probs and advantages stand where an action
-is predicted, and 0 everywhere else, so the prompt and an environment's tokens have no term in the loss.
-Shape letters: N positions of a row, T action tokens; in the loss N are action tokens.
+Position i of `inputs` predicts position i of `targets`, which is the next token of the row.
+Log-probs and advantages stand where an action is predicted, and 0 everywhere else, so the prompt
+and an environment's tokens have no term in the loss. Shape letters: N positions of a row, T action
+tokens; in the loss N are action tokens.
 """
 
 from dataclasses import dataclass
@@ -46,7 +48,9 @@ class ShiftedRow:
         return placed
 
 
-def policy_datum(row: ShiftedRow, logprobs: Float32Array, advantages: Float32Array) -> "types.Datum":
+def policy_datum(
+    row: ShiftedRow, logprobs: Float32Array, advantages: Float32Array
+) -> "types.Datum":
     """Make a datum for the losses that read a ratio. `logprobs` and `advantages` are [T]."""
     return _datum(row, logprobs=row.at_actions(logprobs), advantages=row.at_actions(advantages))
 
@@ -59,23 +63,30 @@ def scoring_datum(row: ShiftedRow) -> "types.Datum":
 def _datum(row: ShiftedRow, **inputs: Float32Array) -> "types.Datum":
     from tinker import types
 
-    values: dict[str, Any] = {name: types.TensorData.from_numpy(value) for name, value in inputs.items()}
+    values: dict[str, Any] = {
+        name: types.TensorData.from_numpy(value) for name, value in inputs.items()
+    }
     values["target_tokens"] = types.TensorData.from_numpy(row.targets.astype(np.int64))
-    return types.Datum(model_input=types.ModelInput.from_ints(row.inputs.tolist()), loss_fn_inputs=values)
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(row.inputs.tolist()), loss_fn_inputs=values
+    )
 
 
 def action_logprobs(row: ShiftedRow, output: Any) -> Float32Array | None:
-    """[T] the learner's log-probs in one item of `loss_fn_outputs`; None where the service returned none."""
+    """[T] the learner's log-probs in one item of `loss_fn_outputs`; None where the service returned
+    none.
+    """
     if "logprobs" not in output:
         return None
     found: Float32Array = np.asarray(output["logprobs"].to_numpy(), np.float32)[row.predictors]
     return found
 
 
-# -- the loss ------------------------------------------------------------------------------------------------------------
+# -- the loss --------------------------------------------------------------------------------------
 #
-# importance_sampling: -rho A, ppo: -min(rho A, clip(rho, 1 - low, 1 + high) A), cispo: -clip(rho, low, high) A log pi, with
-# rho = exp(log pi - log pi of the sampler). The service sums them over all tokens of all rows, and reports at most the sum.
+# importance_sampling: -rho A, ppo: -min(rho A, clip(rho, 1 - low, 1 + high) A), cispo: -clip(rho,
+# low, high) A log pi, with rho = exp(log pi - log pi of the sampler). The service sums them over
+# all tokens of all rows, and reports at most the sum.
 
 Values = npt.NDArray[np.float64]
 
@@ -99,7 +110,9 @@ def policy_terms(new: Values, old: Values, advantages: Values, loss: "Loss") -> 
     return -np.minimum(ratio * advantages, clipped * advantages)
 
 
-def clipped_tokens(new: Values, old: Values, advantages: Values, loss: "Loss") -> npt.NDArray[np.bool_]:
+def clipped_tokens(
+    new: Values, old: Values, advantages: Values, loss: "Loss"
+) -> npt.NDArray[np.bool_]:
     """[N] the clip removed the token's gradient, or in cispo bounded its weight."""
     ratio, bounds = np.exp(new - old), ratio_bounds(loss)
     if bounds is None:

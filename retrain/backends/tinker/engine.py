@@ -1,4 +1,6 @@
-"""The sampler of the Tinker backend: the service samples from the weights that its learner saved last."""
+"""The sampler of the Tinker backend: the service samples from the weights that its learner saved
+last.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
@@ -22,8 +24,12 @@ class TinkerEngine(InferenceEngine):
 
     capabilities = TINKER_SAMPLER
 
-    def __init__(self, service: Service, eos_ids: Sequence[int], request_sampler: Callable[[], Any]) -> None:
-        """`request_sampler` asks the learner for a sampler of its weights of this moment, and returns the SDK's future of it."""
+    def __init__(
+        self, service: Service, eos_ids: Sequence[int], request_sampler: Callable[[], Any]
+    ) -> None:
+        """`request_sampler` asks the learner for a sampler of its weights of this moment, and
+        returns the SDK's future of it.
+        """
         self._service = service
         self._eos_ids = list(eos_ids)
         self._request_sampler = request_sampler
@@ -32,7 +38,9 @@ class TinkerEngine(InferenceEngine):
         self._sampler: Any = None
 
     def expect_new_weights(self) -> None:
-        """Ask for a sampler of the weights after all updates that were requested so far, without waiting for any of them."""
+        """Ask for a sampler of the weights after all updates that were requested so far, without
+        waiting for any of them.
+        """
         self._coming = self._request_sampler()
 
     def sync(self, save_adapter: Callable[[Path], None], step: int) -> None:  # noqa: ARG002 - the weights stay with the service
@@ -51,7 +59,10 @@ class TinkerEngine(InferenceEngine):
                     number = asked[future]
                     with self._service.answering(what, of_sampler=True):
                         sequences = future.result().sequences
-                    yield from (self._completion(number, requests[number], index, sequence) for index, sequence in enumerate(sequences))
+                    yield from (
+                        self._completion(number, requests[number], index, sequence)
+                        for index, sequence in enumerate(sequences)
+                    )
             except GeneratorExit:  # the run stops, and nobody waits for the rest
                 for future in asked:
                     future.cancel()
@@ -76,25 +87,44 @@ class TinkerEngine(InferenceEngine):
             stop=self._eos_ids,
         )
         prompt = types.ModelInput.from_ints(request.prompt_ids.tolist())
-        future: Future[Any] = self._sampler.sample(prompt=prompt, num_samples=request.count, sampling_params=params).future()
+        future: Future[Any] = self._sampler.sample(
+            prompt=prompt, num_samples=request.count, sampling_params=params
+        ).future()
         return future
 
-    def _completion(self, number: int, request: SampleRequest, index: int, sequence: Any) -> Completion:
+    def _completion(
+        self, number: int, request: SampleRequest, index: int, sequence: Any
+    ) -> Completion:
         tokens = np.array(sequence.tokens, np.int32)
         logprobs = sequence.logprobs
         if logprobs is None or len(logprobs) != len(tokens) or not len(tokens):
             known = 0 if logprobs is None else len(logprobs)
-            raise RunFailed(f"Tinker returned {len(tokens)} tokens with {known} log-probs; the loss needs one for each.")
+            raise RunFailed(
+                f"Tinker returned {len(tokens)} tokens with {known} log-probs; the loss needs one"
+                " for each."
+            )
         ended = int(tokens[-1]) in self._eos_ids
         if not ended and len(tokens) < request.max_tokens:
             raise RunFailed(
-                f"Tinker ended a completion after {len(tokens)} of {request.max_tokens} tokens ({sequence.stop_reason}) without returning "
-                "an end-of-sequence token, so the model would never learn to stop; nothing was trained on it."
+                f"Tinker ended a completion after {len(tokens)} of {request.max_tokens} tokens"
+                f" ({sequence.stop_reason}) without returning an end-of-sequence token, so the"
+                " model would never learn to stop; nothing was trained on it."
             )
         reason = FinishReason.STOP if ended else FinishReason.LENGTH
-        return Completion(number, request.first_sample + index, tokens, np.array(logprobs, np.float32), None, reason)
+        return Completion(
+            number,
+            request.first_sample + index,
+            tokens,
+            np.array(logprobs, np.float32),
+            None,
+            reason,
+        )
 
 
 def _seed(noise: NoiseKey, first_sample: int) -> int:
-    """Return a seed for the service's own noise, from the coordinates of the request: the same for every condition of a campaign."""
-    return int(float(uniform(noise.seed, noise.stream, noise.step, noise.prompt, first_sample, 0)) * _SEEDS)
+    """Return a seed for the service's own noise, from the coordinates of the request: the same for
+    every condition of a campaign.
+    """
+    return int(
+        float(uniform(noise.seed, noise.stream, noise.step, noise.prompt, first_sample, 0)) * _SEEDS
+    )

@@ -1,7 +1,9 @@
-"""Losses that the service does not have, computed here: sapo, gmpo, dppo and a loss of one's own. torch comes with this module.
+"""Losses that the service does not have, computed here: sapo, gmpo, dppo and a loss of one's own.
+torch comes with this module.
 
-The SDK's `forward_backward_custom` asks for a forward pass, hands the log-probs to a function of ours as tensors, and sends the gradient of
-its answer back as the weights of a cross-entropy. So an update takes one more forward pass, and waits for it.
+The SDK's `forward_backward_custom` asks for a forward pass, hands the log-probs to a function of
+ours as tensors, and sends the gradient of its answer back as the weights of a cross-entropy. So an
+update takes one more forward pass, and waits for it.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
     from retrain.config.schema import Loss
 
 LossFunction = Callable[[Sequence[Any], Sequence[Tensor]], tuple[Tensor, dict[str, float]]]
-"""The SDK's: datums and [positions] log-probs of each, with gradient -> the scalar to minimise, and numbers to report."""
+"""The SDK's: datums and [positions] log-probs of each, with gradient -> the scalar to minimise, and
+numbers to report."""
 
 
 class NotFinite(RetrainError):
@@ -43,25 +46,50 @@ class Computed:
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
     """(sum, number) of the values of each metric."""
 
-    def __call__(self, data: Sequence[Any], logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:  # noqa: ARG002 - the SDK's form
+    def __call__(
+        self,
+        data: Sequence[Any],  # noqa: ARG002 - the SDK's form
+        logprobs: Sequence[Tensor],
+    ) -> tuple[Tensor, dict[str, float]]:
         rows = [row for _, row, _ in self.rows]
-        new = torch.cat([values[torch.from_numpy(shifted.predictors)] for values, (shifted, *_) in zip(logprobs, self.rows, strict=True)])
-        old = _flat([row.logprobs for row in rows])
-        weights = _flat([np.full(row.num_actions, weight, np.float32) for _, row, weight in self.rows])
-        tokens = ActionTokens(
-            new, old, old, _flat([row.advantages for row in rows]), weights, lengths=tuple(row.num_actions for row in rows)
+        new = torch.cat(
+            [
+                values[torch.from_numpy(shifted.predictors)]
+                for values, (shifted, *_) in zip(logprobs, self.rows, strict=True)
+            ]
         )
-        terms = self.own(tokens) if self.own else Terms(policy_terms(tokens, self.settings), None, {})
+        old = _flat([row.logprobs for row in rows])
+        weights = _flat(
+            [np.full(row.num_actions, weight, np.float32) for _, row, weight in self.rows]
+        )
+        tokens = ActionTokens(
+            new,
+            old,
+            old,
+            _flat([row.advantages for row in rows]),
+            weights,
+            lengths=tuple(row.num_actions for row in rows),
+        )
+        terms = (
+            self.own(tokens) if self.own else Terms(policy_terms(tokens, self.settings), None, {})
+        )
         loss: Tensor = (terms.values * weights).sum()
         gradients = torch.autograd.grad(loss, list(logprobs), retain_graph=True)
-        for name, parts in (("log-probs", [new]), ("loss", [loss]), ("gradient of the loss", gradients)):
+        for name, parts in (
+            ("log-probs", [new]),
+            ("loss", [loss]),
+            ("gradient of the loss", gradients),
+        ):
             if not all(torch.isfinite(part).all() for part in parts):
                 raise NotFinite(name)
         self.loss = loss.item()
         if terms.clipped is not None or not self.own:
             clipped, clippable = clip_counts(tokens, self.settings, terms.clipped).tolist()
             self.clip = (clipped, clippable)
-        self.metrics = {name: (float(value.sum()), float(value.numel())) for name, value in terms.metrics.items()}
+        self.metrics = {
+            name: (float(value.sum()), float(value.numel()))
+            for name, value in terms.metrics.items()
+        }
         return loss, {}
 
 

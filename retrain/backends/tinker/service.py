@@ -1,6 +1,8 @@
-"""The connection to a Tinker service: its key, its address, its time limits, its errors as one sentence each, and the campaign's throttle.
+"""The connection to a Tinker service: its key, its address, its time limits, its errors as one
+sentence each, and the campaign's throttle.
 
-The SDK retries status 429, 5xx and lost connections by itself, for up to 300 s per call, so nothing here tries a call again.
+The SDK retries status 429, 5xx and lost connections by itself, for up to 300 s per call, so nothing
+here tries a call again.
 """
 
 import logging
@@ -36,35 +38,46 @@ class Service:
     """One session of the SDK, and the campaign's throttle around its calls."""
 
     def __init__(self, config: "TrainConfig") -> None:
-        """Open the session. Raises EnvironmentFailure without the SDK or the key, and where nothing answers."""
+        """Open the session. Raises EnvironmentFailure without the SDK or the key, and where nothing
+        answers.
+        """
         base_url = config.model.base_url
         self.address = base_url or os.environ.get("TINKER_BASE_URL") or "its default address"
         self.timeout = config.backend.tinker.timeout_s
         self.slot = throttle_of(config.backend).slot
         """A context that holds one of the campaign's `max_concurrent` places."""
-        self._resume = f"continue with `{run_command(Path(config.resume.from_ or config.logging.log_dir))}`"
+        self._resume = (
+            f"continue with `{run_command(Path(config.resume.from_ or config.logging.log_dir))}`"
+        )
         self._broken = ""
-        os.environ.setdefault("TINKER_TELEMETRY", "0")  # read by the SDK, which reports usage by default
+        os.environ.setdefault(
+            "TINKER_TELEMETRY", "0"
+        )  # read by the SDK, which reports usage by default
         import httpx
 
         try:
             import tinker
         except ImportError as error:
             raise EnvironmentFailure(
-                f'[backend] backend = "tinker" needs the Tinker SDK, which is not installed; {install_hint("tinker")}, or without torch as '
-                "docs/tinker.md describes."
+                '[backend] backend = "tinker" needs the Tinker SDK, which is not installed;'
+                f" {install_hint('tinker')}, or without torch as docs/tinker.md describes."
             ) from error
         key = os.environ.get(KEY, "")
         if not key:
-            raise EnvironmentFailure(f"{KEY} is not set, and Tinker at {self.address} asks for a key; set the variable, or add it to .env.")
-        logging.getLogger("tinker.lib.retry_handler").setLevel(logging.CRITICAL)  # it logs what it then raises
+            raise EnvironmentFailure(
+                f"{KEY} is not set, and Tinker at {self.address} asks for a key; set the variable,"
+                " or add it to .env."
+            )
+        logging.getLogger("tinker.lib.retry_handler").setLevel(
+            logging.CRITICAL
+        )  # it logs what it then raises
         try:  # where nothing listens, the SDK would try for minutes before it says so
             if base_url:
                 httpx.get(base_url, timeout=_REACH_S)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise EnvironmentFailure(
-                f"Nothing answers at [model] base_url = {base_url!r} ({first_line(error)}); start the service there, or correct "
-                "the address."
+                f"Nothing answers at [model] base_url = {base_url!r} ({first_line(error)}); start"
+                " the service there, or correct the address."
             ) from error
         with self.answering("a session"):
             self._client = tinker.ServiceClient(base_url=base_url or None, api_key=key)
@@ -77,10 +90,12 @@ class Service:
 
     @contextmanager
     def answering(self, what: str, *, of_sampler: bool = False) -> Iterator[None]:
-        """Turn what the SDK raises inside into EnvironmentFailure, one sentence about `what` was asked for.
+        """Turn what the SDK raises inside into EnvironmentFailure, one sentence about `what` was
+        asked for.
 
-        A refusal by the sampler (`of_sampler`) leaves the learner as it is, so the run is saved: ServerFailure. After any other failure no
-        further call is made: the SDK refuses them for the same learner, and a dead service would take minutes each.
+        A refusal by the sampler (`of_sampler`) leaves the learner as it is, so the run is saved:
+        ServerFailure. After any other failure no further call is made: the SDK refuses them for the
+        same learner, and a dead service would take minutes each.
         """
         if self._broken:
             raise EnvironmentFailure(self._broken)
@@ -96,12 +111,16 @@ class Service:
             raise EnvironmentFailure(self._broken) from error
 
     def result(self, what: str, ask: Callable[[], Any]) -> Any:
-        """Ask for something, or for the answer under way, an APIFuture of the SDK, and wait for it. Raises EnvironmentFailure."""
+        """Ask for something, or for the answer under way, an APIFuture of the SDK, and wait for it.
+        Raises EnvironmentFailure.
+        """
         with self.answering(what):
             return ask().result(timeout=self.timeout)
 
     def bounded(self, what: str, call: Callable[[], Any]) -> Any:
-        """Make a call of the SDK that waits inside, without a limit of its own, and give up after `timeout`. Raises EnvironmentFailure."""
+        """Make a call of the SDK that waits inside, without a limit of its own, and give up after
+        `timeout`. Raises EnvironmentFailure.
+        """
         answer: Future[Any] = Future()
 
         def work() -> None:
@@ -120,13 +139,17 @@ class Service:
 
         client, self._client = self._client, None
         if client is not None and not self._broken:
-            with suppress(tinker.TinkerError, TimeoutError, RuntimeError, OSError):  # the session also ends by itself
+            with suppress(
+                tinker.TinkerError, TimeoutError, RuntimeError, OSError
+            ):  # the session also ends by itself
                 client.close("success").result(timeout=_CLOSE_S)
 
 
 @contextmanager
 def without_deprecations() -> Iterator[None]:
-    """Silence the SDK during a call that it announces to remove, and that a service needs which lacks its successor."""
+    """Silence the SDK during a call that it announces to remove, and that a service needs which
+    lacks its successor.
+    """
     logger = logging.getLogger("tinker.lib.public_interfaces.training_client")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -165,7 +188,7 @@ def _detail(error: BaseException) -> str:
     return str(detail) if detail else first_line(error)
 
 
-# -- the campaign's throttle ---------------------------------------------------------------------------------------------
+# -- the campaign's throttle -----------------------------------------------------------------------
 
 
 class Gate(Protocol):
@@ -181,10 +204,11 @@ class Unthrottled:
 
 
 class Throttle:
-    """At most `limit` calls at a time over every process and thread that names the same folder. Any thread may call it.
+    """At most `limit` calls at a time over every process and thread that names the same folder. Any
+    thread may call it.
 
-    A counting semaphore of file locks, one file per slot: the kernel releases a lock when its holder dies, however it dies, so a killed
-    worker never keeps a slot.
+    A counting semaphore of file locks, one file per slot: the kernel releases a lock when its
+    holder dies, however it dies, so a killed worker never keeps a slot.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -202,7 +226,8 @@ class Throttle:
     def _acquire(self) -> "BaseFileLock":
         from filelock import FileLock, Timeout
 
-        # Each holder begins elsewhere, and waits for a while of its own: else all would ask for the same slot at the same moments.
+        # Each holder begins elsewhere, and waits for a while of its own: else all would ask for the
+        # same slot at the same moments.
         files = random.sample(self._files, len(self._files))
         while True:
             for file in files:
@@ -216,5 +241,11 @@ class Throttle:
 
 
 def throttle_of(backend: "Backend") -> Gate:
-    """Return the campaign's throttle, where `[backend] throttle_dir` names its folder; a run of its own has none."""
-    return Throttle(Path(backend.throttle_dir), backend.max_concurrent) if backend.throttle_dir else Unthrottled()
+    """Return the campaign's throttle, where `[backend] throttle_dir` names its folder; a run of its
+    own has none.
+    """
+    return (
+        Throttle(Path(backend.throttle_dir), backend.max_concurrent)
+        if backend.throttle_dir
+        else Unthrottled()
+    )

@@ -1,8 +1,9 @@
 """Attention of one new token of each row over the pages of its keys and values.
 
-Queries that share a key head are computed together, over one block of tokens after the other (online softmax, arXiv 1805.02867). A long row
-is cut into parts of a fixed size, each computed by itself, whose sums are then added in order: a few long rows fill the device too, and a
-long row does not hold up short ones. A row meets the same blocks in the same order whatever the rows beside it.
+Queries that share a key head are computed together, over one block of tokens after the other
+(online softmax, arXiv 1805.02867). A long row is cut into parts of a fixed size, each computed by
+itself, whose sums are then added in order: a few long rows fill the device too, and a long row does
+not hold up short ones. A row meets the same blocks in the same order whatever the rows beside it.
 """
 
 import torch
@@ -23,15 +24,17 @@ _FEWEST = 16
 
 @triton.jit
 def _attend(
-    query, keys, values, table, lengths, out, scales, scaling, window, page_tokens, table_stride, row_stride, head_stride,
-    GROUP: tl.constexpr, SIZE: tl.constexpr, FACTORS: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    query, keys, values, table, lengths, out, scales, scaling, window, page_tokens, table_stride,
+    row_stride, head_stride,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, FACTORS: tl.constexpr, QUERIES: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     PART: tl.constexpr, CUT: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The queries of one row and key head over one part. Scores and sums are float32; weights are rounded before their product, as flash
-    kernels do.
+    """The queries of one row and key head over one part. Scores and sums are float32; weights are
+    rounded before their product, as flash kernels do.
 
-    CUT: rows may have several parts, so `out` takes sums and `scales` the largest score and the sum of weights; nothing is written for a
-    part without tokens. WHOLE: a block lies within a page.
+    CUT: rows may have several parts, so `out` takes sums and `scales` the largest score and the sum
+    of weights; nothing is written for a part without tokens. WHOLE: a block lies within a page.
     """
     dtype: tl.constexpr = query.dtype.element_ty
     row, head, number = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -42,7 +45,11 @@ def _attend(
     begin, end = tl.maximum(first, number * PART), tl.minimum(length, number * PART + PART)
     of_group = each < (tl.where(begin < end, GROUP, 0) if CUT else GROUP)
     own = of_group[:, None] & (part < SIZE)[None, :]
-    asked = tl.load(query + row * row_stride + (head * GROUP + each)[:, None] * head_stride + part[None, :], mask=own, other=0.0)
+    asked = tl.load(
+        query + row * row_stride + (head * GROUP + each)[:, None] * head_stride + part[None, :],
+        mask=own,
+        other=0.0,
+    )
     largest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     summed = tl.zeros([QUERIES, WIDTH], tl.float32)
@@ -52,16 +59,22 @@ def _attend(
         if WHOLE:
             page = tl.load(table + row * table_stride + start // page_tokens).to(tl.int64)
         else:
-            page = tl.load(table + row * table_stride + place // page_tokens, mask=seen, other=0).to(tl.int64)
+            page = tl.load(
+                table + row * table_stride + place // page_tokens, mask=seen, other=0
+            ).to(tl.int64)
         at = ((page * page_tokens + place % page_tokens) * key_heads + head) * SIZE
         inside = seen[:, None] & (part < SIZE)[None, :]
         key = tl.load(keys + at[:, None] + part[None, :], mask=inside, other=0.0)
-        scores = tl.dot(asked.to(FACTORS), tl.trans(key.to(FACTORS)), input_precision="ieee") * scaling
+        scores = (
+            tl.dot(asked.to(FACTORS), tl.trans(key.to(FACTORS)), input_precision="ieee") * scaling
+        )
         scores = tl.where(seen[None, :], scores, float("-inf"))
         reached = tl.maximum(largest, tl.max(scores, axis=1))
         weights, shrunk = tl.exp(scores - reached[:, None]), tl.exp(largest - reached)
         value = tl.load(values + at[:, None] + part[None, :], mask=inside, other=0.0)
-        product = tl.dot(rounded(weights, dtype).to(FACTORS), value.to(FACTORS), input_precision="ieee")
+        product = tl.dot(
+            rounded(weights, dtype).to(FACTORS), value.to(FACTORS), input_precision="ieee"
+        )
         summed = summed * shrunk[:, None] + product
         total = total * shrunk + tl.sum(weights, axis=1)
         largest = reached
@@ -71,15 +84,20 @@ def _attend(
         tl.store(scales + 2 * target + 1, total, mask=of_group)
     else:
         summed = rounded(summed / tl.where(total > 0, total, 1.0)[:, None], dtype)
-    tl.store(out + target[:, None] * SIZE + part[None, :], summed.to(out.dtype.element_ty), mask=own)
+    tl.store(
+        out + target[:, None] * SIZE + part[None, :], summed.to(out.dtype.element_ty), mask=own
+    )
 
 
 @triton.jit
 def _join(
     sums, scales, lengths, out, window, parts,
-    GROUP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts of one row and query head, `TILE` at a time. A single part keeps its bits, as if the row had not been cut."""
+    """Add the parts of one row and query head, `TILE` at a time. A single part keeps its bits, as
+    if the row had not been cut.
+    """
     dtype: tl.constexpr = out.dtype.element_ty
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     heads, part = tl.num_programs(1), tl.arange(0, WIDTH)
@@ -104,8 +122,17 @@ def _join(
     tl.store(out + (row * heads + head) * SIZE + part, result, mask=part < SIZE)
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scaling: float, window: int | None) -> Tensor:
-    """[R, Hq, D] of queries [R, Hq, D], the last tokens of their rows, over keys and values in pages [P, T, Hk, D].
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    scaling: float,
+    window: int | None,
+) -> Tensor:
+    """[R, Hq, D] of queries [R, Hq, D], the last tokens of their rows, over keys and values in
+    pages [P, T, Hk, D].
 
     Row r has `lengths` [R] tokens, in the pages `table` [R, M] in order.
     """
@@ -117,7 +144,14 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: 
     out = torch.empty(count, heads, size, dtype=query.dtype, device=query.device)
     cut = parts > 1
     sums, scales = (
-        torch.empty(count, key_heads, parts, group, each, dtype=torch.float32, device=query.device) if cut else out for each in (size, 2)
+        (
+            torch.empty(
+                count, key_heads, parts, group, each, dtype=torch.float32, device=query.device
+            )
+            if cut
+            else out
+        )
+        for each in (size, 2)
     )
     _attend[count, key_heads, parts](
         query, keys, values, table, lengths, sums, scales, scaling, last, page_tokens,
@@ -127,5 +161,17 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: 
         PART=PART, CUT=cut, WHOLE=page_tokens % _BLOCK == 0,
     )  # fmt: skip
     if cut:
-        _join[count, heads](sums, scales, lengths, out, last, parts, GROUP=group, SIZE=size, WIDTH=width, PART=PART, TILE=_TILE)
+        _join[count, heads](
+            sums,
+            scales,
+            lengths,
+            out,
+            last,
+            parts,
+            GROUP=group,
+            SIZE=size,
+            WIDTH=width,
+            PART=PART,
+            TILE=_TILE,
+        )
     return out

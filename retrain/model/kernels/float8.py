@@ -1,4 +1,5 @@
-"""A product with a weight in 8-bit floats (e4m3), which are widened on the way from memory. N rows, I inputs, O outputs.
+"""A product with a weight in 8-bit floats (e4m3), which are widened on the way from memory. N rows,
+I inputs, O outputs.
 
 The bits are read as integers, so no GPU needs to know the format.
 """
@@ -15,17 +16,24 @@ _INPUTS = 128
 
 @triton.jit
 def _widened(bits):
-    """Float32 of e4m3: sign, exponent and mantissa moved to their places, and the difference of the exponents' biases made up."""
+    """Float32 of e4m3: sign, exponent and mantissa moved to their places, and the difference of the
+    exponents' biases made up.
+    """
     wide = bits.to(tl.uint32)
-    return (((wide & 0x80) << 24) | ((wide & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
+    return (((wide & 0x80) << 24) | ((wide & 0x7F) << 20)).to(
+        tl.float32, bitcast=True
+    ) * 1.329227995784916e36  # 2**120
 
 
 @triton.jit
 def _product(
     x, weight, scale, bias, out, rows, inputs, outputs, x_stride,
-    HAS_BIAS: tl.constexpr, FACTORS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, FACTORS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows and outputs; the sum over all inputs is float32, in their order, and rounded once."""
+    """A block of rows and outputs; the sum over all inputs is float32, in their order, and rounded
+    once.
+    """
     dtype: tl.constexpr = x.dtype.element_ty
     at = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -34,8 +42,16 @@ def _product(
     for start in range(0, inputs, INPUTS):
         place = start + tl.arange(0, INPUTS)
         inside = place < inputs
-        values = tl.load(x + row[:, None].to(tl.int64) * x_stride + place[None, :], mask=held[:, None] & inside[None, :], other=0.0)
-        bits = tl.load(weight + at[None, :].to(tl.int64) * inputs + place[:, None], mask=here[None, :] & inside[:, None], other=0)
+        values = tl.load(
+            x + row[:, None].to(tl.int64) * x_stride + place[None, :],
+            mask=held[:, None] & inside[None, :],
+            other=0.0,
+        )
+        bits = tl.load(
+            weight + at[None, :].to(tl.int64) * inputs + place[:, None],
+            mask=here[None, :] & inside[:, None],
+            other=0,
+        )
         total += tl.dot(values.to(FACTORS), _widened(bits).to(FACTORS), input_precision="ieee")
     total *= tl.load(scale + at, mask=here, other=0.0).to(tl.float32)[None, :]
     if HAS_BIAS:
@@ -45,15 +61,22 @@ def _product(
 
 
 def scaled_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """[N, O] of x [N, I] and a weight [O, I] in 8 bits whose outputs have scales [O, 1]; the rows of x may lie apart.
+    """[N, O] of x [N, I] and a weight [O, I] in 8 bits whose outputs have scales [O, 1]; the rows
+    of x may lie apart.
 
-    The blocks are narrow where there are few outputs, so that every multiprocessor has some (not measured on a GPU).
+    The blocks are narrow where there are few outputs, so that every multiprocessor has some (not
+    measured on a GPU).
     """
     rows, (outputs, inputs) = len(x), weight.shape
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    tall, wide = min(64, max(16, triton.next_power_of_2(rows))), 64 if outputs >= 8192 else 32 if outputs >= 4096 else 16
+    tall, wide = (
+        min(64, max(16, triton.next_power_of_2(rows))),
+        64 if outputs >= 8192 else 32 if outputs >= 4096 else 16,
+    )
     _product[triton.cdiv(outputs, wide), triton.cdiv(rows, tall)](
-        x, weight.view(torch.uint8), scale, scale if bias is None else bias, out, rows, inputs, outputs, x.stride(0),
-        HAS_BIAS=bias is not None, FACTORS=factors(x), ROWS=tall, OUTPUTS=wide, INPUTS=_INPUTS, num_stages=4,
+        x, weight.view(torch.uint8), scale, scale if bias is None else bias, out, rows, inputs,
+        outputs, x.stride(0),
+        HAS_BIAS=bias is not None, FACTORS=factors(x), ROWS=tall, OUTPUTS=wide, INPUTS=_INPUTS,
+        num_stages=4,
     )  # fmt: skip
     return out

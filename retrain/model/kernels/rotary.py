@@ -1,7 +1,9 @@
-"""The adapter's part of queries, keys and values, the norm of query and key heads, their rotary embedding and the write to the pages as
-one kernel for a step of decoding; norm and rotary embedding, and their gradient, for whole sequences.
+"""The adapter's part of queries, keys and values, the norm of query and key heads, their rotary
+embedding and the write to the pages as one kernel for a step of decoding; norm and rotary
+embedding, and their gradient, for whole sequences.
 
-Shape letters: N rows with one token each, Q and K query and key-value heads, D head size, P pages, T tokens of a page, R ranks.
+Shape letters: N rows with one token each, Q and K query and key-value heads, D head size, P pages,
+T tokens of a page, R ranks.
 """
 
 from collections.abc import Sequence
@@ -17,16 +19,28 @@ from retrain.model.kernels.rounding import factors, rounded
 
 @triton.jit
 def normed_halves(left, right, scale, weight, at, HALF: tl.constexpr, dtype: tl.constexpr):
-    """Both halves [rows, HALF] of a head times `scale` [rows] and its `weight` [2 HALF], each product rounded."""
+    """Both halves [rows, HALF] of a head times `scale` [rows] and its `weight` [2 HALF], each
+    product rounded.
+    """
     inside, by = at < HALF, scale[:, None]
-    left = rounded(left * by, dtype) * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-    right = rounded(right * by, dtype) * tl.load(weight + HALF + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    left = (
+        rounded(left * by, dtype)
+        * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    )
+    right = (
+        rounded(right * by, dtype)
+        * tl.load(weight + HALF + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    )
     return rounded(left, dtype), rounded(right, dtype)
 
 
 @triton.jit
-def turned_halves(left, right, way, cos, sin, row, at, inside, HALF: tl.constexpr, dtype: tl.constexpr):
-    """Both halves [rows, HALF] turned by the angles of their rows, or back where `way` is -1; the product with the cosine is rounded."""
+def turned_halves(
+    left, right, way, cos, sin, row, at, inside, HALF: tl.constexpr, dtype: tl.constexpr
+):
+    """Both halves [rows, HALF] turned by the angles of their rows, or back where `way` is -1; the
+    product with the cosine is rounded.
+    """
     angle = row[:, None] * (2 * HALF) + at[None, :]
     cos_left = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
     cos_right = tl.load(cos + angle + HALF, mask=inside, other=0.0).to(tl.float32)
@@ -38,11 +52,15 @@ def turned_halves(left, right, way, cos, sin, row, at, inside, HALF: tl.constexp
 
 @triton.jit
 def _turn_and_store(
-    qkv, reduced, up, cos, sin, weight, queries, keys, values, places, rows, row_stride, reduced_stride, eps,
+    qkv, reduced, up, cos, sin, weight, queries, keys, values, places, rows, row_stride,
+    reduced_stride, eps,
     Q: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr,
-    R: tl.constexpr, RANKS: tl.constexpr, FACTORS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    R: tl.constexpr, RANKS: tl.constexpr, FACTORS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of some rows, in two halves. Queries go to `queries`, keys and values to the rows' places in the pages."""
+    """One head of some rows, in two halves. Queries go to `queries`, keys and values to the rows'
+    places in the pages.
+    """
     dtype: tl.constexpr = qkv.dtype.element_ty
     size: tl.constexpr = 2 * HALF
     row, head = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.program_id(1)
@@ -54,8 +72,30 @@ def _turn_and_store(
     if R:
         outputs: tl.constexpr = (Q + 2 * K) * size
         of_head = up + head * size
-        left = rounded(left + low_rank(reduced, of_head, row, at, rows, HALF, reduced_stride, outputs, R, RANKS, FACTORS), dtype)
-        right = rounded(right + low_rank(reduced, of_head + HALF, row, at, rows, HALF, reduced_stride, outputs, R, RANKS, FACTORS), dtype)
+        left = rounded(
+            left
+            + low_rank(
+                reduced, of_head, row, at, rows, HALF, reduced_stride, outputs, R, RANKS, FACTORS
+            ),
+            dtype,
+        )
+        right = rounded(
+            right
+            + low_rank(
+                reduced,
+                of_head + HALF,
+                row,
+                at,
+                rows,
+                HALF,
+                reduced_stride,
+                outputs,
+                R,
+                RANKS,
+                FACTORS,
+            ),
+            dtype,
+        )
     place = (tl.load(places + row, mask=row < rows, other=0) * (K * size))[:, None] + at[None, :]
     if head >= Q + K:
         target = values + place + (head - Q - K) * size
@@ -63,7 +103,9 @@ def _turn_and_store(
         tl.store(target + HALF, right.to(dtype), mask=inside)
     else:
         if HAS_NORM:
-            scale = 1.0 / tl.sqrt_rn((tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)) / size + eps)
+            scale = 1.0 / tl.sqrt_rn(
+                (tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)) / size + eps
+            )
             left, right = normed_halves(left, right, scale, weight + head * size, at, HALF, dtype)
         left, right = turned_halves(left, right, 1.0, cos, sin, row, at, inside, HALF, dtype)
         if head < Q:
@@ -85,36 +127,47 @@ def turn_and_store(
     pages: tuple[Tensor, Tensor],
     places: Tensor,
 ) -> Tensor:
-    """Queries [N, Q, D] of `qkv` [N, (Q + 2 K) D], whose rows may lie apart; keys and values go to `places` [N] of pages [P, T, K, D].
+    """Queries [N, Q, D] of `qkv` [N, (Q + 2 K) D], whose rows may lie apart; keys and values go to
+    `places` [N] of pages [P, T, K, D].
 
-    `pending`: [N, R] and [R, (Q + 2 K) D], whose product is added. `heads`: Q and K. `rotary`: cos and sin [N, 1, D]. `norm`: weights
-    [Q + K, D] and eps.
+    `pending`: [N, R] and [R, (Q + 2 K) D], whose product is added. `heads`: Q and K. `rotary`: cos
+    and sin [N, 1, D]. `norm`: weights [Q + K, D] and eps.
     """
     (queries, key_heads), size = heads[:2], pages[0].shape[-1]
     out = torch.empty(len(qkv), queries, size, dtype=qkv.dtype, device=qkv.device)
     weight, eps = (qkv, 0.0) if norm is None else norm
     reduced, up = pending or (qkv, qkv[:0])
     _turn_and_store[triton.cdiv(len(qkv), ROWS), queries + 2 * key_heads](
-        qkv, reduced, up, *rotary, weight, out, *pages, places, len(qkv), qkv.stride(0), reduced.stride(0), eps,
+        qkv, reduced, up, *rotary, weight, out, *pages, places, len(qkv), qkv.stride(0),
+        reduced.stride(0), eps,
         Q=queries, K=key_heads, HALF=size // 2, HAS_NORM=norm is not None,
-        R=len(up), RANKS=ranks_at_once(up), FACTORS=factors(qkv), ROWS=ROWS, BLOCK=max(16, triton.next_power_of_2(size // 2)),
+        R=len(up), RANKS=ranks_at_once(up), FACTORS=factors(qkv), ROWS=ROWS, BLOCK=max(16,
+        triton.next_power_of_2(size // 2)),
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _turn(
-    x, cos, sin, weight, out, scales, rows, row_stride, head_stride, eps, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    x, cos, sin, weight, out, scales, rows, row_stride, head_stride, eps, HALF: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One head of some rows, in two halves; `scales` takes one over the root mean square of each."""
+    """One head of some rows, in two halves; `scales` takes one over the root mean square of
+    each.
+    """
     dtype: tl.constexpr = x.dtype.element_ty
     size: tl.constexpr = 2 * HALF
     row, head = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (at < HALF)[None, :]
     source = x + row[:, None] * row_stride + head * head_stride + at[None, :]
-    left, right = tl.load(source, mask=inside, other=0.0).to(tl.float32), tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
-    scale = 1.0 / tl.sqrt_rn((tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)) / size + eps)
+    left, right = (
+        tl.load(source, mask=inside, other=0.0).to(tl.float32),
+        tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32),
+    )
+    scale = 1.0 / tl.sqrt_rn(
+        (tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)) / size + eps
+    )
     place = row * tl.num_programs(1) + head
     tl.store(scales + place, scale, mask=row < rows)
     left, right = normed_halves(left, right, scale, weight + head * size, at, HALF, dtype)
@@ -125,7 +178,9 @@ def _turn(
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x [N, heads, D], normed and turned by cos and sin [N, 1, D]; the scales of its norm [N, heads, 1] float32); weight [heads, D]."""
+    """(x [N, heads, D], normed and turned by cos and sin [N, 1, D]; the scales of its norm [N,
+    heads, 1] float32); weight [heads, D].
+    """
     rows, heads, size = x.shape
     out, scales = x.new_empty(x.shape), x.new_empty(rows, heads, 1, dtype=torch.float32)
     _turn[triton.cdiv(rows, ROWS), heads](
@@ -137,38 +192,60 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, eps: float) -> tup
 
 @triton.jit
 def _turn_gradient(
-    grad, x, cos, sin, weight, scales, out, rows, grad_row_stride, grad_head_stride, row_stride, head_stride,
+    grad, x, cos, sin, weight, scales, out, rows, grad_row_stride, grad_head_stride, row_stride,
+    head_stride,
     HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of some rows, in two halves: turned back, then the gradient of the norm as in `norm.py`."""
+    """One head of some rows, in two halves: turned back, then the gradient of the norm as in
+    `norm.py`.
+    """
     dtype: tl.constexpr = x.dtype.element_ty
     size: tl.constexpr = 2 * HALF
     row, head = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (at < HALF)[None, :]
     source = grad + row[:, None] * grad_row_stride + head * grad_head_stride + at[None, :]
-    left, right = tl.load(source, mask=inside, other=0.0).to(tl.float32), tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    left, right = (
+        tl.load(source, mask=inside, other=0.0).to(tl.float32),
+        tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32),
+    )
     left, right = turned_halves(left, right, -1.0, cos, sin, row, at, inside, HALF, dtype)
     factor = weight + head * size + at
     left = rounded(left * tl.load(factor, mask=at < HALF, other=0.0).to(tl.float32)[None, :], dtype)
-    right = rounded(right * tl.load(factor + HALF, mask=at < HALF, other=0.0).to(tl.float32)[None, :], dtype)
+    right = rounded(
+        right * tl.load(factor + HALF, mask=at < HALF, other=0.0).to(tl.float32)[None, :], dtype
+    )
     source = x + row[:, None] * row_stride + head * head_stride + at[None, :]
     value_left = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     value_right = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
     place = row * tl.num_programs(1) + head
     scale = tl.load(scales + place, mask=row < rows, other=0.0)
-    mean = ((tl.sum(value_left * left, axis=1) + tl.sum(value_right * right, axis=1)) * scale * scale / size)[:, None]
+    mean = (
+        (tl.sum(value_left * left, axis=1) + tl.sum(value_right * right, axis=1))
+        * scale
+        * scale
+        / size
+    )[:, None]
     target = out + place[:, None] * size + at[None, :]
-    tl.store(target, rounded((left - value_left * mean) * scale[:, None], dtype).to(dtype), mask=inside)
-    tl.store(target + HALF, rounded((right - value_right * mean) * scale[:, None], dtype).to(dtype), mask=inside)
+    tl.store(
+        target, rounded((left - value_left * mean) * scale[:, None], dtype).to(dtype), mask=inside
+    )
+    tl.store(
+        target + HALF,
+        rounded((right - value_right * mean) * scale[:, None], dtype).to(dtype),
+        mask=inside,
+    )
 
 
-def turn_gradient(grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+def turn_gradient(
+    grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, scales: Tensor
+) -> Tensor:
     """The gradient of x [N, heads, D], given that of `turn`'s first result and its second."""
     grad = grad if grad.stride(2) == 1 else grad.contiguous()
     (rows, heads, size), out = x.shape, x.new_empty(x.shape)
     _turn_gradient[triton.cdiv(rows, ROWS), heads](
-        grad, x, cos, sin, weight, scales, out, rows, grad.stride(0), grad.stride(1), x.stride(0), x.stride(1),
+        grad, x, cos, sin, weight, scales, out, rows, grad.stride(0), grad.stride(1), x.stride(0),
+        x.stride(1),
         HALF=size // 2, ROWS=ROWS, BLOCK=triton.next_power_of_2(size // 2),
     )  # fmt: skip
     return out

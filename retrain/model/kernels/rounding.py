@@ -1,4 +1,6 @@
-"""Dtypes within a Triton kernel: of what is multiplied, and rounding to the dtype of a tensor where intermediate values are float32."""
+"""Dtypes within a Triton kernel: of what is multiplied, and rounding to the dtype of a tensor where
+intermediate values are float32.
+"""
 
 from typing import Any
 
@@ -10,9 +12,11 @@ from torch import Tensor
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """`x` in float32, rounded to the nearest number of `dtype`, halves to even, so that its conversion to `dtype` is exact.
+    """`x` in float32, rounded to the nearest number of `dtype`, halves to even, so that its
+    conversion to `dtype` is exact.
 
-    bfloat16 by its bits: Triton's interpreter would cut them off, and kernel and test are to have the same arithmetic.
+    bfloat16 by its bits: Triton's interpreter would cut them off, and kernel and test are to have
+    the same arithmetic.
     """
     if dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
@@ -22,7 +26,8 @@ def rounded(x, dtype: tl.constexpr):
 
 
 def factors(x: Tensor) -> Any:
-    """Return the dtype in which a kernel multiplies numbers of `x`: its own, for the matrix units, or float32, where products are the same.
+    """Return the dtype in which a kernel multiplies numbers of `x`: its own, for the matrix units,
+    or float32, where products are the same.
 
     Triton's interpreter, on a CPU, multiplies no bfloat16.
     """

@@ -1,4 +1,6 @@
-"""Multi-turn: guess a number, told each time whether it is higher or lower, in the words that the lab model knows."""
+"""Multi-turn: guess a number, told each time whether it is higher or lower, in the words that the
+lab model knows.
+"""
 
 import re
 
@@ -17,7 +19,12 @@ class Guess(vf.MultiTurnEnv):
         if guess == number:
             state["final_env_response"] = [{"role": "user", "content": "="}]
             return state["final_env_response"]
-        return [{"role": "user", "content": "?" if guess is None else "higher" if guess < number else "lower"}]
+        return [
+            {
+                "role": "user",
+                "content": "?" if guess is None else "higher" if guess < number else "lower",
+            }
+        ]
 
 
 def load_environment(largest: int = 10, max_turns: int = 4, problems: int = 64) -> vf.Environment:
@@ -34,4 +41,9 @@ def load_environment(largest: int = 10, max_turns: int = 4, problems: int = 64) 
         return float(bool(replies) and last_number(replies[-1]) == int(answer))
 
     rubric = vf.Rubric(funcs=[solved, near], weights=[0.6, 0.4])
-    return Guess(dataset=Dataset.from_list(rows), eval_dataset=Dataset.from_list(rows[:largest]), max_turns=max_turns, rubric=rubric)
+    return Guess(
+        dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(rows[:largest]),
+        max_turns=max_turns,
+        rubric=rubric,
+    )

@@ -1,4 +1,6 @@
-"""Multi-turn with a parser: a Wordle-style game with its own short word list. G: right place, Y: elsewhere in the word, X: not in it."""
+"""Multi-turn with a parser: a Wordle-style game with its own short word list. G: right place, Y:
+elsewhere in the word, X: not in it.
+"""
 
 import verifiers as vf
 from datasets import Dataset
@@ -31,7 +33,16 @@ class WordGame(vf.MultiTurnEnv):
         if guess == state["answer"]:
             state["final_env_response"] = [{"role": "user", "content": "GGGGG"}]
             return state["final_env_response"]
-        return [{"role": "user", "content": feedback(guess, state["answer"]) if len(guess) == 5 else "Give a word of five letters."}]
+        return [
+            {
+                "role": "user",
+                "content": (
+                    feedback(guess, state["answer"])
+                    if len(guess) == 5
+                    else "Give a word of five letters."
+                ),
+            }
+        ]
 
 
 def load_environment(max_turns: int = 6) -> vf.Environment:
@@ -46,4 +57,6 @@ def load_environment(max_turns: int = 6) -> vf.Environment:
 
     rubric = vf.Rubric(funcs=[solved, speed], weights=[1.0, 0.2], parser=parser)
     rows = Dataset.from_list([{"question": "Begin.", "answer": word} for word in WORDS])
-    return WordGame(dataset=rows, system_prompt=system, parser=parser, rubric=rubric, max_turns=max_turns)
+    return WordGame(
+        dataset=rows, system_prompt=system, parser=parser, rubric=rubric, max_turns=max_turns
+    )

@@ -1,4 +1,6 @@
-"""Multi-turn: guess a number, told each time whether it is higher or lower, in the words that the lab model knows."""
+"""Multi-turn: guess a number, told each time whether it is higher or lower, in the words that the
+lab model knows.
+"""
 
 import re
 from collections.abc import Iterator
@@ -48,7 +50,9 @@ class GuessEnv(vf.Env[GuessEnvConfig]):
                 guess = last_number(said.last_reply)
                 if guess == number or said.terminated or turn == self.config.turns - 1:
                     break
-                said = await line.turn("?" if guess is None else "higher" if guess < number else "lower")
+                said = await line.turn(
+                    "?" if guess is None else "higher" if guess < number else "lower"
+                )
         line.trace.record_reward("solved", float(guess == number), 1.0)
 
 

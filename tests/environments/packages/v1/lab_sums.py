@@ -33,7 +33,10 @@ class Sums(vf.Taskset[SumTask, SumsConfig]):
     def load(self) -> Iterator[SumTask]:
         for n in range(self.config.first, self.config.first + self.config.problems):
             row = 11 + (7 * n) % 80, 12 + (11 * n) % 80, 13 + (13 * n) % 80
-            yield SumTask(SumData(prompt="+".join(map(str, row)) + "=?", answer=str(sum(row))), self.config.task)
+            yield SumTask(
+                SumData(prompt="+".join(map(str, row)) + "=?", answer=str(sum(row))),
+                self.config.task,
+            )
 
 
 __all__ = ["Sums"]
