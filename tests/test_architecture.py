@@ -33,7 +33,7 @@ HEAVY = {
     "httpx",
     "ray",
 }
-MAX_NODES = 900
+MAX_NODES = 600
 
 LAYERS: tuple[set[str], ...] = (
     {"distributed", "errors", "install", "noise", "parsing", "processes", "types", "web"},
@@ -176,17 +176,11 @@ def test_no_import_is_relative() -> None:
             assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path}:{node.lineno}"
 
 
-def test_a_function_fits_a_screen() -> None:
-    others = [
-        path
-        for folder in ("benchmarks", "examples", "scripts")
-        for path in (ROOT / folder).rglob("*.py")
-    ]
-    everything = trees() | {path: ast.parse(path.read_text(encoding="utf-8")) for path in others}
+def test_a_function_has_few_enough_parts_to_be_read_at_once() -> None:
     long = [
         (str(path), one.name, house.nodes_of(one))
-        for path, one in house.functions(everything)
-        if house.nodes_of(one) > MAX_NODES
+        for path, one in house.functions(trees())
+        if "kernels" not in path.parts and house.nodes_of(one) > MAX_NODES
     ]
     assert not long
 
