@@ -33,7 +33,7 @@ HEAVY = {
     "httpx",
     "ray",
 }
-MAX_NODES = 850
+MAX_NODES = 600
 
 LAYERS: tuple[set[str], ...] = (
     {"distributed", "errors", "install", "noise", "parsing", "processes", "types", "web"},
