@@ -13,7 +13,8 @@ from scipy import stats
 
 from retrain import train
 from retrain.config import TrainConfig, config_from_mapping
-from retrain.config.judging import judge_words, training_rewards, with_judging_reward
+from retrain.config.judging import judge_words, training_rewards
+from retrain.config.load import with_judging_reward
 from retrain.errors import ConfigurationError
 from retrain.records.entries import EvaluationRecord
 from retrain.records.evaluation import Evaluation, clustered_interval, pass_at_k
