@@ -289,7 +289,7 @@ def test_only_what_the_environment_says_is_encoded_and_the_models_tokens_stay(
         completion([50, 257, 258]), "2"
     )  # a special token in mid-reply, which the text does not show
     talk.hear(Observation([ChatMessage(role="user", content=">")]), renderer)
-    assert text.decode(talk.in_sight).endswith(
+    assert text.decode(talk.context_ids).endswith(
         "<|im_start|>assistant\n"
         + text.decode(np.array([50, 257, 258]))
         + "\n<|im_start|>user\n><|im_end|>\n<|im_start|>assistant\n"

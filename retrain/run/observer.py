@@ -145,8 +145,8 @@ class StepObserver:
             self._said_rewritten = True
             self.tracker.message(
                 f"Step {step.number}: {len(rewritten)} trajectories have more than one row, since"
-                " the chat template or the environment rewrites earlier turns; each row holds what"
-                " the model had in sight."
+                " the chat template or the environment rewrites earlier turns; each row holds"
+                " the context that the model saw."
             )
         if self.tracker.wants_tokens(step.number):
             self.tracker.emit(
