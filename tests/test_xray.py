@@ -122,7 +122,9 @@ def test_the_command_prints_a_row_for_each_condition_and_draws_them(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     Path("wrong_way.py").write_text("def f(rewards):\n    return [-r for r in rewards]\n")
-    conditions = [f'{{advantage_mode = "{name}", transform_mode = "none"}}' for name in ("grpo", "maxrl")]
+    conditions = [
+        f'{{advantage_mode = "{name}", transform_mode = "none"}}' for name in ("grpo", "maxrl")
+    ]
     Path("my.toml").write_text(f"[campaign]\nseeds = [1]\nconditions = [{', '.join(conditions)}]\n")
     assert main(["xray", "my.toml", "wrong_way.f", "--group", "4", "--figure", "x.svg"]) == 0
     text = capsys.readouterr().out
