@@ -308,7 +308,7 @@ def test_only_what_the_environment_says_is_encoded_and_the_models_tokens_stay(
 
 def test_a_rewritten_history_begins_a_row_of_its_own(text: TextModel) -> None:
     """A template that drops earlier reasoning, as reasoning models have: the second turn's row
-    holds what the model then had in sight.
+    holds the context that the model then saw.
     """
     tokenizer = load_text_model(Model(model="lab")).tokenizer
     tokenizer.chat_template = (

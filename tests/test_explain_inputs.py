@@ -70,7 +70,7 @@ def test_packages_of_environments_and_trackers_that_are_not_here_are_told(
 def test_explain_repeats_the_warning_about_prompts_that_ask_for_no_box(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1=?", "reference": "2"}\n')
+    (tmp_path / "sums.jsonl").write_text('{"question": "1+1=?", "answer": "2"}\n')
     sections: dict[str, Any] = {
         "model": {"model": "./no-model-here"},
         "data": {"source": str(tmp_path / "sums.jsonl")},
