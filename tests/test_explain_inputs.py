@@ -73,7 +73,11 @@ def test_explain_repeats_the_warning_about_prompts_that_ask_for_no_box(
     (tmp_path / "sums.jsonl").write_text('{"question": "1+1=?", "answer": "2"}\n')
     sections: dict[str, Any] = {
         "model": {"model": "./no-model-here"},
-        "data": {"source": str(tmp_path / "sums.jsonl")},
+        "data": {
+            "source": str(tmp_path / "sums.jsonl"),
+            "prompt_column": "question",
+            "answer_column": "answer",
+        },
         "reward": {"type": "match"},
     }
     explain_exit(tmp_path, sections)
