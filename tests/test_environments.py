@@ -20,7 +20,7 @@ from retrain.config.schema import Model
 from retrain.data.chat import ChatRenderer
 from retrain.environments import Environment, Episode, Observation, Result
 from retrain.environments.base import Split
-from retrain.environments.bridge import BridgedEpisode, EventLoop, Telephone
+from retrain.environments.bridge import BridgedEpisode, RolloutBridge
 from retrain.environments.episodes import EpisodeHost, play
 from retrain.environments.lab import NumberGuessing
 from retrain.errors import ConfigurationError, Interrupted, RunFailed
@@ -44,6 +44,7 @@ from retrain.types import (
     Trajectory,
     Turn,
 )
+from retrain.web import EventLoop
 from tests import commands
 from tests.runs import lines, small, timeless
 from tests.trajectories import replies_of_rendered
@@ -461,11 +462,11 @@ class SelfPlaying(Misbehaving):
     """Calls the model itself, on one event loop for all of its episodes."""
 
     def __init__(self) -> None:
-        self.loop = EventLoop()
+        self.loop = EventLoop("environment")
 
     def episode(self) -> Episode:
-        async def rollout(line: Telephone, example: Example, seed: int) -> Result:
-            reply = await line.ask([ChatMessage(role="user", content="?")], [])
+        async def rollout(bridge: RolloutBridge, example: Example, seed: int) -> Result:
+            reply = await bridge.ask([ChatMessage(role="user", content="?")], [])
             if example.reference == "exit":
                 sys.exit(3)
             return Result(float(reply == example.reference))
@@ -606,7 +607,7 @@ def test_an_environment_that_hangs_or_exits_before_its_first_episode_is_a_senten
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     importlib.import_module("tests.test_environments")  # not within the time of its environments
-    monkeypatch.setattr("retrain.environments.loading.LEAST_LIMIT_S", 2.0)
+    monkeypatch.setattr("retrain.environments.loading.MIN_LIMIT_S", 2.0)
     environment = {
         "provider": "tests.test_environments.Begins",
         "args": {"where": where, "how": how},
