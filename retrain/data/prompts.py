@@ -201,15 +201,17 @@ def encode_prompts(training: "Training", text: TextModel, loaded: ReadResult) ->
     tokenizer, context, examples = text.tokenizer, text.context, loaded.examples
     texts = [render_text(tokenizer, example, loaded.data) for example in examples]
     bounds = token_bounds(tokenizer, texts)
-    near = [i for i, bound in enumerate(bounds) if 0 < context <= bound]
-    lengths = dict(zip(near, count_tokens(tokenizer, [texts[i] for i in near]), strict=True))
-    too_long = [index for index, length in lengths.items() if length >= context]
+    lengths: dict[int, int] = {}  # of the prompts that are too long
+    if context:
+        near = [index for index, bound in enumerate(bounds) if bound >= context]
+        counts = count_tokens(tokenizer, [texts[index] for index in near])
+        lengths = {i: count for i, count in zip(near, counts, strict=True) if count >= context}
+    kept = [index for index in range(len(texts)) if index not in lengths]
     dropped = ""
-    if too_long:
-        first = examples[too_long[0]].example_id
-        words = f"{first} with {lengths[too_long[0]]:,} of {context:,} tokens"
-        dropped = dropped_words(len(too_long), "longer than the context", words)
-    kept = sorted(set(range(len(texts))).difference(too_long))
+    if lengths:
+        first, length = next(iter(lengths.items()))
+        words = f"{examples[first].example_id} with {length:,} of {context:,} tokens"
+        dropped = dropped_words(len(lengths), "longer than the context", words)
     if not kept:
         raise ConfigurationError(
             f'[data] source = "{loaded.data.source}" has no usable prompt: {dropped}; take a model'
@@ -225,11 +227,17 @@ def encode_prompts(training: "Training", text: TextModel, loaded: ReadResult) ->
     )
     if dropped:
         prompts.notes.append(f"Dropped prompts: {dropped}")
-    clamped = prompts.longer_than(context - training.max_tokens) if context else 0
-    if clamped:
-        prompts.notes.append(
-            f"[training] max_tokens = {training.max_tokens} and the prompt exceed the model's"
-            f" context of {context:,} for {clamped:,} of {len(kept):,} prompts, whose completions"
-            f" end at the context (after {context - prompts.longest:,} tokens or more)"
-        )
+    prompts.notes.extend(_clamped_notes(prompts, training.max_tokens, context))
     return prompts
+
+
+def _clamped_notes(prompts: PromptSet, max_tokens: int, context: int) -> list[str]:
+    """Say how many completions the context may end before `max_tokens`; it has no limit if 0."""
+    clamped = prompts.longer_than(context - max_tokens) if context else 0
+    if not clamped:
+        return []
+    return [
+        f"[training] max_tokens = {max_tokens} and the prompt exceed the model's context of"
+        f" {context:,} for {clamped:,} of {len(prompts):,} prompts, whose completions end at the"
+        f" context (after {context - prompts.longest:,} tokens or more)"
+    ]
