@@ -201,11 +201,7 @@ def encode_prompts(training: "Training", text: TextModel, loaded: ReadResult) ->
     tokenizer, context, examples = text.tokenizer, text.context, loaded.examples
     texts = [render_text(tokenizer, example, loaded.data) for example in examples]
     bounds = token_bounds(tokenizer, texts)
-    lengths: dict[int, int] = {}  # of the prompts that are too long
-    if context:
-        near = [index for index, bound in enumerate(bounds) if bound >= context]
-        counts = count_tokens(tokenizer, [texts[index] for index in near])
-        lengths = {i: count for i, count in zip(near, counts, strict=True) if count >= context}
+    lengths = _too_long(text, texts, bounds)
     kept = [index for index in range(len(texts)) if index not in lengths]
     dropped = ""
     if lengths:
@@ -227,17 +223,22 @@ def encode_prompts(training: "Training", text: TextModel, loaded: ReadResult) ->
     )
     if dropped:
         prompts.notes.append(f"Dropped prompts: {dropped}")
-    prompts.notes.extend(_clamped_notes(prompts, training.max_tokens, context))
+    clamped = prompts.longer_than(context - training.max_tokens) if context else 0
+    if clamped:
+        prompts.notes.append(_clamped_note(prompts, clamped, training.max_tokens, context))
     return prompts
 
 
-def _clamped_notes(prompts: PromptSet, max_tokens: int, context: int) -> list[str]:
-    """Say how many completions the context may end before `max_tokens`; it has no limit if 0."""
-    clamped = prompts.longer_than(context - max_tokens) if context else 0
-    if not clamped:
-        return []
-    return [
+def _too_long(text: TextModel, texts: Sequence[str], bounds: Sequence[int]) -> dict[int, int]:
+    """Return index -> number of tokens of every prompt that fills the context."""
+    near = [index for index, bound in enumerate(bounds) if 0 < text.context <= bound]
+    counts = count_tokens(text.tokenizer, [texts[index] for index in near])
+    return {i: count for i, count in zip(near, counts, strict=True) if count >= text.context}
+
+
+def _clamped_note(prompts: PromptSet, clamped: int, max_tokens: int, context: int) -> str:
+    return (
         f"[training] max_tokens = {max_tokens} and the prompt exceed the model's context of"
         f" {context:,} for {clamped:,} of {len(prompts):,} prompts, whose completions end at the"
         f" context (after {context - prompts.longest:,} tokens or more)"
-    ]
+    )
