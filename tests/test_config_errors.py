@@ -449,7 +449,7 @@ def test_an_open_name_may_be_a_plugin_without_being_imported() -> None:
     assert config.condition_label == "f+gtpo_sepa"
 
 
-def test_wrong_options_beyond_number_are_counted_and_not_each_compared_with_the_known_ones(
+def test_wrong_options_beyond_number_are_counted_and_not_each_compared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compared: list[str] = []
