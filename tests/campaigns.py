@@ -50,11 +50,9 @@ def write_run(
     environment: Mapping[str, Any] | None = None,
     seconds: float = 1.0,
     tokens: int = 1,
-    before: Mapping[int, Sequence[EvaluationRecord]] | None = None,
     **sections: dict[str, Any],
 ) -> Path:
-    """A run with these correct rates, evaluated at its last step, and `before` it at others (step
-    -> answers); it replaces one there.
+    """A run with these correct rates, evaluated at its last step; it replaces one there.
 
     In a campaign's `runs` it has the label that its folder's name gives. No two folders' runs have
     equal metrics.
@@ -86,16 +84,8 @@ def write_run(
         for step, rate in enumerate(rates)
     ]
     _write_lines(files.metrics, [record.to_json() for record in records])
-    evaluations = {**(before or {}), **({len(rates): held_out} if held_out else {})}
-    if evaluations:
-        _write_lines(
-            files.evaluation,
-            [
-                item.to_json() | {"step": step}
-                for step, items in evaluations.items()
-                for item in items
-            ],
-        )
+    if held_out:
+        _write_lines(files.evaluation, [item.to_json() | {"step": len(rates)} for item in held_out])
     if finished:
         summary = RunSummary(
             "done",

@@ -58,8 +58,6 @@ class Simulated:
     workers: int = 1
     identical: bool = False
     """The conditions of a seed give the same run."""
-    halfway: bool = False
-    """Evaluate after the first of the two steps too, where half as many answers are right."""
     started: list[str] = field(default_factory=list)
 
     def start(self, run: CampaignRun, slot: int) -> EndedJob:
@@ -69,12 +67,10 @@ class Simulated:
         if run.name in self.failing:
             return EndedJob(RunOutcome(Status.FAILED, "out of memory"))
         count = self.right[run.condition][run.seed - 1]
-        half = {1: answers(count // 2)} if self.halfway else {}
         write_run(
             run.folder,
             run.seed,
             held_out=answers(count),
-            before=half,
             algorithm=_modes(run.condition),
         )
         if self.identical:
@@ -427,56 +423,18 @@ def test_a_kill_before_the_second_look_at_a_seed_changes_nothing(tmp_path: Path)
     assert looks(killed.folder) == looks(whole.folder)
 
 
-def test_what_a_run_in_progress_foretells_is_recorded_and_decides_nothing(tmp_path: Path) -> None:
-    with_curves, without = (
-        planned(tmp_path / "curves", max_seeds=6),
-        planned(tmp_path / "none", max_seeds=6),
-    )
-    execute(with_curves, Simulated(BETTER, halfway=True))
-    execute(without, Simulated(BETTER))
-    taken = looks(with_curves.folder)
-    assert [{**look, "foreseen": {}} for look in taken] == looks(without.folder)
-    assert [list(look["foreseen"]) for look in taken] == [[]] * 4 + [["maxrl+none"]] * 2
-    (foreseen,) = taken[4]["foreseen"]["maxrl+none"]
-    assert foreseen["step"] == 1 and foreseen["difference"] == (32 // 2 - 10 // 2) / ASKED
-    assert foreseen["interval"][0] < foreseen["expected"] < foreseen["interval"][1]
-    text = to_text(compare_campaign(with_curves.folder, TestSettings()), 200)
-    assert re.search(
-        r"Look 5 \(seed 5\): maxrl\+none: evidence .* \(after 1 step \+\d+\.\d pp were foreseen and"
-        r" \d+%",
-        text,
-    )
-
-
-def test_status_and_report_say_what_the_running_seed_foretells(tmp_path: Path) -> None:
+def test_status_and_report_say_what_the_evidence_is_now(tmp_path: Path) -> None:
     plan = planned(tmp_path / "c")
     with pytest.raises(Killed):
-        execute(
-            plan, Simulated(BETTER, halfway=True, until=9)
-        )  # the baseline of seed 5 has ended, its partner runs
-    run = next(run for run in plan.runs if run.name == "maxrl+none_s5")
-    write_run(
-        run.folder,
-        5,
-        rates=[0.5],
-        before={1: answers(16)},
-        finished=False,
-        max_steps=2,
-        algorithm=_modes(run.condition),
-    )
+        execute(plan, Simulated(BETTER, until=9))  # after four seeds; the fifth pair is incomplete
     before = (plan.folder / "manifest.json").read_bytes()
-    assert (
-        "undecided" in (text := to_text(compare_campaign(plan.folder, TestSettings())))
-        and "cannot conclude" not in text
-    )
-    said = " ".join(lines(overview(plan.folder)))
-    assert re.search(
-        r"Foreseen: maxrl\+none, seed 5, \+27\.5 pp after 1 step; at the end \+\d+\.\d pp .* It"
-        r" stops nothing\.",
-        said,
-    )
+    text = to_text(compare_campaign(plan.folder, TestSettings()))
+    assert "undecided" in text and "cannot conclude" not in text
+    newest = looks(plan.folder)[-1]["evidence"]["maxrl+none"]
+    expected = f"Evidence after 4 seeds, of 20 needed: maxrl+none {newest:.3g}."
+    assert expected in lines(overview(plan.folder))
     write_report(ReportRequest(plan.folder), tmp_path / "report.html")
-    assert "Foreseen: maxrl+none, seed 5" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert expected in (tmp_path / "report.html").read_text(encoding="utf-8")
     assert (plan.folder / "manifest.json").read_bytes() == before
 
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from benchmarks import futility, looking
+from benchmarks import looking
 from retrain.analysis.e_process import adjust, anytime_p, capital, confidence_sequence, evidence
-from retrain.analysis.futility import Prediction, chance_to_decide
 from retrain.analysis.headline import p_words
 
 
@@ -93,11 +92,6 @@ def test_the_confidence_sequence_covers_the_centre_at_all_looks_together() -> No
     assert confidence_sequence([1.0, 2.0, 3.0]) is None
 
 
-def test_the_chance_to_decide_rises_with_the_effect() -> None:
-    small, large = ([mean, mean + 0.5, mean - 0.5, mean] for mean in (0.1, 2.0))
-    assert chance_to_decide(small, 4, 20) < 0.3 < 0.9 < chance_to_decide(large, 4, 20)
-
-
 @pytest.mark.parametrize(
     ("p", "words"),
     [
@@ -111,38 +105,3 @@ def test_the_chance_to_decide_rises_with_the_effect() -> None:
 )
 def test_rounding_carries_no_p_across_the_level(p: float, words: str) -> None:
     assert p_words(p) == words
-
-
-def test_what_a_campaign_foretells_comes_true_as_often_as_it_says() -> None:
-    found = futility.sample(futility.LUCK["normal"], 8, 0.8, 200)
-    decided, within, between = (
-        np.array([getattr(item, name) for item in found])
-        for name in ("decided", "within", "between")
-    )
-    for unsure in (within < 0.5, within >= 0.5):
-        assert abs(within[unsure].mean() - decided[unsure].mean()) < 0.15
-    assert (
-        np.mean((within - decided) ** 2) < np.mean((between - decided) ** 2) < 0.15
-    )  # the running pair's curve adds to the seeds
-    inside = sum(item.inside for item in found)
-    assert (
-        stats.binom.ppf(0.0005, len(found), 0.8)
-        <= inside
-        <= stats.binom.ppf(0.9995, len(found), 0.8)
-    )
-
-
-def test_a_running_pair_is_predicted_by_the_regression_of_ends_on_curves() -> None:
-    rng = np.random.default_rng(5)
-    at_step, final = rng.normal(0, 1, 9), rng.normal(0, 1, 9)
-    found = Prediction.of(at_step[:-1].tolist(), final[:-1].tolist(), at_step[-1])
-    # Dropping in a dummy for the new pair makes least squares say the same: its coefficient's t is
-    # the prediction's.
-    design = np.stack([np.ones(9), at_step, np.arange(9) == 8], axis=1)
-    coefficients, squares, *_ = np.linalg.lstsq(design, final, rcond=None)
-    error = np.sqrt(squares[0] / 6 * np.linalg.inv(design.T @ design)[2, 2])
-    assert (final[-1] - found.centre, found.scale, found.freedom) == pytest.approx(
-        (coefficients[2], error, 6)
-    )
-    equal = Prediction.of([0.1] * 4, [0.1, 0.3, 0.2, 0.4], 0.9)
-    assert (equal.centre, equal.freedom) == (pytest.approx(0.25), 3)

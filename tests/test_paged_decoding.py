@@ -120,28 +120,6 @@ def test_room_for_a_later_turn_changes_no_angle() -> None:
     assert_same(run(paged(model, []), asked), run(TorchEngine(model, [], "cpu"), asked), atol=1e-4)
 
 
-def test_rows_under_several_adapters_draw_the_same(tmp_path: Any) -> None:
-    from retrain.squeeze.adapter import read_adapter
-
-    with_adapter(tiny()).save_pretrained(tmp_path)
-    layers = read_adapter(tmp_path).layers
-    model = with_adapter(tiny())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_A" in name:
-                parameter.mul_(-0.5)
-    asked = [request for slot in (BASE_MODEL, 0, 4) for request in requests(many=2, slot=slot)]
-    found = []
-    for engine in (paged(model), TorchEngine(model, EOS, "cpu")):
-        engine.load_adapter(4, layers)
-        found.append(run(engine, asked))
-    assert_same(*found, atol=1e-4)
-    assert not np.array_equal(found[0][0, 0].token_ids, found[0][4, 0].token_ids)
-    alone = with_adapter(tiny())
-    last_two = {(index, sample): one for (index, sample), one in found[0].items() if index >= 4}
-    assert_agrees(alone, asked, last_two, atol=1e-4)
-
-
 @pytest.mark.parametrize("tokens", [50, 90, 200])
 @pytest.mark.parametrize("shares", [True, False])
 def test_short_memory_changes_no_completion(

@@ -270,31 +270,13 @@ def known_limits(comparison: Comparison) -> Iterator[str]:
 
 
 def looks_taken(comparison: Comparison) -> Iterator[str]:
-    """A sentence for each look: the evidence, the chance to decide, and the forecast of the seed's
-    last evaluation before its end.
-    """
-    metric, differences = (
-        comparison.metric,
-        {contrast.condition: contrast.differences for contrast in comparison.contrasts},
-    )
+    """A sentence for each look: the evidence, and what it decided."""
     for number, look in enumerate(comparison.looks, start=1):
         parts = []
         for condition, value in look.evidence.items():
             words = f"{condition}: evidence {value:.3g} of {1 / comparison.test.alpha:g}"
             if condition in look.decided:
                 words += f", {look.decided[condition]}"
-            elif condition in look.chance:
-                words += f", {100 * look.chance[condition]:.0f}% to decide by the last seed"
-            if (
-                condition in look.foreseen
-                and (ended := differences.get(condition, {}).get(look.seed)) is not None
-            ):
-                last = look.foreseen[condition][-1]
-                words += (
-                    f" (after {counted(last.step, 'step')}"
-                    f" {difference_words(last.expected, metric)} were foreseen and"
-                    f" {100 * last.chance:.0f}%; it ended at {difference_words(ended, metric)})"
-                )
             parts.append(words)
         parts += [
             f"{condition} without this seed, since one of its runs had failed"

@@ -8,13 +8,12 @@ computed as if it had been planned.
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from retrain.analysis.futility import Forecast, forecasts
 from retrain.analysis.integrity import absent_words
-from retrain.analysis.measures import Metric, choose_metric, difference_words, interval_words
+from retrain.analysis.measures import Metric
 from retrain.analysis.runs import StoredRun, seeds_words
 from retrain.errors import RunFailed
 from retrain.parsing import read_object
@@ -68,25 +67,16 @@ class Look:
     evidence: Mapping[str, float]
     """Condition -> evidence over the family, for those still running; 1 / alpha decides
     (e_process.adjust)."""
-    chance: Mapping[str, float]
-    """Condition -> chance to be decided by the last seed if the differences go on as so far.
-    Recorded; it stops nothing."""
     decided: Mapping[str, str]
     """Condition -> its verdict, for those decided at this look; they run no more."""
     missing: Sequence[str] = ()
     """Conditions that the look went without, since a run of their pair had failed; a later look at
     the seed may take it."""
-    foreseen: Mapping[str, Sequence[Forecast]] = field(default_factory=dict)
-    """Condition -> the forecast of each evaluation of the seed's runs, from the seeds looked at
-    before. Recorded; it stops nothing."""
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> "Look":
-        foreseen = {
-            condition: [Forecast.from_json(item) for item in items]
-            for condition, items in stored.get("foreseen", {}).items()
-        }
-        return cls(**{**stored, "foreseen": foreseen})
+        """Raises KeyError for a look without its seed, evidence or decisions."""
+        return cls(stored["seed"], stored["evidence"], stored["decided"], stored.get("missing", ()))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -188,29 +178,6 @@ class CampaignRecord:
             self.plan.conditions if self.plan and condition == self.plan.baseline else (condition,)
         )
         return any(seed in self.looks_of(other) for other in conditions)
-
-    def foresee(self, runs: Sequence[StoredRun], seed: int) -> dict[str, list[Forecast]]:
-        """Condition -> the forecast of each evaluation of the runs of `seed`, from the seeds looked
-        at before; only conditions that a look has judged. `runs` are those of the campaign.
-        """
-        if (
-            self.plan is None
-            or not self.looks
-            or seed in self.looked
-            or (k := choose_metric(self.plan.metric, []).k) is None
-        ):
-            return {}
-        by_place = {(run.condition, run.seed): run for run in runs}
-        more, bar = len(self.seeds) - len(self.looked), len(self.undecided) / self.plan.alpha
-        found = {}
-        for condition in self.undecided:
-            if condition in self.looks[-1].evidence:
-                *earlier, now = [
-                    (by_place[condition, s], by_place[self.plan.baseline, s])
-                    for s in (*self.looks_of(condition), seed)
-                ]
-                found[condition] = list(forecasts(earlier, now, k, more, bar))
-        return {condition: items for condition, items in found.items() if items}
 
 
 def _plan(stored: Mapping[str, Any]) -> AnalysisPlan:
@@ -389,18 +356,15 @@ def not_looked_at(record: CampaignRecord, pairs: Mapping[str, Collection[int]]) 
             )
 
 
-def foreseen_lines(record: CampaignRecord, runs: Sequence[StoredRun]) -> list[str]:
-    """One sentence for each undecided condition: the forecast from the evaluations of the seed that
-    is looked at next.
-    """
-    following = next((seed for seed in record.seeds if seed not in record.looked), None)
-    if following is None or record.plan is None:
-        return []
-    metric, found = choose_metric(record.plan.metric, []), record.foresee(runs, following)
-    return [
-        f"Foreseen: {condition}, seed {following}, {difference_words(last.difference, metric)}"
-        f" after {counted(last.step, 'step')}; at the end {difference_words(last.expected, metric)}"
-        f" (80%: {interval_words(last.interval, metric)}); {100 * last.chance:.0f}% to decide by"
-        " the last seed. It stops nothing."
-        for condition, (*_, last) in found.items()
+def evidence_line(record: CampaignRecord) -> str:
+    """The newest evidence for each condition and the decisions so far; "" before the first look."""
+    if record.plan is None or not record.looks:
+        return ""
+    newest = {name: value for look in record.looks for name, value in look.evidence.items()}
+    decided = {name: verdict for look in record.looks for name, verdict in look.decided.items()}
+    parts = [
+        f"{name} {value:.3g}{f' ({decided[name]})' if name in decided else ''}"
+        for name, value in newest.items()
     ]
+    seeds = counted(len(record.looked), "seed")
+    return f"Evidence after {seeds}, of {1 / record.plan.alpha:g} needed: {', '.join(parts)}."

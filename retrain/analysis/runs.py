@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import groupby, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -247,16 +247,6 @@ class StoredRun:
     def answers(self) -> Answers | None:
         """The held-out answers of `final_evaluation`."""
         return Answers.of(self.final_evaluation.problems) if self.final_evaluation else None
-
-    @cached_property
-    def evaluations(self) -> dict[int, Answers]:
-        """Step -> the held-out answers of the evaluation after so many steps, oldest first; the
-        last one may be half written.
-        """
-        if not self.held_out_file.is_file():
-            return {}
-        by_step = groupby(EvaluationRecord.read(self.held_out_file), key=lambda record: record.step)
-        return {step: Answers.of(list(records)) for step, records in by_step}
 
     @cached_property
     def base_answers(self) -> Answers | None:

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from retrain.analysis.integrity import given_keys, problem_of
-from retrain.analysis.planned import CampaignRecord, foreseen_lines
+from retrain.analysis.planned import CampaignRecord, evidence_line
 from retrain.analysis.runs import StoredRun, campaign_runs, is_campaign, is_run
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
 from retrain.records.entries import StepRecord
@@ -97,9 +97,9 @@ class RunStatus:
 class CampaignStatus:
     path: Path
     runs: tuple[RunStatus, ...]
-    foreseen: tuple[str, ...] = ()
-    """With stop = "evidence": the forecasts from the evaluations of the seed that runs now, a
-    sentence for each undecided condition."""
+    evidence: str = ""
+    """What the looks of a campaign with stop = "evidence" have found, in a sentence; "" before the
+    first."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -146,7 +146,7 @@ class CampaignStatus:
         return (
             {"path": str(self.path), "name": self.path.name}
             | summary
-            | {"runs": [run.to_json() for run in self.runs], "foreseen": list(self.foreseen)}
+            | {"runs": [run.to_json() for run in self.runs], "evidence": self.evidence}
         )
 
 
@@ -193,19 +193,17 @@ def overview(folder: Path) -> Overview:
                 planned = campaign_runs(path)
                 given = given_keys(path)
                 statuses = tuple(run_status(run, now, given) for run in planned)
-                campaigns.append(CampaignStatus(path, statuses, tuple(_foreseen(path, planned))))
+                campaigns.append(CampaignStatus(path, statuses, _evidence(path)))
             except RunFailed as error:
                 runs.append(_unreadable(StoredRun(path), error))
     return Overview(folder, tuple(campaigns), tuple(runs))
 
 
-def _foreseen(campaign: Path, runs: Sequence[StoredRun]) -> list[str]:
+def _evidence(campaign: Path) -> str:
     try:
-        return foreseen_lines(CampaignRecord.read(campaign), runs)
-    except (
-        RunFailed
-    ):  # the line of the damaged run says so, and `retrain compare` reports a damaged plan
-        return []
+        return evidence_line(CampaignRecord.read(campaign))
+    except RunFailed:  # a damaged plan, which `retrain compare` reports
+        return ""
 
 
 def _found(folder: Path) -> Iterator[Path]:

@@ -18,10 +18,8 @@ from math import ceil
 
 from retrain.analysis.compare import Comparison, compare_campaign
 from retrain.analysis.e_process import evidence
-from retrain.analysis.futility import FEWEST, chance_to_decide
 from retrain.analysis.measures import difference_words
 from retrain.analysis.planned import CampaignRecord, Look
-from retrain.analysis.runs import campaign_runs
 from retrain.analysis.verdict import TestSettings, Verdict
 from retrain.campaign.manifest import Manifest, Status
 from retrain.campaign.plan import CampaignPlan, CampaignRun
@@ -128,7 +126,7 @@ class EvidenceRule:
         return self._manifest[run.name].status
 
     def _take(self, seed: int) -> Look:
-        look = Look(seed, {}, {}, {}, self._failed(seed))
+        look = Look(seed, {}, {}, self._failed(seed))
         record = replace(CampaignRecord.read(self._plan.folder), looks=[*self._record.looks, look])
         name = (
             f"Look {len(record.looks)} (seed"
@@ -142,8 +140,7 @@ class EvidenceRule:
         if comparison.test.rule != "evidence":
             self._say(f"{name} decides nothing. {comparison.planned}")
             return look
-        foreseen = self._record.foresee(campaign_runs(self._plan.folder), seed)
-        look = replace(self._judged(look, comparison, record), foreseen=foreseen)
+        look = self._judged(look, comparison, record)
         for line in self._lines(look, comparison):
             self._say(f"{name}: {line}")
         return look
@@ -156,40 +153,23 @@ class EvidenceRule:
         ]
         found = evidence(at_looks, len(record.looks))
         undecided = set(self._undecided)
-        open_now = {
-            contrast.condition: (contrast, value)
+        open_now = [
+            (contrast.condition, value, contrast.conclusion.verdict)
             for contrast, value in zip(comparison.contrasts, found, strict=True)
             if contrast.condition in undecided
-        }
-        verdicts = {
-            condition: contrast.conclusion.verdict for condition, (contrast, _) in open_now.items()
-        }
-        left, bar = (
-            len(self._plan.seeds) - len(record.looked),
-            len(undecided) / comparison.test.alpha,
-        )
+        ]
         return replace(
             look,
-            evidence={condition: round(value, 4) for condition, (_, value) in open_now.items()},
-            chance={
-                condition: round(
-                    chance_to_decide(list(contrast.differences.values()), left, bar), 2
-                )
-                for condition, (contrast, _) in open_now.items()
-                if verdicts[condition] is Verdict.INCONCLUSIVE
-                and len(contrast.differences) >= FEWEST
-            },
+            evidence={condition: round(value, 4) for condition, value, _ in open_now},
             decided={
                 condition: str(verdict)
-                for condition, verdict in verdicts.items()
+                for condition, _, verdict in open_now
                 if verdict is not Verdict.INCONCLUSIVE
             },
         )
 
     def _lines(self, look: Look, comparison: Comparison) -> Iterator[str]:
-        """A line for each condition, for example: maxrl+none +8.2 pp, evidence 12.4 of 20; if it
-        goes on so, 71% to decide by the last seed.
-        """
+        """A line for each condition, for example: maxrl+none +8.2 pp, evidence 12.4 of 20."""
         for contrast in comparison.contrasts:
             condition = contrast.condition
             if condition not in look.evidence:
@@ -199,9 +179,4 @@ class EvidenceRule:
                 f"{condition} {shown}, evidence {look.evidence[condition]:.3g} of"
                 f" {1 / comparison.test.alpha:g}"
             )
-            if condition in look.chance:
-                line += (
-                    f"; at this rate, {100 * look.chance[condition]:.0f}% to decide by the last"
-                    " seed"
-                )
             yield line + (f": {look.decided[condition]}." if condition in look.decided else ".")

@@ -83,7 +83,7 @@ def lines(seen: "Overview", width: int | None = None) -> list[str]:
         printed += [
             campaign_line(campaign),
             *_table(campaign.runs, campaign.path / "runs", width),
-            *campaign.foreseen,
+            *filter(None, [campaign.evidence]),
             "",
         ]
     if seen.runs:

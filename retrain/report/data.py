@@ -11,7 +11,7 @@ import numpy as np
 from retrain.analysis.compare import Comparison, check_sizes, compare_campaign, compare_runs
 from retrain.analysis.likeness import differing_keys
 from retrain.analysis.measures import choose_metric
-from retrain.analysis.planned import CampaignRecord, foreseen_lines
+from retrain.analysis.planned import CampaignRecord, evidence_line
 from retrain.analysis.runs import MANIFEST, StoredRun, campaign_runs, find_runs, is_campaign, is_run
 from retrain.analysis.status import RunStatus, run_status
 from retrain.analysis.verdict import TestSettings
@@ -152,7 +152,7 @@ def read_report_data(request: ReportRequest) -> ReportData:
     begun = [run for run in planned if is_run(run.path)]
     now, notes = time.time(), list[str]()
     if kind == "campaign":
-        notes += foreseen_lines(CampaignRecord.read(folder), planned)
+        notes += filter(None, [evidence_line(CampaignRecord.read(folder))])
     campaigns = [run.path.parent.parent.name if run.planned else "" for run in begun]
     several = len(set(campaigns)) > 1  # the name of its campaign then precedes a condition
     conditions = [
