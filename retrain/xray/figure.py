@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from retrain.report.drawing import PAPER, drawing, series
 from retrain.xray.binary import Xray
@@ -31,6 +31,7 @@ def write_figure(path: Path, xrays: Sequence[Xray]) -> None:
         objective.set(title="Objective, 1 at p = 1", xlabel="pass rate p", ylabel="f(p)")
         noise.set(title="Noise / signal of a prompt", xlabel="pass rate p", ylabel="sd / mean")
         noise.set_yscale("log")
+        noise.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         noise.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         noise.yaxis.set_minor_formatter(NullFormatter())
         figure.legend(loc="outside upper center", ncols=min(len(xrays), 5))

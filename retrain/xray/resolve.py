@@ -9,8 +9,9 @@ from retrain.advantages.algorithms import recipe_of
 from retrain.advantages.ragged import Segments
 from retrain.advantages.resolve import resolve_advantage
 from retrain.advantages.step import StepTokens
-from retrain.errors import ConfigurationError
+from retrain.errors import ConfigurationError, RunFailed
 from retrain.xray.binary import Xray, xray
+from retrain.xray.text import headline
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -56,6 +57,14 @@ def _arms(config: "TrainConfig") -> list[tuple[str, "TrainConfig"]]:
 
     runs = plan_campaign(config, Path("campaign")).runs
     return list({run.condition: run.config for run in runs}.items())
+
+
+def headline_of(config: "TrainConfig") -> str:
+    """One line about a run's advantage; "" where it has no X-ray or its plugin cannot be used."""
+    try:
+        return headline(_read("", config, config.training.group_size, config.loss.aggregation, 1.0))
+    except (ConfigurationError, RunFailed, ValueError):  # which explain says as a problem
+        return ""
 
 
 def _read(

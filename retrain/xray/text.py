@@ -128,8 +128,10 @@ def _number(value: float) -> str:
     return "-" if not np.isfinite(value) else f"{value:.2f}"
 
 
+WEIGHTS = "weights of a prompt that is solved 5% / 50% / 95% of the time"
+"""What `headline` shows."""
+
+
 def headline(one: Xray) -> str:
-    """One line for `retrain explain`."""
-    weights = relative_weight(one, (0.05, _MIDDLE, 0.95))
-    shown = " / ".join(_number(value) for value in weights)
-    return f"weight of a prompt that is solved 5% / 50% / 95% of the time: {shown}"
+    """Three weights, for `retrain explain`."""
+    return " / ".join(_number(value) for value in relative_weight(one, (0.05, _MIDDLE, 0.95)))
