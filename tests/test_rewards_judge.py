@@ -135,9 +135,7 @@ def test_any_other_reply_is_no_verdict(reply: str) -> None:
     assert read_verdict(reply) is None
 
 
-def test_the_judge_sees_question_reference_and_the_end_of_the_completion_and_nothing_fills_a_place_twice() -> (
-    None
-):
+def test_the_judge_sees_question_reference_and_the_completions_end_once_each() -> None:
     filled = judge_message(
         DEFAULT_TEMPLATE,
         r"Find \frac{1}{2} {reference}",
@@ -376,7 +374,7 @@ def test_equal_completions_are_judged_once_and_a_resumed_run_repeats_its_verdict
         assert server.requests == []
 
 
-def test_what_could_not_be_judged_is_not_kept_and_another_question_or_model_is_another_verdict(
+def test_what_could_not_be_judged_is_not_kept_and_verdicts_have_their_question(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "verdicts.jsonl"

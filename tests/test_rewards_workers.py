@@ -110,7 +110,7 @@ def test_equal_expressions_are_right_and_unparsable_ones_wrong(
         (r"\frac{1}{1+" * 40 + "1" + "}" * 40, "4"),  # the library's alarm is swallowed
     ],
 )
-def test_a_hard_answer_ends_on_the_deadline_and_the_next_is_judged_by_a_forked_worker(
+def test_a_hard_answer_ends_on_the_deadline_and_a_new_worker_judges_the_next(
     pool: WorkerPool, answer: str, gold: str
 ) -> None:
     assert verify(pool, r"\frac{8}{2}").result(60).value == 1.0
@@ -133,6 +133,7 @@ def test_an_answer_that_swells_is_stopped_before_its_deadline(
         assert verify(pool, r"\frac{8}{2}").result(60).value == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_an_answer_for_which_memory_runs_out_inside_math_verify_is_not_wrong() -> None:
     """The library's own `except Exception` would make it so. In a process of its own: the limit
@@ -219,7 +220,7 @@ def test_the_pool_outlives_its_workers_and_its_fork_server() -> None:
 
 
 @linux_only
-def test_workers_die_with_a_trainer_that_was_killed_even_in_the_middle_of_an_endless_answer(
+def test_workers_die_with_a_killed_trainer_even_within_an_endless_answer(
     tmp_path: Path,
 ) -> None:
     script = tmp_path / "trainer.py"
