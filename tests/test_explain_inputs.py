@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from retrain import train
 from retrain.cli.main import main
 from retrain.config import dump_toml
 from retrain.errors import ConfigurationError
-from tests.runs import small
+from tests.runs import small, small_run
 
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("absent_reward.score", {"reward": {"type": "absent_reward.score"}}),
@@ -89,7 +88,7 @@ def test_plugins_are_loaded_before_the_model_is_looked_for(
     tmp_path: Path, named: str, sections: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigurationError, match=named):
-        train(
+        small_run(
             small(tmp_path / "run", **{**sections, "model": {"model": "./no-model-here"}}),
             quiet=True,
         )
@@ -102,10 +101,9 @@ def test_the_code_of_a_run_is_recorded_and_not_run_by_explaining_its_folder(
     code = "open('imported', 'a').write('.')\ndef score(response, reference):\n    return 1.0\n"
     (tmp_path / "token_score.py").write_text(code)
     steps = {"max_steps": 1, "max_tokens": 4, "max_examples": 16}
-    train(
+    small_run(
         small(tmp_path / "run", reward={"type": "token_score.score"}, training=steps),
         quiet=True,
-        skip_parity=True,
     )
     recorded = json.loads((tmp_path / "run" / "environment.json").read_text())["code"]
     assert recorded["plugins"] == {"token_score.score": hashlib.sha256(code.encode()).hexdigest()}

@@ -37,7 +37,7 @@ _PACKAGES = {
     "textarena": ("textarena", "textarena"),
 }
 """Provider -> the module that it imports, and the package, which is also the extra."""
-LEAST_LIMIT_S = 600.0
+MIN_LIMIT_S = 600.0
 """Seconds that each call of an environment's code may take where `[environment] timeout_s` is less:
 data may have to be downloaded."""
 _AGAIN_S = 5.0
@@ -90,7 +90,7 @@ def environment_code(what: str, timeout_s: float) -> Iterator[None]:
     `timeout_s` is [environment] timeout_s. Outside the main thread, where Python sets no signal
     handlers, the time is not limited.
     """
-    limit = max(LEAST_LIMIT_S, timeout_s)
+    limit = max(MIN_LIMIT_S, timeout_s)
     try:
         with _limited(limit):
             yield
