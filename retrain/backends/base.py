@@ -84,7 +84,7 @@ BACKENDS: dict[str, BackendCapabilities] = {
     "tinker": TINKER,
     "prime_rl": PRIME_RL,
 }
-"""The built-in backends and what they can do. `config/support.py` says what they do with each
+"""The built-in backends and what they can do. `config/effects.py` says what they do with each
 key."""
 
 
