@@ -419,15 +419,6 @@ RUNS: Table = (
         )
         for bound, owners in _corrections_by_bound().items()
     ),
-    refused(
-        "backend.backend",
-        because=(
-            "all runs of a campaign would feed one trainer; start each run with a trainer of its"
-            ' own, or use backend = "local"'
-        ),
-        when=lambda c: _campaign(c) and c.backend.backend == "prime_rl",
-        values=("prime_rl",),
-    ),
     *_implied_by_traits(),
 )
 
@@ -724,6 +715,15 @@ _TINKER: Table = (
 
 _TRAINERS_OWN = "the configuration of PRIME-RL's trainer says it"
 _PRIME_RL: Table = (
+    refused(
+        "backend.backend",
+        because=(
+            "all runs of a campaign would feed one trainer; start each run with a trainer of its"
+            ' own, or use backend = "local"'
+        ),
+        when=_campaign,
+        values=("prime_rl",),
+    ),
     used(*_FILES, "backend.options", *_SAMPLING, *_LOOP, *_CUTS),
     unused(*_TINKER_ONLY, because="it belongs to the tinker backend"),
     used("training.micro_batch_tokens"),
