@@ -20,7 +20,7 @@ from retrain.config.schema import Model
 from retrain.data.chat import ChatRenderer
 from retrain.environments import Environment, Episode, Observation, Result
 from retrain.environments.base import Split
-from retrain.environments.bridge import BridgedEpisode, EventLoop, Telephone
+from retrain.environments.bridge import BridgedEpisode, RolloutBridge
 from retrain.environments.episodes import EpisodeHost, play
 from retrain.environments.lab import NumberGuessing
 from retrain.errors import ConfigurationError, Interrupted, RunFailed
@@ -44,6 +44,7 @@ from retrain.types import (
     Trajectory,
     Turn,
 )
+from retrain.web import EventLoop
 from tests import commands
 from tests.runs import lines, small, small_run, timeless
 from tests.trajectories import replies_of_rendered
@@ -290,7 +291,7 @@ def test_only_what_the_environment_says_is_encoded_and_the_models_tokens_stay(
         completion([50, 257, 258]), "2"
     )  # a special token in mid-reply, which the text does not show
     talk.hear(Observation([ChatMessage(role="user", content=">")]), renderer)
-    assert text.decode(talk.in_sight).endswith(
+    assert text.decode(talk.context_ids).endswith(
         "<|im_start|>assistant\n"
         + text.decode(np.array([50, 257, 258]))
         + "\n<|im_start|>user\n><|im_end|>\n<|im_start|>assistant\n"
@@ -309,7 +310,7 @@ def test_only_what_the_environment_says_is_encoded_and_the_models_tokens_stay(
 
 def test_a_rewritten_history_begins_a_row_of_its_own(text: TextModel) -> None:
     """A template that drops earlier reasoning, as reasoning models have: the second turn's row
-    holds what the model then had in sight.
+    holds the context that the model then saw.
     """
     tokenizer = load_text_model(Model(model="lab")).tokenizer
     tokenizer.chat_template = (
@@ -462,11 +463,11 @@ class SelfPlaying(Misbehaving):
     """Calls the model itself, on one event loop for all of its episodes."""
 
     def __init__(self) -> None:
-        self.loop = EventLoop()
+        self.loop = EventLoop("environment")
 
     def episode(self) -> Episode:
-        async def rollout(line: Telephone, example: Example, seed: int) -> Result:
-            reply = await line.ask([ChatMessage(role="user", content="?")], [])
+        async def rollout(bridge: RolloutBridge, example: Example, seed: int) -> Result:
+            reply = await bridge.ask([ChatMessage(role="user", content="?")], [])
             if example.reference == "exit":
                 sys.exit(3)
             return Result(float(reply == example.reference))
@@ -609,7 +610,7 @@ def test_an_environment_that_hangs_or_exits_before_its_first_episode_is_a_senten
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     importlib.import_module("tests.test_environments")  # not within the time of its environments
-    monkeypatch.setattr("retrain.environments.loading.LEAST_LIMIT_S", 2.0)
+    monkeypatch.setattr("retrain.environments.loading.MIN_LIMIT_S", 2.0)
     environment = {
         "provider": "tests.test_environments.Begins",
         "args": {"where": where, "how": how},

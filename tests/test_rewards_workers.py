@@ -17,7 +17,8 @@ import pytest
 
 import retrain.rewards.workers as workers
 from retrain.processes import resident_bytes
-from retrain.rewards.workers import Judgement, WorkerPool, WorkerSetup
+from retrain.rewards.score import PartScore
+from retrain.rewards.workers import WorkerPool, WorkerSetup
 
 DEADLINE_S = 2.0
 
@@ -55,7 +56,7 @@ def descendants(pid: int) -> set[int]:
     return found.union(*map(descendants, found))
 
 
-def verify(pool: WorkerPool, answer: str, gold: str = "4") -> "Future[Judgement]":
+def verify(pool: WorkerPool, answer: str, gold: str = "4") -> "Future[PartScore]":
     return pool.submit({"handler": "verify", "gold": gold, "answer": answer})
 
 
@@ -97,7 +98,7 @@ def pool() -> Iterator[WorkerPool]:
 def test_equal_expressions_are_right_and_unparsable_ones_wrong(
     patient_pool: WorkerPool, answer: str, gold: str, value: float
 ) -> None:
-    assert verify(patient_pool, answer, gold).result(60) == Judgement(value)
+    assert verify(patient_pool, answer, gold).result(60) == PartScore(value)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_an_import_does_not_count_against_the_deadline(
         "example": {"prompt": "", "reference": ""},
     }
     with pool_of(WorkerSetup(rewards=("slow_to_import.score",)), deadline_s=1.0) as pool:
-        assert pool.submit(job).result(60) == Judgement(1.0)
+        assert pool.submit(job).result(60) == PartScore(1.0)
 
 
 def test_many_threads_may_submit_and_each_gets_its_own_verdict() -> None:
