@@ -92,7 +92,7 @@ class SeedPlan:
     correction: Correction = "maxt"
 
     def seeds(self, sd: float) -> int | None:
-        """Seeds that find the effect at this sd; None if more than MOST_SEEDS. Requires an
+        """Seeds that find the effect at this sd; None if more than MAX_SEEDS. Requires an
         effect.
         """
         assert self.effect is not None
