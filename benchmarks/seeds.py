@@ -20,7 +20,7 @@ HEAD = ("comparisons", "effect (sd)", "seeds before", "seeds", "CPU s before", "
 
 
 def answer(comparisons: int, effect: float) -> tuple[float, int, list[float]]:
-    """(CPU seconds, seeds needed, detectable differences)"""
+    """Return (CPU seconds, seeds needed, detectable differences)."""
     for cached in (power._joint_level, power._detectable_units, power._noise):
         cached.cache_clear()
     begun = time.process_time()
