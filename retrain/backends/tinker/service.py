@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from retrain.config.stored import run_command
 from retrain.errors import EnvironmentFailure, ServerFailure, first_line
-from retrain.install import install_hint
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -54,14 +53,8 @@ class Service:
             "TINKER_TELEMETRY", "0"
         )  # read by the SDK, which reports usage by default
         import httpx
+        import tinker
 
-        try:
-            import tinker
-        except ImportError as error:
-            raise EnvironmentFailure(
-                '[backend] backend = "tinker" needs the Tinker SDK, which is not installed;'
-                f" {install_hint('tinker')}, or without torch as docs/tinker.md describes."
-            ) from error
         key = os.environ.get(KEY, "")
         if not key:
             raise EnvironmentFailure(
