@@ -17,7 +17,7 @@ from retrain.errors import ConfigurationError
 from retrain.explain import explain
 from retrain.explain.text import to_text
 from retrain.explain.timing import StepTime, schedule_campaign
-from retrain.records.checkpoint import TrainerState
+from retrain.records.state import TrainerState
 from retrain.run.notes import notes
 
 CAMPAIGN: dict[str, Any] = {

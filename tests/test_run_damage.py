@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -362,8 +363,6 @@ def test_a_linked_checkpoint_loses_its_link_and_nothing_else(run: Path, tmp_path
     before = tree(other)
     newest = store.newest(print)
     assert newest is not None
-    state = newest.state()
-    state.step = 6
-    store.save(state, lambda folder: None)
+    store.save(replace(newest.state(), step=6), lambda folder: None)
     assert store.steps() == [4, 6]
     assert tree(other) == before

@@ -1,8 +1,7 @@
 """The contract of an inference engine: token ids in, token ids with log-probs out, as they finish.
 
 An engine knows no text. A request carries everything that its completions depend on, so that a
-batch's make-up cannot change them, and an adapter slot, so that several adapters can share one
-batch.
+batch's make-up cannot change them, and whether they are the adapter's or the base model's.
 """
 
 import importlib
@@ -68,6 +67,7 @@ class SampleRequest:
     first_sample: int = 0
     """Samples are numbered first_sample .. first_sample + count - 1."""
     adapter_slot: int = 0
+    """0: the adapter that is trained, or BASE_MODEL."""
     truncation: Truncation = WHOLE_VOCABULARY
     """It has no effect on a greedy request."""
     first_position: int = 0
