@@ -17,6 +17,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol
 
+from retrain.backends.tinker import Tinker
 from retrain.config.stored import run_command
 from retrain.errors import EnvironmentFailure, ServerFailure, first_line
 
@@ -53,6 +54,9 @@ class Service:
             "TINKER_TELEMETRY", "0"
         )  # read by the SDK, which reports usage by default
         import httpx
+
+        if reason := Tinker.unavailable_reason():
+            raise EnvironmentFailure(reason)
         import tinker
 
         key = os.environ.get(KEY, "")
