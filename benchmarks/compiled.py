@@ -28,8 +28,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from retrain.model.float8 import quantised
-from retrain.model.kernels import activation, adapters, attention, float8, norm, rotary, sampler
-from retrain.model.projection import AdapterStack
+from retrain.model.kernels import activation, attention, float8, norm, rotary, sampler
 
 HIDDEN, INNER, HEADS, SIZE, VOCABULARY = 2560, 9728, (32, 8, 8), 128, 151_936
 PAGE_TOKENS = 256
@@ -177,10 +176,6 @@ def call_all(rows: int) -> None:
     for of_gates in (None, (apart(32), half(32, 2 * INNER))):
         activation.gate(apart(2 * INNER), of_gates)
     call_learning(half, apart, turning, heads_norm)
-    stack = AdapterStack.of({slot: (half(16, HIDDEN), half(16, HIDDEN)) for slot in range(2)}, 1)
-    adapters.add_row_updates(
-        half(rows, HIDDEN), half(rows, 32), stack.up, stack.first, stack.counts, index
-    )
     for inputs, outputs in ((INNER, HIDDEN), (HIDDEN, 2 * INNER)):
         float8.scaled_product(half(rows, inputs), *quantised(half(outputs, inputs)), None)
     sampler.draw(half(rows, VOCABULARY), ones, halves, None)

@@ -107,10 +107,6 @@ class OneEach:
         self._counted["gate"] += 1
         return gates.new_empty(len(gates), gates.shape[1] // 2)
 
-    def add_row_updates(self, y: Tensor, reduced: Tensor, stack: Any, slots: Tensor) -> Tensor:
-        self._counted["add_row_updates"] += 1
-        return y
-
     def draw(self, logits: Tensor, temperatures: Tensor, uniforms: Tensor, cuts: Any) -> Tensor:
         self._counted["draw"] += 2
         return logits.new_empty(len(logits), 4, dtype=torch.float64)
@@ -127,7 +123,7 @@ def one_kernel_each(counting: Counting) -> Iterator[None]:
     with (
         patch.object(functions, "_FUSED_NORM", {"meta"}),
         patch.object(functions.F, "rms_norm", rms_norm),
-        patch.dict(budget.SAMPLING_CHUNK_BYTES, {"meta": budget.SAMPLING_CHUNK_BYTES["cuda"]}),
+        patch.dict(budget._SAMPLING_CHUNK_BYTES, {"meta": budget._SAMPLING_CHUNK_BYTES["cuda"]}),
     ):
         yield
 

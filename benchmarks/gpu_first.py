@@ -49,7 +49,7 @@ from retrain.model.head import Head, score_tokens
 from retrain.model.layer_kernels import TritonLayers
 from retrain.model.layer_kernels import differences as layer_differences
 from retrain.model.packing import PackedAttention, Segment
-from retrain.model.projection import AdapterStack, Pending
+from retrain.model.projection import Pending
 from retrain.model.step_kernels import StepKernels, TorchKernels, TritonKernels, differences
 from retrain.model.varlen import (
     PagedKernel,
@@ -264,11 +264,7 @@ def kernels(machine: Machine) -> Found:
         (make(rows, 16, heads[1], size), make(rows, 16, heads[1], size)),
     )
     norm, head_norm = Norm.of(make(hidden), 1e-6), Norm.of(make(heads[0] + heads[1], size), 1e-6)
-    places, slots = (
-        torch.arange(rows, device=machine.device) * 16,
-        torch.arange(rows, device=machine.device) % 4 - 1,
-    )
-    stack = AdapterStack.of({slot: (make(16, hidden), make(16, hidden)) for slot in range(3)}, 2)
+    places = torch.arange(rows, device=machine.device) * 16
     reduced, logits = make(rows, 48), make(rows, vocabulary)
     of_qkv, of_gates = (
         Pending(reduced, make(48, sum(heads) * size)),
@@ -290,10 +286,6 @@ def kernels(machine: Machine) -> Found:
             lambda of: of.turn_and_store(qkv, of_qkv, heads, rotary, head_norm, pages, places),
         ),
         "gate": (gates.nbytes * 3 // 2, lambda of: of.gate(gates, of_gates)),
-        "add_row_updates": (
-            2 * stream.nbytes + stack.up.nbytes,
-            lambda of: of.add_row_updates(stream, reduced, stack, slots),
-        ),
         "attend": (2 * held[0].nbytes, lambda of: of.attend(asked, *held, short, size**-0.5, None)),
         "attend, 2 rows": (
             2 * held[0].nbytes,
@@ -373,7 +365,7 @@ def replay(machine: Machine) -> Found:
         decoder, engine, jobs = prepared(
             machine, rows, 256 if machine.big else 40, 600 if machine.big else 40
         )
-        with decoder.sampling({0}):
+        with decoder.sampling(0):
             run = PagedRun(decoder, jobs, engine)
             run._admit()
             run._find_pages()
@@ -414,7 +406,7 @@ def decode(machine: Machine) -> Found:
                 else DecodeRun(decoder, jobs, limits, NO_END, None, None)
             )
             drawn[name] = []
-            with decoder.sampling({0}):
+            with decoder.sampling(0):
                 seconds.append(
                     machine.clock(lambda run=run, name=name: exhaust(run, drawn[name])) / 1e3
                 )

@@ -26,7 +26,6 @@ KERNELS = {
     "turn_gradient",
     "gate",
     "gate_gradient",
-    "add_row_updates",
     "product",
     "block_sums",
     "pick",

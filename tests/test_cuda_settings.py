@@ -67,7 +67,7 @@ class NoIndexingOfFloat8(TorchDispatchMode):
 
 def test_an_8_bit_float_cache_is_copied_as_bytes() -> None:
     decoder = Decoder(tiny(), False)
-    with decoder.sampling({0}):
+    with decoder.sampling(0):
         short, long = decoder.prefill(prompts(2))
         with NoIndexingOfFloat8():
             arena = KVArena(3, 12, long, torch.float8_e4m3fn)

@@ -22,7 +22,7 @@ from retrain.model.devices import EngineOptions
 from retrain.model.float8 import hold_layers_in_float8, quantised
 from retrain.model.functions import Norm
 from retrain.model.fused import FusedDecoder
-from retrain.model.projection import AdapterStack, Pending
+from retrain.model.projection import Pending
 from retrain.model.step_kernels import (
     Heads,
     StepKernels,
@@ -156,31 +156,6 @@ def test_the_gated_activation(
         low_rank(rows, rank, 2 * size, dtype),
     )
     assert_near(kernels.gate(gates.clone(), pending), TorchKernels().gate(gates, pending))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_each_row_gets_its_own_adapter(kernels: StepKernels, dtype: torch.dtype) -> None:
-    """Of rank 18 in two portions, of rank 3, one that this layer does not have, and none."""
-    held = {
-        0: (make(18, 8, dtype=dtype), make(18, 300, dtype=dtype)),
-        3: (make(3, 8, dtype=dtype), make(3, 300, dtype=dtype)),
-    }
-    stack, slots = AdapterStack.of(held, 4), torch.tensor([3, -1, 0, 2, 4])
-    y, reduced = make(5, 310, dtype=dtype)[:, :300], make(5, 21, dtype=dtype)
-    expected = [
-        y[row].float()
-        + (
-            0
-            if slot not in held
-            else reduced[row].float()[stack.owners == slot] @ held[slot][1].float()
-        )
-        for row, slot in enumerate(slots.tolist())
-    ]
-    for of in (kernels, TorchKernels()):
-        assert_near(
-            of.add_row_updates(y.clone(), reduced.clone(), stack, slots),
-            torch.stack(expected).to(dtype),
-        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -521,9 +496,7 @@ def test_the_probe_sees_a_truncated_draw_that_forgets_a_cut(kernels: StepKernels
         assert differences(wrong, torch.device(DEVICE), torch.float32) == ["draw"]
 
 
-def drawn(
-    model: Any, asked: list[SampleRequest], *, merge: bool = False, layers: Any = None
-) -> Any:
+def drawn(model: Any, asked: list[SampleRequest], *, merge: bool = False) -> Any:
     fused = FusedDecoder.of(
         getattr(model, "base_model", model).model if hasattr(model, "peft_config") else model,
         merge=merge,
@@ -532,20 +505,15 @@ def drawn(
     engine = TorchEngine(
         model, [], DEVICE, options=EngineOptions(paged=True, page_tokens=8), fused=fused
     )
-    if layers is not None:
-        engine.load_adapter(4, layers)
     return fused, run(engine, asked)
 
 
-def drawn_by_torch(model: Any, asked: list[SampleRequest], layers: Any = None) -> Any:
+def drawn_by_torch(model: Any, asked: list[SampleRequest]) -> Any:
     """What an engine of torch's operators draws, with the adapter where peft holds it."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (steps, fused_decoder):
             patch.setattr(module, "TRITON_DEVICES", set())
-        engine = TorchEngine(model, [], DEVICE)
-        if layers is not None:
-            engine.load_adapter(4, layers)
-        return run(engine, asked)
+        return run(TorchEngine(model, [], DEVICE), asked)
 
 
 @pytest.fixture
@@ -589,29 +557,19 @@ def test_a_decode_with_weights_in_eight_bits_draws_the_same(
     assert_same(found, drawn_by_torch(narrow(), asked), atol=1e-4)
 
 
-def test_rows_of_several_adapters_truncated_and_greedy_draw_the_same(
-    on_triton: None, tmp_path: Any
+def test_truncated_and_greedy_rows_and_those_of_the_base_model_draw_the_same(
+    on_triton: None,
 ) -> None:
-    from retrain.squeeze.adapter import read_adapter
-
-    with_adapter(tiny()).to(DEVICE).save_pretrained(tmp_path)
-    layers, model = read_adapter(tmp_path).layers, with_adapter(tiny()).to(DEVICE)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_A" in name:
-                parameter.mul_(-0.5)
-    prompt, cuts = (
-        np.arange(3, 9, dtype=np.int32),
-        (Truncation(), Truncation(top_k=9), Truncation(top_p=0.7)),
-    )
+    model, prompt = with_adapter(tiny()).to(DEVICE), np.arange(3, 9, dtype=np.int32)
+    cuts = Truncation(), Truncation(top_k=9), Truncation(top_p=0.7)
     asked = [
         SampleRequest(prompt, 1, 2, temperature, NoiseKey(1, 0, 0, number), 0, slot, truncation=cut)
         for number, (slot, temperature, cut) in enumerate(
-            zip((BASE_MODEL, 0, 4), (0.8, 0.0, 1.0), cuts, strict=True)
+            zip((BASE_MODEL, 0, 0), (0.8, 0.0, 1.0), cuts, strict=True)
         )
     ]
-    _, found = drawn(model, asked, layers=layers)
-    assert_same(found, drawn_by_torch(model, asked, layers), atol=1e-4)
+    _, found = drawn(model, asked)
+    assert_same(found, drawn_by_torch(model, asked), atol=1e-4)
 
 
 def test_the_adapter_under_the_weights_follows_the_learner(on_triton: None) -> None:

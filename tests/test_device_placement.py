@@ -71,7 +71,7 @@ def decode_once(
     adapter: Adapter, fused: FusedDecoder | None, kv_storage: torch.dtype | None
 ) -> None:
     decoder = Decoder(adapter.peft_model, False, fused)
-    with decoder.sampling({0}):
+    with decoder.sampling(0):
         short, long = decoder.prefill([np.arange(4, dtype=np.int32), np.arange(9, dtype=np.int32)])
         arena = KVArena(3, 16, short, kv_storage)
         arena.write_prompt([0, 1], short)

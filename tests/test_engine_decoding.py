@@ -310,9 +310,9 @@ def test_a_redraw_uses_the_kept_prompt_until_the_weights_change():
     ]
     run(engine, first)
     prefill, calls = engine._decoder.prefill, []
-    engine._decoder.prefill = lambda prompts, slots: (
+    engine._decoder.prefill = lambda prompts: (
         calls.append(len(prompts)),
-        prefill(prompts, slots),
+        prefill(prompts),
     )[1]  # type: ignore[method-assign]
     assert_agrees(model, redraw, run(engine, redraw), atol=1e-4)
     assert calls == []
@@ -364,7 +364,7 @@ def test_a_prompt_that_fills_the_context_and_an_unknown_slot_are_refused():
     engine = TorchEngine(tiny(max_position_embeddings=8), EOS, "cpu")
     with pytest.raises(ConfigurationError, match="context is 8 tokens"):
         list(engine.sample(requests()))
-    with pytest.raises(ConfigurationError, match="no adapter in slot 3"):
+    with pytest.raises(ConfigurationError, match="slot 0, and got 3"):
         list(engine.sample(requests(many=1, slot=3)))
 
 
@@ -436,6 +436,7 @@ def digest() -> str:
     return hashed.hexdigest()
 
 
+@pytest.mark.slow
 def test_a_fresh_process_gives_the_same_bytes():
     script = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import"

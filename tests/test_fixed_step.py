@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrain.backends.local.backend import _deterministic
+from retrain.inference_engine.base import BASE_MODEL
 from retrain.inference_engine.decoder import Decoder
 from retrain.inference_engine.fixed_step import BUCKETS, Variant, bucket_of
 from retrain.inference_engine.paged_run import PagedEngine, PagedRun
@@ -22,12 +23,12 @@ from retrain.model import functions, truncation
 from retrain.model.budget import DecodeLimits
 from retrain.model.varlen import PagedRows, Spans, plain, plain_paged
 
-PLAIN = Variant(greedy=False, truncated=False, adapters="own")
+PLAIN = Variant(greedy=False, truncated=False, adapted=True)
 VARIANTS = {
     "plain": PLAIN,
     "greedy": PLAIN._replace(greedy=True),
     "truncated": PLAIN._replace(truncated=True),
-    "mixed": Variant(greedy=True, truncated=True, adapters="mixed"),
+    "base model": Variant(greedy=True, truncated=True, adapted=False),
 }
 HOST_READS = {
     "_local_scalar_dense",
@@ -49,7 +50,7 @@ def started(rows: int = 5) -> tuple[PagedRun, PagedEngine, Decoder]:
         Job(0, request, sample, 150) for request in requests(count=2, many=3) for sample in range(2)
     ][:rows]
     run = PagedRun(decoder, jobs, engine)
-    with decoder.sampling({0}):
+    with decoder.sampling(0):
         run._admit()
         run._find_pages()
         run._buffers.put_pages(
@@ -100,7 +101,7 @@ class Lint(TorchDispatchMode):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_step_waits_for_nothing_and_has_the_same_shapes_at_every_length(variant: str) -> None:
     run, engine, decoder = started()
-    with decoder.sampling({0} if variant != "mixed" else {-1, 0}):
+    with decoder.sampling(0 if VARIANTS[variant].adapted else BASE_MODEL):
         seen = []
         for _ in range(20):  # past a page's end
             with Lint() as lint:
@@ -126,7 +127,7 @@ def test_no_buffer_moves_while_rows_come_and_go() -> None:
         [Job(0, request, sample, 60) for request in requests(count=4) for sample in range(4)],
         engine,
     )
-    with decoder.sampling({0}):
+    with decoder.sampling(0):
         while run.unfinished:
             run.advance()
     after = [
@@ -141,7 +142,7 @@ def test_no_buffer_moves_while_rows_come_and_go() -> None:
 
 def test_torch_traces_a_step_without_a_break() -> None:
     run, engine, decoder = started()
-    with decoder.sampling({0}), torch.no_grad():
+    with decoder.sampling(0), torch.no_grad():
         state = {name: buffer.clone() for name, buffer in run._buffers.of_rows.items()}
         engine.step.step(8, VARIANTS["greedy"])
         expected = engine.buffers.ring[0].clone()
@@ -156,7 +157,7 @@ def test_torch_traces_a_step_without_a_break() -> None:
 def test_a_row_computes_the_same_bits_whatever_its_neighbours() -> None:
     """On a processor, in one bucket; and a row that is done changes nothing of its own state."""
     run, engine, decoder = started(rows=5)
-    with decoder.sampling({0}):
+    with decoder.sampling(0):
         state = {name: buffer.clone() for name, buffer in run._buffers.of_rows.items()}
         engine.step.step(8, PLAIN)
         together = engine.buffers.ring[0].clone()
@@ -185,8 +186,8 @@ def test_a_step_in_split_mode_has_no_operator_that_the_learner_makes_raise(
     )
     assert {"put_", "histc", "cumsum"} <= refused
     _, engine, decoder = started()
-    with decoder.sampling({-1, 0}), _deterministic(torch.device("cuda")), Lint() as lint:
-        engine.step.step(8, VARIANTS["mixed"])
+    with decoder.sampling(0), _deterministic(torch.device("cuda")), Lint() as lint:
+        engine.step.step(8, PLAIN._replace(greedy=True, truncated=True))
     called = {name for name, shapes in lint.calls} & refused
     assert called <= {"cumsum"}
     assert not lint.sums_of_floats, "torch has a deterministic cumsum of integers only"
@@ -218,7 +219,7 @@ def test_operators_of_a_step_are_counted() -> None:
         "_reshape_alias",
         "unbind",
     }
-    with decoder.sampling({0}), Lint() as lint:
+    with decoder.sampling(0), Lint() as lint:
         engine.step.step(8, PLAIN)
     computing = Counter(name for name, _ in lint.calls if name not in views)
     layers = 3

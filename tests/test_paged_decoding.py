@@ -120,28 +120,6 @@ def test_room_for_a_later_turn_changes_no_angle() -> None:
     assert_same(run(paged(model, []), asked), run(TorchEngine(model, [], "cpu"), asked), atol=1e-4)
 
 
-def test_rows_under_several_adapters_draw_the_same(tmp_path: Any) -> None:
-    from retrain.squeeze.adapter import read_adapter
-
-    with_adapter(tiny()).save_pretrained(tmp_path)
-    layers = read_adapter(tmp_path).layers
-    model = with_adapter(tiny())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_A" in name:
-                parameter.mul_(-0.5)
-    asked = [request for slot in (BASE_MODEL, 0, 4) for request in requests(many=2, slot=slot)]
-    found = []
-    for engine in (paged(model), TorchEngine(model, EOS, "cpu")):
-        engine.load_adapter(4, layers)
-        found.append(run(engine, asked))
-    assert_same(*found, atol=1e-4)
-    assert not np.array_equal(found[0][0, 0].token_ids, found[0][4, 0].token_ids)
-    alone = with_adapter(tiny())
-    last_two = {(index, sample): one for (index, sample), one in found[0].items() if index >= 4}
-    assert_agrees(alone, asked, last_two, atol=1e-4)
-
-
 @pytest.mark.parametrize("tokens", [50, 90, 200])
 @pytest.mark.parametrize("shares", [True, False])
 def test_short_memory_changes_no_completion(
@@ -246,9 +224,7 @@ def test_two_calls_at_once_do_not_meet() -> None:
         assert_same(each, expected)
 
 
-def test_pages_are_given_back_before_a_learning_pass_that_does_not_fit_beside_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pages_are_given_back_before_a_learning_pass_that_does_not_fit_beside_them() -> None:
     from learner_models import config_for, make_rows
 
     from retrain.backends.local import backend as local
@@ -262,8 +238,7 @@ def test_pages_are_given_back_before_a_learning_pass_that_does_not_fit_beside_th
     held = backend.engine.held_bytes
     assert held == 2 * 4 * 2 * 2 * 8 * 8 * (backend.engine._paged.pool.pages + 1)  # type: ignore[union-attr]
     for leaves, kept in ((held, held), (held - 1, 0)):
-        monkeypatch.setattr(local, "learning_leaves", lambda *given, leaves=leaves: leaves)
-        backend._learning_leaves = None
+        backend._bytes_left_for_kv_pages = leaves
         backend.train(make_rows(), 0)  # lr = 0
         assert backend.engine.held_bytes == kept
     assert_same(run(backend.engine, asked), before, atol=0)

@@ -5,6 +5,7 @@ one.
 import json
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,10 @@ from retrain.errors import EnvironmentFailure, RunFailed
 from retrain.records.checkpoint import (
     MANIFEST,
     CheckpointStore,
-    TrainerState,
     commit_folder,
     verify,
 )
+from retrain.records.state import TrainerState
 from retrain.types import MachineChoices
 
 
@@ -179,8 +180,7 @@ def test_a_volume_that_cannot_hold_a_checkpoint_is_found_before_step_one(tmp_pat
 
 
 def test_a_state_in_the_middle_of_a_step_is_never_sealed(store: CheckpointStore) -> None:
-    state = _state(6)
-    state.learning = True
+    state = replace(_state(6), learning=True)
     with pytest.raises(ValueError, match="is unfinished"):
         store.save(state, _write)
     assert store.steps() == [2, 4]

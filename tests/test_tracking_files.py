@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from retrain.config import TrainConfig
 from retrain.errors import RunFailed
-from retrain.records.checkpoint import TrainerState
 from retrain.records.entries import EMERGENCE_FIELDS, EvaluationRecord, GenerationRecord, StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.jsonl import Extent, JsonlWriter, encode_line, read_jsonl, truncate_to_step
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import RunFolder
+from retrain.records.state import TrainerState
 from retrain.records.summary import RunSummary
 from retrain.records.token_table import TokenTable, read_tokens, write_tokens
 from retrain.tracking.base import Generations, Started

@@ -42,6 +42,7 @@ def command(
     """
     from retrain.config import load_config
     from retrain.config.overrides import parse_overrides
+    from retrain.inference_engine.base import engine_kind
     from retrain.inference_engine.commands import ServerNeeds, server_command
 
     overrides = parse_overrides(context.args)
@@ -56,11 +57,9 @@ def command(
     )  # a mistake shows before the data is read
     needs = server_needs(config, prompt_tokens)
     found = server_command(engine, config, needs, python)
-    if engine == "max" and needs.device == "cpu":
-        print_progress(
-            "MAX applies adapters on a GPU only: on a CPU it serves the base model, which can be"
-            " evaluated but not trained."
-        )
+    note = engine_kind(engine).cpu_note
+    if note and needs.device == "cpu":
+        print_progress(note)
     if run:
         found.run()
     sys.stdout.write(found.shell())
@@ -104,7 +103,7 @@ def _longest_prompt(config: "TrainConfig") -> int:
     """Return the number of tokens of the longest prompt, over the training and the held-out
     prompts.
     """
-    from retrain.run.parts import load_held_out, load_prompts, load_stage, load_text
+    from retrain.run.parts import load_held_out, load_prompts, load_stage, load_text, longest_prompt
 
     text = load_text(config.model, print_progress)
     stage = load_stage(config, text, print_progress)
@@ -118,4 +117,4 @@ def _longest_prompt(config: "TrainConfig") -> int:
     finally:
         if stage:
             stage.host.close()
-    return max(len(prompt.token_ids) for prompt in [*prompts.prompts, *held_out])
+    return longest_prompt(prompts, held_out)

@@ -5,9 +5,9 @@ Only the base model's forward is called, never `generate`, so nothing of a gener
 leak in.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,30 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from retrain.distributed import ALONE, World
-from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import BASE_MODEL
 from retrain.inference_engine.kv_cache import DecodePass, KVArena, PromptPass, PromptState
 from retrain.inference_engine.sampling import upload
 from retrain.model import attention
 from retrain.model.fused import FusedDecoder
-from retrain.model.projection import AdapterLayer
 from retrain.model.varlen import flash_paged, plain_paged, reads_pages
 from retrain.types import Int32Array
 
-Slots = npt.NDArray[np.int64]
-"""Adapter slots of rows or tokens: 0 the model's own adapter, BASE_MODEL none."""
-
-
-def is_mixed(slots: Collection[int]) -> bool:
-    """Return True if rows under these adapters need more than the model's own adapter, on or
-    off.
-    """
-    return len(set(slots)) > 1 or max(slots) > 0
-
 
 class Decoder:
-    """A causal language model of transformers, bare or wrapped by peft, whose weights the learner
-    shares.
+    """A causal language model of transformers, bare or wrapped by peft. It shares its weights with
+    the learner.
     """
 
     def __init__(
@@ -69,8 +57,6 @@ class Decoder:
         self.kernel: attention.Kernel = (
             attention.VarlenAttention if flash else attention.FusedAttention
         )(paged=over_pages)
-        self.slots = {0, BASE_MODEL}
-        """Adapters that a request may name."""
 
     @property
     def device(self) -> torch.device:
@@ -89,8 +75,8 @@ class Decoder:
 
     @property
     def uniform_positions(self) -> int:
-        """Tokens up to which a position is rotated by the same angles whatever the sequence's
-        length (longrope changes them).
+        """Length up to which rope's angles depend on the position alone. Beyond it, longrope's
+        also depend on the sequence's length.
         """
         rope = getattr(self._text_config, "rope_parameters", None) or {}
         if rope.get("rope_type") != "longrope":
@@ -100,31 +86,10 @@ class Decoder:
         )
         return int(original or self.context)
 
-    @property
-    def mixes(self) -> bool:
-        """True if rows under different adapters can share a batch."""
-        return self.fused is not None
-
-    def adapters_of(self, slots: Collection[int]) -> Literal["own", "none", "mixed"]:
-        """Return the kind of adapter pass that rows under the adapters `slots` need."""
-        if is_mixed(slots):
-            return "mixed"
-        return "none" if set(slots) == {BASE_MODEL} else "own"
-
-    def load_adapter(self, slot: int, layers: Iterable[AdapterLayer]) -> None:
-        """Hold a further adapter as slot `slot` > 0."""
-        if self.fused is None:
-            raise ConfigurationError(
-                f"The pytorch engine holds one adapter of a {type(self._base).__name__}; several"
-                " need a Llama, Qwen or Mistral model."
-            )
-        self.fused.load_adapter(slot, layers)
-        self.slots.add(slot)
-
     @contextmanager
-    def sampling(self, slots: Collection[int]) -> Iterator[None]:
-        """Switch to evaluation mode, without gradient, with our attention and the adapter of these
-        slots; everything is put back on leaving.
+    def sampling(self, slot: int) -> Iterator[None]:
+        """Switch to evaluation mode, without gradient, with our attention and the adapter of this
+        slot; everything is put back on leaving.
 
         The fused forward has neither modes nor the model's attention.
 
@@ -142,34 +107,28 @@ class Decoder:
                 stack.enter_context(torch.cuda.device(self.device))
             if self.fused is None:
                 stack.enter_context(attention.plugged_in(self._base))
-            if set(slots) == {BASE_MODEL} and hasattr(self._model, "disable_adapter"):
+            if slot == BASE_MODEL and hasattr(self._model, "disable_adapter"):
                 stack.enter_context(self._model.disable_adapter())  # type: ignore[operator]  # peft adds the method
             try:
                 for module in training:
                     module.training = False
                 if self.fused is not None:
-                    self.fused.refresh(sampling=True, mixed=is_mixed(slots))
+                    self.fused.refresh(sampling=True)
                 yield
             finally:
                 for module in training:
                     module.training = True
 
-    def prefill(
-        self, prompts: Sequence[Int32Array], slots: Slots | None = None
-    ) -> list[PromptState]:
-        """Run the prompts packed into one row; the head sees only their last tokens. `slots`
-        [prompts] of a mixed batch.
-        """
+    def prefill(self, prompts: Sequence[Int32Array]) -> list[PromptState]:
+        """Run the prompts packed into one row; the head sees only their last tokens."""
         batch = PromptPass([len(prompt) for prompt in prompts], self.kernel)
-        return batch.states(prompts, self.run_prompts(prompts, batch, slots))
+        return batch.states(prompts, self.run_prompts(prompts, batch))
 
-    def run_prompts(
-        self, prompts: Sequence[Int32Array], batch: PromptPass, slots: Slots | None
-    ) -> Tensor:
-        """Return logits [prompts, V] of what follows each; their keys and values go where `batch`
-        puts them.
+    def run_prompts(self, prompts: Sequence[Int32Array], batch: PromptPass) -> Tensor:
+        """Return the logits [prompts, V] of the token after each prompt; `batch` stores their keys
+        and values.
 
-        Of a sequence of which `batch` holds the first tokens, `prompts` has the others.
+        If `batch` already holds a sequence's first tokens, `prompts` has only the rest.
         """
         self.shards.any_rank(True)
         lengths = [len(prompt) for prompt in prompts]
@@ -177,13 +136,11 @@ class Decoder:
             [held + np.arange(length) for held, length in zip(batch.held, lengths, strict=True)]
         )
         last = torch.tensor([stop - 1 for _, stop in batch.segments], device=self.device)
-        token_slots = None if slots is None else np.repeat(slots, lengths)
         return self._forward(
             np.concatenate(prompts)[None],
             torch.from_numpy(positions[None]),
             batch,
             last,
-            token_slots,
         )[0]
 
     def decode(
@@ -191,14 +148,13 @@ class Decoder:
         arena: KVArena,
         tokens: npt.NDArray[np.int64],
         lengths: npt.NDArray[np.int64],
-        slots: Slots | None = None,
     ) -> Tensor:
         """Feed `tokens` [R] to rows with `lengths` [R] cached tokens; logits [R, V] of the next
-        ones. `slots` [R] of a mixed batch.
+        ones.
         """
         self.shards.any_rank(True)
         batch = DecodePass(arena, lengths, self.kernel)
-        return self._forward(tokens[:, None], batch.positions[:, None], batch, 1, slots)[:, 0]
+        return self._forward(tokens[:, None], batch.positions[:, None], batch, 1)[:, 0]
 
     def run_dummy_passes(self) -> None:
         """Run dummy forwards until every rank is done, since FSDP gathers are collective. Ends what
@@ -206,12 +162,10 @@ class Decoder:
         """
         if self.shards.size == 1:
             return
-        with self.sampling({0}):
+        with self.sampling(0):
             while self.shards.any_rank(False):
                 token = PromptPass([1], self.kernel)
-                self._forward(
-                    np.zeros((1, 1)), torch.zeros(1, 1, dtype=torch.int64), token, 1, None
-                )
+                self._forward(np.zeros((1, 1)), torch.zeros(1, 1, dtype=torch.int64), token, 1)
 
     def _forward(
         self,
@@ -219,15 +173,10 @@ class Decoder:
         positions: Tensor,
         batch: PromptPass | DecodePass,
         logits_to_keep: Tensor | int,
-        slots: Slots | None,
     ) -> Tensor:
-        """`slots` [N] of all tokens, row by row, or None where all are under the adapter that
-        `sampling` set.
-        """
         ids, positions = upload(token_ids.astype(np.int64), self.device), positions.to(self.device)
         if self.fused is not None:
-            with nullcontext() if slots is None else self.fused.under_adapters(slots):
-                hidden = self.fused.hidden_states(ids, positions, batch, cache=batch)
+            hidden = self.fused.hidden_states(ids, positions, batch, cache=batch)
             return self.fused.logits(
                 hidden[:, -logits_to_keep:]
                 if isinstance(logits_to_keep, int)

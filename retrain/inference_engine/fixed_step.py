@@ -8,9 +8,8 @@ bucket, V vocabulary, M pages of the longest row.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +19,7 @@ from torch import Tensor
 from retrain.inference_engine.pages import PagedTokens, PagePool
 from retrain.inference_engine.sampling import draw_scaled, upload
 from retrain.model.attention import Kernel
-from retrain.model.budget import SAMPLING_CHUNK_BYTES
+from retrain.model.budget import sampling_chunk_bytes
 from retrain.model.fused import FusedDecoder
 from retrain.model.truncation import FixedKeptSets
 
@@ -48,8 +47,8 @@ class Variant(NamedTuple):
     """Some rows may be greedy."""
     truncated: bool
     """Some rows may be truncated."""
-    adapters: Literal["own", "none", "mixed"]
-    """The model's adapter, the base model, or one per row."""
+    adapted: bool
+    """The rows are under the adapter, not the base model."""
 
 
 class StepBuffers:
@@ -57,8 +56,8 @@ class StepBuffers:
 
     def __init__(self, rows: int, pages: int, device: torch.device) -> None:
         self.device = device
-        self.token, self.position, self.sampled, self.limit, self.adapter, self.top_k = (
-            torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(6)
+        self.token, self.position, self.sampled, self.limit, self.top_k = (
+            torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(5)
         )
         """token: the next to be fed, which stands at `position`. sampled: tokens drawn; `limit` is
         the most."""
@@ -85,7 +84,6 @@ class StepBuffers:
             "position",
             "sampled",
             "limit",
-            "adapter",
             "top_k",
             "temperature",
             "top_p",
@@ -210,17 +208,11 @@ class FixedStep:
         places = torch.where(active, page * self._pool.tokens + position % self._pool.tokens, 0)
         lengths = torch.where(active, position + 1, 1).int()
         batch = PagedTokens(self._pool, self._kernel, places, state.table[:rows], lengths)
-        adapters = (
-            self._fused.under_row_adapters(state.adapter[:rows])
-            if variant.adapters == "mixed"
-            else nullcontext()
-        )
         rotary = (
             self._cos.index_select(0, position)[:, None],
             self._sin.index_select(0, position)[:, None],
         )
-        with adapters:
-            hidden = self._fused.step(state.token[:rows], rotary, batch)
+        hidden = self._fused.step(state.token[:rows], rotary, batch)
         drawn = self.draw(self._fused.logits(hidden), slice(rows), variant)
         state.ring[:, :rows].index_copy_(0, state.ring_place, drawn[None])
         self._take_over(drawn, active, slice(rows))
@@ -247,8 +239,7 @@ class FixedStep:
             )
         chunk = max(
             1,
-            SAMPLING_CHUNK_BYTES.get(logits.device.type, SAMPLING_CHUNK_BYTES["cpu"])
-            // (4 * logits.shape[1]),
+            sampling_chunk_bytes(logits.device.type) // (4 * logits.shape[1]),
         )
         parts = []
         for start in range(0, len(logits), chunk):

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from retrain.inference_engine.base import NoiseKey
+from retrain.inference_engine.base import BASE_MODEL, NoiseKey
 from retrain.inference_engine.decoder import Decoder
 from retrain.inference_engine.fixed_step import (
     BUCKETS,
@@ -224,8 +224,8 @@ def wanted_tokens(jobs: Sequence[Job], page_tokens: int) -> int:
 
 
 class PagedRun:
-    """One batch of jobs, from the first prompt to the last token; the counterpart of
-    `scheduler.DecodeRun`.
+    """One batch of jobs under one adapter slot, from the first prompt to the last token; the
+    counterpart of `scheduler.DecodeRun`.
     """
 
     def __init__(self, decoder: Decoder, jobs: Sequence[Job], engine: PagedEngine) -> None:
@@ -238,12 +238,11 @@ class PagedRun:
         engine.busy = True
         self._finished: list[Completion] = []
         self._ends = frozenset(engine.eos_ids.tolist())
-        self.slots = frozenset(job.request.adapter_slot for job in jobs)
-        """Adapters of its rows."""
+        self.adapter_slot = jobs[0].request.adapter_slot
         self._variant = Variant(
             greedy=any(job.request.temperature == 0 for job in jobs),
             truncated=any(job.truncation.active for job in jobs),
-            adapters=decoder.adapters_of(self.slots),
+            adapted=self.adapter_slot != BASE_MODEL,
         )
 
     def join(self, job: Job) -> bool:
@@ -252,7 +251,7 @@ class PagedRun:
         """
         request, page = job.request, self._pool.tokens
         fits = self._engine.serves(DecodeLimits(1, job.tokens + 2 * page), job.tokens + 1)
-        known = request.adapter_slot in self.slots and (
+        known = request.adapter_slot == self.adapter_slot and (
             request.temperature > 0 or self._variant.greedy
         )
         if not (fits and known and (self._variant.truncated or not job.truncation.active)):
@@ -425,11 +424,7 @@ class PagedRun:
             prompts = PagedPromptPass(
                 batch, self._decoder.kernel, self._pool
             )  # keys and values go to the sequences' pages
-            slots = np.array([sequence.job.request.adapter_slot for sequence in batch])
-            mixed = self._variant.adapters == "mixed"
-            logits = self._decoder.run_prompts(
-                [sequence.new for sequence in batch], prompts, slots if mixed else None
-            )
+            logits = self._decoder.run_prompts([sequence.new for sequence in batch], prompts)
             for sequence, last in zip(batch, logits, strict=True):
                 sequence.owner.logits = last
         if entering:
@@ -522,7 +517,6 @@ def _state(rows: Sequence[_Row], pages: int) -> dict[str, npt.NDArray[np.generic
         "position": np.array([len(row.ids) - 1 for row in rows]),
         "sampled": np.array([len(row.draws) for row in rows]),
         "limit": np.array([row.job.limit for row in rows]),
-        "adapter": np.array([request.adapter_slot for request in requests]),
         "temperature": np.array([request.temperature for request in requests], np.float32),
         "top_k": np.array([cut.top_k for cut in cuts]),
         "top_p": np.array([cut.top_p for cut in cuts]),

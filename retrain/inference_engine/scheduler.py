@@ -15,7 +15,7 @@ from torch import Tensor
 
 from retrain.errors import RunFailed
 from retrain.inference_engine.base import WHOLE_VOCABULARY, SampleRequest, Truncation
-from retrain.inference_engine.decoder import Decoder, is_mixed
+from retrain.inference_engine.decoder import Decoder
 from retrain.inference_engine.kv_cache import (
     KVArena,
     PrefixStore,
@@ -71,7 +71,7 @@ def pieces(jobs: Sequence[Job], rows: int, most: int) -> list[Sequence[Job]]:
 
 
 class DecodeRun:
-    """One batch of jobs, from the first prompt to the last token."""
+    """One batch of jobs under one adapter slot, from the first prompt to the last token."""
 
     def __init__(
         self,
@@ -90,9 +90,6 @@ class DecodeRun:
             kv_storage,
         )
         self._queue = deque(jobs)
-        self.slots = frozenset(job.request.adapter_slot for job in jobs)
-        """Adapters of its rows."""
-        self._mixed = is_mixed(self.slots)
         self._most_tokens = max(job.tokens for job in jobs)
         self._max_rows = limits.rows_together(self._most_tokens, len(jobs))
         self._rows = Rows(self._max_rows, max(job.limit for job in jobs))
@@ -154,9 +151,8 @@ class DecodeRun:
         self._arena.reserve(
             int(cached.max()) + 1, self._most_tokens, self._rows.count, int(cached.max())
         )
-        slots = self._rows.slots[rows] if self._mixed else None
         logits = self._decoder.decode(
-            self._arena, self._rows.last_tokens[rows].copy(), cached.copy(), slots
+            self._arena, self._rows.last_tokens[rows].copy(), cached.copy()
         )
         self._rows.cached[rows] += 1
         return rows, logits
@@ -205,8 +201,7 @@ class DecodeRun:
     def _prefill(self, jobs: Sequence[Job]) -> list[PromptState]:
         states: list[PromptState] = []
         for batch in prefill_batches(jobs, [len(job.request.prompt_ids) for job in jobs]):
-            slots = np.array([job.request.adapter_slot for job in batch]) if self._mixed else None
-            states += self._decoder.prefill([job.request.prompt_ids for job in batch], slots)
+            states += self._decoder.prefill([job.request.prompt_ids for job in batch])
         return states
 
 
@@ -253,8 +248,6 @@ class Rows:
         self.limits = np.zeros(rows, dtype=np.int64)
         self.temperatures = np.zeros(rows, dtype=np.float32)
         self.last_tokens = np.zeros(rows, dtype=np.int64)
-        self.slots = np.zeros(rows, dtype=np.int64)
-        """Adapter slots."""
         self._top_k = np.zeros(rows, dtype=np.int64)
         self._top_p = np.ones(rows)
         self._min_p = np.zeros(rows)
@@ -266,7 +259,7 @@ class Rows:
         self._entropies = np.zeros((rows, longest), dtype=np.float32)
         self._kept = np.zeros((rows, longest), dtype=np.int32)
         self._all: list[npt.NDArray[Any]] = [
-            self.cached, self.sampled, self.limits, self.temperatures, self.last_tokens, self.slots,
+            self.cached, self.sampled, self.limits, self.temperatures, self.last_tokens,
             self._top_k, self._top_p, self._min_p,
             self._noise_keys, self._noise, self._noise_start, self._tokens, self._logprobs,
             self._entropies, self._kept,
@@ -282,7 +275,7 @@ class Rows:
                 0,
                 job.limit,
             )
-            self.temperatures[row], self.slots[row] = request.temperature, request.adapter_slot
+            self.temperatures[row] = request.temperature
             self._top_k[row], self._top_p[row], self._min_p[row] = cut.top_k, cut.top_p, cut.min_p
             self._noise_keys[row] = (
                 key.seed,

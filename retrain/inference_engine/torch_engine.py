@@ -4,7 +4,7 @@ Sampler and learner share the base weights, which never change. All completions 
 together, within a budget of rows and KV tokens.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from copy import deepcopy
 from dataclasses import replace
@@ -16,16 +16,16 @@ from torch import nn
 
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
-from retrain.inference_engine.base import PYTORCH, InferenceEngine, RequestFeed, SampleRequest
+from retrain.inference_engine.base import BASE_MODEL, RequestFeed, SampleRequest
 from retrain.inference_engine.decoder import Decoder
 from retrain.inference_engine.kv_cache import PrefixStore
 from retrain.inference_engine.paged_run import PagedEngine, PagedRun, wanted_tokens
+from retrain.inference_engine.pytorch import PyTorchEngine
 from retrain.inference_engine.scheduler import DecodeRun, Job, pieces
 from retrain.model.budget import STORE_SHARE, DecodeLimits
 from retrain.model.devices import EngineOptions
 from retrain.model.fused import FusedDecoder
 from retrain.model.pool import Pool
-from retrain.model.projection import AdapterLayer
 from retrain.model.varlen import fits_head
 from retrain.types import Completion
 
@@ -34,15 +34,13 @@ _MOST_PIECES = {"cpu": 16}
 and their rows are used again. Other devices decode a call in one piece."""
 
 
-class TorchEngine(InferenceEngine):
+class TorchEngine(PyTorchEngine):
     """`InferenceEngine` on a transformers model in this process.
 
     The same requests give the same bytes in every process that has the same limits and number of
     threads. Between two completions the model is as the caller left it: training flags, attention,
     gradient mode, adapter.
     """
-
-    capabilities = PYTORCH
 
     def __init__(
         self,
@@ -94,9 +92,7 @@ class TorchEngine(InferenceEngine):
         self._follow = follow
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        """Completions under different adapters share the batch if the model's family supports it;
-        else one slot follows the other.
-        """
+        """Completions under the base model follow those under the adapter."""
         jobs = self._jobs(requests)
         most = 1 if self._is_paged else _MOST_PIECES.get(self._decoder.device.type, 1)
         for _, completion in self._decode(pieces(jobs, self._limits.rows, most)):
@@ -124,7 +120,7 @@ class TorchEngine(InferenceEngine):
                 left = []
                 while run.unfinished:
                     with self._decoder.sampling(
-                        run.slots
+                        run.adapter_slot
                     ):  # not held over a yield: the consumer may train or score meanwhile
                         finished = run.advance()
                     yield from finished
@@ -138,12 +134,13 @@ class TorchEngine(InferenceEngine):
         if self._forgets_prompts:
             self.release()
         self._follow_weights()
-        slots = sorted({job.request.adapter_slot for job in jobs}, reverse=True)
-        for together in [slots] if self._decoder.mixes and slots else [[slot] for slot in slots]:
-            batch = [job for job in jobs if job.request.adapter_slot in together]
+        for slot in (0, BASE_MODEL):
+            batch = [job for job in jobs if job.request.adapter_slot == slot]
+            if not batch:
+                continue
             with closing(self._run(batch)) as run:
                 while run.unfinished:
-                    with self._decoder.sampling(run.slots):
+                    with self._decoder.sampling(slot):
                         finished = run.advance()
                     yield from finished
 
@@ -187,23 +184,6 @@ class TorchEngine(InferenceEngine):
             )
         return PagedRun(self._decoder, jobs, self._paged)
 
-    def load_adapter(self, slot: int, layers: Iterable[AdapterLayer]) -> None:
-        """Serve a further LoRA adapter to the requests that name `slot` > 0, in the same batch as
-        the others.
-
-        `layers`: as in `retrain.squeeze.adapter.LoraAdapter`, of any ranks. An adapter that had
-        this slot is replaced.
-        """
-        if slot < 1:
-            raise ConfigurationError(
-                f"Slot {slot} is taken: 0 is the adapter that is trained, -1 the base model; use 1"
-                " or more."
-            )
-        self._pool.close()  # workers have the adapters from when they were forked
-        self._decoder.load_adapter(slot, layers)
-        self.release()
-        self.free_pages()  # captured steps read the adapters where they were
-
     def sync(self, save_adapter: Callable[[Path], None], step: int) -> None:
         """Do nothing for shared weights; a copy follows. What was computed from the old weights is
         dropped at the next call.
@@ -239,11 +219,10 @@ class TorchEngine(InferenceEngine):
         for index, request in enumerate(requests, start=first):
             prompt_tokens = len(request.prompt_ids)
             limit = min(request.max_tokens, self._decoder.context - prompt_tokens)
-            if request.adapter_slot not in self._decoder.slots:
-                known = ", ".join(map(str, sorted(self._decoder.slots)))
+            if request.adapter_slot not in (0, BASE_MODEL):
                 raise ConfigurationError(
-                    f"The pytorch engine has no adapter in slot {request.adapter_slot}; it has"
-                    f" {known} (-1 is the base model)."
+                    f"The pytorch engine serves one adapter of a run, slot 0, and got"
+                    f" {request.adapter_slot}."
                 )
             if prompt_tokens < 1 or limit < 1 or request.temperature < 0:
                 raise ConfigurationError(
@@ -266,8 +245,8 @@ class TorchEngine(InferenceEngine):
         return jobs
 
     def _follow_weights(self) -> None:
-        """After a change of the weights, drop the stored prompts, whose keys and values are
-        outdated, and update the copy.
+        """After a change of the weights, drop the stored prompts, since their keys and values are
+        outdated, and update the merged copy.
         """
         version = weights_version(self._model)
         if version != self._weights_version:

@@ -7,22 +7,19 @@ window on a shrunken copy; a model that it does not fit keeps its own forward. S
 rows, T tokens of a row, N = B T, H hidden size, Hq and Hk heads, D head size.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any, Literal, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from retrain.errors import ConfigurationError
 from retrain.model.attention import AttentionBatch, FusedAttention
 from retrain.model.functions import Norm, gated_mlp, norm_project, normed, project, rotate
 from retrain.model.layer_kernels import layer_kernels
 from retrain.model.packed import FrozenProduct, laid_out
-from retrain.model.projection import AdapterLayer, Projection, fusable
+from retrain.model.projection import Projection, fusable
 from retrain.model.recomputing import recomputed
 from retrain.model.step_kernels import (
     TRITON_DEVICES,
@@ -42,6 +39,9 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-3}
 _PROBE_TOKENS = 16
 _SHRUNKEN_WINDOW = 6
 """Tokens: a probe reaches far past it."""
+
+
+_shrunken_differences: dict[tuple[type, str], float] = {}
 
 
 class Cache(Protocol):
@@ -168,18 +168,6 @@ class _Layer:
         return hidden + gated_mlp(hidden, self.mlp_norm, self.gate_up, self.down)
 
 
-def _places(model: nn.Module, projections: Sequence[Projection]) -> dict[str, tuple[int, int]]:
-    """Map the name of each linear layer in the model to (number of its projection, its place within
-    the projection).
-    """
-    names = {id(module): name for name, module in model.named_modules()}
-    return {
-        names[id(module)]: (number, place)
-        for number, projection in enumerate(projections)
-        for place, module in enumerate(projection.modules)
-    }
-
-
 class FusedDecoder:
     """Token ids to last hidden states, with the parameters of the model it was made of."""
 
@@ -204,7 +192,6 @@ class FusedDecoder:
         self._parameters = [
             parameter for projection in self._projections for parameter in projection.parameters
         ]
-        self._places = _places(model, self._projections)
         self.merge = merge
         self.kernels: StepKernels = TorchKernels()
         """The kernels of decoding steps."""
@@ -234,8 +221,7 @@ class FusedDecoder:
         fused = cls(model, merge)
         difference = fused._difference(model.base_model)
         if difference <= 1:
-            small = shrunken(model)
-            difference = cls(small, merge=False)._difference(small.base_model)
+            difference = cls._shrunken_difference(model)
         if difference <= 1:
             device = fused._embed.weight.device
             with (
@@ -250,6 +236,17 @@ class FusedDecoder:
             )
         return None
 
+    @classmethod
+    def _shrunken_difference(cls, model: Any) -> float:
+        """Return `_difference` of a shrunken copy, which the class and the configuration decide:
+        the prediction of memory and the engine ask for the same one.
+        """
+        key = type(model), model.config.to_json_string(use_diff=False)
+        if key not in _shrunken_differences:
+            small = shrunken(model)
+            _shrunken_differences[key] = cls(small, merge=False)._difference(small.base_model)
+        return _shrunken_differences[key]
+
     def _take_kernels(self, say: Callable[[str], None]) -> None:
         """Take the device's own kernels, and lay the adapter under the weights where kernels are
         launched one by one.
@@ -263,7 +260,6 @@ class FusedDecoder:
             return
         for projection in self._projections:
             projection.lay_adapter_under_weight()
-            projection.add_row_updates = self.kernels.add_row_updates
             projection.scaled_product = self.kernels.scaled_product
         self._version = (
             None  # the down factors are in another place, where none has been written yet
@@ -293,79 +289,26 @@ class FusedDecoder:
             for projection in self._projections
         )
 
-    def refresh(self, *, sampling: bool = False, mixed: bool = False) -> None:
+    def refresh(self, *, sampling: bool = False) -> None:
         """Follow the adapter, for the learner or for products without gradient; costs nothing while
         neither has changed.
-
-        `mixed`: the rows of a batch may be under different adapters.
         """
         copy: Literal["none", "merged", "plain"] = "none"
         if sampling and self.merge:
-            copy = "plain" if mixed or self._embed.weight.dtype != torch.float32 else "merged"
+            copy = "merged" if self._embed.weight.dtype == torch.float32 else "plain"
         version = (
             copy,
-            mixed,
             *((parameter.data_ptr(), parameter._version) for parameter in self._parameters),
         )
         if version == self._version:
             return
         for projection in self._projections:
             projection.refresh(copy)
-            if mixed:
-                projection.stack()
         if copy == "none" or type(self._head) is not nn.Linear:
             self._packed_head = None
         elif self._packed_head is None:
             self._packed_head = laid_out(self._head.weight, self._head.bias)
         self._version = version
-
-    def load_adapter(self, slot: int, layers: Iterable[AdapterLayer]) -> None:
-        """Hold one more adapter under the number `slot` > 0. Raises ConfigurationError where it
-        adapts what is not fused here.
-        """
-        parts: dict[int, dict[int, AdapterLayer]] = {}
-        for layer in layers:
-            if layer.name not in self._places:
-                raise ConfigurationError(
-                    f"The adapter for slot {slot} changes {layer.name}, and the pytorch engine"
-                    " holds several adapters for the layers of attention and MLP only; give one"
-                    " whose target_modules are among these."
-                )
-            number, place = self._places[layer.name]
-            parts.setdefault(number, {})[place] = layer
-        for number, projection in enumerate(self._projections):
-            projection.load(slot, parts.get(number, {}))
-        self._version = None
-
-    @contextmanager
-    def under_adapters(self, slots: npt.NDArray[np.int64]) -> Iterator[None]:
-        """Inside, token n of a pass without gradient is under adapter `slots` [N]: 0 the model's
-        own, below 0 none.
-        """
-        device = self._embed.weight.device
-        rows = {
-            int(slot): torch.from_numpy(np.flatnonzero(slots == slot)).to(device)
-            for slot in np.unique(slots)
-            if slot >= 0
-        }
-        for projection in self._projections:
-            projection.rows = rows
-        try:
-            yield
-        finally:
-            for projection in self._projections:
-                projection.rows = None
-
-    @contextmanager
-    def under_row_adapters(self, slots: Tensor) -> Iterator[None]:
-        """`under_adapters` with `slots` [N] on the device, after `refresh` for a mixed batch."""
-        for projection in self._projections:
-            projection.row_slots = slots
-        try:
-            yield
-        finally:
-            for projection in self._projections:
-                projection.row_slots = None
 
     @property
     def kv_heads(self) -> list[tuple[int, int]]:

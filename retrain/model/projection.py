@@ -4,14 +4,13 @@ The frozen weights of q, k and v (or gate and up) are laid one after the other i
 the model's own parameters become views of it: one copy, shared with every other user of the model.
 The adapter is never added to them. A sampler on a CPU may read a scratch copy made from the
 pristine weights (`refresh`): in float32 with the adapter merged in; in 16 bits, which would round
-it away, without. Further adapters can be held beside the model's own (`load`), for batches whose
-rows are under different ones. Shape letters: N tokens, I inputs, O outputs of all layers together,
+it away, without. Shape letters: N tokens, I inputs, O outputs of all layers together,
 R ranks of an adapter's parts together.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,30 +25,11 @@ part."""
 _ALIGNED_ROWS = 16
 
 
-class AdapterLayer(Protocol):
-    """The low-rank update of one linear layer: scale * b @ a."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def a(self) -> Tensor:
-        """[r, I]."""
-        ...
-
-    @property
-    def b(self) -> Tensor:
-        """[o, r]."""
-        ...
-
-    @property
-    def scale(self) -> float: ...
-
-
 class _Factors(NamedTuple):
     down: Tensor
     """[R, I] in the dtype of the weights."""
     up: Tensor
-    """[R, O], scaled: block k holds adapter k's rows at its outputs, zeros elsewhere."""
+    """[R, O], scaled: block k holds the rows of layer k's part at its outputs, zeros elsewhere."""
 
 
 class Pending(NamedTuple):
@@ -63,49 +43,6 @@ class Pending(NamedTuple):
     def added_to(self, y: Tensor) -> Tensor:
         """`y` [N, O], which becomes the sum."""
         return y.addmm_(self.reduced, self.up)
-
-
-class AdapterStack(NamedTuple):
-    """Several adapters side by side."""
-
-    down: Tensor
-    """[R, I]"""
-    up: Tensor
-    """[R, O]"""
-    owners: Tensor
-    """[R] slot of each rank."""
-    first: Tensor
-    """The first rank of slot s, at place s + 1, for slots from -1, no adapter, to the last."""
-    counts: Tensor
-    """The number of ranks of each slot."""
-
-    @classmethod
-    def of(cls, held: Mapping[int, tuple[Tensor, Tensor]], last_slot: int) -> "AdapterStack":
-        """From the down and up factors of each slot; rows may name slots up to `last_slot`."""
-        slots = sorted(held)
-        downs, ups = zip(*(held[slot] for slot in slots), strict=True)
-        owners = torch.tensor(
-            [slot for slot, down in zip(slots, downs, strict=True) for _ in down],
-            device=downs[0].device,
-        )
-        named = torch.arange(-1, last_slot + 1, device=owners.device)[:, None]
-        return cls(
-            torch.cat(downs),
-            torch.cat(ups),
-            owners,
-            (owners < named).sum(-1),
-            (owners == named).sum(-1),
-        )
-
-
-def add_row_updates(y: Tensor, reduced: Tensor, stack: AdapterStack, slots: Tensor) -> Tensor:
-    """`y` [N, O], to which the update of each row's own adapter is added, by a product over the
-    ranks of all adapters; `slots` [N].
-
-    `reduced` [N, R] is the input times all down factors, and is changed. No shape depends on who
-    uses which adapter.
-    """
-    return y.addmm_(reduced.masked_fill_(stack.owners != slots[:, None], 0.0), stack.up)
 
 
 def lora_parts(module: Any) -> tuple[nn.Linear, Any | None]:
@@ -135,7 +72,6 @@ class Projection:
     """Some `fusable` layers with one input."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.modules = tuple(modules)
         bases, self._loras = zip(*map(lora_parts, modules), strict=True)
         self.outputs: list[int] = [base.out_features for base in bases]
         self._weights: list[nn.Parameter] = [base.weight for base in bases]
@@ -171,18 +107,6 @@ class Projection:
         """True if the copy contains the adapter."""
         self.factors: _Factors | None = None
         """The model's own adapter, as of the last `refresh`."""
-        self._slots: dict[int, _Factors] = {}
-        """Further adapters, by slot."""
-        self._last_slot = 0
-        """The largest slot for which some layer of the model has an adapter."""
-        self.rows: Mapping[int, Tensor] | None = None
-        """During a mixed batch: the rows under each adapter slot, 0 for the model's own."""
-        self.row_slots: Tensor | None = None
-        """The same as [N] slots on the device."""
-        self._stack: AdapterStack | None = None
-        """All adapters, for `row_slots`."""
-        self.add_row_updates = add_row_updates
-        """Or a kernel that does the same."""
         self.scaled_product = scaled_product
         """Or a kernel that does the same."""
         self._joined: tuple[Tensor, Tensor | None] | None = None
@@ -229,37 +153,6 @@ class Projection:
     @cached_property
     def _fits_half(self) -> bool:
         return fits_half(self.wide_weight)
-
-    @torch.no_grad()
-    def load(self, slot: int, layers: Mapping[int, AdapterLayer]) -> None:
-        """Hold a further adapter as `slot`, replacing the one before; `layers` by their index in
-        this projection.
-        """
-        updates = [
-            (layer.a, layer.b, layer.scale, self._places[place]) for place, layer in layers.items()
-        ]
-        self._slots.pop(slot, None)
-        self._last_slot = max(self._last_slot, slot)
-        if updates:
-            self._slots[slot] = self._stacked(updates)
-
-    @torch.no_grad()
-    def stack(self) -> None:
-        """Lay all adapters side by side for `row_slots`, in the same memory as before where they
-        fit it.
-        """
-        held = ({} if self.factors is None else {0: self.factors}) | self._slots
-        if not held:
-            self._stack = None
-            return
-        stack = AdapterStack.of(held, self._last_slot)
-        if self._stack is None or [part.shape for part in self._stack] != [
-            part.shape for part in stack
-        ]:
-            self._stack = stack
-            return
-        for old, new in zip(self._stack, stack, strict=True):
-            old.copy_(new)
 
     @torch.no_grad()
     def lay_adapter_under_weight(self) -> None:
@@ -314,26 +207,6 @@ class Projection:
         """`product` in two parts, for a kernel that adds them; the second is None where the first
         is the whole.
         """
-        if (
-            self.row_slots is not None
-        ):  # one product over the ranks of all adapters, of which a row uses its own
-            y, stack = self._frozen_product(x), self._stack
-            return (
-                y
-                if stack is None
-                else self.add_row_updates(y, F.linear(x, stack.down), stack, self.row_slots)
-            ), None
-        if (
-            self.rows is not None
-            # a product with the weights for all rows, and a small one per adapter for its
-            # rows (arXiv 2310.18547)
-        ):
-            y = self._frozen_product(x)
-            for slot, members in self.rows.items():
-                factors = self._slots.get(slot) if slot else self.factors
-                if factors is not None:
-                    y.index_add_(0, members, F.linear(x[members], factors.down) @ factors.up)
-            return y, None
         if self.adapted and self.copy is not None and self._merged:
             return self.copy.product(x), None
         if not self.adapted:

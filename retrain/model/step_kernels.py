@@ -19,7 +19,7 @@ from torch import Tensor
 
 from retrain.model.float8 import quantised, scaled_product
 from retrain.model.functions import Norm, normed, rotate
-from retrain.model.projection import AdapterStack, Pending, add_row_updates
+from retrain.model.projection import Pending
 from retrain.model.varlen import PagedKernel, PagedRows, plain_paged
 
 TRITON_DEVICES = {"cuda"}
@@ -69,14 +69,6 @@ class StepKernels(Protocol):
 
     def gate(self, gates: Tensor, pending: Pending | None) -> Tensor:
         """silu(gate) * up [N, I] of both side by side, to which `pending` is added."""
-        ...
-
-    def add_row_updates(
-        self, y: Tensor, reduced: Tensor, stack: AdapterStack, slots: Tensor
-    ) -> Tensor:
-        """`y` [N, O], to which the update of each row's own adapter is added, from `reduced` [N, R]
-        of all adapters.
-        """
         ...
 
     def scaled_product(
@@ -130,11 +122,6 @@ class TorchKernels:
         gate, up = (gates if pending is None else pending.added_to(gates)).chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
-    def add_row_updates(
-        self, y: Tensor, reduced: Tensor, stack: AdapterStack, slots: Tensor
-    ) -> Tensor:
-        return add_row_updates(y, reduced, stack, slots)
-
     def scaled_product(
         self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
     ) -> Tensor:
@@ -147,7 +134,6 @@ class TritonKernels:
     def __init__(self) -> None:
         from retrain.model.kernels import (
             activation,
-            adapters,
             attention,
             float8,
             norm,
@@ -157,10 +143,9 @@ class TritonKernels:
 
         self.gate, self.draw = activation.gate, sampler.draw
         self._attend, self._narrow_product = attention.attend, float8.scaled_product
-        self._add_norm, self._turn_and_store, self._add_row_updates = (
+        self._add_norm, self._turn_and_store = (
             norm.add_norm,
             rotary.turn_and_store,
-            adapters.add_row_updates,
         )
 
     def add_norm(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
@@ -196,11 +181,6 @@ class TritonKernels:
         window: int | None,
     ) -> Tensor:
         return self._attend(query, keys, values, rows.table, rows.lengths, scaling, window)
-
-    def add_row_updates(
-        self, y: Tensor, reduced: Tensor, stack: AdapterStack, slots: Tensor
-    ) -> Tensor:
-        return self._add_row_updates(y, reduced, stack.up, stack.first, stack.counts, slots)
 
     def scaled_product(
         self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
@@ -296,9 +276,7 @@ def differences(
         (make(3, 1, size), make(3, 1, size)),
     )
     norm, head_norm = Norm.of(make(40), 1e-6), Norm.of(make(queries + keys, size), 1e-6)
-    places, slots = torch.tensor([5, 0, 7], device=device), torch.tensor([1, -1, 0], device=device)
-    stack = AdapterStack.of({0: (make(4, 40), make(4, 20)), 1: (make(2, 40), make(2, 20))}, 1)
-    y, reduced, pending = make(3, 26)[:, :20], make(3, 6), Pending(make(3, 6), make(6, wide))
+    places, pending = torch.tensor([5, 0, 7], device=device), Pending(make(3, 6), make(6, wide))
     table = torch.arange(3 * _PAGES, device=device, dtype=torch.int32).view(3, _PAGES).flip(1) % 5
     lengths = torch.tensor([_PAGE * _PAGES - 1, 1, _PAGE + 6], device=device, dtype=torch.int32)
     rows, asked = PagedRows.of(table, lengths, _PAGE), make(3, queries + keys, size)[:, :queries]
@@ -318,7 +296,6 @@ def differences(
             "add_norm": [total, normed_sum],
             "turn_and_store": [turned, *pages],
             "gate": [of.gate(qkv.clone(), pending)],
-            "add_row_updates": [of.add_row_updates(y.clone(), reduced, stack, slots)],
             "attend": [of.attend(asked, *kept, rows, size**-0.5, window) for window in (None, 3)],
             "scaled_product": [of.scaled_product(update, weight, scale, bias)] if narrow else [],
         }

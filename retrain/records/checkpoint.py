@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,71 +19,13 @@ from typing import Any
 from retrain.errors import EnvironmentFailure, RunFailed
 from retrain.parsing import parse_json
 from retrain.records.disk import TEMPORARY, delete, replacing_folder, write_synced
-from retrain.types import MachineChoices
+from retrain.records.state import SCHEMA_VERSION, TrainerState
 
-SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
 FINAL = "final"
 _STEP_FOLDER = re.compile(r"step_(\d{6,})")
 _DAMAGED = "damaged-"
-
-
-@dataclass
-class TrainerState:
-    """The state of a run between two steps, apart from the backend's own. All else follows from it
-    and the configuration.
-    """
-
-    seed: int
-    config_hash: str
-    step: int = 0
-    """Steps completed."""
-    learning: bool = False
-    """True from the first change of the weights until the step is recorded. Such a state is never
-    saved."""
-    cursor: int = 0
-    """Prompts consumed; the data order itself is computed from (seed, epoch)."""
-    batch_size: int = 0
-    correct: int = 0
-    judged: int = 0
-    """Judged completions so far; with `correct` they give the running correct rate."""
-    tokens: int = 0
-    seconds: float = 0.0
-    last_evaluation: int = -1
-    """The step count of the newest evaluation; -1 before the first."""
-    nonfinite_streak: int = 0
-    mismatch_streak: int = 0
-    """Steps in a row whose mean |log-ratio| was above the limit."""
-    gate_mismatch: float | None = None
-    """Mean |engine - learner| log-prob, in nats, of the parity gate at the run's first start; the
-    default mismatch_limit follows from it. """
-    sepa: dict[str, Any] = field(default_factory=dict)
-    rewards: dict[str, Any] = field(default_factory=dict)
-    backpressure: dict[str, Any] = field(default_factory=dict)
-    """The controller's state; empty unless `[backpressure] enabled` is true."""
-    tracking: dict[str, Any] = field(default_factory=dict)
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Path in the run folder -> size and sha256, for each JSON lines file of the run; empty in
-    checkpoints of 0.1.0."""
-    choices: MachineChoices | None = None
-    schema_version: int = SCHEMA_VERSION
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str, where: Path) -> "TrainerState":
-        values = parse_json(text)
-        if values.get("schema_version") != SCHEMA_VERSION:
-            raise RunFailed(
-                f"{where} was written with state version {values.get('schema_version')!r}, this"
-                f" retrain reads version {SCHEMA_VERSION}: resume with the version that wrote it."
-            )
-        if values.get("choices") is not None:
-            values["choices"] = MachineChoices(**values["choices"])
-        known = {item.name for item in fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in known})
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from typing import Any
 from retrain.config.stored import run_command
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.parsing import read_object
-from retrain.records.checkpoint import TrainerState, step_folder
+from retrain.records.checkpoint import step_folder
 from retrain.records.disk import delete, replace_file
 from retrain.records.jsonl import Extent, aside_of, read_jsonl, truncate_to_size, truncate_to_step
+from retrain.records.state import TrainerState
 
 MARKER = ".retrain.json"
 """Name of the file that says that retrain made a folder; it holds the kind of folder and the

@@ -1,15 +1,16 @@
-"""The training loop: one step is sample, score, assign credit, learn, observe.
+"""The training loop: one step is sample, score, assign credit, learn, record.
 
-Everything that does not fit on this page is in the nouns that it calls: `session` opens the run and
-samples, `advantages` turns rewards into token credit, `backends` learn, `observer` writes the step
-down, and `saver` says what is due and writes checkpoints.
+Everything that does not fit on this page is in the nouns that it calls: `session` opens the run,
+samples, learns and holds the run's state, `advantages` turns rewards into token credit, `observer`
+writes the step down, and `saver` says what is due and writes checkpoints.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from retrain.backends.base import backend_kind
 from retrain.config import TrainConfig
-from retrain.errors import Interrupted, NotReached, RunFailed, ServerFailure
+from retrain.errors import Interrupted, RunFailed, ServerFailure
 from retrain.records.disk import writing_to
 from retrain.records.entries import StepRecord
 from retrain.records.run_folder import RunFolder
@@ -71,7 +72,7 @@ def train(
             raise
         except ServerFailure as error:
             saved = session.save_now()
-            flag = "--base-url" if config.backend.backend == "tinker" else "--inference-url"
+            flag = backend_kind(config.backend.backend).address_flag
             how = f"continue with `{again.resume_command}`, at another address with {flag}"
             raise ServerFailure(f"{error} {saved}: {how}.") from error
 
@@ -88,14 +89,6 @@ def take_step(session: Session) -> None:
     rows = credit.rows()
     session.turn_to_learning(used=len(rollout.groups))
     clock.mark("learn")
-    log_ratios = session.observer.log_ratios(rows)
-    session.state.learning = True  # until `observe` has written the step down
-    try:
-        result = parts.backend.train(rows, number)
-    except NotReached:
-        session.state.learning = False  # nothing has left this process
-        raise
+    log_ratios, result = session.learn(rows)
     clock.stop()
-    session.observer.observe(
-        Step(number, rollout, sepa_lambda, credit, rows, log_ratios, result, clock)
-    )
+    session.record(Step(number, rollout, sepa_lambda, credit, rows, log_ratios, result, clock))

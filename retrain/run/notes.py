@@ -5,6 +5,7 @@ surprise.
 from collections.abc import Sequence
 
 from retrain.advantages.sepa import maximal_lambda_note
+from retrain.backends.base import backend_kind
 from retrain.config import TrainConfig
 from retrain.config.outcomes import unused_keys
 from retrain.config.schema import DEFAULT_CLIPS, Backend, Inference, Lora, Loss, Model, Training
@@ -14,7 +15,6 @@ from retrain.parsing import toml_value
 from retrain.records.terminal import counted
 from retrain.records.untrained import ASKING, ASKING_TEMPLATE
 from retrain.rewards import box_reader
-from retrain.types import Prompt
 
 
 def refuse_lone_sharding(backend: Backend, world: World) -> None:
@@ -50,15 +50,8 @@ def notes(config: TrainConfig) -> list[str]:
         _truncation_note(config),
         _split_note(config),
     ]
-    if (
-        config.backend.backend == "tinker"
-        and config.kind != "squeeze"
-        and config.training.temperature == 1
-    ):
-        found.append(
-            "Tinker's learner knows log-probs at temperature 1 only, so the model is sampled and"
-            " trained at temperature 1."
-        )
+    if config.kind != "squeeze" and config.training.temperature == 1:
+        found.append(backend_kind(config.backend.backend).temperature_note)
     if config.backend.shard_base and config.kind != "squeeze":
         found.append(
             "[backend] shard_base = true: every forward pass, also for each generated token,"
@@ -85,14 +78,14 @@ def skipped_gate_line(inference: Inference, training: Training) -> str:
     )
 
 
-def unasked_note(config: TrainConfig, prompts: Sequence[Prompt]) -> str:
+def unasked_note(config: TrainConfig, prompts: Sequence[str]) -> str:
     """Warn if the reward reads a box that no prompt asks for; "" otherwise. The lab model answers
     in a box unasked.
     """
     if (
         box_reader(config.reward) is None
         or config.model.model == "lab"
-        or any(_BOX in prompt.text for prompt in prompts)
+        or any(_BOX in prompt for prompt in prompts)
     ):
         return ""
     template = config.data.prompt_template

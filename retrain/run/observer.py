@@ -1,23 +1,21 @@
-"""The observer of a run, which writes each step down, moves the run's state past it, and stops a
-run that learns nothing.
+"""The observer of a run, which writes each step down, and the conditions under which a step stops
+the run.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
 
 from retrain.backends.declared import is_raw
+from retrain.config import TrainConfig
 from retrain.config.schema import Inference, Lora
-from retrain.distributed import World
 from retrain.errors import RunFailed
-from retrain.records.checkpoint import TrainerState
 from retrain.records.entries import StepRecord
+from retrain.records.state import TrainerState
 from retrain.records.terminal import counted
 from retrain.records.untrained import ENOUGH, is_news, untrained_line, untrained_streak
 from retrain.rewards import box_reader
-from retrain.run.opening import OpenedRun
-from retrain.run.parts import Parts, is_rounded
-from retrain.run.pressure import Pressure
+from retrain.run.parts import Parts
 from retrain.run.step_record import (
     RewardStatistics,
     Step,
@@ -34,7 +32,7 @@ from retrain.run.step_record import (
 )
 from retrain.tracking import Tracker
 from retrain.tracking.base import Generations, Tokens
-from retrain.types import Float32Array, Row, RowKey, StepResult
+from retrain.types import StepResult
 
 _NONFINITE_LIMIT = 3
 _IMPOSSIBLE = 1e-9
@@ -48,28 +46,17 @@ runs."""
 
 
 class StepObserver:
-    """Sees every step once, after its learning. Every process moves its own state; rank 0 alone has
+    """Writes every step down once, after its learning. Every process has one; rank 0 alone has
     sinks to write to.
     """
 
-    def __init__(
-        self,
-        opened: OpenedRun,
-        parts: Parts,
-        tracker: Tracker,
-        world: World,
-        pressure: Pressure | None,
-    ) -> None:
-        self.config = opened.config
-        self.folder = opened.folder
-        self.state = opened.state
+    def __init__(self, config: TrainConfig, parts: Parts, tracker: Tracker) -> None:
+        self.config = config
         self.parts = parts
         self.tracker = tracker
-        self.world = world
+        self._boxes = None if parts.stage else box_reader(config.reward)
         self._said_rewritten = False
-        self._boxes = None if parts.stage else box_reader(opened.config.reward)
         self._said_identical = False
-        self.pressure = pressure
         self.last: StepRecord | None = None
         """The record of the newest step, an earlier session's too."""
         self.untrained: list[StepRecord] = []
@@ -81,97 +68,71 @@ class StepObserver:
         if (last := next(records, None)) is not None:
             self.last, self.untrained = last, untrained_streak(chain([last], records))
 
-    @property
-    def unlearned(self) -> str:
-        """What to say of a run that ends with some steps that trained nothing, or has no other; ""
-        for any other run.
+    def unlearned(self, steps: int) -> str:
+        """What to say of a run of `steps` steps that ends with some that trained nothing, or has no
+        other; "" for any other run.
         """
-        return (
-            untrained_line(self.untrained)
-            if len(self.untrained) >= min(ENOUGH, self.state.step)
-            else ""
-        )
+        return untrained_line(self.untrained) if len(self.untrained) >= min(ENOUGH, steps) else ""
 
-    def log_ratios(self, rows: Sequence[Row]) -> dict[RowKey, Float32Array] | None:
-        """Return row key -> [T] learner - sampler log-prob before the step, for the trained rows.
+    def rewards(self, step: Step) -> RewardStatistics:
+        """Summarise the rewards of a step."""
+        return reward_statistics(step.rollout, self._boxes)
 
-        None in a step whose tokens nobody stores, since it costs a forward pass, and where the
-        backend cannot score rows.
+    def observe(
+        self,
+        step: Step,
+        rewards: RewardStatistics,
+        state: TrainerState,
+        decision: Mapping[str, Any],
+    ) -> None:
+        """Write a step down. `state`: the run's state after it; `decision`: the fields of the back
+        pressure's decision.
         """
-        if not self.parts.backend.capabilities.scores_rows:
-            return None
-        if not self.world.broadcast(
-            self.tracker.wants_tokens(self.state.step)
-        ):  # in a parallel run all processes score, or none
-            return None
-        trained = [row for row in rows if row.trained]
-        return {
-            row.key: own - row.logprobs
-            for row, own in zip(trained, self.parts.backend.logprobs(trained), strict=True)
-        }
-
-    def observe(self, step: Step) -> None:
-        """Write a step down and move the state past it. Raises RunFailed afterwards if the run
-        should not continue.
-        """
-        state, rewards = self.state, reward_statistics(step.rollout, self._boxes)
-        state.correct += rewards.correct
-        state.judged += rewards.judged
-        state.tokens += step.rollout.tokens
-        seconds = self.world.broadcast(step.clock.total)
-        state.seconds += seconds
-        decision = self.pressure.observe(step, seconds) if self.pressure else {}
-        state.batch_size = self.pressure.batch_size if self.pressure else state.batch_size
-        self.parts.sepa.observe(rewards.correct_rate, step.number)
-        self.parts.sepa.update_auto(step.credit.exec_uncertainty)
-        self.last = self._record(step, rewards, decision)
+        self.last = self._record(step, rewards, state, decision)
         self.untrained = untrained_streak([self.last, *self.untrained])
-        in_turns = self.parts.stage is not None
-        self.tracker.emit(
-            Generations(
-                step.number,
-                generation_records(
-                    step.number, step.rollout.groups, step.credit, in_turns=in_turns
-                ),
-            )
+        records = generation_records(
+            step.number,
+            step.rollout.groups,
+            step.credit,
+            in_turns=self.parts.stage is not None,
         )
-        rewritten = [
-            one
-            for group in step.rollout.groups
-            for one in group.trajectories
-            if len(one.parts()) > 1
-        ]
-        if rewritten and not self._said_rewritten:
-            self._said_rewritten = True
-            self.tracker.message(
-                f"Step {step.number}: {len(rewritten)} trajectories have more than one row, since"
-                " the chat template or the environment rewrites earlier turns; each row holds what"
-                " the model had in sight."
-            )
+        self.tracker.emit(Generations(step.number, records))
+        self._tell_rewritten(step)
         if self.tracker.wants_tokens(step.number):
-            self.tracker.emit(
-                Tokens(
-                    step.number,
-                    token_table(step.credit, self.parts.credit.needs_planning, step.log_ratios),
-                )
-            )
+            table = token_table(step.credit, self.parts.credit.needs_planning, step.log_ratios)
+            self.tracker.emit(Tokens(step.number, table))
         self.tracker.emit(self.last)
         if is_news(self.untrained):
             self.tracker.message(untrained_line(self.untrained))
-        state.cursor += len(step.rollout.groups)
-        state.step += 1
-        state.learning = False
-        self._check_health(step)
+        if step.result.nonfinite_updates:
+            self.tracker.message(
+                f"Step {step.number}: {step.result.nonfinite_tensor} was not finite; skipped"
+                f" {counted(step.result.nonfinite_updates, 'update')}."
+            )
+
+    def _tell_rewritten(self, step: Step) -> None:
+        """Say once that trajectories have several rows."""
+        rewritten = sum(
+            len(trajectory.parts()) > 1
+            for group in step.rollout.groups
+            for trajectory in group.trajectories
+        )
+        if rewritten and not self._said_rewritten:
+            self._said_rewritten = True
+            self.tracker.message(
+                f"Step {step.number}: {rewritten} trajectories have more than one row, since"
+                " the chat template or the environment rewrites earlier turns; each row holds the"
+                " context that the model saw."
+            )
 
     def _record(
-        self, step: Step, rewards: RewardStatistics, decision: dict[str, Any]
+        self,
+        step: Step,
+        rewards: RewardStatistics,
+        state: TrainerState,
+        decision: Mapping[str, Any],
     ) -> StepRecord:
-        state, pipeline, sepa, groups = (
-            self.state,
-            self.parts.credit,
-            self.parts.sepa,
-            step.rollout.groups,
-        )
+        pipeline, sepa, groups = self.parts.credit, self.parts.sepa, step.rollout.groups
         uses_sepa, planning = pipeline.uses_sepa_controller, step.credit.tokens.planning
         return StepRecord(
             step=step.number,
@@ -225,26 +186,6 @@ class StepObserver:
             )
         return chance
 
-    def _check_health(self, step: Step) -> None:
-        state, backend, result = self.state, self.parts.backend, step.result
-        if result.nonfinite_updates:
-            self.tracker.message(
-                f"Step {step.number}: {result.nonfinite_tensor} was not finite; skipped"
-                f" {counted(result.nonfinite_updates, 'update')}."
-            )
-        check_updates(state, result)
-        limit = mismatch_limit(
-            self.config.inference,
-            self.config.lora,
-            state.gate_mismatch or 0.0,
-            half_precision=is_rounded(self.config.inference, backend),
-            samples_ahead=backend.capabilities.samples_ahead,
-        )
-        check_mismatch(state, result.log_ratio_mean, limit, f"`{self.folder.resume_command}`")
-        self.parts.guard.observe(
-            [member.score for group in step.rollout.drawn for member in group.members]
-        )
-
 
 # -- conditions under which a step stops the run ---------------------------------------------------
 
@@ -271,11 +212,15 @@ def mismatch_limit(
     return default_mismatch_limit(gate_mean, half_precision=half_precision)
 
 
+def is_above(limit: float | None, mean: float | None) -> bool | None:
+    """Return True if a step's mean |log-ratio| is above the limit, also where it is NaN; None if
+    either is missing.
+    """
+    return None if limit is None or mean is None else not mean <= limit
+
+
 def check_updates(state: TrainerState, result: StepResult) -> None:
-    """Count the steps in a row without a finite update. Raises RunFailed at the third."""
-    state.nonfinite_streak = (
-        state.nonfinite_streak + 1 if result.updates == 0 and result.nonfinite_updates else 0
-    )
+    """Raise RunFailed at the third step in a row without a finite update."""
     if state.nonfinite_streak >= _NONFINITE_LIMIT:
         raise RunFailed(
             f"{result.nonfinite_tensor} was not finite in {_NONFINITE_LIMIT} steps in a row; the"
@@ -288,17 +233,15 @@ def check_updates(state: TrainerState, result: StepResult) -> None:
 def check_mismatch(
     state: TrainerState, mean: float | None, limit: float | None, resume: str
 ) -> None:
-    """Count the steps in a row whose mean |log-ratio| is above `limit`. Raises RunFailed at the
-    third; `resume` continues the run.
+    """Raise RunFailed at the third step in a row whose mean |log-ratio| is above `limit`; the
+    command `resume` continues the run.
     """
-    if limit is None or mean is None:
-        return
-    state.mismatch_streak = state.mismatch_streak + 1 if not mean <= limit else 0  # NaN counts
-    if state.mismatch_streak >= _MISMATCH_STEPS:
+    if is_above(limit, mean) and state.mismatch_streak >= _MISMATCH_STEPS:
         raise RunFailed(
             f"Sampler and learner differed by {mean:.2g} nats per token on average at step"
             f" {state.step - 1}, above the limit of {limit:.2g} for {_MISMATCH_STEPS} steps in a"
             f" row, and the parity gate had measured {state.gate_mismatch or 0:.1e}: the sampled"
             " policy is not the trained one; look at log_ratio_mean in metrics.jsonl and at the"
-            f" engine, or set [inference] mismatch_limit (0 is off) and continue with {resume}."
+            " engine, or set [inference] mismatch_limit (0 is off) and continue with"
+            f" `{resume}`."
         )

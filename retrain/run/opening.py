@@ -27,11 +27,12 @@ from retrain.config import (
 from retrain.config.schema import Backend
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
 from retrain.parsing import expanded, is_path_text, read_object
-from retrain.records.checkpoint import Checkpoint, CheckpointStore, TrainerState
+from retrain.records.checkpoint import Checkpoint, CheckpointStore
 from retrain.records.disk import put_back, remove_empty, replace_file
 from retrain.records.jsonl import aside_of
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import MARKER, RunFolder, kind_of, mark, read_marker
+from retrain.records.state import TrainerState
 from retrain.run.pressure import decided_by
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,99}")

@@ -1,15 +1,15 @@
 """What is due between two steps, and the saving of checkpoints."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from retrain.backends.base import Backend
 from retrain.config import schema
 from retrain.errors import EnvironmentFailure
-from retrain.records.checkpoint import TrainerState
+from retrain.records.checkpoint import CheckpointStore
 from retrain.records.disk import replace_file
+from retrain.records.run_folder import RunFolder
+from retrain.records.state import TrainerState
 from retrain.records.terminal import counted
-from retrain.run.opening import OpenedRun
-from retrain.run.parts import Parts
-from retrain.run.pressure import Pressure
 from retrain.tracking import Tracker
 
 _ATTEMPTS = 3
@@ -50,40 +50,37 @@ class Saver:
     """Seals the state of rank 0 between two steps."""
 
     def __init__(
-        self, opened: OpenedRun, parts: Parts, tracker: Tracker, pressure: Pressure | None
+        self,
+        folder: RunFolder,
+        store: CheckpointStore,
+        backend: Backend,
+        tracker: Tracker,
+        saved_at: int,
     ) -> None:
-        self.folder = opened.folder
-        self.store = opened.store
-        self.state = opened.state
-        self.parts = parts
-        self.pressure = pressure
+        self.folder = folder
+        self.store = store
+        self.backend = backend
         self.tracker = tracker
-        self._saved_at = opened.checkpoint.step if opened.checkpoint else -1
+        self.saved_at = saved_at
+        """The step of the newest checkpoint; -1 before the first."""
         self._failures = 0
         """Attempts in a row that failed."""
 
-    @property
-    def is_current(self) -> bool:
-        """True if the newest checkpoint holds the current state."""
-        return self._saved_at == self.state.step
-
-    def what_is_saved(self) -> str:
+    def what_is_saved(self, state: TrainerState) -> str:
         """Say what a resume would find, without a full stop."""
-        step, learning = self.state.step, self.state.learning
-        if self.is_current and not learning:
+        step, learning = state.step, state.learning
+        if self.saved_at == step and not learning:
             return f"The run is saved after {counted(step, 'step')}"
-        lost = (
-            f"Step {step} was under way and"
-            if learning
-            else f"The state after {counted(step, 'step')}"
-        )
-        if self._saved_at < 0:
+        lost = f"The state after {counted(step, 'step')}"
+        if learning:
+            lost = f"Step {step} was under way and"
+        if self.saved_at < 0:
             return (
                 f"{lost} is not saved, and there is no checkpoint yet, so a resume begins at step 0"
             )
         return (
             f"{lost} is not saved; the newest checkpoint is that after"
-            f" {counted(self._saved_at, 'step')}"
+            f" {counted(self.saved_at, 'step')}"
         )
 
     @property
@@ -93,27 +90,23 @@ class Saver:
 
     def rehearse(self) -> None:
         """Raise EnvironmentFailure if no checkpoint would fit on the disk."""
-        self.store.rehearse(_BYTES_PER_PARAMETER * self.parts.backend.num_trainable)
+        self.store.rehearse(_BYTES_PER_PARAMETER * self.backend.num_trainable)
 
-    def save(self, *, may_retry: bool) -> None:
-        """Write a checkpoint of the current state. A failure leaves the one before in place;
-        EnvironmentFailure is raised at the third failure in a row, or if it may not be retried.
+    def save(self, state: TrainerState, *, may_retry: bool) -> None:
+        """Write a checkpoint of `state`, with the extent of the run's files. A failure leaves the
+        one before in place; EnvironmentFailure is raised at the third failure in a row, or if it
+        may not be retried.
         """
-        self.state.sepa = self.parts.sepa.state_dict()
-        self.state.rewards = self.parts.guard.state_dict()
-        self.state.backpressure = self.pressure.state_dict() if self.pressure else {}
-        self.state.tracking = self.tracker.state()
         try:
-            self.state.files = (
-                self.tracker.sync()
-            )  # a checkpoint is never ahead of the rows of its steps
-            self.store.save(self.state, self.parts.backend.save)
-            replace_file(self.folder.trainer_state, self.state.to_json())
+            # A checkpoint is never ahead of the rows of its steps, so those are flushed first.
+            stored = replace(state, files=self.tracker.sync())
+            self.store.save(stored, self.backend.save)
+            replace_file(self.folder.trainer_state, stored.to_json())
         except OSError as error:
             self._failures += 1
             where = error.filename or self.store.folder
             sentence = (
-                f"The checkpoint of step {self.state.step} could not be written to {where}:"
+                f"The checkpoint of step {state.step} could not be written to {where}:"
                 f" {error.strerror or error}"
             )
             if self._failures >= _ATTEMPTS or not may_retry:
@@ -123,9 +116,9 @@ class Saver:
                 ) from error
             self.tracker.message(f"{sentence}; trying again after the next step.")
             return
-        self._saved_at = self.state.step
+        self.saved_at = state.step
         self._failures = 0
 
-    def save_final(self) -> None:
+    def save_final(self, state: TrainerState) -> None:
         """Write the last adapter, without the state that a resume needs."""
-        self.store.save_final(self.state, self.parts.backend.save_adapter)
+        self.store.save_final(state, self.backend.save_adapter)

@@ -11,7 +11,13 @@ from itertools import groupby
 from retrain.backends.declared import incapable, loss_notes
 from retrain.config import TrainConfig
 from retrain.distributed import ALONE, World, joined
-from retrain.errors import ConfigurationError, EnvironmentFailure, Interrupted, RetrainError
+from retrain.errors import (
+    ConfigurationError,
+    EnvironmentFailure,
+    Interrupted,
+    NotReached,
+    RetrainError,
+)
 from retrain.parsing import read_object
 from retrain.records.disk import replace_file
 from retrain.records.entries import EvaluationRecord, StepRecord
@@ -23,7 +29,13 @@ from retrain.records.terminal import clean
 from retrain.run.dialogues import Watcher
 from retrain.run.interrupts import Interrupts
 from retrain.run.notes import preflight_lines, refuse_lone_sharding, skipped_gate_line
-from retrain.run.observer import StepObserver
+from retrain.run.observer import (
+    StepObserver,
+    check_mismatch,
+    check_updates,
+    is_above,
+    mismatch_limit,
+)
 from retrain.run.opening import OpenedRun, open_run
 from retrain.run.parts import (
     Parts,
@@ -31,6 +43,7 @@ from retrain.run.parts import (
     check_device,
     check_inputs,
     check_model,
+    is_rounded,
     load_parts,
     run_parity_gate,
     training_plan,
@@ -38,14 +51,15 @@ from retrain.run.parts import (
 from retrain.run.pressure import Pressure
 from retrain.run.rollout import PrefetchedRollout, Rollout
 from retrain.run.saver import Saver, Schedule
+from retrain.run.step_record import Step
 from retrain.tracking import Tracker, build_tracker
 from retrain.tracking.base import GroupScored, Progress, Started
-from retrain.types import Prompt
+from retrain.types import Float32Array, Prompt, Row, RowKey, StepResult
 
 
 class Session:
     """A run in progress in this process. Between steps, `state` and the backend are all that
-    changes.
+    changes, and nothing else holds the state.
     """
 
     def __init__(
@@ -73,8 +87,9 @@ class Session:
             if settings.enabled
             else None
         )
-        self.saver = Saver(opened, parts, tracker, self.pressure)
-        self.observer = StepObserver(opened, parts, tracker, world, self.pressure)
+        saved_at = opened.checkpoint.step if opened.checkpoint else -1
+        self.saver = Saver(self.folder, opened.store, parts.backend, tracker, saved_at)
+        self.observer = StepObserver(self.config, parts, tracker)
         self.evaluations: list[Evaluation] = []
         self.prefetched = (
             PrefetchedRollout(interrupts.check)
@@ -173,14 +188,12 @@ class Session:
                 self.evaluations = [
                     Evaluation(step=step, problems=[*problems], ks=ks) for step, problems in by_step
                 ]
-        if self.pressure:
-            self.state.batch_size = self.pressure.batch_size
         if self.state.choices not in (None, backend.choices):
             self.tracker.message(
                 "The machine's choices differ from the stored ones: from here on this run is not"
                 " byte-exact."
             )
-        self.state.choices = backend.choices
+        self.state = replace(self.state, choices=backend.choices, batch_size=self._next_batch_size)
         self.tracker.emit(Started(backend.device_name))
 
     def _pass_gate(self) -> None:
@@ -188,7 +201,7 @@ class Session:
             None if self._skip_parity else run_parity_gate(self.config, self.parts, self.state.step)
         )
         if result and self.state.gate_mismatch is None:
-            self.state.gate_mismatch = result.mean_difference
+            self.state = replace(self.state, gate_mismatch=result.mean_difference)
         if not self.world.is_rank_zero:
             return
         self.tracker.message(
@@ -209,7 +222,7 @@ class Session:
         replace_file(self.folder.environment, json.dumps(environment, indent=2) + "\n")
         self.saver.rehearse()
 
-    # -- the two ends of sampling: `sample` opens a step, `turn_to_learning` ends its sampling -----
+    # -- one step: sample, turn to learning, learn, record -----------------------------------------
 
     def sample(self) -> Rollout:
         """Return the scored groups of this step, drawn now unless they were prefetched."""
@@ -251,6 +264,70 @@ class Session:
         self.prefetched.start(
             lambda watcher: self.parts.sampler.draw(prompts, step, self.plan, watcher)
         )
+
+    def learn(self, rows: list[Row]) -> tuple[dict[RowKey, Float32Array] | None, StepResult]:
+        """Train on the rows. Return, for each trained row, [T] learner - sampler log-prob before
+        the step, and the learner's report.
+
+        The log-ratios are None in a step whose tokens nobody stores, since they cost a forward
+        pass, and where the backend cannot score rows.
+        """
+        backend, before = self.parts.backend, self.state
+        log_ratios = None
+        # In a parallel run all processes score, or none.
+        wanted = backend.capabilities.scores_rows and self.world.broadcast(
+            self.tracker.wants_tokens(before.step)
+        )
+        if wanted:
+            trained = [row for row in rows if row.trained]
+            scored = zip(trained, backend.logprobs(trained), strict=True)
+            log_ratios = {row.key: own - row.logprobs for row, own in scored}
+        self.state = replace(before, learning=True)  # until `record` has moved past the step
+        try:
+            return log_ratios, backend.train(rows, before.step)
+        except NotReached:
+            self.state = before  # nothing has left this process
+            raise
+
+    def record(self, step: Step) -> None:
+        """Move the run past a step and write the step down. Raises RunFailed afterwards if the run
+        should not go on.
+        """
+        parts, config, result = self.parts, self.config, step.result
+        rewards = self.observer.rewards(step)
+        seconds = self.world.broadcast(step.clock.total)
+        decision = self.pressure.observe(step, seconds) if self.pressure else {}
+        parts.sepa.observe(rewards.correct_rate, step.number)
+        parts.sepa.update_auto(step.credit.exec_uncertainty)
+        limit = mismatch_limit(
+            config.inference,
+            config.lora,
+            self.state.gate_mismatch or 0.0,
+            half_precision=is_rounded(config.inference, parts.backend),
+            samples_ahead=parts.backend.capabilities.samples_ahead,
+        )
+        state = self.state.after_step(
+            prompts=len(step.rollout.groups),
+            next_batch_size=self._next_batch_size,
+            correct=rewards.correct,
+            judged=rewards.judged,
+            tokens=step.rollout.tokens,
+            seconds=seconds,
+            finite=result.updates > 0 or not result.nonfinite_updates,
+            mismatched=is_above(limit, result.log_ratio_mean),
+        )
+        self.observer.observe(step, rewards, state, decision)
+        self.state = state
+        check_updates(state, result)
+        check_mismatch(state, result.log_ratio_mean, limit, self.folder.resume_command)
+        parts.guard.observe(
+            [member.score for group in step.rollout.drawn for member in group.members]
+        )
+
+    @property
+    def _next_batch_size(self) -> int:
+        """Prompts of the next step: the controller's choice, otherwise as before."""
+        return self.pressure.batch_size if self.pressure else self.state.batch_size
 
     def _prompts(self, after: int = 0) -> list[Prompt]:
         """Return the next batch, starting `after` prompts past the cursor."""
@@ -336,8 +413,7 @@ class Session:
         )
         self.tracker.emit(result)
         self.evaluations.append(result)
-        self.state.last_evaluation = step
-        self.state.seconds += self.world.broadcast(result.seconds)
+        self.state = self.state.after_evaluation(self.world.broadcast(result.seconds))
 
     def save_if_due(self) -> None:
         if (
@@ -351,11 +427,19 @@ class Session:
         """Save a checkpoint between two steps; within a step there is none to save. Return what is
         saved now, in a sentence.
         """
-        if self.world.is_rank_zero and not (self.saver.is_current or self.state.learning):
+        current = self.saver.saved_at == self.state.step
+        if self.world.is_rank_zero and not (current or self.state.learning):
             if self.prefetched:
                 self.prefetched.drop()
-            self.saver.save(may_retry=not self.is_finished)
-        return self.saver.what_is_saved()
+            stored = replace(
+                self.state,
+                sepa=self.parts.sepa.state_dict(),
+                rewards=self.parts.guard.state_dict(),
+                backpressure=self.pressure.state_dict() if self.pressure else {},
+                tracking=self.tracker.state(),
+            )
+            self.saver.save(stored, may_retry=not self.is_finished)
+        return self.saver.what_is_saved(self.state)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -363,7 +447,7 @@ class Session:
         """Write the last adapter and the summary, and print the last lines."""
         training, state = self.config.training, self.state
         if self.world.is_rank_zero:
-            self.saver.save_final()
+            self.saver.save_final(state)
         if state.step < training.max_steps:
             self.tracker.message(
                 f"Stopped at the [training] max_hours limit ({training.max_hours:g} h) after"
@@ -400,7 +484,7 @@ class Session:
             before=next((item for item in self.evaluations if item.step == 0), None),
             after=next((item for item in reversed(self.evaluations) if item.step > 0), None),
             last=self.observer.last,
-            untrained=self.observer.unlearned,
+            untrained=self.observer.unlearned(self.state.step),
             adapter=str(self._adapter.relative_to(self.folder.path) if inside else self._adapter),
         )
 

@@ -9,19 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from retrain.backends.base import LOCAL, Backend, FrozenWeights, TrialAdapter
+from retrain.backends.base import FrozenWeights, TrialAdapter
 from retrain.backends.declared import engine_class, is_raw
+from retrain.backends.local import Local
 from retrain.backends.local.learner import Learner, old_logprobs_note, rounds
 from retrain.backends.local.trial import LocalTrialAdapter
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import InferenceEngine, Truncation
+from retrain.inference_engine.pytorch import PyTorchEngine
 from retrain.model.adapter import Adapter
 from retrain.model.attention import refuse_undecodable
 from retrain.model.devices import choose_device, engine_options
 from retrain.model.fused import FusedDecoder
 from retrain.model.load import BaseModel, load_base_model
-from retrain.model.machine import choose, learning_leaves
+from retrain.model.machine import budget_of, choose
 from retrain.model.pool import Pool
 from retrain.model.precision import other_precision
 from retrain.model.text import eos_token_ids, load_tokenizer, resolve_model
@@ -32,15 +34,13 @@ if TYPE_CHECKING:
     from retrain.config import TrainConfig
 
 
-class LocalBackend(Backend):
+class LocalBackend(Local):
     """Loads the model, attaches the adapter, and builds the engine that samples from both.
 
     `choices` come from an earlier start of the same run; without them they are made from the
     machine. Nothing is printed here: the caller prints `notes`, `device_name` and
     `trainable_parameters_line`.
     """
-
-    capabilities = LOCAL
 
     def __init__(
         self,
@@ -57,12 +57,13 @@ class LocalBackend(Backend):
         device, _, sampler_device = choose_device(config.backend, world)
         _choose_kernels(config.inference.attention_kernel)
         self._base = load_base_model(config, resolve_model(config.model.model), device, world)
-        if config.inference.engine == "pytorch":
-            refuse_undecodable(
-                self._base.model
-            )  # before peft may refuse its layers: the first reason is the one that counts
+        if engine_class(config) is PyTorchEngine:
+            # Before peft may refuse its layers: the first reason is the one that counts.
+            refuse_undecodable(self._base.model)
         self._adapter = Adapter(self._base, config.model, config.lora, config.training.seed)
-        self._choices = world.broadcast(choose(config, self._base, world, choices))
+        budget = budget_of(config, self._base)
+        self._choices = world.broadcast(choose(budget, self._base, world, choices))
+        self._bytes_left_for_kv_pages = budget.left_for_pages(self._choices)
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(self._choices.threads)
         notes: list[str] = []
@@ -79,7 +80,6 @@ class LocalBackend(Backend):
             self._base, self._adapter, config, self._choices, self._fused, world, self._pool
         )
         self._sampler_adapter: Adapter | None = None
-        self._learning_leaves: int | None = None
         """Bytes that a learning pass leaves to the sampler's pages; None while nobody asked."""
         if sampler_device is None:
             self.engine = self._build_engine(eos_ids, self._base, self._adapter, self._fused)
@@ -100,8 +100,8 @@ class LocalBackend(Backend):
         from retrain.inference_engine.torch_engine import TorchEngine
 
         inference, eos_ids = self.config.inference, eos_ids or self._eos_ids()
-        if inference.engine != "pytorch":
-            make: Any = engine_class(self.config)  # a subclass's constructor has these arguments
+        make: Any = engine_class(self.config)  # a subclass's constructor has these arguments
+        if make is not PyTorchEngine:
             with user_code(
                 f'building [inference] engine = "{inference.engine}"', ConfigurationError
             ):
@@ -200,14 +200,11 @@ class LocalBackend(Backend):
         if (
             isinstance(self.engine, TorchEngine)
             and self._sampler_adapter is None
-            and self.engine.held_bytes
+            and self.engine.held_bytes > self._bytes_left_for_kv_pages
         ):
             # The sampler's pages go where activations do not fit beside them; their contents are of
             # the weights before this step.
-            if self._learning_leaves is None:
-                self._learning_leaves = learning_leaves(self.config, self._base, self._choices)
-            if self.engine.held_bytes > self._learning_leaves:
-                self.engine.free_pages()
+            self.engine.free_pages()
         with _current(self._base.device), _deterministic(self._base.device):
             return self._learner.train(rows, step, sampler_is_raw=raw)
 

@@ -1,0 +1,108 @@
+"""The state of a run between two steps, as a value: each step and each evaluation gives another."""
+
+import json
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+from retrain.errors import RunFailed
+from retrain.parsing import parse_json
+from retrain.types import MachineChoices
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """The state of a run between two steps, apart from the backend's own. All else follows from it
+    and the configuration. It is a value: what changes a run returns another state.
+    """
+
+    seed: int
+    config_hash: str
+    step: int = 0
+    """Steps completed."""
+    learning: bool = False
+    """True from the first change of the weights until the step is recorded. Such a state is never
+    saved."""
+    cursor: int = 0
+    """Prompts consumed; the data order itself is computed from (seed, epoch)."""
+    batch_size: int = 0
+    correct: int = 0
+    judged: int = 0
+    """Judged completions so far; with `correct` they give the running correct rate."""
+    tokens: int = 0
+    seconds: float = 0.0
+    last_evaluation: int = -1
+    """The step count of the newest evaluation; -1 before the first."""
+    nonfinite_streak: int = 0
+    """Steps in a row without a finite update."""
+    mismatch_streak: int = 0
+    """Steps in a row whose mean |log-ratio| was above the limit."""
+    gate_mismatch: float | None = None
+    """Mean |engine - learner| log-prob, in nats, of the parity gate at the run's first start; the
+    default mismatch_limit follows from it."""
+    sepa: dict[str, Any] = field(default_factory=dict)
+    rewards: dict[str, Any] = field(default_factory=dict)
+    backpressure: dict[str, Any] = field(default_factory=dict)
+    """The controller's state; empty unless `[backpressure] enabled` is true."""
+    tracking: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Path in the run folder -> size and sha256, for each JSON lines file of the run."""
+    choices: MachineChoices | None = None
+    schema_version: int = SCHEMA_VERSION
+
+    def after_step(
+        self,
+        *,
+        prompts: int,
+        next_batch_size: int,
+        correct: int,
+        judged: int,
+        tokens: int,
+        seconds: float,
+        finite: bool,
+        mismatched: bool | None,
+    ) -> Self:
+        """Return the state after a step that took `prompts` prompts and `seconds`.
+
+        `finite`: False for a step all of whose updates were skipped. `mismatched`: whether sampler
+        and learner differed by more than the limit; None, where that cannot be said, leaves the
+        count of such steps.
+        """
+        mismatch_streak = self.mismatch_streak
+        if mismatched is not None:
+            mismatch_streak = mismatch_streak + 1 if mismatched else 0
+        return replace(
+            self,
+            step=self.step + 1,
+            learning=False,
+            cursor=self.cursor + prompts,
+            batch_size=next_batch_size,
+            correct=self.correct + correct,
+            judged=self.judged + judged,
+            tokens=self.tokens + tokens,
+            seconds=self.seconds + seconds,
+            nonfinite_streak=0 if finite else self.nonfinite_streak + 1,
+            mismatch_streak=mismatch_streak,
+        )
+
+    def after_evaluation(self, seconds: float) -> Self:
+        """Return the state after an evaluation of the current weights that took `seconds`."""
+        return replace(self, last_evaluation=self.step, seconds=self.seconds + seconds)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, where: Path) -> Self:
+        values = parse_json(text)
+        if values.get("schema_version") != SCHEMA_VERSION:
+            raise RunFailed(
+                f"{where} was written with state version {values.get('schema_version')!r}, this"
+                f" retrain reads version {SCHEMA_VERSION}: resume with the version that wrote it."
+            )
+        if values.get("choices") is not None:
+            values["choices"] = MachineChoices(**values["choices"])
+        known = {item.name for item in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
