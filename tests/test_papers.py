@@ -461,7 +461,7 @@ def changed(section: str, config: TrainConfig) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted(PAPERS.glob("*.py"))])
-def test_a_file_with_a_plugin_beside_it_takes_a_step_on_the_lab_that_starts_on_policy(
+def test_a_file_with_a_plugin_beside_it_takes_a_lab_step_that_starts_on_policy(
     name: str, tmp_path: Path
 ) -> None:
     short = {

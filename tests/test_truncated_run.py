@@ -23,6 +23,7 @@ from retrain.records.run_folder import RunFolder
 from retrain.records.token_table import read_tokens
 from retrain.run.notes import notes
 from retrain.types import Completion
+from tests.runs import small_run
 
 TRUNCATED: dict[str, Any] = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}
 
@@ -119,7 +120,7 @@ def test_an_engine_that_cannot_give_kept_sets_is_refused(
             r' "pytorch"'
         ),
     ):
-        train(small(tmp_path / "run", training={"top_p": 0.9}), quiet=True)
+        small_run(small(tmp_path / "run", training={"top_p": 0.9}), quiet=True)
     assert kept_set_refusals(small(tmp_path), kept_set=False) == []
     assert len(kept_set_refusals(small(tmp_path, training=TRUNCATED), kept_set=False)) == 3
 

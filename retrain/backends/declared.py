@@ -327,7 +327,7 @@ def is_raw(engine: EngineCapabilities, temperature: float) -> bool:
 def engine_words(engine: EngineCapabilities) -> str:
     """Say in a few words what an engine declares, for `explain`."""
     given = {
-        "sampled log-probs": engine.logprobs == "sampled",
+        "log-probs of the sampled distribution": engine.logprobs == "sampled",
         "raw log-probs": engine.logprobs == "raw",
         "shared noise": engine.noise == "counter",
         "entropies": engine.entropy,
@@ -335,7 +335,7 @@ def engine_words(engine: EngineCapabilities) -> str:
         "prefix cache": engine.prefix_cache,
         "n per request": engine.n,
     }
-    place = "in this process" if engine.in_process else "elsewhere"
+    place = "in this process" if engine.in_process else "external server"
     return ", ".join([place, *(words for words, is_given in given.items() if is_given)])
 
 

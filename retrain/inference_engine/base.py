@@ -237,8 +237,8 @@ class InferenceEngine(ABC):
         """Sample as `sample` does, for the requests of a feed; `Completion.request` counts them in
         the order in which the feed gave them.
 
-        An engine whose requests can join those under way overrides this. Otherwise they wait for
-        the end of the round.
+        An engine overrides this if new requests can join running ones. Otherwise they wait for the
+        end of the round.
         """
         given = 0
         while requests := feed.more(idle=True):

@@ -26,8 +26,8 @@ _GIB = 2**30
 
 
 class Variable(str):
-    """The name of an environment variable whose value is meant, so that a key is neither printed
-    nor stored.
+    """The name of an environment variable that stands for its value, so that a key is neither
+    printed nor stored.
     """
 
 
@@ -38,7 +38,7 @@ class ServerNeeds:
     model: str
     """Folder or hub id."""
     dtype: str
-    """float32 or bfloat16: that of the learner's frozen weights, or of [inference] dtype."""
+    """float32 or bfloat16: the type of the learner's frozen weights, or [inference] dtype."""
     device: str
     """cpu or cuda."""
     context: int

@@ -31,8 +31,8 @@ _LIMITS = ("max_tokens", "max_completion_tokens")
 """Names of the limit of a chat's reply; OpenAI's newer models refuse the first."""
 _CHAT_PROBE_TOKENS = 16
 _STOPPED = ("stop", "eos", "eos_token")
-"""Reasons of a reply that ended by itself: OpenAI's, Together's, and that of
-text-generation-inference."""
+"""Finish reasons of a reply that ended by itself: OpenAI's, Together's and
+text-generation-inference's."""
 _UNKNOWN_FIELD = (400, 422)
 """Statuses of a server that refuses a field which it does not know."""
 _LONGEST_TOKEN = 256

@@ -535,8 +535,8 @@ def _pool(
 
 
 def make_readable(folder: Path) -> None:
-    """Let a server that runs as another user read the folder, whatever the umask, and mkdtemp's own
-    0700.
+    """Make the folder readable by a server that runs as another user. The umask and mkdtemp's 0700
+    would forbid it.
     """
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)

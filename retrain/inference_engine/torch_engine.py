@@ -252,8 +252,8 @@ class TorchEngine(InferenceEngine):
         return jobs
 
     def _follow_weights(self) -> None:
-        """After a change of the weights, drop the stored prompts, whose keys and values are
-        outdated, and update the copy.
+        """After a change of the weights, drop the stored prompts, since their keys and values are
+        outdated, and update the merged copy.
         """
         version = weights_version(self._model)
         if version != self._weights_version:

@@ -21,10 +21,15 @@ from retrain.config.names import DATA_FILE_SUFFIXES, is_data_location, is_dotted
 from retrain.config.schema import Backend as BackendSettings
 from retrain.config.schema import Evaluation, Inference, Model, Training
 from retrain.data import PromptSet, contamination_note, encode_prompts, load_examples
-from retrain.data.chat import ChatRenderer
+from retrain.data.chat import ChatRenderer, messages_of
 from retrain.distributed import ALONE, World
 from retrain.environments.episodes import EpisodeHost
-from retrain.environments.loading import environment_name, load_environment, load_problems
+from retrain.environments.loading import (
+    check_package,
+    environment_name,
+    load_environment,
+    load_problems,
+)
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.inference_engine.base import Truncation
 from retrain.install import install_hint
@@ -40,6 +45,7 @@ from retrain.run.gate import GateResult, adapter_check, environment_gold, parity
 from retrain.run.gate_fits import GateInputs
 from retrain.run.notes import unasked_note
 from retrain.run.rollout import Sampler
+from retrain.tracking.build import check_packages as check_tracker_packages
 from retrain.types import Int32Array, MachineChoices, Prompt
 
 Say = Callable[[str], None]
@@ -218,28 +224,37 @@ def _load_sources(config: TrainConfig) -> None:
         load_plugin("data", source, config)
 
 
-def check_inputs(config: TrainConfig) -> None:
+def check_inputs(config: TrainConfig) -> str:
     """Check, for `explain`, what a run would refuse in its plugins, its rewards and its data files.
-    Nothing is asked of the hub.
+    Nothing is asked of the hub. Return the run's warning about these files, or "".
 
     Raises ConfigurationError or EnvironmentFailure, as the run would.
     """
     check_plugins(config)
     if config.environment.provider:
-        return
+        return ""
     build_scorer(replaced(config, {"reward.workers": 1})).close()
     if (
         config.data.path
         or config.data.source.endswith(DATA_FILE_SUFFIXES)
         or config.data.source in ("jsonl", "parquet")
     ):
-        load_examples(config, "train")
+        talks = [messages_of(each, config.data) for each in load_examples(config, "train").examples]
+        texts = ["\n".join(message["content"] for message in talk) for talk in talks]
+        return unasked_note(config, texts)
+    return ""
 
 
 def check_model(config: TrainConfig) -> None:
     """Raise as the run would for a model that is not to be had."""
     if not config.model.trust_remote_code:  # whose code checking does not run
         load_model_config(config.model.model, config.model.revision)
+
+
+def check_packages(config: TrainConfig) -> None:
+    """Raise as the run would for a package of its environment or trackers that is not here."""
+    check_package(config.environment.provider)
+    check_tracker_packages(config.logging)
 
 
 def check_device(config: TrainConfig) -> None:
