@@ -63,6 +63,12 @@ class RunFailed(RetrainError, RuntimeError):
     """
 
 
+class ResumableFailure(RunFailed):
+    """A failure whose cause the user can mend, after which the same run continues; `train` adds the
+    command that continues it.
+    """
+
+
 class Interrupted(RetrainError):
     """A signal asked the run to stop; its state was saved first. Exit 130 for SIGINT, 143 for
     SIGTERM, 129 for SIGHUP.

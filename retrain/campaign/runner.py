@@ -33,12 +33,12 @@ from retrain.errors import (
     Untrained,
 )
 from retrain.records.checkpoint import FINAL
+from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.disk import writing_to
 from retrain.records.redact import note_secrets
 from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import counted
 from retrain.run.interrupts import Interrupts
-from retrain.run.opening import stored_checkpoints
 from retrain.tracking.build import SQUEEZE_RUN, track_squeeze
 
 Say = Callable[[str], None]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from retrain.errors import RunFailed
+from retrain.errors import ResumableFailure
 from retrain.types import Outcome, Score
 
 WINDOW_STEPS = 20
@@ -37,8 +37,8 @@ class FailureGuard:
         self._steps: deque[_Step] = deque(maxlen=window)
 
     def observe(self, scores: Iterable[Score]) -> None:
-        """Count the scores of one step. Raises RunFailed, one sentence with the most frequent
-        reason.
+        """Count the scores of one step. Raises ResumableFailure, which names the most
+        frequent reason.
 
         The window then begins anew: the run is resumed with a mended reward, and old failures would
         stop it again at once.
@@ -60,7 +60,7 @@ class FailureGuard:
         ):
             sentence = self._sentence(total, failed)
             self._steps.clear()
-            raise RunFailed(sentence)
+            raise ResumableFailure(sentence)
 
     def _sentence(self, total: int, failed: int) -> str:
         reasons: Counter[str] = Counter()
@@ -71,7 +71,7 @@ class FailureGuard:
         return (
             f"{failed} of {total} completions of the last {steps} could not be judged ({count}"
             f" times: {reason.rstrip('.')}), more than [reward] max_failure_rate ="
-            f" {self._max_failure_rate:g} allows; fix the reward, then continue with --resume."
+            f" {self._max_failure_rate:g} allows; fix the reward."
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,8 +86,8 @@ class FailureGuard:
 
 
 def check_held_out(scores: Iterable[Score], max_failure_rate: float) -> None:
-    """Raise RunFailed if more of an evaluation's answers could not be judged than the rate allows;
-    a single one is always allowed.
+    """Raise ResumableFailure if more of an evaluation's answers could not be judged than the rate
+    allows; a single one is always allowed.
     """
     outcomes = list(scores)
     reasons = Counter(
@@ -98,8 +98,8 @@ def check_held_out(scores: Iterable[Score], max_failure_rate: float) -> None:
     failed = sum(reasons.values())
     if max_failure_rate < 1 and failed > max(1.0, max_failure_rate * len(outcomes)):
         reason, count = reasons.most_common(1)[0]
-        raise RunFailed(
+        raise ResumableFailure(
             f"{failed} of {len(outcomes)} held-out answers could not be judged ({count} times:"
             f" {reason.rstrip('.')}), more than [reward] max_failure_rate = {max_failure_rate:g}"
-            " allows; fix the reward, then continue with --resume or evaluate again."
+            " allows; fix the reward."
         )
