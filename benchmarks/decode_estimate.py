@@ -123,7 +123,7 @@ def one_kernel_each(counting: Counting) -> Iterator[None]:
     with (
         patch.object(functions, "_FUSED_NORM", {"meta"}),
         patch.object(functions.F, "rms_norm", rms_norm),
-        patch.dict(budget.SAMPLING_CHUNK_BYTES, {"meta": budget.SAMPLING_CHUNK_BYTES["cuda"]}),
+        patch.dict(budget._SAMPLING_CHUNK_BYTES, {"meta": budget._SAMPLING_CHUNK_BYTES["cuda"]}),
     ):
         yield
 

@@ -16,6 +16,7 @@ PAGES = {
     "inspect": "looking.md",
     "audit": "audit.md",
     "power": "comparing.md",
+    "xray": "xray.md",
     "serve": "engines.md",
     "backends": "engines.md",
 }

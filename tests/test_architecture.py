@@ -52,7 +52,7 @@ LAYERS: tuple[set[str], ...] = (
     },
     {"tracking"},
     {"analysis", "run"},
-    {"audit", "campaign", "explain", "inspect", "report", "squeeze"},
+    {"audit", "campaign", "explain", "inspect", "report", "squeeze", "xray"},
     {"cli"},
     {"__main__"},
 )

@@ -2,34 +2,31 @@
 model.
 """
 
+import copy
 from collections import Counter
+from dataclasses import replace
+from functools import cache
+from operator import ge
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers_for_tests import byte_level, render_prompt
+from tokenizers import normalizers
+from tokenizers_for_tests import byte_level, render_prompt, sentencepiece
 
 from retrain.config import TrainConfig
 from retrain.data import Example, PromptSet, ReadResult, encode_prompts
+from retrain.data.chat import count_tokens, token_bounds
 from retrain.data.prompts import fingerprint
 from retrain.data.sources import Reason
 from retrain.errors import ConfigurationError
-from retrain.model.text import TextModel
+from retrain.model.text import TextModel, load_tokenizer
 from retrain.model.vocabulary import VocabularyTable
-from retrain.types import Prompt
 
 CONFIG = TrainConfig.model_validate({"data": {"source": "lab"}, "training": {"max_tokens": 16}})
 seeds = st.integers(min_value=0, max_value=2**32 - 1)
 sizes = st.integers(min_value=1, max_value=40)
 cursors = st.integers(min_value=0, max_value=200)
-
-
-def prompt_set(size: int) -> PromptSet:
-    return PromptSet(
-        tuple(
-            Prompt(Example(f"p{i}", str(i), example_id=f"e{i}"), f"p{i}", None) for i in range(size)
-        )
-    )
 
 
 def loaded(*prompts: str, **said) -> ReadResult:
@@ -43,6 +40,14 @@ def loaded(*prompts: str, **said) -> ReadResult:
 def text_model(context: int = 0) -> TextModel:
     tokenizer = byte_level()
     return TextModel("", tokenizer, VocabularyTable(tokenizer), (tokenizer.eos_token_id,), context)
+
+
+TEXT = text_model()
+
+
+@cache
+def prompt_set(size: int) -> PromptSet:
+    return encode_prompts(CONFIG.training, TEXT, loaded(*(f"p{i}" for i in range(size))))
 
 
 def ids(prompts):
@@ -117,6 +122,66 @@ def test_prompts_are_encoded_as_one_prompt_alone_would_be():
         assert prompt.token_ids.tolist() == token_ids.tolist()
 
 
+class Spy:
+    """A tokenizer that remembers the texts that it encoded."""
+
+    def __init__(self, tokenizer) -> None:
+        self._tokenizer, self.encoded = tokenizer, []
+
+    def __call__(self, texts, **options):
+        self.encoded += texts
+        return self._tokenizer(texts, **options)
+
+    def __getattr__(self, name: str):
+        return getattr(self._tokenizer, name)
+
+
+def test_only_the_prompts_of_a_step_are_encoded_and_once():
+    tokenizer = Spy(TEXT.tokenizer)
+    prompts = encode_prompts(
+        CONFIG.training,
+        replace(TEXT, tokenizer=tokenizer, context=128),
+        loaded(*(f"{i} + 1 = ?" for i in range(40))),
+    )
+    assert tokenizer.encoded == []
+    step = prompts.batch(0, 8, seed=1)
+    assert tokenizer.encoded == [prompt.text for prompt in step]
+    assert prompts.batch(0, 8, seed=1) == step and len(tokenizer.encoded) == 8
+
+
+def with_normal_form():
+    """Qwen's kind."""
+    tokenizer = copy.deepcopy(byte_level())
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+_TOKENIZERS = {
+    "byte_level": byte_level(),
+    "lab": load_tokenizer("lab"),
+    "normal_form": with_normal_form(),
+    "sentencepiece": sentencepiece(),
+}
+
+
+PIECES = ("a", "1", " ", "é", "\u0344", "\U0001d160", "🎉", "<", "<|im_start|>", "two words")
+
+
+@pytest.mark.parametrize("tokenizer", _TOKENIZERS.values(), ids=_TOKENIZERS)
+@given(texts=st.lists(st.lists(st.sampled_from(PIECES), max_size=20).map("".join), min_size=1))
+@settings(max_examples=40, deadline=None)
+def test_no_prompt_has_more_tokens_than_its_bound(tokenizer, texts):
+    counts = count_tokens(tokenizer, texts)
+    assert all(map(ge, token_bounds(tokenizer, texts), counts))
+
+
+@given(texts=st.lists(st.lists(st.sampled_from(PIECES), max_size=20).map("".join), min_size=1))
+@settings(max_examples=20, deadline=None)
+def test_the_longest_prompt_is_found(texts):
+    prompts = encode_prompts(CONFIG.training, TEXT, loaded(*texts))
+    assert prompts.longest == max(len(prompt.token_ids) for prompt in prompts.prompts)
+
+
 def test_a_prompt_needs_room_for_one_token_in_the_context():
     short, long = encode_prompts(
         CONFIG.training, text_model(), loaded("short", "a much longer prompt")
@@ -155,7 +220,7 @@ def test_no_prompt_left_is_fatal():
 def test_completions_that_the_context_cuts_short_are_said():
     (prompt,) = encode_prompts(CONFIG.training, text_model(), loaded("a")).prompts
     size = len(prompt.token_ids)
-    assert encode_prompts(CONFIG.training, text_model(context=size + 16), loaded("a")).notes == ()
+    assert encode_prompts(CONFIG.training, text_model(context=size + 16), loaded("a")).notes == []
     (note,) = encode_prompts(CONFIG.training, text_model(context=size + 15), loaded("a")).notes
     assert (
         "max_tokens = 16" in note
@@ -171,9 +236,9 @@ def test_the_notes_of_the_source_are_said_once():
         first={Reason.NO_ANSWER: "x"},
         notes=["Dropped rows: 2 without an answer"],
     )
-    assert encode_prompts(CONFIG.training, text_model(), examples).notes == (
-        "Dropped rows: 2 without an answer",
-    )
+    assert encode_prompts(CONFIG.training, text_model(), examples).notes == [
+        "Dropped rows: 2 without an answer"
+    ]
 
 
 # ---- the hash

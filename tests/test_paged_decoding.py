@@ -224,9 +224,7 @@ def test_two_calls_at_once_do_not_meet() -> None:
         assert_same(each, expected)
 
 
-def test_pages_are_given_back_before_a_learning_pass_that_does_not_fit_beside_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pages_are_given_back_before_a_learning_pass_that_does_not_fit_beside_them() -> None:
     from learner_models import config_for, make_rows
 
     from retrain.backends.local import backend as local
@@ -240,8 +238,7 @@ def test_pages_are_given_back_before_a_learning_pass_that_does_not_fit_beside_th
     held = backend.engine.held_bytes
     assert held == 2 * 4 * 2 * 2 * 8 * 8 * (backend.engine._paged.pool.pages + 1)  # type: ignore[union-attr]
     for leaves, kept in ((held, held), (held - 1, 0)):
-        monkeypatch.setattr(local, "learning_leaves", lambda *given, leaves=leaves: leaves)
-        backend._learning_leaves = None
+        backend._bytes_left_for_kv_pages = leaves
         backend.train(make_rows(), 0)  # lr = 0
         assert backend.engine.held_bytes == kept
     assert_same(run(backend.engine, asked), before, atol=0)

@@ -104,7 +104,7 @@ def _longest_prompt(config: "TrainConfig") -> int:
     """Return the number of tokens of the longest prompt, over the training and the held-out
     prompts.
     """
-    from retrain.run.parts import load_held_out, load_prompts, load_stage, load_text
+    from retrain.run.parts import load_held_out, load_prompts, load_stage, load_text, longest_prompt
 
     text = load_text(config.model, print_progress)
     stage = load_stage(config, text, print_progress)
@@ -118,4 +118,4 @@ def _longest_prompt(config: "TrainConfig") -> int:
     finally:
         if stage:
             stage.host.close()
-    return max(len(prompt.token_ids) for prompt in [*prompts.prompts, *held_out])
+    return longest_prompt(prompts, held_out)

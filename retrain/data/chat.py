@@ -3,6 +3,7 @@
 Nothing is re-encoded afterwards: token ids are the record, text is a view.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ _PLAIN_JOIN = "\n\n"
 _MARK = "retrain-marks-this-reply"
 """Stands for a reply, to find what a chat template writes behind it."""
 
+_CHUNK = 2_048  # prompts that the tokenizer encodes in one call, in parallel threads
 _OURS = (
     "conversation",
     "messages",
@@ -70,17 +72,64 @@ def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> 
     """
     if not texts:
         return []
-    opening: list[int] = []
-    if not tokenizer.chat_template:
-        letter = tokenizer("a", add_special_tokens=False)["input_ids"]
-        full = tokenizer("a", add_special_tokens=True)["input_ids"]
-        starts = [
-            start for start in range(len(full)) if full[start : start + len(letter)] == letter
-        ]
-        opening = list(full[: starts[0]]) if starts else []
+    opening = _opening_ids(tokenizer)
     bare = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
     rows = [ids if ids[: len(opening)] == opening else opening + ids for ids in bare]
     return [np.array(ids, dtype=np.int32) for ids in rows]
+
+
+def _opening_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """Return the tokens that the model expects before a plain text."""
+    if tokenizer.chat_template:
+        return []
+    letter = tokenizer("a", add_special_tokens=False)["input_ids"]
+    full = tokenizer("a", add_special_tokens=True)["input_ids"]
+    for start in range(len(full)):
+        if full[start : start + len(letter)] == letter:
+            return list(full[:start])
+    return []
+
+
+def count_tokens(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[int]:
+    """Return the number of token ids of each rendered prompt."""
+    chunks = (texts[start : start + _CHUNK] for start in range(0, len(texts), _CHUNK))
+    return [len(ids) for chunk in chunks for ids in encode_texts(tokenizer, chunk)]
+
+
+def token_bounds(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[int]:
+    """Return an upper bound of `count_tokens` for each text. A byte-level tokenizer, as most are,
+    need not encode for it; another one counts.
+
+    A byte-level token stands for at least one byte of the text in its normal form, and a special
+    token for its whole name.
+    """
+    backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+    if backend is None or not _is_byte_level(backend):
+        return count_tokens(tokenizer, texts)
+    added = [] if backend.encode_special_tokens else backend.get_added_tokens_decoder().values()
+    names = [token.content for token in added if token.special and not token.single_word]
+    names.sort(key=len, reverse=True)  # the tokenizer takes the longest, as the first here
+    special = re.compile("|".join(map(re.escape, names)) or "(?!)")
+    opening = len(_opening_ids(tokenizer))
+    bounds = []
+    for text in texts:
+        short = special.sub("?", text)
+        if backend.normalizer and not short.isascii():
+            short = backend.normalizer.normalize_str(short)
+        bounds.append(opening + len(short.encode()))
+    return bounds
+
+
+def _is_byte_level(backend: Any) -> bool:
+    """Return True if every token stands for bytes of the text alone: nothing is put in front, and a
+    normal form at most is taken before.
+    """
+    splitter = repr(backend.pre_tokenizer)
+    return (
+        repr(backend.normalizer) in ("None", "NFC()")
+        and "ByteLevel(add_prefix_space=False" in splitter
+        and "Metaspace" not in splitter
+    )
 
 
 def messages_of(example: Example, data: "Data") -> list[ChatMessage]:

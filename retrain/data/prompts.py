@@ -1,19 +1,19 @@
-"""The examples of a run, for training and for its evaluations, and their prompts: encoded once, in
-an order that is a pure function of (seed, cursor).
+"""The examples of a run, for training and for its evaluations, and their prompts: encoded when they
+are first needed, in an order that is a pure function of (seed, cursor).
 """
 
 import hashlib
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from retrain import noise
-from retrain.data.chat import encode_texts, messages_of, render_text
+from retrain.data.chat import count_tokens, encode_texts, messages_of, render_text, token_bounds
 from retrain.data.readers import Split
 from retrain.data.sources import Query, ReadResult, dropped_words, read_source
 from retrain.errors import ConfigurationError
@@ -21,9 +21,11 @@ from retrain.model.text import TextModel
 from retrain.types import Example, Prompt
 
 if TYPE_CHECKING:
-    from retrain.config.schema import TrainConfig, Training
+    from transformers import PreTrainedTokenizerBase
 
-_CHUNK = 2_048  # prompts that the tokenizer encodes in one call, in parallel threads
+    from retrain.config.schema import Data, TrainConfig, Training
+
+_CHUNK = 256  # prompts that the search for the longest one encodes at a time
 _SUBSET_SEED = 0
 """Seed of the subset that max_examples takes. It is the same for every run, and spread over the
 whole set, since sources are sorted by subject."""
@@ -112,32 +114,71 @@ def fingerprint(examples: Iterable[Example]) -> str:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The prompts of a run. Each epoch is shuffled anew by the seed and the epoch alone, so all
-    conditions of one seed see the same prompts at the same step, and resuming needs only the
-    cursor.
+    """The prompts of a run: rendered at its start, encoded when they are first needed.
+
+    Each epoch is shuffled anew by the seed and the epoch alone, so all conditions of one seed see
+    the same prompts at the same step, and resuming needs only the cursor.
     """
 
-    prompts: tuple[Prompt, ...]
-    notes: tuple[str, ...] = ()
+    tokenizer: "PreTrainedTokenizerBase"
+    data: "Data"
+    examples: tuple[Example, ...]
+    texts: tuple[str, ...]
+    """The rendered examples."""
+    bounds: tuple[int, ...]
+    """Maximum number of tokens of each text."""
+    notes: list[str]
     """Sentences for the start of the run."""
+    _encoded: dict[int, Prompt] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
-        return len(self.prompts)
+        return len(self.examples)
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """All prompts in the source's order."""
+        return self._at(range(len(self)))
+
+    @cached_property
+    def longest(self) -> int:
+        """Number of tokens of the longest prompt."""
+        order, longest = sorted(range(len(self)), key=self.bounds.__getitem__, reverse=True), 0
+        for start in range(0, len(order), _CHUNK):
+            chunk = order[start : start + _CHUNK]
+            if self.bounds[chunk[0]] <= longest:
+                break  # no text that is left can be longer
+            counts = count_tokens(self.tokenizer, [self.texts[index] for index in chunk])
+            longest = max(longest, *counts)
+        return longest
+
+    def longer_than(self, limit: int) -> int:
+        """Return the number of prompts with more than `limit` tokens."""
+        if limit <= 0:
+            return len(self)
+        near = [text for text, bound in zip(self.texts, self.bounds, strict=True) if bound > limit]
+        return sum(count > limit for count in count_tokens(self.tokenizer, near))
 
     def batch(self, cursor: int, count: int, seed: int) -> list[Prompt]:
         """Return prompts cursor .. cursor + count - 1, counted from the start of the run over all
         epochs.
         """
-        size = len(self.prompts)
-        return [
-            self.prompts[epoch_order(seed, place // size, size)[place % size]]
-            for place in range(cursor, cursor + count)
-        ]
+        size = len(self)
+        places = range(cursor, cursor + count)
+        return self._at([int(epoch_order(seed, i // size, size)[i % size]) for i in places])
+
+    def _at(self, indices: Sequence[int]) -> list[Prompt]:
+        new = [index for index in dict.fromkeys(indices) if index not in self._encoded]
+        rows = encode_texts(self.tokenizer, [self.texts[index] for index in new])
+        for index, token_ids in zip(new, rows, strict=True):
+            example = self.examples[index]
+            messages = tuple(messages_of(example, self.data))
+            self._encoded[index] = Prompt(example, self.texts[index], token_ids, messages)
+        return [self._encoded[index] for index in indices]
 
     @property
     def fingerprint(self) -> str:
         """sha256 over example ids, prompts and references, in the source's order."""
-        return fingerprint(prompt.example for prompt in self.prompts)
+        return fingerprint(self.examples)
 
 
 @lru_cache(maxsize=4)
@@ -150,47 +191,45 @@ def epoch_order(seed: int, epoch: int, size: int) -> npt.NDArray[np.intp]:
 
 
 def encode_prompts(training: "Training", text: TextModel, loaded: ReadResult) -> PromptSet:
-    """Render and encode every example once.
+    """Render every example. Those that may reach the end of the context are encoded, the others
+    only when they are used.
 
     A prompt that leaves no room for a token in the model's context is dropped. A completion has
     `[training] max_tokens`, or the rest of the context if that is less. Raises ConfigurationError
     if no prompt fits.
     """
-    too_long: list[str] = []
-    prompts: list[Prompt] = []
-    for start in range(0, len(loaded), _CHUNK):
-        examples = loaded.examples[start : start + _CHUNK]
-        texts = [render_text(text.tokenizer, example, loaded.data) for example in examples]
-        for example, rendered, token_ids in zip(
-            examples, texts, encode_texts(text.tokenizer, texts), strict=True
-        ):
-            if text.context and len(token_ids) >= text.context:
-                too_long.append(
-                    f"{example.example_id} with {len(token_ids):,} of {text.context:,} tokens"
-                )
-            else:
-                prompts.append(
-                    Prompt(example, rendered, token_ids, tuple(messages_of(example, loaded.data)))
-                )
-    dropped = (
-        dropped_words(len(too_long), "longer than the context", too_long[0]) if too_long else ""
-    )
-    if not prompts:
+    tokenizer, context, examples = text.tokenizer, text.context, loaded.examples
+    texts = [render_text(tokenizer, example, loaded.data) for example in examples]
+    bounds = token_bounds(tokenizer, texts)
+    near = [i for i, bound in enumerate(bounds) if 0 < context <= bound]
+    lengths = dict(zip(near, count_tokens(tokenizer, [texts[i] for i in near]), strict=True))
+    too_long = [index for index, length in lengths.items() if length >= context]
+    dropped = ""
+    if too_long:
+        first = examples[too_long[0]].example_id
+        words = f"{first} with {lengths[too_long[0]]:,} of {context:,} tokens"
+        dropped = dropped_words(len(too_long), "longer than the context", words)
+    kept = sorted(set(range(len(texts))).difference(too_long))
+    if not kept:
         raise ConfigurationError(
             f'[data] source = "{loaded.data.source}" has no usable prompt: {dropped}; take a model'
             " with a longer context, or shorter problems."
         )
-    notes = [*loaded.notes]
+    prompts = PromptSet(
+        tokenizer,
+        loaded.data,
+        tuple(examples[index] for index in kept),
+        tuple(texts[index] for index in kept),
+        tuple(bounds[index] for index in kept),
+        [*loaded.notes],
+    )
     if dropped:
-        notes.append(f"Dropped prompts: {dropped}")
-    lengths = [len(prompt.token_ids) for prompt in prompts]
-    if clamped := [
-        length for length in lengths if text.context and length + training.max_tokens > text.context
-    ]:
-        notes.append(
+        prompts.notes.append(f"Dropped prompts: {dropped}")
+    clamped = prompts.longer_than(context - training.max_tokens) if context else 0
+    if clamped:
+        prompts.notes.append(
             f"[training] max_tokens = {training.max_tokens} and the prompt exceed the model's"
-            f" context of {text.context:,} for {len(clamped):,} of {len(prompts):,} prompts, whose"
-            f" completions end at the context (after {text.context - max(clamped):,} tokens or"
-            " more)"
+            f" context of {context:,} for {clamped:,} of {len(kept):,} prompts, whose completions"
+            f" end at the context (after {context - prompts.longest:,} tokens or more)"
         )
-    return PromptSet(tuple(prompts), tuple(notes))
+    return prompts

@@ -30,6 +30,7 @@ from retrain.parsing import expanded
 from retrain.records.redact import Redactor, note_secrets
 from retrain.run.notes import notes
 from retrain.run.parts import check_device, check_inputs, check_model
+from retrain.xray.resolve import headline_of
 
 if TYPE_CHECKING:
     from retrain.model.memory import Memory
@@ -59,6 +60,8 @@ class ExplainedCondition:
     """Keys that the condition sets, apart from its modes."""
     maximal_lambda: float | None
     """The largest lambda on SEPA's ramp; None unless the condition uses it."""
+    weights: str = ""
+    """The advantage's weight of a prompt by its pass rate; "" where there is none to tell."""
 
 
 @dataclass(frozen=True)
@@ -291,7 +294,10 @@ def _conditions(
         follows = follows_schedule(run.config.algorithm)
         conditions.append(
             ExplainedCondition(
-                run.condition, sets.get(run.condition, {}), largest if follows else None
+                run.condition,
+                sets.get(run.condition, {}),
+                largest if follows else None,
+                headline_of(run.config),
             )
         )
     return conditions

@@ -8,6 +8,7 @@ from retrain.backends.declared import backend_words, engine_words
 from retrain.explain.caveats import POWER
 from retrain.parsing import toml_value
 from retrain.records.terminal import GAP, counted, duration, table_lines
+from retrain.xray.text import WEIGHTS
 
 if TYPE_CHECKING:
     from retrain.explain.explanation import Explanation
@@ -91,6 +92,8 @@ def _headline(seen: "Explanation") -> Iterator[str]:
     facts += [("loss", words) for words in seen.losses]
     if seen.kind == "run" and seen.conditions[0].maximal_lambda is not None:
         facts.insert(1, ("SEPA", f"lambda reaches {seen.conditions[0].maximal_lambda:.3g}"))
+    if seen.kind == "run" and seen.conditions[0].weights:
+        facts.append(("x-ray", f"{WEIGHTS}: {seen.conditions[0].weights}"))
     if seen.kind == "campaign":
         facts.insert(0, ("seeds", ", ".join(map(str, seeds))))
     lines = [
@@ -187,11 +190,13 @@ def _conditions(seen: "Explanation") -> Iterator[str]:
         rows.append(
             (
                 condition.label,
+                f"weights {condition.weights}" if condition.weights else "",
                 sepa,
                 ", ".join(f"{key} = {toml_value(value)}" for key, value in condition.sets.items()),
             )
         )
     yield from table_lines(rows, indent=GAP)
+    yield f"{GAP}W{WEIGHTS[1:]}: `retrain xray` says more."
     power = seen.power
     if power and power.detectable is not None:
         unit = (

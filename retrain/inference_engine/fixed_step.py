@@ -19,7 +19,7 @@ from torch import Tensor
 from retrain.inference_engine.pages import PagedTokens, PagePool
 from retrain.inference_engine.sampling import draw_scaled, upload
 from retrain.model.attention import Kernel
-from retrain.model.budget import SAMPLING_CHUNK_BYTES
+from retrain.model.budget import sampling_chunk_bytes
 from retrain.model.fused import FusedDecoder
 from retrain.model.truncation import FixedKeptSets
 
@@ -239,8 +239,7 @@ class FixedStep:
             )
         chunk = max(
             1,
-            SAMPLING_CHUNK_BYTES.get(logits.device.type, SAMPLING_CHUNK_BYTES["cpu"])
-            // (4 * logits.shape[1]),
+            sampling_chunk_bytes(logits.device.type) // (4 * logits.shape[1]),
         )
         parts = []
         for start in range(0, len(logits), chunk):

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retrain.model.budget import SAMPLING_CHUNK_BYTES
+from retrain.model.budget import sampling_chunk_bytes
 from retrain.model.head import exponentials
 from retrain.model.truncation import Cuts, KeptSets, running_sums
 
@@ -74,8 +74,7 @@ def draw(
     rows, vocabulary = logits.shape
     chunk = max(
         1,
-        SAMPLING_CHUNK_BYTES.get(logits.device.type, SAMPLING_CHUNK_BYTES["cpu"])
-        // (4 * vocabulary),
+        sampling_chunk_bytes(logits.device.type) // (4 * vocabulary),
     )
     columns = 3 if cuts is None else 4
     packed = torch.empty(

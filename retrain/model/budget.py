@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 PROMPT_ALLOWANCE = 1024
 """Prompt tokens assumed beside max_tokens when asking whether the longest row fits, and tokens of
 an environment's answers."""
-SAMPLING_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+_SAMPLING_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Float32 logits handled together: on a CPU they stay in the cache over the passes."""
 PREFILL_TOKENS = 8192
 """Prompt tokens of one packed pass; a longer prompt has a pass of its own."""
@@ -27,6 +27,11 @@ _STORE_ALLOWANCE = 1.25
 """Prompts kept for their groups and for redraws, beside the rows' own keys and values."""
 _SCALE_BYTES = 4
 _QUANTISED = ("int8", "fp8")
+
+
+def sampling_chunk_bytes(device_type: str) -> int:
+    """Bytes of the float32 logits that a sampler handles together."""
+    return _SAMPLING_CHUNK_BYTES.get(device_type, _SAMPLING_CHUNK_BYTES["cpu"])
 
 
 @dataclass(frozen=True)

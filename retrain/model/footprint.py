@@ -24,7 +24,6 @@ from retrain.model.fused import FusedDecoder
 from retrain.model.head import Head
 from retrain.model.load import BaseModel, decoder_of, held_bytes
 from retrain.model.packing import PackedAttention, Segment
-from retrain.model.text import load_model_config
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -142,15 +141,14 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
 
 
 def weightless_model(
-    model: "Model", lora: "Lora", dtype: torch.dtype, shards: World = ALONE
+    model: "Model", lora: "Lora", settings: Any, dtype: torch.dtype, shards: World = ALONE
 ) -> BaseModel:
-    """Return the configured model with its adapter on the meta device, as one of `shards` holds it.
-    Raises NotPredictable where that fails.
+    """Return the configured model with its adapter on the meta device, as one of `shards` holds it;
+    `settings` is the model's own configuration. Raises NotPredictable where that fails.
     """
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
-    settings = load_model_config(model.model, model.revision, model.trust_remote_code)
     try:
         with _META, warnings.catch_warnings():
             warnings.simplefilter(

@@ -41,6 +41,9 @@ _SHRUNKEN_WINDOW = 6
 """Tokens: a probe reaches far past it."""
 
 
+_shrunken_differences: dict[tuple[type, str], float] = {}
+
+
 class Cache(Protocol):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int
@@ -218,8 +221,7 @@ class FusedDecoder:
         fused = cls(model, merge)
         difference = fused._difference(model.base_model)
         if difference <= 1:
-            small = shrunken(model)
-            difference = cls(small, merge=False)._difference(small.base_model)
+            difference = cls._shrunken_difference(model)
         if difference <= 1:
             device = fused._embed.weight.device
             with (
@@ -233,6 +235,17 @@ class FusedDecoder:
                 f" from it on a probe by {difference:.1e} times what rounding allows."
             )
         return None
+
+    @classmethod
+    def _shrunken_difference(cls, model: Any) -> float:
+        """Return `_difference` of a shrunken copy, which the class and the configuration decide:
+        the prediction of memory and the engine ask for the same one.
+        """
+        key = type(model), model.config.to_json_string(use_diff=False)
+        if key not in _shrunken_differences:
+            small = shrunken(model)
+            _shrunken_differences[key] = cls(small, merge=False)._difference(small.base_model)
+        return _shrunken_differences[key]
 
     def _take_kernels(self, say: Callable[[str], None]) -> None:
         """Take the device's own kernels, and lay the adapter under the weights where kernels are

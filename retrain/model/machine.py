@@ -9,6 +9,7 @@ number of workers changes no byte; the number of threads may.
 import math
 import os
 from dataclasses import dataclass, replace
+from functools import cached_property
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,6 @@ from retrain.types import MachineChoices
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
-    from retrain.config.schema import Environment, Inference, Training
     from retrain.model.load import BaseModel
 
 _LEARNING_SHARE = 0.35
@@ -59,7 +59,7 @@ _PROBE_TOKENS, _PROBES = 32, 3
 _THREADS_PAY = 0.9
 """Share of the ideal speed-up that threads must reach. Workers reach nearly as much, and keep it
 when other work arrives later."""
-_MOST_TOKENS = {"cpu": 1280, "cuda": 16384}
+_MAX_TOKENS = {"cpu": 1280, "cuda": 16384}
 """Caps for the automatic choice, where memory would allow more. A CPU: a group of 8 x 128 tokens
 and its prompt. A GPU computes no faster with more (an estimate), and what they would take may hold
 pages."""
@@ -96,8 +96,96 @@ class Machine:
         return min(_CUDA_CONTEXT, self.memory) if self.device_type == "cuda" else 0
 
 
+@dataclass(frozen=True)
+class Budget:
+    """The bytes of a machine for a run, and the lengths that they must hold."""
+
+    config: "TrainConfig"
+    model_config: Any
+    """The configuration that transformers reads."""
+    size: Footprint
+    machine: Machine
+    prompt_tokens: int = PROMPT_ALLOWANCE
+    """Of the longest prompt."""
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest row that is trained."""
+        return longest_row(
+            self.config.training,
+            self.config.environment,
+            context_length(self.model_config),
+            self.prompt_tokens,
+        )
+
+    @cached_property
+    def longest_sampled(self) -> int:
+        config = self.config
+        return longest_sampled(
+            config.training,
+            config.evaluation,
+            config.environment,
+            context_length(self.model_config),
+            self.prompt_tokens,
+        )
+
+    @property
+    def spare(self) -> int:
+        """Bytes beside the weights."""
+        return max(0, self.machine.usable - self.size.weights)
+
+    @property
+    def learning(self) -> int:
+        """Bytes for the activations of a micro-batch."""
+        if self.machine.device_type != "cuda":
+            return int(self.spare * _LEARNING_SHARE)
+        size = self.size
+        stays = 4 * 4 * size.num_trainable + size.adapter_copies + 2 * chunk_bytes_on("cuda")
+        return int(max(0, self.spare - stays) * _CUDA_SHARE)
+
+    @property
+    def decoding(self) -> int:
+        """Bytes for keys and values."""
+        if self.machine.device_type != "cuda":
+            return int(self.spare * _DECODE_SHARE)
+        return max(0, self.learning - self.prompt_pass)
+
+    @property
+    def prompt_pass(self) -> int:
+        """Bytes of a packed pass over prompts, beside their keys and values."""
+        tokens = min(PREFILL_TOKENS, self.config.training.batch_size * self.prompt_tokens)
+        return tokens * self.size.gradients_per_token
+
+    @cached_property
+    def paged(self) -> bool:
+        """True if the sampler of a run on the local backend holds keys and values in pages; as
+        `TorchEngine` decides it.
+        """
+        options = engine_options(self.config.inference, self.machine.device_type, self.size.dtype)
+        return options.paged and options.kv_storage is None and self.size.layer_weights > 0
+
+    def activations_per_token(self, choices: MachineChoices) -> int:
+        """Bytes that a learning pass holds at most under these choices."""
+        kept = self.size.activations_per_token(
+            checkpointing=choices.gradient_checkpointing, offloading=choices.offload_activations
+        )
+        return kept + self.size.gradients_per_token
+
+    def left_for_pages(self, choices: MachineChoices) -> int:
+        """Bytes that are left for pages of keys and values while the learner holds the activations
+        of a micro-batch, or of the longest row where that alone is more.
+        """
+        tokens = max(choices.micro_batch_tokens, self.longest)
+        return self.learning - tokens * self.activations_per_token(choices)
+
+
+def budget_of(config: "TrainConfig", base: "BaseModel") -> Budget:
+    """Return the budget of the machine that holds `base` with its adapter."""
+    return Budget(config, base.model.config, footprint(base, config), Machine.of(base.device))
+
+
 def choose(
-    config: "TrainConfig",
+    budget: Budget,
     base: "BaseModel",
     world: World = ALONE,
     stored: MachineChoices | None = None,
@@ -107,12 +195,11 @@ def choose(
 
     `stored` holds the choices of a resumed run, which are kept, except the number of workers.
     """
-    size, machine = footprint(base, config), Machine.of(base.device)
-    choices = plan(config, base.model.config, size, machine, world)
+    choices = plan(budget, world)
     if stored:
         return replace(stored, workers=choices.workers if stored.threads == 1 else 1)
     if choices.workers > 1 and threads_pay(base):
-        return plan(config, base.model.config, size, machine, world, shares=False)
+        return plan(budget, world, shares=False)
     return choices
 
 
@@ -136,48 +223,36 @@ def threads_pay(base: "BaseModel") -> bool:
     return seconds[1] / seconds[threads] >= _THREADS_PAY * threads
 
 
-def plan(
-    config: "TrainConfig",
-    model_config: Any,
-    size: Footprint,
-    machine: Machine,
-    world: World = ALONE,
-    *,
-    shares: bool = True,
-) -> MachineChoices:
-    """Return the choices for a model of this size on this machine. On a CPU that `shares`, as many
-    workers as memory allows.
+def plan(budget: Budget, world: World = ALONE, *, shares: bool = True) -> MachineChoices:
+    """Return the choices of a run. On a CPU that `shares`, as many workers as memory allows.
 
     Raises EnvironmentFailure where not even one completion fits.
     """
+    config, size, machine = budget.config, budget.size, budget.machine
     _check_adapter(config.model.lora_rank, size, machine)
-    spare = max(0, machine.usable - size.weights)
-    context = context_length(model_config)
-    longest = longest_row(config.training, config.environment, context)
-    sampled = longest_sampled(config.training, config.evaluation, config.environment, context)
-    learning, decoding = budgets(config.training.batch_size, size, machine)
-    tokens, checkpointing, offloading = _learning_choices(
-        config.training, size, longest, machine.device_type, learning
-    )
+    tokens, checkpointing, offloading = _learning_choices(budget)
     decode = plan_decode(
-        model_config,
+        budget.model_config,
         device_type=machine.device_type,
-        memory_bytes=decoding,
-        tokens_per_row=sampled,
+        memory_bytes=budget.decoding,
+        tokens_per_row=budget.longest_sampled,
         compute_bytes=size.dtype.itemsize,
         kv_cache_dtype=config.inference.kv_cache_dtype,
-        paged=decodes_in_pages(config.inference, size, machine.device_type),
+        paged=budget.paged,
     )
     multiplies = size.dtype == torch.float32 or computes_bf16()
     copied = max(
         size.weights, size.layer_weights + size.head_weights
     )  # more than the weights where these are in 8 bits
-    merges = machine.device_type == "cpu" and multiplies and copied <= spare * _MERGED_SHARE
+    merges = machine.device_type == "cpu" and multiplies and copied <= budget.spare * _MERGED_SHARE
     rows = min(decode.rows, _LARGE_ROWS) if size.weights > _LARGE else decode.rows
     kept = size.activations_per_token(checkpointing=checkpointing, offloading=offloading)
-    fitting = [decode.tokens // (rows * sampled), learning // (kept * max(tokens, longest))]
+    fitting = [
+        decode.tokens // (rows * budget.longest_sampled),
+        budget.learning // (kept * max(tokens, budget.longest)),
+    ]
     if merges:
-        fitting.append(int(spare * _MERGED_SHARE) // copied)
+        fitting.append(int(budget.spare * _MERGED_SHARE) // copied)
     workers = min(machine.threads, *fitting)
     # torchrun's processes share the work already, and a sampler beside the learner computes at the
     # same time
@@ -199,57 +274,6 @@ def plan(
     )
 
 
-def budgets(batch_size: int, size: Footprint, machine: Machine) -> tuple[int, int]:
-    """Return the bytes for the activations of a micro-batch, and for keys and values."""
-    spare = max(0, machine.usable - size.weights)
-    if machine.device_type != "cuda":
-        return int(spare * _LEARNING_SHARE), int(spare * _DECODE_SHARE)
-    stays = 4 * 4 * size.num_trainable + size.adapter_copies + 2 * chunk_bytes_on("cuda")
-    turns = int(max(0, spare - stays) * _CUDA_SHARE)
-    return turns, max(0, turns - prompt_pass_bytes(batch_size, size))
-
-
-def prompt_pass_bytes(
-    batch_size: int, size: Footprint, prompt_tokens: int = PROMPT_ALLOWANCE
-) -> int:
-    """Return the bytes of a packed pass over prompts, beside their keys and values."""
-    return min(PREFILL_TOKENS, batch_size * prompt_tokens) * size.gradients_per_token
-
-
-def decodes_in_pages(inference: "Inference", size: Footprint, device_type: str) -> bool:
-    """Return whether the sampler of a run on the local backend holds keys and values in pages; as
-    `TorchEngine` decides it.
-    """
-    options = engine_options(inference, device_type, size.dtype)
-    return options.paged and options.kv_storage is None and size.layer_weights > 0
-
-
-def learning_leaves(config: "TrainConfig", base: "BaseModel", choices: MachineChoices) -> int:
-    """Return the bytes that are left for pages while the learner's activations are held."""
-    size = footprint(base, config)
-    learning, _ = budgets(config.training.batch_size, size, Machine.of(base.device))
-    return learning - activation_bytes(
-        config.training, config.environment, base.model.config, size, choices
-    )
-
-
-def activation_bytes(
-    training: "Training",
-    environment: "Environment",
-    model_config: Any,
-    size: Footprint,
-    choices: MachineChoices,
-) -> int:
-    """Return the bytes at most of one micro-batch, or of the longest row where that alone is
-    more.
-    """
-    kept = size.activations_per_token(
-        checkpointing=choices.gradient_checkpointing, offloading=choices.offload_activations
-    )
-    longest = longest_row(training, environment, context_length(model_config))
-    return max(choices.micro_batch_tokens, longest) * (kept + size.gradients_per_token)
-
-
 def _check_adapter(rank: int, size: Footprint, machine: Machine) -> None:
     """Raise EnvironmentFailure for an adapter that the whole machine could not hold with its
     gradient and two moments, in float32.
@@ -263,31 +287,28 @@ def _check_adapter(rank: int, size: Footprint, machine: Machine) -> None:
         )
 
 
-def _learning_choices(
-    training: "Training", size: Footprint, longest: int, device_type: str, memory: int
-) -> tuple[int, bool, bool]:
+def _learning_choices(budget: Budget) -> tuple[int, bool, bool]:
     """Return (micro_batch_tokens, gradient_checkpointing, offload_activations).
 
     Checkpointing is a third more work, so only where the longest row needs it; offloading, on a
     GPU, only where it does not fit with that.
     """
+    training, size, memory = budget.config.training, budget.size, budget.learning
     wanted, tokens = training.gradient_checkpointing, training.micro_batch_tokens
-    beside = (
-        size.gradients_per_token if device_type == "cuda" else 0
-    )  # a processor's share leaves room for them
-    checkpointing = (
-        (size.kept_per_token + beside) * max(longest, tokens) > memory
-        if wanted == "auto"
-        else wanted
-    )
+    device_type, longest = budget.machine.device_type, max(budget.longest, tokens)
+    # a processor's share leaves room for the gradients
+    beside = size.gradients_per_token if device_type == "cuda" else 0
+    checkpointing = wanted is True
+    if wanted == "auto":
+        checkpointing = (size.kept_per_token + beside) * longest > memory
     offloading = (
         checkpointing
         and device_type == "cuda"
-        and (size.checkpointed_per_token + beside) * max(longest, tokens) > memory
+        and (size.checkpointed_per_token + beside) * longest > memory
     )
     kept = size.activations_per_token(checkpointing=checkpointing, offloading=offloading) + beside
     return (
-        tokens or max(1, min(_MOST_TOKENS.get(device_type, 2048), memory // kept)),
+        tokens or max(1, min(_MAX_TOKENS.get(device_type, 2048), memory // kept)),
         checkpointing,
         offloading,
     )

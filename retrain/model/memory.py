@@ -5,7 +5,7 @@ Sizes are counted on the model without weights, and the budgets are those that t
 chooses from the machine.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,19 +15,17 @@ from retrain.model.budget import (
     PAGE_TOKENS,
     PREFILL_TOKENS,
     PROMPT_ALLOWANCE,
-    SAMPLING_CHUNK_BYTES,
     STORE_SHARE,
     DecodeLimits,
     kv_bytes_per_token,
-    longest_row,
-    longest_sampled,
+    sampling_chunk_bytes,
 )
 from retrain.model.devices import choose_device, choose_dtype
 from retrain.model.footprint import Footprint, NotPredictable, footprint, weightless_model
 from retrain.model.head import chunk_bytes_on
-from retrain.model.machine import Machine, decodes_in_pages, plan, prompt_pass_bytes
+from retrain.model.machine import Budget, Machine, plan
 from retrain.model.packed import computes_bf16
-from retrain.model.text import context_length
+from retrain.model.text import load_model_config
 from retrain.types import MachineChoices
 
 if TYPE_CHECKING:
@@ -174,15 +172,12 @@ def predict_memory(
         ]  # in split mode the sampler's, then the learner's
         device, sampler = devices[-1], devices[0] if len(devices) > 1 else None
         machine = Machine(device.type, int(memory_gib * GIB), torch.get_num_threads())
-    base = weightless_model(
-        config.model, config.lora, choose_dtype(config.model.dtype, device), shards
-    )
-    size = footprint(base, config, device.type)
-    model_config: Any = base.model.config
-    choices = choices or plan(config, model_config, size, machine)
-    estimate = _Estimate(
-        config, model_config, size, choices, machine.device_type, prompt_tokens, shards.size
-    )
+    model = config.model
+    model_config = load_model_config(model.model, model.revision, model.trust_remote_code)
+    size = _size_without_weights(config, model_config, device, shards)
+    budget = Budget(config, model_config, size, machine)
+    choices = choices or plan(budget)
+    estimate = _Estimate(replace(budget, prompt_tokens=prompt_tokens), choices, shards.size)
     return Memory(
         device=str(device),
         sampler_device=str(sampler or device),
@@ -201,39 +196,45 @@ def predict_memory(
     )
 
 
+_sizes: dict[tuple[Any, ...], Footprint] = {}
+"""By all that they depend on: the runs of a campaign, and of a test process, have few."""
+
+
+def _size_without_weights(
+    config: "TrainConfig", model_config: Any, device: torch.device, shards: World
+) -> Footprint:
+    dtype = choose_dtype(config.model.dtype, device)
+    key = (
+        model_config.to_json_string(use_diff=False),
+        config.model.model_dump_json(),
+        config.lora.model_dump_json(),
+        config.inference.attention_kernel,
+        device.type,
+        dtype,
+        shards.size,
+    )
+    if key not in _sizes:
+        base = weightless_model(config.model, config.lora, model_config, dtype, shards)
+        _sizes[key] = footprint(base, config, device.type)
+    return _sizes[key]
+
+
 # -- the parts -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Estimate:
-    config: "TrainConfig"
-    model_config: Any
-    """The configuration that transformers reads."""
-    size: Footprint
+    budget: Budget
     choices: MachineChoices
-    device_type: str
-    prompt_tokens: int
     shards: int
 
     @property
-    def longest(self) -> int:
-        return longest_row(
-            self.config.training,
-            self.config.environment,
-            context_length(self.model_config),
-            self.prompt_tokens,
-        )
+    def size(self) -> Footprint:
+        return self.budget.size
 
     @property
-    def longest_sampled(self) -> int:
-        config = self.config
-        return longest_sampled(
-            config.training,
-            config.evaluation,
-            config.environment,
-            context_length(self.model_config),
-            self.prompt_tokens,
-        )
+    def config(self) -> "TrainConfig":
+        return self.budget.config
 
     @property
     def completions(self) -> int:
@@ -251,7 +252,7 @@ class _Estimate:
         )
         asked = evaluation.max_examples * evaluation.samples or limits.rows
         return limits.rows_together(
-            self.longest_sampled,
+            self.budget.longest_sampled,
             max(self.completions, asked) if evaluation.asked_for else self.completions,
         )
 
@@ -309,32 +310,27 @@ class _Estimate:
         """Size the pass over prompts on a GPU; on a CPU it is less than what a learning pass takes,
         and the two take turns.
         """
-        if self.device_type != "cuda":
+        if self.budget.machine.device_type != "cuda":
             return Part("prompt pass", 0, "")
-        plain = kv_bytes_per_token(self.model_config, self.size.dtype.itemsize)
-        tokens = min(PREFILL_TOKENS, self.config.training.batch_size * self.prompt_tokens)
-        kept = 0 if self.paged else tokens * plain
+        plain = kv_bytes_per_token(self.budget.model_config, self.size.dtype.itemsize)
+        tokens = min(PREFILL_TOKENS, self.config.training.batch_size * self.budget.prompt_tokens)
+        kept = 0 if self.budget.paged else tokens * plain
         return Part(
             "prompt pass",
-            prompt_pass_bytes(self.config.training.batch_size, self.size, self.prompt_tokens)
-            + kept,
+            self.budget.prompt_pass + kept,
             f"{tokens:,} tokens of prompts at a time",
         )
-
-    @property
-    def paged(self) -> bool:
-        return decodes_in_pages(self.config.inference, self.size, self.device_type)
 
     def kv_cache(self) -> Part:
         """Size the rows that decode together, each at its longest, and the prompts of the step."""
         plain, inference = self.size.dtype.itemsize, self.config.inference
-        longest = self.longest_sampled
-        per_token = kv_bytes_per_token(self.model_config, plain, inference.kv_cache_dtype)
+        longest = self.budget.longest_sampled
+        per_token = kv_bytes_per_token(self.budget.model_config, plain, inference.kv_cache_dtype)
         prompts = min(
-            self.config.training.batch_size * min(self.prompt_tokens, longest),
+            self.config.training.batch_size * min(self.budget.prompt_tokens, longest),
             self.choices.decode_tokens // STORE_SHARE,
         )
-        if self.paged:
+        if self.budget.paged:
             wanted = prompts + self.completions * (longest + PAGE_TOKENS)
             tokens = min(self.choices.decode_tokens, wanted)
             rows = min(self.completions, tokens // longest)
@@ -346,7 +342,7 @@ class _Estimate:
                 note += " at their longest, more while they are shorter"
             return Part("KV cache", tokens * per_token, note)
         kept = (
-            prompts * kv_bytes_per_token(self.model_config, plain)
+            prompts * kv_bytes_per_token(self.budget.model_config, plain)
             if inference.prefix_caching
             else 0
         )
@@ -360,23 +356,16 @@ class _Estimate:
         """Size the activations of one micro-batch, or of the longest row if that is more, with the
         gradients of one layer.
         """
-        size, checkpointing, offloading = (
-            self.size,
-            self.choices.gradient_checkpointing,
-            self.choices.offload_activations,
-        )
         tokens = min(
-            max(self.choices.micro_batch_tokens, self.longest) * self.choices.workers,
-            self.longest * self.completions,
+            max(self.choices.micro_batch_tokens, self.budget.longest) * self.choices.workers,
+            self.budget.longest * self.completions,
         )
-        per_token = size.gradients_per_token + size.activations_per_token(
-            checkpointing=checkpointing, offloading=offloading
-        )
-        note = (
-            f"{tokens:,} tokens at a time at"
-            f" {byte_words(per_token)}{', checkpointed' if checkpointing else ''}"
-        )
-        if offloading:
+        per_token = self.budget.activations_per_token(self.choices)
+        note = f"{tokens:,} tokens at a time at {byte_words(per_token)}"
+        if self.choices.gradient_checkpointing:
+            note += ", checkpointed"
+        if self.choices.offload_activations:
+            size = self.size
             waiting = tokens * (size.checkpointed_per_token - size.offloaded_per_token)
             note += f", the layers' inputs offloaded ({byte_words(waiting)} of the host's memory)"
         return Part("activations", tokens * per_token, note)
@@ -385,10 +374,10 @@ class _Estimate:
         """Size the chunks of rows over the whole vocabulary: the sampler's with the logits of a
         token of every row, or the learner's.
         """
-        vocabulary = self.model_config.get_text_config().vocab_size
+        vocabulary = self.budget.model_config.get_text_config().vocab_size
         workers = self.choices.workers
         chunk = min(
-            workers * SAMPLING_CHUNK_BYTES.get(self.device_type, SAMPLING_CHUNK_BYTES["cpu"]),
+            workers * sampling_chunk_bytes(self.budget.machine.device_type),
             self.rows * vocabulary * _FLOAT,
         )
         truncating = _TRUNCATING_TENSORS if self.config.training.truncated else 0
@@ -399,7 +388,7 @@ class _Estimate:
         actions = self.completions * self.config.training.max_tokens
         tensors = _LEARNING_ENTROPY_TENSORS if self.config.loss.entropy_coef else _LEARNING_TENSORS
         learning = (tensors + truncating) * min(
-            workers * chunk_bytes_on(self.device_type), actions * vocabulary * _FLOAT
+            workers * chunk_bytes_on(self.budget.machine.device_type), actions * vocabulary * _FLOAT
         )
         return Part(
             "logits", max(sampling, learning), f"chunks of {vocabulary:,} tokens of vocabulary"

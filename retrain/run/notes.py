@@ -14,7 +14,6 @@ from retrain.parsing import toml_value
 from retrain.records.terminal import counted
 from retrain.records.untrained import ASKING, ASKING_TEMPLATE
 from retrain.rewards import box_reader
-from retrain.types import Prompt
 
 
 def refuse_lone_sharding(backend: Backend, world: World) -> None:
@@ -85,14 +84,14 @@ def skipped_gate_line(inference: Inference, training: Training) -> str:
     )
 
 
-def unasked_note(config: TrainConfig, prompts: Sequence[Prompt]) -> str:
+def unasked_note(config: TrainConfig, prompts: Sequence[str]) -> str:
     """Warn if the reward reads a box that no prompt asks for; "" otherwise. The lab model answers
     in a box unasked.
     """
     if (
         box_reader(config.reward) is None
         or config.model.model == "lab"
-        or any(_BOX in prompt.text for prompt in prompts)
+        or any(_BOX in prompt for prompt in prompts)
     ):
         return ""
     template = config.data.prompt_template

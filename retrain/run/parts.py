@@ -130,7 +130,7 @@ def _load_rest(
     if stage:
         undo.callback(stage.host.close)
     prompts = load_prompts(config, text, stage, say)
-    if stage is None and (note := unasked_note(config, prompts.prompts)):
+    if stage is None and (note := unasked_note(config, prompts.texts)):
         say(note)
     held_out = (
         load_held_out(config, text, stage, prompts, say) if config.evaluation.asked_for else None
@@ -144,7 +144,7 @@ def _load_rest(
         if note:
             say(note)
     if learns:
-        say_memory(config, choices, [*prompts.prompts, *(held_out or ())], say, world)
+        say_memory(config, choices, prompts, held_out or [], say, world)
     backend = build_backend(config, text.eos_ids, choices, say, world)
     undo.callback(backend.close)
     backend.engine.say = say
@@ -358,7 +358,8 @@ def load_text(model: Model, say: Say) -> TextModel:
 def say_memory(
     config: TrainConfig,
     choices: MachineChoices | None,
-    prompts: Sequence[Prompt],
+    prompts: PromptSet,
+    held_out: list[Prompt],
     say: Say,
     world: World = ALONE,
 ) -> None:
@@ -373,12 +374,11 @@ def say_memory(
         predict_memory,
     )  # torch, which other backends do without
 
-    longest = max(len(prompt.token_ids) for prompt in prompts)
     try:
         say(
             predict_memory(
                 config,
-                prompt_tokens=longest,
+                prompt_tokens=longest_prompt(prompts, held_out),
                 choices=choices,
                 shards=shards_of(config.backend, world),
             ).line()
@@ -419,6 +419,11 @@ def load_prompts(config: TrainConfig, text: TextModel, stage: Stage | None, say:
     return prompts
 
 
+def longest_prompt(training: PromptSet, held_out: Sequence[Prompt]) -> int:
+    """Return the number of tokens of the longest prompt that the run may sample from."""
+    return max(training.longest, *(len(prompt.token_ids) for prompt in held_out), 0)
+
+
 def load_held_out(
     config: TrainConfig, text: TextModel, stage: Stage | None, training: PromptSet, say: Say
 ) -> list[Prompt]:
@@ -431,7 +436,7 @@ def load_held_out(
         else load_examples(config, "heldout")
     )
     prompts = encode_prompts(config.training, text, loaded)
-    shared = contamination_note((prompt.example for prompt in training.prompts), loaded.examples)
+    shared = contamination_note(training.examples, loaded.examples)
     count = min(config.evaluation.max_examples or len(prompts), len(prompts))
     say(f"Held-out evaluation on {count} of {len(prompts)} problems")
     for note in filter(None, (*prompts.notes, shared)):
@@ -515,10 +520,7 @@ def _gate_prompts(training: Training, parts: Parts) -> list[Prompt]:
 
 
 def _gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) -> GateInputs:
-    training, longest_prompt = (
-        config.training,
-        max(len(prompt.token_ids) for prompt in parts.prompts.prompts),
-    )
+    training = config.training
     if parts.stage:
         check_gold = partial(environment_gold, parts.stage.host)
     else:
@@ -533,7 +535,9 @@ def _gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) ->
         temperature=training.temperature,
         truncation=truncation(training),
         max_tokens=training.max_tokens,
-        longest_row=longest_row(training, config.environment, parts.text.context, longest_prompt),
+        longest_row=longest_row(
+            training, config.environment, parts.text.context, parts.prompts.longest
+        ),
         seed=training.seed,
         half_precision=is_rounded(config.inference, parts.backend),
         eight_bits=config.inference.dtype in _EIGHT_BITS

@@ -21,7 +21,7 @@ from retrain.model.attention import refuse_undecodable
 from retrain.model.devices import choose_device, engine_options
 from retrain.model.fused import FusedDecoder
 from retrain.model.load import BaseModel, load_base_model
-from retrain.model.machine import choose, learning_leaves
+from retrain.model.machine import budget_of, choose
 from retrain.model.pool import Pool
 from retrain.model.precision import other_precision
 from retrain.model.text import eos_token_ids, load_tokenizer, resolve_model
@@ -62,7 +62,9 @@ class LocalBackend(Backend):
                 self._base.model
             )  # before peft may refuse its layers: the first reason is the one that counts
         self._adapter = Adapter(self._base, config.model, config.lora, config.training.seed)
-        self._choices = world.broadcast(choose(config, self._base, world, choices))
+        budget = budget_of(config, self._base)
+        self._choices = world.broadcast(choose(budget, self._base, world, choices))
+        self._bytes_left_for_kv_pages = budget.left_for_pages(self._choices)
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(self._choices.threads)
         notes: list[str] = []
@@ -79,7 +81,6 @@ class LocalBackend(Backend):
             self._base, self._adapter, config, self._choices, self._fused, world, self._pool
         )
         self._sampler_adapter: Adapter | None = None
-        self._learning_leaves: int | None = None
         """Bytes that a learning pass leaves to the sampler's pages; None while nobody asked."""
         if sampler_device is None:
             self.engine = self._build_engine(eos_ids, self._base, self._adapter, self._fused)
@@ -200,14 +201,11 @@ class LocalBackend(Backend):
         if (
             isinstance(self.engine, TorchEngine)
             and self._sampler_adapter is None
-            and self.engine.held_bytes
+            and self.engine.held_bytes > self._bytes_left_for_kv_pages
         ):
             # The sampler's pages go where activations do not fit beside them; their contents are of
             # the weights before this step.
-            if self._learning_leaves is None:
-                self._learning_leaves = learning_leaves(self.config, self._base, self._choices)
-            if self.engine.held_bytes > self._learning_leaves:
-                self.engine.free_pages()
+            self.engine.free_pages()
         with _current(self._base.device), _deterministic(self._base.device):
             return self._learner.train(rows, step, sampler_is_raw=raw)
 

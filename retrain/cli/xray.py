@@ -1,0 +1,89 @@
+"""`retrain xray`: what objective an advantage climbs, and how noisily."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from retrain.cli.shared import load_dotenv
+from retrain.errors import ConfigurationError
+
+_FORMATS = (".svg", ".pdf", ".png")
+_MAX_GROUP = 256
+"""Beyond it the binomial coefficients leave double precision."""
+
+
+def command(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CONFIG|NAME...",
+            help="TOML files, advantages such as maxrl, or plugins such as my_module.my_advantage.",
+        ),
+    ],
+    group: Annotated[
+        int | None, typer.Option(help="Completions per prompt; by default the file's, or 8.")
+    ] = None,
+    aggregation: Annotated[
+        str | None, typer.Option(help="[loss] aggregation in place of the file's.")
+    ] = None,
+    wrong_length: Annotated[
+        float, typer.Option(help="Length of a wrong completion over a right one's.")
+    ] = 1.0,
+    figure: Annotated[
+        Path | None, typer.Option(help="Also draw it: a file that ends in .svg, .pdf or .png.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Show what an algorithm climbs, before any run: how much a prompt counts by its pass rate, the
+    objective, and the noise beside the signal. Exact for right-or-wrong rewards, on policy.
+    """
+    from retrain.records.jsonl import finite
+    from retrain.xray.binary import RATES
+    from retrain.xray.resolve import read_xray
+    from retrain.xray.text import text_lines
+
+    load_dotenv()
+    _check(group, wrong_length, figure)
+    found = [one for name in names for one in read_xray(name, group, aggregation, wrong_length)]
+    if figure:
+        from retrain.xray.figure import write_figure
+
+        write_figure(figure, found)
+    if as_json:
+        rows = [
+            {
+                "name": one.name,
+                "group": one.group,
+                "rates": list(RATES),
+                "weight": one.weight(RATES).tolist(),
+                "objective": one.objective(RATES).tolist(),
+                "noise": one.noise(RATES).tolist(),
+                "coefficients": one.coefficients.tolist(),
+                "uniform": dict(zip(("all_wrong", "all_right"), one.uniform, strict=True)),
+            }
+            for one in found
+        ]
+        print(json.dumps(finite({"xrays": rows}), indent=2))
+        return
+    print("\n".join(text_lines(found)))
+    if figure:
+        print(f"Figure: {figure}")
+
+
+def _check(group: int | None, wrong_length: float, figure: Path | None) -> None:
+    """Raises ConfigurationError for a flag out of its range."""
+    if group is not None and not 2 <= group <= _MAX_GROUP:
+        raise ConfigurationError(
+            f"--group {group} is out of range; give 2 to {_MAX_GROUP} completions per prompt."
+        )
+    if not 0 < wrong_length < float("inf"):
+        raise ConfigurationError(
+            f"--wrong-length {wrong_length:g} is not a positive number; 2 says that wrong"
+            " completions are twice as long as right ones."
+        )
+    if figure is not None and figure.suffix not in _FORMATS:
+        raise ConfigurationError(
+            f"--figure {figure} ends in none of {', '.join(_FORMATS)}; give one, such as xray.svg."
+        )

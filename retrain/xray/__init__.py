@@ -1,0 +1,9 @@
+"""What objective an advantage climbs, and how noisily: exact for right-or-wrong rewards, without a
+model.
+
+`binary.xray` computes it, `text` prints it and `figure` draws it.
+"""
+
+from retrain.xray.binary import RATES, Xray, xray
+
+__all__ = ["RATES", "Xray", "xray"]

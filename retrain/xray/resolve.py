@@ -1,0 +1,98 @@
+"""The advantage of a configuration or of a name, as a function of a step's rewards alone."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from retrain.advantages.algorithms import recipe_of
+from retrain.advantages.ragged import Segments
+from retrain.advantages.resolve import resolve_advantage
+from retrain.advantages.step import StepTokens
+from retrain.errors import ConfigurationError, RunFailed
+from retrain.xray.binary import Xray, xray
+from retrain.xray.text import headline
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
+
+_TOKENS = 8
+"""Tokens of every completion that a plugin's context shows; all are equally likely and equally
+long."""
+
+
+def read_xray(
+    name: str, group: int | None = None, aggregation: str | None = None, wrong_length: float = 1.0
+) -> list[Xray]:
+    """Return the X-rays of a TOML file (one a condition) or of an advantage's name.
+
+    A group's size and the loss's aggregation are the file's unless they are given; a name has the
+    defaults. Raises ConfigurationError for a file or plugin that cannot be loaded, and for an
+    algorithm plugin, whose token advantages follow from more than rewards.
+    """
+    from retrain.config import config_from_mapping, load_config
+
+    if name.endswith(".toml") or Path(name).is_file():
+        config = load_config(Path(name))
+    else:
+        config = config_from_mapping({"algorithm": {"advantage_mode": name}})
+    size = group or config.training.group_size
+    if size < 2:
+        raise ConfigurationError(
+            f"{name}: [training] group_size = {size} leaves nothing to compare within a prompt; an"
+            " X-ray needs 2 or more, such as --group 8."
+        )
+    return [
+        _read(label, arm, size, aggregation or arm.loss.aggregation, wrong_length)
+        for label, arm in _arms(config)
+    ]
+
+
+def _arms(config: "TrainConfig") -> list[tuple[str, "TrainConfig"]]:
+    """The configurations of a file by what distinguishes them: one, or a campaign's conditions."""
+    if not config.is_set("campaign"):
+        recipe = recipe_of(config.algorithm)
+        return [(recipe.advantage if recipe else config.algorithm.algorithm_mode, config)]
+    from retrain.campaign.plan import plan_campaign
+
+    runs = plan_campaign(config, Path("campaign")).runs
+    return list({run.condition: run.config for run in runs}.items())
+
+
+def headline_of(config: "TrainConfig") -> str:
+    """One line about a run's advantage; "" where it has no X-ray or its plugin cannot be used."""
+    try:
+        return headline(_read("", config, config.training.group_size, config.loss.aggregation, 1.0))
+    except (ConfigurationError, RunFailed, ValueError):  # which explain says as a problem
+        return ""
+
+
+def _read(
+    label: str, config: "TrainConfig", group: int, aggregation: str, wrong_length: float
+) -> Xray:
+    recipe = recipe_of(config.algorithm)
+    if recipe is None:
+        raise ConfigurationError(
+            f'[algorithm] algorithm_mode = "{config.algorithm.algorithm_mode}" computes token'
+            " advantages from more than rewards, which an X-ray does not see; name an"
+            " advantage_mode instead."
+        )
+    stage = resolve_advantage(recipe.advantage, config, [])
+
+    def advantages(groups: list[list[float]]) -> list[list[float]]:
+        return stage(_step(groups), 0)
+
+    return xray(label, advantages, group, aggregation, wrong_length)
+
+
+def _step(groups: list[list[float]]) -> StepTokens:
+    """A step of completions that only their rewards tell apart."""
+    segments = Segments([_TOKENS] * sum(map(len, groups)))
+    return StepTokens(
+        rewards=groups,
+        segments=segments,
+        logprobs=np.full(segments.total, -0.5),
+        entropies=np.full(segments.total, 0.5),
+        planning=np.zeros(segments.total, dtype=np.bool_),
+        in_loss=np.ones(len(segments), dtype=np.bool_),
+    )

@@ -1,0 +1,154 @@
+"""The X-ray of an advantage: closed forms, a Monte-Carlo gradient, and what a user sees."""
+
+import json
+from collections.abc import Callable
+from math import comb
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrain.advantages.episode import grpo, grpo_std, maxrl, reinforce, reinforce_pp, rloo
+from retrain.cli.main import main
+from retrain.xray import Xray, xray
+from retrain.xray.text import objective_name, sentences
+
+P = np.array([0.01, 0.1, 0.3, 0.5, 0.8, 0.99])
+
+
+def each(function: Callable[[list[float]], list[float]]) -> Callable[..., list[list[float]]]:
+    return lambda groups: [function(rewards) for rewards in groups]
+
+
+def of(function: Callable[[list[float]], list[float]], group: int = 8, **settings) -> Xray:  # type: ignore[no-untyped-def]
+    return xray(getattr(function, "__name__", "f"), each(function), group, **settings)
+
+
+def pkpo(k: int) -> Callable[[list[float]], list[float]]:
+    """PKPO's reward of pass@k, minus its mean over the group (arXiv 2505.15201)."""
+
+    def advantage(rewards: list[float]) -> list[float]:
+        n, right = len(rewards), int(sum(rewards))
+        fails = comb(n - 1 - right, k - 1) / comb(n - 1, k - 1) if n - 1 - right >= k - 1 else 0.0
+        values = [k / n if reward else k / n * (1 - fails) for reward in rewards]
+        return [value - sum(values) / n for value in values]
+
+    return advantage
+
+
+@pytest.mark.parametrize("group", [2, 4, 8, 16])
+def test_the_weights_are_the_closed_forms(group: int) -> None:
+    assert of(grpo, group).weight(P) == pytest.approx(np.full(6, (group - 1) / group))
+    assert of(rloo, group).weight(P) == pytest.approx(np.ones(6))
+    assert of(reinforce, group).weight(P) == pytest.approx(np.ones(6))
+    # MaxRL's truncation: sum over j < G-1 of (1-p)^j.
+    truncated = (1 - (1 - P) ** (group - 1)) / P
+    assert of(maxrl, group).weight(P) == pytest.approx(truncated, rel=1e-4)
+
+
+@pytest.mark.parametrize("k", [2, 3, 5])
+def test_passes_at_k_weigh_hard_prompts_by_their_formula(k: int) -> None:
+    weight = of(pkpo(k)).weight(P)
+    assert weight / weight[0] == pytest.approx((1 - P) ** (k - 1) / (1 - P[0]) ** (k - 1), rel=1e-6)
+    assert objective_name(of(pkpo(k))).startswith(f"pass@{k}:")
+
+
+def test_pass_at_k_of_the_whole_group_has_no_gradient_and_says_so() -> None:
+    one = of(pkpo(8))
+    assert one.is_flat and "no gradient at any pass rate" in next(sentences(one))
+
+
+@pytest.mark.parametrize("function", [grpo, grpo_std, maxrl])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_signal_and_noise_are_those_of_sampled_groups(
+    function: Callable[[list[float]], list[float]], p: float
+) -> None:
+    draws = np.random.default_rng(0).random((20_000, 8)) < p
+    scores = np.where(draws, 1 - p, -p)
+    gradients = np.array(
+        [
+            np.mean(np.array(function(row.astype(float).tolist())) * score)
+            for row, score in zip(draws, scores, strict=True)
+        ]
+    )
+    one = of(function)
+    # grad p with respect to the logit is p (1-p); five standard errors.
+    margin = 5 * gradients.std() / np.sqrt(len(gradients))
+    assert gradients.mean() == pytest.approx(one.weight([p])[0] * p * (1 - p), abs=margin)
+    assert gradients.std() / gradients.mean() == pytest.approx(one.noise([p])[0], rel=0.1)
+
+
+@given(
+    values=st.lists(st.floats(-3, 3), min_size=18, max_size=18),
+    p=st.floats(0.01, 0.99),
+)
+def test_the_objective_is_the_integral_of_the_weight(values: list[float], p: float) -> None:
+    one = Xray("any", 8, np.array(values[:9]), np.array(values[9:]))
+    step = 1e-5
+    slope = np.diff(one.objective([p - step, p + step]))[0] / (2 * step)
+    assert slope == pytest.approx(one.weight([p])[0], abs=1e-6)
+    assert one.objective([0.0])[0] == 0
+
+
+def test_an_advantage_over_the_step_sees_prompts_of_every_pass_rate() -> None:
+    one = xray("reinforce_pp", reinforce_pp, 8)
+    centred = np.concatenate([np.array([1.0] * k + [0.0] * (8 - k)) - k / 8 for k in range(9)])
+    assert one.weight(P) == pytest.approx(np.full(6, 7 / 8 / centred.std()))
+
+
+def test_sequence_means_weigh_longer_wrong_answers_less() -> None:
+    even = of(grpo, aggregation="sequence_mean")
+    longer = of(grpo, aggregation="sequence_mean", wrong_length=2.0)
+    # Half of the pull away from wrong answers is lost: A_right - A_wrong / 2.
+    assert longer.coefficients == pytest.approx(
+        [1 - (k + 1) / 8 + k / 16 for k in range(8)], abs=1e-12
+    )
+    assert even.coefficients == pytest.approx(of(grpo).coefficients)
+    assert of(grpo, wrong_length=2.0).coefficients == pytest.approx(of(grpo).coefficients)
+
+
+@pytest.mark.parametrize(("group", "length"), [(1, 1.0), (8, 0.0), (8, float("inf"))])
+def test_what_has_no_xray_is_refused(group: int, length: float) -> None:
+    with pytest.raises(ValueError):
+        of(grpo, group, wrong_length=length)
+
+
+def test_the_command_prints_a_row_for_each_condition_and_draws_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("wrong_way.py").write_text("def f(rewards):\n    return [-r for r in rewards]\n")
+    conditions = [
+        f'{{advantage_mode = "{name}", transform_mode = "none"}}' for name in ("grpo", "maxrl")
+    ]
+    Path("my.toml").write_text(f"[campaign]\nseeds = [1]\nconditions = [{', '.join(conditions)}]\n")
+    assert main(["xray", "my.toml", "wrong_way.f", "--group", "4", "--figure", "x.svg"]) == 0
+    text = capsys.readouterr().out
+    assert (
+        "grpo+none (G = 4)" in text and "maxrl+none: it climbs log p, expanded to order 3" in text
+    )
+    assert "wrong_way.f: it lowers the pass rate of every prompt" in text
+    assert ElementTree.parse("x.svg").getroot().tag.endswith("svg")
+    assert main(["xray", "grpo", "--json"]) == 0
+    (one,) = json.loads(capsys.readouterr().out)["xrays"]
+    assert one["weight"] == pytest.approx([(one["group"] - 1) / one["group"]] * len(one["rates"]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("nothing_here",), "nothing_here"),
+        (("grpo", "--group", "1"), "--group 1 is out of range"),
+        (("grpo", "--wrong-length", "0"), "--wrong-length 0 is not a positive number"),
+        (("grpo", "--figure", "x.gif"), "ends in none of .svg"),
+    ],
+)
+def test_wrong_words_are_answered_in_a_sentence(
+    arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["xray", *arguments]) == 2
+    assert sentence in capsys.readouterr().err
