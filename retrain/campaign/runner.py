@@ -30,7 +30,7 @@ from retrain.errors import (
     Interrupted,
     RetrainError,
     RunFailed,
-    Untrained,
+    UntrainedAdapter,
 )
 from retrain.records.checkpoint import FINAL
 from retrain.records.disk import writing_to
@@ -359,7 +359,7 @@ class AutoSqueeze:
                 squeezed.analysis.summary(),
                 self._say,
             )
-        except Untrained as error:
+        except UntrainedAdapter as error:
             self._untrained.add(run.name)
             self._due = True
             self._say(f"LoRA-Squeeze uses the next run instead: {error}")
