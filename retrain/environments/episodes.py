@@ -261,11 +261,9 @@ class RunningEpisode:
             )
         self._live = _OpenEpisode(episode)
         opening = episode.reset(self._example, self._seed)
-        return (
-            Observation([])
-            if opening is None
-            else replace(_checked(opening, "reset"), rewrites=True)
-        )
+        if opening is None:
+            return Observation([])
+        return replace(_checked(opening, "reset"), rewrites=True)
 
     def _step(self, text: str, last: bool) -> Answer:
         assert self._live is not None

@@ -214,9 +214,7 @@ def _worker_main(control: socket.socket, descriptor: int, server: int) -> NoRetu
     try:
         control.close()
         os.setsid()
-        die_with_parent(
-            server
-        )  # elsewhere than on Linux the server kills its workers on its way out
+        die_with_parent(server)  # without Linux the server kills its workers on its way out
         from retrain.rewards.worker import serve
 
         serve(Channel(socket.socket(fileno=descriptor)))
