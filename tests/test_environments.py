@@ -291,7 +291,7 @@ def test_only_what_the_environment_says_is_encoded_and_the_models_tokens_stay(
         completion([50, 257, 258]), "2"
     )  # a special token in mid-reply, which the text does not show
     talk.hear(Observation([ChatMessage(role="user", content=">")]), renderer)
-    assert text.decode(talk.in_sight).endswith(
+    assert text.decode(talk.context_ids).endswith(
         "<|im_start|>assistant\n"
         + text.decode(np.array([50, 257, 258]))
         + "\n<|im_start|>user\n><|im_end|>\n<|im_start|>assistant\n"
@@ -310,7 +310,7 @@ def test_only_what_the_environment_says_is_encoded_and_the_models_tokens_stay(
 
 def test_a_rewritten_history_begins_a_row_of_its_own(text: TextModel) -> None:
     """A template that drops earlier reasoning, as reasoning models have: the second turn's row
-    holds what the model then had in sight.
+    holds the context that the model then saw.
     """
     tokenizer = load_text_model(Model(model="lab")).tokenizer
     tokenizer.chat_template = (

@@ -138,7 +138,8 @@ def caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
         advice = "more problems or samples" if noise > luck else "more seeds"
         yield (
             f"The sd has two parts: {size_words(noise, metric)} from the evaluation,"
-            f" {size_words(luck, metric)} from the luck of the runs; {advice} would narrow it most."
+            f" {size_words(luck, metric)} from run-to-run variance; {advice} would narrow"
+            " it most."
         )
     if contrast.shared.is_same:
         yield "Nothing that was recorded differs between the arms: an A/A comparison."
@@ -219,7 +220,13 @@ def sharing(contrast: Contrast) -> str:
     shared = contrast.shared
     if not shared.pairs:
         return "No pair has two runs that finished."
-    if shared.noise == shared.prompts == shared.pairs:
+    if shared.samplers:
+        names = " and ".join(f'"{name}"' for name in shared.samplers)
+        words = (
+            f"Prompts differ by design: [data] sampler = {names} chooses them by their rewards. The"
+            " pairs share their seed and the held-out problems."
+        )
+    elif shared.noise == shared.prompts == shared.pairs:
         words = "The arms of every pair saw the same prompts and shared their sampling noise."
     else:
         words = (

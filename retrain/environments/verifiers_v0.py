@@ -50,7 +50,7 @@ def load(settings: "Settings") -> Environment:
 
 
 class VerifiersV0(Environment):
-    """A verifiers environment whose rubric scores."""
+    """A verifiers environment; its rubric gives the reward."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment

@@ -47,11 +47,11 @@ _HARNESS = "retrain_one_call"
 
 
 def load(settings: "Settings") -> Environment:
-    """`args` are the fields of the environment's configuration; `args.evaluation` those of its
-    taskset for held-out problems.
+    """Build the environment. `args` are the fields of its configuration; `args.evaluation` are the
+    fields of its taskset for held-out problems.
 
-    Raises ConfigurationError where it cannot be built, has more seats than the one that is trained,
-    or serves tools to our harness.
+    Raises ConfigurationError if it cannot be built, has seats besides the trained one, or serves
+    tools to our harness.
     """
     given = dict(settings.args)
     evaluation = given.pop("evaluation", None)
@@ -121,7 +121,7 @@ def _built(settings: "Settings", given: Mapping[str, Any]) -> Any:
 
 
 class VerifiersV1(Environment):
-    """A taskset and its environment, whose rewards score."""
+    """A taskset with its environment, which gives the reward."""
 
     def __init__(self, environment: Any, held_out: Any) -> None:
         self._environment, self._held_out = environment, held_out

@@ -357,8 +357,10 @@ class ServerPool:
         )
 
     async def _choose(self, tried: Collection[str] = ()) -> Server:
-        """Choose round robin among the least busy, those in `tried` last. Where none is alive, one
-        whose health answers again; else Unavailable.
+        """Choose round robin among the least busy servers; servers in `tried` come last.
+
+        If none is alive, choose one that answers a health check again. Raises Unavailable if none
+        does.
         """
         now = time.monotonic()
         dead = [server for server in self.servers if not server.alive]
@@ -461,8 +463,8 @@ class ServerPool:
             ) from error
 
     def _gave_up(self, error: Unavailable | TooSlow | None, tries: str = "") -> ServerFailure:
-        """Return the sentence of `error`, the last one. Unfit answers say what is wrong by
-        themselves.
+        """Return the failure to raise after the last `error`. An unfit answer's own sentence is
+        kept, since it says what is wrong.
         """
         after = f" ({tries})" if tries else ""
         if isinstance(error, Unfit):
