@@ -13,7 +13,7 @@ PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13 python3.1
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run conclude test coverage test-kernels test-servers test-environments test-max lint types docs docs-check check clean
+.PHONY: help setup run conclude test test-slow coverage test-newest test-kernels test-servers test-environments test-max lint types docs docs-check check clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -36,13 +36,19 @@ conclude: $(STAMP) ## a campaign that concludes, and a null that does not, with 
 	@$(BIN)/retrain report logs/conclude
 	@$(BIN)/python -m webbrowser -t "file://$(abspath logs/conclude/report.html)" >/dev/null 2>&1 || true
 
-test: $(STAMP) ## all tests and the ten slowest, one process per core
+test: $(STAMP) ## the tests and the ten slowest, one process per core
 	$(PYTEST) --durations=10
-	@echo "Left out: tests/servers, which need real inference servers (make test-servers), tests/environments (make test-environments), and,"
+	@echo "Left out: whole runs that take long (make test-slow), tests/servers, which need real inference servers (make test-servers), tests/environments (make test-environments), and,"
 	@echo "without the package triton, the kernels for GPUs (make test-kernels)."
 
-coverage: $(STAMP) ## the same, and which lines of the package no test runs (slower)
-	$(PYTEST) --cov --cov-report=term:skip-covered
+test-slow: $(STAMP) ## the tests that are marked slow: runs in many processes, killed runs, long pages
+	$(PYTEST) -m slow
+
+coverage: $(STAMP) ## both, and which lines of the package no test runs (slower)
+	$(PYTEST) -m "not servers and not environments and not max" --cov --cov-report=term:skip-covered
+
+test-newest: $(STAMP) ## import the package and run the lab on the newest other Python of this machine, unpinned but for torch
+	$(BIN)/python scripts/newest_python.py
 
 test-kernels: $(STAMP) ## the Triton kernels, on a GPU or in Triton's interpreter, and compiled (installs it in RETRAIN_CACHE, 290 MB)
 	@test -d "$(CACHE)/triton/triton" || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target "$(CACHE)/triton" triton==3.9.0
@@ -71,7 +77,7 @@ docs: $(STAMP) ## write the documents that are made from the code: keys, metrics
 docs-check: $(STAMP) ## commands, files and configurations in the documents; generated files
 	$(BIN)/python scripts/docs_check.py
 
-check: lint types docs-check test test-kernels test-environments test-servers ## everything that .ci/run does
+check: lint types docs-check test test-slow test-kernels test-newest test-environments test-servers ## everything that .ci/run does
 
 clean: ## caches and the environment; never a run
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

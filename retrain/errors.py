@@ -6,7 +6,7 @@ to do next.
 
 from collections.abc import Sequence
 
-MOST_SENTENCES = 20
+MAX_SENTENCES = 20
 """Most problems reported at once."""
 
 
@@ -21,7 +21,7 @@ class ConfigurationError(RetrainError, ValueError):
     2).
 
     `problems` holds one sentence each, so that the mistakes of a file are reported together:
-    MOST_SENTENCES of them, then how many more there are. `unsaid` counts further problems that have
+    MAX_SENTENCES of them, then how many more there are. `unsaid` counts further problems that have
     no sentence.
     """
 
@@ -29,9 +29,9 @@ class ConfigurationError(RetrainError, ValueError):
 
     def __init__(self, problems: str | Sequence[str], unsaid: int = 0) -> None:
         found = (problems,) if isinstance(problems, str) else tuple(problems)
-        unsaid += len(found[MOST_SENTENCES:])
+        unsaid += len(found[MAX_SENTENCES:])
         rest = (f"There are {unsaid:,} more problems; fix these first.",) if unsaid else ()
-        self.problems: tuple[str, ...] = (*found[:MOST_SENTENCES], *rest)
+        self.problems: tuple[str, ...] = (*found[:MAX_SENTENCES], *rest)
         super().__init__("\n".join(self.problems))
 
 

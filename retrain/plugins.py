@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from retrain.config.names import PLUGIN_GROUP, is_data_location, is_dotted
@@ -115,31 +116,19 @@ def load_plugin(
     tried, for a name that is not found or found twice, code that cannot be loaded, a signature that
     is not of the kind, or params that it cannot take.
     """
-    found: list[tuple[str, Any]] = (
-        [("built in", builtins[name])] if builtins and name in builtins else []
-    )
-    points = [point for point in entry_points(group=PLUGIN_GROUP) if point.name == name]
-    found.extend(
-        (
-            (
-                f"entry point {point.value} of"
-                f" {point.dist.name if point.dist else 'an installed package'}"
-            ),
-            point,
-        )
-        for point in points
-    )
     where = _where(kind, name, config)
-    if len(found) > 1:
+    installed = list(entry_points(group=PLUGIN_GROUP))
+    own, points = dict(builtins or {}), [point for point in installed if point.name == name]
+    places = ["built in"] * (name in own) + [_place(point) for point in points]
+    if len(places) > 1:
         raise ConfigurationError(
-            f"{where} is found twice ({' and '.join(place for place, _ in found)}); rename or"
-            " uninstall one."
+            f"{where} is found twice ({' and '.join(places)}); rename or uninstall one."
         )
-    if found and not isinstance(found[0][1], EntryPoint):
-        return found[0][1]
-    if found:
-        with user_code(f"{where}: loading {found[0][0]}", ConfigurationError):
-            plugin = found[0][1].load()
+    if name in own:
+        return own[name]
+    if points:
+        with user_code(f"{where}: loading {places[0]}", ConfigurationError):
+            plugin = points[0].load()
     elif "." in name:
         if config._provenance.foreign:
             raise ConfigurationError(
@@ -148,14 +137,20 @@ def load_plugin(
             )
         plugin = _load_dotted(name, where, config)
     else:
-        names = [*(builtins or ()), *(point.name for point in entry_points(group=PLUGIN_GROUP))]
-        hint = f'; did you mean "{close}"?' if (close := nearest(name, names)) else "."
-        allowed = (
-            f"it can be {', '.join(sorted(names))}, or a dotted path such as my_module.my_function"
+        names = [*own, *(point.name for point in installed)]
+        close = nearest(name, names)
+        hint = f'; did you mean "{close}"?' if close else "."
+        raise ConfigurationError(
+            f"{where} is not known; it can be {', '.join(sorted(names))}, or a dotted path such as"
+            f" my_module.my_function{hint}"
         )
-        raise ConfigurationError(f"{where} is not known; {allowed}{hint}")
     _check(kind, plugin, where, config)
     return plugin
+
+
+def _place(point: EntryPoint) -> str:
+    package = point.dist.name if point.dist else "an installed package"
+    return f"entry point {point.value} of {package}"
 
 
 def _dotted_names(config: "TrainConfig") -> list[tuple[str, str]]:
@@ -191,21 +186,27 @@ def plugin_hashes(config: "TrainConfig") -> dict[str, str]:
 
 
 def _file_of(name: str, config: "TrainConfig") -> Path | None:
-    module, folders = name.rpartition(".")[0], list(map(str, _plugin_folders(config)))
-    for prefix in [*config.plugins.search_paths, ""]:
+    folders = list(map(str, _plugin_folders(config)))
+    for candidate in _modules_of(name, config):
         where: Sequence[str] | None = [*folders, *sys.path]
         spec = None
-        parts = (f"{prefix}.{module}" if prefix else module).split(".")
+        parts = candidate.split(".")
         for depth in range(len(parts)):
-            spec = (
-                PathFinder.find_spec(".".join(parts[: depth + 1]), where)
-                if where is not None
-                else None
-            )
+            if where is None:  # the part before is a module and no package
+                spec = None
+                break
+            spec = PathFinder.find_spec(".".join(parts[: depth + 1]), where)
             where = spec.submodule_search_locations if spec is not None else None
         if spec is not None and spec.origin is not None and Path(spec.origin).is_file():
             return Path(spec.origin)
     return None
+
+
+def _modules_of(name: str, config: "TrainConfig") -> list[str]:
+    """Return the modules that may hold a dotted name, in the order in which they are tried."""
+    module = name.rpartition(".")[0]
+    prefixes = [f"{prefix}." if prefix else "" for prefix in config.plugins.search_paths]
+    return [f"{prefix}{module}" for prefix in [*prefixes, ""]]
 
 
 def _plugin_folders(config: "TrainConfig") -> list[Path]:
@@ -222,14 +223,12 @@ def named_code(config: "TrainConfig") -> list[str]:
     """
     model, environment = config.model, config.environment
     named = _dotted_names(config)
-    if (
-        environment.provider == "verifiers"
-    ):  # whose id is a module's name, or with auto_install what is fetched from a hub
+    # The id of a verifiers environment is a module's name, or what auto_install fetches from a hub.
+    if environment.provider == "verifiers":
         named.append(("environment.id", environment.id))
     sentences = ["[{}] {} = {}".format(*path.split("."), toml_value(name)) for path, name in named]
-    return [
-        f"[model] trust_remote_code = true (of {model.model})"
-    ] * model.trust_remote_code + sentences
+    remote = [f"[model] trust_remote_code = true (of {model.model})"] * model.trust_remote_code
+    return remote + sentences
 
 
 def inspect_call(kind: str, function: Callable[..., Any]) -> Call:
@@ -240,33 +239,37 @@ def inspect_call(kind: str, function: Callable[..., Any]) -> Call:
     parameters = _parameters(function)
     if parameters is None:  # a function written in C tells nothing
         return Call(takes_context=False, keywords=frozenset())
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    keywords = frozenset(
-        key for key in expected.keywords if anything or any(p.name == key for p in parameters)
-    )
-    inputs = [p for p in positional if p.name not in expected.keywords]
-    takes_context = False
-    if expected.context and inputs:
-        annotation = inputs[0].annotation
-        type_name = (
-            annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
-        )
-        takes_context = inputs[0].name in _CONTEXT_NAMES or type_name.endswith("Context")
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names = [p.name for p in parameters]
+    keywords = frozenset(key for key in expected.keywords if takes_any or key in names)
+    own = [p for p in parameters if p.name not in expected.keywords]
+    inputs = [p for p in own if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    takes_context = expected.context and bool(inputs) and _is_context(inputs[0])
     wanted = 1 if takes_context else len(expected.inputs)
-    required = [p for p in inputs if p.default is p.empty]
+    required = sum(p.default is p.empty for p in inputs)
     star = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    demanded = [
-        p.name
-        for p in parameters
-        if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in expected.keywords
-    ]
-    if demanded or len(required) > wanted or (len(inputs) < wanted and not star):
-        names = ", ".join(p.name for p in parameters)
+    demands_keyword = any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in own)
+    if demands_keyword or required > wanted or (len(inputs) < wanted and not star):
         raise ValueError(
-            f"its signature is ({names}), and a plugin of this kind must be {expected.forms}"
+            f"its signature is ({', '.join(names)}), and a plugin of this kind must be"
+            f" {expected.forms}"
         )
     return Call(takes_context, keywords)
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except ValueError:
+        return None
+
+
+def _is_context(parameter: inspect.Parameter) -> bool:
+    """Return True if the parameter is named or annotated as the context of its kind."""
+    annotation = parameter.annotation
+    if not isinstance(annotation, str):
+        annotation = getattr(annotation, "__name__", "")
+    return parameter.name in _CONTEXT_NAMES or annotation.endswith("Context")
 
 
 def params_of(kind: str, config: "TrainConfig") -> dict[str, Any]:
@@ -344,44 +347,48 @@ def describe(error: BaseException) -> str:
 
 
 def _load_dotted(name: str, where: str, config: "TrainConfig") -> Any:
-    module_path, _, attribute = name.rpartition(".")
+    attribute = name.rpartition(".")[2]
     folders = _plugin_folders(config)
     tried = []
-    for prefix in [*config.plugins.search_paths, ""]:
-        candidate = f"{prefix}.{module_path}" if prefix else module_path
+    for candidate in _modules_of(name, config):
         if not all(part.isidentifier() for part in candidate.split(".")):
             tried.append(
                 f"{candidate} (not a module's name; search_paths holds prefixes such as plugins)"
             )
             continue
-        relative = Path(*candidate.split("."))
-        files = [
-            folder / tail
-            for folder in folders
-            for tail in (relative.with_suffix(".py"), relative / "__init__.py")
-        ]
-        existing = [file for file in files if file.is_file()]
-        if len(existing) > 1:
-            raise ConfigurationError(
-                f"{where} is found twice, in {existing[0]} and {existing[1]}; rename one."
-            )
-        with _importable(folders), user_code(f"{where}: importing {candidate}", ConfigurationError):
-            try:
-                module = importlib.import_module(candidate)
-            except ModuleNotFoundError as error:
-                if error.name is None or not f"{candidate}.".startswith(f"{error.name}."):
-                    raise  # a module that the plugin itself imports
-                tried.append(f"{candidate} (no such module)")
-                continue
+        module = _import(candidate, folders, where)
+        if module is None:
+            tried.append(f"{candidate} (no such module)")
+            continue
         if hasattr(module, attribute):
             return getattr(module, attribute)
         public = [item for item in vars(module) if not item.startswith("_")]
         close = nearest(attribute, public)
-        tried.append(f"{candidate} (has no {attribute}" + (f", but {close})" if close else ")"))
+        hint = f", but {close}" if close else ""
+        tried.append(f"{candidate} (has no {attribute}{hint})")
     raise ConfigurationError(
         f"{where} cannot be loaded: tried {', '.join(tried)} in {', '.join(map(str, folders))} and"
         " sys.path."
     )
+
+
+def _import(name: str, folders: Sequence[Path], where: str) -> ModuleType | None:
+    """Import a module; None if there is none of that name."""
+    relative = Path(*name.split("."))
+    tails = (relative.with_suffix(".py"), relative / "__init__.py")
+    files = [folder / tail for folder in folders for tail in tails]
+    existing = [file for file in files if file.is_file()]
+    if len(existing) > 1:
+        raise ConfigurationError(
+            f"{where} is found twice, in {existing[0]} and {existing[1]}; rename one."
+        )
+    with _importable(folders), user_code(f"{where}: importing {name}", ConfigurationError):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise  # a module that the plugin itself imports
+            return None
 
 
 @contextmanager
@@ -408,24 +415,7 @@ def _importable(folders: Sequence[Path]) -> Iterator[None]:
 
 def _check(kind: str, plugin: Any, where: str, config: "TrainConfig") -> None:
     if KINDS[kind].base:
-        module, _, name = KINDS[kind].base.rpartition(".")
-        base: type = getattr(importlib.import_module(module), name)
-        if not (inspect.isclass(plugin) and issubclass(plugin, base)):
-            raise ConfigurationError(
-                f"{where} is {_a(plugin)}, and must be a subclass of"
-                f" {base.__module__}.{base.__qualname__}."
-            )
-        if inspect.isabstract(plugin):
-            missing = ", ".join(
-                sorted(
-                    name
-                    for name, item in inspect.getmembers(plugin)
-                    if getattr(item, "__isabstractmethod__", False)
-                )
-            )
-            raise ConfigurationError(
-                f"{where} does not define {missing} of {base.__module__}.{base.__qualname__}."
-            )
+        _check_class(plugin, KINDS[kind].base, where)
         return
     if not callable(plugin):
         raise ConfigurationError(
@@ -433,18 +423,7 @@ def _check(kind: str, plugin: Any, where: str, config: "TrainConfig") -> None:
         )
     params = params_of(kind, config)
     if kind == "data":
-        split = (
-            {"split": "train"}
-            if any(parameter.name == "split" for parameter in _parameters(plugin) or ())
-            else {}
-        )
-        try:  # `split` is given by the data part
-            if _parameters(plugin) is not None:  # a function written in C tells nothing
-                inspect.signature(plugin).bind(**{**params, **split})
-        except TypeError as error:
-            raise ConfigurationError(
-                f"{where} cannot be called with [data] params {sorted(params)}: {error}."
-            ) from error
+        _check_source(plugin, params, where)
         return
     try:
         call = inspect_call(kind, plugin)
@@ -457,11 +436,32 @@ def _check(kind: str, plugin: Any, where: str, config: "TrainConfig") -> None:
         )
 
 
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+def _check_class(plugin: Any, base_path: str, where: str) -> None:
+    module, _, name = base_path.rpartition(".")
+    base: type = getattr(importlib.import_module(module), name)
+    qualified = f"{base.__module__}.{base.__qualname__}"
+    derives = inspect.isclass(plugin) and issubclass(plugin, base)
+    if not derives:
+        raise ConfigurationError(f"{where} is {_a(plugin)}, and must be a subclass of {qualified}.")
+    if inspect.isabstract(plugin):
+        missing = ", ".join(sorted(plugin.__abstractmethods__))
+        raise ConfigurationError(f"{where} does not define {missing} of {qualified}.")
+
+
+def _check_source(plugin: Callable[..., Any], params: Mapping[str, Any], where: str) -> None:
+    """Check that a data source can be called with its params, and with `split` if it takes one."""
+    parameters = _parameters(plugin)
+    if parameters is None:  # a function written in C tells nothing
+        return
+    given = dict(params)
+    if any(parameter.name == "split" for parameter in parameters):
+        given["split"] = "train"
     try:
-        return list(inspect.signature(function).parameters.values())
-    except ValueError:
-        return None
+        inspect.signature(plugin).bind(**given)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"{where} cannot be called with [data] params {sorted(params)}: {error}."
+        ) from error
 
 
 # -- words -----------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""One exchange with a server over HTTP, bounded in time and in size, and what the server says in
-it.
+"""One exchange with a server over HTTP, bounded in time and in size, what the server says in it,
+and the event loop for those who wait.
 
 Whoever asks decides what is tried again: `inference_engine/http.py` for servers that sample,
 `rewards/chat.py` for judges.
@@ -9,16 +9,24 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 
 from retrain.errors import EnvironmentFailure
 
+T = TypeVar("T")
+
+_CLOSE_S = 5.0
+"""Seconds for what is under way in a loop to end; a socket that does not close must not hold the
+process up."""
 _SHOWN = 300
 """Characters of a server's own words in a sentence."""
 _SHOWN_UNREAD = 80
@@ -70,9 +78,9 @@ class Answer:
         return text if len(text) <= _SHOWN_UNREAD else text[:_SHOWN_UNREAD] + "..."
 
     @property
-    def leads_to(self) -> str:
-        """The host that a redirection names; it is never followed, since what is sent is meant for
-        one host alone.
+    def redirect_host(self) -> str:
+        """The host of the Location header. A redirection is never followed, since what is sent is
+        meant for one host alone.
         """
         return (
             urlsplit(self.headers.get("location", "")).netloc.rpartition("@")[2] or "another path"
@@ -86,18 +94,18 @@ async def exchange(
     body: Mapping[str, Any] | None,
     *,
     seconds: float,
-    most_bytes: int,
+    max_bytes: int,
 ) -> Answer:
     """Send `body` as JSON and read the whole answer, whatever its status.
 
-    Raises TimeoutError after `seconds` from the first byte to the last, TooLong after `most_bytes`,
+    Raises TimeoutError after `seconds` from the first byte to the last, TooLong after `max_bytes`,
     and what httpx raises.
     """
     received = bytearray()
     async with asyncio.timeout(seconds), client.stream(method, url, json=body) as response:
         async for part in response.aiter_bytes():
             received += part
-            if len(received) > most_bytes:
+            if len(received) > max_bytes:
                 raise TooLong
     return Answer(response.status_code, response.headers, bytes(received), response.reason_phrase)
 
@@ -120,3 +128,47 @@ def masked(sentence: str, *secrets: str) -> str:
     for secret in filter(None, secrets):
         sentence = sentence.replace(secret, "***")
     return sentence
+
+
+class EventLoop:
+    """An asyncio loop on a daemon thread. Any thread may start coroutines on it."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Return the result to come; it is cancelled if the loop is closed before."""
+        with self._lock:
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(work, self.loop)
+        work.close()
+        ended: Future[T] = Future()
+        ended.cancel()
+        return ended
+
+    def close(self, *last: Callable[[], Awaitable[None]]) -> None:
+        """Cancel what is under way, await `last` and end the thread; a second call does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        ending = asyncio.run_coroutine_threadsafe(_end(last), self.loop)
+        with suppress(TimeoutError):
+            ending.result(_CLOSE_S)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(_CLOSE_S)
+        if not self._thread.is_alive():
+            self.loop.close()
+
+
+async def _end(last: Sequence[Callable[[], Awaitable[None]]]) -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    for work in last:
+        await work()

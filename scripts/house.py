@@ -1,11 +1,11 @@
 """How the package is laid out, counted: `python scripts/house.py [ROOT]` prints one Markdown table,
-and with `--once` the private functions that have one caller: file, line, length, name, and who
-calls it.
+the functions above MAX_NODES and the circles; with `--once` the private functions that have one
+caller: file, line, nodes, name, and who calls it.
 
-A room is a package folder, or a module at the top of `retrain/`. An arrow is one room that imports
-another, at any depth of a function; a circle is a set of rooms that import each other; the floors
-are the longest chain of arrows, with each circle counted as one. tests/test_architecture.py checks
-the direction of the same arrows.
+Size is counted in syntax nodes, which no formatter moves. A room is a package folder, or a module
+at the top of `retrain/`. An arrow is one room that imports another, at any depth of a function; a
+circle is a set of rooms, or of files, that import each other; the floors are the longest chain of
+arrows, with each circle counted as one. tests/test_architecture.py checks the same numbers.
 """
 
 import ast
@@ -14,47 +14,55 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from statistics import mean, median
+from types import UnionType
 
 Arrows = dict[str, set[str]]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+
+MAX_NODES = 250
+"""What a reader can hold at once. Kernels, which are written for a compiler, may have more."""
 
 
 def main(root: Path) -> None:
     """Print the table of the package below `root`."""
     trees = parse_package(root)
-    texts = [path.read_text(encoding="utf-8") for path in trees]
-    lengths = [lines_of(function) for _, function in functions(trees)]
-    private, once = private_functions(texts, trees)
-    tiny = sum(lines_of(function) <= 4 for _, function in once)
-    sizes = [text.count("\n") for text in texts]
+    nodes = sum(map(nodes_of, trees.values()))
+    large = sorted(large_functions(trees), key=lambda found: -nodes_of(found[1]))
+    private, once = private_functions([path.read_text(encoding="utf-8") for path in trees], trees)
     arrows = room_arrows(root, trees)
-    circles = strong_components(arrows)
+    components = strong_components(arrows)
+    circles = circles_of(arrows) + circles_of(module_arrows(root, trees))
     rows = {
-        "function length, mean / median / longest (lines)": (
-            f"{mean(lengths):.1f} / {median(lengths):g} / {max(lengths)}"
+        "syntax nodes / files": f"{nodes:,} / {len(trees)}",
+        f"functions above {MAX_NODES} nodes, outside kernels": str(len(large)),
+        "conditional expressions per 10,000 nodes": per_10000(count_of(trees, ast.IfExp), nodes),
+        "nested comprehensions per 10,000 nodes (one in another, or with two `for`)": per_10000(
+            nested_comprehensions(trees), nodes
         ),
-        "private functions with one caller (of these at most 4 lines)": (
-            f"{len(once)} of {private} ({tiny})"
-        ),
-        "files in the package, median lines, under 60 lines": (
-            f"{len(sizes)}, {median(sizes):g}, {sum(size < 60 for size in sizes)}"
-        ),
-        "loose files at the top of retrain/": str(len(list((root / "retrain").glob("*.py")))),
+        "walruses in comprehensions": str(inside_comprehensions(trees, ast.NamedExpr)),
+        "private functions with one caller": f"{len(once)} of {private}",
         "functions outside config/ that take the whole TrainConfig": str(
             sum(1 for _ in whole_configuration(root, trees))
         ),
-        "rooms / floors / import arrows / circles": (
-            f"{len(arrows)} / {floors(arrows, circles)} / {sum(map(len, arrows.values()))} /"
-            f" {sum(len(circle) > 1 for circle in circles)}"
+        "rooms / floors / import arrows": (
+            f"{len(arrows)} / {floors(arrows, components)} / {sum(map(len, arrows.values()))}"
         ),
+        "circles of rooms or files": str(len(circles)),
     }
     print("| measure | value |\n|---|---|")
     for name, value in rows.items():
         print(f"| {name} | {value} |")
+    print()
+    for path, function in large:
+        place = f"{path.relative_to(root)}:{function.lineno}"
+        print(f"{nodes_of(function)} nodes: {function.name} ({place})")
     for circle in circles:
-        if len(circle) > 1:
-            print(f"\nCircle: {', '.join(sorted(circle))}")
+        print(f"Circle: {', '.join(sorted(circle))}")
+
+
+def per_10000(count: int, nodes: int) -> str:
+    return f"{count / nodes * 10_000:.1f}"
 
 
 def files(root: Path) -> list[Path]:
@@ -78,14 +86,46 @@ def functions(trees: dict[Path, ast.Module]) -> Iterator[tuple[Path, Function]]:
                 yield path, node
 
 
-def lines_of(function: Function) -> int:
-    """Lines from `def` to the end, decorators not counted."""
-    return (function.end_lineno or function.lineno) - function.lineno + 1
-
-
 def nodes_of(tree: ast.AST) -> int:
     """Syntax nodes, which no formatter moves; whether a name is read or written is none."""
     return sum(not isinstance(node, ast.expr_context) for node in ast.walk(tree))
+
+
+def large_functions(trees: dict[Path, ast.Module]) -> list[tuple[Path, Function]]:
+    """The functions above MAX_NODES that are not in a folder of kernels, each with its file."""
+    return [
+        (path, function)
+        for path, function in functions(trees)
+        if "kernels" not in path.parts and nodes_of(function) > MAX_NODES
+    ]
+
+
+def count_of(trees: dict[Path, ast.Module], kind: type[ast.AST]) -> int:
+    """How many nodes of the package are of `kind`."""
+    return sum(isinstance(node, kind) for tree in trees.values() for node in ast.walk(tree))
+
+
+def inside_comprehensions(trees: dict[Path, ast.Module], kind: type[ast.AST] | UnionType) -> int:
+    """How many nodes of `kind` stand within a comprehension."""
+    found = {
+        node
+        for tree in trees.values()
+        for outer in ast.walk(tree)
+        if isinstance(outer, Comprehension)
+        for node in ast.walk(outer)
+        if isinstance(node, kind) and node is not outer
+    }
+    return len(found)
+
+
+def nested_comprehensions(trees: dict[Path, ast.Module]) -> int:
+    """How many comprehensions stand within another one, or have more than one `for`."""
+    loops = sum(
+        isinstance(node, Comprehension) and len(node.generators) > 1
+        for tree in trees.values()
+        for node in ast.walk(tree)
+    )
+    return loops + inside_comprehensions(trees, Comprehension)
 
 
 def private_functions(
@@ -117,11 +157,10 @@ def list_once(root: Path) -> None:
             for _, other in functions({path: trees[path]})
             if other is not function and function.name in names_in(other)
         ]
-        caller = min(callers, key=lines_of, default=None)
-        by = f"{caller.name} ({lines_of(caller)})" if caller else "outside functions"
-        print(
-            f"{path.relative_to(root)}:{function.lineno}\t{lines_of(function)}\t{function.name}\t{by}"
-        )
+        caller = min(callers, key=nodes_of, default=None)
+        by = f"{caller.name} ({nodes_of(caller)})" if caller else "outside functions"
+        place = f"{path.relative_to(root)}:{function.lineno}"
+        print(f"{place}\t{nodes_of(function)}\t{function.name}\t{by}")
 
 
 def names_in(function: Function) -> set[str]:
@@ -198,6 +237,21 @@ def room_arrows(root: Path, trees: dict[Path, ast.Module]) -> Arrows:
     for path, other in file_arrows(root, trees):
         arrows[room_of(root, path)].add(other)
     return arrows
+
+
+def module_arrows(root: Path, trees: dict[Path, ast.Module]) -> Arrows:
+    """Each module with the modules that it imports. A package stands for its `__init__.py`."""
+    modules = {module_of(root, path): tree for path, tree in trees.items()}
+    arrows: Arrows = {}
+    for module, tree in modules.items():
+        names = set(imported(ast.walk(tree))) - {"retrain.__version__"}
+        arrows[module] = {enclosing(name, modules) for name in names} - {"", module}
+    return arrows
+
+
+def circles_of(arrows: Arrows) -> list[set[str]]:
+    """The sets of two or more that import each other."""
+    return [members for members in strong_components(arrows) if len(members) > 1]
 
 
 def strong_components(arrows: Arrows) -> list[set[str]]:

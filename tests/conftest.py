@@ -3,8 +3,9 @@
 import gc
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -53,9 +54,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "moment" in metafunc.fixturenames:
-        metafunc.parametrize("moment", MOMENTS[: metafunc.config.getoption("stops")], ids=str)
+        moments = MOMENTS[: metafunc.config.getoption("stops")]
+        metafunc.parametrize("moment", first_of(moments), ids=str)
     if "kill" in metafunc.fixturenames:
-        metafunc.parametrize("kill", range(metafunc.config.getoption("kills")))
+        metafunc.parametrize("kill", first_of(range(metafunc.config.getoption("kills"))))
+
+
+def first_of(values: Iterable[Any]) -> list[Any]:
+    """The values as parameters of a test; all but the first one are slow."""
+    slow = pytest.mark.slow
+    return [pytest.param(value, marks=[slow] if at else []) for at, value in enumerate(values)]
 
 
 @pytest.fixture

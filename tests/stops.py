@@ -141,7 +141,7 @@ def hang_up(file: Path, folder: Path) -> int:
     """The exit code of a command line whose terminal closes after the second step."""
     terminal, its_end = pty.openpty()
     command = Command(
-        [sys.executable, "-m", "retrain", str(file)],
+        [sys.executable, "-m", "retrain", str(file), "--skip-parity"],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         terminal=its_end,
     )

@@ -194,9 +194,7 @@ def test_a_rate_counts_errors_of_either_side_and_leaves_out_what_could_not_be_ju
     assert (nothing.error_rate, nothing.interval) == (None, (0.0, 1.0))
 
 
-def test_the_interval_is_wilsons_for_one_case_each_and_wider_where_cases_of_an_example_are_alike() -> (
-    None
-):
+def test_the_interval_is_wilsons_and_wider_where_cases_of_an_example_are_alike() -> None:
     alone = Rate("", [judged(str(n), "a", WRONG if n < 10 else RIGHT) for n in range(40)])
     assert alone.interval == pytest.approx((0.1419, 0.4019), abs=0.003)  # Wilson's for 10 of 40
     alike = Rate("", [judged(str(n // 4), "a", WRONG if n < 40 else RIGHT) for n in range(160)])

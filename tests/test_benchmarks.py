@@ -104,6 +104,7 @@ def test_a_part_that_fails_leaves_a_sentence_and_the_other_parts_go_on(
     assert "## Learning" in sections and "## Where the time goes" in sections
 
 
+@pytest.mark.slow
 def test_the_gpu_benchmark_runs_in_small_on_a_cpu(tmp_path: Path) -> None:
     command = [
         sys.executable,

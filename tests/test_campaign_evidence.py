@@ -331,7 +331,7 @@ def test_a_resume_tries_a_failed_run_again_and_looks_at_its_seed_once_more(tmp_p
     assert execute(few, Simulated(BETTER))[-1:] == [] and len(looks(few.folder)) == 5
 
 
-def test_a_run_that_fails_again_stays_missing_and_one_of_a_decided_condition_is_not_tried(
+def test_a_run_that_fails_again_stays_missing_and_a_decided_one_is_not_tried(
     tmp_path: Path,
 ) -> None:
     plan = planned(tmp_path / "c", conditions=CONDITIONS)

@@ -60,9 +60,7 @@ def test_a_decided_contrast_stays_decided_and_p_is_one_over_the_evidence() -> No
     assert anytime_p(found[0][0]) < 0.05 and anytime_p(0.2) == 1.0
 
 
-def test_of_null_campaigns_with_a_look_after_every_seed_no_more_than_alpha_end_in_a_verdict() -> (
-    None
-):
+def test_of_null_campaigns_with_looks_no_more_than_alpha_end_in_a_verdict() -> None:
     trials = 4000
     for draw in (looking.normal, looking.heavy_tails, looking.growing):
         for contrasts in (1, 4):

@@ -133,7 +133,7 @@ MINE = '[reward]\ntype = "custom"\ncustom_module = "mine"\n'
         ),
     ],
 )
-def test_a_condition_with_another_reward_has_its_held_out_answers_judged_by_the_bases(
+def test_a_condition_with_another_reward_is_judged_held_out_by_the_bases(
     base: str, changed: str, judges: list[tuple[str, str]]
 ) -> None:
     conditions = (

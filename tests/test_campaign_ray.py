@@ -66,7 +66,8 @@ def processes_that_name(text: str) -> list[str]:
     return [line for line in found if text in line]
 
 
-def test_a_local_cluster_runs_the_campaign_brings_failures_back_and_leaves_nothing_behind(
+@pytest.mark.slow
+def test_a_local_cluster_runs_the_campaign_and_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("ray")

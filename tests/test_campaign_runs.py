@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from retrain import load_runs, train
+from retrain import load_runs
 from retrain.analysis.runs import find_runs
 from retrain.campaign import Manifest, Status, plan_campaign, run_campaign
 from retrain.campaign.subprocesses import share_devices, start_worker
@@ -28,7 +28,7 @@ from retrain.errors import ConfigurationError, RunFailed
 from retrain.records.run_folder import RunFolder
 from retrain.records.writer import Liveness, Writer
 from tests import commands
-from tests.runs import SMALL, lines, timeless
+from tests.runs import SMALL, lines, small_run, timeless
 
 BASE: dict[str, Any] = deep_merge(
     SMALL,
@@ -166,7 +166,7 @@ def test_a_run_that_shared_the_loaded_model_is_the_run_alone(
         for run in plan_campaign(config_from_mapping(sections(tmp_path / "c")), tmp_path).runs
         if run.name == NAMES[3]
     ]
-    train(planned.config, quiet=True)
+    small_run(planned.config, quiet=True)
     alone, shared = tmp_path / "runs" / NAMES[3], sequential.folder / "runs" / NAMES[3]
     assert timeless(alone / "metrics.jsonl") == timeless(shared / "metrics.jsonl")
     for file in ("evaluation.jsonl", "checkpoints/final/adapter_model.safetensors"):
@@ -357,7 +357,7 @@ def test_what_is_refused_leaves_no_folder(tmp_path: Path) -> None:
 
 def test_a_campaign_is_no_single_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="is a campaign, not a single run"):
-        train(config_from_mapping(sections(tmp_path / "c")), quiet=True)
+        small_run(config_from_mapping(sections(tmp_path / "c")), quiet=True)
 
 
 def test_a_run_never_starts_in_a_campaigns_folder(sequential: Finished) -> None:
@@ -371,7 +371,7 @@ def test_a_run_never_starts_in_a_campaigns_folder(sequential: Finished) -> None:
         {"logging.log_dir": str(sequential.folder)},
     ):
         with pytest.raises(ConfigurationError, match="holds a campaign, not a single run"):
-            train(replaced(run, change), quiet=True)
+            small_run(replaced(run, change), quiet=True)
 
 
 def test_a_campaign_with_an_algorithm_can_be_resumed(tmp_path: Path) -> None:
@@ -548,6 +548,7 @@ def resume(folder: Path, *flags: str) -> str:
     ).stdout
 
 
+@pytest.mark.slow
 def test_a_lost_worker_starts_again_and_a_killed_campaign_loses_nothing(
     sequential: Finished, tmp_path: Path
 ) -> None:
@@ -578,6 +579,7 @@ def test_a_lost_worker_starts_again_and_a_killed_campaign_loses_nothing(
     assert {entry.status for entry in campaign.manifest.runs} == {Status.DONE}
 
 
+@pytest.mark.slow
 def test_a_worker_whose_campaign_is_gone_ends_at_once(tmp_path: Path) -> None:
     run = plan_campaign(config_from_mapping(sections(tmp_path, {"max_steps": 500})), tmp_path).runs[
         0
@@ -636,7 +638,13 @@ def test_a_child_that_a_plugin_leaves_does_not_hold_up_the_campaign(
         os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("parallel", [False, True], ids=["sequential", "parallel"])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param(False, id="sequential"),
+        pytest.param(True, id="parallel", marks=pytest.mark.slow),
+    ],
+)
 def test_ctrl_c_saves_and_ends_with_130(
     parallel: bool, sequential: Finished, tmp_path: Path
 ) -> None:

@@ -89,6 +89,11 @@ def test_init_explains_what_is_wrong(
     assert arguments[1] in capsys.readouterr().err
 
 
+def test_a_template_without_its_flag_is_told_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "lab"]) == 2
+    assert "did you mean `retrain init --template lab`?" in capsys.readouterr().err
+
+
 def test_preview_shows_the_difference_and_writes_nothing(
     legacy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

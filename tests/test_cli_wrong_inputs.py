@@ -2,10 +2,12 @@
 
 import pytest
 
-from scripts.wrong_inputs import CASES, Case, answer
+from tests.wrong_inputs import CASES, Case, answer
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.printed], ids=lambda case: case.title
+)
 def test_a_wrong_input_is_answered_in_one_sentence(case: Case) -> None:
     code, said = answer(case)
     assert code == case.code, said

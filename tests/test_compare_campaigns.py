@@ -413,7 +413,7 @@ def test_text_fits_the_terminal_and_says_all_that_markdown_does(
     assert not [cell for cell in cells if cell.replace("*", "") not in text]
 
 
-def test_an_interval_that_leaves_zero_out_is_no_verdict_where_the_family_does_not_reach_it(
+def test_an_interval_without_zero_is_no_verdict_where_the_family_does_not_reach_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     by = [9, 2, 7, 1, 8, 3, 6, -1]

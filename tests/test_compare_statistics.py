@@ -221,7 +221,7 @@ def table_of(
 
 
 @pytest.mark.parametrize(("luck", "spread"), [(0.03, 0.25), (0.0, 0.25), (0.05, 0.0), (0.0, 0.0)])
-def test_the_two_way_interval_covers_new_problems_and_is_not_much_wider_than_it_must_be(
+def test_the_two_way_interval_covers_new_problems_and_is_not_much_too_wide(
     luck: float, spread: float
 ) -> None:
     rng = np.random.default_rng(0)
@@ -245,9 +245,7 @@ def test_the_two_way_parts_are_the_evaluations_noise_and_the_runs_luck() -> None
     )
 
 
-def test_a_covariate_that_explains_the_effect_narrows_the_interval_and_a_useless_one_is_found_out() -> (
-    None
-):
+def test_a_covariate_that_explains_the_effect_narrows_the_interval() -> None:
     rng = np.random.default_rng(0)
     difficulty = rng.random(60)
     table = table_of(rng, 8, 60, 0.02, 0.0, 0.2) + difficulty - difficulty.mean()

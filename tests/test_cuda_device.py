@@ -292,6 +292,7 @@ def test_sampler_and_learner_are_one_policy_and_an_update_is_the_same_bytes_twic
     assert digests[0] == digests[1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(HAS_GPU and torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_that_sample_ahead_learn_what_one_does(tmp_path: Path) -> None:
     """With a checkpoint at every step nothing is sampled ahead, so the runs differ in the devices
@@ -312,6 +313,7 @@ def test_two_gpus_that_sample_ahead_learn_what_one_does(tmp_path: Path) -> None:
     assert one == two
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_bytes_of_one_that_went_on(tmp_path: Path) -> None:
     whole, first = (12, 5) if HAS_GPU else (2, 1)
     for folder, end in (("whole", whole), ("parted", first), ("parted", whole)):

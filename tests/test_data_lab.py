@@ -40,7 +40,7 @@ def model() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("difficulty", DIFFICULTIES)
-def test_no_heldout_problem_is_a_training_problem_even_with_its_terms_in_another_order(
+def test_no_heldout_problem_is_a_training_problem_even_with_reordered_terms(
     difficulty: int,
 ) -> None:
     def unordered(prompt: str) -> tuple[str, ...]:

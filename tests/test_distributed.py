@@ -75,6 +75,7 @@ def assert_same_learning(shared: Path, alone: Path) -> None:
     np.testing.assert_allclose(ours.log_ratios, theirs.log_ratios, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_two_processes_learn_what_one_does(alone: Path, tmp_path: Path) -> None:
     folder = tmp_path / "shared"
     launcher = [
@@ -97,6 +98,7 @@ def test_two_processes_learn_what_one_does(alone: Path, tmp_path: Path) -> None:
     assert_same_learning(folder, alone)
 
 
+@pytest.mark.slow
 def test_a_shared_run_goes_on_where_it_was_stopped(alone: Path, tmp_path: Path) -> None:
     """A signal to one process stops all of them between two steps."""
     folder = tmp_path / "stopped"
@@ -129,6 +131,7 @@ SHARDED: dict[str, Any] = SHARED | {
 """Few tokens a pass, so that the processes have different numbers of passes to make."""
 
 
+@pytest.mark.slow
 def test_two_processes_that_hold_half_of_the_layers_learn_what_one_does(
     alone: Path, tmp_path: Path
 ) -> None:

@@ -96,13 +96,19 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 PYTHON_ELSEWHERE = {"CONTRIBUTING.md": "tests/test_contributing.py"}
+SLOW_PAGES = {"commands", "comparing", "looking", "reading-a-run", "campaigns"}
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.mark.parametrize(
     "page",
-    [path for path in PAGES if SHELL & {language for language, _ in blocks(path)}],
-    ids=lambda path: path.stem,
+    [
+        pytest.param(
+            path, marks=[pytest.mark.slow] if path.stem in SLOW_PAGES else [], id=path.stem
+        )
+        for path in PAGES
+        if SHELL & {language for language, _ in blocks(path)}
+    ],
 )
 def test_every_block_of_a_page_runs_as_pasted(page: Path, checkout: Path, tmp_path: Path) -> None:
     here = shutil.copytree(checkout, tmp_path / "checkout", symlinks=True)

@@ -436,6 +436,7 @@ def digest() -> str:
     return hashed.hexdigest()
 
 
+@pytest.mark.slow
 def test_a_fresh_process_gives_the_same_bytes():
     script = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import"

@@ -35,6 +35,7 @@ from retrain.inference_engine import max as max_engine
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.inference_engine.mlx import to_mlx
 from retrain.types import Completion, Row
+from tests.runs import small_run
 
 DOUBLES: dict[str, type] = {
     "HastySGLang": SGLangDouble,
@@ -87,7 +88,12 @@ def request(ids: Any = range(40, 60), count: int = 2, **changes: Any) -> SampleR
 
 
 @pytest.mark.parametrize(
-    ("engine", "steps"), [("HastySGLang", 1), ("HastyMLX", 2), ("HastyMAX", 1)]
+    ("engine", "steps"),
+    [
+        ("HastySGLang", 1),
+        pytest.param("HastyMLX", 2, marks=pytest.mark.slow),
+        pytest.param("HastyMAX", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_at_another_temperature_than_1_passes_the_gate_and_stays_on_policy(
     engine: str, steps: int, tmp_path: Path
@@ -177,7 +183,7 @@ def test_an_adapter_that_the_server_does_not_list_is_refused(
 # -- MLX-LM ----------------------------------------------------------------------------------------
 
 
-def test_prompts_are_sent_as_text_one_request_per_sample_and_the_adapter_as_a_folder_of_its_own(
+def test_prompts_are_sent_as_text_one_request_per_sample_the_adapter_as_a_folder(
     mlx: MLXDouble, tmp_path: Path
 ) -> None:
     engine = engine_of(HastyMLX, mlx.url, tmp_path)
@@ -275,7 +281,7 @@ def test_max_on_a_cpu_cannot_train(maximal: MAXDouble, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigurationError, match=r"without adapters, which MAX serves on a GPU only"
     ):
-        train(served(tmp_path / "run", maximal.url, "HastyMAX"), quiet=True)
+        small_run(served(tmp_path / "run", maximal.url, "HastyMAX"), quiet=True)
 
 
 def test_without_max_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(
     )
 
 
-def test_the_attention_of_a_gpu_is_torchs_flash_kernel_and_where_that_is_missing_flash_is_refused(
+def test_a_gpu_attends_with_torchs_flash_kernel_or_flash_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ):
     assert (

@@ -27,6 +27,7 @@ from retrain.inference_engine.openai import OpenAIEngine
 from retrain.noise import Stream
 from retrain.run.parts import Parts, load_parts, run_parity_gate
 from retrain.types import Completion, FinishReason
+from tests.runs import small_run
 
 WITHOUT_PENALTY = {
     "repetition_penalty": 1.0,
@@ -108,7 +109,7 @@ def pass_gate(parts: Parts, config: Any) -> Any:
 # -- a run -----------------------------------------------------------------------------------------
 
 
-def test_a_run_gives_every_version_a_name_and_a_folder_of_its_own_and_leaves_nothing_behind(
+def test_a_run_gives_every_version_a_name_and_a_folder_and_leaves_nothing_behind(
     tmp_path: Path, server: VLLMDouble
 ) -> None:
     folders: list[bool] = []
@@ -164,6 +165,7 @@ def test_requests_hold_what_the_policy_is_and_no_seed(tmp_path: Path, server: VL
     )
 
 
+@pytest.mark.slow
 def test_each_of_several_servers_must_pass_the_gate(tmp_path: Path, parts: Parts) -> None:
     with doubles(2) as servers:
         config = served(tmp_path, *(one.url for one in servers), training={"temperature": 0.7})
@@ -350,7 +352,7 @@ def test_a_server_that_does_not_answer_stops_before_a_model_is_loaded(
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["log_dir", "adapter_dir"])
-def test_an_adapter_that_the_server_cannot_read_is_told_with_the_path_that_both_must_see(
+def test_an_adapter_that_the_server_cannot_read_is_told_with_its_path(
     tmp_path: Path, server: VLLMDouble, own: bool
 ) -> None:
     """vLLM's words for a folder that is not there. The folders may be read by any user, whatever
@@ -505,7 +507,7 @@ def test_an_openai_server_is_trained_with_if_it_returns_ids_and_log_probs(
     with pytest.raises(
         ConfigurationError, match="it returns no token ids with log-probs, and the loss needs"
     ):
-        train(config, quiet=True)
+        small_run(config, quiet=True)
 
 
 @pytest.mark.parametrize("kind", ["ids", "text", "chat"])
@@ -779,7 +781,7 @@ def test_a_server_that_answers_neither_text_nor_messages_is_told_with_its_answer
 def test_a_trained_adapter_is_not_evaluated_on_a_server_that_cannot_load_it(
     tmp_path: Path, server: VLLMDouble, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(small(tmp_path / "run", training={"max_steps": 1}), quiet=True)
+    small_run(small(tmp_path / "run", training={"max_steps": 1}), quiet=True)
     server.replies_text = True
     flags = [
         "--inference-engine",
@@ -836,7 +838,7 @@ def test_damaged_answers_cost_a_second_try_and_nothing_else(
         )
     )
     server.faults += [scripted({2: (500, "oops")}, path) for path in (LOAD, UNLOAD)]
-    run = train(served(tmp_path / "run", server.url), quiet=True, skip_parity=True)
+    run = small_run(served(tmp_path / "run", server.url), quiet=True)
     assert (
         run.summary.steps == 3
         and server.paths().count(COMPLETIONS) == server.calls + 4 == 10
@@ -848,7 +850,7 @@ def test_a_busy_server_and_a_broken_connection_cost_time_and_nothing_else(
     tmp_path: Path, server: VLLMDouble
 ) -> None:
     server.faults.append(scripted({2: (429, ""), 3: (429, ""), 5: (503, ""), 7: (0, "")}))
-    run = train(served(tmp_path / "run", server.url), quiet=True, skip_parity=True)
+    run = small_run(served(tmp_path / "run", server.url), quiet=True)
     assert run.summary.steps == 3 and server.paths().count(COMPLETIONS) == server.calls + 4 == 10
 
 
@@ -885,16 +887,15 @@ def test_a_run_whose_server_fails_is_saved_and_resumes(
         f"continue with `retrain {folder}/config.toml --resume {folder}`, at another address with"
     )
     with pytest.raises(ServerFailure, match=rf"{told}.* The run is saved after 1 step: {again}"):
-        train(config, quiet=True, skip_parity=True)
+        small_run(config, quiet=True)
     assert (
         len(lines(folder / "metrics.jsonl")) == 1
         and json.loads((folder / "summary.json").read_text())["status"] == "failed"
     )
     server.faults.clear()
-    run = train(
+    run = small_run(
         served(folder, server.url, resume={"from": str(folder)}, **rarely_saved),
         quiet=True,
-        skip_parity=True,
     )
     assert [record.step for record in run.metrics()] == [0, 1, 2]
 
@@ -915,7 +916,7 @@ def test_a_killed_server_is_replaced_by_another_at_another_address(
     with pytest.raises(
         ServerFailure, match=rf"does not answer \({server.url}: .* The run is saved after 2 steps"
     ):
-        train(served(folder, server.url, **rarely_saved), quiet=True, skip_parity=True)
+        small_run(served(folder, server.url, **rarely_saved), quiet=True)
     with doubles() as (other,):
         config = served(
             folder,
@@ -924,7 +925,7 @@ def test_a_killed_server_is_replaced_by_another_at_another_address(
             inference={"timeout_s": 60.0},
             **rarely_saved,
         )
-        run = train(config, quiet=True)
+        run = small_run(config, quiet=True)
     assert [record.step for record in run.metrics()] == [0, 1, 2]
 
 
@@ -938,7 +939,7 @@ def test_a_server_that_was_restarted_gets_the_adapter_before_any_request(
             server.adapters.clear()
 
     server.faults.append(restarts)
-    run = train(served(tmp_path / "run", server.url), quiet=True, skip_parity=True)
+    run = small_run(served(tmp_path / "run", server.url), quiet=True)
     assert run.summary.steps == 3 and server.paths().count(LOAD) > 3
 
 
@@ -961,7 +962,7 @@ def test_a_server_that_comes_back_as_another_is_found_before_the_step_learns(
         folder, server.url, training={"lr": 0.05, "group_size": 4, "max_tokens": 24}
     )  # the lab always begins alike
     if trusted:
-        assert train(config, quiet=True, skip_parity=True).summary.steps == 3 and server.base_only
+        assert train(config, quiet=True).summary.steps == 3 and server.base_only
     else:
         with pytest.raises(RunFailed, match="after a server woke up or came back, "):
             train(config, quiet=True)
@@ -971,7 +972,7 @@ def test_a_server_that_comes_back_as_another_is_found_before_the_step_learns(
 def test_one_of_two_servers_may_die(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with doubles(2) as (one, other):
         one.faults.append(later(tmp_path / "run", kills(one)))
-        run = train(served(tmp_path / "run", one.url, other.url), skip_parity=True)
+        run = small_run(served(tmp_path / "run", one.url, other.url))
         assert run.summary.steps == 3
     said = [line for line in capsys.readouterr().out.splitlines() if "servers left" in line]
     assert len(said) == 1 and one.url in said[0] and "1 of 2 servers left" in said[0]
@@ -988,7 +989,7 @@ def test_folders_of_adapters_that_a_killed_process_left_are_removed(
     assert not dead.exists() and alive.exists()
 
 
-def test_adapters_that_a_killed_run_left_in_a_server_are_unloaded_and_those_of_others_stay(
+def test_adapters_that_a_killed_run_left_are_unloaded_and_others_stay(
     tmp_path: Path, server: VLLMDouble
 ) -> None:
     host = socket.gethostname().replace("-", "_")
@@ -1032,7 +1033,7 @@ def test_two_runs_may_share_a_server(tmp_path: Path, server: VLLMDouble) -> None
 # -- the switch ------------------------------------------------------------------------------------
 
 
-def test_a_server_that_returns_one_completion_n_times_is_named_as_the_cause_of_steps_that_train_nothing(
+def test_a_server_that_returns_one_completion_n_times_is_named_as_the_cause(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "sums.jsonl").write_text(
@@ -1046,7 +1047,7 @@ def test_a_server_that_returns_one_completion_n_times_is_named_as_the_cause_of_s
         "training": {"max_tokens": 80},
     }
     try:
-        run = train(served(tmp_path / "run", server.url, **sections), quiet=True, skip_parity=True)
+        run = small_run(served(tmp_path / "run", server.url, **sections), quiet=True)
     finally:
         server.kill()
     assert run.summary.untrained.startswith(

@@ -20,7 +20,7 @@ from retrain.config.schema import Model
 from retrain.data.chat import ChatRenderer
 from retrain.environments import Environment, Episode, Observation, Result
 from retrain.environments.base import Split
-from retrain.environments.bridge import BridgedEpisode, EventLoop, Telephone
+from retrain.environments.bridge import BridgedEpisode, RolloutBridge
 from retrain.environments.episodes import EpisodeHost, play
 from retrain.environments.lab import NumberGuessing
 from retrain.errors import ConfigurationError, Interrupted, RunFailed
@@ -44,8 +44,9 @@ from retrain.types import (
     Trajectory,
     Turn,
 )
+from retrain.web import EventLoop
 from tests import commands
-from tests.runs import lines, small, timeless
+from tests.runs import lines, small, small_run, timeless
 from tests.trajectories import replies_of_rendered
 
 GUESSING: dict[str, Any] = {
@@ -66,7 +67,7 @@ def guessing(folder: Path, **sections: dict[str, Any]) -> TrainConfig:
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("straight") / "run"
-    train(guessing(folder), quiet=True)
+    small_run(guessing(folder), quiet=True)
     return folder
 
 
@@ -148,8 +149,8 @@ def test_a_run_killed_between_two_steps_resumes_to_the_same_bytes(
 
     with monkeypatch.context() as patch, pytest.raises(Interrupted):
         patch.setattr(Session, "turn_to_learning", stop)
-        train(guessing(folder), quiet=True)
-    train(guessing(folder, resume={"from": str(folder)}), quiet=True)
+        small_run(guessing(folder), quiet=True)
+    small_run(guessing(folder, resume={"from": str(folder)}), quiet=True)
     assert_same_bytes(straight, folder)
 
 
@@ -185,6 +186,7 @@ class Deadly(NumberGuessing):
         return guessing
 
 
+@pytest.mark.slow
 def test_a_run_killed_within_a_dialogue_resumes_to_the_same_bytes(
     straight: Path, tmp_path: Path
 ) -> None:
@@ -197,11 +199,11 @@ def test_a_run_killed_within_a_dialogue_resumes_to_the_same_bytes(
     file.write_text(
         text.replace("retrain.environments.lab.NumberGuessing", environment["provider"])
     )
-    command = [sys.executable, "-m", "retrain", str(file), "--quiet"]
+    command = [sys.executable, "-m", "retrain", str(file), "--quiet", "--skip-parity"]
     killed = commands.run(command, env=os.environ | {"RETRAIN_TEST_RUN": str(folder)})
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert len(lines(folder / "metrics.jsonl")) == 3
-    train(guessing(folder, environment=environment, resume={"from": str(folder)}), quiet=True)
+    small_run(guessing(folder, environment=environment, resume={"from": str(folder)}), quiet=True)
     assert_same_bytes(straight, folder)
 
 
@@ -225,7 +227,7 @@ def test_a_later_turn_continues_the_noise_of_the_turns_before(
         return real(engine, requests)
 
     monkeypatch.setattr(TorchEngine, "sample", watched)
-    train(
+    small_run(
         guessing(
             tmp_path / "run", training={"max_steps": 1}, evaluation={"every": 0, "at_start": False}
         ),
@@ -289,7 +291,7 @@ def test_only_what_the_environment_says_is_encoded_and_the_models_tokens_stay(
         completion([50, 257, 258]), "2"
     )  # a special token in mid-reply, which the text does not show
     talk.hear(Observation([ChatMessage(role="user", content=">")]), renderer)
-    assert text.decode(talk.in_sight).endswith(
+    assert text.decode(talk.context_ids).endswith(
         "<|im_start|>assistant\n"
         + text.decode(np.array([50, 257, 258]))
         + "\n<|im_start|>user\n><|im_end|>\n<|im_start|>assistant\n"
@@ -308,7 +310,7 @@ def test_only_what_the_environment_says_is_encoded_and_the_models_tokens_stay(
 
 def test_a_rewritten_history_begins_a_row_of_its_own(text: TextModel) -> None:
     """A template that drops earlier reasoning, as reasoning models have: the second turn's row
-    holds what the model then had in sight.
+    holds the context that the model then saw.
     """
     tokenizer = load_text_model(Model(model="lab")).tokenizer
     tokenizer.chat_template = (
@@ -461,11 +463,11 @@ class SelfPlaying(Misbehaving):
     """Calls the model itself, on one event loop for all of its episodes."""
 
     def __init__(self) -> None:
-        self.loop = EventLoop()
+        self.loop = EventLoop("environment")
 
     def episode(self) -> Episode:
-        async def rollout(line: Telephone, example: Example, seed: int) -> Result:
-            reply = await line.ask([ChatMessage(role="user", content="?")], [])
+        async def rollout(bridge: RolloutBridge, example: Example, seed: int) -> Result:
+            reply = await bridge.ask([ChatMessage(role="user", content="?")], [])
             if example.reference == "exit":
                 sys.exit(3)
             return Result(float(reply == example.reference))
@@ -488,7 +490,7 @@ def test_failed_trajectories_stay_in_their_group_and_out_of_training(tmp_path: P
         training={"max_steps": 1, "max_tokens": 48},
         logging={"generations_per_step": 99},
     )
-    train(config, quiet=True)
+    small_run(config, quiet=True)
     generations, record = (
         lines(tmp_path / "run/emergence/generations.jsonl"),
         lines(tmp_path / "run/metrics.jsonl")[0],
@@ -556,7 +558,9 @@ def test_what_cannot_be_trained_is_said_in_a_sentence(
     provider: str, args: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
-        train(small(tmp_path / "run", environment={"provider": provider, "args": args}), quiet=True)
+        small_run(
+            small(tmp_path / "run", environment={"provider": provider, "args": args}), quiet=True
+        )
 
 
 class Begins(Misbehaving):
@@ -606,7 +610,7 @@ def test_an_environment_that_hangs_or_exits_before_its_first_episode_is_a_senten
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     importlib.import_module("tests.test_environments")  # not within the time of its environments
-    monkeypatch.setattr("retrain.environments.loading.LEAST_LIMIT_S", 2.0)
+    monkeypatch.setattr("retrain.environments.loading.MIN_LIMIT_S", 2.0)
     environment = {
         "provider": "tests.test_environments.Begins",
         "args": {"where": where, "how": how},
@@ -652,7 +656,7 @@ def test_an_evaluation_without_an_evaluation_set_is_refused(tmp_path: Path) -> N
         evaluation={"at_end": True},
     )
     with pytest.raises(ConfigurationError, match="has no evaluation set"):
-        train(config, quiet=True)
+        small_run(config, quiet=True)
 
 
 def test_the_gate_plays_the_gold_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

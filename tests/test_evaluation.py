@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from runs import lines, small
 from scipy import stats
 
-from retrain import train
 from retrain.config import TrainConfig, config_from_mapping
 from retrain.config.judging import judge_words, training_rewards, with_judging_reward
 from retrain.errors import ConfigurationError
 from retrain.records.entries import EvaluationRecord
 from retrain.records.evaluation import Evaluation, clustered_interval, pass_at_k
+from tests.runs import small_run
 
 
 @given(
@@ -44,9 +44,7 @@ def test_the_interval_holds_the_mean_and_stays_inside_zero_and_one(means: list[f
     assert high > low
 
 
-def test_repeating_samples_of_the_same_problems_does_not_narrow_the_interval_like_new_problems() -> (
-    None
-):
+def test_repeated_samples_do_not_narrow_the_interval_like_new_problems() -> None:
     """Eight agreeing samples of each problem carry one problem's worth of evidence."""
     means = [1.0, 0.0] * 25
     few, many = clustered_interval(means, 50), clustered_interval(means, 400)
@@ -84,9 +82,7 @@ def test_few_problems_are_covered_as_often_as_it_says(problems: int, a: float, b
     assert covered / 1000 >= 0.93
 
 
-def test_with_one_answer_to_each_of_few_problems_the_interval_is_that_of_clopper_and_pearson() -> (
-    None
-):
+def test_with_one_answer_to_each_of_few_problems_the_interval_is_clopper_pearsons() -> None:
     found = stats.binomtest(28, 30).proportion_ci(0.95, method="exact")
     assert clustered_interval([1.0] * 28 + [0.0] * 2, 30) == pytest.approx((found.low, found.high))
 
@@ -101,7 +97,7 @@ def test_problems_that_could_not_be_judged_are_left_out_of_the_mean() -> None:
     assert evaluation.summary()["could_not_judge"] == 4
 
 
-def test_held_out_answers_of_a_random_reward_run_are_judged_as_those_of_a_run_that_learns(
+def test_held_out_answers_of_a_random_reward_run_are_judged_as_any_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same untrained weights and noise, so the same answers; chance would find all of them
@@ -110,7 +106,7 @@ def test_held_out_answers_of_a_random_reward_run_are_judged_as_those_of_a_run_th
     evaluation = {"at_start": True, "max_examples": 16}
     rewards = {"match": {"type": "match"}, "random": {"type": "random", "random_p": 1.0}}
     for name, reward in rewards.items():
-        train(
+        small_run(
             small(
                 tmp_path / name,
                 reward=reward,

@@ -8,7 +8,6 @@ import pytest
 from campaigns import problems, timed_pilot, write_campaign, write_run
 from runs import lines, small
 
-from retrain import train
 from retrain.campaign import CampaignPlan, plan_campaign
 from retrain.cli.main import main
 from retrain.config import TrainConfig, config_from_mapping, dump_toml, load_config
@@ -19,6 +18,7 @@ from retrain.explain.text import to_text
 from retrain.explain.timing import StepTime, schedule_campaign
 from retrain.records.state import TrainerState
 from retrain.run.notes import notes
+from tests.runs import small_run
 
 CAMPAIGN: dict[str, Any] = {
     "model": {"model": "lab", "lora_rank": 4},
@@ -50,7 +50,7 @@ def explained(capsys: pytest.CaptureFixture[str], *arguments: str | Path, code: 
 def test_what_is_explained_of_a_run_is_what_the_run_does(tmp_path: Path) -> None:
     config = small(tmp_path / "run", training={"max_steps": 1})
     seen = explain(config)
-    run = train(config, quiet=True)
+    run = small_run(config, quiet=True)
     path = run.folder / "trainer_state.json"
     state = TrainerState.from_json(path.read_text(), path)
     assert seen.memory is not None and seen.memory.choices == state.choices
@@ -108,7 +108,7 @@ def test_a_run_that_goes_on_has_only_its_last_steps_before_it(tmp_path: Path) ->
 
 
 def test_a_squeeze_job_shows_the_adapter_that_it_would_read(tmp_path: Path) -> None:
-    run = train(small(tmp_path / "run", training={"max_steps": 1}), quiet=True)
+    run = small_run(small(tmp_path / "run", training={"max_steps": 1}), quiet=True)
     seen = explain(config_from_mapping({"squeeze": {"adapter_path": str(run.adapter)}}))
     assert seen.adapter is not None and seen.adapter.rank == 4
     assert (seen.kind, seen.refused, seen.memory, seen.schedule) == ("squeeze", (), None, None)
@@ -273,7 +273,7 @@ def test_no_more_workers_are_recommended_than_runs_calls_or_memory(tmp_path: Pat
 def test_the_step_time_of_a_pilot_is_the_median_over_all_its_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = train(small(tmp_path / "pilot" / "run", training={"max_steps": 3}), quiet=True)
+    run = small_run(small(tmp_path / "pilot" / "run", training={"max_steps": 3}), quiet=True)
     times = sorted(line["step_time_s"] for line in lines(run.folder / "metrics.jsonl"))
     file = write(tmp_path, small(tmp_path / "next", training={"max_steps": 100}))
     seen = explained(capsys, file, "--pilot", tmp_path / "pilot", "--price-per-hour", "2")

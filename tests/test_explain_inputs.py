@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from retrain import train
 from retrain.cli.main import main
 from retrain.config import dump_toml
 from retrain.errors import ConfigurationError
-from tests.runs import small
+from tests.runs import small, small_run
 
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("absent_reward.score", {"reward": {"type": "absent_reward.score"}}),
@@ -46,12 +45,50 @@ def test_what_the_machine_lacks_is_refused_with_3(
     assert explain_exit(tmp_path, {"model": {"model": "./no-model-here"}}) == 3
 
 
+@pytest.mark.parametrize(
+    ("sections", "extra"),
+    [
+        ({"environment": {"provider": "textarena", "id": "Game-v0"}}, "textarena"),
+        ({"environment": {"provider": "reasoning_gym", "id": "task"}}, "reasoning-gym"),
+        ({"logging": {"trackers": ["trackio"]}}, "trackio"),
+    ],
+)
+def test_packages_of_environments_and_trackers_that_are_not_here_are_told(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    sections: dict[str, Any],
+    extra: str,
+) -> None:
+    for module in ("retrain.environments.loading", "retrain.tracking.external"):
+        monkeypatch.setattr(f"{module}.find_spec", lambda name: None)
+    assert explain_exit(tmp_path, sections) == 3
+    assert f"[{extra}]" in capsys.readouterr().out.partition("Would be refused")[2]
+
+
+def test_explain_repeats_the_warning_about_prompts_that_ask_for_no_box(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sums.jsonl").write_text('{"question": "1+1=?", "answer": "2"}\n')
+    sections: dict[str, Any] = {
+        "model": {"model": "./no-model-here"},
+        "data": {
+            "source": str(tmp_path / "sums.jsonl"),
+            "prompt_column": "question",
+            "answer_column": "answer",
+        },
+        "reward": {"type": "match"},
+    }
+    explain_exit(tmp_path, sections)
+    assert "none of 1 prompt asks for one" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(("named", "sections"), WRONG[:3])
 def test_plugins_are_loaded_before_the_model_is_looked_for(
     tmp_path: Path, named: str, sections: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigurationError, match=named):
-        train(
+        small_run(
             small(tmp_path / "run", **{**sections, "model": {"model": "./no-model-here"}}),
             quiet=True,
         )
@@ -64,10 +101,9 @@ def test_the_code_of_a_run_is_recorded_and_not_run_by_explaining_its_folder(
     code = "open('imported', 'a').write('.')\ndef score(response, reference):\n    return 1.0\n"
     (tmp_path / "token_score.py").write_text(code)
     steps = {"max_steps": 1, "max_tokens": 4, "max_examples": 16}
-    train(
+    small_run(
         small(tmp_path / "run", reward={"type": "token_score.score"}, training=steps),
         quiet=True,
-        skip_parity=True,
     )
     recorded = json.loads((tmp_path / "run" / "environment.json").read_text())["code"]
     assert recorded["plugins"] == {"token_score.score": hashlib.sha256(code.encode()).hexdigest()}

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from retrain import train
 from retrain.cli.main import main
 from retrain.config import config_from_mapping
 from retrain.data import load_examples, sources
 from retrain.errors import ConfigurationError
-from tests.runs import small
+from tests.runs import small, small_run
 
 MODULE = """
 import itertools, sys
@@ -44,10 +43,9 @@ def unjudged(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(folder)
         reward = {"type": "accidents.unsure", "max_failure_rate": 1.0, "workers": 1}
         steps = {"max_steps": 2, "max_tokens": 4, "max_examples": 16, "save_every": 1}
-        train(
+        small_run(
             small(folder / "run", reward=reward, training=steps, logging={"tokens_every": 1}),
             quiet=True,
-            skip_parity=True,
         )
     return folder
 

@@ -22,7 +22,7 @@ from retrain.config.keys import all_keys, flags, keys_by_path
 from retrain.config.overrides import parse_overrides
 from retrain.config.suggestions import ABSENT, SYNONYMS, synonym
 from retrain.errors import ConfigurationError, RetrainError
-from scripts.wrong_inputs import LAB, inside
+from tests.wrong_inputs import LAB, inside
 
 NASTY = {
     "an integer of 5,000 digits": "9" * 5000,

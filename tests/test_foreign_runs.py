@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from runs import small
 
-from retrain import train
 from retrain.cli.main import main
 from retrain.model.text import LAB_MODEL
+from tests.runs import small_run
 
 EVIL = (
     "import os, pathlib\npathlib.Path(os.environ['RETRAIN_TEST_TRACE']).touch()\ndef f(*a, **k):\n "
@@ -23,7 +23,7 @@ MODEL_CODE = EVIL + "from transformers import Qwen3Config\nclass C(Qwen3Config):
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("logs") / "run"
-    return train(
+    return small_run(
         small(folder, training={"max_steps": 1}, logging={"tokens_every": 1}), quiet=True
     ).folder
 

@@ -47,7 +47,7 @@ def test_fused_and_own_forward_give_the_same_log_probs_and_gradients(family: str
 
 
 @pytest.mark.parametrize("family", FUSED)
-def test_the_samplers_copy_computes_the_same_and_is_gone_when_the_learner_has_its_turn(
+def test_the_samplers_copy_computes_the_same_and_is_gone_while_the_learner_learns(
     family: str,
 ) -> None:
     model = make_learner(config_for(family), fused=False).base.model
@@ -140,7 +140,7 @@ def test_gradient_checkpointing_of_the_fused_forward_changes_no_gradient() -> No
 @pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor packs no bf16 weights"
 )
-def test_a_bf16_sampler_reads_packed_weights_and_an_adapter_that_is_not_rounded_into_them(
+def test_a_bf16_sampler_reads_packed_weights_and_an_adapter_that_is_not_rounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(packed, "_MIN_ELEMENTS", 1)

@@ -16,7 +16,6 @@ from rich.console import Console
 from runs import small
 from test_planning_semantic import Counter
 
-from retrain import train
 from retrain.analysis.runs import StoredRun
 from retrain.cli.main import main
 from retrain.inspect import Quantity
@@ -26,6 +25,7 @@ from retrain.inspect.terminal import show, token_lines
 from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import visible, without_escapes
 from retrain.records.token_table import TokenTable, read_tokens, write_tokens
+from tests.runs import small_run
 
 Captured = pytest.CaptureFixture[str]
 
@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> StoredRun:
         training={"max_steps": 2, "batch_size": 3},
         logging={"tokens_every": 1, "generations_per_step": 12},
     )
-    return StoredRun(train(config, quiet=True).folder)
+    return StoredRun(small_run(config, quiet=True).folder)
 
 
 def printed(credit: StepCredit, *, table: bool = False, by: Quantity = Quantity.ADVANTAGE) -> str:
@@ -109,7 +109,7 @@ def test_completions_that_the_loss_leaves_out_are_left_out_again(tmp_path: Path)
         training={"max_steps": 1, "batch_size": 3, "max_tokens": 56},
         logging={"tokens_every": 1},
     )
-    credit = read_step(StoredRun(train(config, quiet=True).folder), 0, ["gtpo"])
+    credit = read_step(StoredRun(small_run(config, quiet=True).folder), 0, ["gtpo"])
     assert credit.table.truncated is not None and 0 < credit.table.truncated.sum() < 12
     np.testing.assert_array_equal(*credit.finals().values())
 

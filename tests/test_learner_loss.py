@@ -159,9 +159,7 @@ def test_on_policy_all_modes_have_the_gradient_of_reinforce(lengths: list[int], 
         torch.testing.assert_close(new.grad, -advantages * weights)
 
 
-def test_ppo_cuts_the_gradient_only_where_the_ratio_left_the_clip_in_the_advantages_direction() -> (
-    None
-):
+def test_ppo_cuts_the_gradient_only_beyond_the_clip_in_the_advantages_direction() -> None:
     new = torch.tensor(
         [0.5, 0.5, -0.5, -0.5], dtype=torch.float64, requires_grad=True
     )  # ratios e^0.5 = 1.65 and e^-0.5 = 0.61
@@ -314,7 +312,7 @@ def test_the_corrections_of_whole_completions_truncate_drop_and_ignore_the_lengt
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=8))
-def test_prompt_mean_gives_every_prompt_with_tokens_the_same_weight_and_each_of_its_tokens(
+def test_prompt_mean_weighs_prompts_alike_and_each_prompts_tokens_alike(
     sequences: list[tuple[int, int]],
 ) -> None:
     lengths, groups = [length for length, _ in sequences], [group for _, group in sequences]

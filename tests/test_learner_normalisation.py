@@ -12,12 +12,11 @@ import torch
 from learner_models import config_for, distance, gradients, make_learner, make_rows, with_logprobs
 from learner_reference import reference_loss, row_scores
 
-from retrain import train
 from retrain.backends.local.learner import Learner
 from retrain.distributed import World
 from retrain.run.parts import build_backend
 from retrain.types import Row, StepResult
-from tests.runs import lines, small
+from tests.runs import lines, small, small_run
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant", "sum")
 MAX_TOKENS = 12
@@ -57,7 +56,7 @@ def mixed(learner: Learner, *, trained: bool = True) -> tuple[list[Row], list[Ro
 
 
 @pytest.mark.parametrize("minibatches", [1, 2, 4])
-def test_constant_divides_by_all_completions_of_the_step_however_many_have_an_advantage(
+def test_constant_divides_by_all_completions_of_the_step(
     minibatches: int,
 ) -> None:
     learner = make_learner(
@@ -75,7 +74,7 @@ def test_constant_divides_by_all_completions_of_the_step_however_many_have_an_ad
 
 
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "constant"])
-def test_a_completion_whose_history_was_rewritten_counts_once_however_many_rows_it_has(
+def test_a_completion_whose_history_was_rewritten_counts_once(
     aggregation: str,
 ) -> None:
     """Rows 3 and 4 are one completion: rows of one completion weigh as if each of its tokens stood
@@ -180,7 +179,7 @@ def test_groups_with_equal_rewards_alone_are_pulled_to_the_base() -> None:
 
 def test_a_run_of_nothing_but_equal_rewards_still_follows_its_entropy_bonus(tmp_path: Path) -> None:
     wrong, training = {"type": "random", "random_p": 0.0}, {"max_steps": 1}
-    train(
+    small_run(
         small(tmp_path / "run", reward=wrong, loss={"entropy_coef": 0.01}, training=training),
         quiet=True,
     )
@@ -195,7 +194,7 @@ def test_a_run_of_nothing_but_equal_rewards_still_follows_its_entropy_bonus(tmp_
 @pytest.mark.parametrize(
     ("aggregation", "per_token"), [("token_mean", None), ("constant", 1 / (7 * MAX_TOKENS))]
 )
-def test_completions_that_are_not_trained_are_out_of_a_mean_and_count_in_the_constant(
+def test_untrained_completions_are_out_of_a_mean_and_count_in_the_constant(
     aggregation: str, per_token: float | None
 ) -> None:
     learner = make_learner(config_for(loss={"aggregation": aggregation}))

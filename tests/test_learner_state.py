@@ -461,7 +461,7 @@ def test_attention_is_never_cudnns() -> None:
     ("family", "dropout", "checkpointing"),
     [("qwen3", 0.0, False), ("qwen3", 0.2, True), ("gemma2", 0.0, False), ("gemma2", 0.2, True)],
 )
-def test_the_learner_uses_no_operator_that_is_refused_where_kernels_must_be_deterministic(
+def test_the_learner_uses_no_operator_that_deterministic_kernels_refuse(
     family: str, dropout: float, checkpointing: bool
 ) -> None:
     learner = make_learner(

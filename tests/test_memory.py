@@ -15,7 +15,6 @@ from runs import small
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from retrain import train
 from retrain.backends.local.backend import LocalBackend
 from retrain.config import TrainConfig
 from retrain.errors import EnvironmentFailure
@@ -25,6 +24,7 @@ from retrain.model.machine import Budget, Machine, plan
 from retrain.model.memory import GIB, Memory, predict_memory
 from retrain.model.text import context_length, load_model_config, resolve_model
 from retrain.types import Row
+from tests.runs import small_run
 
 QWEN3_4B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -387,7 +387,7 @@ def test_a_run_says_its_memory_before_it_loads_the_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = small(tmp_path / "run", training={"max_steps": 1})
-    train(config)
+    small_run(config)
     printed = capsys.readouterr().out.splitlines()
     (line,) = [text for text in printed if text.startswith("Predicted memory of tensors")]
     assert printed.index(line) < next(

@@ -12,7 +12,6 @@ import transformers
 from runs import small
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from retrain import train
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.kv_cache import PromptPass
 from retrain.model import fused as decoder
@@ -21,6 +20,7 @@ from retrain.model.attention import FusedAttention, attend, refuse_undecodable
 from retrain.model.fused import FusedDecoder
 from retrain.model.load import choose_deterministic_experts
 from retrain.model.text import resolve_model
+from tests.runs import small_run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from families import _SHAPE, FAMILIES, adapted, compare, compare_padded, tiny_model
@@ -37,7 +37,7 @@ def test_sampler_and_learner_compute_the_familys_own_log_probs(family: str) -> N
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "doge", "nemotron", "deepseek_v3"])
-def test_a_family_that_only_a_server_samples_is_scored_padded_and_refused_by_the_sampler_in_a_sentence(
+def test_a_family_that_only_a_server_samples_is_scored_and_not_sampled_here(
     family: str,
 ) -> None:
     assert compare_padded(family) < 1e-4
@@ -48,7 +48,7 @@ def test_a_family_that_only_a_server_samples_is_scored_padded_and_refused_by_the
         refuse_undecodable(tiny_model(family))
 
 
-def test_layers_that_peft_refuses_are_one_sentence_and_elements_of_a_list_are_left_alone() -> None:
+def test_layers_that_peft_refuses_are_one_sentence_and_list_elements_stay() -> None:
     config = CONFIG_MAPPING["mamba2"](
         vocab_size=61,
         hidden_size=32,
@@ -133,7 +133,7 @@ def test_a_run_trains_a_mixture_of_experts_in_float32(tmp_path: Path) -> None:
     )
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    run = train(
+    run = small_run(
         small(
             tmp_path / "run",
             model={"model": str(tmp_path / "model")},

@@ -14,7 +14,6 @@ import torch
 from learner_models import config_for, distance, gradients, make_learner, make_rows, with_logprobs
 from test_learner_normalisation import OneOfTwo, mixed, silent
 
-from retrain import train
 from retrain.backends.declared import incapable, loss_notes
 from retrain.backends.local.loss import policy_terms
 from retrain.backends.losses import LOSSES, ActionTokens
@@ -24,7 +23,7 @@ from retrain.config import TrainConfig, config_from_mapping
 from retrain.config.schema import Loss
 from retrain.errors import RunFailed
 from retrain.explain import explain
-from tests.runs import small, timeless
+from tests.runs import small, small_run, timeless
 
 SOUND = """
 import torch
@@ -380,7 +379,7 @@ def test_a_copy_of_a_built_in_loss_has_its_gradient_to_the_bit_and_its_clip_frac
 
 
 @pytest.mark.parametrize("mode", ["dro", "mean_ratio", "surprised"])
-def test_what_a_loss_declares_is_given_and_its_gradient_does_not_depend_on_the_micro_batches(
+def test_a_loss_gets_what_it_declares_and_micro_batches_do_not_move_its_gradient(
     module: Any, mode: str
 ) -> None:
     module(SOUND)
@@ -407,7 +406,7 @@ def test_two_processes_have_the_gradient_and_the_metrics_of_one(module: Any) -> 
     assert alone.sent[0][-2].tolist()[0][1] == sum(row.num_actions for row in rows)
 
 
-def test_a_term_of_its_own_acts_on_groups_with_an_advantage_whether_or_not_there_is_a_kl_term(
+def test_a_term_of_its_own_acts_on_groups_with_an_advantage_with_or_without_kl(
     module: Any,
 ) -> None:
     """With a KL term the rows of groups with equal rewards are in the batch too; they have no
@@ -476,9 +475,7 @@ def test_what_a_loss_raises_in_a_run_ends_it_in_a_sentence(module: Any) -> None:
         learner.train(rows_near(learner), 0)
 
 
-def test_a_run_with_a_copy_of_a_built_in_loss_has_its_bytes_with_workers_and_after_a_resume(
-    module: Any, tmp_path: Path
-) -> None:
+def test_a_run_with_a_copy_of_a_built_in_loss_has_its_bytes(module: Any, tmp_path: Path) -> None:
     module(SOUND)
     training = {
         "max_steps": 2,
@@ -487,21 +484,19 @@ def test_a_run_with_a_copy_of_a_built_in_loss_has_its_bytes_with_workers_and_aft
         "micro_batch_tokens": 200,
         "updates_per_batch": 2,
     }
-    train(
+    small_run(
         small(tmp_path / "built_in", training=training, loss={"mode": "ppo"}),
         quiet=True,
-        skip_parity=True,
     )
     before = torch.get_num_threads()
     torch.set_num_threads(2)  # and so two workers
     try:
         loss: dict[str, Any] = {"mode": "my_losses.ppo", "params": {"clip": 0.2}}
-        train(
+        small_run(
             small(tmp_path / "own", training=training | {"max_steps": 1}, loss=loss),
             quiet=True,
-            skip_parity=True,
         )
-        train(
+        small_run(
             small(
                 tmp_path / "own",
                 training=training,
@@ -509,7 +504,6 @@ def test_a_run_with_a_copy_of_a_built_in_loss_has_its_bytes_with_workers_and_aft
                 resume={"from": str(tmp_path / "own")},
             ),
             quiet=True,
-            skip_parity=True,
         )
     finally:
         torch.set_num_threads(before)

@@ -10,6 +10,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,61 @@ def vespo(batch: Answers) -> Tensor:
     return torch.stack(terms).sum() / num_tokens(mixed(batch))
 
 
+def reinforce(batch: Answers, advantage: Callable[[list[Answer]], list[float]]) -> Tensor:
+    terms = [a * answer.new.sum() for answer, a in over(batch, advantage)]
+    return torch.stack(terms).sum() / num_answers(batch) / MAX_TOKENS
+
+
+def w_reinforce(batch: Answers) -> Tensor:
+    return reinforce(batch, lambda prompt: [0.1 if one.reward else -1.0 for one in prompt])
+
+
+def opo(batch: Answers) -> Tensor:
+    def advantage(prompt: list[Answer]) -> list[float]:
+        lengths = np.array([len(answer.new) for answer in prompt])
+        rewards = np.array([answer.reward for answer in prompt])
+        return list(rewards - (lengths * rewards).sum() / lengths.sum())
+
+    return reinforce(batch, advantage)
+
+
+def asymre(batch: Answers) -> Tensor:
+    return reinforce(batch, lambda prompt: [value + 0.1 for value in centred(prompt)])
+
+
+def pkpo(batch: Answers) -> Tensor:
+    """Every set of k answers is as likely; an answer gains what it adds to sets that hold it."""
+
+    def advantage(prompt: list[Answer]) -> list[float]:
+        n, k = len(prompt), 2
+        gained = []
+        for i in range(n):
+            others = [j for j in range(n) if j != i]
+            sets = list(combinations(others, k - 1))
+            hits = [any(prompt[j].reward for j in (i, *some)) for some in sets]
+            gained.append(k / n * sum(hits) / len(hits))
+        return gained
+
+    return reinforce(batch, advantage)
+
+
+def reinforce_pp(batch: Answers) -> Tensor:
+    everything = [value for prompt in batch for value in centred(prompt)]
+    std = float(np.std(everything))
+    pairs = over(mixed(batch), lambda prompt: [value / std for value in centred(prompt)])
+    return sum(
+        (clipped(answer.ratios, a, 0.2, 0.2).sum() for answer, a in pairs), torch.tensor(0.0)
+    ) / num_tokens(mixed(batch))
+
+
+def maxrl(batch: Answers) -> Tensor:
+    def advantage(prompt: list[Answer]) -> list[float]:
+        mean = sum(answer.reward for answer in prompt) / len(prompt)
+        return [value / mean if mean else 0.0 for value in centred(prompt)]
+
+    return reinforce(batch, advantage)
+
+
 OBJECTIVES: dict[str, Objective] = {
     "dapo": dapo,
     "dr_grpo": dr_grpo,
@@ -267,8 +323,14 @@ OBJECTIVES: dict[str, Objective] = {
     "dppo": dppo,
     "topr": topr,
     "vespo": vespo,
+    "w_reinforce": w_reinforce,
+    "opo": opo,
+    "asymre": asymre,
+    "pkpo": pkpo,
+    "reinforce_pp": reinforce_pp,
+    "maxrl": maxrl,
 }
-ON_POLICY = {"rloo"}
+ON_POLICY = {"rloo", "w_reinforce", "opo", "pkpo", "maxrl"}
 """Papers whose formula has no ratio, since they make one update per batch."""
 
 
@@ -399,7 +461,7 @@ def changed(section: str, config: TrainConfig) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted(PAPERS.glob("*.py"))])
-def test_a_file_with_a_plugin_beside_it_takes_a_step_on_the_lab_that_starts_on_policy(
+def test_a_file_with_a_plugin_beside_it_takes_a_lab_step_that_starts_on_policy(
     name: str, tmp_path: Path
 ) -> None:
     short = {

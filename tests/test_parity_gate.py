@@ -112,6 +112,7 @@ def test_the_gate_passes_a_sound_engine_and_restores_every_byte(parts: Parts, en
         )
 
 
+@pytest.mark.slow
 def test_in_half_precision_a_missing_projection_is_told_from_rounding(
     parts: Parts, engine: Any
 ) -> None:
@@ -161,7 +162,15 @@ def test_the_long_prompt_passes_the_window_where_its_completion_fits_a_server_to
     assert tokens == 257 or tokens + gate._FEW_TOKENS <= longest_row
 
 
-@pytest.mark.parametrize("temperature", [0.2, 0.7, 1.0, 1.5])
+@pytest.mark.parametrize(
+    "temperature",
+    [
+        pytest.param(0.2, marks=pytest.mark.slow),
+        0.7,
+        1.0,
+        pytest.param(1.5, marks=pytest.mark.slow),
+    ],
+)
 def test_a_temperature_below_1_multiplies_the_rounding_that_is_allowed(temperature: float) -> None:
     config = small(Path("nowhere"), training={"temperature": temperature})
     with closing(

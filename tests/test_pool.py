@@ -75,6 +75,7 @@ def test_a_run_is_the_same_bytes_whatever_the_number_of_workers(
     assert_same_bytes(alone, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_redrawn_groups_are_the_same_whatever_the_number_of_workers(tmp_path: Path) -> None:
     """A redraw may come to another worker than the one that computed its prompt."""
     training = SHARED["training"] | {"dynamic_sampling": 2, "max_tokens": 4}
@@ -83,6 +84,7 @@ def test_redrawn_groups_are_the_same_whatever_the_number_of_workers(tmp_path: Pa
     assert_same_bytes(tmp_path / "1", tmp_path / "2")
 
 
+@pytest.mark.slow
 def test_a_run_may_go_on_with_another_number_of_workers(alone: Path, tmp_path: Path) -> None:
     run(tmp_path / "run", 2, training=SHARED["training"] | {"max_steps": 1}, evaluation={})
     run(tmp_path / "run", 1, resume={"from": str(tmp_path / "run")})

@@ -79,7 +79,7 @@ def test_packed_rows_attend_as_single_rows_do(
         torch.testing.assert_close(of_found, of_expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_window_that_hides_nothing_changes_nothing_and_one_that_hides_something_does() -> None:
+def test_a_window_changes_something_exactly_where_it_hides_something() -> None:
     inputs = packed_inputs()
     attention = PackedAttention(SEGMENTS, 1000, FusedAttention(), torch.device("cpu"))
     whole, wide, narrow = (

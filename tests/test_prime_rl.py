@@ -39,7 +39,7 @@ from tests.prime_counterpart import (
     inference_server,
     rows_of,
 )
-from tests.runs import small
+from tests.runs import small, small_run
 
 FAST = {"sync_wait_s": 30, "sync_poll_s": 0.01}
 
@@ -144,7 +144,7 @@ def test_a_file_appears_whole_under_both_names(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("**/*.tmp"))
 
 
-def test_what_an_interrupted_session_left_is_cleared_and_what_another_wrote_is_refused(
+def test_an_interrupted_sessions_files_are_cleared_and_anothers_refused(
     tmp_path: Path,
 ) -> None:
     sender = FileSystemSender(tmp_path)
@@ -235,7 +235,7 @@ def in_thread(work: Any, *arguments: Any) -> threading.Thread:
     return thread
 
 
-def test_a_version_is_acknowledged_before_it_is_written_and_taken_after_it_is_finished(
+def test_a_version_is_acknowledged_before_its_write_and_taken_after_its_end(
     tmp_path: Path,
 ) -> None:
     trainer = Broadcaster(tmp_path)
@@ -423,13 +423,13 @@ def test_a_run_whose_trainer_dies_while_a_step_is_sampled_is_saved_and_goes_on(
                 r" with"
             ),
         ):
-            train(config, quiet=True)
+            small_run(config, quiet=True)
     monkeypatch.undo()
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == [
         "step_000002"
     ]
     with trainer_of(config, learner, first=3) as trainer:
-        again = train(replaced(config, {"resume.from": str(tmp_path / "run")}), quiet=True)
+        again = small_run(replaced(config, {"resume.from": str(tmp_path / "run")}), quiet=True)
     assert trainer.error is None and [record.step for record in again.metrics()] == [0, 1, 2, 3]
 
 
@@ -446,7 +446,7 @@ def test_a_step_that_was_sent_in_part_is_not_called_saved(
         r" yet, so a resume begins at step 0"
     )
     with trainer_of(config, learner), pytest.raises(ServerFailure, match=told):
-        train(config, quiet=True)
+        small_run(config, quiet=True)
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
 
 
@@ -460,7 +460,7 @@ def test_a_signal_ends_the_wait_for_a_trainer(tmp_path: Path, server: InferenceS
     in_thread(stop)
     started = time.monotonic()
     with pytest.raises(Interrupted):
-        train(prime(tmp_path, server, options={"sync_wait_s": 300}), quiet=True)
+        small_run(prime(tmp_path, server, options={"sync_wait_s": 300}), quiet=True)
     assert time.monotonic() - started < 100
 
 
@@ -480,6 +480,7 @@ sync_poll_s = 0.2 # polling interval for broadcast weights
 """As the annotated configuration has it, in a folder of the test."""
 
 
+@pytest.mark.slow
 def test_the_documented_block_runs_with_a_later_trainer_and_is_resumed(
     tmp_path: Path, learner: LocalBackend, server: InferenceServer
 ) -> None:
@@ -495,12 +496,12 @@ def test_the_documented_block_runs_with_a_later_trainer_and_is_resumed(
     with pytest.raises(
         ServerFailure, match=r"did not offer policy v4 .*continue with `retrain .* --resume"
     ):
-        train(replaced(config, {"training.max_steps": 8}), quiet=True)
+        small_run(replaced(config, {"training.max_steps": 8}), quiet=True)
     gone.stop()
     with trainer_of(
         config, learner, first=3, steps=6, where="batches"
     ) as trainer:  # batches 3 and 4 still lie there
-        run = train(
+        run = small_run(
             replaced(config, {"training.max_steps": 6, "resume.from": str(tmp_path / "run")}),
             quiet=True,
         )
@@ -510,7 +511,7 @@ def test_the_documented_block_runs_with_a_later_trainer_and_is_resumed(
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_whole_weights_are_read_while_the_server_stands_still_and_it_is_resumed_in_any_case(
+def test_whole_weights_are_read_while_the_server_stands_and_it_always_resumes(
     tmp_path: Path, server: InferenceServer, refused: bool
 ) -> None:
     folder = tmp_path / "weights"

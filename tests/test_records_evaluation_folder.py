@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from runs import lines, small
 
-from retrain import train
 from retrain.cli.main import main
 from retrain.records.entries import EvaluationRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.evaluation_folder import KIND, EvaluationFolder
 from retrain.records.run_folder import mark
+from tests.runs import small_run
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         evaluation={"samples": 2, "max_examples": 6},
         training={"max_steps": 1, "save_every": 1},
     )
-    return train(config, quiet=True).folder
+    return small_run(config, quiet=True).folder
 
 
 def test_eval_writes_every_answer_and_never_over_another_evaluation(

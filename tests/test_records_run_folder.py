@@ -19,7 +19,7 @@ from retrain.errors import ConfigurationError, Interrupted, RetrainError, RunFai
 from retrain.run.interrupts import Interrupts
 from retrain.run.session import Session
 from tests.commands import Command
-from tests.runs import lines, small
+from tests.runs import lines, small, small_run
 from tests.stops import hang_up
 
 
@@ -104,18 +104,18 @@ def test_a_folder_with_a_run_is_not_written_again_unless_told_to(
 ) -> None:
     before = (done / "metrics.jsonl").read_bytes()
     with pytest.raises(ConfigurationError, match=r"already holds a run.*--resume.*--overwrite"):
-        train(small(done), quiet=True)
+        small_run(small(done), quiet=True)
     assert (done / "metrics.jsonl").read_bytes() == before
 
 
 def test_overwrite_starts_anew_and_leaves_foreign_files_alone(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    train(small(folder, training={"max_steps": 1}), quiet=True)
+    small_run(small(folder, training={"max_steps": 1}), quiet=True)
     (folder / "notes.txt").write_text("mine")
     of_the_run = [folder / name for name in ("report.html", "report-training.png")]
     for path in of_the_run:
         path.write_text("of the run that is gone")
-    train(small(folder, training={"max_steps": 2}), overwrite=True, quiet=True)
+    small_run(small(folder, training={"max_steps": 2}), overwrite=True, quiet=True)
     assert not any(path.exists() for path in of_the_run)
     assert len(lines(folder / "metrics.jsonl")) == 2
     assert (folder / "notes.txt").read_text() == "mine"
@@ -135,10 +135,10 @@ def test_what_is_refused_does_not_empty_the_folder_that_it_would_overwrite(
     mistake: dict[str, Any], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    train(small(folder, training={"max_steps": 1}), quiet=True, skip_parity=True)
+    small_run(small(folder, training={"max_steps": 1}), quiet=True)
     before = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
     with pytest.raises(RetrainError):
-        train(small(folder, **mistake), overwrite=True, quiet=True)
+        small_run(small(folder, **mistake), overwrite=True, quiet=True)
     assert {
         path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
     } == before
@@ -148,7 +148,7 @@ def test_nothing_without_our_marker_is_ever_deleted(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "weights").write_text("precious")
     with pytest.raises(ConfigurationError, match="was not made by retrain"):
-        train(small(tmp_path), overwrite=True, quiet=True)
+        small_run(small(tmp_path), overwrite=True, quiet=True)
     assert (tmp_path / "checkpoints" / "weights").read_text() == "precious"
 
 
@@ -159,11 +159,11 @@ def test_a_given_adapter_path_is_honoured_and_another_runs_checkpoints_are_safe(
         "backend": {"devices": "cpu", "adapter_path": str(tmp_path / "adapters")},
         "training": {"max_steps": 2},
     }
-    train(small(tmp_path / "one" / "run", **shared), quiet=True)
+    small_run(small(tmp_path / "one" / "run", **shared), quiet=True)
     assert (tmp_path / "adapters" / "run" / "final" / "adapter_model.safetensors").is_file()
     assert not (tmp_path / "one" / "run" / "checkpoints").exists()
     with pytest.raises(ConfigurationError, match="another run"):
-        train(small(tmp_path / "two" / "run", **shared), quiet=True)
+        small_run(small(tmp_path / "two" / "run", **shared), quiet=True)
     resumed = small(
         tmp_path / "one" / "run",
         **shared
@@ -172,8 +172,8 @@ def test_a_given_adapter_path_is_honoured_and_another_runs_checkpoints_are_safe(
             "resume": {"from": str(tmp_path / "one" / "run")},
         },
     )
-    assert train(resumed, quiet=True).summary.steps == 3
-    train(small(tmp_path / "one" / "run", **shared), overwrite=True, quiet=True)
+    assert small_run(resumed, quiet=True).summary.steps == 3
+    small_run(small(tmp_path / "one" / "run", **shared), overwrite=True, quiet=True)
 
 
 def test_two_writers_of_one_folder_are_refused_and_the_owner_is_named(tmp_path: Path) -> None:
@@ -181,13 +181,13 @@ def test_two_writers_of_one_folder_are_refused_and_the_owner_is_named(tmp_path: 
         Session.open(small(tmp_path / "run"), overwrite=False, quiet=True),
         pytest.raises(ConfigurationError, match=f"pid {os.getpid()}"),
     ):
-        train(small(tmp_path / "run"), quiet=True)
+        small_run(small(tmp_path / "run"), quiet=True)
 
 
 def test_a_seed_is_drawn_once_and_stored(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    first = train(small(folder, training={"seed": -1, "max_steps": 1}), quiet=True)
-    again = train(
+    first = small_run(small(folder, training={"seed": -1, "max_steps": 1}), quiet=True)
+    again = small_run(
         small(folder, training={"seed": -1, "max_steps": 2}, resume={"from": str(folder)}),
         quiet=True,
     )
@@ -197,9 +197,9 @@ def test_a_seed_is_drawn_once_and_stored(tmp_path: Path) -> None:
 
 def test_max_hours_stops_with_the_state_saved(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    run = train(small(folder, training={"max_hours": 1e-9}), quiet=True)
+    run = small_run(small(folder, training={"max_hours": 1e-9}), quiet=True)
     assert run.summary.steps == 1
-    assert train(small(folder, resume={"from": str(folder)}), quiet=True).summary.steps == 4
+    assert small_run(small(folder, resume={"from": str(folder)}), quiet=True).summary.steps == 4
 
 
 def started(command: list[str], env: dict[str, str]) -> "subprocess.Popen[str]":
@@ -210,7 +210,11 @@ def started(command: list[str], env: dict[str, str]) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "start"), [(signal.SIGINT, 130, started), (signal.SIGTERM, 143, Command)]
+    ("number", "code", "start"),
+    [
+        pytest.param(signal.SIGINT, 130, started, marks=pytest.mark.slow),
+        (signal.SIGTERM, 143, Command),
+    ],
 )
 def test_one_signal_saves_and_exits_with_its_code(
     tmp_path: Path, number: signal.Signals, code: int, start: Any
@@ -220,7 +224,7 @@ def test_one_signal_saves_and_exits_with_its_code(
         dump_toml(small(folder, training={"max_steps": 500, "save_every": 400})), encoding="utf-8"
     )
     command, environment = (
-        [sys.executable, "-m", "retrain", str(file)],
+        [sys.executable, "-m", "retrain", str(file), "--skip-parity"],
         os.environ | {"OMP_NUM_THREADS": "1"},
     )
     process = start(command, env=environment)
@@ -288,7 +292,7 @@ def test_rows_are_on_the_disk_before_their_checkpoint_is_sealed(
         "logging": {"tokens_every": 1},
         "training": {"max_steps": 1},
     }
-    train(small(tmp_path / "run", **sections), quiet=True)
+    small_run(small(tmp_path / "run", **sections), quiet=True)
     before = synced[: synced.index("manifest.json")]
     assert {
         "metrics.jsonl",
@@ -320,21 +324,23 @@ def test_a_refused_row_is_tried_again_and_the_third_time_stops_the_run(
         return real(descriptor, data)
 
     monkeypatch.setattr(os, "write", write)
-    train(small(tmp_path / "once"), quiet=True)
+    small_run(small(tmp_path / "once"), quiet=True)
     assert [line["step"] for line in lines(tmp_path / "once" / "metrics.jsonl")] == [0, 1, 2, 3]
     refused = 1000
     with pytest.raises(
         EnvironmentFailure,
         match=r"step 3 could not be written to .*metrics\.jsonl: No space left.*3 times in a row",
     ):
-        train(small(tmp_path / "always", training={"max_steps": 9, "save_every": 9}), quiet=True)
+        small_run(
+            small(tmp_path / "always", training={"max_steps": 9, "save_every": 9}), quiet=True
+        )
     refused = 0
     resumed = small(
         tmp_path / "always",
         training={"max_steps": 2, "save_every": 9},
         resume={"from": str(tmp_path / "always")},
     )
-    train(resumed, quiet=True)
+    small_run(resumed, quiet=True)
     assert [line["step"] for line in lines(tmp_path / "always" / "metrics.jsonl")] == [0, 1]
 
 
@@ -359,7 +365,7 @@ def test_a_failed_save_is_tried_again_and_the_third_stops_the_run(
 
     monkeypatch.setattr(LocalBackend, "save", full)
     with pytest.raises(EnvironmentFailure, match=r"No space left.*--resume"):
-        train(small(tmp_path / "run", training={"max_steps": 9, "save_every": 2}), quiet=True)
+        small_run(small(tmp_path / "run", training={"max_steps": 9, "save_every": 2}), quiet=True)
     assert len(calls) == 3
     assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 4  # due at 2, again at 3 and 4
 
@@ -381,7 +387,7 @@ def test_a_disk_that_fills_up_stops_the_run_in_a_sentence_and_room_lets_it_go_on
         EnvironmentFailure,
         match=r"checkpoint of step 3 could not be written .* File too large, 3 times in a row",
     ):
-        train(small(tmp_path / "run", **sections), quiet=True)
+        small_run(small(tmp_path / "run", **sections), quiet=True)
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     resumed = small(tmp_path / "run", **sections, resume={"from": str(tmp_path / "run")})
@@ -391,8 +397,8 @@ def test_a_disk_that_fills_up_stops_the_run_in_a_sentence_and_room_lets_it_go_on
             EnvironmentFailure,
             match=r"cannot be written: File too large; .* continue with `retrain .* --resume .*`",
         ):
-            train(resumed, quiet=True)
-    train(resumed, quiet=True)
+            small_run(resumed, quiet=True)
+    small_run(resumed, quiet=True)
     assert [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
 
 
@@ -418,7 +424,7 @@ def test_rewards_that_cannot_be_judged_stop_the_run(
         training={"batch_size": 8},
     )
     with pytest.raises(RunFailed, match=r"could not be judged.*judge is down"):
-        train(config, quiet=True)
+        small_run(config, quiet=True)
     record = lines(tmp_path / "run" / "metrics.jsonl")[0]
     assert record["reward_could_not_judge"] == 32
     assert record["mean_reward"] is None and record["correct_rate"] is None

@@ -9,10 +9,10 @@ import pytest
 from campaigns import write_run
 from runs import small
 
-from retrain import train
 from retrain.cli.main import main
 from retrain.errors import RunFailed
 from retrain.records.terminal import clean
+from tests.runs import small_run
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202egnp\x9b31m\r\x00 end"
 SAFE = "<U+202E>gnp end"
@@ -59,7 +59,7 @@ def test_the_summary_of_a_run_that_failed_holds_no_escapes(
 
     monkeypatch.setattr("retrain.run.session.Session.sample", fail)
     with pytest.raises(RunFailed):
-        train(small(tmp_path / "run", training={"max_steps": 1}), quiet=True)
+        small_run(small(tmp_path / "run", training={"max_steps": 1}), quiet=True)
     assert (
         json.loads((tmp_path / "run" / "summary.json").read_text())["reason"]
         == f"the reward said {SAFE}"

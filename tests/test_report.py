@@ -20,7 +20,6 @@ from campaigns import write_campaign, write_manifest, write_run
 from runs import small
 from showcase import HOSTILE, write_showcase
 
-from retrain import train
 from retrain.analysis.runs import find_runs
 from retrain.cli.main import main
 from retrain.install import install_hint
@@ -30,6 +29,7 @@ from retrain.report.data import ReportRequest, read_report_data
 from retrain.report.figures import draw_figures
 from retrain.report.page import build_page
 from retrain.report.serve import ReportServer, version_of
+from tests.runs import small_run
 
 Captured = pytest.CaptureFixture[str]
 
@@ -49,7 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         evaluation={"at_start": True, "at_end": True, "max_examples": 4},
         logging={"tokens_every": 1},
     )
-    return train(config, quiet=True).folder
+    return small_run(config, quiet=True).folder
 
 
 @pytest.fixture(scope="module")
@@ -496,6 +496,7 @@ def test_the_server_follows_the_files(server: ReportServer) -> None:
     assert "25/24" in fetch(server, "")[1] and "25/24" not in first
 
 
+@pytest.mark.slow
 def test_the_server_rests_between_two_pages(server: ReportServer) -> None:
     first = fetch(server, "")[1]
     server.rest = 1000.0

@@ -16,7 +16,7 @@ from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.rewards import Scorer, ScoreRequest, build_scorer, chat
 from retrain.rewards.judge import (
     DEFAULT_TEMPLATE,
-    LONGEST_COMPLETION,
+    MAX_COMPLETION,
     judge_message,
     question_of,
     read_verdict,
@@ -44,7 +44,7 @@ KEY = "sk-test-0123456789abcdef"
 @pytest.fixture(autouse=True)
 def _patient_test(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "_FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr(chat, "_LONGEST_WAIT_S", 0.05)
+    monkeypatch.setattr(chat, "_MAX_WAIT_S", 0.05)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
 
 
@@ -135,9 +135,7 @@ def test_any_other_reply_is_no_verdict(reply: str) -> None:
     assert read_verdict(reply) is None
 
 
-def test_the_judge_sees_question_reference_and_the_end_of_the_completion_and_nothing_fills_a_place_twice() -> (
-    None
-):
+def test_the_judge_sees_question_reference_and_the_completions_end_once_each() -> None:
     filled = judge_message(
         DEFAULT_TEMPLATE,
         r"Find \frac{1}{2} {reference}",
@@ -147,7 +145,7 @@ def test_the_judge_sees_question_reference_and_the_end_of_the_completion_and_not
     assert (
         r"Find \frac{1}{2} {reference}" in filled
         and "\\frac12\n" in filled
-        and filled.count("x") < LONGEST_COMPLETION + 100
+        and filled.count("x") < MAX_COMPLETION + 100
     )
     assert (
         " so 4\n-----" in filled and "{question}" not in filled
@@ -241,7 +239,7 @@ _NO_CHAT = b'{"choices": []}'
         (raw(_NO_CHAT), 2),
         (raw(b'{"choices": [{"message": null}]}'), 2),
         (raw(b"[" * 100_000), 2),
-        (raw(b"x" * (chat.LONGEST_REPLY + 1)), 2),
+        (raw(b"x" * (chat.MAX_REPLY + 1)), 2),
         (saying(""), 2),
         (saying(None), 2),
         (saying("Let me see: yes"), 2),
@@ -262,12 +260,12 @@ def test_one_fault_is_retried(fault: Answer, requests: int) -> None:
     [
         (
             failing(429, "slow down", Retry_After="0.01"),
-            chat.MOST_ATTEMPTS,
+            chat.MAX_ATTEMPTS,
             "429 Too Many Requests: slow down",
         ),
-        (failing(500), chat.MOST_ATTEMPTS, "500 Internal Server Error: it is broken"),
-        (raw(b"gibberish"), chat.MOST_ATTEMPTS, "other than a chat completion: 'gibberish'"),
-        (hanging_up, chat.MOST_ATTEMPTS, "could not be reached (RemoteProtocolError"),
+        (failing(500), chat.MAX_ATTEMPTS, "500 Internal Server Error: it is broken"),
+        (raw(b"gibberish"), chat.MAX_ATTEMPTS, "other than a chat completion: 'gibberish'"),
+        (hanging_up, chat.MAX_ATTEMPTS, "could not be reached (RemoteProtocolError"),
         (saying(""), 2, "the judge's reply was empty"),
         (saying("I think so"), 2, "begins with neither yes nor no: 'I think so'"),
         (
@@ -376,7 +374,7 @@ def test_equal_completions_are_judged_once_and_a_resumed_run_repeats_its_verdict
         assert server.requests == []
 
 
-def test_what_could_not_be_judged_is_not_kept_and_another_question_or_model_is_another_verdict(
+def test_what_could_not_be_judged_is_not_kept_and_verdicts_have_their_question(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "verdicts.jsonl"

@@ -137,7 +137,7 @@ def test_answers_of_an_ordinary_size_are_not_refused(answer: str) -> None:
     "answer",
     [r"\int e^{\sin x^2}\cos x^3 dx", r"\sum_{i=1}^{1000}\frac{1}{i^3}", r"\prod_{i=1}^{9} i"],
 )
-def test_an_answer_that_is_left_to_be_evaluated_is_wrong_unless_the_reference_is_so_too(
+def test_an_answer_left_to_be_evaluated_is_wrong_unless_the_reference_is_too(
     answer: str,
 ) -> None:
     assert decide_by_strings(answer, "4") is False

@@ -199,9 +199,7 @@ def test_the_guard_does_not_stop_for_one_bad_answer_of_the_first_step() -> None:
     FailureGuard(0.05).observe([failed("slow")] + [RIGHT] * 7)
 
 
-def test_the_guard_stops_above_the_rate_of_a_whole_window_and_names_the_most_frequent_reason() -> (
-    None
-):
+def test_the_guard_stops_above_a_whole_windows_rate_and_names_the_usual_reason() -> None:
     guard = FailureGuard(0.05, window=20)
     for _ in range(30):
         guard.observe([failed("slow")] + [WRONG] * 19)  # exactly 5%

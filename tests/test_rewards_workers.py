@@ -17,7 +17,8 @@ import pytest
 
 import retrain.rewards.workers as workers
 from retrain.processes import resident_bytes
-from retrain.rewards.workers import Judgement, WorkerPool, WorkerSetup
+from retrain.rewards.score import PartScore
+from retrain.rewards.workers import WorkerPool, WorkerSetup
 
 DEADLINE_S = 2.0
 
@@ -55,7 +56,7 @@ def descendants(pid: int) -> set[int]:
     return found.union(*map(descendants, found))
 
 
-def verify(pool: WorkerPool, answer: str, gold: str = "4") -> "Future[Judgement]":
+def verify(pool: WorkerPool, answer: str, gold: str = "4") -> "Future[PartScore]":
     return pool.submit({"handler": "verify", "gold": gold, "answer": answer})
 
 
@@ -97,7 +98,7 @@ def pool() -> Iterator[WorkerPool]:
 def test_equal_expressions_are_right_and_unparsable_ones_wrong(
     patient_pool: WorkerPool, answer: str, gold: str, value: float
 ) -> None:
-    assert verify(patient_pool, answer, gold).result(60) == Judgement(value)
+    assert verify(patient_pool, answer, gold).result(60) == PartScore(value)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_equal_expressions_are_right_and_unparsable_ones_wrong(
         (r"\frac{1}{1+" * 40 + "1" + "}" * 40, "4"),  # the library's alarm is swallowed
     ],
 )
-def test_a_hard_answer_ends_on_the_deadline_and_the_next_is_judged_by_a_forked_worker(
+def test_a_hard_answer_ends_on_the_deadline_and_a_new_worker_judges_the_next(
     pool: WorkerPool, answer: str, gold: str
 ) -> None:
     assert verify(pool, r"\frac{8}{2}").result(60).value == 1.0
@@ -132,6 +133,7 @@ def test_an_answer_that_swells_is_stopped_before_its_deadline(
         assert verify(pool, r"\frac{8}{2}").result(60).value == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_an_answer_for_which_memory_runs_out_inside_math_verify_is_not_wrong() -> None:
     """The library's own `except Exception` would make it so. In a process of its own: the limit
@@ -165,7 +167,7 @@ def test_an_import_does_not_count_against_the_deadline(
         "example": {"prompt": "", "reference": ""},
     }
     with pool_of(WorkerSetup(rewards=("slow_to_import.score",)), deadline_s=1.0) as pool:
-        assert pool.submit(job).result(60) == Judgement(1.0)
+        assert pool.submit(job).result(60) == PartScore(1.0)
 
 
 def test_many_threads_may_submit_and_each_gets_its_own_verdict() -> None:
@@ -218,7 +220,7 @@ def test_the_pool_outlives_its_workers_and_its_fork_server() -> None:
 
 
 @linux_only
-def test_workers_die_with_a_trainer_that_was_killed_even_in_the_middle_of_an_endless_answer(
+def test_workers_die_with_a_killed_trainer_even_within_an_endless_answer(
     tmp_path: Path,
 ) -> None:
     script = tmp_path / "trainer.py"

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from retrain import train
 from retrain.config import TrainConfig, config_from_toml
 from retrain.config.load import replaced
 from retrain.errors import ConfigurationError
 from retrain.run.loop import Run
-from tests.runs import lines, small, timeless
+from tests.runs import lines, small, small_run, timeless
 
 BLOCK = """
 [backpressure]
@@ -47,7 +46,7 @@ def pressed(folder: Path, **changes: Any) -> TrainConfig:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return train(
+    return small_run(
         pressed(tmp_path_factory.mktemp("pressed") / "run", peak_gflops=50.0, peak_bw_gb_s=10.0),
         quiet=True,
     )
@@ -74,7 +73,9 @@ def test_the_batch_is_the_one_that_the_step_before_announced(run: Run) -> None:
 def test_prompts_go_on_where_the_step_before_ended(run: Run) -> None:
     """The nth prompt is the same whatever the sizes; only the step in which it is seen differs."""
     training = {"max_steps": 3, "batch_size": 7, "group_size": 2, "max_tokens": 8}
-    fixed = train(small(run.folder.parent / "fixed", training=training, logging=ALL), quiet=True)
+    fixed = small_run(
+        small(run.folder.parent / "fixed", training=training, logging=ALL), quiet=True
+    )
 
     def order(folder: Path) -> list[str]:
         rows = lines(folder / "emergence" / "generations.jsonl")
@@ -97,7 +98,7 @@ def test_a_resumed_run_decides_by_the_recorded_times(run: Run, tmp_path: Path) -
     config = replaced(
         pressed(again, peak_gflops=50.0, peak_bw_gb_s=10.0), {"resume.from": str(again)}
     )
-    resumed = train(config, quiet=True)
+    resumed = small_run(config, quiet=True)
     assert timeless(resumed.folder / "metrics.jsonl") == timeless(run.folder / "metrics.jsonl")
     for name in ("final/adapter_model.safetensors", "step_000009/adapter_model.safetensors"):
         assert (resumed.folder / "checkpoints" / name).read_bytes() == (
@@ -132,7 +133,7 @@ devices = "cpu"
 [logging]
 log_dir = "{tmp_path / "run"}"
 {BLOCK}"""
-    records = train(config_from_toml(text), quiet=True).metrics()
+    records = small_run(config_from_toml(text), quiet=True).metrics()
     assert [(record.batch_size, record.next_batch_size) for record in records] == [(1, 2), (2, 4)]
 
 

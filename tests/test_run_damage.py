@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from retrain import train
 from retrain.config import TrainConfig
 from retrain.config.overrides import Overrides
 from retrain.errors import ConfigurationError, RunFailed
@@ -20,7 +19,7 @@ from retrain.records.checkpoint import CheckpointStore
 from retrain.records.run_folder import RunFolder
 from retrain.run.evaluate import evaluate_run
 from retrain.run.opening import OpenedRun, open_run
-from tests.runs import lines, small
+from tests.runs import lines, small, small_run
 
 SECTIONS = {"evaluation": {"every": 2, "max_examples": 2}, "logging": {"tokens_every": 2}}
 
@@ -29,7 +28,7 @@ SECTIONS = {"evaluation": {"every": 2, "max_examples": 2}, "logging": {"tokens_e
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four steps, checkpoints after the second and the fourth, an evaluation at each."""
     folder = tmp_path_factory.mktemp("made") / "run"
-    train(small(folder, **SECTIONS), quiet=True)
+    small_run(small(folder, **SECTIONS), quiet=True)
     return folder
 
 
@@ -129,7 +128,7 @@ def test_a_folder_in_which_a_run_left_nothing_is_started_anew(tmp_path: Path) ->
     )
 
 
-def test_a_checkpoint_whose_steps_lost_their_rows_gives_way_to_the_one_before_and_is_kept(
+def test_a_checkpoint_whose_steps_lost_their_rows_gives_way_and_is_kept(
     run: Path,
 ) -> None:
     """A power cut can leave a sealed step beside rows that never reached the disk."""

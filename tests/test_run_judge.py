@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from retrain import train
 from retrain.config import load_config
 from retrain.config.overrides import parse_overrides
 from retrain.errors import EnvironmentFailure, RunFailed
 from retrain.records.run_folder import RunFolder
 from tests.judges import Handler, failing, first, saying, serving
-from tests.runs import lines, small
+from tests.runs import lines, small, small_run
 
 
 def arbitrary(handler: Handler) -> None:
@@ -31,9 +30,9 @@ def test_a_run_records_what_its_judge_took_and_resumes_with_the_same_verdicts(
 ) -> None:
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     with serving(arbitrary) as server:
-        train(small(straight, **judged(server.url)), quiet=True)
+        small_run(small(straight, **judged(server.url)), quiet=True)
         asked = len(server.requests)
-        train(
+        small_run(
             small(resumed, **judged(server.url), training={"max_steps": 3, "save_every": 2}),
             quiet=True,
         )
@@ -56,7 +55,7 @@ def test_a_run_records_what_its_judge_took_and_resumes_with_the_same_verdicts(
     with serving(
         first(saying("yes"), 1, saying("no"))
     ) as server:  # a judge that has changed its mind
-        train(
+        small_run(
             small(
                 resumed,
                 **judged(server.url),
@@ -92,7 +91,7 @@ def test_a_judge_that_fails_stops_the_run_with_its_reason_and_no_zero(tmp_path: 
             RunFailed, match=r"could not be judged.*403 Forbidden: your account is empty"
         ),
     ):
-        train(small(tmp_path, **judged(server.url)), quiet=True)
+        small_run(small(tmp_path, **judged(server.url)), quiet=True)
     (record,) = lines(tmp_path / "metrics.jsonl")
     assert (record["reward_could_not_judge"], record["mean_reward"], record["num_datums"]) == (
         8,
@@ -110,7 +109,7 @@ def test_a_judge_that_cannot_be_asked_is_refused_before_the_first_step(tmp_path:
         serving(failing(404, "no such model")) as server,
         pytest.raises(EnvironmentFailure, match="404 Not Found: no such model"),
     ):
-        train(small(tmp_path, **judged(server.url)), quiet=True)
+        small_run(small(tmp_path, **judged(server.url)), quiet=True)
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
@@ -122,7 +121,7 @@ def test_held_out_answers_alone_may_be_judged(tmp_path: Path) -> None:
             evaluation={"reward": "judge", "at_end": True, "max_examples": 4},
             training={"max_steps": 1},
         )
-        train(config, quiet=True)
+        small_run(config, quiet=True)
         assert 1 < len(server.requests) <= 5
     records = lines(tmp_path / "evaluation.jsonl")
     assert [line["samples"] for line in records] == [1] * 4
@@ -156,7 +155,7 @@ def test_the_judge_block_of_the_seeds_runs_as_it_is(
             f"--log-dir={tmp_path / 'run'}",
             *tiny.split(),
         ]
-        train(load_config(file, parse_overrides(flags)), quiet=True)
+        small_run(load_config(file, parse_overrides(flags)), quiet=True)
         assert server.requests[1][2]["model"] == "gpt-4o-mini"
     assert all(
         "sk-test" not in path.read_text()

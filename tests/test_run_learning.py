@@ -13,7 +13,8 @@ import pytest
 
 from retrain import train
 from retrain.errors import RunFailed
-from retrain.inference_engine.base import PYTORCH, InferenceEngine, SampleRequest
+from retrain.inference_engine.base import InferenceEngine, SampleRequest
+from retrain.inference_engine.pytorch import PyTorchEngine
 from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.records.run_folder import RunFolder
 from retrain.records.token_table import read_tokens
@@ -22,7 +23,7 @@ from retrain.run.dialogues import SamplingPlan, Watcher
 from retrain.run.rollout import Sampler
 from retrain.run.step_record import reward_statistics
 from retrain.types import Completion, Example, FinishReason, Outcome, Prompt, Score
-from tests.runs import lines, small, timeless
+from tests.runs import lines, small, small_run, timeless
 
 
 def with_temperature(temperature: float) -> dict[str, Any]:
@@ -34,7 +35,7 @@ def test_the_ratio_is_one_before_the_first_optimizer_step_of_every_step(
     tmp_path: Path, temperature: float
 ) -> None:
     """Also after the weights have changed: the sampler serves the adapter that was just trained."""
-    train(small(tmp_path / "run", **with_temperature(temperature)), quiet=True)
+    small_run(small(tmp_path / "run", **with_temperature(temperature)), quiet=True)
     records = lines(tmp_path / "run" / "metrics.jsonl")
     assert all(record["num_datums"] for record in records)
     for record in records:
@@ -51,7 +52,7 @@ def test_conditions_of_one_seed_share_prompts_and_noise(tmp_path: Path) -> None:
     for advantage, transform in (("grpo", "none"), ("maxrl", "gtpo_hicra")):
         folder = tmp_path / advantage
         algorithm = {"advantage_mode": advantage, "transform_mode": transform}
-        train(small(folder, algorithm=algorithm, training={"max_steps": 2}), quiet=True)
+        small_run(small(folder, algorithm=algorithm, training={"max_steps": 2}), quiet=True)
         generations.append(lines(folder / "emergence" / "generations.jsonl"))
     first, second = (
         [(g["prompt_id"], g["sample"], g["completion"]) for g in arm if g["step"] == 0]
@@ -64,14 +65,14 @@ def test_conditions_of_one_seed_share_prompts_and_noise(tmp_path: Path) -> None:
 
 def test_another_seed_gives_other_prompts_and_other_samples(tmp_path: Path) -> None:
     for seed in (1, 2):
-        train(small(tmp_path / str(seed), training={"seed": seed, "max_steps": 1}), quiet=True)
+        small_run(small(tmp_path / str(seed), training={"seed": seed, "max_steps": 1}), quiet=True)
     one, two = (lines(tmp_path / seed / "emergence" / "generations.jsonl") for seed in ("1", "2"))
     assert {g["prompt_id"] for g in one} != {g["prompt_id"] for g in two}
 
 
 def test_the_same_run_twice_gives_the_same_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        train(small(tmp_path / name), quiet=True)
+        small_run(small(tmp_path / name), quiet=True)
     assert timeless(tmp_path / "a" / "metrics.jsonl") == timeless(tmp_path / "b" / "metrics.jsonl")
     final = "checkpoints/final/adapter_model.safetensors"
     assert (tmp_path / "a" / final).read_bytes() == (tmp_path / "b" / final).read_bytes()
@@ -80,10 +81,10 @@ def test_the_same_run_twice_gives_the_same_bytes(tmp_path: Path) -> None:
 def test_dynamic_sampling_redraws_uniform_groups_with_the_same_prompt(tmp_path: Path) -> None:
     """With a reward of 1 at probability 0.02 nearly every group of 4 is uniform at first."""
     rare = {"type": "random", "random_p": 0.02}
-    train(
+    small_run(
         small(tmp_path / "off", reward=rare, training={"max_steps": 1, "batch_size": 4}), quiet=True
     )
-    train(
+    small_run(
         small(
             tmp_path / "on",
             reward=rare,
@@ -135,7 +136,7 @@ def test_redraws_do_not_bias_the_correct_rate(success: tuple[float, float]) -> N
 class EngineOf(InferenceEngine):
     """One token for every completion."""
 
-    capabilities = PYTORCH
+    capabilities = PyTorchEngine.capabilities
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         for number, request in enumerate(requests):
@@ -175,7 +176,9 @@ def test_what_could_not_be_judged_is_left_out_of_its_group_and_of_training(
     monkeypatch.chdir(tmp_path)
     reward = {"type": "custom", "custom_module": "sometimes", "max_failure_rate": 1.0}
     training, logging = {"max_steps": 2, "batch_size": 4}, {"generations_per_step": 99}
-    train(small(tmp_path / "run", reward=reward, training=training, logging=logging), quiet=True)
+    small_run(
+        small(tmp_path / "run", reward=reward, training=training, logging=logging), quiet=True
+    )
     generations = lines(tmp_path / "run" / "emergence" / "generations.jsonl")
     unknown = [g for g in generations if g["outcome"] == "could_not_judge"]
     assert unknown
@@ -198,7 +201,7 @@ def test_truncated_completions_that_the_loss_leaves_out_are_not_counted_as_train
         {"max_steps": 1, "batch_size": 4, "max_tokens": 8},
         {"generations_per_step": 99, "tokens_every": 1},
     )
-    train(
+    small_run(
         small(tmp_path / "run", loss={"mask_truncated": True}, training=training, logging=logging),
         quiet=True,
     )
@@ -211,7 +214,7 @@ def test_truncated_completions_that_the_loss_leaves_out_are_not_counted_as_train
 
 
 def test_a_step_without_informative_groups_is_logged_and_changes_no_weight(tmp_path: Path) -> None:
-    train(
+    small_run(
         small(
             tmp_path / "run", reward={"type": "random", "random_p": 0.0}, training={"max_steps": 2}
         ),
@@ -235,7 +238,7 @@ def test_updates_that_are_never_finite_stop_the_run_with_the_weights_unharmed(
     )
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RunFailed, match="3 steps in a row"):
-        train(
+        small_run(
             small(
                 tmp_path / "run",
                 algorithm={"advantage_mode": "huge.advantage"},

@@ -9,12 +9,11 @@ from urllib.parse import quote
 
 import pytest
 
-from retrain import train
 from retrain.cli.main import main
 from retrain.config import dump_toml
 from retrain.records import redact
 from tests.judges import Handler, serving
-from tests.runs import small
+from tests.runs import small, small_run
 
 
 def canary(number: int, shape: str = "{}") -> str:
@@ -188,7 +187,7 @@ def test_what_a_judge_echoes_is_masked_in_every_file_and_stream(
         }
         reward |= {"max_failure_rate": 1.0, "judge_cache": False}
         steps = {"max_steps": 4, "max_tokens": 4, "save_every": 1, "max_examples": 32}
-        train(small(secretive / "run", reward=reward, training=steps), skip_parity=True)
+        small_run(small(secretive / "run", reward=reward, training=steps))
     out, err = capfd.readouterr()
     state = json.loads((secretive / "run" / "trainer_state.json").read_text())
     assert "***" in json.dumps(state["rewards"])

@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from scipy import stats
 from torch import Tensor, nn
 
-from retrain import train
 from retrain.cli.main import main
 from retrain.config import TrainConfig, config_from_mapping, replaced
 from retrain.errors import ConfigurationError
@@ -36,6 +35,7 @@ from retrain.squeeze import (
 from retrain.squeeze.accuracy import Accuracy
 from retrain.squeeze.analysis import powers_of_two
 from retrain.squeeze.spectrum import factorise
+from tests.runs import small_run
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
@@ -174,9 +174,7 @@ def test_a_layer_of_lower_rank_keeps_everything_above_it() -> None:
     assert recommend_rank([{1: 0.5, 2: 1.0}, {1: 0.5, 2: 0.8, 4: 0.96}], [1, 2, 4], 0.95) == 4
 
 
-def test_a_threshold_met_but_for_rounding_is_met_and_one_that_no_rank_meets_gives_the_source_rank() -> (
-    None
-):
+def test_a_threshold_met_but_for_rounding_is_met_and_an_unmet_one_keeps_the_rank() -> None:
     assert recommend_rank([{1: 0.95 - 1e-13, 2: 1.0}], [1, 2], 0.95) == 1
     assert recommend_rank([{1: 0.95 - 1e-11, 2: 1.0}], [1, 2], 0.95) == 2
     assert recommend_rank([{1: 0.5, 2: 0.6}], [1, 2], 0.95, source_rank=8) == 8
@@ -426,7 +424,7 @@ def test_a_source_rank_that_is_right_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(
+    return small_run(
         small(tmp_path_factory.mktemp("trained") / "run", training={"max_steps": 2}), quiet=True
     ).adapter
 

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from runs import lines, small
 
-from retrain import train
 from retrain.analysis.status import State, loss_note, overview
 from retrain.cli.main import main
 from retrain.cli.status import lines as printed_lines
@@ -25,13 +24,14 @@ from retrain.records.entries import StepRecord
 from retrain.records.run_folder import RunFolder
 from retrain.run.session import Session
 from tests import commands
+from tests.runs import small_run
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real run of two steps with an evaluation."""
     evaluation = {"at_end": True, "max_examples": 4}
-    return train(
+    return small_run(
         small(
             tmp_path_factory.mktemp("logs") / "run",
             training={"max_steps": 2},
@@ -89,7 +89,7 @@ def test_a_finished_run_shows_its_last_step_and_its_evaluation(run: Path) -> Non
     )
 
 
-def test_a_run_without_its_last_step_and_without_a_process_has_stopped_and_says_how_to_go_on(
+def test_an_unfinished_run_without_a_process_has_stopped_and_says_how_to_go_on(
     run: Path,
 ) -> None:
     (run / "summary.json").unlink()
@@ -150,7 +150,9 @@ def test_a_process_number_that_was_given_out_again_is_no_writer(run: Path, sleep
 def test_a_killed_run_is_recognised(tmp_path: Path) -> None:
     folder, file = tmp_path / "run", tmp_path / "run.toml"
     file.write_text(dump_toml(small(folder, training={"max_steps": 1000})))
-    process = commands.Command([sys.executable, "-m", "retrain", str(file), "--quiet"])
+    process = commands.Command(
+        [sys.executable, "-m", "retrain", str(file), "--quiet", "--skip-parity"]
+    )
     try:
         for _ in range(1200):
             if (folder / "metrics.jsonl").exists() and lines(folder / "metrics.jsonl"):
@@ -180,7 +182,7 @@ def test_a_failed_run_says_why_and_a_resumed_one_no_longer(
     monkeypatch.chdir(tmp_path)
     sections = {"algorithm": {"advantage_mode": "fragile.advantage"}, "plugins": {"strict": False}}
     with pytest.raises(RunFailed) as failure:
-        train(small(tmp_path / "run", **sections), quiet=True)
+        small_run(small(tmp_path / "run", **sections), quiet=True)
     (status,) = overview(tmp_path).runs
     assert (status.state, status.steps) == (State.FAILED, 0)
     assert (
@@ -191,7 +193,9 @@ def test_a_failed_run_says_why_and_a_resumed_one_no_longer(
         failure.value
     )
     broken.unlink()
-    train(small(tmp_path / "run", **sections, resume={"from": str(tmp_path / "run")}), quiet=True)
+    small_run(
+        small(tmp_path / "run", **sections, resume={"from": str(tmp_path / "run")}), quiet=True
+    )
     (status,) = overview(tmp_path).runs
     assert (status.state, status.note) == (State.DONE, "")
 
@@ -265,7 +269,7 @@ def test_what_is_left_of_a_campaign_is_shared_by_the_runs_that_run(
 
 
 def test_checkpoints_outside_a_run_are_neither_runs_nor_campaigns(tmp_path: Path) -> None:
-    train(
+    small_run(
         small(
             tmp_path / "run",
             training={"max_steps": 2},

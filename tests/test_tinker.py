@@ -40,6 +40,7 @@ from retrain.errors import EnvironmentFailure, RunFailed, ServerFailure
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.run.notes import notes
 from retrain.types import FinishReason, Row, StepResult
+from tests.runs import small_run
 
 KEY = "tml-a-key-that-stays-here"
 TINKER: dict[str, Any] = {
@@ -108,7 +109,7 @@ def test_targets_are_the_next_tokens_and_only_actions_have_advantages(double: Do
     assert datum["logprobs"].tolist() == [0, 0, -1, -2]
 
 
-def test_tokens_of_the_environment_have_no_advantage_and_what_follows_the_last_action_is_not_sent(
+def test_environment_tokens_have_no_advantage_and_the_rest_is_not_sent(
     double: Double,
 ) -> None:
     values = np.array([1, 2, 3], np.float32)
@@ -360,7 +361,7 @@ def test_clip_bounds_and_adam_reach_the_service(double: Double, tmp_path: Path) 
 # -- the order of requests -------------------------------------------------------------------------
 
 
-def test_all_updates_of_a_step_and_its_sampler_are_asked_for_before_anything_is_waited_for(
+def test_a_steps_updates_and_sampler_are_asked_for_before_anything_is_awaited(
     double: Double, tmp_path: Path
 ) -> None:
     backend = backend_for(tmp_path, training={"updates_per_batch": 2, "minibatches": 2})
@@ -504,14 +505,14 @@ def test_a_refusal_by_the_sampler_saves_the_run(double: Double, tmp_path: Path) 
         ServerFailure,
         match=r"saved after \d steps: continue with `retrain .* --resume .*--base-url",
     ):
-        train(config, quiet=True)
+        small_run(config, quiet=True)
     (checkpoint,) = (tmp_path / "run/checkpoints").glob("step_*")
     assert json.loads((checkpoint / STATE_FILE).read_text())["state"].startswith(
         "tinker://run-1/weights/"
     )
 
 
-def test_log_probs_that_are_not_finite_end_the_run_and_advantages_that_are_not_are_never_sent(
+def test_log_probs_that_are_not_finite_end_the_run_and_such_advantages_stay_here(
     double: Double, tmp_path: Path
 ) -> None:
     from dataclasses import replace
@@ -905,7 +906,7 @@ def test_an_archive_without_end_and_a_path_upwards_are_refused(
 
 
 def test_metrics_of_a_run_are_written(double: Double, tmp_path: Path) -> None:
-    train(tinker_config(tmp_path / "run", training={"max_steps": 2}), quiet=True)
+    small_run(tinker_config(tmp_path / "run", training={"max_steps": 2}), quiet=True)
     for line in lines(tmp_path / "run/metrics.jsonl"):
         assert (
             line["loss"] is not None
@@ -914,12 +915,13 @@ def test_metrics_of_a_run_are_written(double: Double, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_path_of_the_service_is_squeezed_after_a_download(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from retrain.cli.main import main
 
-    local = train(small(tmp_path / "local"), quiet=True).adapter
+    local = small_run(small(tmp_path / "local"), quiet=True).adapter
     packed = tar(
         **{
             name.replace(".", "__"): (local / name).read_bytes()

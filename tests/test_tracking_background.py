@@ -13,13 +13,13 @@ import wandb
 from runs import lines, small
 from trackers import keep_here
 
-from retrain import train
 from retrain.config import TrainConfig
 from retrain.records.entries import StepRecord
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import RunFolder
 from retrain.tracking.base import Event, Started
 from retrain.tracking.external import Background, ExternalSettings, ExternalTracker
+from tests.runs import small_run
 
 RECORD = StepRecord(step=0, condition="grpo+none")
 
@@ -147,7 +147,9 @@ def test_a_run_does_not_notice_what_becomes_of_its_tracker(
     keep_here(tmp_path / "home", monkeypatch)
     monkeypatch.setattr(wandb, "init", init)
     monkeypatch.setattr(Background, "patience_s", 0.2)
-    run = train(small(tmp_path / "run", training={"max_steps": 2}, logging={"wandb_project": "p"}))
+    run = small_run(
+        small(tmp_path / "run", training={"max_steps": 2}, logging={"wandb_project": "p"})
+    )
     out = capsys.readouterr().out
     assert [line["step"] for line in lines(run.folder / "metrics.jsonl")] == [0, 1]
     assert out.count("the run continues, and") == 1

@@ -13,7 +13,6 @@ import pytest
 from runs import small
 from trackers import SECRET, keep_here
 
-from retrain import train
 from retrain.cli.main import main
 from retrain.config import TrainConfig
 from retrain.records.entries import EvaluationRecord, GenerationRecord, StepRecord
@@ -25,6 +24,7 @@ from retrain.tracking import build_tracker
 from retrain.tracking.base import Generations, Started
 from retrain.tracking.build import track_squeeze
 from retrain.tracking.external import metrics
+from tests.runs import small_run
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +97,7 @@ def test_a_run_in_wandb_holds_its_names_its_numbers_and_every_completion(tmp_pat
         "wandb_tags": f"first, {'x' * 80}",
         "generations_per_step": 2,
     }
-    run = train(
+    run = small_run(
         small(
             tmp_path / "run",
             training={"max_steps": 3},
@@ -159,11 +159,11 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run_and_replaces_no_table(tmp_p
 
 
 def test_the_checkpoint_keeps_the_wandb_run_and_resume_uses_it(tmp_path: Path) -> None:
-    train(
+    small_run(
         small(tmp_path / "run", training={"max_steps": 2}, logging={"wandb_project": "p"}),
         quiet=True,
     )
-    train(
+    small_run(
         small(
             tmp_path / "run",
             training={"max_steps": 3},
@@ -213,7 +213,7 @@ def points(folder: Path, tag: str) -> list[tuple[int, float]]:
 @needs_tensorboard
 def test_tensorboard_shows_the_metrics_the_evaluations_and_the_completions(tmp_path: Path) -> None:
     evaluation = {"every": 2, "max_examples": 2}
-    run = train(
+    run = small_run(
         small(
             tmp_path / "run",
             training={"max_steps": 2},
@@ -241,7 +241,7 @@ def test_tensorboard_shows_the_metrics_the_evaluations_and_the_completions(tmp_p
 
 
 @needs_tensorboard
-def test_tensorboard_shows_a_step_that_was_made_again_once_and_keeps_the_evaluation_of_its_checkpoint(
+def test_tensorboard_shows_a_repeated_step_once_and_keeps_its_evaluation(
     tmp_path: Path,
 ) -> None:
     for steps, resumed in (([0, 1, 2, 3], {}), ([2, 3, 4], {"first": "session"})):
@@ -303,7 +303,7 @@ def test_trackio_holds_the_numbers_and_the_completions_of_a_run(
         "wandb_run_name": "first",
         "generations_per_step": 2,
     }
-    run = train(
+    run = small_run(
         small(
             tmp_path / "run",
             training={"max_steps": 2},
@@ -324,7 +324,7 @@ def test_trackio_holds_the_numbers_and_the_completions_of_a_run(
 
 
 @needs_trackio
-def test_a_resumed_run_goes_on_in_its_own_trackio_run_and_not_in_a_newer_one_of_the_same_name(
+def test_a_resumed_run_goes_on_in_its_own_trackio_run_not_in_a_newer_namesake(
     tmp_path: Path,
 ) -> None:
     settings = config("trackio", wandb_project="p")
@@ -390,7 +390,7 @@ def test_a_squeeze_analysis_is_a_run_of_its_own_with_its_curve_over_the_rank(
 def test_a_squeeze_job_sends_its_analysis_beside_the_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = train(small(tmp_path / "logs" / "run", training={"max_steps": 1}), quiet=True)
+    run = small_run(small(tmp_path / "logs" / "run", training={"max_steps": 1}), quiet=True)
     file = tmp_path / "squeeze.toml"
     file.write_text(
         f'[squeeze]\nadapter_path = "{run.adapter}"\n[logging]\ntrackers = ["tensorboard"]\nlog_dir'

@@ -110,6 +110,7 @@ def run_of(code: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_process_ends_in_time_though_wandb_still_waits_for_its_server(
     server: str, tmp_path: Path
 ) -> None:

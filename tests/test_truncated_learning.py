@@ -145,7 +145,7 @@ CUTS = [(0, 0.9, 0.0), (20, 1.0, 0.0), (0, 1.0, 0.1), (50, 0.7, 0.01)]
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("spread", [0.3, 2.0, 6.0])
 @pytest.mark.parametrize("rounding", ["1e-5", "0.05", "bf16"])
-def test_another_rounding_moves_a_truncated_log_prob_by_no_more_than_twice_what_it_moves_a_logit(
+def test_rounding_moves_a_truncated_log_prob_at_most_twice_as_far_as_a_logit(
     rounding, spread, cut
 ) -> None:
     noise = torch.Generator().manual_seed(7)
@@ -271,7 +271,7 @@ def test_the_gradient_over_kept_tokens_equals_the_written_out_loss(
     assert distance(ours, gradients(learner)) < 1e-5
 
 
-def test_the_kl_term_against_the_whole_base_has_the_gradient_of_the_kl_over_the_kept_set() -> None:
+def test_the_kl_against_the_whole_base_has_the_gradient_over_the_kept_set() -> None:
     """Expected over the truncated policy in float64: k2's is exact, k3's is that of the reverse KL
     times the base's mass of the set.
     """

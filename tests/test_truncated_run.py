@@ -16,13 +16,14 @@ from retrain import train
 from retrain.cli.main import main
 from retrain.config.outcomes import kept_set_refusals
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.inference_engine.base import ENGINES
+from retrain.inference_engine.pytorch import PyTorchEngine
 from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.model.memory import predict_memory
 from retrain.records.run_folder import RunFolder
 from retrain.records.token_table import read_tokens
 from retrain.run.notes import notes
 from retrain.types import Completion
+from tests.runs import small_run
 
 TRUNCATED: dict[str, Any] = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}
 
@@ -109,9 +110,9 @@ def test_the_gate_stops_an_engine_whose_kept_sets_are_not_what_it_drew_from(
 def test_an_engine_that_cannot_give_kept_sets_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    declared = ENGINES["pytorch"]
+    declared = PyTorchEngine.capabilities
     assert declared is not None
-    monkeypatch.setitem(ENGINES, "pytorch", replace(declared, kept_set=False))
+    monkeypatch.setattr(PyTorchEngine, "capabilities", replace(declared, kept_set=False))
     with pytest.raises(
         ConfigurationError,
         match=(
@@ -119,7 +120,7 @@ def test_an_engine_that_cannot_give_kept_sets_is_refused(
             r' "pytorch"'
         ),
     ):
-        train(small(tmp_path / "run", training={"top_p": 0.9}), quiet=True)
+        small_run(small(tmp_path / "run", training={"top_p": 0.9}), quiet=True)
     assert kept_set_refusals(small(tmp_path), kept_set=False) == []
     assert len(kept_set_refusals(small(tmp_path, training=TRUNCATED), kept_set=False)) == 3
 

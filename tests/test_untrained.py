@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from runs import lines, small
 
-from retrain import train
 from retrain.analysis.status import overview
 from retrain.config import TrainConfig
 from retrain.records.entries import StepRecord
 from retrain.records.untrained import is_news, untrained_line, untrained_streak
 from retrain.run.notes import unasked_note
+from tests.runs import small_run
 
 
 def step(**values: Any) -> StepRecord:
@@ -121,14 +121,14 @@ def test_it_is_told_once_a_streak_when_three_steps_of_a_kind_are_there() -> None
     assert told(*[step()] * 3, TRAINED, *[step()] * 3) == [2, 6]
 
 
-def test_a_constant_reward_of_ones_own_is_named_on_the_screen_in_the_summary_and_in_status(
+def test_a_constant_reward_of_ones_own_is_named_on_screen_in_summary_and_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "constant_reward.py").write_text(
         "def score(response, reference):\n    return 0.25\n"
     )
     monkeypatch.chdir(tmp_path)
-    run = train(
+    run = small_run(
         small(tmp_path / "run", reward={"type": "custom", "custom_module": "constant_reward"})
     )
     told = [line for line in capsys.readouterr().out.splitlines() if "trained nothing" in line]
@@ -149,7 +149,7 @@ def test_a_constant_reward_of_ones_own_is_named_on_the_screen_in_the_summary_and
     ] == [(0.0, None)] * 4
 
 
-def test_a_model_that_is_not_asked_for_a_box_gets_a_template_at_the_start_and_a_count_afterwards(
+def test_a_model_that_is_not_asked_for_a_box_gets_a_template_and_then_a_count(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The lab model from a folder, as any other; in 4 tokens it does not come to its answer."""
@@ -163,7 +163,7 @@ def test_a_model_that_is_not_asked_for_a_box_gets_a_template_at_the_start_and_a_
         "reward": {"type": "match"},
     }
     training = {"max_tokens": 4, "max_steps": 3}
-    run = train(small(tmp_path / "run", **sections, training=training))
+    run = small_run(small(tmp_path / "run", **sections, training=training))
     said = capsys.readouterr().out
     (asked,) = [line for line in said.splitlines() if "none of 4 prompts asks" in line]
     assert r"set [data] prompt_template = '{prompt} Put the final answer in \boxed{}.'" in asked

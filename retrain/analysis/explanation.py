@@ -138,7 +138,8 @@ def caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
         advice = "more problems or samples" if noise > luck else "more seeds"
         yield (
             f"The sd has two parts: {size_words(noise, metric)} from the evaluation,"
-            f" {size_words(luck, metric)} from the luck of the runs; {advice} would narrow it most."
+            f" {size_words(luck, metric)} from run-to-run variance; {advice} would narrow"
+            " it most."
         )
     if contrast.shared.is_same:
         yield "Nothing that was recorded differs between the arms: an A/A comparison."

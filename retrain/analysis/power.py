@@ -277,5 +277,5 @@ def design_line(
     return (
         f"{found} {problems:,} held-out problems x {counted(samples, 'sample')} alone give them an"
         f" sd of up to {sd:.1f} pp: that makes {units * sd:.1f} pp. More [evaluation] max_examples"
-        " or samples make it smaller, down to the luck of the runs."
+        " or samples make it smaller, down to the run-to-run variance."
     )

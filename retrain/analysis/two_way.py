@@ -66,7 +66,7 @@ class TwoWay:
 
     @property
     def luck_variance(self) -> float:
-        """The rest of it, the luck of the runs, which no larger evaluation removes."""
+        """The rest of it, run-to-run (seed) variance, which no larger evaluation removes."""
         return max(0.0, self.seed_square - self.residual_square) / self.problems
 
     def interval(

@@ -1,3 +1,3 @@
-"""How often a reward errs: it is run on answers whose verdict is known, right ones in other forms
+"""How often a reward errs. It is run on answers with a known verdict: right ones in other forms,
 and wrong ones that look right.
 """

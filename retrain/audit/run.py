@@ -46,9 +46,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Rate:
-    """The errors of a reward on some of the cases, all of which are right or all of which are
-    wrong.
-    """
+    """The errors of a reward on some of the cases, either all right or all wrong."""
 
     name: str
     cases: Sequence[Judged]
@@ -67,11 +65,11 @@ class Rate:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The 95% interval: Wilson's, on the effective number of cases, since those of one example
-        are alike.
+        """The 95% interval: Wilson's, on the effective number of cases, since the cases of one
+        example are alike.
 
-        The variance is that of the ratio of errors to cases, both summed over the examples
-        (linearised, as for any ratio of two sums).
+        The variance is the linearised one of a ratio of two sums: errors over cases, each summed
+        over the examples.
         """
         by_example: dict[str, list[bool]] = {}
         for item in self.judged:

@@ -15,6 +15,7 @@ from signal import Signals
 
 from retrain.analysis.integrity import are_the_same
 from retrain.analysis.runs import StoredRun
+from retrain.backends.base import backend_kind
 from retrain.campaign.board import Board
 from retrain.campaign.evidence import EvidenceRule
 from retrain.campaign.launch import OUTPUT, InProcess, Job, Launcher, RunOutcome, unwritable
@@ -109,7 +110,8 @@ def _launcher(plan: CampaignPlan) -> Launcher:
         from retrain.campaign.subprocesses import Subprocesses
 
         return Subprocesses(share_devices(plan))
-    return InProcess(loads_models=any(run.config.backend.backend != "tinker" for run in plan.runs))
+    kinds = [backend_kind(run.config.backend.backend) for run in plan.runs]
+    return InProcess(loads_models=any(kind.loads_model for kind in kinds))
 
 
 def is_finished(run: CampaignRun) -> bool:

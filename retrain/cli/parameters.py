@@ -16,6 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from typer.models import ArgumentInfo, OptionInfo
 
+from retrain.cli.init import template_names
 from retrain.cli.usage import EXAMPLES
 from retrain.config.suggestions import NAME_CUTOFF, nearest
 
@@ -206,6 +207,9 @@ def wrong_use(name: str, arguments: Sequence[str], error: Any) -> str:
             f" {f'did you mean {near}?' if near else f'{more}.'}"
         )
     if extra := re.search(r"unexpected extra argument\S* \((.*)\)", str(error)):
+        if name == "init" and extra.group(1) in template_names():
+            instead = f"did you mean `retrain init --template {extra.group(1)}`?"
+            return f"`{usage_line(name)}` has no place for {extra.group(1)!r}; {instead}"
         return f"`{usage_line(name)}` has no place for {extra.group(1)!r}; {more}."
     if type(error).__name__ == "MissingParameter":
         absent = next(each for each in parameters_of(name) if each.is_required)

@@ -141,7 +141,7 @@ def _lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:
         pilot and pilot.spread and plan.effect is not None
     ):  # seeds, problems and samples together, at the pilot's own spread
         luck = (
-            f"The luck of the runs has an sd of {_number(pilot.spread.luck**0.5)}, which no"
+            f"Run-to-run (seed) variance has an sd of {_number(pilot.spread.luck**0.5)}, which no"
             " evaluation removes"
         )
         if found := plan.cheapest(pilot.spread):

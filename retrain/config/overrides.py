@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from retrain.config.suggestions import NAME_CUTOFF, instead, nearest
-from retrain.errors import MOST_SENTENCES, ConfigurationError
+from retrain.errors import MAX_SENTENCES, ConfigurationError
 from retrain.parsing import ParseError, parse_toml
 
 if TYPE_CHECKING:
@@ -327,7 +327,7 @@ class _Parser:
     def _refuse_unknown(self, flag: str) -> None:
         from retrain.config.keys import key_meant, keys_by_path
 
-        if len(self._problems) >= MOST_SENTENCES:
+        if len(self._problems) >= MAX_SENTENCES:
             self._unsaid += 1
             return
         word = flag.removeprefix("--")

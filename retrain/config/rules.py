@@ -23,7 +23,7 @@ from retrain.config.names import (
 )
 from retrain.config.suggestions import nearest
 from retrain.config.values import MAX_SEED, MOST_COMPLETIONS
-from retrain.errors import MOST_SENTENCES
+from retrain.errors import MAX_SENTENCES
 from retrain.parsing import toml_value
 
 if TYPE_CHECKING:
@@ -643,13 +643,13 @@ def _options_are_known(config: "TrainConfig") -> Iterator[Violation]:
 
     known = {name: model for model in BACKEND_OPTIONS.values() for name in model.model_fields}
     wrong = [name for name in config.backend.options if name not in known]
-    for name in wrong[: MOST_SENTENCES - 1]:
+    for name in wrong[: MAX_SENTENCES - 1]:
         near = nearest(name, known)
         hint = f'; did you mean "{near}"?' if near else f"; known are {', '.join(known)}"
         yield Violation(
             ("backend.options",), f"[backend.options] {name} is not a known option{hint}"
         )
-    if more := len(wrong[MOST_SENTENCES - 1 :]):
+    if more := len(wrong[MAX_SENTENCES - 1 :]):
         yield Violation(
             ("backend.options",),
             f"[backend.options] {more:,} more of its names are not known options",
@@ -670,7 +670,7 @@ def _options_are_known(config: "TrainConfig") -> Iterator[Violation]:
 def _option_violations(error: ValidationError, model: type[BaseModel]) -> Iterator[Violation]:
     from retrain.config.keys import describe_field
 
-    for problem in error.errors(include_url=False)[:MOST_SENTENCES]:
+    for problem in error.errors(include_url=False)[:MAX_SENTENCES]:
         name, value = str(problem["loc"][0]), problem["input"]
         allowed = describe_field(model.model_fields[name])
         yield Violation(

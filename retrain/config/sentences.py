@@ -25,7 +25,7 @@ from retrain.config.names import ALIASES, DATA_FILE_SUFFIXES, names_of
 from retrain.config.rules import RuleViolations, Violation
 from retrain.config.schema import Condition, Provenance
 from retrain.config.suggestions import NAME_CUTOFF, instead, nearest, synonym
-from retrain.errors import MOST_SENTENCES
+from retrain.errors import MAX_SENTENCES
 from retrain.parsing import is_path_text, toml_value
 
 LEGACY_PREFIX = "prime_rl_"
@@ -102,9 +102,9 @@ def field_sentences(
         if detail["loc"]:
             in_condition = detail["loc"][:2] == ("campaign", "conditions")
             grouped.setdefault(detail["loc"][: 4 if in_condition else 2], []).append(detail)
-    first = islice(grouped.items(), MOST_SENTENCES)
+    first = islice(grouped.items(), MAX_SENTENCES)
     return [_sentence(loc, details, data, place) for loc, details in first], max(
-        0, len(grouped) - MOST_SENTENCES
+        0, len(grouped) - MAX_SENTENCES
     )
 
 

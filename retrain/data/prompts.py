@@ -201,15 +201,13 @@ def encode_prompts(training: "Training", text: TextModel, loaded: ReadResult) ->
     tokenizer, context, examples = text.tokenizer, text.context, loaded.examples
     texts = [render_text(tokenizer, example, loaded.data) for example in examples]
     bounds = token_bounds(tokenizer, texts)
-    near = [i for i, bound in enumerate(bounds) if 0 < context <= bound]
-    lengths = dict(zip(near, count_tokens(tokenizer, [texts[i] for i in near]), strict=True))
-    too_long = [index for index, length in lengths.items() if length >= context]
+    lengths = _too_long(text, texts, bounds)
+    kept = [index for index in range(len(texts)) if index not in lengths]
     dropped = ""
-    if too_long:
-        first = examples[too_long[0]].example_id
-        words = f"{first} with {lengths[too_long[0]]:,} of {context:,} tokens"
-        dropped = dropped_words(len(too_long), "longer than the context", words)
-    kept = sorted(set(range(len(texts))).difference(too_long))
+    if lengths:
+        first, length = next(iter(lengths.items()))
+        words = f"{examples[first].example_id} with {length:,} of {context:,} tokens"
+        dropped = dropped_words(len(lengths), "longer than the context", words)
     if not kept:
         raise ConfigurationError(
             f'[data] source = "{loaded.data.source}" has no usable prompt: {dropped}; take a model'
@@ -227,9 +225,20 @@ def encode_prompts(training: "Training", text: TextModel, loaded: ReadResult) ->
         prompts.notes.append(f"Dropped prompts: {dropped}")
     clamped = prompts.longer_than(context - training.max_tokens) if context else 0
     if clamped:
-        prompts.notes.append(
-            f"[training] max_tokens = {training.max_tokens} and the prompt exceed the model's"
-            f" context of {context:,} for {clamped:,} of {len(kept):,} prompts, whose completions"
-            f" end at the context (after {context - prompts.longest:,} tokens or more)"
-        )
+        prompts.notes.append(_clamped_note(prompts, clamped, training.max_tokens, context))
     return prompts
+
+
+def _too_long(text: TextModel, texts: Sequence[str], bounds: Sequence[int]) -> dict[int, int]:
+    """Return index -> number of tokens of every prompt that fills the context."""
+    near = [index for index, bound in enumerate(bounds) if 0 < text.context <= bound]
+    counts = count_tokens(text.tokenizer, [texts[index] for index in near])
+    return {i: count for i, count in zip(near, counts, strict=True) if count >= text.context}
+
+
+def _clamped_note(prompts: PromptSet, clamped: int, max_tokens: int, context: int) -> str:
+    return (
+        f"[training] max_tokens = {max_tokens} and the prompt exceed the model's context of"
+        f" {context:,} for {clamped:,} of {len(prompts):,} prompts, whose completions end at the"
+        f" context (after {context - prompts.longest:,} tokens or more)"
+    )

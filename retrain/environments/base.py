@@ -1,5 +1,5 @@
 """The contract of an environment: problems, and episodes in which the model's replies are answered
-until a verdict.
+until its result.
 
 An environment knows messages and text. Tokens, sampling, time limits and credit are retrain's
 business, so a plugin is two small classes.
@@ -40,7 +40,7 @@ def is_conversation(messages: object) -> bool:
 
 @dataclass(frozen=True)
 class Result:
-    """The verdict on a whole episode."""
+    """The reward of a whole episode."""
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Episode(ABC):
 
     @abstractmethod
     def result(self) -> Result:
-        """Return the verdict. Called once, after the last reply: the episode ended, or its turns or
+        """Return the result. Called once, after the last reply: the episode ended, or its turns or
         tokens ran out.
         """
 

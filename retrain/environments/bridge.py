@@ -7,8 +7,7 @@ and the episode's method returns what it asked with.
 import asyncio
 import json
 import re
-import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -16,6 +15,7 @@ from typing import Any
 
 from retrain.environments.base import Episode, Observation, Result
 from retrain.types import ChatMessage, Example
+from retrain.web import EventLoop
 
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 """The form that Qwen and Hermes models are trained to write: <tool_call>{"name": ..., "arguments":
@@ -27,54 +27,33 @@ class OutOfTokens(Exception):
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Question:
     """The rollout waits for a reply to `messages`."""
 
     observation: Observation
     reply: "asyncio.Future[str]"
 
 
-class EventLoop:
-    """An asyncio loop on a daemon thread."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, name="environment-loop", daemon=True).start()
-
-    def start(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-
-    def close(self) -> None:
-        """Cancel what still runs; nothing waits for it."""
-
-        def stop() -> None:
-            for task in asyncio.all_tasks(self.loop):
-                task.cancel()
-            self.loop.call_soon(self.loop.stop)
-
-        self.loop.call_soon_threadsafe(stop)
-
-
-class Telephone:
+class RolloutBridge:
     """Connects one rollout, which calls `ask` on the event loop, with its episode, which reads
     `events` on another thread.
     """
 
     def __init__(self) -> None:
-        self.events: SimpleQueue[_Asked | Result | BaseException] = SimpleQueue()
+        self.events: SimpleQueue[_Question | Result | BaseException] = SimpleQueue()
 
     async def ask(self, messages: list[ChatMessage], tools: list[dict[str, Any]]) -> str:
         """Return the model's reply to the whole conversation `messages`. Raises OutOfTokens where
         there can be none.
         """
         reply: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.events.put(_Asked(Observation(messages, rewrites=True, tools=tools), reply))
+        self.events.put(_Question(Observation(messages, rewrites=True, tools=tools), reply))
         return await reply
 
 
-Rollout = Callable[[Telephone, Example, int], Awaitable[Result]]
-"""Plays one episode to its end, asking for replies with `Telephone.ask`, and returns the
-verdict."""
+Rollout = Callable[[RolloutBridge, Example, int], Awaitable[Result]]
+"""Plays one episode to its end, asking for replies with `RolloutBridge.ask`, and returns the
+result."""
 
 
 class BridgedEpisode(Episode):
@@ -82,9 +61,9 @@ class BridgedEpisode(Episode):
 
     def __init__(self, loop: EventLoop, rollout: Rollout) -> None:
         self._loop, self._rollout = loop, rollout
-        self._line = Telephone()
+        self._bridge = RolloutBridge()
         self._task: Future[Any] | None = None
-        self._waiting: _Asked | None = None
+        self._waiting: _Question | None = None
         self._result: Result | None = None
 
     def reset(self, example: Example, seed: int) -> Observation:
@@ -114,12 +93,12 @@ class BridgedEpisode(Episode):
 
     async def _play(self, example: Example, seed: int) -> None:
         try:
-            self._line.events.put(await self._rollout(self._line, example, seed))
+            self._bridge.events.put(await self._rollout(self._bridge, example, seed))
         except asyncio.CancelledError as error:
-            self._line.events.put(error)
+            self._bridge.events.put(error)
             raise
         except BaseException as error:  # noqa: BLE001 - the episode raises it; here a SystemExit would end the loop of all episodes
-            self._line.events.put(error)
+            self._bridge.events.put(error)
 
     def _answer(self, give: Callable[["asyncio.Future[str]"], None]) -> None:
         assert self._waiting is not None
@@ -127,7 +106,7 @@ class BridgedEpisode(Episode):
 
     def _next(self) -> Observation | None:
         """Wait for the rollout: what it asks, or None at its end. Raises what it raised."""
-        event = self._line.events.get()
+        event = self._bridge.events.get()
         if isinstance(event, BaseException):
             raise (
                 RuntimeError("the rollout was cancelled")

@@ -18,7 +18,7 @@ from retrain.plugins import describe
 from retrain.records.redact import reason_of
 from retrain.types import Example, Outcome, Score
 
-MOST_THREADS = 64
+MAX_THREADS = 64
 """Episodes that are answered at the same time; the others wait for their turn."""
 _POLL = 0.2
 """Seconds between two looks at whether the run was asked to stop."""
@@ -111,7 +111,7 @@ class DaemonThreads:
 
 
 Answer = Observation | Score
-"""What comes after a reply: something to reply to, or the verdict."""
+"""What comes after a reply: something to reply to, or the score."""
 
 
 # -- episodes --------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ Answer = Observation | Score
 
 @dataclass
 class _Live:
-    """An episode between its reset and its verdict."""
+    """An episode between its reset and its score."""
 
     episode: Episode
     seconds: float = 0.0
@@ -148,7 +148,7 @@ class EpisodeHost:
             timeout_s,
             correct_threshold,
         )
-        self._threads = threads or DaemonThreads(MOST_THREADS, "environment")
+        self._threads = threads or DaemonThreads(MAX_THREADS, "environment")
 
     def begin(self, example: Example, seed: int) -> "RunningEpisode":
         return RunningEpisode(self, example, seed)
@@ -169,11 +169,11 @@ class EpisodeHost:
             return could_not_judge(
                 f"the environment's reward is {result.reward}, which is not finite"
             )
-        verdict = Score.of(float(result.reward), self.correct_threshold)
+        score = Score.of(float(result.reward), self.correct_threshold)
         metrics = {str(name): float(value) for name, value in result.metrics.items()}
         return Score(
-            verdict.outcome,
-            verdict.reward,
+            score.outcome,
+            score.reward,
             metrics=metrics,
             turn_rewards=tuple(map(float, result.turn_rewards)),
         )
@@ -205,7 +205,7 @@ class RunningEpisode:
         self._job = self._host.submit(partial(self._step, text, last))
 
     def end(self) -> None:
-        """Ask for the verdict without a further reply, for which there is no room."""
+        """Ask for the score without a further reply, for which there is no room."""
         self._job = self._host.submit(self._conclude)
 
     @property
@@ -223,7 +223,7 @@ class RunningEpisode:
         )
 
     def answer(self, check: Callable[[], None]) -> Answer:
-        """Wait for what came of the newest call. A hang or an exception is a verdict: could not
+        """Wait for what came of the newest call. A hang or an exception is a score: could not
         judge. `check` raises to stop the run.
         """
         job = self._job
@@ -283,7 +283,7 @@ class RunningEpisode:
 
 
 def play(host: EpisodeHost, example: Example, replies: Sequence[str], seed: int = 0) -> Score:
-    """Return the verdict on an episode with these replies."""
+    """Return the score of an episode with these replies."""
     episode = host.begin(example, seed)
     answer = episode.answer(lambda: None)
     for number, reply in enumerate(replies, start=1):

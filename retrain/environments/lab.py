@@ -19,9 +19,9 @@ class NumberGuessing(Environment):
 
     The reward is 1 if it is found, and else 0. The last number of a reply is the guess. The
     episodes of a group look for the same number. The metric `heeded` is the share of the guesses
-    after the first that fit the hints; it is not rewarded. The words are those of the dialogues on
-    which the lab model was pre-trained, whose guesses are spread over the range, and often outside
-    of it when sampled.
+    after the first that fit the hints; it is not rewarded. The hints have the wording of the
+    dialogues that the lab model was pre-trained on. There the guesses are spread over the range;
+    sampled guesses often lie outside it.
     """
 
     def __init__(self, largest: int = 10, turns: int = 4, examples: int = 64) -> None:

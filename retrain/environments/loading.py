@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from retrain.data.chat import PLAIN_TEMPLATE
 from retrain.data.prompts import subset
 from retrain.data.sources import NoHeldOutSplit, ReadResult
 from retrain.environments.base import Environment, Split, is_conversation
-from retrain.errors import ConfigurationError, RetrainError
+from retrain.errors import ConfigurationError, EnvironmentFailure, RetrainError
+from retrain.install import install_hint
 from retrain.plugins import describe, load_plugin
 from retrain.types import Example
 
@@ -29,11 +31,29 @@ PROVIDERS = {
 }
 """The built-in providers by the module whose `load` builds their environments; each needs its own
 extra, so it is imported when used."""
-LEAST_LIMIT_S = 600.0
+_PACKAGES = {
+    "verifiers": ("verifiers", "verifiers"),
+    "reasoning_gym": ("reasoning_gym", "reasoning-gym"),
+    "textarena": ("textarena", "textarena"),
+}
+"""Provider -> the module that it imports, and the package, which is also the extra."""
+MIN_LIMIT_S = 600.0
 """Seconds that each call of an environment's code may take where `[environment] timeout_s` is less:
 data may have to be downloaded."""
 _AGAIN_S = 5.0
 """Seconds until the alarm rings again, for code that catches whatever is raised."""
+
+
+def check_package(provider: str) -> None:
+    """Raise EnvironmentFailure if the package of a built-in provider is not installed."""
+    module, extra = _PACKAGES.get(provider, ("", ""))
+    if not module or find_spec(module):
+        return
+    older = ", or the extra verifiers-v0 for environments of the older interface"
+    raise EnvironmentFailure(
+        f'[environment] provider = "{provider}" needs the package {extra}, which is not installed'
+        f" here; install it with {install_hint(extra)}{older if provider == 'verifiers' else ''}."
+    )
 
 
 def load_environment(config: "TrainConfig") -> Environment:
@@ -47,6 +67,7 @@ def load_environment(config: "TrainConfig") -> Environment:
         f'[environment] provider = "{settings.provider}": building it with args'
         f" {sorted(settings.args)}"
     )
+    check_package(settings.provider)
     with environment_code(what, settings.timeout_s):
         if settings.provider in PROVIDERS:
             built_in: Environment = import_module(PROVIDERS[settings.provider]).load(settings)
@@ -66,10 +87,10 @@ def environment_code(what: str, timeout_s: float) -> Iterator[None]:
     """Run code of an environment. Whatever it raises, SystemExit included, and a call that hangs
     becomes a ConfigurationError whose sentence begins with `what`.
 
-    `timeout_s` is that of [environment]. Outside the main thread, where Python sets no signal
+    `timeout_s` is [environment] timeout_s. Outside the main thread, where Python sets no signal
     handlers, the time is not limited.
     """
-    limit = max(LEAST_LIMIT_S, timeout_s)
+    limit = max(MIN_LIMIT_S, timeout_s)
     try:
         with _limited(limit):
             yield

@@ -1,5 +1,5 @@
-"""`provider = "reasoning_gym"`: its procedural tasks, each a data set whose own verifier scores one
-reply.
+"""`provider = "reasoning_gym"`: its procedural tasks. Each is a data set with a verifier
+that scores one reply.
 """
 
 import re
@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from retrain.config.suggestions import nearest
 from retrain.environments.base import Environment, Episode, Result, Split
-from retrain.errors import ConfigurationError, EnvironmentFailure
-from retrain.install import install_hint
+from retrain.errors import ConfigurationError
 from retrain.types import ChatMessage, Example
 
 if TYPE_CHECKING:
@@ -37,14 +36,8 @@ class ReasoningGym(Environment):
         """`args`: size, evaluation_size, seed, instruction, and the parameters of the task
         itself.
         """
-        try:
-            import reasoning_gym
-        except ImportError as error:
-            raise EnvironmentFailure(
-                '[environment] provider = "reasoning_gym" needs the package reasoning-gym, which is'
-                " not installed here; "
-                f"install it with {install_hint('reasoning-gym')}."
-            ) from error
+        import reasoning_gym
+
         given = dict(args)
         size, evaluation_size, seed = (
             int(given.pop(*pair))

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 from retrain.environments.base import Environment, Episode, Result, Split
 from retrain.errors import ConfigurationError, EnvironmentFailure
-from retrain.install import install_hint
 from retrain.plugins import describe
 from retrain.types import ChatMessage, Example
 
@@ -33,14 +32,8 @@ class TextArena(Environment):
         once, so that a game that needs a download, a second player or a missing file is refused
         here.
         """
-        try:
-            import textarena
-        except ImportError as error:
-            raise EnvironmentFailure(
-                '[environment] provider = "textarena" needs the package textarena, which is not'
-                " installed here; "
-                f"install it with {install_hint('textarena')}."
-            ) from error
+        import textarena
+
         given = dict(args)
         self._sizes = {
             "train": int(given.pop("size", _TRAIN)),

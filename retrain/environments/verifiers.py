@@ -5,7 +5,7 @@ installed version decides.
 import shutil
 import subprocess
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,6 @@ from packaging.version import Version
 
 from retrain.environments.base import Environment
 from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
-from retrain.install import install_hint
 
 if TYPE_CHECKING:
     from retrain.config.schema import Environment as Settings
@@ -27,15 +26,7 @@ def load(settings: "Settings") -> Environment:
     """Load an environment of verifiers. Raises EnvironmentFailure without the library or the
     environment's package, ConfigurationError for what it refuses.
     """
-    try:
-        installed = Version(version("verifiers"))
-    except PackageNotFoundError:
-        raise EnvironmentFailure(
-            '[environment] provider = "verifiers" needs the package verifiers, which is not'
-            " installed here; install it with "
-            f"{install_hint('verifiers')}, or the extra verifiers-v0 for environments of the older"
-            " interface."
-        ) from None
+    installed = Version(version("verifiers"))
     if installed < _FIRST:
         raise EnvironmentFailure(
             f"verifiers {installed} is installed and {_FIRST} or later is needed; install pip"

@@ -14,14 +14,14 @@ from verifiers.types import Response, ResponseMessage, ResponseTokens, ToolCall,
 from retrain.environments.base import Environment, Episode, Result, Split
 from retrain.environments.bridge import (
     BridgedEpisode,
-    EventLoop,
     OutOfTokens,
-    Telephone,
+    RolloutBridge,
     tool_calls,
 )
 from retrain.errors import ConfigurationError, first_line
 from retrain.plugins import describe
 from retrain.types import ChatMessage, Example
+from retrain.web import EventLoop
 
 if TYPE_CHECKING:
     from retrain.config.schema import Environment as Settings
@@ -50,11 +50,11 @@ def load(settings: "Settings") -> Environment:
 
 
 class VerifiersV0(Environment):
-    """A verifiers environment whose rubric scores."""
+    """A verifiers environment; its rubric gives the reward."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
-        self._loop = EventLoop()
+        self._loop = EventLoop("environment")
         self._rows: dict[str, Any] = {}
 
     def examples(self, split: Split) -> list[Example]:
@@ -78,10 +78,10 @@ class VerifiersV0(Environment):
     def close(self) -> None:
         self._loop.close()
 
-    async def _rollout(self, line: Telephone, example: Example, seed: int) -> Result:
+    async def _rollout(self, bridge: RolloutBridge, example: Example, seed: int) -> Result:
         assert example.info is not None
         row = deepcopy(dict(self._rows[example.info["split"]][example.info["row"]]))
-        state = await self._environment.rollout(row, _SamplerClient(line), "policy", {})
+        state = await self._environment.rollout(row, _SamplerClient(bridge), "policy", {})
         if error := state.get("error"):
             raise RuntimeError(first_line(error.__cause__ or error))
         await self._environment.rubric.score_rollout(state)
@@ -122,9 +122,9 @@ class _SamplerClient(Client):  # type: ignore[misc]  # the library is not typed
     knows them exactly.
     """
 
-    def __init__(self, line: Telephone) -> None:
+    def __init__(self, bridge: RolloutBridge) -> None:
         super().__init__(object())
-        self._line = line
+        self._bridge = bridge
         self._calls = 0
 
     def setup_client(self, config: Any) -> None:
@@ -145,7 +145,9 @@ class _SamplerClient(Client):  # type: ignore[misc]  # the library is not typed
         self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **_: Any
     ) -> str:
         try:
-            return await self._line.ask([plain_message(message) for message in prompt], tools or [])
+            return await self._bridge.ask(
+                [plain_message(message) for message in prompt], tools or []
+            )
         except OutOfTokens as error:
             raise vf.OverlongPromptError(str(error)) from error
 

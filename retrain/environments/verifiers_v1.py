@@ -24,21 +24,21 @@ from verifiers.v1.utils import loaders
 from retrain.environments.base import Environment, Episode, Result, Split
 from retrain.environments.bridge import (
     BridgedEpisode,
-    EventLoop,
     OutOfTokens,
-    Telephone,
+    RolloutBridge,
     tool_calls,
 )
 from retrain.environments.verifiers import module_name
 from retrain.errors import ConfigurationError
 from retrain.plugins import describe
 from retrain.types import ChatMessage, Example
+from retrain.web import EventLoop
 
 if TYPE_CHECKING:
     from retrain.config.schema import Environment as Settings
 
 _START_SECONDS = 60
-_MOST_SILENT = 64
+_MAX_SILENT = 64
 """Empty replies to a rollout that goes on asking after its tokens ran out; then it is ended by an
 error."""
 _ADDRESS = "http://retrain.invalid/episode/"
@@ -47,11 +47,11 @@ _HARNESS = "retrain_one_call"
 
 
 def load(settings: "Settings") -> Environment:
-    """`args` are the fields of the environment's configuration; `args.evaluation` those of its
-    taskset for held-out problems.
+    """Build the environment. `args` are the fields of its configuration; `args.evaluation` are the
+    fields of its taskset for held-out problems.
 
-    Raises ConfigurationError where it cannot be built, has more seats than the one that is trained,
-    or serves tools to our harness.
+    Raises ConfigurationError if it cannot be built, has seats besides the trained one, or serves
+    tools to our harness.
     """
     given = dict(settings.args)
     evaluation = given.pop("evaluation", None)
@@ -121,13 +121,13 @@ def _built(settings: "Settings", given: Mapping[str, Any]) -> Any:
 
 
 class VerifiersV1(Environment):
-    """A taskset and its environment, whose rewards score."""
+    """A taskset with its environment, which gives the reward."""
 
     def __init__(self, environment: Any, held_out: Any) -> None:
         self._environment, self._held_out = environment, held_out
         self._tasks: dict[str, list[Any]] = {}
         self._numbers = count()
-        self._loop = EventLoop()
+        self._loop = EventLoop("environment")
         self._serving = AsyncExitStack()
         self._loop.start(self._serving.enter_async_context(environment.serving())).result(
             _START_SECONDS
@@ -145,18 +145,18 @@ class VerifiersV1(Environment):
         self._loop.start(self._serving.aclose()).result(_START_SECONDS)
         self._loop.close()
 
-    async def _rollout(self, line: Telephone, example: Example, seed: int) -> Result:
+    async def _rollout(self, bridge: RolloutBridge, example: Example, seed: int) -> Result:
         assert example.info is not None
         task = self._tasks[example.info["split"]][example.info["row"]]
         address = f"{_ADDRESS}{next(self._numbers)}"
-        _lines[address] = line
+        _bridges[address] = bridge
         try:
             client = vf.EvalClientConfig(base_url=address, api_key_var="NONE")
             context = vf.ModelContext(model="policy", client=client, sampling=vf.Sampling())
             (slot,) = self._environment.slots(task, 1)
             played = await self._environment.run_slot(slot, context, None, None)
         finally:
-            del _lines[address]
+            del _bridges[address]
         return _result(played)
 
 
@@ -203,13 +203,13 @@ def _plain(message: Any) -> ChatMessage:
 
 # -- the model of an episode -----------------------------------------------------------------------
 
-_lines: dict[str, Telephone] = {}
-"""Address -> the line of the episode that has it."""
+_bridges: dict[str, RolloutBridge] = {}
+"""Address -> the bridge of the episode that has it."""
 
 
 class _SamplerClient(vf.Client):  # type: ignore[misc]  # the library is not typed
-    def __init__(self, line: Telephone) -> None:
-        self._line = line
+    def __init__(self, bridge: RolloutBridge) -> None:
+        self._bridge = bridge
         self._calls = 0
         self._silent = 0
 
@@ -233,13 +233,13 @@ class _SamplerClient(vf.Client):  # type: ignore[misc]  # the library is not typ
         ]
         try:
             reply, reason = (
-                await self._line.ask([_plain(message) for message in asked], tools),
+                await self._bridge.ask([_plain(message) for message in asked], tools),
                 "stop",
             )
         except OutOfTokens:
             reply, reason = "", "length"
             self._silent += 1
-            if self._silent > _MOST_SILENT:
+            if self._silent > _MAX_SILENT:
                 raise
         self._calls += 1
         calls = [
@@ -264,8 +264,8 @@ _resolve_client = server.resolve_client
 
 
 def _client_of(config: Any) -> Any:
-    line = _lines.get(str(getattr(config, "base_url", "")))
-    return _resolve_client(config) if line is None else _SamplerClient(line)
+    bridge = _bridges.get(str(getattr(config, "base_url", "")))
+    return _resolve_client(config) if bridge is None else _SamplerClient(bridge)
 
 
 server.resolve_client = _client_of

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from retrain.advantages.sepa import follows_schedule, maximal_lambda
 from retrain.analysis.runs import StoredRun
-from retrain.backends.base import BackendCapabilities
+from retrain.backends.base import BackendCapabilities, backend_kind
 from retrain.backends.declared import declared_backend, declared_engine, incapable, loss_notes
 from retrain.campaign.plan import CampaignPlan, CampaignRun, plan_campaign
 from retrain.campaign.preflight import condition_notes
@@ -29,7 +29,7 @@ from retrain.inference_engine.base import EngineCapabilities
 from retrain.parsing import expanded
 from retrain.records.redact import Redactor, note_secrets
 from retrain.run.notes import notes
-from retrain.run.parts import check_device, check_inputs, check_model
+from retrain.run.parts import check_device, check_inputs, check_model, check_packages
 from retrain.xray.resolve import headline_of
 
 if TYPE_CHECKING:
@@ -164,10 +164,9 @@ def explain(
     step_time = from_probe(runs[0].config, say) if probe else from_pilot(pilot) if pilot else None
     schedule, problems = _schedule(config, plan, memory, step_time, price_per_hour)
     engine, backend, incapacities, losses = _capabilities([run.config for run in one_per_condition])
-    lacking: list[str] = []
+    inputs = InputProblems()
     for run in one_per_condition:
-        refused, unavailable = _input_problems(run.config, here=memory_gib is None)
-        incapacities, lacking = [*incapacities, *refused], [*lacking, *unavailable]
+        inputs.check(run.config, here=memory_gib is None)
     run_notes = notes(config) if plan is None else condition_notes(plan)
     power = campaign_power(config.campaign, len(config.conditions), pilot)
     differences = pilot_differences(pilot, runs[0].config) if pilot and not probe else ()
@@ -176,15 +175,20 @@ def explain(
         config=config,
         settings=settings,
         unused=unused,
-        refused=tuple(dict.fromkeys((*problems, *incapacities))),
-        unavailable=tuple(dict.fromkeys(lacking)),
+        refused=tuple(dict.fromkeys((*problems, *incapacities, *inputs.refused))),
+        unavailable=tuple(dict.fromkeys(inputs.lacking)),
         conditions=tuple(_conditions(config.conditions, one_per_condition)),
         runs=runs,
         schedule=schedule,
         memory=memory,
         memory_unknown=unknown,
         power=power,
-        warnings=(*run_notes, *campaign_caveats(config, schedule, memory, power), *differences),
+        warnings=(
+            *run_notes,
+            *dict.fromkeys(inputs.warnings),
+            *campaign_caveats(config, schedule, memory, power),
+            *differences,
+        ),
         engine=engine,
         backend=backend,
         losses=losses,
@@ -209,22 +213,30 @@ def _capabilities(
         return None, None, list(error.problems), ()
 
 
-def _input_problems(config: TrainConfig, *, here: bool) -> tuple[list[str], list[str]]:
-    """Return what a run would refuse (exit 2) in its plugins, rewards and data files, and what this
-    machine lacks (exit 3).
+@dataclass
+class InputProblems:
+    """What runs would say about their plugins, rewards, data files and packages."""
 
-    `here` is False where the prediction is for another machine, whose devices are not known.
-    """
-    refused: list[str] = []
-    lacking: list[str] = []
-    for check in (check_inputs, check_model, *([check_device] if here else [])):
-        try:
-            check(config)
-        except ConfigurationError as error:
-            refused += error.problems
-        except EnvironmentFailure as error:
-            lacking.append(str(error))
-    return refused, lacking
+    refused: list[str] = field(default_factory=list)
+    """Refused by the run, exit 2."""
+    lacking: list[str] = field(default_factory=list)
+    """Missing on this machine, exit 3."""
+    warnings: list[str] = field(default_factory=list)
+
+    def check(self, config: TrainConfig, *, here: bool) -> None:
+        """Add the problems of one run.
+
+        `here` is False where the prediction is for another machine, whose devices are not known.
+        """
+        for check in (check_inputs, check_packages, check_model, *([check_device] if here else [])):
+            try:
+                note = check(config)
+            except ConfigurationError as error:
+                self.refused += error.problems
+            except EnvironmentFailure as error:
+                self.lacking.append(str(error))
+            else:
+                self.warnings += [note] if note else []
 
 
 def _settings(config: TrainConfig) -> list[Setting]:
@@ -308,7 +320,7 @@ def _memory(
 ) -> "tuple[Memory | None, str]":
     """Predict the memory of the largest run, or return a sentence that says why it is not known."""
     backend = configs[0].backend.backend
-    if backend != "local":
+    if not backend_kind(backend).in_process:
         return None, f'The "{backend}" backend does not hold the model on this machine.'
     from retrain.model.devices import choose_device
     from retrain.model.memory import predict_memory

@@ -25,8 +25,8 @@ from retrain.types import Int32Array
 
 
 class Decoder:
-    """A causal language model of transformers, bare or wrapped by peft, whose weights the learner
-    shares.
+    """A causal language model of transformers, bare or wrapped by peft. It shares its weights with
+    the learner.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class Decoder:
 
     @property
     def uniform_positions(self) -> int:
-        """Tokens up to which a position is rotated by the same angles whatever the sequence's
-        length (longrope changes them).
+        """Length up to which rope's angles depend on the position alone. Beyond it, longrope's
+        also depend on the sequence's length.
         """
         rope = getattr(self._text_config, "rope_parameters", None) or {}
         if rope.get("rope_type") != "longrope":
@@ -125,10 +125,10 @@ class Decoder:
         return batch.states(prompts, self.run_prompts(prompts, batch))
 
     def run_prompts(self, prompts: Sequence[Int32Array], batch: PromptPass) -> Tensor:
-        """Return logits [prompts, V] of what follows each; their keys and values go where `batch`
-        puts them.
+        """Return the logits [prompts, V] of the token after each prompt; `batch` stores their keys
+        and values.
 
-        Of a sequence of which `batch` holds the first tokens, `prompts` has the others.
+        If `batch` already holds a sequence's first tokens, `prompts` has only the rest.
         """
         self.shards.any_rank(True)
         lengths = [len(prompt) for prompt in prompts]

@@ -7,11 +7,10 @@ the others, and it is taken back once its health answers.
 """
 
 import asyncio
-import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -21,7 +20,7 @@ import httpx
 import stamina
 
 from retrain.errors import ConfigurationError, RetrainError, ServerFailure
-from retrain.web import Answer, TooLong, exchange, key_from, masked
+from retrain.web import Answer, EventLoop, TooLong, exchange, key_from, masked
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -147,7 +146,7 @@ class Server:
         try:
             seconds = self.timeout_s if timeout is None else timeout
             answer = await exchange(
-                self.client, method, path, body, seconds=seconds, most_bytes=_MOST_BYTES
+                self.client, method, path, body, seconds=seconds, max_bytes=_MOST_BYTES
             )
         except (TimeoutError, httpx.ReadTimeout, httpx.WriteTimeout) as error:
             limit = f"[inference] timeout_s = {seconds:g}" if timeout is None else f"{seconds:g} s"
@@ -169,7 +168,8 @@ class Server:
             return answer.content
         if status < 400:
             raise Refused(
-                status, f"it redirects to {answer.leads_to}; name the address that answers itself"
+                status,
+                f"it redirects to {answer.redirect_host}; name the address that answers itself",
             )
         said = answer.said(*self.secrets) or masked(answer.reason, *self.secrets)
         if self.lost and (reason := self.lost(status, said)):
@@ -220,39 +220,20 @@ class ServerPool:
         self.came_back = False
         """Set when a server was taken back; cleared by the caller that checks the servers."""
         self._turns = 0
-        self._loop = asyncio.new_event_loop()
+        self._loop = EventLoop("requests to servers")
         self._looks: set[asyncio.Task[None]] = set()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="requests to servers", daemon=True
-        )
-        self._thread.start()
 
     # -- for the caller's thread -------------------------------------------------------------------
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return self._loop.start(work)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self.start(work).result()
 
     def close(self) -> None:
         """Close the connections; it is safe to call this twice."""
-        if self._loop.is_closed():
-            return
-        with suppress(TimeoutError):  # a socket that does not close must not hold the process up
-            self.start(self._shut()).result(timeout=5)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=5)
-        if not self._thread.is_alive():
-            self._loop.close()
-
-    async def _shut(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        for server in self.servers:
-            await server.client.aclose()
+        self._loop.close(*(server.client.aclose for server in self.servers))
 
     # -- in the loop -------------------------------------------------------------------------------
 
@@ -376,8 +357,10 @@ class ServerPool:
         )
 
     async def _choose(self, tried: Collection[str] = ()) -> Server:
-        """Choose round robin among the least busy, those in `tried` last. Where none is alive, one
-        whose health answers again; else Unavailable.
+        """Choose round robin among the least busy servers; servers in `tried` come last.
+
+        If none is alive, choose one that answers a health check again. Raises Unavailable if none
+        does.
         """
         now = time.monotonic()
         dead = [server for server in self.servers if not server.alive]
@@ -480,8 +463,8 @@ class ServerPool:
             ) from error
 
     def _gave_up(self, error: Unavailable | TooSlow | None, tries: str = "") -> ServerFailure:
-        """Return the sentence of `error`, the last one. Unfit answers say what is wrong by
-        themselves.
+        """Return the failure to raise after the last `error`. An unfit answer's own sentence is
+        kept, since it says what is wrong.
         """
         after = f" ({tries})" if tries else ""
         if isinstance(error, Unfit):

@@ -180,8 +180,8 @@ class PromptPass(Cache):  # type: ignore[misc]  # the base class has no types
     """
 
     def __init__(self, lengths: Sequence[int], kernel: Kernel, held: Sequence[int] = ()) -> None:
-        """`lengths` of the prompts; `held`: tokens that come before each, whose keys and values
-        `update` puts before the new ones.
+        """`lengths` counts the new tokens of each prompt, `held` its earlier tokens. `update` puts
+        the keys and values of the earlier tokens before the new ones.
         """
         super().__init__(layers=[])
         self._kernel = kernel

@@ -1,7 +1,7 @@
-"""Keys and values in pages of one size, of which every row holds as many as its tokens fill.
+"""Keys and values in pages of one size; a row holds as many pages as its tokens fill.
 
-A page may belong to several rows: those of a group share the full pages of their prompt. Page 0
-belongs to nobody: rows that do not decode write there. Shape letters: P pages, T tokens of a page,
+A page may belong to several rows: rows of a group share the full pages of their prompt. Page 0
+belongs to no row: rows that do not decode write there. Shape letters: P pages, T tokens of a page,
 H key-value heads, D head size, N tokens.
 """
 

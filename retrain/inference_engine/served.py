@@ -176,6 +176,7 @@ class ServedEngine(InferenceEngine):
 
     dialect_class: ClassVar[type[Dialect]]
     patience: ClassVar[Patience] = Patience()
+    needs_address = True
 
     def __init__(
         self, config: "TrainConfig", *, model: Any, eos_ids: Sequence[int], device: Any
@@ -535,8 +536,8 @@ def _pool(
 
 
 def make_readable(folder: Path) -> None:
-    """Let a server that runs as another user read the folder, whatever the umask, and mkdtemp's own
-    0700.
+    """Make the folder readable by a server that runs as another user. The umask and mkdtemp's 0700
+    would forbid it.
     """
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)

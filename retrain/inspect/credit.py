@@ -84,7 +84,7 @@ class TurnText:
     """The text of the context, with the names of special tokens; "" in a first turn, whose context
     is the prompt."""
     restarts: bool
-    """`context` is all that the model had in sight."""
+    """`context` is all that the model saw."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from retrain.analysis.planned import CampaignRecord, evidence_line
 from retrain.analysis.runs import MANIFEST, StoredRun, campaign_runs, find_runs, is_campaign, is_run
 from retrain.analysis.status import RunStatus, run_status
 from retrain.analysis.verdict import TestSettings
+from retrain.config.schema import Squeeze
 from retrain.errors import ConfigurationError, RetrainError
 from retrain.inspect.credit import NothingJudged, StepCredit, read_step, stored_steps
 from retrain.parsing import is_path_text, read_object
@@ -181,7 +182,7 @@ def read_report_data(request: ReportRequest) -> ReportData:
 
 
 def _mixed(arms: Sequence[ConditionCurves]) -> Iterator[str]:
-    """A sentence for each condition whose runs differ in more than their seeds."""
+    """Yield a sentence for each condition with runs that differ in more than their seeds."""
     for arm in arms:
         keys = differing_keys([(arm.runs[0], run) for run in arm.runs[1:]])
         if keys:
@@ -240,7 +241,7 @@ def _comparison(
 
 def _squeeze(folder: Path, runs: Sequence[StoredRun], notes: list[str]) -> SqueezeCurve | None:
     """Return the squeeze curve of a campaign's manifest, which describes its first run, or of the
-    first final adapter of a run.
+    first final adapter of a run that sets a key of [squeeze].
     """
     if is_campaign(folder):
         squeeze = read_object(folder / MANIFEST).get("squeeze")
@@ -249,7 +250,8 @@ def _squeeze(folder: Path, runs: Sequence[StoredRun], notes: list[str]) -> Squee
     for run in runs:
         named, settings = run.summary.get("adapter"), run.config.squeeze
         if (
-            not named
+            settings == Squeeze()  # an analysis that nobody asked for takes seconds of SVDs
+            or not named
             or not is_path_text(named)
             or not (run.path / named / "adapter_config.json").is_file()
         ):

@@ -25,7 +25,7 @@ _BARE = re.compile(r"[^$\n]*+")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 """A brace, or an escape, which is skipped: an escaped brace, a line break, the first letter of a
 command."""
-LONGEST_ANSWER = 1 << 16
+MAX_ANSWER = 1 << 16
 """Most characters of a box; a longer one counts as broken and is not read to its end."""
 _END_OF_THOUGHT = "</think>"
 
@@ -43,7 +43,7 @@ def extract_boxed(text: str, after_think: bool = True) -> str | None:
     if not markers:
         return None
     last = markers[0]
-    start, limit = last.end(), last.end() + LONGEST_ANSWER
+    start, limit = last.end(), last.end() + MAX_ANSWER
     if last["brace"]:
         end = closing_brace(text[:limit], start)
         return None if end is None else text[start:end].strip()

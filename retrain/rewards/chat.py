@@ -16,13 +16,13 @@ from retrain.records.redact import secret_values
 from retrain.types import JudgeUsage
 from retrain.web import Answer, TooLong, exchange, masked
 
-MOST_ATTEMPTS = 5
-LONGEST_REPLY = 1 << 20
+MAX_ATTEMPTS = 5
+MAX_REPLY = 1 << 20
 """Bytes of a response; a longer one is not read to its end."""
 REPLY_TOKENS = 1024
 """Leaves room for a judge that thinks before its verdict."""
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 20.0
-_MOST_TOKENS = 1 << 40
+_FIRST_WAIT_S, _MAX_WAIT_S = 0.5, 20.0
+_MAX_TOKENS = 1 << 40
 """Tokens of one request, and units of any currency: a server that reports more is not believed."""
 _TRANSIENT = frozenset({408, 409, 425, 429})
 
@@ -82,10 +82,10 @@ class ChatClient:
         usage = JudgeUsage()
         retries = stamina.retry_context(
             on=_wait_after,
-            attempts=MOST_ATTEMPTS,
+            attempts=MAX_ATTEMPTS,
             timeout=2 * self._timeout_s,
             wait_initial=_FIRST_WAIT_S,
-            wait_max=_LONGEST_WAIT_S,
+            wait_max=_MAX_WAIT_S,
         )
         async with self._slots:  # held between attempts too: a server in trouble is asked less
             try:
@@ -111,14 +111,12 @@ class ChatClient:
                 self._url,
                 content,
                 seconds=self._timeout_s,
-                most_bytes=LONGEST_REPLY,
+                max_bytes=MAX_REPLY,
             )
         except (TimeoutError, httpx.TimeoutException):
             raise _Transient(f"{self.host} did not answer within {self._timeout_s:g} s") from None
         except TooLong:
-            raise _Transient(
-                f"{self.host} answered with more than {LONGEST_REPLY >> 20} MiB"
-            ) from None
+            raise _Transient(f"{self.host} answered with more than {MAX_REPLY >> 20} MiB") from None
         except httpx.HTTPError as error:
             raise _Transient(
                 f"{self.host} could not be reached ({type(error).__name__}:"
@@ -133,7 +131,7 @@ class ChatClient:
         request for as long as the server says.
         """
         said = (
-            f"it redirects to {answer.leads_to}"
+            f"it redirects to {answer.redirect_host}"
             if 300 <= answer.status < 400
             else answer.said(self._key, *secret_values())
         )
@@ -192,7 +190,7 @@ def _reply(response: Answer, host: str, key: str) -> Reply:
     usage = JudgeUsage(
         prompt_tokens=_count(used.get("prompt_tokens")),
         completion_tokens=_count(used.get("completion_tokens")),
-        cost=float(cost) if isinstance(cost, int | float) and 0 <= cost <= _MOST_TOKENS else None,
+        cost=float(cost) if isinstance(cost, int | float) and 0 <= cost <= _MAX_TOKENS else None,
     )
     return Reply(
         text if isinstance(text, str) else "", choice.get("finish_reason") == "length", usage
@@ -201,4 +199,4 @@ def _reply(response: Answer, host: str, key: str) -> Reply:
 
 def _count(value: object) -> int:
     """Return the number of tokens, as the server says; 0 for anything but a count."""
-    return value if isinstance(value, int) and 0 <= value <= _MOST_TOKENS else 0
+    return value if isinstance(value, int) and 0 <= value <= _MAX_TOKENS else 0

@@ -184,7 +184,7 @@ def _answer(control: socket.socket, children: set[int]) -> bool:
         server = os.getpid()
         reply = os.fork()
         if reply == 0:
-            _be_a_worker(control, descriptors[0], server)
+            _worker_main(control, descriptors[0], server)
         os.close(descriptors[0])
         children.add(reply)
     else:
@@ -195,7 +195,7 @@ def _answer(control: socket.socket, children: set[int]) -> bool:
     return True
 
 
-def _be_a_worker(control: socket.socket, descriptor: int, server: int) -> NoReturn:
+def _worker_main(control: socket.socket, descriptor: int, server: int) -> NoReturn:
     """Run as the forked worker. It must never return into the server's loop, so an exception ends
     the process here.
     """

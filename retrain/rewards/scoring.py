@@ -1,4 +1,4 @@
-"""From a completion to a verdict: right, wrong, or could not judge.
+"""From a completion to a score: right, wrong, or could not judge.
 
 `Scorer.submit` never blocks on an answer: strings are compared at once, math-verify and user code
 run in worker processes (workers.py), and a language model is asked from a thread (judge.py), so
@@ -22,8 +22,9 @@ from retrain.records.redact import reason_of, secret_values
 from retrain.rewards.answers import answers_match, extract_boxed
 from retrain.rewards.channel import Message
 from retrain.rewards.math import bare, decide_by_strings
-from retrain.rewards.workers import Judgement, WorkerPool, WorkerSetup, automatic_workers
-from retrain.types import Example, Outcome, Score
+from retrain.rewards.score import PartScore, ScoreRequest
+from retrain.rewards.workers import WorkerPool, WorkerSetup, automatic_workers
+from retrain.types import Outcome, Score
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -31,25 +32,8 @@ if TYPE_CHECKING:
     from retrain.rewards.judge import LanguageModelJudge
 
 
-@dataclass(frozen=True)
-class ScoreRequest:
-    """One completion to judge."""
-
-    response: str
-    """Text of the completion, without the prompt."""
-    reference: str | None
-    """The answer from the data source. An empty one or None never scores."""
-    prompt: str
-    """The rendered prompt."""
-    example: Example
-    step: int
-    slot: int
-    """The prompt's place in the step."""
-    sample: int
-
-
-Judge = Callable[[ScoreRequest], "float | Message | Future[Judgement]"]
-"""The reward if it is decided at once; otherwise the job for a worker, or the future verdict of a
+Judge = Callable[[ScoreRequest], "float | Message | Future[PartScore]"]
+"""The reward if it is decided at once; otherwise the job for a worker, or the future score of a
 language model."""
 
 
@@ -104,63 +88,61 @@ class Scorer:
         return sum(part.weight for part in self._parts)
 
     def submit(self, request: ScoreRequest) -> "Future[Score]":
-        """Return the future verdict. Every failure is a could-not-judge with its reason; the future
+        """Return the future score. Every failure is a could-not-judge with its reason; the future
         raises for a bug only.
         """
         parts = [self._ask(part, request) for part in self._parts]
-        verdict: Future[Score] = Future()
-        verdict.set_running_or_notify_cancel()  # it can no longer be cancelled
+        result: Future[Score] = Future()
+        result.set_running_or_notify_cancel()  # it can no longer be cancelled
         waiting = threading.Lock()
         left = len(parts)
 
-        def part_done(_: "Future[Judgement]") -> None:
+        def part_done(_: "Future[PartScore]") -> None:
             nonlocal left
             with waiting:
                 left -= 1
                 last = left == 0
             if last:
-                self._conclude(parts, verdict)
+                self._conclude(parts, result)
 
         for part in parts:
             part.add_done_callback(part_done)
-        return verdict
+        return result
 
-    def _ask(self, part: WeightedJudge, request: ScoreRequest) -> "Future[Judgement]":
-        future: Future[Judgement] = Future()
+    def _ask(self, part: WeightedJudge, request: ScoreRequest) -> "Future[PartScore]":
+        future: Future[PartScore] = Future()
         value = part.judge(request)
         if isinstance(value, Future):
             return value
         if not isinstance(value, dict):
-            future.set_result(Judgement(value))
+            future.set_result(PartScore(value))
             return future
         assert self._pool is not None  # build_scorer starts one for every reward that gives jobs
         try:
             return self._pool.submit(value)
         except TypeError as error:
             future.set_result(
-                Judgement(None, f"the example's info cannot be sent to {value['handler']}: {error}")
+                PartScore(None, f"the example's info cannot be sent to {value['handler']}: {error}")
             )
             return future
 
-    def _conclude(self, parts: "Sequence[Future[Judgement]]", verdict: "Future[Score]") -> None:
-        ended = Judgement(None, "the scorer was closed before it was judged")
+    def _conclude(self, parts: "Sequence[Future[PartScore]]", result: "Future[Score]") -> None:
+        ended = PartScore(None, "the scorer was closed before it was judged")
         try:
-            verdict.set_result(
+            result.set_result(
                 self._score([ended if part.cancelled() else part.result() for part in parts])
             )
         except BaseException as error:  # noqa: BLE001 - a bug: without this the run would wait for ever
-            verdict.set_exception(error)
+            result.set_exception(error)
 
-    def _score(self, judgements: Sequence[Judgement]) -> Score:
+    def _score(self, scores: Sequence[PartScore]) -> Score:
         """Return the weighted sum; could-not-judge if any part could not judge."""
-        usage = next(
-            (judgement.usage for judgement in judgements if judgement.usage is not None), None
-        )
+        usage = next((score.usage for score in scores if score.usage is not None), None)
         reward = 0.0
-        for part, judgement in zip(self._parts, judgements, strict=True):
-            if judgement.value is None:
-                return Score(Outcome.COULD_NOT_JUDGE, None, reason_of(judgement.reason), usage)
-            reward += part.weight * judgement.value
+        for part, score in zip(self._parts, scores, strict=True):
+            if score.value is None:
+                return Score(Outcome.COULD_NOT_JUDGE, None, reason_of(score.reason), usage)
+            reward += part.weight * score.value
         if not math.isfinite(reward):
             return Score(
                 Outcome.COULD_NOT_JUDGE,
@@ -179,7 +161,7 @@ class Scorer:
         return self._model.probe() if self._model is not None else ""
 
     def close(self) -> None:
-        """Kill the workers and give up the language model's replies; verdicts still to come are
+        """Kill the workers and give up the language model's replies; scores still to come are
         could-not-judge.
         """
         for part in (self._pool, self._model):

@@ -19,7 +19,7 @@ from retrain.errors import ConfigurationError
 from retrain.processes import resident_bytes
 from retrain.rewards.channel import BadMessage, Channel, ChannelClosed, Message, encode
 from retrain.rewards.forkserver import STARTUP_LIMIT_S, ForkServer, ForkServerLost
-from retrain.types import JudgeUsage
+from retrain.rewards.score import PartScore
 
 MEMORY_LIMIT = 2 << 30
 """Most resident bytes of a verifying worker; the largest seen for an answer that ended in time is
@@ -30,18 +30,8 @@ the parent looks."""
 _TICK_S = 0.05
 """Interval at which the parent checks the memory of a worker that has not answered."""
 _MAX_AUTOMATIC_WORKERS = 16
-_LONGEST_REPLY = 1 << 16
+_MAX_REPLY = 1 << 16
 """Most bytes of a reply; a reward, or the reason for its absence, takes a few hundred."""
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """A worker's or a language model's verdict: a reward, or None with the reason."""
-
-    value: float | None
-    reason: str = ""
-    usage: JudgeUsage | None = None
-    """Tokens and cost, if a language model judged."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +89,14 @@ class WorkerPool:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._numbers = itertools.count()
-        self._keepers = [
-            _Keeper(setup, self._server, self._jobs, deadline_s, self._closing)
+        self._threads = [
+            _WorkerThread(setup, self._server, self._jobs, deadline_s, self._closing)
             for _ in range(workers)
         ]
-        for keeper in self._keepers:
-            keeper.start()
+        for thread in self._threads:
+            thread.start()
 
-    def submit(self, message: Message) -> "Future[Judgement]":
+    def submit(self, message: Message) -> "Future[PartScore]":
         """Judge one job. Its deadline starts when a ready worker takes it; every failure is a
         could-not-judge.
 
@@ -123,10 +113,10 @@ class WorkerPool:
         """Wait for the first worker. Raises ConfigurationError if it cannot load what the set-up
         names.
         """
-        keeper = self._keepers[0]
-        keeper.started.wait(2 * STARTUP_LIMIT_S)
-        if keeper.refusal:
-            raise ConfigurationError(keeper.refusal)
+        thread = self._threads[0]
+        thread.started.wait(2 * STARTUP_LIMIT_S)
+        if thread.refusal:
+            raise ConfigurationError(thread.refusal)
 
     def close(self) -> None:
         """Kill the workers. Waiting jobs are cancelled; jobs under way end as could-not-judge."""
@@ -140,11 +130,11 @@ class WorkerPool:
                 break
             if job is not None:
                 job.future.cancel()
-        for _ in self._keepers:
+        for _ in self._threads:
             self._jobs.put(None)
         self._server.close()
-        for keeper in self._keepers:
-            keeper.join()
+        for thread in self._threads:
+            thread.join()
 
 
 @dataclass(frozen=True)
@@ -153,7 +143,7 @@ class _Job:
     """The number that the reply repeats, so that bytes which user code left in the channel are not
     taken for the next answer."""
     message: bytes
-    future: "Future[Judgement]"
+    future: "Future[PartScore]"
 
 
 @dataclass(frozen=True)
@@ -166,7 +156,7 @@ class _Refused(Exception):
     """The worker cannot load what its set-up names."""
 
 
-class _Keeper(threading.Thread):
+class _WorkerThread(threading.Thread):
     """A thread that keeps one worker alive and gives it one job at a time."""
 
     def __init__(
@@ -225,7 +215,7 @@ class _Keeper(threading.Thread):
         pid, channel = self._server.spawn()
         try:
             channel.send(self._setup.message(), STARTUP_LIMIT_S)
-            answer = channel.receive(STARTUP_LIMIT_S, _LONGEST_REPLY)
+            answer = channel.receive(STARTUP_LIMIT_S, _MAX_REPLY)
             if "refused" in answer:
                 raise _Refused(str(answer["refused"]))
             if answer != {"ready": True}:
@@ -236,30 +226,30 @@ class _Keeper(threading.Thread):
             raise
         return _Worker(pid, channel)
 
-    def _judge(self, job: _Job) -> Judgement:
+    def _judge(self, job: _Job) -> PartScore:
         reason = self._prepare()
         if self._worker is None:
-            return Judgement(None, reason)
+            return PartScore(None, reason)
         try:
             deadline = time.monotonic() + self._deadline_s
             self._worker.channel.send_encoded(job.message, self._deadline_s)
             return self._wait(self._worker, job.number, deadline)
         except TimeoutError:
             self._discard()
-            return Judgement(
+            return PartScore(
                 None,
                 f"the reward worker did not take its job within deadline_s = {self._deadline_s:g}"
                 " and was killed",
             )
         except BadMessage as error:
             self._discard()
-            return Judgement(None, f"the reward worker's reply could not be read: {error}")
+            return PartScore(None, f"the reward worker's reply could not be read: {error}")
         except ChannelClosed:
             status = self._discard()
             how = (
                 f"signal {-status}" if status is not None and status < 0 else f"exit code {status}"
             )
-            return Judgement(
+            return PartScore(
                 None,
                 (
                     "the run is ending"
@@ -268,27 +258,27 @@ class _Keeper(threading.Thread):
                 ),
             )
 
-    def _wait(self, worker: _Worker, number: int, deadline: float) -> Judgement:
+    def _wait(self, worker: _Worker, number: int, deadline: float) -> PartScore:
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
                 self._discard()
-                return Judgement(
+                return PartScore(
                     None,
                     f"the reward took longer than deadline_s = {self._deadline_s:g} and its worker"
                     " was killed",
                 )
             try:
-                reply = worker.channel.receive(min(left, _TICK_S), _LONGEST_REPLY)
+                reply = worker.channel.receive(min(left, _TICK_S), _MAX_REPLY)
             except TimeoutError:
                 if (
                     self._closing.is_set()
                 ):  # the worker is dead, but a child that it left may hold its end of the channel
                     self._discard()
-                    return Judgement(None, "the run is ending")
+                    return PartScore(None, "the run is ending")
                 if self._is_too_large(worker):
                     self._discard()
-                    return Judgement(
+                    return PartScore(
                         None,
                         f"the reward needed more than {MEMORY_LIMIT / 2**30:g} GiB and its worker"
                         " was killed",
@@ -305,7 +295,7 @@ class _Keeper(threading.Thread):
                 raise BadMessage("its value is not a finite number")
             if self._is_too_large(worker, fraction=0.5):
                 self._discard()  # sympy's caches only grow
-            return Judgement(None, str(reason)) if value is None else Judgement(float(value))
+            return PartScore(None, str(reason)) if value is None else PartScore(float(value))
 
     def _is_too_large(self, worker: _Worker, fraction: float = 1.0) -> bool:
         limit = self._setup.memory_limit

@@ -1,4 +1,4 @@
-"""One conversation as it is sampled: what the model has in sight, the turns so far, and what
+"""One conversation as it is sampled: what the model sees, the turns so far, and what
 answers a reply.
 """
 
@@ -36,10 +36,10 @@ class Dialogue:
 
     def __init__(self, prompt: Prompt, slot: int, sample: int) -> None:
         self.prompt, self.slot, self.sample = prompt, slot, sample
-        self.in_sight: Int32Array = prompt.token_ids
+        self.context_ids: Int32Array = prompt.token_ids
         """[P] what the next reply follows."""
         self.extends = 0
-        """Length of `in_sight` when the newest reply ended, if these tokens are unchanged; else
+        """Length of `context_ids` when the newest reply ended, if these tokens are unchanged; else
         0."""
         self.used = 0
         """Action tokens so far: the noise coordinate of the next one."""
@@ -87,8 +87,8 @@ class Dialogue:
         """The model has replied."""
         self._turns.append(Turn(completion, self._context, self._restarts))
         self._messages.append(ChatMessage(role="assistant", content=reply))
-        self.in_sight = np.concatenate([self.in_sight, completion.token_ids])
-        self.extends = len(self.in_sight)
+        self.context_ids = np.concatenate([self.context_ids, completion.token_ids])
+        self.extends = len(self.context_ids)
         self.used += len(completion.token_ids)
 
     def hear(self, said: Observation, renderer: ChatRenderer) -> None:
@@ -112,9 +112,9 @@ class Dialogue:
             following.restarts,
         )
         if following.restarts:
-            self.in_sight, self.extends = following.token_ids, 0
+            self.context_ids, self.extends = following.token_ids, 0
         else:
-            self.in_sight = np.concatenate([self.in_sight, following.token_ids])
+            self.context_ids = np.concatenate([self.context_ids, following.token_ids])
 
 
 def _opening(prompt: Prompt) -> list[ChatMessage]:

@@ -165,7 +165,7 @@ class Dialogues:
             except ConfigurationError as error:  # the chat template refuses the conversation
                 answer = could_not_judge(str(error))
             else:
-                if dialogue.used < self._plan.max_tokens and len(dialogue.in_sight) < (
+                if dialogue.used < self._plan.max_tokens and len(dialogue.context_ids) < (
                     stage.context or math.inf
                 ):
                     return True
@@ -189,7 +189,7 @@ class Dialogues:
     def _request(self, dialogue: Dialogue) -> SampleRequest:
         plan = self._plan
         return SampleRequest(
-            prompt_ids=dialogue.in_sight,
+            prompt_ids=dialogue.context_ids,
             count=1,
             max_tokens=plan.max_tokens - dialogue.used,
             temperature=plan.temperature,

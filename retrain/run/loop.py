@@ -8,6 +8,7 @@ writes the step down, and `saver` says what is due and writes checkpoints.
 from dataclasses import dataclass
 from pathlib import Path
 
+from retrain.backends.base import backend_kind
 from retrain.config import TrainConfig
 from retrain.errors import Interrupted, RunFailed, ServerFailure
 from retrain.records.disk import writing_to
@@ -71,7 +72,7 @@ def train(
             raise
         except ServerFailure as error:
             saved = session.save_now()
-            flag = "--base-url" if config.backend.backend == "tinker" else "--inference-url"
+            flag = backend_kind(config.backend.backend).address_flag
             how = f"continue with `{again.resume_command}`, at another address with {flag}"
             raise ServerFailure(f"{error} {saved}: {how}.") from error
 

@@ -13,7 +13,7 @@ import numpy as np
 from retrain.advantages.pipeline import CreditPipeline
 from retrain.advantages.semantic import Encoder
 from retrain.advantages.sepa import SEPAController
-from retrain.backends.base import Backend
+from retrain.backends.base import BACKENDS, Backend, backend_kind
 from retrain.backends.declared import backend_class, capability_notes, engine_class, incapable
 from retrain.config import TrainConfig, replaced
 from retrain.config.judging import judging_note, with_judging_reward
@@ -21,13 +21,17 @@ from retrain.config.names import DATA_FILE_SUFFIXES, is_data_location, is_dotted
 from retrain.config.schema import Backend as BackendSettings
 from retrain.config.schema import Evaluation, Inference, Model, Training
 from retrain.data import PromptSet, contamination_note, encode_prompts, load_examples
-from retrain.data.chat import ChatRenderer
+from retrain.data.chat import ChatRenderer, messages_of
 from retrain.distributed import ALONE, World
 from retrain.environments.episodes import EpisodeHost
-from retrain.environments.loading import environment_name, load_environment, load_problems
+from retrain.environments.loading import (
+    check_package,
+    environment_name,
+    load_environment,
+    load_problems,
+)
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.inference_engine.base import Truncation
-from retrain.install import install_hint
 from retrain.model.budget import longest_row
 from retrain.model.text import TextModel, load_model_config, load_text_model
 from retrain.noise import Stream
@@ -40,6 +44,7 @@ from retrain.run.gate import GateResult, adapter_check, environment_gold, parity
 from retrain.run.gate_fits import GateInputs
 from retrain.run.notes import unasked_note
 from retrain.run.rollout import Sampler
+from retrain.tracking.build import check_packages as check_tracker_packages
 from retrain.types import Int32Array, MachineChoices, Prompt
 
 Say = Callable[[str], None]
@@ -218,22 +223,25 @@ def _load_sources(config: TrainConfig) -> None:
         load_plugin("data", source, config)
 
 
-def check_inputs(config: TrainConfig) -> None:
+def check_inputs(config: TrainConfig) -> str:
     """Check, for `explain`, what a run would refuse in its plugins, its rewards and its data files.
-    Nothing is asked of the hub.
+    Nothing is asked of the hub. Return the run's warning about these files, or "".
 
     Raises ConfigurationError or EnvironmentFailure, as the run would.
     """
     check_plugins(config)
     if config.environment.provider:
-        return
+        return ""
     build_scorer(replaced(config, {"reward.workers": 1})).close()
     if (
         config.data.path
         or config.data.source.endswith(DATA_FILE_SUFFIXES)
         or config.data.source in ("jsonl", "parquet")
     ):
-        load_examples(config, "train")
+        talks = [messages_of(each, config.data) for each in load_examples(config, "train").examples]
+        texts = ["\n".join(message["content"] for message in talk) for talk in talks]
+        return unasked_note(config, texts)
+    return ""
 
 
 def check_model(config: TrainConfig) -> None:
@@ -242,9 +250,15 @@ def check_model(config: TrainConfig) -> None:
         load_model_config(config.model.model, config.model.revision)
 
 
+def check_packages(config: TrainConfig) -> None:
+    """Raise as the run would for a package of its environment or trackers that is not here."""
+    check_package(config.environment.provider)
+    check_tracker_packages(config.logging)
+
+
 def check_device(config: TrainConfig) -> None:
     """Raise as the run would for a device that is not here."""
-    if config.backend.backend == "local":
+    if backend_kind(config.backend.backend).in_process:
         from retrain.model.devices import choose_device
 
         choose_device(config.backend)
@@ -254,7 +268,7 @@ def _connect_engine(config: TrainConfig, say: Say, learns: bool) -> None:
     """Check, before a model is loaded, that an engine outside this process answers and can do what
     the run needs.
     """
-    if config.backend.backend != "local" or config.inference.engine == "pytorch":
+    if not backend_kind(config.backend.backend).in_process:
         return
     with user_code(
         f'connecting [inference] engine = "{config.inference.engine}"', EnvironmentFailure
@@ -274,64 +288,20 @@ def build_backend(
     world: World = ALONE,
 ) -> Backend:
     """Build the backend with the stored `choices` of a resumed run, or None at its first start."""
-    if config.backend.backend == "local":
-        return _local_backend(config, eos_ids, choices, say, world)
-    if world.size > 1:
+    name = config.backend.backend
+    kind = backend_kind(name)
+    if world.size > 1 and not kind.in_process:
         raise ConfigurationError(
-            f'[backend] backend = {config.backend.backend!r} under torchrun: only backend = "local"'
-            " learns in several processes."
+            f'[backend] backend = {name!r} under torchrun: only backend = "local" learns in several'
+            " processes."
         )
-    if config.backend.backend == "tinker":
-        from retrain.backends.tinker.backend import TinkerBackend
-
-        return TinkerBackend(config, eos_ids=eos_ids, say=say)
-    if config.backend.backend == "prime_rl":
-        return _prime_rl_backend(config, eos_ids, say)
+    if name in BACKENDS:
+        if reason := kind.unavailable_reason():
+            raise EnvironmentFailure(reason)
+        return kind.open(config, choices, eos_ids=eos_ids, log=say, world=world)
     make = backend_class(config)
-    with user_code(f'building [backend] backend = "{config.backend.backend}"', ConfigurationError):
+    with user_code(f'building [backend] backend = "{name}"', ConfigurationError):
         return make(config, choices, eos_ids=eos_ids)  # type: ignore[call-arg]  # a plugin's own constructor
-
-
-def _prime_rl_backend(config: TrainConfig, eos_ids: Sequence[int], say: Say) -> Backend:
-    try:
-        import msgspec  # noqa: F401 - only whether it is installed
-        import zmq  # noqa: F401 - only whether it is installed
-    except ImportError as error:
-        raise EnvironmentFailure(
-            f'[backend] backend = "prime_rl" needs {error.name}: {install_hint("prime_rl")}, or use'
-            ' backend = "local".'
-        ) from error
-    from retrain.backends.prime_rl.backend import PrimeRLBackend
-
-    backend = PrimeRLBackend(config, eos_ids=eos_ids)
-    for note in backend.notes:
-        say(note)
-    return backend
-
-
-def _local_backend(
-    config: TrainConfig,
-    eos_ids: Sequence[int],
-    choices: MachineChoices | None,
-    say: Say,
-    world: World,
-) -> Backend:
-    from retrain.backends.local.backend import LocalBackend
-    from retrain.model.devices import choose_device, half_precision_note
-
-    device, note, sampler = choose_device(config.backend, world)
-    for line in filter(None, (note, half_precision_note(config.model, config.inference, device))):
-        say(line)
-    say(f"Loading train model: {config.model.model} on {device}...")
-    backend = LocalBackend(config, choices, eos_ids=eos_ids, world=world)
-    for line in backend.notes:
-        say(line)
-    say(backend.trainable_parameters_line())
-    say(
-        f"LocalTrainHelper ready (engine={config.inference.engine},"
-        f" split_mode={sampler is not None})."
-    )
-    return backend
 
 
 def load_encoder(backend: BackendSettings, name: str, world: World) -> Encoder:
@@ -340,7 +310,7 @@ def load_encoder(backend: BackendSettings, name: str, world: World) -> Encoder:
     """
     from retrain.model.sentences import load_sentence_encoder
 
-    if backend.backend != "local":
+    if not backend_kind(backend.backend).in_process:
         return load_sentence_encoder(name)
     from retrain.model.devices import choose_device
 
@@ -366,7 +336,7 @@ def say_memory(
     """Predict the run's memory before the weights are loaded. Raises EnvironmentFailure if not even
     one completion would fit.
     """
-    if config.backend.backend != "local":
+    if not backend_kind(config.backend.backend).in_process:
         return
     from retrain.model.load import shards_of
     from retrain.model.memory import (

@@ -199,8 +199,8 @@ def _layer(
 
 
 def _of_pattern(pattern: dict[str, float] | None, name: str, default: float) -> float:
-    """Return the value that peft uses for a module: that of the first expression that matches the
-    end of its path.
+    """Return the value that peft uses for a module: the first expression that matches the end of
+    its path decides.
     """
     if not pattern:
         return default

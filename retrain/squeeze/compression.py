@@ -2,7 +2,7 @@
 singular values, at the same scale.
 
 Truncation acts on B A, and the model's update is s B A, so s must not change: alpha' = alpha k / r,
-and alpha sqrt(k / r) for rank-stabilised LoRA, whose s is alpha / sqrt(r). alpha' may be a
+and alpha sqrt(k / r) for rank-stabilised LoRA, where s = alpha / sqrt(r). alpha' may be a
 fraction, since peft only divides it.
 """
 
@@ -149,8 +149,8 @@ def compress(
 
 
 def truncated(layer: LoraLayer, factors: Factors, k: int) -> tuple[Tensor, Tensor]:
-    """Return A' [k, d_in] and B' [d_out, k] from the first k singular values, whose square root is
-    in both, in the source's dtype.
+    """Return A' [k, d_in] and B' [d_out, k] from the first k singular values, in the source's
+    dtype. Each of the two contains the square roots of the values.
 
     A layer of zeros keeps the first rows of A, so that it can still be trained.
     """

@@ -99,7 +99,7 @@ class LayerSpectrum:
         )
 
     def smallest_rank(self, threshold: float) -> int:
-        """Return the smallest k whose V(k) reaches the threshold; 1 for a layer of zeros, which
+        """Return the smallest k with V(k) at or above the threshold; 1 for a layer of zeros, which
         loses nothing at any rank.
         """
         if self.is_zero:

@@ -10,7 +10,7 @@ from retrain.records.run_folder import RunFolder
 from retrain.records.summary import RunSummary, SqueezeSummary
 from retrain.tracking.base import Started, Tracker, Trackers
 from retrain.tracking.console import Console
-from retrain.tracking.external import Background, ExternalSettings, ExternalTracker
+from retrain.tracking.external import Background, ExternalSettings, ExternalTracker, check_extra
 from retrain.tracking.files import RunFiles
 from retrain.tracking.tensorboard import TensorboardTracker
 from retrain.tracking.trackio import TrackioTracker
@@ -39,8 +39,8 @@ def build_tracker(
     resumed: Mapping[str, str] | None = None,
     first_step: int = 0,
 ) -> Tracker:
-    """The sinks of a run. `resumed` is the `state` of the run's earlier session, which ended before
-    `first_step`.
+    """Build the sinks of a run. `resumed` is the `state` of the run's earlier session, which ended
+    before `first_step`.
 
     Raises EnvironmentFailure, naming the extra, for a tracker whose package is not installed.
     """
@@ -90,6 +90,12 @@ def _external_trackers(settings: ExternalSettings, say: Callable[[str], None]) -
         Background(name, _EXTERNAL[name](settings), say, settings.folder.path)
         for name in tracker_names(settings.config.logging)
     ]
+
+
+def check_packages(settings: "Logging") -> None:
+    """Raise EnvironmentFailure for the first tracker of `[logging]` without its package."""
+    for name in tracker_names(settings):
+        check_extra(name, "" if name == "wandb" else name)
 
 
 def tracker_names(settings: "Logging") -> list[str]:

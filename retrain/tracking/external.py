@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -67,11 +68,11 @@ class ExternalSettings:
 
 
 class ExternalTracker(Tracker):
-    """A tracker that runs in a thread of its own (`Background`) and may raise whatever its library
-    raises.
+    """A tracker that runs in a thread of its own (`Background`). It may raise any exception of its
+    library.
 
-    `state` is asked for from another thread and before `Started`, so it rests on what the
-    constructor knows.
+    `state` is read from another thread and before `Started`, so it uses only what the constructor
+    knows.
     """
 
     def __init__(self, settings: ExternalSettings) -> None:
@@ -144,15 +145,25 @@ def squeeze_metrics(row: TableRow) -> dict[str, float]:
 GENERATION_COLUMNS = tuple(field.name for field in fields(GenerationRecord))
 
 
+def check_extra(module: str, extra: str = "") -> None:
+    """Raise EnvironmentFailure if a tracker's library is not installed; nothing is imported."""
+    if find_spec(module) is None:
+        raise _not_installed(module, module, extra)
+
+
+def _not_installed(module: str, missing: str | None, extra: str) -> EnvironmentFailure:
+    return EnvironmentFailure(
+        f"[logging] trackers asks for {module}, which is not installed ({missing} is missing);"
+        f" {install_hint(extra)}."
+    )
+
+
 def import_extra(module: str, extra: str = "") -> ModuleType:
     """Import a tracker's library; `extra` is "" for one that comes with retrain itself."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise EnvironmentFailure(
-            f"[logging] trackers asks for {module}, which is not installed ({error.name} is"
-            f" missing); {install_hint(extra)}."
-        ) from error
+        raise _not_installed(module, error.name, extra) from error
     except ImportError as error:
         raise EnvironmentFailure(
             f"[logging] trackers asks for {module}, which cannot be imported ({error}); reinstall"

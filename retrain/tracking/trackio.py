@@ -50,8 +50,8 @@ class TrackioTracker(ExternalTracker):
                 self._log_squeeze(event)
 
     def _start(self) -> None:
-        # trackio prints to standard output, which is the run's, and sys.stdout cannot be redirected
-        # for one thread
+        # trackio prints to standard output, which is the run's. It has no setting to be silent
+        # (0.43), and sys.stdout cannot be redirected for one thread.
         for module in ("trackio", "trackio.run", "trackio.utils", "trackio.deploy"):
             vars(importlib.import_module(module))["print"] = lambda *_, **__: None
         self._run = self._trackio.init(

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import psutil
+
 from retrain.records.entries import GenerationRecord, StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.summary import RunSummary, SqueezeSummary
@@ -36,16 +38,16 @@ _FINISH_S = 25.0
 names the command to upload them later. """
 _EXIT_S = 2.0
 """Seconds for wandb's service process at the end of ours, once the tracker has failed or hangs."""
-_TAG_LENGTH = 64
-"""Longest tag that wandb accepts."""
+_SERVICE = "wandb-core"
+"""The program of that process."""
+_MAX_TAG_LENGTH = 64
+"""Maximum number of characters of a tag that wandb accepts."""
 
 
 class WandbTracker(ExternalTracker):
     def __init__(self, settings: ExternalSettings) -> None:
         super().__init__(settings)
-        os.environ.setdefault(
-            "WANDB_ERROR_REPORTING", "false"
-        )  # else wandb reports every exception to its makers
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # disables its Sentry reporting
         self._wandb = import_extra("wandb")
         self._run: Any = None
         # Chosen here and not by wandb: the first checkpoint may be sealed before wandb has
@@ -105,7 +107,7 @@ class WandbTracker(ExternalTracker):
             entity=settings.config.logging.wandb_entity or None,
             name=settings.run_name,
             group=settings.group,
-            tags=[tag[:_TAG_LENGTH] for tag in settings.tags] or None,
+            tags=[tag[:_MAX_TAG_LENGTH] for tag in settings.tags] or None,
             dir=str(settings.folder.path),
             config=settings.masked_config(),
             id=run_id,
@@ -210,13 +212,8 @@ class WandbTracker(ExternalTracker):
         it is started here.
         """
         exiting, ended = threading.Event(), threading.Event()
-        services: list[Any] = []
 
         def end() -> None:
-            with contextlib.suppress(Exception):
-                services.append(
-                    self._wandb.setup()._connection._proc._process
-                )  # it has no public name
             exiting.wait()
             with contextlib.suppress(Exception):
                 self._wandb.teardown()
@@ -225,10 +222,11 @@ class WandbTracker(ExternalTracker):
         def at_exit() -> None:
             exiting.set()
             if not ended.wait(_EXIT_S):
-                for service in services:
-                    # else it ends by itself, but seconds later, and holds our
-                    # output open until then
-                    service.kill()
+                # Else it ends by itself, but seconds later, and holds our output open until then.
+                for child in psutil.Process().children():
+                    with contextlib.suppress(psutil.Error):
+                        if child.name() == _SERVICE:
+                            child.kill()
 
         threading.Thread(target=end, name="wandb-exit", daemon=True).start()
         atexit.register(at_exit)
