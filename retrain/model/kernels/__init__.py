@@ -2,5 +2,5 @@
 reference and its substitute.
 
 `model/step_kernels.py` says what the step needs, has the torch forms, and chooses. `model/probe.py`
-compares the two; the other files are Triton, imported only where chosen.
+compares the two. The files here are Triton, imported only where chosen.
 """
