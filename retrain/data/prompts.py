@@ -137,7 +137,7 @@ class PromptSet:
     @property
     def prompts(self) -> list[Prompt]:
         """All prompts in the source's order."""
-        return self._at(range(len(self)))
+        return self.at(range(len(self)))
 
     @cached_property
     def longest(self) -> int:
@@ -164,9 +164,10 @@ class PromptSet:
         """
         size = len(self)
         places = range(cursor, cursor + count)
-        return self._at([int(epoch_order(seed, i // size, size)[i % size]) for i in places])
+        return self.at([int(epoch_order(seed, i // size, size)[i % size]) for i in places])
 
-    def _at(self, indices: Sequence[int]) -> list[Prompt]:
+    def at(self, indices: Sequence[int]) -> list[Prompt]:
+        """Return the prompts of these examples."""
         new = [index for index in dict.fromkeys(indices) if index not in self._encoded]
         rows = encode_texts(self.tokenizer, [self.texts[index] for index in new])
         for index, token_ids in zip(new, rows, strict=True):
