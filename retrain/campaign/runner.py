@@ -31,7 +31,7 @@ from retrain.errors import (
     Interrupted,
     RetrainError,
     RunFailed,
-    Untrained,
+    UntrainedAdapter,
 )
 from retrain.records.checkpoint import FINAL
 from retrain.records.checkpoint_place import stored_checkpoints
@@ -361,7 +361,7 @@ class AutoSqueeze:
                 squeezed.analysis.summary(),
                 self._say,
             )
-        except Untrained as error:
+        except UntrainedAdapter as error:
             self._untrained.add(run.name)
             self._due = True
             self._say(f"LoRA-Squeeze uses the next run instead: {error}")

@@ -11,12 +11,12 @@ from retrain.errors import ResumableFailure
 from retrain.types import Outcome, Score
 
 WINDOW_STEPS = 20
-_ENOUGH = 8
+_MIN_COMPLETIONS = 8
 """Fewer completions than this may all fail by accident, so the run is not stopped for it."""
 
 
 @dataclass(frozen=True)
-class _Step:
+class _StepFailures:
     total: int
     reasons: dict[str, int]
     """Number of completions that could not be judged, by reason."""
@@ -34,7 +34,7 @@ class FailureGuard:
     def __init__(self, max_failure_rate: float, window: int = WINDOW_STEPS) -> None:
         self._max_failure_rate = max_failure_rate
         self._window = window
-        self._steps: deque[_Step] = deque(maxlen=window)
+        self._steps: deque[_StepFailures] = deque(maxlen=window)
 
     def observe(self, scores: Iterable[Score]) -> None:
         """Count the scores of one step. Raises ResumableFailure, which names the most
@@ -49,14 +49,14 @@ class FailureGuard:
             for score in outcomes
             if score.outcome is Outcome.COULD_NOT_JUDGE
         )
-        self._steps.append(_Step(len(outcomes), dict(reasons)))
+        self._steps.append(_StepFailures(len(outcomes), dict(reasons)))
         total, failed = (
             sum(step.total for step in self._steps),
             sum(sum(step.reasons.values()) for step in self._steps),
         )
         allowed = self._max_failure_rate * total * self._window / len(self._steps)
         if self._max_failure_rate < 1 and (
-            failed > allowed or (failed == total and total >= _ENOUGH)
+            failed > allowed or (failed == total and total >= _MIN_COMPLETIONS)
         ):
             sentence = self._sentence(total, failed)
             self._steps.clear()
@@ -80,7 +80,7 @@ class FailureGuard:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._steps = deque(
-            (_Step(total, dict(reasons)) for total, reasons in state.get("steps", [])),
+            (_StepFailures(total, dict(reasons)) for total, reasons in state.get("steps", [])),
             maxlen=self._window,
         )
 
