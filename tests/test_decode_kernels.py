@@ -132,10 +132,14 @@ def test_heads_are_normed_turned_and_stored(
         [torch.full((count + 1, 4, keys, size), 7.0, dtype=dtype) for _ in range(2)]
         for _ in range(2)
     )
-    turned = kernels.turn_and_store(qkv.clone(), pending, heads, rotary, norm, tuple(found), places)
+    turned = kernels.apply_rope_and_store_kv(
+        qkv.clone(), pending, heads, rotary, norm, tuple(found), places
+    )
     assert_near(
         turned,
-        TorchKernels().turn_and_store(qkv, pending, heads, rotary, norm, tuple(expected), places),
+        TorchKernels().apply_rope_and_store_kv(
+            qkv, pending, heads, rotary, norm, tuple(expected), places
+        ),
     )
     assert_near(found[0], expected[0])
     assert_near(found[1], expected[1])

@@ -150,7 +150,7 @@ def test_gradient_checkpointing_of_the_fused_forward_changes_no_gradient() -> No
 def test_a_bf16_sampler_reads_packed_weights_and_an_adapter_that_is_not_rounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(packed, "_FEWEST_ELEMENTS", 1)
+    monkeypatch.setattr(packed, "_MIN_ELEMENTS", 1)
     monkeypatch.setattr(packed, "computes_bf16", lambda: True)
     model = make_learner(config_for("llama", model={"dtype": "bf16"}), fused=False).base.model
     fused = FusedDecoder.of(model, merge=True)

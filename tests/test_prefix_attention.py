@@ -31,9 +31,9 @@ def packed_inputs() -> list[Tensor]:
 def test_packed_rows_attend_as_single_rows_do(
     budget: int, scores: int, longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "_LONGEST_AS_PRODUCTS", longest)
+    monkeypatch.setattr(packing, "_MAX_TOKENS_AS_PRODUCTS", longest)
     monkeypatch.setattr(prefix_attention, "_SCORES", scores)
-    monkeypatch.setattr(prefix_attention, "_FEWEST_QUERIES", 2)
+    monkeypatch.setattr(prefix_attention, "_MIN_QUERIES", 2)
     inputs = packed_inputs()
     expected = row_by_row(*inputs)
     found = PackedAttention(SEGMENTS, budget, FusedAttention(), torch.device("cpu")).attention(
