@@ -5,22 +5,21 @@ A plugin declares it in its class, so its module is imported. The built-in ones 
 and no model library is loaded.
 """
 
-import importlib
 import importlib.util
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from retrain.backends.base import BACKENDS, Backend, BackendCapabilities
+from retrain.backends.base import BACKENDS, Backend, BackendCapabilities, backend_kind
 from retrain.backends.losses import AGGREGATIONS, CORRECTIONS, LOSSES, TINKER_LOSSES
 from retrain.backends.own_loss import OwnFunction, own_functions
 from retrain.config.effects import per_token_refusals, refusals
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import (
-    ENGINE_CLASSES,
     ENGINES,
     EngineCapabilities,
     InferenceEngine,
+    engine_kind,
 )
 from retrain.parsing import toml_value
 from retrain.plugins import KINDS, load_plugin, params_of, refuse_unknown_params
@@ -30,14 +29,12 @@ if TYPE_CHECKING:
 
 
 def engine_class(config: "TrainConfig") -> type[InferenceEngine]:
-    """Return the class that `[inference] engine` names, other than pytorch.
+    """Return the class that `[inference] engine` names.
 
     Raises ConfigurationError for a plugin that cannot be loaded or declares nothing.
     """
-    if config.inference.engine in ENGINE_CLASSES:
-        module, _, name = ENGINE_CLASSES[config.inference.engine].rpartition(".")
-        built_in: type[InferenceEngine] = getattr(importlib.import_module(module), name)
-        return built_in
+    if config.inference.engine in ENGINES:
+        return engine_kind(config.inference.engine)
     found: type[InferenceEngine] = load_plugin("engine", config.inference.engine, config)
     _check_declaration(
         found, EngineCapabilities, f'[inference] engine = "{config.inference.engine}"'
@@ -47,6 +44,8 @@ def engine_class(config: "TrainConfig") -> type[InferenceEngine]:
 
 def backend_class(config: "TrainConfig") -> type[Backend]:
     """Return the class that `[backend] backend` names."""
+    if config.backend.backend in BACKENDS:
+        return backend_kind(config.backend.backend)
     found: type[Backend] = load_plugin("backend", config.backend.backend, config)
     _check_declaration(
         found, BackendCapabilities, f'[backend] backend = "{config.backend.backend}"'
@@ -64,17 +63,16 @@ def _check_declaration(found: type, wanted: type, where: str) -> None:
 
 def declared_engine(config: "TrainConfig") -> EngineCapabilities | None:
     """Return the sampler of a backend that brings its own; None where a plugin does not say."""
-    if config.backend.backend != "local":
+    if not backend_kind(config.backend.backend).in_process:
         return declared_backend(config).sampler
-    name = config.inference.engine
-    return ENGINES[name] if name in ENGINES else engine_class(config).capabilities
+    return engine_class(config).capabilities
 
 
 def declared_backend(config: "TrainConfig") -> BackendCapabilities:
     """Return the capabilities of `[backend] backend`, built in or a plugin."""
-    name = config.backend.backend
-    found = BACKENDS[name] if name in BACKENDS else backend_class(config).capabilities
-    ahead = name == "local" and len(config.backend.device_list) > 1
+    found = backend_class(config).capabilities
+    in_process = backend_kind(config.backend.backend).in_process
+    ahead = in_process and len(config.backend.device_list) > 1
     return replace(found, samples_ahead=True) if ahead else found
 
 
@@ -195,12 +193,8 @@ def _loss_words(own: OwnFunction) -> str:
 
 def _missing_address(config: "TrainConfig") -> Iterator[str]:
     engine = config.inference.engine
-    if (
-        config.backend.backend == "local"
-        and engine in ENGINE_CLASSES
-        and engine != "max"
-        and not config.inference.urls
-    ):
+    needed = backend_kind(config.backend.backend).in_process and engine_kind(engine).needs_address
+    if needed and not config.inference.urls:
         yield (
             f'[inference] engine = "{engine}" needs the address of its server; set [inference] url,'
             " such as http://127.0.0.1:8000."
@@ -223,7 +217,7 @@ def capability_notes(config: "TrainConfig") -> Iterator[str]:
             f'[backend] backend = "{config.backend.backend}" does not resume byte for byte: a'
             " resumed run differs from a straight one."
         )
-    local = config.backend.backend == "local"
+    local = backend_kind(config.backend.backend).in_process
     sampler = (
         f'[inference] engine = "{config.inference.engine}"'
         if local

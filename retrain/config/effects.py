@@ -20,6 +20,7 @@ from retrain.config.names import (
     canonical_uncertainty,
     fixed_aggregation,
     is_data_location,
+    part_class,
     table,
     transforms_with,
 )
@@ -282,6 +283,11 @@ RUNS: Table = (
         when=lambda c: c.data.source in builtin_names("data") or is_data_location(c.data.source),
     ),
     unused(
+        "data.sampler_params",
+        because="the shuffle has no parameters",
+        when=lambda c: c.data.sampler == "shuffle",
+    ),
+    unused(
         "data.prompt_column",
         "data.answer_column",
         because="this source's columns are fixed",
@@ -447,7 +453,7 @@ def _implied_by_backend(name: str, declared: Any, known: Reasons) -> Iterator[Ef
     def row(path: str, because: str, when: Test | None = None, values: Any = ()) -> Effect:
         return refused(path, because=known.get(path, because), when=when, values=values)
 
-    if name != "local":
+    if not part_class("backend", name).in_process:
         yield row("backend.shard_base", "it holds the model in its own way; leave it false")
         yield from _without_entropies(declared.sampler, known)
         if declared.sampler is not None and not declared.sampler.kept_set:
@@ -513,7 +519,7 @@ def _implied_by_engine(name: str, declared: Any, known: Reasons) -> Iterator[Eff
     yield from _without_entropies(declared, known)
     if not declared.kept_set:
         yield _no_cuts(known)
-    if name != "pytorch":
+    if not part_class("engine", name).supports_split:
         yield refused(
             "backend.shard_base",
             because="only the pytorch engine samples from a sharded model; leave it false",
@@ -889,7 +895,7 @@ def effects_of(kind: Literal["backend", "engine"], name: str, declared: Any = No
     """All rows of a backend or an engine. `declared` are the capabilities of a plugin; those of a
     built-in part are known.
     """
-    return _rows(kind, name, table(kind)[name] if declared is None else declared)
+    return _rows(kind, name, part_class(kind, name).capabilities if declared is None else declared)
 
 
 @cache
@@ -911,7 +917,9 @@ def tables_of(
     if backend is not None or name in builtin_names("backend"):
         yield f'backend = "{name}"', effects_of("backend", name, backend)
     sampler = config.inference.engine
-    if name == "local" and (engine is not None or sampler in builtin_names("engine")):
+    if part_class("backend", name).in_process and (
+        engine is not None or sampler in builtin_names("engine")
+    ):
         yield f'engine = "{sampler}"', effects_of("engine", sampler, engine)
 
 
