@@ -2,7 +2,6 @@
 scored, and asks for the next one.
 """
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -165,9 +164,8 @@ class Dialogues:
             except ConfigurationError as error:  # the chat template refuses the conversation
                 answer = could_not_judge(str(error))
             else:
-                if dialogue.used < self._plan.max_tokens and len(dialogue.context_ids) < (
-                    stage.context or math.inf
-                ):
+                fits = len(dialogue.context_ids) < stage.context
+                if fits and dialogue.used < self._plan.max_tokens:
                     return True
                 dialogue.cut = True  # no token is left for another reply
                 exchange.end()
