@@ -336,9 +336,7 @@ def user_code(what: str, failure: type[RetrainError]) -> Iterator[None]:
         yield
     except (RetrainError, KeyboardInterrupt, GeneratorExit):
         raise
-    except (
-        BaseException
-    ) as error:  # the one place where anything may come, SystemExit too: the code is not ours
+    except BaseException as error:  # anything may come, SystemExit too: the code is not ours
         if type(error).__module__.startswith("retrain."):  # an alarm of our own
             raise
         raise failure(f"{what} failed with {describe(error)}.") from error

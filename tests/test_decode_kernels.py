@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_engine_decoding import assert_same, requests, run, tiny, with_adapter
 from torch import Tensor
 
 from retrain.inference_engine.base import BASE_MODEL, NoiseKey, SampleRequest, Truncation
@@ -33,6 +32,7 @@ from retrain.model.step_kernels import (
 )
 from retrain.model.truncation import FixedKeptSets
 from retrain.model.varlen import PagedRows, plain_paged
+from tests.decoding import assert_same, requests, run, tiny, with_adapter
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs the package triton"

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from learner_models import config_for, distance, gradients, make_learner, make_rows, with_logprobs
 
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.micro_batches import LearnerRow
@@ -12,6 +11,14 @@ from retrain.model import packed
 from retrain.model.attention import FusedAttention
 from retrain.model.fused import FusedDecoder
 from retrain.model.packing import PackedAttention, Segment
+from tests.learner_models import (
+    config_for,
+    distance,
+    gradients,
+    make_learner,
+    make_rows,
+    with_logprobs,
+)
 
 FUSED, OTHERS = ("qwen3", "llama"), ("gemma2", "cohere", "granite")
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine_decoding import tiny, with_adapter
 from torch import Tensor
 
 from retrain.model import fused as fused_decoder
@@ -17,6 +16,7 @@ from retrain.model import step_kernels as steps
 from retrain.model.functions import Norm, apply_rope, gate_gradient, gated, normed
 from retrain.model.fused import FusedDecoder
 from retrain.model.layer_kernels import TritonLayers, differences, layer_kernels
+from tests.decoding import tiny, with_adapter
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs the package triton"

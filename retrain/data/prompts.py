@@ -40,11 +40,9 @@ def load_examples(config: "TrainConfig", split: Split = "train") -> ReadResult:
     """
     source = config.evaluation.source if split == "heldout" else ""
     apart = source not in ("", config.data.source)
-    data = (
-        config.data.model_copy(update={"source": source, "path": "", "params": {}})
-        if apart
-        else config.data
-    )
+    data = config.data
+    if apart:
+        data = data.model_copy(update={"source": source, "path": "", "params": {}})
     query = Query(config, data, split, named_for_evaluation=apart)
     result = read_source(query)
     if not result.examples:
@@ -90,12 +88,10 @@ def contamination_note(train: Iterable[Example], heldout: Iterable[Example]) -> 
 
 def _prompt_key(example: Example) -> str:
     """Return the prompt with its white space normalised."""
-    messages = (
-        [{"role": "user", "content": example.prompt}]
-        if isinstance(example.prompt, str)
-        else example.prompt
-    )
-    return json.dumps([[message["role"], message["content"].split()] for message in messages])
+    if isinstance(example.prompt, str):
+        return json.dumps([["user", example.prompt.split()]])
+    words = [[message["role"], message["content"].split()] for message in example.prompt]
+    return json.dumps(words)
 
 
 def fingerprint(examples: Iterable[Example]) -> str:

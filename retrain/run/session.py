@@ -37,7 +37,6 @@ from retrain.run.observer import (
     is_above,
     mismatch_limit,
 )
-from retrain.run.opening import OpenedRun, open_run
 from retrain.run.parts import (
     Parts,
     check_again,
@@ -52,6 +51,7 @@ from retrain.run.parts import (
 from retrain.run.pressure import Pressure
 from retrain.run.rollout import PrefetchedRollout, Rollout
 from retrain.run.saver import Saver, Schedule
+from retrain.run.start import RunStart, open_run
 from retrain.run.step_record import Step
 from retrain.tracking import Tracker, build_tracker
 from retrain.tracking.base import GroupScored, Progress, Started
@@ -65,7 +65,7 @@ class Session:
 
     def __init__(
         self,
-        opened: OpenedRun,
+        opened: RunStart,
         tracker: Tracker,
         interrupts: Interrupts,
         parts: Parts,
@@ -159,7 +159,7 @@ class Session:
             finally:
                 tracker.close()
 
-    def _restore(self, opened: OpenedRun) -> None:
+    def _restore(self, opened: RunStart) -> None:
         """Put the checkpoint's state into the parts, and make the folder ready for its first
         line.
         """
@@ -498,11 +498,11 @@ class Session:
 
 
 @contextmanager
-def _opened(config: TrainConfig, overwrite: bool, world: World) -> Iterator[OpenedRun]:
+def _opened(config: TrainConfig, overwrite: bool, world: World) -> Iterator[RunStart]:
     """Open the folder on rank 0, which holds its lock, and tell the other ranks what it found."""
     refuse_lone_sharding(config.backend, world)
     if not world.is_rank_zero:
-        found: OpenedRun | RetrainError | None = world.broadcast(None)
+        found: RunStart | RetrainError | None = world.broadcast(None)
         if isinstance(found, RetrainError):
             raise SystemExit(found.exit_code)  # rank 0 prints the sentence
         assert found is not None
