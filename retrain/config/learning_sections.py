@@ -11,8 +11,8 @@ from pydantic import AfterValidator
 
 from retrain.config.section import PathText, Section, Strings, Table, Traits, key
 from retrain.config.values import (
+    MAX_COMPLETIONS,
     MAX_SEED,
-    MOST_COMPLETIONS,
     OpenName,
     check_devices,
     check_grams,
@@ -61,7 +61,7 @@ class Backend(Section):
     )
     max_concurrent: int = key(
         4,
-        "Most simultaneous Tinker calls, over all workers of a campaign.",
+        "Maximum number of simultaneous Tinker calls, over all workers of a campaign.",
         ge=1,
         may_change_at_resume=True,
     )
@@ -107,7 +107,7 @@ class PrimeRLOptions(Section):
     )
     sync_wait_s: float = key(
         30,
-        "Longest wait for broadcast weights, in seconds; set it longer than one step of the"
+        "Maximum wait for broadcast weights, in seconds; set it longer than one step of the"
         " trainer.",
         gt=0,
     )
@@ -132,7 +132,7 @@ class TinkerOptions(Section):
         "How the service adds up a loss: sum, as the hosted one does, or mean over positions and"
         " rows (SkyRL's JAX backend); the gradient is normalised by [loss] aggregation either way.",
     )
-    timeout_s: float = key(1800, "Longest wait for one answer, in seconds.", gt=0)
+    timeout_s: float = key(1800, "Maximum wait for one answer, in seconds.", gt=0)
 
 
 BACKEND_OPTIONS: dict[str, type[Section]] = {"prime_rl": PrimeRLOptions, "tinker": TinkerOptions}
@@ -253,11 +253,13 @@ class Training(Section):
             "conditions are compared after the same steps, so [campaign] max_steps gives it"
         ),
     )
-    batch_size: int = key(8, "Prompts per step.", ge=1, le=MOST_COMPLETIONS, sets_step_time=True)
+    batch_size: int = key(8, "Prompts per step.", ge=1, le=MAX_COMPLETIONS, sets_step_time=True)
     group_size: int = key(
-        16, "Completions sampled per prompt.", ge=1, le=MOST_COMPLETIONS, sets_step_time=True
+        16, "Completions sampled per prompt.", ge=1, le=MAX_COMPLETIONS, sets_step_time=True
     )
-    max_tokens: int = key(10240, "Most new tokens per completion.", ge=1, sets_step_time=True)
+    max_tokens: int = key(
+        10240, "Maximum number of new tokens per completion.", ge=1, sets_step_time=True
+    )
     temperature: float = key(
         0.7,
         "Sampling temperature; the trained policy is the model at this temperature. Unset with"
@@ -293,15 +295,16 @@ class Training(Section):
     updates_per_batch: int = key(1, "Passes over each batch.", ge=1, sets_step_time=True)
     minibatches: int = key(1, "Optimizer updates per pass.", ge=1)
     micro_batch_tokens: int = key(
-        0, "Most tokens per forward and backward pass; 0 chooses by the machine.", ge=0
+        0, "Maximum number of tokens per forward and backward pass; 0 chooses by the machine.", ge=0
     )
     gradient_checkpointing: Literal["auto"] | bool = key(
         "auto", "Recompute activations in the backward pass; auto decides by the machine."
     )
     dynamic_sampling: int = key(
         0,
-        "Most times that a group whose rewards are all equal is sampled again; correct_rate,"
-        " mean_reward and SEPA's gate use the first draws, which are not selected by reward.",
+        "Maximum number of times that a group whose rewards are all equal is sampled again;"
+        " correct_rate, mean_reward and SEPA's gate use the first draws, which are not"
+        " selected by reward.",
         ge=0,
         le=1000,
     )

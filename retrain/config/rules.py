@@ -21,7 +21,7 @@ from retrain.config.names import (
     transforms_with,
 )
 from retrain.config.suggestions import nearest
-from retrain.config.values import MAX_SEED, MOST_COMPLETIONS
+from retrain.config.values import MAX_COMPLETIONS, MAX_SEED
 from retrain.errors import MAX_SENTENCES
 from retrain.parsing import toml_value
 
@@ -125,9 +125,9 @@ def _sepa_needs_a_ramp(config: "TrainConfig") -> Iterator[Violation]:
                         "algorithm.transform_mode",
                         "algorithm.algorithm_mode",
                     ),
-                    '[sepa] steps = 0 with schedule = "linear" keeps lambda at 0 for ever, so'
-                    f' "{transform}" would do nothing new; give steps of 1 or more, or schedule ='
-                    ' "auto"',
+                    '[sepa] steps = 0 with schedule = "linear" keeps lambda at 0, so'
+                    f' "{transform}" would equal the same without SEPA; give steps of 1 or more,'
+                    ' or schedule = "auto"',
                 )
 
 
@@ -182,11 +182,11 @@ def _one_checkpoint_is_not_enough(config: "TrainConfig") -> Iterator[Violation]:
 @_rule
 def _a_step_has_an_end_and_fills_its_minibatches(config: "TrainConfig") -> Iterator[Violation]:
     completions = config.training.batch_size * config.training.group_size
-    if completions > MOST_COMPLETIONS:
+    if completions > MAX_COMPLETIONS:
         yield Violation(
             ("training.batch_size", "training.group_size"),
             f"[training] batch_size x group_size = {completions:,} completions per step, which are"
-            f" held in memory at once; give {MOST_COMPLETIONS:,} at most",
+            f" held in memory at once; give {MAX_COMPLETIONS:,} at most",
         )
     if config.training.minibatches > completions:
         yield Violation(

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from retrain.config.section import PathText, Positive, Section, Table, Traits, key
 from retrain.config.values import (
-    MOST_COMPLETIONS,
+    MAX_COMPLETIONS,
     OpenName,
     check_arguments,
     check_label,
@@ -41,8 +41,8 @@ class Evaluation(Section):
         "Reward that judges held-out answers, with the parameters of [reward]; empty means"
         " training's without the random one, and in campaigns the base's for all conditions.",
     )
-    max_examples: int = key(200, "Most problems evaluated; 0 uses all.", ge=0)
-    samples: int = key(1, "Completions sampled per problem.", ge=1, le=MOST_COMPLETIONS)
+    max_examples: int = key(200, "Maximum number of problems evaluated; 0 uses all.", ge=0)
+    samples: int = key(1, "Completions sampled per problem.", ge=1, le=MAX_COMPLETIONS)
     temperature: float | None = key(
         None,
         "Sampling temperature, 0 for greedy; unset means training's. Above 0, top_k, top_p and"
@@ -53,7 +53,7 @@ class Evaluation(Section):
     )
     max_tokens: int | None = key(
         None,
-        "Most new tokens per completion; unset means training's.",
+        "Maximum number of new tokens per completion; unset means training's.",
         ge=1,
         meaningful_unset=True,
         echoes_training=True,
@@ -126,7 +126,7 @@ class Inference(Section):
     )
     timeout_s: float = key(
         300.0,
-        "Longest wait for an answer of the server, in seconds.",
+        "Maximum wait for an answer of the server, in seconds.",
         gt=0,
         may_change_at_resume=True,
         own_to_a_run=True,
@@ -218,7 +218,9 @@ class Environment(Section):
     )
     args: Arguments = key({}, "Arguments of the environment, as a table or a JSON string.")
     max_turns: int = key(
-        -1, "Most turns in multi-turn environments; -1 leaves it to the environment.", ge=-1
+        -1,
+        "Maximum number of turns in multi-turn environments; -1 leaves it to the environment.",
+        ge=-1,
     )
     auto_install: bool = key(False, "Install a missing environment from the Prime hub.")
     timeout_s: float = key(
@@ -265,7 +267,7 @@ class Reward(Section):
     )
     judge_concurrency: int = key(
         8,
-        "Most requests to the judge at a time.",
+        "Maximum number of requests to the judge at a time.",
         ge=1,
         le=4096,
         parameter_of=("judge",),
@@ -360,7 +362,7 @@ class Backpressure(Section):
     peak_bw_gb_s: float = key(
         0.0, "Peak memory bandwidth in GB/s for roofline hints; 0 skips them.", ge=0
     )
-    cooldown: int = key(5, "Fewest steps between two changes.", ge=0)
+    cooldown: int = key(5, "Minimum number of steps between two changes.", ge=0)
     min_r2: float = key(0.5, "Smallest R squared at which a fit is trusted.", ge=0, le=1)
     weights: Literal["relative", "none"] = key("relative", "Weights of the fit.")
 

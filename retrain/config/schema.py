@@ -190,8 +190,8 @@ class Campaign(Section):
     )
     max_seeds: int = key(
         0,
-        'Most seeds with stop = "evidence"; seeds beyond those listed count up from the largest'
-        " one. 0 is the number listed.",
+        'Maximum number of seeds with stop = "evidence"; seeds beyond those listed count up from'
+        " the largest one. 0 is the number listed.",
         ge=0,
         applies_when="stop in (evidence)",
     )
@@ -206,7 +206,9 @@ class Campaign(Section):
     )
     parallel: bool = key(False, "Run conditions simultaneously.")
     max_workers: int = key(
-        0, "Most simultaneous runs; 0 starts all, on CUDA as many as the devices hold.", ge=0
+        0,
+        "Maximum number of simultaneous runs; 0 starts all, on CUDA as many as the devices hold.",
+        ge=0,
     )
     stagger_seconds: float = key(0.0, "Seconds between starts of runs.", ge=0)
     conditions: list[Condition] = key(

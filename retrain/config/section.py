@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 from pydantic.fields import FieldInfo
 
-from retrain.config.values import MAX_SEED, check_holdable, check_path, check_table
+from retrain.config.values import MAX_SEED, check_path, check_serialisable, check_table
 
 
 @dataclass(frozen=True)
@@ -125,4 +125,4 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _is_holdable(cls, value: Any) -> Any:
-        return check_holdable(value)
+        return check_serialisable(value)
