@@ -2,6 +2,7 @@
 takes a step of a real run.
 """
 
+import json
 import re
 import sys
 import tomllib
@@ -58,6 +59,9 @@ PROOFS: dict[str, Callable[[Path], bool]] = {
     "An engine": lambda folder: lines(folder / "metrics.jsonl")[0]["log_ratio_mean"] < 1e-5,
     "An environment": lambda folder: (
         lines(folder / "metrics.jsonl")[0]["environment_metrics"]["replies"] >= 1
+    ),
+    "A sampler of prompts": lambda folder: (
+        len(json.loads((folder / "trainer_state.json").read_text())["sampler"]["rates"]) == 64
     ),
     "A backend": lambda folder: lines(folder / "metrics.jsonl")[0]["loss"] is not None,
 }

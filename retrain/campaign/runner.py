@@ -31,15 +31,15 @@ from retrain.errors import (
     Interrupted,
     RetrainError,
     RunFailed,
-    Untrained,
+    UntrainedAdapter,
 )
 from retrain.records.checkpoint import FINAL
+from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.disk import writing_to
 from retrain.records.redact import note_secrets
 from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import counted
 from retrain.run.interrupts import Interrupts
-from retrain.run.opening import stored_checkpoints
 from retrain.tracking.build import SQUEEZE_RUN, track_squeeze
 
 Say = Callable[[str], None]
@@ -361,7 +361,7 @@ class AutoSqueeze:
                 squeezed.analysis.summary(),
                 self._say,
             )
-        except Untrained as error:
+        except UntrainedAdapter as error:
             self._untrained.add(run.name)
             self._due = True
             self._say(f"LoRA-Squeeze uses the next run instead: {error}")

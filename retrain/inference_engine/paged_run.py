@@ -54,8 +54,8 @@ class PagedPromptPass(PromptPass):
             kernel,
             [sequence.held for sequence in sequences],
         )
-        whole = [pool.places(sequence.pages, len(sequence.ids)) for sequence in sequences]
-        new = [places[sequence.held :] for places, sequence in zip(whole, sequences, strict=True)]
+        whole = [pool.slot_mapping(sequence.pages, len(sequence.ids)) for sequence in sequences]
+        new = [slots[sequence.held :] for slots, sequence in zip(whole, sequences, strict=True)]
         self._pool = pool
         self._new = upload(np.concatenate(new), pool.device)
         self._whole = upload(np.concatenate(whole), pool.device) if any(self.held) else None
@@ -492,7 +492,9 @@ class PagedRun:
         for row, prompt in sharing:
             row.logits = prompt.logits
         slots = np.array([row.slot for row in rows], np.int64)
-        self._buffers.put(slots, **_state(rows, self._buffers.table.shape[1]), noise=_noise(rows))
+        self._buffers.put(
+            slots, **_state(rows, self._buffers.block_table.shape[1]), noise=_noise(rows)
+        )
         drawn = self._engine.step.first(
             upload(slots, self._pool.device),
             torch.stack([row.logits for row in rows if row.logits is not None]),
@@ -510,9 +512,9 @@ def _row_key(job: Job, fed: npt.NDArray[np.int32]) -> _RowKey:
 def _state(rows: Sequence[_Row], pages: int) -> dict[str, npt.NDArray[np.generic]]:
     """Return the buffers of rows whose next token is drawn from the logits of their last one."""
     requests, cuts = [row.job.request for row in rows], [row.job.truncation for row in rows]
-    table = np.zeros((len(rows), pages), np.int32)
+    block_table = np.zeros((len(rows), pages), np.int32)
     for number, row in enumerate(rows):
-        table[number, : len(row.pages)] = row.pages
+        block_table[number, : len(row.pages)] = row.pages
     return {
         "position": np.array([len(row.ids) - 1 for row in rows]),
         "sampled": np.array([len(row.draws) for row in rows]),
@@ -522,7 +524,7 @@ def _state(rows: Sequence[_Row], pages: int) -> dict[str, npt.NDArray[np.generic
         "top_p": np.array([cut.top_p for cut in cuts]),
         "min_p": np.array([cut.min_p for cut in cuts]),
         "done": np.zeros(len(rows), bool),
-        "table": table,
+        "block_table": block_table,
     }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from retrain.backends.base import backend_kind
 from retrain.config import TrainConfig
-from retrain.errors import Interrupted, RunFailed, ServerFailure
+from retrain.errors import Interrupted, ResumableFailure, RunFailed, ServerFailure
 from retrain.records.disk import writing_to
 from retrain.records.entries import StepRecord
 from retrain.records.run_folder import RunFolder
@@ -67,6 +67,11 @@ def train(
                 if session.is_finished:
                     return Run(session.folder.path, session.finish())
                 take_step(session)
+        except ResumableFailure as error:
+            session.save_now()
+            raise RunFailed(
+                f"{str(error).rstrip('.')}, then continue with `{again.resume_command}`."
+            ) from error
         except (Interrupted, RunFailed):
             session.save_now()
             raise
