@@ -347,7 +347,7 @@ class Lora(Section):
     alpha: int = key(0, "LoRA alpha; 0 means twice the rank.", ge=0)
     dropout: float = key(0.0, "LoRA dropout rate.", ge=0, lt=1)
     target_modules: Strings = key(
-        [], "Names of the adapted layers; empty means all linear layers of the blocks."
+        [], "Names of the adapted layers; empty means all linear layers of the blocks but a router."
     )
     init_from: PathText = key("", "PEFT folder with the adapter's initial weights.")
     use_rslora: bool = key(False, "Scale the update by alpha / sqrt(rank) instead of alpha / rank.")

@@ -311,7 +311,7 @@ class PagedRun:
             if int(draws[0]) in self._ends or len(row.draws) == row.job.limit:
                 self._finished.append(row.completion(self._ends))
                 if (
-                    row.job.request.may_go_on and self._engine.keeps_prompts
+                    row.job.request.extendable and self._engine.keeps_prompts
                 ):  # another request may extend it; its last token was never fed
                     fed = row.ids[:-1]
                     pages = row.pages[: self._pool.needed(len(fed))]
