@@ -20,6 +20,7 @@ from retrain.errors import EnvironmentFailure
 from retrain.model.budget import (
     PREFILL_TOKENS,
     PROMPT_ALLOWANCE,
+    context_length,
     longest_row,
     longest_sampled,
     plan_decode,
@@ -29,7 +30,6 @@ from retrain.model.footprint import Footprint, footprint
 from retrain.model.head import chunk_bytes_on
 from retrain.model.packed import computes_bf16
 from retrain.model.pool import can_fork
-from retrain.model.text import context_length
 from retrain.types import MachineChoices
 
 if TYPE_CHECKING:
