@@ -26,7 +26,8 @@ from retrain.inference_engine.base import (
 from retrain.inference_engine.decoder import Decoder
 from retrain.inference_engine.kv_cache import PrefixStore
 from retrain.inference_engine.paged_run import PagedEngine, PagedRun, wanted_tokens
-from retrain.inference_engine.scheduler import DecodeRun, Job, pieces
+from retrain.inference_engine.rows import Job, pieces
+from retrain.inference_engine.scheduler import DecodeRun
 from retrain.model.budget import STORE_SHARE, DecodeLimits
 from retrain.model.devices import EngineOptions
 from retrain.model.fused import FusedDecoder
@@ -34,7 +35,7 @@ from retrain.model.pool import Pool
 from retrain.model.varlen import fits_head
 from retrain.types import Completion
 
-_MOST_PIECES = {"cpu": 16}
+MAX_PIECES = {"cpu": 16}
 """Most pieces of a call, by device. With more completions than these have rows, pieces grow longer
 and their rows are used again. Other devices decode a call in one piece."""
 
@@ -101,7 +102,7 @@ class TorchEngine(InferenceEngine):
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         """Completions under the base model follow those under the adapter."""
         jobs = self._jobs(requests)
-        most = 1 if self._is_paged else _MOST_PIECES.get(self._decoder.device.type, 1)
+        most = 1 if self._is_paged else MAX_PIECES.get(self._decoder.device.type, 1)
         for _, completion in self._decode(pieces(jobs, self._limits.rows, most)):
             yield completion
         self._decoder.run_dummy_passes()
@@ -203,7 +204,7 @@ class TorchEngine(InferenceEngine):
         if self._prefixes is not None:
             self._prefixes.clear()
         if self._paged is not None:
-            self._paged.forget()
+            self._paged.pager.forget()
 
     @property
     def held_bytes(self) -> int:
