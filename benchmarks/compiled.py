@@ -161,7 +161,7 @@ def call_all(rows: int) -> None:
         (half(sum(HEADS[:2]), SIZE), 1e-6),
     )
     for of_qkv in (None, (apart(48), half(48, sum(HEADS) * SIZE))):
-        rotary.turn_and_store(
+        rotary.apply_rope_and_store_kv(
             apart(sum(HEADS) * SIZE), of_qkv, HEADS, turning, heads_norm, pages, index
         )
     for width in (4, 8):  # pages of rows of one part, and of two
@@ -190,8 +190,8 @@ def call_learning(
     _, scale = norm.norm(half(rows, HIDDEN), half(HIDDEN), 1e-6)
     norm.norm_gradient(half(rows, HIDDEN), half(rows, HIDDEN), half(HIDDEN), scale)
     qkv = apart(sum(HEADS) * SIZE).unflatten(1, (-1, SIZE))[:, :heads]
-    _, scale = rotary.turn(qkv, *turning, *heads_norm)
-    rotary.turn_gradient(half(rows, heads, SIZE), qkv, *turning, heads_norm[0], scale)
+    _, scale = rotary.apply_rope(qkv, *turning, *heads_norm)
+    rotary.apply_rope_gradient(half(rows, heads, SIZE), qkv, *turning, heads_norm[0], scale)
     activation.gate_gradient(half(rows, INNER), half(rows, 2 * INNER))
 
 

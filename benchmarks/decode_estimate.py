@@ -90,7 +90,7 @@ class OneEach:
         self._counted["add_norm"] += 1
         return torch.empty_like(residual)
 
-    def turn_and_store(
+    def apply_rope_and_store_kv(
         self,
         qkv: Tensor,
         pending: Any,
@@ -100,7 +100,7 @@ class OneEach:
         pages: Any,
         places: Tensor,
     ) -> Tensor:
-        self._counted["turn_and_store"] += 1
+        self._counted["apply_rope_and_store_kv"] += 1
         return qkv.new_empty(len(qkv), heads[0], pages[0].shape[-1])
 
     def gate(self, gates: Tensor, pending: Any) -> Tensor:

@@ -5,11 +5,11 @@ answers were left out of each run's own mean, IQM intervals drew runs within eac
 interval for new problems was a bootstrap.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import ndtri, stdtrit
+from scipy.special import ndtri, stdtr, stdtrit
 
 from retrain.analysis.statistics import Floats, holm, sign_flip_p, t_interval
 from retrain.analysis.tasks import iqm
@@ -60,3 +60,25 @@ def problem_interval(candidate: Counts, baseline: Counts, samples: int) -> tuple
     factor = float(np.sqrt(1 + (squared - 1) * share))
     low, high = np.quantile(values, [0.025, 0.975])
     return centre - factor * (centre - float(low)), centre + factor * (float(high) - centre)
+
+
+def joint_level(seeds: int, alpha: float, family: int) -> float:
+    """power._joint_level at 6e3cbff, which drew every run of every campaign."""
+    rng = np.random.default_rng(seeds)
+    largest = []
+    for _ in range(10):
+        runs = rng.standard_normal((2000, seeds, family + 1))
+        differences = runs[..., 1:] - runs[..., :1]
+        t = differences.mean(axis=1) * np.sqrt(seeds) / differences.std(axis=1, ddof=1)
+        largest.append(np.abs(t).max(axis=1))
+    return 2 * float(stdtr(seeds - 1, -np.quantile(np.concatenate(largest), 1 - alpha)))
+
+
+def first_count(enough: Callable[[int], bool], fewest: int, start: int) -> int:
+    """power._first_count at 6e3cbff, which tried one count after the other."""
+    seeds = start
+    while not enough(seeds):
+        seeds += 1
+    while seeds > fewest and enough(seeds - 1):
+        seeds -= 1
+    return seeds

@@ -282,9 +282,11 @@ def kernels(machine: Machine) -> Found:
     short, few = (paged_rows(machine, count, rows * 2 // count, page) for count in (rows, 2))
     calls: dict[str, tuple[int, Callable[[StepKernels], object]]] = {
         "add_norm": (4 * stream.nbytes, lambda of: of.add_norm(stream, update, norm)),
-        "turn_and_store": (
+        "apply_rope_and_store_kv": (
             2 * qkv.nbytes,
-            lambda of: of.turn_and_store(qkv, of_qkv, heads, rotary, head_norm, pages, places),
+            lambda of: of.apply_rope_and_store_kv(
+                qkv, of_qkv, heads, rotary, head_norm, pages, places
+            ),
         ),
         "gate": (gates.nbytes * 3 // 2, lambda of: of.gate(gates, of_gates)),
         "attend": (2 * held[0].nbytes, lambda of: of.attend(asked, *held, short, size**-0.5, None)),

@@ -74,14 +74,14 @@ class OneEach:
     def norm_gradient(self, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         return self._made(torch.empty_like(x), grad, x)
 
-    def turn(
+    def apply_rope(
         self, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         return self._made(x.new_empty(x.shape), x), x.new_empty(
             *x.shape[:2], 1, dtype=torch.float32
         )
 
-    def turn_gradient(
+    def apply_rope_gradient(
         self, grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, scale: Tensor
     ) -> Tensor:
         return self._made(x.new_empty(x.shape), grad, x)

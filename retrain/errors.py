@@ -35,7 +35,7 @@ class ConfigurationError(RetrainError, ValueError):
         super().__init__("\n".join(self.problems))
 
 
-class Untrained(ConfigurationError):
+class UntrainedAdapter(ConfigurationError):
     """The adapter was never trained: every update is zero, so it has no rank to analyse."""
 
 
@@ -52,14 +52,20 @@ class ServerFailure(EnvironmentFailure):
 
 
 class NotReached(ServerFailure):
-    """A service was not there when something was to be sent to it, of which it got no byte: what it
-    was asked for has not happened.
+    """A service could not be connected to. It received no byte of the request, so nothing of it has
+    happened.
     """
 
 
 class RunFailed(RetrainError, RuntimeError):
     """The run started and cannot continue (exit 1): a failed parity gate, rewards that cannot be
     judged, non-finite updates.
+    """
+
+
+class ResumableFailure(RunFailed):
+    """A failure whose cause the user can mend, after which the same run continues; `train` adds the
+    command that continues it.
     """
 
 
@@ -77,8 +83,8 @@ class StoppedAtOnce(KeyboardInterrupt):
     """A second signal arrived: the run ends where it stands and saves nothing. The exit codes are
     those of Interrupted.
 
-    It is raised between any two bytecodes, so it is not an Exception: code that catches what a
-    plugin raises must not take it for that.
+    It can be raised between any two bytecodes. It is no Exception, so that code which catches a
+    plugin's exceptions lets it pass.
     """
 
     def __init__(self, signal_number: int) -> None:

@@ -4,6 +4,7 @@
 other program.
 """
 
+import importlib
 import json
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
@@ -13,6 +14,16 @@ _SOURCE = Path(__file__).resolve().parents[1]
 _CORE = "retrain-core"
 """The same package without torch, made by core/. An environment holds this or retrain, never
 both."""
+
+
+def missing_package(*modules: str) -> str:
+    """Return the module that importing `modules` lacks; "" if all can be imported."""
+    try:
+        for module in modules:
+            importlib.import_module(module)
+    except ImportError as error:
+        return error.name or str(error)
+    return ""
 
 
 def install_hint(extra: str = "") -> str:

@@ -39,6 +39,9 @@ class Stream(IntEnum):
     ENVIRONMENT = 8
     """Counter (step, prompt slot, stream of the sampling, 0): the seed of a group's episodes."""
 
+    PROMPT_CHOICE = 9
+    """Counter (step, 0, 0, index): what a sampler of prompts draws with."""
+
 
 Counter = int | npt.NDArray[np.integer]
 

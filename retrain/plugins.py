@@ -84,6 +84,12 @@ KINDS: dict[str, Kind] = {
         "[reward] params",
     ),
     "data": Kind("[data] source", (), (), False, "[data] params"),
+    "sampler": Kind(
+        "[data] sampler",
+        (),
+        params_key="[data] sampler_params",
+        base="retrain.data.samplers.PromptSampler",
+    ),
     "engine": Kind("[inference] engine", (), base="retrain.inference_engine.base.InferenceEngine"),
     "backend": Kind("[backend] backend", (), base="retrain.backends.base.Backend"),
     "environment": Kind("[environment] provider", (), base="retrain.environments.base.Environment"),
@@ -283,6 +289,7 @@ def params_of(kind: str, config: "TrainConfig") -> dict[str, Any]:
         "algorithm": config.algorithm.params,
         "reward": config.reward.params,
         "data": config.data.params,
+        "sampler": config.data.sampler_params,
         "loss": config.loss.params,
         "correction": config.loss.correction_params,
         "aggregation": config.loss.aggregation_params,
@@ -329,9 +336,7 @@ def user_code(what: str, failure: type[RetrainError]) -> Iterator[None]:
         yield
     except (RetrainError, KeyboardInterrupt, GeneratorExit):
         raise
-    except (
-        BaseException
-    ) as error:  # the one place where anything may come, SystemExit too: the code is not ours
+    except BaseException as error:  # anything may come, SystemExit too: the code is not ours
         if type(error).__module__.startswith("retrain."):  # an alarm of our own
             raise
         raise failure(f"{what} failed with {describe(error)}.") from error

@@ -32,9 +32,8 @@ _SHOWN = 300
 _SHOWN_UNREAD = 80
 """Characters of an answer in an unknown form, such as a page of HTML."""
 
-logging.getLogger("stamina").addHandler(
-    logging.NullHandler()
-)  # else every retry prints a line; a failure says how many there were
+# Else every retry prints a line; a failure says how many there were.
+logging.getLogger("stamina").addHandler(logging.NullHandler())
 
 
 class TooLong(Exception):
@@ -65,9 +64,8 @@ class Answer:
         for name in ("error", "message", "detail"):
             while isinstance(content, dict) and name in content:
                 content = content[name]
-        text = masked(
-            " ".join(str(content).split()), *secrets
-        )  # before the cut, which may fall into one
+        # Masked before the cut, which may fall into a secret.
+        text = masked(" ".join(str(content).split()), *secrets)
         return (text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "...").rstrip(".")
 
     def begins(self, *secrets: str) -> str:

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from runs import SMALL, small
 
 from retrain.config import TrainConfig, config_from_mapping, dump_toml
+from retrain.config.overrides import deep_merge
 from retrain.records.entries import EvaluationRecord, StepRecord
 from retrain.records.jsonl import JsonlWriter
 from retrain.records.run_folder import RunFolder
 from retrain.records.summary import RunSummary
+from tests.runs import SMALL, small
 
 JUDGED = {"reward": {"type": "match"}}
 """In place of the small runs' random reward, which would make every arm a control."""
@@ -237,3 +238,35 @@ def timed_pilot(folder: Path) -> Path:
             (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
             entries.append({"condition": label, "seed": seed})
     return write_manifest(folder, entries)
+
+
+BASE: dict[str, Any] = deep_merge(
+    SMALL,
+    {
+        "reward": {"type": "match"},
+        "evaluation": {"max_examples": 4},
+        "training": {"save_every": 1, "max_tokens": 96},
+    },
+)
+BASE["training"].pop("seed")
+BASE["training"].pop("max_steps")
+CAMPAIGN: dict[str, Any] = {
+    "seeds": [1, 2],
+    "max_steps": 2,
+    "conditions": [
+        {"advantage_mode": "grpo", "transform_mode": "none"},
+        {
+            "advantage_mode": "maxrl",
+            "transform_mode": "gtpo",
+            "label": "weighted",
+            "gtpo.beta": 0.3,
+        },
+    ],
+}
+
+
+def sections(
+    folder: Path, campaign: dict[str, Any] | None = None, **others: dict[str, Any]
+) -> dict[str, Any]:
+    there = {"campaign": CAMPAIGN | (campaign or {}), "logging": {"log_dir": str(folder)}}
+    return deep_merge(deep_merge(BASE, there), others)

@@ -3,7 +3,7 @@
 import atexit
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
@@ -14,6 +14,7 @@ import torch
 
 from retrain.backends.local.learner import Learner
 from retrain.config import TrainConfig
+from retrain.distributed import World
 from retrain.model.adapter import Adapter
 from retrain.model.fused import FusedDecoder
 from retrain.model.load import load_base_model
@@ -179,3 +180,48 @@ def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
     size = sum(float(theirs[name].double().square().sum()) for name in ours)
     assert size > 0
     return float((difference / size) ** 0.5)
+
+
+def silent(rows: list[Row], *, trained: bool = False) -> list[Row]:
+    """The same completions in a group with equal rewards; they are `trained` where the loss has a
+    KL or entropy term.
+    """
+    return [
+        replace(row, advantages=np.zeros(row.num_actions, np.float32), counted=0, trained=trained)
+        for row in rows
+    ]
+
+
+def mixed(learner: Learner, *, trained: bool = True) -> tuple[list[Row], list[Row]]:
+    """Rows with an advantage, and silent ones."""
+    rows = on_policy(learner, advantage=None)
+    return rows[:4], silent(rows[4:], trained=trained)
+
+
+@dataclass(frozen=True)
+class OneOfTwo(World):
+    """One of two processes whose messages do not travel: its gradient and its counts are its own
+    share.
+    """
+
+    size: int = 2
+    sent: list[Any] = field(default_factory=list)
+
+    def gather(self, item: Any) -> list[Any]:
+        return [item]
+
+    def sum(self, tensors: Any) -> None:
+        self.sent.append([tensor.detach().clone() for tensor in tensors])
+
+
+def on_policy(learner: Learner, advantage: float | None = 1.0) -> list[Row]:
+    """Rows whose ratio is 1; all of their tokens have `advantage`, where it is given."""
+    rows = make_rows()
+    rows = with_logprobs(rows, learner.logprobs(rows))
+    return (
+        rows
+        if advantage is None
+        else [
+            replace(row, advantages=np.full(row.num_actions, advantage, np.float32)) for row in rows
+        ]
+    )

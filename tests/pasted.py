@@ -111,7 +111,7 @@ def _answering(answer: Any) -> Iterator[int]:
 
 def _train(config: Any, *, overwrite: bool = False, **_: Any) -> None:
     from retrain.config import dump_toml
-    from retrain.run.opening import open_run
+    from retrain.run.start import open_run
 
     with open_run(config, overwrite=overwrite) as opened:
         if opened.checkpoint is None:

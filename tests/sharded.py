@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from learner_models import EOS, config_for, make_rows, model_folder
 
 from retrain.backends.local.backend import LocalBackend
 from retrain.distributed import World, joined
@@ -15,6 +14,7 @@ from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.model.footprint import footprint
 from retrain.model.load import is_sharded, layers
 from retrain.model.memory import predict_memory
+from tests.learner_models import EOS, config_for, make_rows, model_folder
 
 SMALL_PASSES = {"micro_batch_tokens": 24, "lr": 0.02}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

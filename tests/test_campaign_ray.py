@@ -14,7 +14,7 @@ from retrain.config import config_from_mapping
 from retrain.config.schema import Campaign
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.install import install_hint
-from tests.test_campaign_runs import sections
+from tests.campaigns import sections
 
 
 def test_a_run_takes_whole_gpus_or_a_part_of_one() -> None:

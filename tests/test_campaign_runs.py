@@ -23,44 +23,14 @@ from retrain.analysis.runs import find_runs
 from retrain.campaign import Manifest, Status, plan_campaign, run_campaign
 from retrain.campaign.subprocesses import share_devices, start_worker
 from retrain.config import config_from_mapping, load_config, replaced
-from retrain.config.overrides import deep_merge
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.records.run_folder import RunFolder
 from retrain.records.writer import Liveness, Writer
 from tests import commands
-from tests.runs import SMALL, lines, small_run, timeless
+from tests.campaigns import CAMPAIGN, sections
+from tests.runs import lines, small_run, timeless
 
-BASE: dict[str, Any] = deep_merge(
-    SMALL,
-    {
-        "reward": {"type": "match"},
-        "evaluation": {"max_examples": 4},
-        "training": {"save_every": 1, "max_tokens": 96},
-    },
-)
-BASE["training"].pop("seed")
-BASE["training"].pop("max_steps")
-CAMPAIGN: dict[str, Any] = {
-    "seeds": [1, 2],
-    "max_steps": 2,
-    "conditions": [
-        {"advantage_mode": "grpo", "transform_mode": "none"},
-        {
-            "advantage_mode": "maxrl",
-            "transform_mode": "gtpo",
-            "label": "weighted",
-            "gtpo.beta": 0.3,
-        },
-    ],
-}
 NAMES = ["grpo+none_s1", "weighted_s1", "grpo+none_s2", "weighted_s2"]
-
-
-def sections(
-    folder: Path, campaign: dict[str, Any] | None = None, **others: dict[str, Any]
-) -> dict[str, Any]:
-    there = {"campaign": CAMPAIGN | (campaign or {}), "logging": {"log_dir": str(folder)}}
-    return deep_merge(deep_merge(BASE, there), others)
 
 
 def write_toml(path: Path, content: dict[str, Any]) -> Path:

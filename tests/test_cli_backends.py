@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from retrain.backends.base import BACKENDS
-from retrain.backends.catalogue import CATALOGUE
+from retrain.backends.catalogue import catalogue
 from retrain.cli.main import main
 from retrain.inference_engine.base import ENGINES
 
 
 def test_the_catalogue_has_every_engine_and_backend_once() -> None:
-    assert sorted((entry.kind, entry.name) for entry in CATALOGUE) == sorted(
+    assert sorted((entry.kind, entry.name) for entry in catalogue()) == sorted(
         [*(("backend", name) for name in BACKENDS), *(("engine", name) for name in ENGINES)]
     )
 
@@ -26,7 +26,7 @@ def test_it_says_what_is_installed_what_is_not_and_what_each_was_verified_agains
     assert main(["backends"]) == 0
     shown = capsys.readouterr().out
     assert f"torch {version('torch')}" in shown
-    for entry in CATALOGUE:
+    for entry in catalogue():
         block = shown.partition(f"  {entry.name}: ")[2]
         assert (
             entry.what in block.splitlines()[0] and entry.verified in block and entry.words in block
@@ -62,7 +62,7 @@ def test_one_of_them_shows_what_becomes_of_each_key(capsys: pytest.CaptureFixtur
 
 
 def test_nothing_of_what_they_run_on_is_imported() -> None:
-    heavy = {"torch", "transformers", "peft", "vllm", "mlx", "httpx", "datasets", "msgspec"}
+    heavy = {"torch", "transformers", "peft", "vllm", "mlx", "datasets", "msgspec", "tinker"}
     code = (
         "import sys; from retrain.cli.main import main; main(['backends']);"
         " sys.stderr.write('\\n'.join(sys.modules))"

@@ -12,13 +12,13 @@ from retrain.config import TrainConfig, config_from_mapping
 from retrain.config.support import ENGINE_KEYS
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.commands import (
-    COMMANDS,
-    VLLM_RANKS,
     ServerCommand,
     ServerNeeds,
     Variable,
     server_command,
+    startable_engines,
 )
+from retrain.inference_engine.vllm import LORA_RANKS
 from retrain.model.budget import PROMPT_ALLOWANCE
 
 CPU = ServerNeeds("/models/m", "float32", "cpu", 700, 1024)
@@ -59,7 +59,7 @@ def test_vllm_is_told_everything_that_a_run_relies_on() -> None:
 
 @pytest.mark.parametrize("rank", [1, 2, 8, 9, 257, 512])
 def test_ranks_are_rounded_up_to_what_vllm_takes(rank: int) -> None:
-    served = next(item for item in VLLM_RANKS if item >= rank)
+    served = next(item for item in LORA_RANKS if item >= rank)
     assert f"--max-lora-rank {served} " in command("vllm", model={"lora_rank": rank})
     assert f"--max-lora-rank {rank} " in command("sglang", model={"lora_rank": rank})
 
@@ -83,7 +83,7 @@ CHANGES: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("engine", list(COMMANDS))
+@pytest.mark.parametrize("engine", startable_engines())
 @pytest.mark.parametrize(("name", "value"), CHANGES)
 def test_every_key_that_serve_passes_on_changes_the_command_or_is_refused(
     engine: str, name: str, value: Any
@@ -163,7 +163,7 @@ def test_the_printed_command_is_a_shell_command() -> None:
         (
             ["vlm"],
             2,
-            "'vlm' is not a server that retrain can start; name one of vllm, sglang, mlx, max.",
+            "'vlm' is not a server that retrain can start; name one of max, vllm, sglang, mlx.",
         ),
         (
             ["mlx", "--inference-attention-kernel", "tk"],

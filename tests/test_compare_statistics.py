@@ -377,6 +377,22 @@ def test_power_under_joint_flips_is_as_predicted(seeds: int, effect: float) -> N
     assert power.power_of(seeds, effect, comparisons=4) == pytest.approx(hits / 500, abs=0.06)
 
 
+@pytest.mark.parametrize(("seeds", "family"), [(11, 4), (30, 12)])
+def test_at_the_joint_level_any_of_equal_arms_is_below_it_at_alpha(seeds: int, family: int) -> None:
+    campaigns, critical = 8000, stats.t.isf(power._joint_level(seeds, 0.05, family) / 2, seeds - 1)
+    runs = np.random.default_rng(7).standard_normal((campaigns, seeds, family + 1))
+    differences = runs[..., 1:] - runs[..., :1]
+    t = differences.mean(axis=1) * np.sqrt(seeds) / differences.std(axis=1, ddof=1)
+    wrong = (np.abs(t) > critical).any(axis=1).mean()
+    assert wrong == pytest.approx(0.05, abs=3.5 * np.sqrt(0.05 * 0.95 / campaigns))
+
+
+@pytest.mark.parametrize("start", [3, 17, 40])
+def test_the_first_count_is_found_from_any_start(start: int) -> None:
+    assert power._first_count(lambda count: count >= 17, 3, start) == 17
+    assert power._first_count(lambda count: True, 3, start) == 3
+
+
 def test_too_few_seeds_have_no_power_whatever_the_effect() -> None:
     assert power.power_of(5, 100.0) == 0.0 and power.minimal_detectable_effect(5, 0.01) is None
     assert (

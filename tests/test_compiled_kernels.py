@@ -18,12 +18,12 @@ pytestmark = pytest.mark.skipif(
 BENCHMARK = Path(__file__).resolve().parents[1] / "benchmarks" / "compiled.py"
 KERNELS = {
     "add_norm",
-    "turn_and_store",
+    "apply_rope_and_store_kv",
     "attend",
     "join",
     "norm_gradient",
-    "turn",
-    "turn_gradient",
+    "apply_rope",
+    "apply_rope_gradient",
     "gate",
     "gate_gradient",
     "product",
@@ -31,7 +31,7 @@ KERNELS = {
     "pick",
     "cut",
 }
-MULTIPLY = {"attend", "product", "turn_and_store", "gate"}
+MULTIPLY = {"attend", "product", "apply_rope_and_store_kv", "gate"}
 """With an adapter."""
 SMALL_FRAME = 32
 """Bytes that a thread may keep in memory: what a call saves, not a tile."""

@@ -96,7 +96,7 @@ def test_auto_squeeze_takes_the_next_run_where_the_first_is_untrained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from retrain import squeeze
-    from retrain.errors import Untrained
+    from retrain.errors import UntrainedAdapter
 
     config = config_from_mapping(CAMPAIGN | {"squeeze": {"rule": "min"}})
     plan = plan_campaign(config, tmp_path)
@@ -106,7 +106,7 @@ def test_auto_squeeze_takes_the_next_run_where_the_first_is_untrained(
     def analysed(config: Any, adapter: Path, **_: Any) -> Any:
         tried.append(adapter.parent.parent.name)
         if len(tried) == 1:
-            raise Untrained("untrained.")
+            raise UntrainedAdapter("untrained.")
         return SimpleNamespace(
             analysis=SimpleNamespace(summary=lambda: None),
             lines=list,

@@ -2,6 +2,7 @@
 takes a step of a real run.
 """
 
+import json
 import re
 import sys
 import tomllib
@@ -15,8 +16,11 @@ from runs import lines, small
 from retrain import train
 from retrain.advantages import episode
 from retrain.advantages.pipeline import CreditPipeline
+from retrain.backends.base import BACKENDS
+from retrain.cli.main import main
 from retrain.config import config_from_toml
 from retrain.errors import ConfigurationError
+from retrain.inference_engine.base import ENGINES
 
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
 SECTIONS: dict[str, str] = dict(
@@ -56,6 +60,9 @@ PROOFS: dict[str, Callable[[Path], bool]] = {
     "An environment": lambda folder: (
         lines(folder / "metrics.jsonl")[0]["environment_metrics"]["replies"] >= 1
     ),
+    "A sampler of prompts": lambda folder: (
+        len(json.loads((folder / "trainer_state.json").read_text())["sampler"]["rates"]) == 64
+    ),
     "A backend": lambda folder: lines(folder / "metrics.jsonl")[0]["loss"] is not None,
 }
 """What shows in the run's folder that the plugin acted."""
@@ -79,6 +86,33 @@ def test_a_plugin_of_the_text_takes_a_step(
     finally:
         sys.modules.pop(module, None)
     assert run.summary.steps == 1 and PROOFS[section](run.folder)
+
+
+PLACES = {"engine": "inference_engine", "backend": "backends"}
+ROWS = {
+    "engine": ("An engine", "inference", ENGINES),
+    "backend": ("A backend", "backend", BACKENDS),
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_a_built_in_engine_or_backend_is_a_class_and_its_row(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section, table, rows = ROWS[kind]
+    text = TEXT.partition("## Where to add what")[2].partition("### An advantage")[0]
+    (about,) = re.findall(r"^(from \S+ import About)\n\n(about = .+)$", text, re.MULTILINE)
+    (row,) = re.findall(rf'^"(\w+)": "retrain\.{PLACES[kind]}\.(\w+)\.(\w+)"$', text, re.MULTILINE)
+    name, module, attribute = row
+    code = f"{block(section, 'python')}\n\n{about[0]}\n\n{attribute}.{about[1]}\n"
+    (tmp_path / f"{module}_built_in.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(rows, name, f"{module}_built_in.{attribute}")
+    settings = ONE_STEP | {table: {kind: name}}
+    run = train(small(tmp_path / "run", **settings), quiet=True)
+    assert run.summary.steps == 1
+    assert main(["backends", name]) == 0
+    assert "an engine for one GPU" in capsys.readouterr().out
 
 
 def test_a_built_in_advantage_is_a_function_and_its_line_in_the_table(

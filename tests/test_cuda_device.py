@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner_models import config_for
 from pretended_cuda import pretended
 from runs import small
 
@@ -28,6 +27,7 @@ from retrain.model import step_kernels as steps
 from retrain.model.step_kernels import TritonKernels
 from retrain.model.varlen import reads_pages
 from retrain.types import Completion, Row
+from tests.learner_models import config_for
 
 HAS_GPU = torch.cuda.is_available()
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")

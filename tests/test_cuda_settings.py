@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner_models import config_for
-from test_engine_decoding import prompts, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrain.backends.local.backend import LocalBackend
 from retrain.inference_engine.decoder import Decoder
 from retrain.inference_engine.kv_cache import KVArena, PromptPass
 from retrain.model.attention import FusedAttention
+from tests.decoding import prompts, tiny
+from tests.learner_models import config_for
 
 
 def test_products_in_half_precision_are_summed_in_float32() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_engine_decoding import assert_same, requests, run, tiny, with_adapter
 from torch import Tensor
 
 from retrain.inference_engine.base import BASE_MODEL, NoiseKey, SampleRequest, Truncation
@@ -33,6 +32,7 @@ from retrain.model.step_kernels import (
 )
 from retrain.model.truncation import FixedKeptSets
 from retrain.model.varlen import PagedRows, plain_paged
+from tests.decoding import assert_same, requests, run, tiny, with_adapter
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs the package triton"
@@ -132,10 +132,14 @@ def test_heads_are_normed_turned_and_stored(
         [torch.full((count + 1, 4, keys, size), 7.0, dtype=dtype) for _ in range(2)]
         for _ in range(2)
     )
-    turned = kernels.turn_and_store(qkv.clone(), pending, heads, rotary, norm, tuple(found), places)
+    turned = kernels.apply_rope_and_store_kv(
+        qkv.clone(), pending, heads, rotary, norm, tuple(found), places
+    )
     assert_near(
         turned,
-        TorchKernels().turn_and_store(qkv, pending, heads, rotary, norm, tuple(expected), places),
+        TorchKernels().apply_rope_and_store_kv(
+            qkv, pending, heads, rotary, norm, tuple(expected), places
+        ),
     )
     assert_near(found[0], expected[0])
     assert_near(found[1], expected[1])

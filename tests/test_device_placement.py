@@ -6,52 +6,23 @@ and so does a read by the host. Their device is "meta", which every build of tor
 for CUDA alone are not taken.
 """
 
-import warnings
 from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from learner_models import config_for, make_rows
-from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM
 
 from retrain.backends.local.learner import Learner, _Weights
 from retrain.backends.local.micro_batches import LearnerRow
-from retrain.config import TrainConfig
 from retrain.inference_engine.decoder import Decoder
 from retrain.inference_engine.kv_cache import KVArena
 from retrain.inference_engine.sampling import _draw_chunk
 from retrain.model.adapter import Adapter
 from retrain.model.fused import FusedDecoder
-from retrain.model.head import Head
-from retrain.model.load import BaseModel
-from retrain.model.text import load_model_config
 from retrain.types import MachineChoices
-
-DEVICE = torch.device("meta")
-
-
-def on_device(
-    config: TrainConfig, dtype: torch.dtype, stack: ExitStack
-) -> tuple[BaseModel, Adapter]:
-    """A model with its adapter; until the stack closes, every tensor is a fake one."""
-    with DEVICE:
-        model = AutoModelForCausalLM.from_config(load_model_config(config.model.model), dtype=dtype)
-    base = BaseModel(
-        model.requires_grad_(False).eval(),
-        model.base_model,
-        Head(model.lm_head.weight),
-        DEVICE,
-        dtype,
-    )
-    adapter = Adapter(base, config.model, config.lora, config.training.seed)
-    stack.enter_context(warnings.catch_warnings())
-    warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-    stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-    adapter.peft_model.to_empty(device=DEVICE)
-    return replace(base, head=Head(model.lm_head.weight)), adapter
+from tests.fake_device import DEVICE, on_device
+from tests.learner_models import config_for, make_rows
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])

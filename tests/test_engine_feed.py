@@ -8,8 +8,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from test_engine_decoding import assert_agrees, assert_same, prompts, tiny, with_adapter
-from test_paged_decoding import paged
 
 from retrain.environments.base import Observation
 from retrain.inference_engine.base import InferenceEngine, NoiseKey, SampleRequest
@@ -18,6 +16,7 @@ from retrain.model.devices import EngineOptions
 from retrain.run.dialogue import Dialogue
 from retrain.run.dialogues import Dialogues, SamplingPlan, Stage, Watcher
 from retrain.types import Completion, Example, FinishReason, Prompt, Score
+from tests.decoding import assert_agrees, assert_same, paged, prompts, tiny, with_adapter
 
 EOS = tuple(range(2, 30))
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_engine_decoding import EOS, requests, tiny, with_adapter
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,6 +21,7 @@ from retrain.inference_engine.rows import Job
 from retrain.model import functions, truncation
 from retrain.model.budget import DecodeLimits
 from retrain.model.varlen import PagedRows, Spans, plain, plain_paged
+from tests.decoding import EOS, requests, tiny, with_adapter
 
 PLAIN = Variant(greedy=False, truncated=False, adapted=True)
 VARIANTS = {

@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner_models import config_for, distance, gradients, make_learner, make_rows, with_logprobs
 from runs import small
-from test_paged_decoding import PAGES
 
 from retrain import train
 from retrain.backends.local.backend import LocalBackend
@@ -24,6 +22,15 @@ from retrain.model.float8 import FLOAT8, Float8Linear, dequantised, hold_layers_
 from retrain.model.footprint import footprint
 from retrain.model.memory import predict_memory
 from retrain.types import Row
+from tests.decoding import PAGES
+from tests.learner_models import (
+    config_for,
+    distance,
+    gradients,
+    make_learner,
+    make_rows,
+    with_logprobs,
+)
 
 FP8: dict[str, Any] = {"model": {"dtype": "fp8"}}
 

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from learner_models import config_for, distance, gradients, make_learner, make_rows, with_logprobs
 
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.micro_batches import LearnerRow
@@ -12,6 +11,14 @@ from retrain.model import packed
 from retrain.model.attention import FusedAttention
 from retrain.model.fused import FusedDecoder
 from retrain.model.packing import PackedAttention, Segment
+from tests.learner_models import (
+    config_for,
+    distance,
+    gradients,
+    make_learner,
+    make_rows,
+    with_logprobs,
+)
 
 FUSED, OTHERS = ("qwen3", "llama"), ("gemma2", "cohere", "granite")
 
@@ -143,7 +150,7 @@ def test_gradient_checkpointing_of_the_fused_forward_changes_no_gradient() -> No
 def test_a_bf16_sampler_reads_packed_weights_and_an_adapter_that_is_not_rounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(packed, "_FEWEST_ELEMENTS", 1)
+    monkeypatch.setattr(packed, "_MIN_ELEMENTS", 1)
     monkeypatch.setattr(packed, "computes_bf16", lambda: True)
     model = make_learner(config_for("llama", model={"dtype": "bf16"}), fused=False).base.model
     fused = FusedDecoder.of(model, merge=True)

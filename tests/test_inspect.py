@@ -14,7 +14,6 @@ import pytest
 from campaigns import write_run
 from rich.console import Console
 from runs import small
-from test_planning_semantic import Counter
 
 from retrain.analysis.runs import StoredRun
 from retrain.cli.main import main
@@ -26,6 +25,7 @@ from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import visible, without_escapes
 from retrain.records.token_table import TokenTable, read_tokens, write_tokens
 from tests.runs import small_run
+from tests.sentence_encoder import Counter
 
 Captured = pytest.CaptureFixture[str]
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine_decoding import tiny, with_adapter
 from torch import Tensor
 
 from retrain.model import fused as fused_decoder
 from retrain.model import layer_kernels as layers
 from retrain.model import step_kernels as steps
-from retrain.model.functions import Norm, gate_gradient, gated, normed, rotate
+from retrain.model.functions import Norm, apply_rope, gate_gradient, gated, normed
 from retrain.model.fused import FusedDecoder
 from retrain.model.layer_kernels import TritonLayers, differences, layer_kernels
+from tests.decoding import tiny, with_adapter
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs the package triton"
@@ -89,7 +89,7 @@ def test_normed_heads_that_turn_and_their_gradient(
     results = []
     for norm in (with_kernels(Norm.of(weight, 1e-6)), Norm.of(weight, 1e-6)):
         qkv = make(rows, heads + 3, size, dtype=dtype, seed=1).requires_grad_()
-        turned = rotate(qkv[:, :heads], angles.cos().to(dtype), angles.sin().to(dtype), norm)
+        turned = apply_rope(qkv[:, :heads], angles.cos().to(dtype), angles.sin().to(dtype), norm)
         results.append((turned, torch.autograd.grad(turned, qkv, gradient)[0]))
     for found, expected, same in zip(*results, (0.98, 0.85), strict=True):
         assert_near(found, expected, same)
@@ -112,7 +112,8 @@ def test_the_gradient_of_a_gated_activation(dtype: torch.dtype, size: int) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "kernel", ["norm", "norm_gradient", "turn", "turn_gradient", "gate", "gate_gradient"]
+    "kernel",
+    ["norm", "norm_gradient", "apply_rope", "apply_rope_gradient", "gate", "gate_gradient"],
 )
 def test_a_kernel_that_is_wrong_is_not_used(
     dtype: torch.dtype, kernel: str, monkeypatch: pytest.MonkeyPatch

@@ -7,15 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner_models import (
-    EOS,
-    config_for,
-    distance,
-    gradients,
-    make_learner,
-    make_rows,
-    with_logprobs,
-)
 from learner_reference import reference_loss, row_scores
 
 from retrain.backends.local.learner import Learner
@@ -24,6 +15,15 @@ from retrain.model.attention import FusedAttention
 from retrain.model.load import layers
 from retrain.model.recomputing import recomputed
 from retrain.types import Row
+from tests.learner_models import (
+    EOS,
+    config_for,
+    distance,
+    gradients,
+    make_learner,
+    make_rows,
+    with_logprobs,
+)
 
 MODES: dict[str, dict[str, Any]] = {
     "importance_sampling": {},

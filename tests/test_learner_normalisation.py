@@ -2,54 +2,35 @@
 micro-batches and the processes.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from learner_models import config_for, distance, gradients, make_learner, make_rows, with_logprobs
 from learner_reference import reference_loss, row_scores
 
 from retrain.backends.local.learner import Learner
-from retrain.distributed import World
 from retrain.run.parts import build_backend
 from retrain.types import Row, StepResult
+from tests.learner_models import (
+    OneOfTwo,
+    config_for,
+    distance,
+    gradients,
+    make_learner,
+    make_rows,
+    mixed,
+    on_policy,
+    silent,
+    with_logprobs,
+)
 from tests.runs import lines, small, small_run
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant", "sum")
 MAX_TOKENS = 12
 """Of `config_for`."""
-
-
-def on_policy(learner: Learner, advantage: float | None = 1.0) -> list[Row]:
-    """Rows whose ratio is 1; all of their tokens have `advantage`, where it is given."""
-    rows = make_rows()
-    rows = with_logprobs(rows, learner.logprobs(rows))
-    return (
-        rows
-        if advantage is None
-        else [
-            replace(row, advantages=np.full(row.num_actions, advantage, np.float32)) for row in rows
-        ]
-    )
-
-
-def silent(rows: list[Row], *, trained: bool = False) -> list[Row]:
-    """The same completions in a group with equal rewards; they are `trained` where the loss has a
-    KL or entropy term.
-    """
-    return [
-        replace(row, advantages=np.zeros(row.num_actions, np.float32), counted=0, trained=trained)
-        for row in rows
-    ]
-
-
-def mixed(learner: Learner, *, trained: bool = True) -> tuple[list[Row], list[Row]]:
-    """Rows with an advantage, and silent ones."""
-    rows = on_policy(learner, advantage=None)
-    return rows[:4], silent(rows[4:], trained=trained)
 
 
 # --- rows without an advantage --------------------------------------------------------------------
@@ -226,22 +207,6 @@ def test_a_mean_over_the_kept_tokens_is_that_of_each_minibatch(
 
 
 # --- micro-batches and processes ------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class OneOfTwo(World):
-    """One of two processes whose messages do not travel: its gradient and its counts are its own
-    share.
-    """
-
-    size: int = 2
-    sent: list[Any] = field(default_factory=list)
-
-    def gather(self, item: Any) -> list[Any]:
-        return [item]
-
-    def sum(self, tensors: Any) -> None:
-        self.sent.append([tensor.detach().clone() for tensor in tensors])
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)

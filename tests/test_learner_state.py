@@ -10,16 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learner_models import (
-    VOCABULARY,
-    config_for,
-    distance,
-    gradients,
-    make_learner,
-    make_rows,
-    model_folder,
-    with_logprobs,
-)
 
 from retrain.backends.local.backend import LocalBackend, _deterministic
 from retrain.backends.local.learner import Learner
@@ -33,6 +23,16 @@ from retrain.model.load import load_base_model
 from retrain.model.text import resolve_model
 from retrain.noise import philox
 from retrain.types import Row
+from tests.learner_models import (
+    VOCABULARY,
+    config_for,
+    distance,
+    gradients,
+    make_learner,
+    make_rows,
+    model_folder,
+    with_logprobs,
+)
 
 TRAIN = {
     "lr": 0.02,

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner_models import config_for, distance, gradients, make_learner, make_rows, with_logprobs
-from test_learner_normalisation import OneOfTwo, mixed, silent
 
 from retrain.backends.declared import incapable, loss_notes
 from retrain.backends.local.loss import policy_terms
@@ -23,6 +21,17 @@ from retrain.config import TrainConfig, config_from_mapping
 from retrain.config.schema import Loss
 from retrain.errors import RunFailed
 from retrain.explain import explain
+from tests.learner_models import (
+    OneOfTwo,
+    config_for,
+    distance,
+    gradients,
+    make_learner,
+    make_rows,
+    mixed,
+    silent,
+    with_logprobs,
+)
 from tests.runs import small, small_run, timeless
 
 SOUND = """

@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig
 from peft.tuners.lora import Linear
 
-from retrain.model.packed import HalfWeight, PackedWeight, fits_half, laid_out
+from retrain.model.packed import HalfWeight, PackedWeight, fits_half, prepack
 from retrain.model.projection import Projection
 
 pytestmark = pytest.mark.skipif(
@@ -20,8 +20,8 @@ def _weight(*, trained_in: torch.dtype, outputs: int = 520, inputs: int = 320) -
 
 def test_a_weight_is_held_in_16_bits_where_these_hold_every_value():
     weight = _weight(trained_in=torch.bfloat16)
-    assert isinstance(laid_out(weight, None), HalfWeight)
-    assert isinstance(laid_out(_weight(trained_in=torch.float32), None), PackedWeight)
+    assert isinstance(prepack(weight, None), HalfWeight)
+    assert isinstance(prepack(_weight(trained_in=torch.float32), None), PackedWeight)
     assert not fits_half(weight.bfloat16()) and not fits_half(weight[:4])
     for outside in (
         1 + 2.0**-12,
@@ -48,7 +48,7 @@ def test_small_and_large_weights_are_as_exact_as_others(size: float) -> None:
     single = weight.clone()
     single[7], weight = (single[7] * size).bfloat16().float(), (weight * size).bfloat16().float()
     for values in (weight, single):
-        held = laid_out(values, None)
+        held = prepack(values, None)
         assert isinstance(held, HalfWeight)
         exact = x.double() @ values.double().T
         error = (held.product(x).double() - exact).norm(dim=0) / exact.norm(dim=0)
@@ -61,7 +61,7 @@ def test_weights_trained_in_float32_are_never_halved(size: float) -> None:
     one = _weight(trained_in=torch.bfloat16)
     one[7] = torch.randn(320, generator=torch.Generator().manual_seed(1)) * size
     assert not fits_half(one)
-    assert isinstance(laid_out(torch.zeros(520, 320), None), HalfWeight)
+    assert isinstance(prepack(torch.zeros(520, 320), None), HalfWeight)
 
 
 @pytest.mark.parametrize("size", [1e2, 1e3, 1e4, 1e5])
@@ -73,7 +73,7 @@ def test_an_output_keeps_its_precision_where_the_input_of_its_largest_weight_is_
     for trained_in in (torch.float32, torch.bfloat16):
         weight = _weight(trained_in=trained_in)
         weight[:, 7] = torch.tensor(size).bfloat16().float()
-        held = laid_out(weight, None)
+        held = prepack(weight, None)
         assert isinstance(held, HalfWeight) == (trained_in == torch.bfloat16)
         exact = x.double() @ weight.double().T
         assert (held.product(x).double() - exact).norm() < 1e-6 * exact.norm()

@@ -2,40 +2,29 @@
 however short memory is.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from test_engine_decoding import (
+
+from retrain.errors import RunFailed
+from retrain.inference_engine.base import BASE_MODEL, NoiseKey, SampleRequest, Truncation
+from retrain.inference_engine.torch_engine import TorchEngine
+from retrain.model.devices import EngineOptions
+from tests.decoding import (
     EOS,
+    PAGES,
     assert_agrees,
     assert_same,
+    paged,
     prompts,
     requests,
     run,
     tiny,
     with_adapter,
 )
-
-from retrain.errors import RunFailed
-from retrain.inference_engine.base import BASE_MODEL, NoiseKey, SampleRequest, Truncation
-from retrain.inference_engine.torch_engine import TorchEngine
-from retrain.model.devices import EngineOptions
-
-PAGES = EngineOptions(paged=True, page_tokens=8)
-
-
-def paged(
-    model: torch.nn.Module,
-    eos: Sequence[int] = EOS,
-    options: EngineOptions = PAGES,
-    **settings: Any,
-) -> TorchEngine:
-    return TorchEngine(model, eos, "cpu", options=options, **settings)
-
 
 CASES: dict[str, dict[str, Any]] = {
     "ragged prompts, rows that finish and are taken over": {
@@ -223,9 +212,8 @@ def test_two_calls_at_once_do_not_meet() -> None:
 
 
 def test_pages_are_given_back_before_a_learning_pass_that_does_not_fit_beside_them() -> None:
-    from learner_models import config_for, make_rows
-
     from retrain.backends.local import backend as local
+    from tests.learner_models import config_for, make_rows
 
     backend = local.LocalBackend(config_for(), eos_ids=[3])
     backend.engine = TorchEngine(

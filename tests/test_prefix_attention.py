@@ -4,25 +4,15 @@ every row, in values and gradients.
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from retrain.model import packing, prefix_attention
 from retrain.model.attention import FusedAttention
-from retrain.model.packing import PackedAttention, Segment
+from retrain.model.packing import PackedAttention
+from tests.segments import HEADS, KEY_HEADS, SEGMENTS, SIZE, row_by_row
 
-HEADS, KEY_HEADS, SIZE = 6, 2, 8
 # Two prompts that rows of several lengths continue, one of them by padding, and a row without a
 # prompt.
-SEGMENTS = [
-    Segment(0, 5),
-    Segment(5, 7, 0, 5),
-    Segment(12, 4, 0, 5),
-    Segment(16, 1, 0, 5),
-    Segment(17, 5),
-    Segment(22, 6, 17, 5),
-    Segment(28, 9),
-]
 TOKENS = 37
 
 
@@ -30,26 +20,6 @@ def packed_inputs() -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((1, HEADS, TOKENS, SIZE), (1, KEY_HEADS, TOKENS, SIZE), (1, KEY_HEADS, TOKENS, SIZE))
     return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
-
-
-def row_by_row(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Each segment's queries over its prompt and itself, the keys repeated for the heads that share
-    them.
-    """
-    parts = []
-    for segment in SEGMENTS:
-        before = range(segment.prompt_start, segment.prompt_start + segment.prompt_length)
-        seen = [*before, *range(segment.start, segment.stop)]
-        visible = torch.ones(segment.length, len(seen)).tril_(segment.prompt_length).bool()
-        keys, values = (
-            tensor[:, :, seen].repeat_interleave(HEADS // KEY_HEADS, dim=1)
-            for tensor in (key, value)
-        )
-        queries = query[:, :, segment.start : segment.stop]
-        parts.append(
-            F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible, scale=0.3)
-        )
-    return torch.cat(parts, dim=2)
 
 
 @pytest.mark.parametrize("budget", [8, 30, 1000])
@@ -61,9 +31,9 @@ def row_by_row(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def test_packed_rows_attend_as_single_rows_do(
     budget: int, scores: int, longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "_LONGEST_AS_PRODUCTS", longest)
+    monkeypatch.setattr(packing, "_MAX_TOKENS_AS_PRODUCTS", longest)
     monkeypatch.setattr(prefix_attention, "_SCORES", scores)
-    monkeypatch.setattr(prefix_attention, "_FEWEST_QUERIES", 2)
+    monkeypatch.setattr(prefix_attention, "_MIN_QUERIES", 2)
     inputs = packed_inputs()
     expected = row_by_row(*inputs)
     found = PackedAttention(SEGMENTS, budget, FusedAttention(), torch.device("cpu")).attention(

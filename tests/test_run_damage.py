@@ -18,7 +18,8 @@ from retrain.errors import ConfigurationError, RunFailed
 from retrain.records.checkpoint import CheckpointStore
 from retrain.records.run_folder import RunFolder
 from retrain.run.evaluate import evaluate_run
-from retrain.run.opening import OpenedRun, open_run
+from retrain.run.notes import preflight_lines
+from retrain.run.start import RunStart, open_run
 from tests.runs import lines, small, small_run
 
 SECTIONS = {"evaluation": {"every": 2, "max_examples": 2}, "logging": {"tokens_every": 2}}
@@ -41,7 +42,7 @@ def resumed(folder: Path, **more: dict[str, object]) -> TrainConfig:
     return small(folder, **SECTIONS, resume={"from": str(folder)}, **more)
 
 
-def opened(config: TrainConfig, *, overwrite: bool = False) -> OpenedRun:
+def opened(config: TrainConfig, *, overwrite: bool = False) -> RunStart:
     with open_run(config, overwrite=overwrite) as opening:
         return opening
 
@@ -186,6 +187,23 @@ def test_what_a_kill_leaves_among_the_checkpoints_is_cleared_away(run: Path) -> 
         "step_000002",
         "step_000004",
     ]
+
+
+def test_a_run_inside_another_run_is_noted_and_refused_where_their_files_would_mix(
+    run: Path,
+) -> None:
+    before = tree(run)
+    for part in ("checkpoints/mine", "tokens", "emergence/deep/mine"):
+        with pytest.raises(ConfigurationError, match=rf"lies in .*{part[:5]}.*choose another"):
+            opened(small(run / part))
+    assert tree(run) == before
+    assert opened(small(run / "beside")).notes == (
+        f"{run / 'beside'} lies inside the folder of the run {run}.",
+    )
+
+
+def test_a_resumed_run_names_no_key_as_set_that_nobody_set(run: Path) -> None:
+    assert preflight_lines(opened(resumed(run)).config) == preflight_lines(resumed(run))
 
 
 # -- checkpoints outside of the run's folder -------------------------------------------------------

@@ -13,7 +13,8 @@ import pytest
 
 from retrain import train
 from retrain.errors import RunFailed
-from retrain.inference_engine.base import PYTORCH, InferenceEngine, SampleRequest
+from retrain.inference_engine.base import InferenceEngine, SampleRequest
+from retrain.inference_engine.pytorch import PyTorchEngine
 from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.records.run_folder import RunFolder
 from retrain.records.token_table import read_tokens
@@ -135,7 +136,7 @@ def test_redraws_do_not_bias_the_correct_rate(success: tuple[float, float]) -> N
 class EngineOf(InferenceEngine):
     """One token for every completion."""
 
-    capabilities = PYTORCH
+    capabilities = PyTorchEngine.capabilities
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         for number, request in enumerate(requests):

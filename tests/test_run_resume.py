@@ -299,7 +299,7 @@ def test_a_run_that_failing_rewards_stopped_goes_on_once_they_are_mended(
     for config, steps in ((small(folder, **sections), 1), (resumed, 2)):
         with pytest.raises(
             RunFailed,
-            match=r"8 of 8 completions of the last step .*judge is down.* continue with --resume",
+            match=r"8 of 8 completions of the last step .*judge is down.* then continue with `retrain .*--resume",
         ):
             small_run(config, quiet=True)
         assert len(lines(folder / "metrics.jsonl")) == steps

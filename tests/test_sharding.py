@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner_models import config_for
 from sharded import CASES, observe
 
 from retrain.config import TrainConfig, config_from_toml
@@ -18,6 +17,7 @@ from retrain.errors import ConfigurationError
 from retrain.model.load import shards_of
 from retrain.run.loop import train
 from tests.commands import Ranks
+from tests.learner_models import config_for
 
 Seen = dict[str, dict[str, Any]]
 

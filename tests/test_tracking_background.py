@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import wandb
 from runs import lines, small
-from trackers import keep_here
 
 from retrain.config import TrainConfig
 from retrain.records.entries import StepRecord
@@ -20,6 +19,7 @@ from retrain.records.run_folder import RunFolder
 from retrain.tracking.base import Event, Started
 from retrain.tracking.external import Background, ExternalSettings, ExternalTracker
 from tests.runs import small_run
+from tests.trackers import keep_here
 
 RECORD = StepRecord(step=0, condition="grpo+none")
 

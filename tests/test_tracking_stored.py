@@ -2,16 +2,14 @@
 
 import importlib.util
 import json
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from runs import small
-from trackers import SECRET, keep_here
 
 from retrain.cli.main import main
 from retrain.config import TrainConfig
@@ -25,15 +23,12 @@ from retrain.tracking.base import Generations, Started
 from retrain.tracking.build import track_squeeze
 from retrain.tracking.external import metrics
 from tests.runs import small_run
+from tests.trackers import SECRET, config, keep_here, wandb_history, wandb_logs, wandb_read
 
 
 @pytest.fixture(autouse=True)
 def everything_stays_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep_here(tmp_path / "home", monkeypatch)
-
-
-def config(*trackers: str, **logging: Any) -> TrainConfig:
-    return TrainConfig.model_validate({"logging": {"trackers": list(trackers), **logging}})
 
 
 def completion(step: int, text: str) -> GenerationRecord:
@@ -62,22 +57,6 @@ def session(
 
 
 # -- wandb -----------------------------------------------------------------------------------------
-
-
-def wandb_logs(folder: Path) -> list[Path]:
-    return sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
-
-
-def wandb_read(log: Path, *options: str) -> str:
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", *options, str(log)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def wandb_history(log: Path) -> Iterator[dict[str, Any]]:
-    for line in wandb_read(log).splitlines():
-        record = json.loads(line)
-        if record["type"] == "history":
-            yield record["history"]["item"]
 
 
 def wandb_rows(log: Path, key: str) -> list[list[Any]]:

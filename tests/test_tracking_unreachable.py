@@ -11,14 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_tracking_stored import config, wandb_history, wandb_logs
-from trackers import SECRET, keep_here
 
 import retrain.tracking.wandb
 from retrain.records.entries import StepRecord
 from retrain.records.run_folder import RunFolder
 from retrain.tracking import build_tracker
 from retrain.tracking.base import Started
+from tests.trackers import SECRET, config, keep_here, wandb_history, wandb_logs
 
 LEAVING = """
 import sys

@@ -10,15 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learner_models import (
-    VOCABULARY,
-    config_for,
-    distance,
-    gradients,
-    make_learner,
-    make_rows,
-    with_logprobs,
-)
 from learner_reference import reference_loss, row_scores
 
 from retrain.backends.local.backend import LocalBackend
@@ -28,6 +19,15 @@ from retrain.inference_engine.sampling import draw
 from retrain.model.head import Head, score_tokens
 from retrain.model.truncation import Cuts, keep_only
 from retrain.types import Row
+from tests.learner_models import (
+    VOCABULARY,
+    config_for,
+    distance,
+    gradients,
+    make_learner,
+    make_rows,
+    with_logprobs,
+)
 
 # -- the head --------------------------------------------------------------------------------------
 

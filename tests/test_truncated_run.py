@@ -16,7 +16,7 @@ from retrain import train
 from retrain.cli.main import main
 from retrain.config.outcomes import kept_set_refusals
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.inference_engine.base import ENGINES
+from retrain.inference_engine.pytorch import PyTorchEngine
 from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.model.memory import predict_memory
 from retrain.records.run_folder import RunFolder
@@ -110,9 +110,9 @@ def test_the_gate_stops_an_engine_whose_kept_sets_are_not_what_it_drew_from(
 def test_an_engine_that_cannot_give_kept_sets_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    declared = ENGINES["pytorch"]
+    declared = PyTorchEngine.capabilities
     assert declared is not None
-    monkeypatch.setitem(ENGINES, "pytorch", replace(declared, kept_set=False))
+    monkeypatch.setattr(PyTorchEngine, "capabilities", replace(declared, kept_set=False))
     with pytest.raises(
         ConfigurationError,
         match=(

@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from learner_models import config_for, make_rows
-from test_device_placement import DEVICE, on_device
-from test_prefix_attention import SEGMENTS, row_by_row
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,6 +22,9 @@ from retrain.model.fused import FusedDecoder
 from retrain.model.packing import PackedAttention, Segment
 from retrain.model.varlen import plain
 from retrain.types import MachineChoices
+from tests.fake_device import DEVICE, on_device
+from tests.learner_models import config_for, make_rows
+from tests.segments import SEGMENTS, row_by_row
 
 CPU = torch.device("cpu")
 ORACLE = VarlenAttention(plain, lambda query: True)

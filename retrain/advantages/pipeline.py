@@ -16,13 +16,17 @@ from retrain.advantages.credit import Assigned, Credit
 from retrain.advantages.planning import RegexDetector
 from retrain.advantages.ragged import BoolArray, Float64Array, Int64Array, flatten
 from retrain.advantages.resolve import (
+    ADVANTAGE,
+    ALGORITHM,
+    TRANSFORM,
+    UNCERTAINTY,
+    AlgorithmStage,
+    EpisodeStage,
     GroupTransform,
-    ResolvedTransform,
+    TransformStage,
+    UncertaintyStage,
     numbers,
-    resolve_advantage,
-    resolve_algorithm,
-    resolve_transform,
-    resolve_uncertainty,
+    resolve,
     step_tokens,
     token_lists,
 )
@@ -45,6 +49,7 @@ from retrain.types import Group, Int32Array
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
+    from retrain.config.schema import Planning
 
 UNINFORMATIVE = 1e-12
 """A group is left out of training if no token's advantage exceeds this."""
@@ -86,16 +91,16 @@ class CreditPipeline:
         self.notes: list[str] = []
         """Sentences to print at the start of the run."""
         self._pieces = pieces
+        self._algorithm: AlgorithmStage | None = None
+        self._episode: EpisodeStage | None = None
+        self._uncertainty: UncertaintyStage | None = None
+        self._detector: RegexDetector | SemanticDetector | None = None
         algorithm = config.algorithm
         recipe = recipe_of(algorithm)
-        self._algorithm = (
-            None if recipe else resolve_algorithm(algorithm.algorithm_mode, config, self.notes)
-        )
         if recipe is None:
-            self._transform = ResolvedTransform(
-                TransformSpec("algorithm", needs_planning=True, uses_sepa_controller=True), None, {}
-            )
-            self._episode = None
+            self._algorithm = resolve(ALGORITHM, algorithm.algorithm_mode, config, self.notes)
+            spec = TransformSpec("algorithm", needs_planning=True, uses_sepa_controller=True)
+            self._transform = TransformStage(spec, None, {})
         else:
             if algorithm.algorithm_mode:
                 refuse_unknown_params("algorithm", algorithm.algorithm_mode, frozenset(), config)
@@ -103,28 +108,20 @@ class CreditPipeline:
                 # their parameters.
                 bare = algorithm.model_copy(update={"advantage_params": {}, "transform_params": {}})
                 config = config.model_copy(update={"algorithm": bare})
-            self._episode = resolve_advantage(recipe.advantage, config, self.notes)
-            self._transform = resolve_transform(recipe.transform, config, self.notes)
+            self._episode = resolve(ADVANTAGE, recipe.advantage, config, self.notes)
+            self._transform = resolve(TRANSFORM, recipe.transform, config, self.notes)
         self.spec = self._transform.spec
         self.uncertainty_kind = canonical_kind(config.algorithm.uncertainty)
-        self._uncertainty = (
-            resolve_uncertainty(self.uncertainty_kind, config, self.notes)
-            if self.needs_uncertainty
-            else None
-        )
-        self._detector: RegexDetector | SemanticDetector | None = None
-        planning = config.planning
-        if self.needs_planning and planning.detector == "regex":
-            self._detector = RegexDetector(planning.grams)
-        elif self.needs_planning:
-            if load_encoder is None:
-                raise ConfigurationError(
-                    '[planning] detector = "semantic" needs an encoder: give CreditPipeline one as'
-                    " load_encoder."
-                )
-            self._detector = SemanticDetector(
-                load_encoder(planning.model), planning.threshold, planning.min_similarity
-            )
+        if self.needs_uncertainty:
+            self._uncertainty = resolve(UNCERTAINTY, self.uncertainty_kind, config, self.notes)
+        if self.needs_planning:
+            self._detector = _detector(config.planning, load_encoder)
+        self._check_values(config)
+
+    def _check_values(self, config: "TrainConfig") -> None:
+        """Raise ConfigurationError for values with which the transform in use does nothing; note
+        those that may surprise.
+        """
         composed = self._algorithm is None and self._transform.function is None
         if composed and self.spec.uses_sepa_controller:
             check_ramp(config.sepa)
@@ -399,7 +396,20 @@ class CreditPipeline:
             result.thresholds[0] if algorithm.surprisal_mask_scope == "batch" else None
         )
 
-    # -- set-up ------------------------------------------------------------------------------------
+
+def _detector(
+    planning: "Planning", load_encoder: LoadEncoder | None
+) -> RegexDetector | SemanticDetector:
+    if planning.detector == "regex":
+        return RegexDetector(planning.grams)
+    if load_encoder is None:
+        raise ConfigurationError(
+            '[planning] detector = "semantic" needs an encoder: give CreditPipeline one as'
+            " load_encoder."
+        )
+    return SemanticDetector(
+        load_encoder(planning.model), planning.threshold, planning.min_similarity
+    )
 
 
 def _last(stages: Stages) -> Float64Array:

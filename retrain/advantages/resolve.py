@@ -1,13 +1,15 @@
-"""Resolution of the configuration's names to the functions of the pipeline: built-ins and plugins
-get the same form.
+"""The stages of the pipeline by their names: `resolve` finds the built-in or the plugin that a name
+of a kind means, and gives both the same form. ADVANTAGE, UNCERTAINTY, TRANSFORM and ALGORITHM are
+the kinds.
 
 A plugin is tried on a small example when it is loaded, so that a wrong shape is found before the
 first step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import numpy as np
 
@@ -30,6 +32,7 @@ from retrain.advantages.transforms import (
 )
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
 from retrain.plugins import (
+    Call,
     describe,
     inspect_call,
     load_plugin,
@@ -53,82 +56,96 @@ AlgorithmStage = Callable[[AlgorithmContext], Sequence[Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True)
-class ResolvedTransform:
+class TransformStage:
+    """A transform, as a spec for the pipeline's own stages or as one function."""
+
     spec: TransformSpec
     function: GroupTransform | None
     """A plugin of the form f(ctx), which then does all the work; None for a TransformSpec."""
     params: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class PluginCall:
+    """A plugin of one kind with its parameters, called in the form that its signature asks for."""
+
+    kind: str
+    name: str
+    function: Callable[..., Any]
+    params: dict[str, Any]
+    form: Call
+    config: "TrainConfig"
+
+    def __call__(self, plain: Any, context: Callable[[], Any], place: str = "") -> Any:
+        """Return what the plugin gives for the plain input, or for the context if it takes that.
+        Raises RunFailed naming the `place` if it raises.
+        """
+        argument = context() if self.form.takes_context else plain
+        extra = {"params": self.params} if "params" in self.form.keywords else {}
+        with user_code(f'{self.kind} "{self.name}"{place}', RunFailed):
+            return self.function(argument, **extra)
+
+
+Stage = TypeVar("Stage")
+
+
+@dataclass(frozen=True)
+class StageKind(Generic[Stage]):
+    """How the names of one kind become a stage of the pipeline."""
+
+    name: str
+    """The kind of plugin (plugins.KINDS)."""
+    builtins: Mapping[str, Any]
+    of_plugin: Callable[[PluginCall], Stage]
+    trial: Callable[[Stage, PluginCall], str | None]
+    """Uses a plugin's stage on a small example; returns a note for the start of the run. Raises
+    what the plugin raises, and ValueError for an output of another shape."""
+    of_builtin: Callable[[str, Any, "TrainConfig"], Stage] | None = None
+    """(name, built-in object, configuration) -> the stage; None where the built-in objects are the
+    stages, without parameters."""
+
+
+def resolve(kind: StageKind[Stage], name: str, config: "TrainConfig", notes: list[str]) -> Stage:
+    """Return the stage that `name` means. Notes for the start of the run are added to `notes`.
+    Raises ConfigurationError for a name, a parameter or a plugin that cannot be used.
+    """
+    found = load_plugin(kind.name, name, config, kind.builtins)
+    if name in kind.builtins and found is kind.builtins[name]:
+        if kind.of_builtin:
+            return kind.of_builtin(name, found, config)
+        refuse_unknown_params(kind.name, name, frozenset(), config)
+        return cast(Stage, found)
+    params, form = params_of(kind.name, config), inspect_call(kind.name, found)
+    plugin = PluginCall(kind.name, name, found, params, form, config)
+    stage = kind.of_plugin(plugin)
+    try:
+        with user_code("", _TrialError):
+            try:
+                note = kind.trial(stage, plugin)
+            except RunFailed as failure:  # the plugin's own exception, as a run would name it
+                raise failure.__cause__ or failure from None
+    except _TrialError as failure:
+        cause = failure.__cause__ or failure
+        problem = f"fails on a small example ({describe(cause)})"
+        note = report_probe(kind.name, name, problem, config)
+    if note:
+        notes.append(note)
+    return stage
+
+
+class _TrialError(RetrainError):
+    pass
+
+
+# -- episode advantages ----------------------------------------------------------------------------
+
 _CENTRED = 1e-6
 """Largest mean of a group's advantages that counts as 0, for plugins that compute in float32."""
 
 
-class _ProbeFailed(RetrainError):
-    pass
-
-
-def resolve_advantage(name: str, config: "TrainConfig", notes: list[str]) -> EpisodeStage:
-    plugin = load_plugin("advantage", name, config, ADVANTAGES)
-    params = params_of("advantage", config)
-    if isinstance(plugin, BuiltinAdvantage):
-        return _builtin_advantage(name, plugin, params, config)
-    call = inspect_call("advantage", plugin)
-    extra = {"params": params} if "params" in call.keywords else {}
-
-    def advantages(tokens: StepTokens, step: int) -> list[list[float]]:
-        checked_groups(tokens.rewards)
-        assigned = []
-        for group, (rewards, counts) in enumerate(
-            zip(tokens.rewards, tokens.token_counts, strict=True)
-        ):
-            argument = (
-                AdvantageContext(list(rewards), counts, step, group, params)
-                if call.takes_context
-                else list(rewards)
-            )
-            with user_code(f'advantage "{name}" on group {group}', RunFailed):
-                values = plugin(argument, **extra)
-            assigned.append(
-                numbers(values, len(rewards), f'group {group}: advantage "{name}"').tolist()
-            )
-        return assigned
-
-    def trial() -> None:
-        advantages(_SMALL, 0)
-        notes.extend(filter(None, [_note_on_equal_rewards(name, advantages)]))
-
-    _probe("advantage", name, config, notes, trial)
-    return advantages
-
-
-def _note_on_equal_rewards(name: str, advantages: EpisodeStage) -> str:
-    """Name a plugin's advantages of equal rewards unless they cancel: such a group says nothing
-    about which completion is better.
-    """
-    equal = replace(_SMALL, rewards=[[0.0, 0.0, 0.0], [1.0, 1.0]])
-    means = {
-        group[0]: float(np.mean(values))
-        for group, values in zip(equal.rewards, advantages(equal, 0), strict=True)
-    }
-    uncentred = [
-        f"{mean:.3g} where all rewards are {reward:g}"
-        for reward, mean in means.items()
-        if abs(mean) > _CENTRED
-    ]
-    if not uncentred:
-        return ""
-    return (
-        f'[algorithm] advantage_mode = "{name}" gives equal rewards advantages that do not cancel'
-        f" (mean {', '.join(uncentred)}): it trains such groups too, also one whose completions are"
-        " all wrong; subtract the group's mean unless that is meant."
-    )
-
-
-def _builtin_advantage(
-    name: str, builtin: BuiltinAdvantage, params: dict[str, Any], config: "TrainConfig"
-) -> EpisodeStage:
+def _builtin_advantage(name: str, builtin: BuiltinAdvantage, config: "TrainConfig") -> EpisodeStage:
     refuse_unknown_params("advantage", name, builtin.parameters, config)
+    params = params_of("advantage", config)
 
     def advantages(tokens: StepTokens, step: int) -> list[list[float]]:
         if builtin.batch_level:  # which tells the form to us and not to mypy
@@ -150,39 +167,52 @@ def _builtin_advantage(
     return advantages
 
 
-def resolve_uncertainty(name: str, config: "TrainConfig", notes: list[str]) -> UncertaintyStage:
-    kind = kinds.canonical_kind(name)
-    if kind in kinds.KINDS:
-        refuse_unknown_params("uncertainty", kind, frozenset(), config)
-        return _BUILTIN_UNCERTAINTIES[kind]
-    plugin = load_plugin("uncertainty", name, config, _BUILTIN_UNCERTAINTIES)
-    call = inspect_call("uncertainty", plugin)
-    params = params_of("uncertainty", config)
-    extra = {"params": params} if "params" in call.keywords else {}
+def _plugin_advantage(plugin: PluginCall) -> EpisodeStage:
+    def advantages(tokens: StepTokens, step: int) -> list[list[float]]:
+        checked_groups(tokens.rewards)
+        assigned = []
+        for group, (rewards, counts) in enumerate(
+            zip(tokens.rewards, tokens.token_counts, strict=True)
+        ):
+            context = partial(AdvantageContext, list(rewards), counts, step, group, plugin.params)
+            values = plugin(list(rewards), context, f" on group {group}")
+            what = f'group {group}: advantage "{plugin.name}"'
+            assigned.append(numbers(values, len(rewards), what).tolist())
+        return assigned
 
-    def uncertainty(tokens: StepTokens, step: int) -> Float64Array:
-        logprobs = tokens.segments.split(tokens.logprobs)
-        entropies = (
-            tokens.segments.split(tokens.entropies) if tokens.entropies is not None else None
-        )
-        values = []
-        for index, completion in enumerate(logprobs):
-            place = tokens.place(index)
-            argument: Any = completion.tolist()
-            if call.takes_context:
-                recorded = entropies[index].tolist() if entropies is not None else None
-                group = int(tokens.group_of[index])
-                first = int(np.searchsorted(tokens.group_of, group))
-                argument = UncertaintyContext(
-                    argument, recorded, step, group, index - first, params
-                )
-            with user_code(f'uncertainty "{name}" on {place}', RunFailed):
-                given = plugin(argument, **extra)
-            values.append(numbers(given, len(completion), f'{place}: uncertainty "{name}"'))
-        return flatten(values)
+    return advantages
 
-    _probe("uncertainty", name, config, notes, lambda: uncertainty(_SMALL, 0))
-    return uncertainty
+
+def _try_advantage(advantages: EpisodeStage, plugin: PluginCall) -> str | None:
+    """Warn of a plugin's advantages of equal rewards unless they cancel: such a group says nothing
+    about which completion is better.
+    """
+    advantages(_SMALL, 0)
+    equal = replace(_SMALL, rewards=[[0.0, 0.0, 0.0], [1.0, 1.0]])
+    means = {
+        group[0]: float(np.mean(values))
+        for group, values in zip(equal.rewards, advantages(equal, 0), strict=True)
+    }
+    uncentred = [
+        f"{mean:.3g} where all rewards are {reward:g}"
+        for reward, mean in means.items()
+        if abs(mean) > _CENTRED
+    ]
+    if not uncentred:
+        return None
+    return (
+        f'[algorithm] advantage_mode = "{plugin.name}" gives equal rewards advantages that do not'
+        f" cancel (mean {', '.join(uncentred)}): it trains such groups too, also one whose"
+        " completions are all wrong; subtract the group's mean unless that is meant."
+    )
+
+
+ADVANTAGE = StageKind[EpisodeStage](
+    "advantage", ADVANTAGES, _plugin_advantage, _try_advantage, _builtin_advantage
+)
+
+
+# -- uncertainty -----------------------------------------------------------------------------------
 
 
 def _shannon_entropy(tokens: StepTokens, step: int) -> Float64Array:
@@ -194,91 +224,136 @@ def _shannon_entropy(tokens: StepTokens, step: int) -> Float64Array:
     return kinds.shannon_entropy(tokens.entropies)
 
 
-_BUILTIN_UNCERTAINTIES: dict[str, UncertaintyStage] = {
-    kinds.SURPRISAL: lambda tokens, _: kinds.surprisal(tokens.logprobs),
-    kinds.PREDICTIVE_VARIANCE: lambda tokens, _: kinds.predictive_variance(tokens.logprobs),
-    kinds.SHANNON_ENTROPY: _shannon_entropy,
-}
+def _plugin_uncertainty(plugin: PluginCall) -> UncertaintyStage:
+    def uncertainty(tokens: StepTokens, step: int) -> Float64Array:
+        logprobs = tokens.segments.split(tokens.logprobs)
+        entropies: Sequence[Float64Array | None] = [None] * len(logprobs)
+        if tokens.entropies is not None:
+            entropies = tokens.segments.split(tokens.entropies)
+        values = []
+        for index, (completion, recorded) in enumerate(zip(logprobs, entropies, strict=True)):
+            place, group = tokens.place(index), int(tokens.group_of[index])
+            context = partial(
+                UncertaintyContext,
+                completion.tolist(),
+                None if recorded is None else recorded.tolist(),
+                step,
+                group,
+                index - int(np.searchsorted(tokens.group_of, group)),
+                plugin.params,
+            )
+            given = plugin(completion.tolist(), context, f" on {place}")
+            values.append(numbers(given, len(completion), f'{place}: uncertainty "{plugin.name}"'))
+        return flatten(values)
+
+    return uncertainty
 
 
-def resolve_transform(name: str, config: "TrainConfig", notes: list[str]) -> ResolvedTransform:
-    plugin = load_plugin("transform", name, config, TRANSFORMS)
-    params = params_of("transform", config)
-    if isinstance(plugin, TransformSpec) and plugin is TRANSFORMS.get(name):
-        refuse_unknown_params("transform", name, frozenset(), config)
-        return ResolvedTransform(plugin, None, {})
-    call = inspect_call("transform", plugin)
-    if call.takes_context:
-        return _context_transform(
-            name,
-            plugin,
-            {"params": params} if "params" in call.keywords else {},
-            params,
-            config,
-            notes,
-        )
-    with user_code(f'[algorithm] transform_mode = "{name}"', ConfigurationError):
-        spec = plugin(params) if "params" in call.keywords else plugin()
-    if not isinstance(spec, TransformSpec):
-        raise ConfigurationError(
-            f'[algorithm] transform_mode = "{name}" returned {type(spec).__name__}, and a factory'
-            " must return a retrain.advantages.TransformSpec."
-        )
-    _probe("transform", name, config, notes, lambda: _try_spec(spec, params))
-    return ResolvedTransform(spec, None, params)
+def _try_uncertainty(uncertainty: UncertaintyStage, plugin: PluginCall) -> None:
+    uncertainty(_SMALL, 0)
 
 
-def _context_transform(
-    name: str,
-    plugin: Callable[..., Any],
-    extra: dict[str, Any],
-    params: dict[str, Any],
-    config: "TrainConfig",
-    notes: list[str],
-) -> ResolvedTransform:
+UNCERTAINTY = StageKind[UncertaintyStage](
+    "uncertainty",
+    {
+        kinds.SURPRISAL: lambda tokens, _: kinds.surprisal(tokens.logprobs),
+        kinds.PREDICTIVE_VARIANCE: lambda tokens, _: kinds.predictive_variance(tokens.logprobs),
+        kinds.SHANNON_ENTROPY: _shannon_entropy,
+    },
+    _plugin_uncertainty,
+    _try_uncertainty,
+)
+
+
+# -- transforms ------------------------------------------------------------------------------------
+
+
+def _plugin_transform(plugin: PluginCall) -> TransformStage:
+    if not plugin.form.takes_context:
+        return TransformStage(_made_spec(plugin), None, plugin.params)
+
     def transform(context: TransformContext) -> Sequence[Sequence[float]]:
-        with user_code(f'transform "{name}" on group {context.group}', RunFailed):
-            output = plugin(context, **extra)
+        output = plugin(None, lambda: context, f" on group {context.group}")
         if not isinstance(output, TransformOutput):
             raise ValueError(
-                f'transform "{name}" returned {type(output).__name__}, it must return a'
+                f'transform "{plugin.name}" returned {type(output).__name__}, it must return a'
                 " retrain.advantages.TransformOutput"
             )
         return output.token_advs
 
-    context = _small_context(params)
-    _probe(
-        "transform",
-        name,
-        config,
-        notes,
-        lambda: token_lists(
-            transform(context), [len(row) for row in context.logprobs], "its output"
-        ),
-    )
     # What a function of the context reads is not known, so it is given everything.
-    return ResolvedTransform(
-        TransformSpec(name, needs_planning=True, uses_sepa_controller=True), transform, params
-    )
+    spec = TransformSpec(plugin.name, needs_planning=True, uses_sepa_controller=True)
+    return TransformStage(spec, transform, plugin.params)
 
 
-def resolve_algorithm(name: str, config: "TrainConfig", notes: list[str]) -> AlgorithmStage:
-    """Load an algorithm plugin. The built-in recipes are pairs of names and never come here."""
-    plugin = load_plugin("algorithm", name, config, dict.fromkeys(RECIPES))
-    call = inspect_call("algorithm", plugin)
-    params = params_of("algorithm", config)
-    extra = {"params": params} if "params" in call.keywords else {}
+def _made_spec(factory: PluginCall) -> TransformSpec:
+    """Return the spec that a factory `f()` or `f(params)` makes."""
+    given = [factory.params] if "params" in factory.form.keywords else []
+    with user_code(f'[algorithm] transform_mode = "{factory.name}"', ConfigurationError):
+        spec = factory.function(*given)
+    if not isinstance(spec, TransformSpec):
+        raise ConfigurationError(
+            f'[algorithm] transform_mode = "{factory.name}" returned {type(spec).__name__}, and a'
+            " factory must return a retrain.advantages.TransformSpec."
+        )
+    return spec
 
+
+def _try_transform(transform: TransformStage, plugin: PluginCall) -> None:
+    context = _small_context(transform.params)
+    lengths = [len(row) for row in context.logprobs]
+    spec = transform.spec
+    if transform.function is not None:
+        token_lists(transform.function(context), lengths, "its output")
+        return
+    if spec.entropy_transform is not None:
+        rows = zip(context.entropies, context.planning_mask, strict=True)
+        token_lists(
+            [spec.entropy_transform(list(row), list(mask), 0.5) for row, mask in rows],
+            lengths,
+            "entropy_transform",
+        )
+    if spec.flat_entropy_transform is not None:
+        segments = Segments(lengths)
+        planning = flatten(context.planning_mask).astype(np.bool_)
+        numbers(
+            spec.flat_entropy_transform(flatten(context.entropies), planning, segments, 0.5),
+            segments.total,
+            "flat_entropy_transform",
+        )
+    if spec.post_process is not None:
+        token_lists(
+            spec.post_process([list(row) for row in context.entropies], replace(context)),
+            lengths,
+            "post_process",
+        )
+
+
+TRANSFORM = StageKind[TransformStage](
+    "transform",
+    {name: TransformStage(spec, None, {}) for name, spec in TRANSFORMS.items()},
+    _plugin_transform,
+    _try_transform,
+)
+
+
+# -- whole algorithms ------------------------------------------------------------------------------
+
+
+def _plugin_algorithm(plugin: PluginCall) -> AlgorithmStage:
     def algorithm(context: AlgorithmContext) -> Sequence[Sequence[Sequence[float]]]:
-        with user_code(f'algorithm "{name}"', RunFailed):
-            output = plugin(context, **extra)
+        output = plugin(context, lambda: context)
         if not isinstance(output, AlgorithmOutput):
             raise ValueError(
-                f'algorithm "{name}" returned {type(output).__name__}, it must return a'
+                f'algorithm "{plugin.name}" returned {type(output).__name__}, it must return a'
                 " retrain.advantages.AlgorithmOutput"
             )
         return output.token_advs
 
+    return algorithm
+
+
+def _try_algorithm(algorithm: AlgorithmStage, plugin: PluginCall) -> None:
     context = AlgorithmContext(
         rewards=_SMALL.rewards,
         logprobs=_SMALL.nested(_SMALL.logprobs),
@@ -286,18 +361,17 @@ def resolve_algorithm(name: str, config: "TrainConfig", notes: list[str]) -> Alg
         planning_mask=_SMALL.nested_masks(),
         sepa_lambda=0.5,
         step=0,
-        gtpo_beta=config.gtpo.beta,
-        hicra_alpha=config.hicra.alpha,
-        params=params,
+        gtpo_beta=plugin.config.gtpo.beta,
+        hicra_alpha=plugin.config.hicra.alpha,
+        params=plugin.params,
     )
-    _probe(
-        "algorithm",
-        name,
-        config,
-        notes,
-        lambda: step_tokens(algorithm(context), _SMALL, "its output"),
-    )
-    return algorithm
+    step_tokens(algorithm(context), _SMALL, "its output")
+
+
+ALGORITHM = StageKind[AlgorithmStage](
+    "algorithm", dict.fromkeys(RECIPES), _plugin_algorithm, _try_algorithm
+)
+"""The built-in recipes are pairs of names, which the pipeline takes apart before."""
 
 
 # -- the shape of what plugins return --------------------------------------------------------------
@@ -348,7 +422,7 @@ def step_tokens(groups: Any, tokens: StepTokens, what: str) -> Float64Array:
     return flatten(rows)
 
 
-# -- probes ----------------------------------------------------------------------------------------
+# -- small examples --------------------------------------------------------------------------------
 
 _SMALL = StepTokens(
     rewards=[[1.0, 0.0, 0.0], [0.0, 1.0]],
@@ -374,45 +448,3 @@ def _small_context(params: dict[str, Any]) -> TransformContext:
         hicra_alpha=0.2,
         params=params,
     )
-
-
-def _try_spec(spec: TransformSpec, params: dict[str, Any]) -> None:
-    context = _small_context(params)
-    lengths = [len(row) for row in context.logprobs]
-    if spec.entropy_transform is not None:
-        rows = zip(context.entropies, context.planning_mask, strict=True)
-        token_lists(
-            [spec.entropy_transform(list(row), list(mask), 0.5) for row, mask in rows],
-            lengths,
-            "entropy_transform",
-        )
-    if spec.flat_entropy_transform is not None:
-        segments = Segments(lengths)
-        planning = flatten(context.planning_mask).astype(np.bool_)
-        numbers(
-            spec.flat_entropy_transform(flatten(context.entropies), planning, segments, 0.5),
-            segments.total,
-            "flat_entropy_transform",
-        )
-    if spec.post_process is not None:
-        token_lists(
-            spec.post_process([list(row) for row in context.entropies], replace(context)),
-            lengths,
-            "post_process",
-        )
-
-
-def _probe(
-    kind: str, name: str, config: "TrainConfig", notes: list[str], trial: Callable[[], object]
-) -> None:
-    try:
-        with user_code("", _ProbeFailed):
-            try:
-                trial()
-            except RunFailed as failure:  # the plugin's own exception, as a run would name it
-                raise failure.__cause__ or failure from None
-    except _ProbeFailed as failure:
-        cause = failure.__cause__ or failure
-        notes.append(
-            report_probe(kind, name, f"fails on a small example ({describe(cause)})", config)
-        )

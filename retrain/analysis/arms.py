@@ -25,6 +25,8 @@ class Arm:
     runs: Mapping[int, StoredRun]
     failed: frozenset[int] = frozenset()
     """Seeds whose runs failed."""
+    left_out: tuple[str, ...] = ()
+    """A sentence for each run without the metric."""
 
     @property
     def unjudged(self) -> int:
@@ -104,19 +106,17 @@ def arm_of(
     label: str,
     runs: Mapping[int, StoredRun],
     metric: Metric,
-    left_out: list[str],
     failed: Iterable[int] = (),
 ) -> Arm:
-    """The runs that have the metric; each run without it adds a sentence to `left_out`."""
-    values = {}
-    for seed, run in runs.items():
-        value = metric.of(run)
-        if value is not None:
-            values[seed] = value
-        else:
-            left_out.append(f"{run.name} has no {metric.name}.")
+    """The runs that have the metric."""
+    found = {seed: metric.of(run) for seed, run in runs.items()}
+    values = {seed: value for seed, value in found.items() if value is not None}
     return Arm(
-        label, values, {seed: runs[seed] for seed in values}, frozenset(failed) - set(values)
+        label,
+        values,
+        {seed: runs[seed] for seed in values},
+        frozenset(failed) - set(values),
+        tuple(f"{runs[seed].name} has no {metric.name}." for seed in runs if seed not in values),
     )
 
 
@@ -142,18 +142,16 @@ def control_label(conditions: Mapping[str, Mapping[int, StoredRun]], place: Path
 
 
 def judged_by(
-    label: str, runs: Mapping[int, StoredRun], metric: Metric, judge: str, left_out: list[str]
-) -> dict[int, StoredRun]:
-    """The runs whose metric `judge` decides. The others are left out, with a sentence for each of
-    their judges.
-    """
+    label: str, runs: Mapping[int, StoredRun], metric: Metric, judge: str
+) -> tuple[dict[int, StoredRun], list[str]]:
+    """The runs whose metric `judge` decides, and a sentence for each other judge."""
     alike = {seed: run for seed, run in runs.items() if metric.judge(run) == judge}
-    for other, seeds in _seeds_by(runs, metric.judge, judge).items():
-        left_out.append(
-            f"{label}{_which(seeds, runs)} is judged by {other}, and the baseline by {judge}:"
-            f" {metric.name} means different things in the two, so they are not compared."
-        )
-    return alike
+    sentences = [
+        f"{label}{_which(seeds, runs)} is judged by {other}, and the baseline by {judge}:"
+        f" {metric.name} means different things in the two, so they are not compared."
+        for other, seeds in _seeds_by(runs, metric.judge, judge).items()
+    ]
+    return alike, sentences
 
 
 def evaluated_as(run: StoredRun) -> str:
@@ -180,26 +178,22 @@ def evaluation_words(evaluation: Evaluation, training: Training) -> str:
 
 
 def evaluated_alike(
-    label: str, runs: Mapping[int, StoredRun], way: str, sentences: list[str], *, insist: bool
-) -> dict[int, StoredRun]:
-    """The runs evaluated in this way; with `insist` all of them. Each other way adds a sentence to
-    `sentences`.
+    label: str, runs: Mapping[int, StoredRun], way: str, *, insist: bool
+) -> tuple[dict[int, StoredRun], list[str]]:
+    """The runs evaluated in this way, with `insist` all of them, and a sentence for each other
+    way.
     """
-    for other, seeds in _seeds_by(runs, evaluated_as, way).items():
-        end = (
-            "their difference contains that of the evaluations."
-            if insist
-            else "they are not compared. Name --metric pass@1 to compare them all the same."
-        )
-        sentences.append(
-            f"{label}{_which(seeds, runs)} was evaluated at {other}, and the baseline at {way}:"
-            f" {end}"
-        )
-    return (
-        dict(runs)
+    end = (
+        "their difference contains that of the evaluations."
         if insist
-        else {seed: run for seed, run in runs.items() if evaluated_as(run) == way}
+        else "they are not compared. Name --metric pass@1 to compare them all the same."
     )
+    sentences = [
+        f"{label}{_which(seeds, runs)} was evaluated at {other}, and the baseline at {way}: {end}"
+        for other, seeds in _seeds_by(runs, evaluated_as, way).items()
+    ]
+    alike = {seed: run for seed, run in runs.items() if insist or evaluated_as(run) == way}
+    return alike, sentences
 
 
 def _seeds_by(

@@ -16,6 +16,7 @@ Sources: Vovk and Wang, arXiv 2208.08925 (nonparametric e-tests: Fisher, sign an
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from retrain.analysis.statistics import Floats, numbers
 
@@ -39,30 +40,13 @@ def capital(differences: Floats) -> Floats:
     from scipy.special import ndtri
 
     present = ~np.isnan(differences)
-    sizes = np.where(present, np.abs(differences), 0.0)
-    largest = np.maximum.accumulate(sizes, axis=-1)
-    sizes = np.where(
-        sizes > _TIE * largest, sizes / np.where(largest[..., -1:] > 0, largest[..., -1:], 1.0), 0.0
-    )
+    sizes = _sizes(differences, present)
     signs = np.where(sizes > 0, np.sign(np.where(present, differences, 0.0)), 0.0)
-    root_mean_square = np.sqrt(
-        np.cumsum(sizes**2, axis=-1) / np.maximum(np.cumsum(present, axis=-1), 1)
-    )  # over the seeds so far
+    # over the seeds so far, since a bet may know no later one
+    so_far = np.maximum(np.cumsum(present, axis=-1), 1)
+    root_mean_square = np.sqrt(np.cumsum(sizes**2, axis=-1) / so_far)
     relative = sizes / np.where(root_mean_square > 0, root_mean_square, 1.0)
-    ranks = np.zeros_like(
-        sizes
-    )  # of each size among those so far, over their number + 1; ties take their mean rank
-    for seed in range(sizes.shape[-1]):
-        before, own, there = (
-            sizes[..., : seed + 1],
-            sizes[..., seed : seed + 1],
-            present[..., : seed + 1],
-        )
-        below, equal = ((before < own) & there).sum(axis=-1), ((before == own) & there).sum(axis=-1)
-        ranks[..., seed] = np.where(
-            present[..., seed], (below + 0.5 * (equal + 1)) / (there.sum(axis=-1) + 1), 0.0
-        )
-    ranked = ndtri(0.5 + 0.5 * ranks)
+    ranked = ndtri(0.5 + 0.5 * _ranks(sizes, present))
     capital = np.zeros_like(sizes)
     for size in (relative, ranked):
         for strength in _STRENGTHS:
@@ -70,6 +54,30 @@ def capital(differences: Floats) -> Floats:
             capital += np.cumprod(1 + bet, axis=-1) + np.cumprod(1 - bet, axis=-1)
     scaled: Floats = capital / (4 * len(_STRENGTHS))
     return scaled
+
+
+def _sizes(differences: Floats, present: npt.NDArray[np.bool_]) -> Floats:
+    """|d| over the largest of all seeds, 0 for an absent one and for a tie up to rounding."""
+    sizes = np.where(present, np.abs(differences), 0.0)
+    largest = np.maximum.accumulate(sizes, axis=-1)
+    scale = np.where(largest[..., -1:] > 0, largest[..., -1:], 1.0)
+    scaled: Floats = np.where(sizes > _TIE * largest, sizes / scale, 0.0)
+    return scaled
+
+
+def _ranks(sizes: Floats, present: npt.NDArray[np.bool_]) -> Floats:
+    """The rank of each size among those so far, over their number + 1; ties take their mean
+    rank.
+    """
+    ranks = np.zeros_like(sizes)
+    for seed in range(sizes.shape[-1]):
+        there, before = present[..., : seed + 1], sizes[..., : seed + 1]
+        own = sizes[..., seed : seed + 1]
+        below = ((before < own) & there).sum(axis=-1)
+        equal = ((before == own) & there).sum(axis=-1)
+        rank = (below + 0.5 * (equal + 1)) / (there.sum(axis=-1) + 1)
+        ranks[..., seed] = np.where(present[..., seed], rank, 0.0)
+    return ranks
 
 
 def adjust(capitals: Floats) -> Floats:

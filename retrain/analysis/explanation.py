@@ -220,7 +220,13 @@ def sharing(contrast: Contrast) -> str:
     shared = contrast.shared
     if not shared.pairs:
         return "No pair has two runs that finished."
-    if shared.noise == shared.prompts == shared.pairs:
+    if shared.samplers:
+        names = " and ".join(f'"{name}"' for name in shared.samplers)
+        words = (
+            f"Prompts differ by design: [data] sampler = {names} chooses them by their rewards. The"
+            " pairs share their seed and the held-out problems."
+        )
+    elif shared.noise == shared.prompts == shared.pairs:
         words = "The arms of every pair saw the same prompts and shared their sampling noise."
     else:
         words = (

@@ -37,6 +37,8 @@ class Shared:
     pairs: int
     prompts: int
     noise: int
+    samplers: tuple[str, ...]
+    """Samplers that chose the prompts of some run by what its rewards showed."""
     unrecorded: int
     """Pairs of which a run did not record its data, so that nobody knows."""
     differing_keys: tuple[str, ...]
@@ -60,6 +62,7 @@ class Shared:
             pairs=len(pairs),
             prompts=sum(prompts),
             noise=sum(noise),
+            samplers=tuple(sorted({chosen_prompts(run) for pair in pairs for run in pair} - {""})),
             unrecorded=sum(not (_data(one) and _data(other)) for one, other in pairs),
             differing_keys=tuple(differing_keys(pairs)),
             environment=tuple(
@@ -79,8 +82,10 @@ def _data(run: StoredRun) -> Any:
 
 def _same_prompts(one: StoredRun, other: StoredRun) -> bool:
     """True if two runs of one seed saw the same prompts: the same recorded data in batches of the
-    same size, which back pressure would vary.
+    same size, which back pressure would vary, and in the shuffle's order.
     """
+    if chosen_prompts(one) or chosen_prompts(other):
+        return False
     if not _data(one) or _data(one) != _data(other):
         return False
     fixed_batches = not (one.config.backpressure.enabled or other.config.backpressure.enabled)
@@ -90,6 +95,12 @@ def _same_prompts(one: StoredRun, other: StoredRun) -> bool:
         and fixed_batches
         and all(one.config.value(key) == other.config.value(key) for key in _PROMPT_KEYS)
     )
+
+
+def chosen_prompts(run: StoredRun) -> str:
+    """The sampler that chose the prompts by their rewards; "" for the shuffle."""
+    sampler = run.config.data.sampler
+    return "" if sampler == "shuffle" else sampler
 
 
 def differing_keys(pairs: Sequence[Pair]) -> list[str]:

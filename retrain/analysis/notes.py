@@ -21,15 +21,13 @@ def comparison_notes(
     *,
     asked: bool,
 ) -> Iterator[str]:
-    base, others = arms[baseline], [arm for label, arm in arms.items() if label != baseline]
+    base = arms[baseline]
     runs = [run for arm in arms.values() for run in arm.runs.values()]
     yield from (run.damage for run in runs if run.damage)
     if grouped.to_come:
-        peeking = (
-            ""
-            if test.rule == "evidence"
-            else " Peeking inflates the false-positive rate above alpha."
-        )
+        peeking = ""
+        if test.rule != "evidence":
+            peeking = " Peeking inflates the false-positive rate above alpha."
         yield f"Still to come: {counted(grouped.to_come, 'run')}.{peeking}"
     if metric.k is None and not asked:
         yield (
@@ -42,15 +40,25 @@ def comparison_notes(
             f"{base.label} is a control, trained on random rewards: a difference from it is what an"
             " informative reward adds to training as such."
         )
+    yield from _unequal_runs(arms, runs)
+    if metric.k is not None:
+        yield from _held_out_notes(runs, arms)
+    yield from _unpaired_notes(base, [arm for arm in arms.values() if arm is not base], family)
+
+
+def _unequal_runs(arms: Mapping[str, Arm], runs: Sequence[StoredRun]) -> Iterator[str]:
+    """How the runs differ in what should be equal: code, keys, attempts, length."""
     for arm in arms.values():
         yield from mixed_code(arm.label, arm.runs)
-        if mixed := [f"{path} ({seeds})" for path, seeds in mixed_keys(arm.runs, fixed=False)]:
+        mixed = [f"{path} ({seeds})" for path, seeds in mixed_keys(arm.runs, fixed=False)]
+        if mixed:
             yield f"The runs of {arm.label} differ in {', '.join(mixed)}."
-    if again := [
+    again = [
         f"{run.name} ({run.planned.attempts} attempts)"
         for run in runs
         if run.planned and run.planned.attempts > 1
-    ]:
+    ]
+    if again:
         yield f"Tried again after a failure: {', '.join(again)}."
     ends = sorted({run.steps for run in runs})
     if len(ends) > 1:
@@ -58,19 +66,17 @@ def comparison_notes(
             f"The runs ended at different steps ({ends[0]} to {ends[-1]}), so they were trained for"
             " different lengths."
         )
-    if metric.k is not None:
-        yield from _held_out_notes(runs, arms)
-    compared = {arm.label for pairs in family for arm in (pairs.candidate, pairs.baseline)}
-    lonely = [
-        f"{arm.label} ({', '.join(map(str, seeds))})"
-        for arm in others
-        if (seeds := [s for s in arm.values if s not in base.values])
-    ]
-    if lonely:
+
+
+def _unpaired_notes(base: Arm, others: Sequence[Arm], family: Sequence[Pairs]) -> Iterator[str]:
+    lonely = {arm.label: [seed for seed in arm.values if seed not in base.values] for arm in others}
+    parts = [f"{label} ({', '.join(map(str, seeds))})" for label, seeds in lonely.items() if seeds]
+    if parts:
         yield (
             "Seeds without a run of the baseline count in the means but in no difference:"
-            f" {'; '.join(lonely)}."
+            f" {'; '.join(parts)}."
         )
+    compared = {arm.label for pairs in family for arm in (pairs.candidate, pairs.baseline)}
     unpaired = [arm.label for arm in others if arm.label not in compared]
     if unpaired:
         yield (

@@ -92,7 +92,7 @@ class SeedPlan:
     correction: Correction = "maxt"
 
     def seeds(self, sd: float) -> int | None:
-        """Seeds that find the effect at this sd; None if more than MOST_SEEDS. Requires an
+        """Seeds that find the effect at this sd; None if more than MAX_SEEDS. Requires an
         effect.
         """
         assert self.effect is not None
@@ -135,9 +135,7 @@ def read_pilot(folder: Path, metric_name: str | None = None) -> Pilot:
     runs = find_runs(folder)
     grouped = group_by_condition(*as_planned(runs, campaigns_of(runs)))
     metric = choose_metric(metric_name, grouped.runs)
-    arms = [
-        arm_of(label, runs, metric, grouped.left_out) for label, runs in grouped.conditions.items()
-    ]
+    arms = [arm_of(label, runs, metric) for label, runs in grouped.conditions.items()]
     base, *others = arms
     paired = [arm for arm in others if len(paired_differences(arm.values, base.values)) > 1]
     if paired:
@@ -158,7 +156,8 @@ def read_pilot(folder: Path, metric_name: str | None = None) -> Pilot:
         return Pilot(metric, sd, max(freedom), source, len(paired), held_out, sds, spread)
     largest = max(arms, key=lambda arm: len(arm.values))
     if len(largest.values) < 2:
-        because = f" Left out: {' '.join(grouped.left_out)}" if grouped.left_out else ""
+        left_out = [*grouped.left_out, *(line for arm in arms for line in arm.left_out)]
+        because = f" Left out: {' '.join(left_out)}" if left_out else ""
         raise ConfigurationError(
             f"{folder} has no two finished runs of one condition with {metric.name}, so it shows no"
             f" spread; run at least two seeds, or give --sd.{because}"

@@ -207,17 +207,7 @@ def deviations(
         return
     if record.edited:
         yield "the plan itself, which was edited after it was hashed"
-    planned_rule = "evidence" if plan.rule == "evidence" else "maxt"
-    better = "lower" if test.lower_is_better else metric.better
-    for name, now, planned in (
-        ("baseline", baseline, plan.baseline),
-        ("metric", metric.name, plan.metric),
-        ("direction", f"{better} is better", f"{plan.better} is better"),
-        ("alpha", f"{test.alpha:g}", f"{plan.alpha:g}"),
-        ("correction", test.correction or planned_rule, planned_rule),
-        ("failed runs", test.failed, "exclude"),
-        ("max_steps", record.max_steps, plan.max_steps),
-    ):
+    for name, now, planned in _settings(record, plan, baseline, metric, test):
         if now != planned:
             yield f"{name} ({now}, planned {planned})"
     if record.looks and record.looked != plan.seeds[: len(record.looked)]:
@@ -235,6 +225,21 @@ def deviations(
             f"its manifest (which does not list {', '.join(absences.not_listed)}, though the"
             f" campaign's folder holds {_them(absences)})"
         )
+
+
+def _settings(
+    record: CampaignRecord, plan: AnalysisPlan, baseline: str, metric: Metric, test: "TestSettings"
+) -> Iterator[tuple[str, object, object]]:
+    """Yield (name, value now, planned value) of each."""
+    planned_rule = "evidence" if plan.rule == "evidence" else "maxt"
+    better = "lower" if test.lower_is_better else metric.better
+    yield "baseline", baseline, plan.baseline
+    yield "metric", metric.name, plan.metric
+    yield "direction", f"{better} is better", f"{plan.better} is better"
+    yield "alpha", f"{test.alpha:g}", f"{plan.alpha:g}"
+    yield "correction", test.correction or planned_rule, planned_rule
+    yield "failed runs", test.failed, "exclude"
+    yield "max_steps", record.max_steps, plan.max_steps
 
 
 def _them(absences: "Absences") -> str:

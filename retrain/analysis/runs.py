@@ -21,9 +21,10 @@ import numpy as np
 
 from retrain.analysis.held_out import Answers
 from retrain.analysis.statistics import Floats
+from retrain.backends.base import backend_kind
 from retrain.config import TrainConfig, load_stored
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.inference_engine.base import ENGINES
+from retrain.inference_engine.base import ENGINES, engine_kind
 from retrain.parsing import is_path_text, read_object
 from retrain.records.entries import MEASURED, EvaluationRecord, StepRecord
 from retrain.records.evaluation import Evaluation
@@ -131,12 +132,11 @@ class StoredRun:
         recorded = self.environment.get("engine")
         if isinstance(recorded, dict):
             return recorded.get("noise") == "counter"
-        declared = (
-            ENGINES.get(self.config.inference.engine)
-            if self.config.backend.backend == "local"
-            else None
-        )
-        return declared is not None and declared.noise == "counter"
+        settings = self.config
+        if not backend_kind(settings.backend.backend).in_process:
+            return False
+        engine = settings.inference.engine
+        return engine in ENGINES and engine_kind(engine).capabilities.noise == "counter"
 
     @property
     def failed(self) -> bool:

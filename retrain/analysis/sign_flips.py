@@ -3,9 +3,10 @@ Young.
 
 If an arm does not differ from its baseline, its difference at a seed is as likely as its negative.
 A flip turns the sign of a seed in every contrast at once, so the flips keep what the contrasts have
-in common, such as the baseline's luck. Contrasts that hardly vary together with the winner cost it
-nothing: six seeds can suffice for a family of any size, where Holm's correction asks for more with
-each contrast. Source: Westfall and Young 1993, Resampling-Based Multiple Testing, algorithm 2.8.
+in common, such as a lucky run of the baseline. Contrasts that hardly vary together with the winner
+cost it nothing: six seeds can suffice for a family of any size, where Holm's correction asks for
+more with each contrast. Source: Westfall and Young 1993, Resampling-Based Multiple Testing,
+algorithm 2.8.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,26 +31,14 @@ def max_t(family: Sequence[Mapping[int, float]]) -> list[float]:
     """
     if not family:
         return []
-    seeds = list(dict.fromkeys(seed for contrast in family for seed in contrast))
-    columns = np.array(
-        [[contrast.get(seed, 0.0) for contrast in family] for seed in seeds]
-    )  # 0 where a contrast lacks the seed
-    if not np.isfinite(columns).all():
-        raise ValueError("expected finite differences")
-    largest_size = np.abs(columns).max(axis=0)
-    columns = columns / np.where(
-        largest_size > 0, largest_size, 1.0
-    )  # the squares of tiny or huge numbers would be 0 or infinite
-    norms = np.sqrt((columns**2).sum(axis=0))
-    columns = columns / np.where(norms > 0, norms, 1.0)
+    columns = _unit_columns(family)
     observed = np.abs(columns.sum(axis=0))
     order = np.argsort(-observed, kind="stable")
     as_far, flips = np.zeros(len(family)), 0
     for signs in _signs(len(columns)):
         values = np.abs(signs @ columns[:, order])
-        largest = np.maximum.accumulate(values[:, ::-1], axis=1)[
-            :, ::-1
-        ]  # over the contrasts not yet decided
+        # over the contrasts not yet decided
+        largest = np.maximum.accumulate(values[:, ::-1], axis=1)[:, ::-1]
         as_far += (largest >= observed[order] - _TIE).sum(axis=0)
         flips += len(signs)
     sampled = len(columns) > EXACT_SEEDS
@@ -57,6 +46,20 @@ def max_t(family: Sequence[Mapping[int, float]]) -> list[float]:
     adjusted = np.empty(len(family))
     adjusted[order] = stepped
     return [float(p) for p in adjusted]
+
+
+def _unit_columns(family: Sequence[Mapping[int, float]]) -> Floats:
+    """[seeds, contrasts] differences, each contrast of unit length; 0 where it lacks the seed."""
+    seeds = list(dict.fromkeys(seed for contrast in family for seed in contrast))
+    columns = np.array([[contrast.get(seed, 0.0) for contrast in family] for seed in seeds])
+    if not np.isfinite(columns).all():
+        raise ValueError("expected finite differences")
+    # first by the largest, since the squares of tiny or huge numbers would be 0 or infinite
+    largest = np.abs(columns).max(axis=0)
+    columns = columns / np.where(largest > 0, largest, 1.0)
+    norms = np.sqrt((columns**2).sum(axis=0))
+    unit: Floats = columns / np.where(norms > 0, norms, 1.0)
+    return unit
 
 
 def max_t_rows(differences: Floats) -> Floats:

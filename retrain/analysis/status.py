@@ -229,7 +229,7 @@ def _lost_its_config(folder: Path) -> bool:
     other file either.
     """
     try:
-        return not is_run(folder) and RunFolder(folder).holds_run()
+        return not is_run(folder) and RunFolder(folder).claim().holds_run
     except RunFailed:  # a marker of another program
         return False
 

@@ -1,19 +1,19 @@
 """The contract of a training backend: rows in, one step of learning, state out."""
 
+import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from retrain.backends.losses import LOSSES
-from retrain.inference_engine.base import (
-    PRIME_RL_SAMPLER,
-    EngineCapabilities,
-    InferenceEngine,
-    Truncation,
-)
+from retrain.distributed import ALONE, World
+from retrain.inference_engine.base import About, EngineCapabilities, InferenceEngine, Truncation
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
 
 ALL_LOSSES = tuple(LOSSES)
 """Built-in values of [loss] mode."""
@@ -52,40 +52,24 @@ class BackendCapabilities:
     it is not known."""
 
 
-LOCAL = BackendCapabilities(
-    per_token_advantages=True, synchronous_loss=True, exact_resume=True, own_loss=True
-)
-
-TINKER_SAMPLER = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="raw")
-"""Log-probs are of softmax(logits), without the requested temperature."""
-TINKER = BackendCapabilities(
-    per_token_advantages=True,
-    synchronous_loss=True,
-    exact_resume=False,
-    entropy=False,
-    loss_reduction="sum",
-    losses=("importance_sampling", "ppo", "cispo", "sapo", "gmpo", "dppo"),
-    own_loss=True,
-    sampler=TINKER_SAMPLER,
-)
-PRIME_RL = BackendCapabilities(
-    per_token_advantages=True,
-    synchronous_loss=False,
-    exact_resume=False,
-    entropy=False,
-    loss_reduction="mean",
-    losses=(),
-    scores_rows=False,
-    sampler=PRIME_RL_SAMPLER,
-)
-
-BACKENDS: dict[str, BackendCapabilities] = {
-    "local": LOCAL,
-    "tinker": TINKER,
-    "prime_rl": PRIME_RL,
+BACKENDS: dict[str, str] = {
+    "local": "retrain.backends.local.Local",
+    "tinker": "retrain.backends.tinker.Tinker",
+    "prime_rl": "retrain.backends.prime_rl.PrimeRL",
 }
-"""The built-in backends and what they can do. `config/support.py` says what they do with each
-key."""
+"""The built-in backends: name -> class. All facts about one stand in its class, which imports no
+model library before it is opened."""
+
+
+def backend_kind(name: str) -> "type[Backend]":
+    """Return the class of a built-in backend; for any other name the base class, whose facts hold
+    for plugins.
+    """
+    if name not in BACKENDS:
+        return Backend
+    module, _, attribute = BACKENDS[name].rpartition(".")
+    found: type[Backend] = getattr(importlib.import_module(module), attribute)
+    return found
 
 
 @dataclass(frozen=True)
@@ -127,8 +111,38 @@ class Backend(ABC):
     """
 
     capabilities: BackendCapabilities
+    about: ClassVar[About]
+    """Of a built-in backend."""
+    address_flag: ClassVar[str] = "--inference-url"
+    """The flag that gives its server another address."""
+    in_process: ClassVar[bool] = False
+    """It holds the model on a device of this machine, and [inference] engine samples for it."""
+    loads_model: ClassVar[bool] = True
+    """This process may have to import a model library for it."""
+    throttled: ClassVar[bool] = False
+    """[backend] max_concurrent bounds the calls that all runs of a campaign make at once."""
+    temperature_note: ClassVar[str] = ""
+    """Said at temperature 1 where it can learn at no other."""
     engine: InferenceEngine
     """The sampler that serves this backend's adapter."""
+
+    @classmethod
+    def unavailable_reason(cls) -> str:
+        """Say in a sentence what is missing on this machine, and how to get it; "" if nothing."""
+        return ""
+
+    @classmethod
+    def open(
+        cls,
+        config: "TrainConfig",
+        choices: MachineChoices | None,
+        *,
+        eos_ids: Sequence[int],
+        log: Callable[[str], None],  # noqa: ARG003 - part of the interface
+        world: World = ALONE,  # noqa: ARG003
+    ) -> "Backend":
+        """Build a built-in backend. `log` is told what the start of a run prints about it."""
+        return cls(config, choices, eos_ids=eos_ids)  # type: ignore[call-arg]
 
     @property
     @abstractmethod

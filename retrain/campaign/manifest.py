@@ -26,7 +26,7 @@ from retrain.records.disk import replace_file
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import RunFolder, mark
 from retrain.records.terminal import clean
-from retrain.run.opening import writer_lock
+from retrain.records.writer import writer_lock
 
 LOGS = Path("logs")
 MANIFEST = "manifest.json"
@@ -319,7 +319,7 @@ def _new_folder(config: TrainConfig, now: datetime) -> Path:
                 f"{folder} already holds a campaign; continue it with"
                 f" `{campaign_command(config, folder)}`, or choose another [logging] log_dir."
             )
-        if RunFolder(folder).holds_run():
+        if RunFolder(folder).claim().holds_run:
             raise ConfigurationError(
                 f"{folder} holds a run; choose another [logging] log_dir for the campaign, or leave"
                 " the key out."

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from retrain.backends.base import backend_kind
 from retrain.config import TrainConfig, config_from_mapping
 from retrain.config.load import arms, given_values
 from retrain.config.schema import Campaign, Provenance
@@ -187,7 +188,7 @@ def _run(
             "backend",
             adapter_path=str(Path(view.backend.adapter_path) / folder.resolve().name),
         )
-    if view.backend.backend == "tinker" and not view.backend.throttle_dir:
+    if backend_kind(view.backend.backend).throttled and not view.backend.throttle_dir:
         _put(data, "backend", throttle_dir=str(folder / THROTTLE))
     return CampaignRun(
         name, label, seed, config_from_mapping(data, provenance=Provenance(view.source_path))

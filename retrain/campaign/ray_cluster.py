@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+from retrain.backends.base import backend_kind
 from retrain.campaign.launch import RunOutcome
 from retrain.campaign.manifest import Status
 from retrain.campaign.plan import CampaignPlan, CampaignRun
@@ -47,7 +48,8 @@ class RayLauncher:
             if plan.config.is_set("backend.devices")
             else ("cuda:0",)
         )
-        self._wants_gpus = plan.config.backend.backend == "local" and devices[0].startswith("cuda")
+        in_process = backend_kind(plan.config.backend.backend).in_process
+        self._wants_gpus = in_process and devices[0].startswith("cuda")
         try:
             import ray
         except ImportError as error:

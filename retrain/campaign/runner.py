@@ -15,6 +15,7 @@ from signal import Signals
 
 from retrain.analysis.integrity import are_the_same
 from retrain.analysis.runs import StoredRun
+from retrain.backends.base import backend_kind
 from retrain.campaign.board import Board
 from retrain.campaign.evidence import EvidenceRule
 from retrain.campaign.launch import OUTPUT, InProcess, Job, Launcher, RunOutcome, unwritable
@@ -30,15 +31,15 @@ from retrain.errors import (
     Interrupted,
     RetrainError,
     RunFailed,
-    Untrained,
+    UntrainedAdapter,
 )
 from retrain.records.checkpoint import FINAL
+from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.disk import writing_to
 from retrain.records.redact import note_secrets
 from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import counted
 from retrain.run.interrupts import Interrupts
-from retrain.run.opening import stored_checkpoints
 from retrain.tracking.build import SQUEEZE_RUN, track_squeeze
 
 Say = Callable[[str], None]
@@ -109,7 +110,8 @@ def _launcher(plan: CampaignPlan) -> Launcher:
         from retrain.campaign.subprocesses import Subprocesses
 
         return Subprocesses(share_devices(plan))
-    return InProcess(loads_models=any(run.config.backend.backend != "tinker" for run in plan.runs))
+    kinds = [backend_kind(run.config.backend.backend) for run in plan.runs]
+    return InProcess(loads_models=any(kind.loads_model for kind in kinds))
 
 
 def is_finished(run: CampaignRun) -> bool:
@@ -359,7 +361,7 @@ class AutoSqueeze:
                 squeezed.analysis.summary(),
                 self._say,
             )
-        except Untrained as error:
+        except UntrainedAdapter as error:
             self._untrained.add(run.name)
             self._due = True
             self._say(f"LoRA-Squeeze uses the next run instead: {error}")

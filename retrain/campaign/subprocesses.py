@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import IO
 
+from retrain.backends.base import backend_kind
 from retrain.campaign.launch import OUTPUT, RunOutcome
 from retrain.campaign.manifest import Status
 from retrain.campaign.plan import CampaignPlan, CampaignRun
@@ -63,7 +64,7 @@ def _pool(plan: CampaignPlan) -> Devices:
     if plan.config.is_set("backend.devices"):
         named = plan.config.backend.device_list
         return named if all(name.startswith("cuda") for name in named) else ()
-    if plan.config.backend.backend != "local":
+    if not backend_kind(plan.config.backend.backend).in_process:
         return ()
     import torch
 

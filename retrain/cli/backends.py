@@ -25,13 +25,14 @@ def command(
     """List engines and backends: what each is and can do, what is installed here, and against what
     it was verified.
     """
-    from retrain.backends.catalogue import CATALOGUE
+    from retrain.backends.catalogue import catalogue
 
-    entries = [entry for entry in CATALOGUE if name in ("", entry.name)]
+    known = list(catalogue())
+    entries = [entry for entry in known if name in ("", entry.name)]
     if not entries:
         raise ConfigurationError(
             f"{name!r} is not a built-in engine or backend; these are"
-            f" {', '.join(entry.name for entry in CATALOGUE)}."
+            f" {', '.join(entry.name for entry in known)}."
         )
     if as_json or form == "json":
         print(json.dumps([entry.to_json() for entry in entries], indent=2))

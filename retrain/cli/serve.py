@@ -42,6 +42,7 @@ def command(
     """
     from retrain.config import load_config
     from retrain.config.overrides import parse_overrides
+    from retrain.inference_engine.base import engine_kind
     from retrain.inference_engine.commands import ServerNeeds, server_command
 
     overrides = parse_overrides(context.args)
@@ -56,11 +57,9 @@ def command(
     )  # a mistake shows before the data is read
     needs = server_needs(config, prompt_tokens)
     found = server_command(engine, config, needs, python)
-    if engine == "max" and needs.device == "cpu":
-        print_progress(
-            "MAX applies adapters on a GPU only: on a CPU it serves the base model, which can be"
-            " evaluated but not trained."
-        )
+    note = engine_kind(engine).cpu_note
+    if note and needs.device == "cpu":
+        print_progress(note)
     if run:
         found.run()
     sys.stdout.write(found.shell())

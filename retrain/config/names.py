@@ -67,6 +67,7 @@ _TABLES: dict[str, str] = {
     "algorithm": "retrain.advantages.algorithms.RECIPES",
     "reward": "retrain.rewards.scoring.REWARDS",
     "data": "retrain.data.sources.SOURCES",
+    "sampler": "retrain.data.samplers.SAMPLERS",
     "engine": "retrain.inference_engine.base.ENGINES",
     "backend": "retrain.backends.base.BACKENDS",
     "environment": "retrain.environments.loading.PROVIDERS",

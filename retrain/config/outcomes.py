@@ -296,6 +296,11 @@ UNUSED: tuple[Unused, ...] = (
         "it belongs to data plugins",
     ),
     Unused(
+        ("data.sampler_params",),
+        lambda c: c.data.sampler == "shuffle",
+        "the shuffle has no parameters",
+    ),
+    Unused(
         ("data.prompt_column", "data.answer_column"),
         lambda c: c.data.source in ("math", "gsm8k", "lab"),
         "this source's columns are fixed",

@@ -193,6 +193,11 @@ class Data(Section):
     )
     difficulty: int = key(1, "Difficulty of the lab's arithmetic.", ge=1)
     params: Table = key({}, "Parameters of a data plugin.")
+    sampler: Annotated[str, OpenName("sampler")] = key(
+        "shuffle",
+        "Which prompts a step takes: each once an epoch, by their difficulty so far, or a plugin.",
+    )
+    sampler_params: Table = key({}, "Parameters of the sampler, such as threshold = 0.9.")
 
 
 Arguments = Annotated[

@@ -1,6 +1,7 @@
 """Problems with reference answers: their sources, their order, and their prompts."""
 
 from retrain.data.prompts import PromptSet, contamination_note, encode_prompts, load_examples
+from retrain.data.samplers import PromptSampler
 from retrain.data.sources import NoHeldOutSplit, ReadResult, register_source
 from retrain.types import ChatMessage, Example, Prompt
 
@@ -9,6 +10,7 @@ __all__ = [
     "Example",
     "NoHeldOutSplit",
     "Prompt",
+    "PromptSampler",
     "PromptSet",
     "ReadResult",
     "contamination_note",

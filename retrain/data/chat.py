@@ -135,11 +135,9 @@ def _is_byte_level(backend: Any) -> bool:
 def messages_of(example: Example, data: "Data") -> list[ChatMessage]:
     """Return the conversation that the chat template is given."""
     if isinstance(example.prompt, str):
-        template = (
-            data.prompt_template
-            if data.prompt_template is not None
-            else DEFAULT_TEMPLATES.get(data.source, PLAIN_TEMPLATE)
-        )
+        template = data.prompt_template
+        if template is None:
+            template = DEFAULT_TEMPLATES.get(data.source, PLAIN_TEMPLATE)
         messages = [ChatMessage(role="user", content=fill_template(template, example.prompt))]
     else:
         messages = list(example.prompt)

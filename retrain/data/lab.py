@@ -119,13 +119,12 @@ def build_problem(family: str, draws: Sequence[float]) -> Problem:
     first = value = two_digits()
     steps: list[tuple[str, int]] = []
     for kind in _PATTERNS[family]:
-        step = (
-            ("+", two_digits())
-            if kind == "+"
-            else times_digit()
-            if kind == "*"
-            else plus_or_minus(value)
-        )
+        if kind == "+":
+            step = ("+", two_digits())
+        elif kind == "*":
+            step = times_digit()
+        else:
+            step = plus_or_minus(value)
         value = apply(step[0], value, step[1])
         steps.append(step)
     return Problem(family, first, tuple(steps))

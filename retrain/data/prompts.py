@@ -40,11 +40,9 @@ def load_examples(config: "TrainConfig", split: Split = "train") -> ReadResult:
     """
     source = config.evaluation.source if split == "heldout" else ""
     apart = source not in ("", config.data.source)
-    data = (
-        config.data.model_copy(update={"source": source, "path": "", "params": {}})
-        if apart
-        else config.data
-    )
+    data = config.data
+    if apart:
+        data = data.model_copy(update={"source": source, "path": "", "params": {}})
     query = Query(config, data, split, named_for_evaluation=apart)
     result = read_source(query)
     if not result.examples:
@@ -90,12 +88,10 @@ def contamination_note(train: Iterable[Example], heldout: Iterable[Example]) -> 
 
 def _prompt_key(example: Example) -> str:
     """Return the prompt with its white space normalised."""
-    messages = (
-        [{"role": "user", "content": example.prompt}]
-        if isinstance(example.prompt, str)
-        else example.prompt
-    )
-    return json.dumps([[message["role"], message["content"].split()] for message in messages])
+    if isinstance(example.prompt, str):
+        return json.dumps([["user", example.prompt.split()]])
+    words = [[message["role"], message["content"].split()] for message in example.prompt]
+    return json.dumps(words)
 
 
 def fingerprint(examples: Iterable[Example]) -> str:
@@ -137,7 +133,7 @@ class PromptSet:
     @property
     def prompts(self) -> list[Prompt]:
         """All prompts in the source's order."""
-        return self._at(range(len(self)))
+        return self.at(range(len(self)))
 
     @cached_property
     def longest(self) -> int:
@@ -164,9 +160,10 @@ class PromptSet:
         """
         size = len(self)
         places = range(cursor, cursor + count)
-        return self._at([int(epoch_order(seed, i // size, size)[i % size]) for i in places])
+        return self.at([int(epoch_order(seed, i // size, size)[i % size]) for i in places])
 
-    def _at(self, indices: Sequence[int]) -> list[Prompt]:
+    def at(self, indices: Sequence[int]) -> list[Prompt]:
+        """Return the prompts of these examples."""
         new = [index for index in dict.fromkeys(indices) if index not in self._encoded]
         rows = encode_texts(self.tokenizer, [self.texts[index] for index in new])
         for index, token_ids in zip(new, rows, strict=True):

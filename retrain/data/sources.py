@@ -54,11 +54,10 @@ class ReadResult:
         """Append an example, unless its text has no UTF-8 form, which a tokenizer needs: JSON may
         escape half of a surrogate pair.
         """
-        texts = (
-            (example.prompt,)
-            if isinstance(example.prompt, str)
-            else (message["content"] for message in example.prompt)
-        )
+        if isinstance(example.prompt, str):
+            texts = [example.prompt]
+        else:
+            texts = [message["content"] for message in example.prompt]
         try:
             "".join((*texts, example.reference)).encode()
         except UnicodeEncodeError:
@@ -392,13 +391,11 @@ def _columns_to_set(data: "Data", columns: Collection[str]) -> str:
         meant = next((name for name in _USUAL[key] if name in free), "")
         if meant:
             free.remove(meant)
-        words.append(
-            f'{key} = "{meant}"'
-            if meant
-            else f"{key} to one of them"
-            if free
-            else f"{key} to a column that you add"
-        )
+            words.append(f'{key} = "{meant}"')
+        elif free:
+            words.append(f"{key} to one of them")
+        else:
+            words.append(f"{key} to a column that you add")
     return f"; set [data] {' and '.join(words)}"
 
 

@@ -28,7 +28,7 @@ _CLOSING_S = 60.0
 # -- threads ---------------------------------------------------------------------------------------
 
 
-class Job:
+class ThreadCall:
     """One call on a thread of the pool."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
@@ -52,37 +52,37 @@ class Job:
 
 
 class DaemonThreads:
-    """At most `most` threads that take jobs, started as they are needed. They are daemons: a hung
+    """At most `limit` threads that take jobs, started as they are needed. They are daemons: a hung
     one does not keep the process alive.
     """
 
-    def __init__(self, most: int, name: str) -> None:
-        self._most, self._name = most, name
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+    def __init__(self, limit: int, name: str) -> None:
+        self._limit, self._name = limit, name
+        self._jobs: SimpleQueue[ThreadCall | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads = 0
         self._idle = 0
 
-    def submit(self, call: Callable[[], Any]) -> Job:
-        job = Job(call)
+    def submit(self, call: Callable[[], Any]) -> ThreadCall:
+        job = ThreadCall(call)
         with self._lock:
             self._jobs.put(job)
-            if self._idle < self._jobs.qsize() and self._threads < self._most:
+            if self._idle < self._jobs.qsize() and self._threads < self._limit:
                 self._start()
         return job
 
-    def abandon(self, job: Job) -> None:
+    def abandon(self, job: ThreadCall) -> None:
         """Give up on a job that runs: its thread no longer counts, and what it returns is
         dropped.
         """
         with self._lock:
-            self._most += 1
-            if self._threads < self._most and self._jobs.qsize():
+            self._limit += 1
+            if self._threads < self._limit and self._jobs.qsize():
                 self._start()
 
-    def spawn(self, call: Callable[[], Any]) -> Job:
+    def spawn(self, call: Callable[[], Any]) -> ThreadCall:
         """Run a call on its own thread, so that a hang takes no place from the others."""
-        job = Job(call)
+        job = ThreadCall(call)
         threading.Thread(target=job.run, name=f"{self._name}-spawned", daemon=True).start()
         return job
 
@@ -118,7 +118,7 @@ Answer = Observation | Score
 
 
 @dataclass
-class _Live:
+class _OpenEpisode:
     """An episode between its reset and its score."""
 
     episode: Episode
@@ -153,10 +153,10 @@ class EpisodeHost:
     def begin(self, example: Example, seed: int) -> "RunningEpisode":
         return RunningEpisode(self, example, seed)
 
-    def submit(self, call: Callable[[], Any]) -> Job:
+    def submit(self, call: Callable[[], Any]) -> ThreadCall:
         return self._threads.submit(call)
 
-    def abandon(self, job: Job) -> None:
+    def abandon(self, job: ThreadCall) -> None:
         self._threads.abandon(job)
 
     def spawn(self, call: Callable[[], Any]) -> None:
@@ -197,7 +197,7 @@ class RunningEpisode:
 
     def __init__(self, host: EpisodeHost, example: Example, seed: int) -> None:
         self._host, self._example, self._seed = host, example, seed
-        self._live: _Live | None = None
+        self._live: _OpenEpisode | None = None
         self._job = host.submit(self._reset)
 
     def reply(self, text: str, *, last: bool) -> None:
@@ -259,13 +259,11 @@ class RunningEpisode:
             raise TypeError(
                 f"episode returned {type(episode).__name__}, and must return an Episode"
             )
-        self._live = _Live(episode)
+        self._live = _OpenEpisode(episode)
         opening = episode.reset(self._example, self._seed)
-        return (
-            Observation([])
-            if opening is None
-            else replace(_checked(opening, "reset"), rewrites=True)
-        )
+        if opening is None:
+            return Observation([])
+        return replace(_checked(opening, "reset"), rewrites=True)
 
     def _step(self, text: str, last: bool) -> Answer:
         assert self._live is not None

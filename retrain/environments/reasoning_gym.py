@@ -47,11 +47,9 @@ class ReasoningGym(Environment):
         known = reasoning_gym.factory.DATASETS
         if task not in known:
             near = nearest(task, known)
-            hint = (
-                f'did you mean "{near}"?'
-                if near
-                else f"it has {len(known)}, such as {', '.join(sorted(known)[:5])}."
-            )
+            hint = f"it has {len(known)}, such as {', '.join(sorted(known)[:5])}."
+            if near:
+                hint = f'did you mean "{near}"?'
             raise ConfigurationError(
                 f'[environment] id = "{task}" is not a task of reasoning_gym; {hint}'
             )

@@ -163,12 +163,10 @@ class VerifiersV1(Environment):
 def _result(played: Any) -> Result:
     """Return the result. Raises RuntimeError with the first error of an episode that failed."""
     errors = [error for trace in played.traces for error in trace.errors]
-    if errors or len(played.traces) != 1:
-        raise RuntimeError(
-            str(errors[0])[:300]
-            if errors
-            else f"the episode has {len(played.traces)} traces in place of one"
-        )
+    if errors:
+        raise RuntimeError(str(errors[0])[:300])
+    if len(played.traces) != 1:
+        raise RuntimeError(f"the episode has {len(played.traces)} traces in place of one")
     trace = played.traces[0]
     parts = {
         name: float(reward.value) for name, reward in trace.rewards.items() if reward is not None
@@ -179,11 +177,10 @@ def _result(played: Any) -> Result:
 
 def _example(data: Any, split: Split, index: int) -> Example:
     prompt = data.prompt if data.prompt is not None else data.name or "begin"
-    messages = (
-        [ChatMessage(role="user", content=prompt)]
-        if isinstance(prompt, str)
-        else [_plain(message) for message in prompt]
-    )
+    if isinstance(prompt, str):
+        messages = [ChatMessage(role="user", content=prompt)]
+    else:
+        messages = [_plain(message) for message in prompt]
     if data.system_prompt:
         messages.insert(0, ChatMessage(role="system", content=data.system_prompt))
     return Example(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from retrain.advantages.sepa import follows_schedule, maximal_lambda
 from retrain.analysis.runs import StoredRun
-from retrain.backends.base import BackendCapabilities
+from retrain.backends.base import BackendCapabilities, backend_kind
 from retrain.backends.declared import declared_backend, declared_engine, incapable, loss_notes
 from retrain.campaign.plan import CampaignPlan, CampaignRun, plan_campaign
 from retrain.campaign.preflight import condition_notes
@@ -320,7 +320,7 @@ def _memory(
 ) -> "tuple[Memory | None, str]":
     """Predict the memory of the largest run, or return a sentence that says why it is not known."""
     backend = configs[0].backend.backend
-    if backend != "local":
+    if not backend_kind(backend).in_process:
         return None, f'The "{backend}" backend does not hold the model on this machine.'
     from retrain.model.devices import choose_device
     from retrain.model.memory import predict_memory

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from retrain.backends.base import backend_kind
 from retrain.campaign.subprocesses import room_on_gpus, share_devices
 from retrain.errors import ConfigurationError
 
@@ -219,7 +220,7 @@ def recommended_workers(plan: "CampaignPlan", memory: "Memory | None") -> Worker
     bounds = [Workers(len(plan.runs), "all runs at once")]
     if settings.ray_address:  # a Ray cluster elsewhere starts as many as it has room for
         return bounds[0]
-    if backend.backend == "tinker":
+    if backend_kind(backend.backend).throttled:
         bounds.append(
             Workers(backend.max_concurrent, "more would wait for [backend] max_concurrent")
         )

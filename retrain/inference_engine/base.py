@@ -4,13 +4,19 @@ An engine knows no text. A request carries everything that its completions depen
 batch's make-up cannot change them, and whether they are the adapter's or the base model's.
 """
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
+from retrain.errors import ConfigurationError
 from retrain.types import ChatMessage, Completion, Int32Array
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
+    from retrain.inference_engine.commands import ServerCommand, ServerNeeds
 
 BASE_MODEL = -1
 """The adapter slot of the frozen base model."""
@@ -136,66 +142,42 @@ class EngineCapabilities:
     this on and off."""
 
 
-PYTORCH = EngineCapabilities(
-    in_process=True,
-    adapter_reload=True,
-    logprobs="sampled",
-    noise="counter",
-    entropy=True,
-    kept_set=True,
-    prefix_cache=True,
-)
+@dataclass(frozen=True)
+class About:
+    """What `retrain backends` says of a built-in engine or backend beside its capabilities."""
 
-VLLM = EngineCapabilities(
-    in_process=False, adapter_reload=True, logprobs="sampled", kept_set=True, prefix_cache=True
-)
-"""The kept set only where the server was started with --return-sampling-mask, which is checked when
-a run begins."""
+    what: str
+    verified: str
+    """Against what its tests run. contract: a stand-in written from the documented API."""
+    packages: tuple[str, ...] = ()
+    """Distributions that it runs on: here, or for a server where that runs."""
+    extra: str = ""
+    """The extra of this package that installs them."""
+    install: str = ""
+    """A command or a sentence, where no extra installs them."""
 
-OPENAI = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampled")
-"""The requirements of training; a server that lacks one is refused at the start of a run, and can
-still serve an evaluation as text."""
 
-MLX = EngineCapabilities(
-    in_process=False,
-    adapter_reload=True,
-    logprobs="raw",
-    token_ids_in=False,
-    n=False,
-    prefix_cache=True,
-)
-
-SGLANG = EngineCapabilities(
-    in_process=False, adapter_reload=True, logprobs="sampled", prefix_cache=True
-)
-
-MAX = EngineCapabilities(
-    in_process=False, adapter_reload=True, logprobs="raw", n=False, prefix_cache=True
-)
-"""Adapters, and with them training, on a GPU only; there without the prefix cache."""
-PRIME_RL_SAMPLER = EngineCapabilities(
-    in_process=False, adapter_reload=True, logprobs="sampled", kept_set=True, prefix_cache=True
-)
-"""Capabilities of the servers that come with the prime_rl backend."""
-
-ENGINES: dict[str, EngineCapabilities] = {
-    "pytorch": PYTORCH,
-    "max": MAX,
-    "vllm": VLLM,
-    "sglang": SGLANG,
-    "mlx": MLX,
-    "openai": OPENAI,
-}
-"""The built-in engines and what they can do."""
-
-ENGINE_CLASSES = {
-    "vllm": "retrain.inference_engine.vllm.VLLMEngine",
-    "openai": "retrain.inference_engine.openai.OpenAIEngine",
-    "mlx": "retrain.inference_engine.mlx.MLXEngine",
-    "sglang": "retrain.inference_engine.sglang.SGLangEngine",
+ENGINES: dict[str, str] = {
+    "pytorch": "retrain.inference_engine.pytorch.PyTorchEngine",
     "max": "retrain.inference_engine.max.MAXEngine",
+    "vllm": "retrain.inference_engine.vllm.VLLMEngine",
+    "sglang": "retrain.inference_engine.sglang.SGLangEngine",
+    "mlx": "retrain.inference_engine.mlx.MLXEngine",
+    "openai": "retrain.inference_engine.openai.OpenAIEngine",
 }
-"""Where the built-in engines outside this process are defined; imported when a run uses one."""
+"""The built-in engines: name -> class. All facts about one stand in its class, which is imported
+when it is asked for one; none of these modules imports a model library."""
+
+
+def engine_kind(name: str) -> "type[InferenceEngine]":
+    """Return the class of a built-in engine; for any other name the base class, whose facts hold
+    for plugins.
+    """
+    if name not in ENGINES:
+        return InferenceEngine
+    module, _, attribute = ENGINES[name].rpartition(".")
+    found: type[InferenceEngine] = getattr(importlib.import_module(module), attribute)
+    return found
 
 
 class InferenceEngine(ABC):
@@ -205,6 +187,16 @@ class InferenceEngine(ABC):
     """
 
     capabilities: EngineCapabilities
+    about: ClassVar[About]
+    """Of a built-in engine."""
+    default_port: ClassVar[int] = 0
+    """The port that its server uses by itself; 0 where `retrain serve` cannot start one."""
+    needs_address: ClassVar[bool] = False
+    """It samples on servers, and [inference] url must say where they are."""
+    supports_split: ClassVar[bool] = False
+    """It samples from a model in shards, and on a second device of [backend] devices."""
+    cpu_note: ClassVar[str] = ""
+    """A sentence about its server on a CPU."""
     say: Callable[[str], None] = staticmethod(print)
     """Reports what happens to the engine during a run; may be called from another thread."""
     check: Callable[[], None] = staticmethod(lambda: None)
@@ -220,12 +212,29 @@ class InferenceEngine(ABC):
     """The parity gate found that it computes in half precision, which no key says."""
 
     @classmethod
-    def preflight(cls, config: Any) -> str | None:  # noqa: ARG003 - part of the interface
+    def preflight(cls, config: "TrainConfig") -> str | None:  # noqa: ARG003 - part of the interface
         """Say, before anything is loaded, why its completions are good for an evaluation alone, as
         a sentence; "" or None where they can be trained on. Raises ConfigurationError or
         EnvironmentFailure where the engine could not work.
         """
         return ""
+
+    @classmethod
+    def unavailable_reason(cls) -> str:
+        """Say in a sentence what is missing on this machine, and how to get it; "" if nothing."""
+        return ""
+
+    @classmethod
+    def server_command(
+        cls,
+        config: "TrainConfig",  # noqa: ARG003 - part of the interface
+        needs: "ServerNeeds",  # noqa: ARG003
+        python: str,  # noqa: ARG003
+    ) -> "ServerCommand":
+        """Return the command that starts its server, if it has a `default_port`. Raises
+        ConfigurationError for a key that the server cannot follow.
+        """
+        raise ConfigurationError(f"{cls.__name__} has no server that retrain can start.")
 
     @abstractmethod
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:

@@ -66,7 +66,7 @@ class StepBuffers:
         )
         self.noise = torch.full((rows, NOISE_BLOCK), 0.5, dtype=torch.float64, device=device)
         """The uniforms of draws 64 k to 64 k + 63, among which is the row's next."""
-        self.table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
+        self.block_table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
         self.done = torch.ones(rows, dtype=torch.bool, device=device)
         self.ring = torch.zeros(_RING, rows, _COLUMNS, dtype=torch.float64, device=device)
         self.ring_place = torch.zeros(1, dtype=torch.int64, device=device)
@@ -88,7 +88,7 @@ class StepBuffers:
             "top_p",
             "min_p",
             "noise",
-            "table",
+            "block_table",
             "done",
         )
         return {name: getattr(self, name) for name in names}
@@ -110,7 +110,9 @@ class StepBuffers:
         row, number, page = (
             upload(column, self.device) for column in np.array(places, np.int64).T.copy()
         )
-        self.table.view(-1).index_copy_(0, row * self.table.shape[1] + number, page.int())
+        self.block_table.view(-1).index_copy_(
+            0, row * self.block_table.shape[1] + number, page.int()
+        )
 
     def move(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> None:
         """Rows `sources` go to `targets`, and stop where they were."""
@@ -203,10 +205,14 @@ class FixedStep:
         state = self.buffers
         active = ~state.done[:rows]
         position = state.position[:rows]
-        page = state.table[:rows].gather(1, (position // self._pool.tokens)[:, None])[:, 0]
-        places = torch.where(active, page * self._pool.tokens + position % self._pool.tokens, 0)
-        lengths = torch.where(active, position + 1, 1).int()
-        batch = PagedTokens(self._pool, self._kernel, places, state.table[:rows], lengths)
+        page = state.block_table[:rows].gather(1, (position // self._pool.tokens)[:, None])[:, 0]
+        slot_mapping = torch.where(
+            active, page * self._pool.tokens + position % self._pool.tokens, 0
+        )
+        cache_seqlens = torch.where(active, position + 1, 1).int()
+        batch = PagedTokens(
+            self._pool, self._kernel, slot_mapping, state.block_table[:rows], cache_seqlens
+        )
         rotary = (
             self._cos.index_select(0, position)[:, None],
             self._sin.index_select(0, position)[:, None],

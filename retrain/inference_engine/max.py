@@ -18,8 +18,16 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from retrain.errors import ConfigurationError, EnvironmentFailure
-from retrain.inference_engine.base import MAX, SampleRequest
-from retrain.inference_engine.commands import ServerNeeds, server_command
+from retrain.inference_engine.base import About, EngineCapabilities, SampleRequest
+from retrain.inference_engine.commands import (
+    ServerCommand,
+    ServerNeeds,
+    address_flags,
+    concurrent_sequences,
+    model_flags,
+    refuse_four_bits,
+    setting_flags,
+)
 from retrain.inference_engine.http import Json, Refused, Server
 from retrain.inference_engine.served import ServedAdapter, ServedEngine, sampling_seed
 from retrain.inference_engine.vllm import VLLMDialect
@@ -90,7 +98,22 @@ class MAXDialect(VLLMDialect):
 
 
 class MAXEngine(ServedEngine):
-    capabilities = MAX
+    capabilities = EngineCapabilities(
+        in_process=False, adapter_reload=True, logprobs="raw", n=False, prefix_cache=True
+    )
+    """Adapters, and with them training, on a GPU only; there without the prefix cache."""
+    about = About(
+        "a MAX server, started by retrain unless a URL is given",
+        "max 26.7.0 on a CPU, base model only; adapters: contract",
+        ("max",),
+        install="uv pip install 'max[serve]'",
+    )
+    default_port = 8000
+    needs_address = False
+    cpu_note = (
+        "MAX applies adapters on a GPU only: on a CPU it serves the base model, which can be"
+        " evaluated but not trained."
+    )
     dialect_class = MAXDialect
 
     def __init__(
@@ -112,8 +135,55 @@ class MAXEngine(ServedEngine):
     def preflight(cls, config: "TrainConfig") -> str:
         if config.inference.urls:
             return super().preflight(config)
-        max_program()
+        if reason := cls.unavailable_reason():
+            raise EnvironmentFailure(reason)
         return ""
+
+    @classmethod
+    def unavailable_reason(cls) -> str:
+        if max_program():
+            return ""
+        return (
+            '[inference] engine = "max" without a url starts `max serve`, which is not installed'
+            " here; install it with uv pip install 'max[serve]', or set [inference] url to a"
+            " server's address."
+        )
+
+    @classmethod
+    def server_command(
+        cls, config: "TrainConfig", needs: ServerNeeds, python: str
+    ) -> ServerCommand:
+        """`max serve` stands beside its Python. It serves adapters on a GPU only, without its
+        prefix cache.
+        """
+        refuse_four_bits("max", config.model)
+        folder = os.path.dirname(python)  # noqa: PTH120 - pathlib would make a bare name of ./max, to be looked up on PATH
+        program = os.path.join(folder, "max") if folder else "max"  # noqa: PTH118 - for the same reason
+        command = ServerCommand(
+            [program, "serve", "--model", needs.model], {"MAX_SERVE_DISABLE_TELEMETRY": "1"}
+        )
+        command.add(*address_flags(config.inference, cls.default_port))
+        served_model = config.inference.served_model
+        command.add(*model_flags(config.model, served_model, "--huggingface-model-revision"))
+        command.add("--no-enable-echo")
+        known: dict[str, dict[str, tuple[str, ...]]] = {
+            "dtype": {"bf16": ()},
+            "attention_kernel": {},
+            "kv_cache_dtype": {},
+        }
+        command.add(*setting_flags("max", config.inference, known))
+        command.add("--devices", "cpu" if needs.device == "cpu" else "gpu:0")
+        command.add("--quantization-encoding", needs.dtype, "--max-length", str(needs.context))
+        command.add("--max-batch-size", str(concurrent_sequences(config.training)))
+        if needs.device != "cpu":
+            rank = str(config.model.lora_rank)
+            command.add("--enable-lora", "--max-lora-rank", rank, "--max-num-loras", "2")
+            command.add("--no-enable-prefix-caching", "--prefer-module-v3")
+        elif config.inference.prefix_caching:
+            command.add("--enable-prefix-caching")
+        else:
+            command.add("--no-enable-prefix-caching")
+        return command
 
     def close(self) -> None:
         super().close()
@@ -149,7 +219,7 @@ class MAXChild:
             config.training, config.evaluation, config.environment, context_length(model.config)
         )
         needs = ServerNeeds(resolve_model(config.model.model), dtype, device, longest, 0)
-        command = server_command("max", self.config, needs)
+        command = MAXEngine.server_command(self.config, needs, "python")
         command.arguments[0] = max_program()
         folder = Path(config.logging.log_dir)
         self._log = folder / _LOG if folder.is_dir() else Path(os.devnull)
@@ -206,15 +276,6 @@ class MAXChild:
 
 
 def max_program() -> str:
-    """Return the command `max`, of this environment or on PATH. Raises EnvironmentFailure where
-    there is none.
-    """
+    """Return the command `max`, of this environment or on PATH; "" where there is none."""
     beside = Path(sys.executable).with_name("max")
-    found = str(beside) if beside.is_file() else which("max")
-    if found is None:
-        raise EnvironmentFailure(
-            '[inference] engine = "max" without a url starts `max serve`, which is not installed'
-            " here; install it with uv pip install 'max[serve]', or set [inference] url to a"
-            " server's address."
-        )
-    return found
+    return str(beside) if beside.is_file() else which("max") or ""

@@ -11,7 +11,16 @@ from math import sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrain.inference_engine.base import MLX, SampleRequest
+from retrain.errors import ConfigurationError
+from retrain.inference_engine.base import About, EngineCapabilities, SampleRequest
+from retrain.inference_engine.commands import (
+    ServerCommand,
+    ServerNeeds,
+    address_flags,
+    concurrent_sequences,
+    refuse_four_bits,
+    setting_flags,
+)
 from retrain.inference_engine.http import Foreign, Json, Server
 from retrain.inference_engine.served import (
     Dialect,
@@ -107,8 +116,51 @@ class MLXDialect(Dialect):
 
 
 class MLXEngine(ServedEngine):
-    capabilities = MLX
+    capabilities = EngineCapabilities(
+        in_process=False,
+        adapter_reload=True,
+        logprobs="raw",
+        token_ids_in=False,
+        n=False,
+        prefix_cache=True,
+    )
+    about = About(
+        "an MLX-LM server",
+        "mlx-lm 0.32.2 on a CPU",
+        ("mlx-lm", "mlx"),
+        install='pip install mlx-lm ("mlx[cpu]" on Linux)',
+    )
+    default_port = 8080
     dialect_class = MLXDialect
+
+    @classmethod
+    def server_command(
+        cls, config: "TrainConfig", needs: ServerNeeds, python: str
+    ) -> ServerCommand:
+        """It computes in the checkpoint's own dtype, takes adapters with each request, and has no
+        limit of its own on the context.
+        """
+        refuse_four_bits("mlx", config.model)
+        if config.model.revision:
+            raise ConfigurationError(
+                f'[model] revision = "{config.model.revision}": mlx_lm.server takes no revision;'
+                " download this one, and give its folder as [model] model."
+            )
+        model = config.inference.served_model or needs.model
+        command = ServerCommand([python, "-m", "mlx_lm", "server", "--model", model])
+        command.add(*address_flags(config.inference, cls.default_port))
+        if config.model.trust_remote_code:
+            command.add("--trust-remote-code")
+        command.add("--decode-concurrency", str(concurrent_sequences(config.training)))
+        known: dict[str, dict[str, tuple[str, ...]]] = {
+            "dtype": {"bf16": ()},
+            "attention_kernel": {},
+            "kv_cache_dtype": {"int8": ("--kv-bits", "8", "--quantized-kv-start", "0")},
+        }
+        command.add(*setting_flags("mlx", config.inference, known))
+        if not config.inference.prefix_caching:
+            command.add("--prompt-cache-size", "0")
+        return command
 
 
 def to_mlx(peft: Path, target: Path) -> None:

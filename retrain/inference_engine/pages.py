@@ -70,17 +70,17 @@ class PagePool:
             if not self._holders[page]:
                 self._free.append(page)
 
-    def write(self, layer: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write tokens' keys and values [N, H, D] to `places` [N], counted over the tokens of all
-        pages.
+    def write(self, layer: int, slot_mapping: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Write keys and values [N, H, D] of tokens to `slot_mapping` [N], counted over the tokens
+        of all pages.
         """
         for stored, new in ((self.keys[layer], keys), (self.values[layer], values)):
-            stored.view(-1, *stored.shape[2:]).index_copy_(0, places, new)
+            stored.view(-1, *stored.shape[2:]).index_copy_(0, slot_mapping, new)
 
-    def read(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Read keys and values [N, H, D] at `places` [N]."""
+    def read(self, layer: int, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
+        """Read keys and values [N, H, D] at `slot_mapping` [N]."""
         keys, values = (
-            stored.view(-1, *stored.shape[2:]).index_select(0, places)
+            stored.view(-1, *stored.shape[2:]).index_select(0, slot_mapping)
             for stored in (self.keys[layer], self.values[layer])
         )
         return keys, values
@@ -93,14 +93,14 @@ class PagePool:
         for stored in self.keys + self.values:
             stored.index_copy_(0, target, stored.index_select(0, source))
 
-    def places(self, pages: Sequence[int], count: int) -> npt.NDArray[np.int64]:
+    def slot_mapping(self, pages: Sequence[int], count: int) -> npt.NDArray[np.int64]:
         """[count] where the first tokens of a row that holds `pages` lie, for `write`."""
         position = np.arange(count)
-        places: npt.NDArray[np.int64] = (
+        slot_mapping: npt.NDArray[np.int64] = (
             np.array(pages, np.int64)[position // self.tokens] * self.tokens
             + position % self.tokens
         )
-        return places
+        return slot_mapping
 
 
 class PagedTokens:
@@ -109,16 +109,21 @@ class PagedTokens:
     """
 
     def __init__(
-        self, pool: PagePool, kernel: Kernel, places: Tensor, table: Tensor, lengths: Tensor
+        self,
+        pool: PagePool,
+        kernel: Kernel,
+        slot_mapping: Tensor,
+        block_table: Tensor,
+        cache_seqlens: Tensor,
     ) -> None:
-        """`places` [R] of the new tokens; `table` [R, pages] int32 of each row; `lengths` [R] int32
-        with the new tokens.
+        """`slot_mapping` [R] of the new tokens; `block_table` [R, pages] int32 of each row;
+        `cache_seqlens` [R] int32 with the new tokens.
         """
-        self.places = places
+        self.slot_mapping = slot_mapping
         self._pool, self._attend, self._rows = (
             pool,
             kernel.paged,
-            PagedRows.of(table, lengths, pool.tokens),
+            PagedRows.of(block_table, cache_seqlens, pool.tokens),
         )
 
     def pages(self, number: int) -> tuple[Tensor, Tensor]:

@@ -154,16 +154,11 @@ def draw_scaled(
     size = min(_BLOCK, vocabulary)
     blocks = -(-vocabulary // size)
     shifted = _shifted(z, blocks * size)
-    weights = exponentials(shifted)  # softmax times `total`
-    kept = None
-    if keep is not None:
-        kept = keep(shifted[:, :vocabulary], weights)
-        weights[:, :vocabulary].masked_fill_(kept.beyond(shifted[:, :vocabulary]), 0.0)
-
-    block_sums = weights.view(rows, blocks, size).sum(-1).double()
-    cumulative = F.pad(running_sums(block_sums), (1, 0))
+    weights, kept = _weights(shifted, vocabulary, keep)
+    blocked = weights.view(rows, blocks, size)
+    cumulative = F.pad(running_sums(blocked.sum(-1).double()), (1, 0))
     total = cumulative[:, -1:]
-    tokens = _invert(weights.view(rows, blocks, size), cumulative, uniforms[:, None])
+    tokens = _invert(blocked, cumulative, uniforms[:, None])
     tokens.clamp_(max=vocabulary - 1)
 
     log_total = total.log()
@@ -172,13 +167,25 @@ def draw_scaled(
     # From here on `shifted` is spent: the entropy's moments are computed in its memory.
     moments = shifted.mul_(weights).view(rows, blocks, size).sum(-1).double().sum(-1, keepdim=True)
     entropies = (log_total - moments / total).clamp_(min=0.0)
-    if greedy is not None and best is not None:
-        certain = greedy[:, None] & logprobs.isfinite()
-        tokens = torch.where(greedy[:, None], best, tokens)
-        logprobs = logprobs.masked_fill(certain, 0.0)
-        entropies = entropies.masked_fill(certain, 0.0)
     columns = tokens, logprobs, entropies
+    if greedy is not None and best is not None:
+        columns = _certain(columns, greedy[:, None], best)
     return columns if kept is None else (*columns, kept.counts[:, None])
+
+
+def _certain(
+    columns: tuple[Tensor, Tensor, Tensor], greedy: Tensor, best: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Give `greedy` rows [r, 1] their `best` token, with log-prob and entropy 0 unless the logits
+    are not finite.
+    """
+    tokens, logprobs, entropies = columns
+    certain = greedy & logprobs.isfinite()
+    return (
+        torch.where(greedy, best, tokens),
+        logprobs.masked_fill(certain, 0.0),
+        entropies.masked_fill(certain, 0.0),
+    )
 
 
 def _shifted(z: Tensor, width: int) -> Tensor:
@@ -187,6 +194,18 @@ def _shifted(z: Tensor, width: int) -> Tensor:
     shifted[:, z.shape[1] :] = _LOG_FLOOR
     torch.ops.aten.sub.out(z, z.amax(-1, keepdim=True), out=shifted[:, : z.shape[1]])
     return F.threshold(shifted, _LOG_SMALLEST, _LOG_FLOOR, inplace=True)
+
+
+def _weights(
+    shifted: Tensor, vocabulary: int, keep: Callable[[Tensor, Tensor], KeptSets] | None
+) -> tuple[Tensor, KeptSets | None]:
+    """Return softmax times its total [r, width], 0 beyond the kept sets, and these sets."""
+    weights = exponentials(shifted)
+    if keep is None:
+        return weights, None
+    kept = keep(shifted[:, :vocabulary], weights)
+    weights[:, :vocabulary].masked_fill_(kept.beyond(shifted[:, :vocabulary]), 0.0)
+    return weights, kept
 
 
 def _best(shifted: Tensor) -> Tensor:

@@ -176,6 +176,7 @@ class ServedEngine(InferenceEngine):
 
     dialect_class: ClassVar[type[Dialect]]
     patience: ClassVar[Patience] = Patience()
+    needs_address = True
 
     def __init__(
         self, config: "TrainConfig", *, model: Any, eos_ids: Sequence[int], device: Any

@@ -6,10 +6,20 @@ no build of it runs on a CPU.
 """
 
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from retrain.errors import ServerFailure
-from retrain.inference_engine.base import SGLANG, SampleRequest
+from retrain.inference_engine.base import About, EngineCapabilities, SampleRequest
+from retrain.inference_engine.commands import (
+    ServerCommand,
+    ServerNeeds,
+    Variable,
+    address_flags,
+    concurrent_sequences,
+    model_flags,
+    refuse_four_bits,
+    setting_flags,
+)
 from retrain.inference_engine.http import Foreign, Json, Refused, Server, Unreadable
 from retrain.inference_engine.served import (
     Dialect,
@@ -18,6 +28,9 @@ from retrain.inference_engine.served import (
     ServedEngine,
     sampling_seed,
 )
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
 
 
 class SGLangDialect(Dialect):
@@ -109,5 +122,45 @@ class SGLangDialect(Dialect):
 
 
 class SGLangEngine(ServedEngine):
-    capabilities = SGLANG
+    capabilities = EngineCapabilities(
+        in_process=False, adapter_reload=True, logprobs="sampled", prefix_cache=True
+    )
+    about = About(
+        "an SGLang server",
+        "contract (0.5.23)",
+        ("sglang",),
+        install='pip install "sglang[all]", where the server runs',
+    )
+    default_port = 30000
     dialect_class = SGLangDialect
+
+    @classmethod
+    def server_command(
+        cls, config: "TrainConfig", needs: ServerNeeds, python: str
+    ) -> ServerCommand:
+        refuse_four_bits("sglang", config.model)
+        command = ServerCommand([python, "-m", "sglang.launch_server", "--model-path", needs.model])
+        command.add(*address_flags(config.inference, cls.default_port))
+        if config.inference.api_key_env:
+            command.add("--api-key", Variable(config.inference.api_key_env))
+        command.add(*model_flags(config.model, config.inference.served_model, "--revision"))
+        precisions = {"bf16": (), "fp8": ("--quantization", "fp8")}
+        command.add("--dtype", needs.dtype)
+        command.add(*setting_flags("sglang", config.inference, {"dtype": precisions}))
+        command.add("--context-length", str(needs.context))
+        command.add("--max-running-requests", str(concurrent_sequences(config.training)))
+        command.add("--enable-lora", "--max-lora-rank", str(config.model.lora_rank))
+        command.add("--max-loras-per-batch", "2")
+        command.add("--lora-target-modules", *(config.lora.target_modules or ["all"]))
+        if not config.inference.prefix_caching:
+            command.add("--disable-radix-cache")
+        kernels = {"flash": "fa3", "triton": "triton", "cutlass": "cutlass_mla"}
+        caches = {"bf16": "bf16", "fp8": "fp8_e4m3"}
+        known = {
+            "attention_kernel": {
+                key: ("--attention-backend", name) for key, name in kernels.items()
+            },
+            "kv_cache_dtype": {key: ("--kv-cache-dtype", flag) for key, flag in caches.items()},
+        }
+        command.add(*setting_flags("sglang", config.inference, known))
+        return command

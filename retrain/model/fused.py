@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from retrain.model.attention import AttentionBatch, FusedAttention
-from retrain.model.functions import Norm, gated_mlp, norm_project, normed, project, rotate
+from retrain.model.functions import Norm, apply_rope, gated_mlp, norm_project, normed, project
 from retrain.model.layer_kernels import layer_kernels
-from retrain.model.packed import FrozenProduct, laid_out
+from retrain.model.packed import FrozenProduct, prepack
 from retrain.model.projection import Projection, fusable
 from retrain.model.recomputing import recomputed
 from retrain.model.step_kernels import (
@@ -57,7 +57,7 @@ class Cache(Protocol):
 class PagedBatch(Protocol):
     """One new token for each of N rows whose keys and values lie in pages."""
 
-    places: Tensor
+    slot_mapping: Tensor
     """[N] of the new tokens, counted over the tokens of all pages."""
 
     def pages(self, number: int) -> tuple[Tensor, Tensor]:
@@ -116,8 +116,8 @@ class _Layer:
         what attention adds; without gradient.
         """
         qkv = self.qkv.unadded(kernels.add_norm(hidden, update, self.attention_norm))
-        queries = kernels.turn_and_store(
-            *qkv, self.heads, rotary, self.head_norm, batch.pages(number), batch.places
+        queries = kernels.apply_rope_and_store_kv(
+            *qkv, self.heads, rotary, self.head_norm, batch.pages(number), batch.slot_mapping
         )
         attended = batch.attention(queries, number, self.scaling, self.window)
         update, _ = self.output.product(attended.flatten(1))
@@ -150,16 +150,16 @@ class _Layer:
             len(hidden), -1, self.head_size
         )  # [N, Hq + 2 Hk, D]
         heads, shared, _ = self.heads
-        turned, values = (
-            rotate(fused[:, : heads + shared], *rotary, self.head_norm),
+        rotated, values = (
+            apply_rope(fused[:, : heads + shared], *rotary, self.head_norm),
             fused[:, heads + shared :],
         )
-        turned, values = (
-            part.view(rows, -1, *part.shape[1:]).transpose(1, 2) for part in (turned, values)
+        rotated, values = (
+            part.view(rows, -1, *part.shape[1:]).transpose(1, 2) for part in (rotated, values)
         )
         queries, keys = (
-            turned[:, :heads],
-            turned[:, heads:],
+            rotated[:, :heads],
+            rotated[:, heads:],
         )  # [B, Hq, T, D], and [B, Hk, T, D] as the values are
         if cache is not None:
             keys, values = cache.update(keys, values, number)
@@ -259,7 +259,7 @@ class FusedDecoder:
         if weight.device.type not in TRITON_DEVICES:
             return
         for projection in self._projections:
-            projection.lay_adapter_under_weight()
+            projection.append_lora_a_to_weight()
             projection.scaled_product = self.kernels.scaled_product
         self._version = (
             None  # the down factors are in another place, where none has been written yet
@@ -307,7 +307,7 @@ class FusedDecoder:
         if copy == "none" or type(self._head) is not nn.Linear:
             self._packed_head = None
         elif self._packed_head is None:
-            self._packed_head = laid_out(self._head.weight, self._head.bias)
+            self._packed_head = prepack(self._head.weight, self._head.bias)
         self._version = version
 
     @property

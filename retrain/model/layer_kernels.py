@@ -2,17 +2,21 @@
 the probe that they pass before use.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from retrain.model.functions import LayerKernels, Norm, gate_gradient, gated, normed, rotate
-from retrain.model.step_kernels import tried
+from retrain.model.functions import LayerKernels, Norm, apply_rope, gate_gradient, gated, normed
+from retrain.model.probe import Make, choose, compare, numbers
 
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Largest difference on the probe, whose numbers are about 1: a few roundings."""
+
+
+Case = Callable[[LayerKernels | None], Sequence[Tensor]]
+"""The results of one kernel, or of torch's operators."""
 
 
 class TritonLayers:
@@ -22,7 +26,7 @@ class TritonLayers:
         from retrain.model.kernels import activation, norm, rotary
 
         self.norm, self.norm_gradient = norm.norm, norm.norm_gradient
-        self.turn, self.turn_gradient = rotary.turn, rotary.turn_gradient
+        self.apply_rope, self.apply_rope_gradient = rotary.apply_rope, rotary.apply_rope_gradient
         self.gate, self.gate_gradient = (
             partial(activation.gate, pending=None),
             activation.gate_gradient,
@@ -35,7 +39,7 @@ def layer_kernels(
     """Return the kernels of a device that has Triton's. None, and why in a line to `say`, if they
     fail or differ from torch's operators.
     """
-    kernels, reason = tried(TritonLayers, partial(differences, device=device, dtype=dtype))
+    kernels, reason = choose(TritonLayers, partial(differences, device=device, dtype=dtype))
     if reason:
         say(f"Learning uses torch's operators: {reason}.")
     return kernels
@@ -43,47 +47,48 @@ def layer_kernels(
 
 def differences(kernels: LayerKernels, device: torch.device, dtype: torch.dtype) -> list[str]:
     """Name the kernels that differ from torch's operators on a probe by more than rounding."""
-    generator = torch.Generator().manual_seed(0)
+    make = numbers(device, dtype)
+    cases = _norm_cases(make) | _rope_cases(make) | _gate_cases(make)
+    return compare(None, kernels, cases, _TOLERANCE)
 
-    def make(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
 
-    x, heads, gates, grads = (
-        make(18, 40),
-        make(18, 5, 8),
-        make(18, 48),
-        (make(18, 40), make(18, 3, 8), make(18, 24)),
-    )
-    rotary, weights = (
-        (make(18, 1, 4).repeat(1, 1, 2), make(18, 1, 4).repeat(1, 1, 2)),
-        (make(40), make(3, 8)),
-    )
+def _norm_cases(make: Make) -> dict[str, Case]:
+    x, weight, grad = make(18, 40), make(40), make(18, 40)
 
-    def results(of: LayerKernels | None) -> dict[str, Tensor]:
-        norms = [Norm.of(weight, 1e-6) for weight in weights]
-        for norm in norms:
-            norm.kernels = of
+    def results(kernels: LayerKernels | None) -> tuple[Tensor, Tensor]:
+        norm, leaf = Norm.of(weight, 1e-6), x.clone().requires_grad_()
+        norm.kernels = kernels
         with torch.enable_grad():
-            leaves = x.clone().requires_grad_(), heads.clone().requires_grad_()
-            outputs = normed(leaves[0], norms[0]), rotate(leaves[1][:, :3], *rotary, norms[1])
-            of_norm, of_turn = torch.autograd.grad(outputs, leaves, grads[:2])
-        found = {
-            "norm": outputs[0],
-            "norm_gradient": of_norm,
-            "turn": outputs[1],
-            "turn_gradient": of_turn,
-        }
-        active = torch.nn.functional.silu(gates[:, :24])
-        of_gates = (
-            gate_gradient(grads[2].clone(), gates, active)
-            if of is None
-            else of.gate_gradient(grads[2], gates)
-        )
-        return found | {"gate": gated(gates, of), "gate_gradient": of_gates}
+            output = normed(leaf, norm)
+        return output, torch.autograd.grad(output, leaf, grad)[0]
 
-    expected, limit = results(None), _TOLERANCE[dtype]
-    return [
-        name
-        for name, own in results(kernels).items()
-        if not torch.allclose(own.float(), expected[name].float(), rtol=limit, atol=limit)
-    ]
+    return {"norm": lambda of: results(of)[:1], "norm_gradient": lambda of: results(of)[1:]}
+
+
+def _rope_cases(make: Make) -> dict[str, Case]:
+    x, weight, grad = make(18, 5, 8), make(3, 8), make(18, 3, 8)
+    rotary = make(18, 1, 4).repeat(1, 1, 2), make(18, 1, 4).repeat(1, 1, 2)
+
+    def results(kernels: LayerKernels | None) -> tuple[Tensor, Tensor]:
+        norm, leaf = Norm.of(weight, 1e-6), x.clone().requires_grad_()
+        norm.kernels = kernels
+        with torch.enable_grad():
+            output = apply_rope(leaf[:, :3], *rotary, norm)
+        return output, torch.autograd.grad(output, leaf, grad)[0]
+
+    return {
+        "apply_rope": lambda of: results(of)[:1],
+        "apply_rope_gradient": lambda of: results(of)[1:],
+    }
+
+
+def _gate_cases(make: Make) -> dict[str, Case]:
+    gates, grad = make(18, 48), make(18, 24)
+
+    def gradient(kernels: LayerKernels | None) -> list[Tensor]:
+        if kernels is not None:
+            return [kernels.gate_gradient(grad, gates)]
+        active = torch.nn.functional.silu(gates[:, :24])
+        return [gate_gradient(grad.clone(), gates, active)]
+
+    return {"gate": lambda of: [gated(gates, of)], "gate_gradient": gradient}

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_FEWEST_ELEMENTS = 150_000
+_MIN_ELEMENTS = 150_000
 """For a smaller weight the operator's overhead exceeds what it saves (measured on two cores, 8 to
 128 rows)."""
 
@@ -48,7 +48,7 @@ class PackedWeight:
         # a large weight on a CPU that computes in its dtype, in a torch that has oneDNN
         # and these operators
         self._packed = (
-            weight.numel() >= _FEWEST_ELEMENTS
+            weight.numel() >= _MIN_ELEMENTS
             and weight.device.type == "cpu"
             and (
                 weight.dtype == torch.float32
@@ -88,7 +88,7 @@ class HalfWeight:
         return product if self._bias is None else product.add_(self._bias)
 
 
-def laid_out(weight: Tensor, bias: Tensor | None) -> FrozenProduct:
+def prepack(weight: Tensor, bias: Tensor | None) -> FrozenProduct:
     """Return the product with a weight [O, I] and a bias [O] that do not change, held in the fewest
     bits that hold its values.
     """
@@ -106,7 +106,7 @@ def fits_half(weight: Tensor) -> bool:
     if (
         weight.dtype != torch.float32
         or weight.device.type != "cpu"
-        or weight.numel() < _FEWEST_ELEMENTS
+        or weight.numel() < _MIN_ELEMENTS
     ):
         return False
     if "fbgemm" not in torch.backends.quantized.supported_engines:

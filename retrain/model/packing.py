@@ -22,7 +22,7 @@ from retrain.model.attention import Kernel, prefers_products
 from retrain.model.prefix_attention import Block, attend
 from retrain.model.varlen import Spans
 
-_LONGEST_AS_PRODUCTS = 512
+_MAX_TOKENS_AS_PRODUCTS = 512
 """Tokens of a segment. Of a longer one the fused kernel skips the scores that causality hides,
 nearly half of them, and is faster."""
 
@@ -66,7 +66,7 @@ class PackedAttention:
         """
         self._segments = [segment for segment in segments if segment.length]
         self._longest = max(segment.prompt_length + segment.length for segment in self._segments)
-        self._short = max(segment.length for segment in self._segments) <= _LONGEST_AS_PRODUCTS
+        self._short = max(segment.length for segment in self._segments) <= _MAX_TOKENS_AS_PRODUCTS
         self._budget, self._kernel, self._device = budget, kernel, device
 
     def attention(

@@ -28,7 +28,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from retrain.errors import RetrainError, RunFailed
+from retrain.errors import ResumableFailure, RetrainError
 from retrain.processes import die_with_parent
 
 Piece = TypeVar("Piece")
@@ -214,7 +214,7 @@ class _Worker:
         self.busy = message != _DONE and not isinstance(message, Exception)
         return message
 
-    def _lost(self) -> RunFailed:
+    def _lost(self) -> ResumableFailure:
         _, status = os.waitpid(self.pid, 0)
         code = os.waitstatus_to_exitcode(status)
         self.pid = 0
@@ -223,9 +223,9 @@ class _Worker:
             if code < 0
             else f"ended with exit code {code}"
         )
-        return RunFailed(
-            f"A worker process of this run {how}; continue with --resume, and set OMP_NUM_THREADS=1"
-            " to compute in one process."
+        return ResumableFailure(
+            f"A worker process of this run {how}; close other programs, or set OMP_NUM_THREADS=1 to"
+            " compute in one process."
         )
 
     def end(self) -> None:

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 _SCORES = 1 << 22
 """Scores [Hq, B, t, L] made together: 16 MiB."""
-_FEWEST_QUERIES = 16
+_MIN_QUERIES = 16
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Block:
         """The T queries, as many together as the scores' memory allows."""
         width = len(self.tokens) // self.rows
         step = max(
-            _FEWEST_QUERIES,
+            _MIN_QUERIES,
             _SCORES // (heads * self.rows * (self.prompt.stop - self.prompt.start + width)),
         )
         for start in range(0, width, step):

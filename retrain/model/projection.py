@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from retrain.model.float8 import Float8Linear, dequantised, scaled_product
-from retrain.model.packed import FrozenProduct, PackedWeight, fits_half, laid_out
+from retrain.model.packed import FrozenProduct, PackedWeight, fits_half, prepack
 
 WEIGHTS: set[type[Tensor]] = {nn.Parameter}
 """Types of the weights that may be laid side by side: not a DTensor, of which a process has a
@@ -148,14 +148,14 @@ class Projection:
             )
             self._merged = True
         elif copy != "none" and self.copy is None:
-            self.copy = laid_out(self.wide_weight, self.bias)
+            self.copy = prepack(self.wide_weight, self.bias)
 
     @cached_property
     def _fits_half(self) -> bool:
         return fits_half(self.wide_weight)
 
     @torch.no_grad()
-    def lay_adapter_under_weight(self) -> None:
+    def append_lora_a_to_weight(self) -> None:
         """Give the down factors the rows after the weight's own, so that products without gradient
         take both as one.
 

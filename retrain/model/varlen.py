@@ -99,19 +99,23 @@ def plain(
 class PagedRows(NamedTuple):
     """Rows of which each has one query, the last of its tokens, which lie in its pages in order."""
 
-    table: Tensor
+    block_table: Tensor
     """[R, M] int32 pages."""
-    lengths: Tensor
+    cache_seqlens: Tensor
     """[R] int32 tokens."""
     spans: Spans
-    """The spans of one query per row, and of as many keys as `lengths` say; built once for all
-    layers."""
+    """The spans of one query per row, and of as many keys as `cache_seqlens` say; built once for
+    all layers."""
 
     @classmethod
-    def of(cls, table: Tensor, lengths: Tensor, page_tokens: int) -> "PagedRows":
-        queries = torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
-        keys = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-        return cls(table, lengths, Spans(queries, keys, 1, table.shape[1] * page_tokens))
+    def of(cls, block_table: Tensor, cache_seqlens: Tensor, page_tokens: int) -> "PagedRows":
+        queries = torch.arange(
+            len(cache_seqlens) + 1, dtype=torch.int32, device=cache_seqlens.device
+        )
+        keys = torch.nn.functional.pad(cache_seqlens.cumsum(0, dtype=torch.int32), (1, 0))
+        return cls(
+            block_table, cache_seqlens, Spans(queries, keys, 1, block_table.shape[1] * page_tokens)
+        )
 
 
 PagedKernel = Callable[[Tensor, Tensor, Tensor, PagedRows, float, int | None], Tensor]
@@ -130,8 +134,8 @@ def flash_paged(
     spans, before = rows.spans, -1 if window is None else window - 1
     return varlen_attn(  # type: ignore[return-value]  # no log-sum-exp is asked for, so it is one tensor
         query, keys, values, spans.queries, spans.keys, spans.most_queries, spans.most_keys,
-        scale=scaling, window_size=(before, 0), enable_gqa=True, seqused_k=rows.lengths,
-        block_table=rows.table, num_splits=1,
+        scale=scaling, window_size=(before, 0), enable_gqa=True, seqused_k=rows.cache_seqlens,
+        block_table=rows.block_table, num_splits=1,
     )  # fmt: skip
 
 
@@ -142,9 +146,9 @@ def plain_paged(
     count, heads, size = query.shape
     grouped = query.view(count, keys.shape[2], -1, size)
     k, v = (
-        pages[rows.table.long()].flatten(1, 2).transpose(1, 2) for pages in (keys, values)
+        pages[rows.block_table.long()].flatten(1, 2).transpose(1, 2) for pages in (keys, values)
     )  # [R, Hk, L, D]
-    position, seen = torch.arange(k.shape[2], device=query.device), rows.lengths[:, None]
+    position, seen = torch.arange(k.shape[2], device=query.device), rows.cache_seqlens[:, None]
     hidden = (
         (position >= seen) if window is None else (position >= seen) | (position < seen - window)
     )

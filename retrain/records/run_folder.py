@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from retrain.config.stored import run_command
-from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed
 from retrain.parsing import read_object
 from retrain.records.checkpoint import step_folder
 from retrain.records.disk import delete, replace_file
-from retrain.records.jsonl import Extent, aside_of, read_jsonl, truncate_to_size, truncate_to_step
+from retrain.records.jsonl import Extent, aside_of, truncate_to_size, truncate_to_step
 from retrain.records.state import TrainerState
 
 MARKER = ".retrain.json"
@@ -160,14 +160,10 @@ class RunFolder:
         """The files of JSON lines."""
         return (self.metrics, self.evaluation, self.emergence_steps, self.generations)
 
-    def holds_run(self) -> bool:
-        """Return True if our marker and any of a run's files are there. No single file is required:
-        a damaged run may lack it.
-        """
-        files = (
-            path for path in self.written() if path != self.checkpoint_pointer
-        )  # which is written before the run begins
-        return kind_of(self.path) == "run" and any(map(os.path.lexists, files))
+    def claim(self) -> "Claim":
+        """Look whose the folder is. Raises RunFailed for a marker that is no JSON object."""
+        present = tuple(path for path in self.written() if os.path.lexists(path))
+        return Claim(self, kind_of(self.path), present)
 
     def links(self) -> list[Path]:
         """Return symbolic links in place of files that a resume cuts, deletes or continues."""
@@ -203,19 +199,12 @@ class RunFolder:
 
     def missing_rows(self, state: TrainerState) -> str:
         """Name the steps and evaluations before `state` that are missing; "" if none are."""
-        if state.files:
-            problems = (
-                self._extent(path, state).problem(path) for path in (self.metrics, self.evaluation)
-            )
-            return next((problem for problem in problems if problem), "")
-        # A checkpoint of 0.1.0 does not say how far the files reached.
-        here = (
-            {line.get("step") for line in read_jsonl(self.metrics)}
-            if self.metrics.is_file()
-            else set()
+        if state.step and self.metrics.name not in state.files:
+            return f"it does not say how far {self.metrics.name} reached"
+        problems = (
+            self._extent(path, state).problem(path) for path in (self.metrics, self.evaluation)
         )
-        lost = sorted({*range(state.step)} - here)
-        return f"{self.metrics.name} has no line for step {lost[0]}" if lost else ""
+        return next((problem for problem in problems if problem), "")
 
     def broken_seal(self, path: Path, *, ended: bool) -> str:
         """How a file of JSON lines differs from what trainer_state.json recorded; "" if it does
@@ -249,14 +238,13 @@ class RunFolder:
         for path in self.lines():
             extent = self._extent(path, state)
             problem = extent.problem(path)
-            if state.files and not problem:
+            if not problem:
                 truncate_to_size(path, extent.size)
                 continue
-            if state.files:
-                say(
-                    f"{path.relative_to(self.path)}: {problem}; the rest of it is kept, and the run"
-                    " continues."
-                )
+            say(
+                f"{path.relative_to(self.path)}: {problem}; the rest of it is kept, and the run"
+                " continues."
+            )
             # An evaluation counts completed steps, and one at `state.step` may have been cut before
             # the state knew of it.
             truncate_to_step(
@@ -287,6 +275,71 @@ class RunFolder:
             number = path.stem.removeprefix("step_")
             if number.isdecimal() and int(number) >= step:
                 path.unlink()
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Whose a folder is: new, a run's, a campaign's, of another kind, or another program's."""
+
+    folder: RunFolder
+    kind: str
+    """What our marker says: run, campaign, checkpoints, evaluation or squeeze; "" without one."""
+    present: tuple[Path, ...]
+    """The files and folders there that have the names of a run's."""
+
+    @property
+    def holds_run(self) -> bool:
+        """True if our marker and any of a run's files are there. No single file is required: a
+        damaged run may lack it.
+        """
+        # The pointer to checkpoints elsewhere is written before the run begins.
+        return self.kind == "run" and any(
+            path != self.folder.checkpoint_pointer for path in self.present
+        )
+
+    def outer_run(self) -> RunFolder | None:
+        """The run inside whose folder this one lies."""
+        for parent in self.folder.path.resolve().parents:
+            try:
+                if kind_of(parent) == "run":
+                    return RunFolder(parent)
+            except RunFailed:  # a file of that name which another program made
+                continue
+        return None
+
+    def refuse_run(self, *, resuming: bool) -> None:
+        """Raise ConfigurationError unless a run may be started here, or with `resuming` resumed."""
+        path, kind = self.folder.path, self.kind
+        if kind == "campaign":
+            raise ConfigurationError(
+                f"{path} holds a campaign, not a single run; resume it with the campaign's own"
+                " file, or name another folder."
+            )
+        if kind not in ("", "run"):
+            raise ConfigurationError(
+                f"{path} is a folder of {kind} made by retrain and contains no run; name another"
+                " folder."
+            )
+        outer = None if kind else self.outer_run()
+        if resuming and not kind:
+            advice = "name a run's folder"
+            if outer:
+                advice = f"it is a part of the run {outer.path}: name that"
+            raise ConfigurationError(
+                f"[resume] from = {str(path)!r} holds no run of retrain (no {MARKER}); {advice}."
+            )
+        if not kind and self.present:
+            names = ", ".join(taken.name for taken in self.present)
+            raise ConfigurationError(
+                f"{path} holds {names} and was not made by retrain (no {MARKER}), so nothing in it"
+                " is overwritten; choose another [logging] log_dir or move them away."
+            )
+        around = {path.resolve(), *path.resolve().parents}
+        if outer and (part := next((part for part in outer.written() if part in around), None)):
+            raise ConfigurationError(
+                f"{path} lies in {part}, which the run {outer.path} deletes when it starts anew;"
+                " choose another [logging] log_dir."
+            )
 
 
 def read_marker(folder: Path) -> dict[str, Any]:

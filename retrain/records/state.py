@@ -42,6 +42,8 @@ class TrainerState:
     gate_mismatch: float | None = None
     """Mean |engine - learner| log-prob, in nats, of the parity gate at the run's first start; the
     default mismatch_limit follows from it."""
+    sampler: dict[str, Any] = field(default_factory=dict)
+    """What `[data] sampler` has seen; empty for the shuffle."""
     sepa: dict[str, Any] = field(default_factory=dict)
     rewards: dict[str, Any] = field(default_factory=dict)
     backpressure: dict[str, Any] = field(default_factory=dict)

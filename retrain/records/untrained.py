@@ -67,13 +67,12 @@ def untrained_line(streak: Sequence[StepRecord]) -> str:
 def _cause(records: Sequence[StepRecord]) -> str:
     """Return what the records have in common and what to do, the most telling first."""
     total, cut = _completions(records), _counted(records, "max_token_hit_rate")
-    groups, wrong, right = (
-        _sum(records, name)
-        for name in ("batch_size", "groups_skipped_all_wrong", "groups_skipped_all_correct")
-    )
-    reads_boxes = records[0].answer_found_rate is not None
-    boxed = f"{_counted(records, 'answer_found_rate'):,} of {total:,} completions hold \\boxed{{}}"
-    seen = [boxed] * reads_boxes + [f"{cut:,} were cut at [training] max_tokens"] * (cut > 0)
+    groups = _sum(records, "batch_size")
+    boxed = ""
+    if records[0].answer_found_rate is not None:  # the reward reads boxes
+        found = _counted(records, "answer_found_rate")
+        boxed = f"{found:,} of {total:,} completions hold \\boxed{{}}"
+    seen = [boxed] * bool(boxed) + [f"{cut:,} were cut at [training] max_tokens"] * (cut > 0)
     means = {
         None if record.mean_reward is None else round(record.mean_reward, 9) for record in records
     }
@@ -86,24 +85,30 @@ def _cause(records: Sequence[StepRecord]) -> str:
     if constant and means != {0.0}:
         return _alike(total, means.pop())
     if 0 < cut == total:
-        return (
-            f"all {total:,} completions were cut at [training]"
-            f" max_tokens{f' and {boxed}' if reads_boxes else ''}; raise it"
-        )
+        also = f" and {boxed}" if boxed else ""
+        return f"all {total:,} completions were cut at [training] max_tokens{also}; raise it"
     if 0 < _sum(records, "groups_identical") == groups:
         return (
             "the completions of each group are the same, token by token; check that the engine"
             " draws each with noise of its own"
         )
-    if reads_boxes and not _counted(records, "answer_found_rate"):
+    if boxed and not found:
         return (
             f"{', '.join(seen)}; unless the prompts ask for one, set [data] prompt_template ="
             f" {ASKING_TEMPLATE}"
         )
-    if constant and not reads_boxes:
+    if constant and not boxed:
         return _alike(total, 0.0)
+    return _no_difference(records, total, groups, ", ".join(seen))
+
+
+def _no_difference(records: Sequence[StepRecord], total: int, groups: int, seen: str) -> str:
+    """Return the cause where the completions of each group just have one reward."""
+    wrong, right = (
+        _sum(records, name) for name in ("groups_skipped_all_wrong", "groups_skipped_all_correct")
+    )
     if wrong == groups:
-        shown = f" ({', '.join(seen)})" if seen else ""
+        shown = f" ({seen})" if seen else ""
         return (
             f"all {total:,} completions are wrong{shown}; use easier problems, larger groups or"
             " more tokens"

@@ -1,16 +1,21 @@
-"""The process that is writing a run, as the run's lock names it, and whether it is alive where it
-runs on this machine.
+"""The lock of a folder's one writer, and whether the process that holds it is alive, where it runs
+on this machine.
 """
 
 import os
 import re
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Self
 
+from filelock import FileLock, Timeout
+
+from retrain.errors import ConfigurationError
 from retrain.records.run_folder import RunFolder
 
 _OWNER = re.compile(r"pid (\d{1,10}) on (.+)")
@@ -81,3 +86,26 @@ def _answers(pid: int) -> bool:
     except PermissionError:  # there, and another user's
         return True
     return True
+
+
+@contextmanager
+def writer_lock(folder: RunFolder) -> Iterator[None]:
+    """Hold the lock that makes this process the run's only writer. Raises ConfigurationError where
+    another process holds it.
+    """
+    owner = folder.lock_owner
+    lock = FileLock(folder.lock)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        who = owner.read_text(encoding="utf-8").strip() if owner.exists() else "another process"
+        raise ConfigurationError(
+            f"{folder.path} is being written by {who}; wait for it, or choose another [logging]"
+            " log_dir."
+        ) from None
+    try:
+        owner.write_text(f"pid {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+        yield
+    finally:
+        owner.unlink(missing_ok=True)
+        lock.release()

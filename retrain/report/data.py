@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from retrain.analysis.compare import Comparison, check_sizes, compare_campaign, compare_runs
+from retrain.analysis.compare import Comparison, compare_campaign, compare_runs
 from retrain.analysis.likeness import differing_keys
 from retrain.analysis.measures import choose_metric
 from retrain.analysis.planned import CampaignRecord, evidence_line
 from retrain.analysis.runs import MANIFEST, StoredRun, campaign_runs, find_runs, is_campaign, is_run
+from retrain.analysis.selection import check_sizes
 from retrain.analysis.status import RunStatus, run_status
 from retrain.analysis.verdict import TestSettings
 from retrain.config.schema import Squeeze

@@ -130,14 +130,12 @@ class ChatClient:
         """Return the error that a status other than 200 means; a limit of the rate stops every
         request for as long as the server says.
         """
-        said = (
-            f"it redirects to {answer.redirect_host}"
-            if 300 <= answer.status < 400
-            else answer.said(self._key, *secret_values())
-        )
-        sentence = f"{self.host} answered {answer.status} {answer.reason}".rstrip() + (
-            f": {said}" if said else ""
-        )
+        said = answer.said(self._key, *secret_values())
+        if 300 <= answer.status < 400:
+            said = f"it redirects to {answer.redirect_host}"
+        sentence = f"{self.host} answered {answer.status} {answer.reason}".rstrip()
+        if said:
+            sentence += f": {said}"
         error = answer.content.get("error") if isinstance(answer.content, dict) else None
         blamed = str(error.get("param") or "") if isinstance(error, dict) else ""
         if answer.status == 400 and self._without(blamed):

@@ -81,9 +81,8 @@ def load_rewards(
     called as a reward.
     """
     config = TrainConfig.model_validate({"plugins": plugins, "reward": {"params": params}})
-    config._provenance = Provenance(
-        path=Path(source) if source else None
-    )  # plugins are also looked for beside the file
+    # Plugins are also looked for beside the file.
+    config._provenance = Provenance(path=Path(source) if source else None)
     runner = asyncio.Runner()
     rewards = {}
     for name in names:

@@ -184,7 +184,7 @@ def build_scorer(config: "TrainConfig", verdicts: Path | None = None) -> Scorer:
     judge's key.
     """
     reward = config.reward
-    functions = tuple(name for kind in reward.types if (name := _function_name(kind, reward)))
+    functions = tuple(filter(None, (_function_name(kind, reward) for kind in reward.types)))
     if reward.params and not functions:
         raise ConfigurationError(
             f"[reward] params holds {', '.join(sorted(reward.params))}, but the reward"
@@ -193,9 +193,7 @@ def build_scorer(config: "TrainConfig", verdicts: Path | None = None) -> Scorer:
     with ExitStack() as undo:
         model = None
         if "judge" in reward.types:
-            from retrain.rewards.judge import (
-                LanguageModelJudge,
-            )  # httpx, which no other reward needs
+            from retrain.rewards.judge import LanguageModelJudge  # httpx, which only it needs
 
             model = LanguageModelJudge(reward, verdicts)
             undo.callback(model.close)

@@ -9,9 +9,8 @@ from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
 
-logging.getLogger("math_verify").setLevel(
-    logging.ERROR
-)  # it warns that its timeouts are off, which is intended: the parent keeps time
+# It warns that its timeouts are off, which is intended: the parent keeps time.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
 _CONFIGURATION = [LatexExtractionConfig()]
 
 
@@ -57,12 +56,12 @@ class _ExceptMemory(tuple[type[Exception], ...]):
         return RuntimeError(*arguments)
 
 
-def _let_memory_errors_out() -> None:
+def _pass_memory_errors_on() -> None:
     """Rebind the name Exception in the modules that say `except Exception: pass`, so that
     MemoryError passes through them.
 
     They do so in two dozen places and offer no setting for it. An answer for which memory ran out
-    would be found unequal: a wrong answer, where the verdict must be could-not-judge. Nothing
+    would be found unequal: a wrong answer, where the score must be could-not-judge. Nothing
     outside of these modules can see such an error: Python 3.11 reports caught exceptions to tracers
     only, which slow every call down, and a failed allocation leaves no trace in the process's peak
     memory. Without the address-space limit such errors would be rare, but the parent's memory watch
@@ -80,4 +79,4 @@ def _let_memory_errors_out() -> None:
 
 
 _warm_up()
-_let_memory_errors_out()  # after the first use: by now all kinds of exceptions are defined
+_pass_memory_errors_on()  # after the first use: by now all kinds of exceptions are defined

@@ -27,9 +27,8 @@ def serve(channel: Channel) -> None:
             channel.send({"refused": str(error)})
             return
         reply: Message = {"ready": True}
-        while (
-            os.getpid() == own
-        ):  # a child that user code forked returns here too, and must not answer
+        # A child that user code forked returns here too, and must not answer.
+        while os.getpid() == own:
             channel.send(reply)
             job = channel.receive(None)
             reply = handlers[job["handler"]](job) | {"number": job["number"]}
@@ -47,10 +46,8 @@ def _handlers(setup: Message) -> Mapping[str, Callable[[Message], Message]]:
                 resource.RLIMIT_AS,
                 (setup["address_space"], resource.getrlimit(resource.RLIMIT_AS)[1]),
             )
-        except (
-            ValueError,
-            OSError,
-        ) as error:  # the system has no such limit, so the parent's watch has to do
+        # The system has no such limit, so the parent's watch has to do.
+        except (ValueError, OSError) as error:
             print(f"reward worker: its memory cannot be limited here ({error})", file=sys.stderr)
     note_values(setup["secrets"])
     handlers: dict[str, Callable[[Message], Message]] = {}

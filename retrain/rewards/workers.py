@@ -202,12 +202,8 @@ class _WorkerThread(threading.Thread):
         except _Refused as error:
             self.refusal = str(error)
             return self.refusal
-        except (
-            ForkServerLost,
-            ChannelClosed,
-            BadMessage,
-            OSError,
-        ) as error:  # a TimeoutError is an OSError
+        # A TimeoutError is an OSError.
+        except (ForkServerLost, ChannelClosed, BadMessage, OSError) as error:
             return f"no reward worker could be started ({error})"
         return ""
 
@@ -246,17 +242,12 @@ class _WorkerThread(threading.Thread):
             return PartScore(None, f"the reward worker's reply could not be read: {error}")
         except ChannelClosed:
             status = self._discard()
-            how = (
-                f"signal {-status}" if status is not None and status < 0 else f"exit code {status}"
-            )
-            return PartScore(
-                None,
-                (
-                    "the run is ending"
-                    if self._closing.is_set()
-                    else f"the reward worker died ({how})"
-                ),
-            )
+            if self._closing.is_set():
+                return PartScore(None, "the run is ending")
+            how = f"exit code {status}"
+            if status is not None and status < 0:
+                how = f"signal {-status}"
+            return PartScore(None, f"the reward worker died ({how})")
 
     def _wait(self, worker: _Worker, number: int, deadline: float) -> PartScore:
         while True:
@@ -271,9 +262,8 @@ class _WorkerThread(threading.Thread):
             try:
                 reply = worker.channel.receive(min(left, _TICK_S), _MAX_REPLY)
             except TimeoutError:
-                if (
-                    self._closing.is_set()
-                ):  # the worker is dead, but a child that it left may hold its end of the channel
+                # The worker is dead then, but a child that it left may hold its end of the channel.
+                if self._closing.is_set():
                     self._discard()
                     return PartScore(None, "the run is ending")
                 if self._is_too_large(worker):

@@ -10,13 +10,13 @@ from retrain.config.overrides import Overrides
 from retrain.errors import ConfigurationError
 from retrain.plugins import named_code
 from retrain.records.checkpoint import Checkpoint, CheckpointStore
+from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.evaluation import Evaluation
 from retrain.records.redact import note_secrets
 from retrain.records.run_folder import RunFolder
 from retrain.run.dialogues import Watcher
 from retrain.run.interrupts import Interrupts
 from retrain.run.notes import trust_note
-from retrain.run.opening import stored_checkpoints
 from retrain.run.parts import load_parts
 from retrain.types import Group
 

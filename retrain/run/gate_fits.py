@@ -278,32 +278,20 @@ def adapter_suspects(
     the whole adapter changes most. The whole adapter counts as one more group, on all completions.
     """
     trial.set(0.0)
-    whole = [
-        own - without
-        for own, without in zip(sampled.learner, inputs.learner_logprobs(sampled.rows), strict=True)
-    ]
-    probed = sorted(range(len(whole)), key=lambda number: -float(np.abs(whole[number]).sum()))[
-        :_PROBED
-    ]
-    rows, own = (
-        [sampled.rows[number] for number in probed],
-        np.concatenate([sampled.learner[number] for number in probed]),
-    )
-    effects = {}
-    for group in trial.groups:
-        trial.set(strength, without=group)
-        effects[group] = own - np.concatenate(inputs.learner_logprobs(rows))
-    trial.set(strength)
-    differences = sampled.differences
-    fits, fewest = [], _FITTED if inputs.half_precision else 1
+    without = inputs.learner_logprobs(sampled.rows)
+    whole = [own - other for own, other in zip(sampled.learner, without, strict=True)]
+    by_change = sorted(range(len(whole)), key=lambda number: -float(np.abs(whole[number]).sum()))
+    probed = by_change[:_PROBED]
+    effects = _group_effects(inputs, trial, strength, sampled, probed)
+    fits: list[Fit] = []
+    fewest = _FITTED if inputs.half_precision else 1
     for numbers, fitted in (
         (range(len(whole)), {_WHOLE: np.concatenate(whole)}),
         (probed, effects),
     ):
-        difference = np.concatenate([differences[number] for number in numbers])
-        fits += (
-            fits_of(difference, fitted, inputs.half_precision) if len(difference) >= fewest else []
-        )
+        difference = np.concatenate([sampled.differences[number] for number in numbers])
+        if len(difference) >= fewest:
+            fits += fits_of(difference, fitted, inputs.half_precision)
     off = [
         fit
         for fit in fits
@@ -312,6 +300,26 @@ def adapter_suspects(
     ]
     suspects = [Suspect(fit.explained, fit.sentence(inputs.consequence)) for fit in off]
     return float(np.abs(np.concatenate(whole)).mean()), suspects
+
+
+def _group_effects(
+    inputs: GateInputs,
+    trial: TrialAdapter,
+    strength: float,
+    sampled: Sampled,
+    probed: Sequence[int],
+) -> dict[str, Float32Array]:
+    """Group of the adapter -> [n] what the learner's log-probs of the `probed` completions lose
+    without it. The trial adapter is whole again afterwards.
+    """
+    rows = [sampled.rows[number] for number in probed]
+    own = np.concatenate([sampled.learner[number] for number in probed])
+    effects = {}
+    for group in trial.groups:
+        trial.set(strength, without=group)
+        effects[group] = own - np.concatenate(inputs.learner_logprobs(rows))
+    trial.set(strength)
+    return effects
 
 
 def temperature_suspects(inputs: GateInputs, sampled: Sampled) -> list[Suspect]:

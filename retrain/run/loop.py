@@ -8,8 +8,9 @@ writes the step down, and `saver` says what is due and writes checkpoints.
 from dataclasses import dataclass
 from pathlib import Path
 
+from retrain.backends.base import backend_kind
 from retrain.config import TrainConfig
-from retrain.errors import Interrupted, RunFailed, ServerFailure
+from retrain.errors import Interrupted, ResumableFailure, RunFailed, ServerFailure
 from retrain.records.disk import writing_to
 from retrain.records.entries import StepRecord
 from retrain.records.run_folder import RunFolder
@@ -66,12 +67,17 @@ def train(
                 if session.is_finished:
                     return Run(session.folder.path, session.finish())
                 take_step(session)
+        except ResumableFailure as error:
+            session.save_now()
+            raise RunFailed(
+                f"{str(error).rstrip('.')}, then continue with `{again.resume_command}`."
+            ) from error
         except (Interrupted, RunFailed):
             session.save_now()
             raise
         except ServerFailure as error:
             saved = session.save_now()
-            flag = "--base-url" if config.backend.backend == "tinker" else "--inference-url"
+            flag = backend_kind(config.backend.backend).address_flag
             how = f"continue with `{again.resume_command}`, at another address with {flag}"
             raise ServerFailure(f"{error} {saved}: {how}.") from error
 

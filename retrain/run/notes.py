@@ -5,6 +5,7 @@ surprise.
 from collections.abc import Sequence
 
 from retrain.advantages.sepa import maximal_lambda_note
+from retrain.backends.base import backend_kind
 from retrain.config import TrainConfig
 from retrain.config.outcomes import unused_keys
 from retrain.config.schema import DEFAULT_CLIPS, Backend, Inference, Lora, Loss, Model, Training
@@ -49,15 +50,8 @@ def notes(config: TrainConfig) -> list[str]:
         _truncation_note(config),
         _split_note(config),
     ]
-    if (
-        config.backend.backend == "tinker"
-        and config.kind != "squeeze"
-        and config.training.temperature == 1
-    ):
-        found.append(
-            "Tinker's learner knows log-probs at temperature 1 only, so the model is sampled and"
-            " trained at temperature 1."
-        )
+    if config.kind != "squeeze" and config.training.temperature == 1:
+        found.append(backend_kind(config.backend.backend).temperature_note)
     if config.backend.shard_base and config.kind != "squeeze":
         found.append(
             "[backend] shard_base = true: every forward pass, also for each generated token,"

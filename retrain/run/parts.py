@@ -13,7 +13,7 @@ import numpy as np
 from retrain.advantages.pipeline import CreditPipeline
 from retrain.advantages.semantic import Encoder
 from retrain.advantages.sepa import SEPAController
-from retrain.backends.base import Backend
+from retrain.backends.base import BACKENDS, Backend, backend_kind
 from retrain.backends.declared import backend_class, capability_notes, engine_class, incapable
 from retrain.config import TrainConfig, replaced
 from retrain.config.judging import judging_note, with_judging_reward
@@ -32,7 +32,6 @@ from retrain.environments.loading import (
 )
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.inference_engine.base import Truncation
-from retrain.install import install_hint
 from retrain.model.budget import longest_row
 from retrain.model.text import TextModel, load_model_config, load_text_model
 from retrain.noise import Stream
@@ -259,7 +258,7 @@ def check_packages(config: TrainConfig) -> None:
 
 def check_device(config: TrainConfig) -> None:
     """Raise as the run would for a device that is not here."""
-    if config.backend.backend == "local":
+    if backend_kind(config.backend.backend).in_process:
         from retrain.model.devices import choose_device
 
         choose_device(config.backend)
@@ -269,7 +268,7 @@ def _connect_engine(config: TrainConfig, say: Say, learns: bool) -> None:
     """Check, before a model is loaded, that an engine outside this process answers and can do what
     the run needs.
     """
-    if config.backend.backend != "local" or config.inference.engine == "pytorch":
+    if not backend_kind(config.backend.backend).in_process:
         return
     with user_code(
         f'connecting [inference] engine = "{config.inference.engine}"', EnvironmentFailure
@@ -289,64 +288,20 @@ def build_backend(
     world: World = ALONE,
 ) -> Backend:
     """Build the backend with the stored `choices` of a resumed run, or None at its first start."""
-    if config.backend.backend == "local":
-        return _local_backend(config, eos_ids, choices, say, world)
-    if world.size > 1:
+    name = config.backend.backend
+    kind = backend_kind(name)
+    if world.size > 1 and not kind.in_process:
         raise ConfigurationError(
-            f'[backend] backend = {config.backend.backend!r} under torchrun: only backend = "local"'
-            " learns in several processes."
+            f'[backend] backend = {name!r} under torchrun: only backend = "local" learns in several'
+            " processes."
         )
-    if config.backend.backend == "tinker":
-        from retrain.backends.tinker.backend import TinkerBackend
-
-        return TinkerBackend(config, eos_ids=eos_ids, say=say)
-    if config.backend.backend == "prime_rl":
-        return _prime_rl_backend(config, eos_ids, say)
+    if name in BACKENDS:
+        if reason := kind.unavailable_reason():
+            raise EnvironmentFailure(reason)
+        return kind.open(config, choices, eos_ids=eos_ids, log=say, world=world)
     make = backend_class(config)
-    with user_code(f'building [backend] backend = "{config.backend.backend}"', ConfigurationError):
+    with user_code(f'building [backend] backend = "{name}"', ConfigurationError):
         return make(config, choices, eos_ids=eos_ids)  # type: ignore[call-arg]  # a plugin's own constructor
-
-
-def _prime_rl_backend(config: TrainConfig, eos_ids: Sequence[int], say: Say) -> Backend:
-    try:
-        import msgspec  # noqa: F401 - only whether it is installed
-        import zmq  # noqa: F401 - only whether it is installed
-    except ImportError as error:
-        raise EnvironmentFailure(
-            f'[backend] backend = "prime_rl" needs {error.name}: {install_hint("prime_rl")}, or use'
-            ' backend = "local".'
-        ) from error
-    from retrain.backends.prime_rl.backend import PrimeRLBackend
-
-    backend = PrimeRLBackend(config, eos_ids=eos_ids)
-    for note in backend.notes:
-        say(note)
-    return backend
-
-
-def _local_backend(
-    config: TrainConfig,
-    eos_ids: Sequence[int],
-    choices: MachineChoices | None,
-    say: Say,
-    world: World,
-) -> Backend:
-    from retrain.backends.local.backend import LocalBackend
-    from retrain.model.devices import choose_device, half_precision_note
-
-    device, note, sampler = choose_device(config.backend, world)
-    for line in filter(None, (note, half_precision_note(config.model, config.inference, device))):
-        say(line)
-    say(f"Loading train model: {config.model.model} on {device}...")
-    backend = LocalBackend(config, choices, eos_ids=eos_ids, world=world)
-    for line in backend.notes:
-        say(line)
-    say(backend.trainable_parameters_line())
-    say(
-        f"LocalTrainHelper ready (engine={config.inference.engine},"
-        f" split_mode={sampler is not None})."
-    )
-    return backend
 
 
 def load_encoder(backend: BackendSettings, name: str, world: World) -> Encoder:
@@ -355,7 +310,7 @@ def load_encoder(backend: BackendSettings, name: str, world: World) -> Encoder:
     """
     from retrain.model.sentences import load_sentence_encoder
 
-    if backend.backend != "local":
+    if not backend_kind(backend.backend).in_process:
         return load_sentence_encoder(name)
     from retrain.model.devices import choose_device
 
@@ -381,7 +336,7 @@ def say_memory(
     """Predict the run's memory before the weights are loaded. Raises EnvironmentFailure if not even
     one completion would fit.
     """
-    if config.backend.backend != "local":
+    if not backend_kind(config.backend.backend).in_process:
         return
     from retrain.model.load import shards_of
     from retrain.model.memory import (

@@ -10,6 +10,7 @@ from itertools import groupby
 
 from retrain.backends.declared import incapable, loss_notes
 from retrain.config import TrainConfig
+from retrain.data.samplers import PromptChoice
 from retrain.distributed import ALONE, World, joined
 from retrain.errors import (
     ConfigurationError,
@@ -36,7 +37,6 @@ from retrain.run.observer import (
     is_above,
     mismatch_limit,
 )
-from retrain.run.opening import OpenedRun, open_run
 from retrain.run.parts import (
     Parts,
     check_again,
@@ -51,6 +51,7 @@ from retrain.run.parts import (
 from retrain.run.pressure import Pressure
 from retrain.run.rollout import PrefetchedRollout, Rollout
 from retrain.run.saver import Saver, Schedule
+from retrain.run.start import RunStart, open_run
 from retrain.run.step_record import Step
 from retrain.tracking import Tracker, build_tracker
 from retrain.tracking.base import GroupScored, Progress, Started
@@ -64,7 +65,7 @@ class Session:
 
     def __init__(
         self,
-        opened: OpenedRun,
+        opened: RunStart,
         tracker: Tracker,
         interrupts: Interrupts,
         parts: Parts,
@@ -88,6 +89,7 @@ class Session:
             else None
         )
         saved_at = opened.checkpoint.step if opened.checkpoint else -1
+        self.choice = PromptChoice(self.config, parts.prompts)
         self.saver = Saver(self.folder, opened.store, parts.backend, tracker, saved_at)
         self.observer = StepObserver(self.config, parts, tracker)
         self.evaluations: list[Evaluation] = []
@@ -157,7 +159,7 @@ class Session:
             finally:
                 tracker.close()
 
-    def _restore(self, opened: OpenedRun) -> None:
+    def _restore(self, opened: RunStart) -> None:
         """Put the checkpoint's state into the parts, and make the folder ready for its first
         line.
         """
@@ -167,6 +169,7 @@ class Session:
             for note in self.parts.sepa.load_state_dict(self.state.sepa):
                 self.tracker.message(note)
             self.parts.guard.load_state_dict(self.state.rewards)
+            self.choice.load_state_dict(self.state.sampler)
             if self.pressure:
                 self.pressure.load_state_dict(self.state.backpressure)
             if self.world.is_rank_zero:
@@ -228,7 +231,7 @@ class Session:
         """Return the scored groups of this step, drawn now unless they were prefetched."""
         rollout = self.prefetched.take() if self.prefetched else None
         if rollout is None:
-            prompts = self._prompts()
+            prompts = self._prompts(self.state.step)
             self._sync()
             watcher = self._watch(
                 f"Step {self.state.step}: sampling", len(prompts) * self.plan.group_size
@@ -260,7 +263,7 @@ class Session:
         ):
             return
         self._sync()
-        prompts = self._prompts(after=used)
+        prompts = self._prompts(step, after=used)
         self.prefetched.start(
             lambda watcher: self.parts.sampler.draw(prompts, step, self.plan, watcher)
         )
@@ -316,6 +319,7 @@ class Session:
             finite=result.updates > 0 or not result.nonfinite_updates,
             mismatched=is_above(limit, result.log_ratio_mean),
         )
+        self.choice.observe(step.number, step.rollout.first_draws)
         self.observer.observe(step, rewards, state, decision)
         self.state = state
         check_updates(state, result)
@@ -329,11 +333,14 @@ class Session:
         """Prompts of the next step: the controller's choice, otherwise as before."""
         return self.pressure.batch_size if self.pressure else self.state.batch_size
 
-    def _prompts(self, after: int = 0) -> list[Prompt]:
-        """Return the next batch, starting `after` prompts past the cursor."""
-        return self.parts.prompts.batch(
-            self.state.cursor + after, self.state.batch_size, self.state.seed
-        )
+    def _prompts(self, step: int, after: int = 0) -> list[Prompt]:
+        """Return the batch of a step, in the shuffle `after` prompts past the cursor. A sampler is
+        asked by rank 0, which tells the others.
+        """
+        count, seed = self.state.batch_size, self.state.seed
+        indices = self.choice.indices(step, count, seed) if self.world.is_rank_zero else None
+        indices = self.world.broadcast(indices)
+        return self.choice.take(step, self.state.cursor + after, count, seed, indices)
 
     def _sync(self) -> None:
         """Give the engine the learner's weights of this moment; once per step, since a server reads
@@ -433,6 +440,7 @@ class Session:
                 self.prefetched.drop()
             stored = replace(
                 self.state,
+                sampler=self.choice.state_dict(),
                 sepa=self.parts.sepa.state_dict(),
                 rewards=self.parts.guard.state_dict(),
                 backpressure=self.pressure.state_dict() if self.pressure else {},
@@ -490,11 +498,11 @@ class Session:
 
 
 @contextmanager
-def _opened(config: TrainConfig, overwrite: bool, world: World) -> Iterator[OpenedRun]:
+def _opened(config: TrainConfig, overwrite: bool, world: World) -> Iterator[RunStart]:
     """Open the folder on rank 0, which holds its lock, and tell the other ranks what it found."""
     refuse_lone_sharding(config.backend, world)
     if not world.is_rank_zero:
-        found: OpenedRun | RetrainError | None = world.broadcast(None)
+        found: RunStart | RetrainError | None = world.broadcast(None)
         if isinstance(found, RetrainError):
             raise SystemExit(found.exit_code)  # rank 0 prints the sentence
         assert found is not None

@@ -4,10 +4,12 @@ records' fields.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from time import monotonic
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from retrain.advantages.credit import Credit
 from retrain.processes import peak_resident_bytes
@@ -130,28 +132,11 @@ def _is_identical(group: Group) -> bool:
 
 
 def result_fields(result: StepResult) -> dict[str, Any]:
-    """Return the learner's report under the record's names."""
-    placeholder = result.loss_is_placeholder
-    return {
-        "loss": None if placeholder else result.loss,
-        "reported_loss": result.loss,
-        "loss_is_placeholder": placeholder,
-        "ratio_mean": result.ratio_mean,
-        "ratio_max": result.ratio_max,
-        "ratio_min": result.ratio_min,
-        "mismatch_k1": result.mismatch_k1,
-        "mismatch_k3": result.mismatch_k3,
-        "ess": result.ess,
-        "clip_fraction": result.clip_fraction,
-        "loss_metrics": result.loss_metrics,
-        "log_ratio_mean": result.log_ratio_mean,
-        "log_ratio_p50": result.log_ratio_p50,
-        "log_ratio_p90": result.log_ratio_p90,
-        "log_ratio_p99": result.log_ratio_p99,
-        "log_ratio_tokens": result.log_ratio_tokens,
-        "grad_norm": result.grad_norm,
-        "nonfinite_updates": result.nonfinite_updates,
-    }
+    """Return the learner's report under the record's names, which are its own."""
+    fields = asdict(result)
+    del fields["updates"], fields["nonfinite_tensor"]  # for the screen alone
+    loss = None if result.loss_is_placeholder else result.loss
+    return fields | {"loss": loss, "reported_loss": result.loss}
 
 
 def identical_chance(groups: Sequence[Group]) -> float:
@@ -268,48 +253,46 @@ def token_table(
     """Collect every judged token of the step with its advantage after each stage. `log_ratios`: row
     key -> [T], for the trained rows; the tokens of the others have NaN.
     """
-    tokens = credit.tokens
+    tokens, entropies = credit.tokens, credit.tokens.entropies
     prompts = [group.prompt.token_ids for group in credit.sources]
-    trajectories = [
-        (group.slot, trajectory) for group in credit.sources for trajectory in group.trajectories
-    ]
-    joined_ratios = None
-    if log_ratios is not None:
-        unknown = {
-            (number, trajectory.sample, part): np.full(
-                sum(len(turn.completion.token_ids) for turn in turns), np.nan, np.float32
-            )
-            for number, group in enumerate(credit.sources)
-            for trajectory in group.trajectories
-            for part, turns in enumerate(trajectory.parts())
-        }
-        joined_ratios = np.concatenate(
-            [np.zeros(0, np.float32), *(log_ratios.get(key, nans) for key, nans in unknown.items())]
-        )
-    entropies = tokens.entropies
-    kept = [trajectory.kept for _, trajectory in trajectories if trajectory.kept is not None]
+    slots = [group.slot for group in credit.sources for _ in group.trajectories]
+    trajectories = [trajectory for group in credit.sources for trajectory in group.trajectories]
+    truncated = [one.finish_reason is FinishReason.LENGTH for one in trajectories]
+    kept = [one.kept for one in trajectories if one.kept is not None]
     return TokenTable(
-        offsets=np.concatenate([[0], np.cumsum(tokens.segments.lengths)]).astype(np.int64),
-        slot=np.array([slot for slot, _ in trajectories], np.int32),
-        sample=np.array([trajectory.sample for _, trajectory in trajectories], np.int32),
-        token_ids=_joined_ids([trajectory.token_ids for _, trajectory in trajectories]),
+        offsets=_offsets(tokens.segments.lengths),
+        slot=np.array(slots, np.int32),
+        sample=np.array([one.sample for one in trajectories], np.int32),
+        token_ids=_joined_ids([one.token_ids for one in trajectories]),
         logprobs=tokens.logprobs.astype(np.float32),
         entropies=None if entropies is None else entropies.astype(np.float32),
         mask=tokens.planning.astype(np.uint8) if with_planning else None,
         advantages=credit.stages_float32(),
-        rewards=np.array([reward for rewards in tokens.rewards for reward in rewards], np.float64),
-        truncated=np.array(
-            [trajectory.finish_reason is FinishReason.LENGTH for _, trajectory in trajectories],
-            np.uint8,
-        ),
-        log_ratios=joined_ratios,
-        prompt_offsets=np.concatenate([[0], np.cumsum([len(ids) for ids in prompts])]).astype(
-            np.int64
-        ),
+        rewards=np.array(list(chain.from_iterable(tokens.rewards)), np.float64),
+        truncated=np.array(truncated, np.uint8),
+        log_ratios=None if log_ratios is None else _joined_ratios(credit, log_ratios),
+        prompt_offsets=_offsets([len(ids) for ids in prompts]),
         prompt_token_ids=_joined_ids(prompts),
         kept=np.concatenate(kept) if kept and len(kept) == len(trajectories) else None,
-        turns=_turn_table([one for _, one in trajectories]),
+        turns=_turn_table(trajectories),
     )
+
+
+def _joined_ratios(credit: Credit, log_ratios: Mapping[RowKey, Float32Array]) -> Float32Array:
+    """[n] log-ratios in the order of the step's tokens; NaN for the rows that were not trained."""
+    pieces = [np.zeros(0, np.float32)]
+    for number, group in enumerate(credit.sources):
+        for trajectory in group.trajectories:
+            for part, turns in enumerate(trajectory.parts()):
+                length = sum(len(turn.completion.token_ids) for turn in turns)
+                unknown = np.full(length, np.nan, np.float32)
+                pieces.append(log_ratios.get((number, trajectory.sample, part), unknown))
+    return np.concatenate(pieces)
+
+
+def _offsets(lengths: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    """[N + 1] offsets of N pieces that lie one after the other."""
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
 def _joined_ids(pieces: Sequence[Int32Array]) -> Int32Array:
@@ -322,14 +305,10 @@ def _turn_table(trajectories: Sequence[Trajectory]) -> TurnTable | None:
     if len(turns) == len(trajectories) and not any(turn.restarts for turn in turns):
         return None
     return TurnTable(
-        offsets=np.concatenate([[0], np.cumsum([len(one.turns) for one in trajectories])]).astype(
-            np.int64
-        ),
+        offsets=_offsets([len(one.turns) for one in trajectories]),
         actions=np.array([len(turn.completion.token_ids) for turn in turns], np.int32),
         restarts=np.array([turn.restarts for turn in turns], np.uint8),
-        context_offsets=np.concatenate(
-            [[0], np.cumsum([len(turn.context) for turn in turns])]
-        ).astype(np.int64),
+        context_offsets=_offsets([len(turn.context) for turn in turns]),
         context_token_ids=_joined_ids([turn.context for turn in turns]),
     )
 

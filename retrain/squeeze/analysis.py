@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from retrain.errors import ConfigurationError, EnvironmentFailure, Untrained
+from retrain.errors import ConfigurationError, EnvironmentFailure, UntrainedAdapter
 from retrain.records.summary import SqueezeSummary, TableRow
 from retrain.squeeze.adapter import LoraAdapter, read_adapter
 from retrain.squeeze.spectrum import LayerSpectrum, layer_spectrum, reaches
@@ -99,7 +99,7 @@ def analyze(
     )
     trained = [layer for layer in layers if not layer.is_zero]
     if not trained:
-        raise Untrained(
+        raise UntrainedAdapter(
             f"{adapter.folder} is untrained: all its updates are zero, so no rank can be"
             " recommended; train it first."
         )

@@ -140,14 +140,12 @@ def pass_at_1(result: Evaluation) -> str:
 def task_lines(result: Evaluation) -> list[str]:
     """Lines with the pass@1 of each task and its interval; none if there is only one task."""
     tasks = result.by_task
-    return (
-        [
-            f"  {task} | {pass_at_1(part)} | problems={len(part.problems)}"
-            for task, part in tasks.items()
-        ]
-        if len(tasks) > 1
-        else []
-    )
+    if len(tasks) < 2:
+        return []
+    return [
+        f"  {task} | {pass_at_1(part)} | problems={len(part.problems)}"
+        for task, part in tasks.items()
+    ]
 
 
 def _ends(interval: tuple[float, float]) -> str:

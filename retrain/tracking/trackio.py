@@ -63,9 +63,8 @@ class TrackioTracker(ExternalTracker):
             embed=False,
         )
         if self._run_id:
-            self._run.id = (
-                self._run_id
-            )  # trackio resumes the newest run of that name, which may be another one's
+            # trackio resumes the newest run of that name, which may be another one's.
+            self._run.id = self._run_id
         self._run_id = str(self._run.id)
 
     def _log_squeeze(self, result: SqueezeSummary) -> None:

@@ -73,23 +73,20 @@ class WandbTracker(ExternalTracker):
 
     def _start(self) -> None:
         excepthook = sys.excepthook
-        self._wandb.setup(
-            self._wandb.Settings(silent=True)
-        )  # the screen is ours, and nobody is there to answer a prompt for a key
+        # The screen is ours, and nobody is there to answer a prompt for a key.
+        self._wandb.setup(self._wandb.Settings(silent=True))
         try:
             self._run = self._init(self._run_id)
         except self._wandb.errors.Error as error:
-            on_disk = secrets.token_hex(
-                4
-            )  # wandb may still hold the other id for the run that it could not begin
+            # wandb may still hold the other id for the run that it could not begin.
+            on_disk = secrets.token_hex(4)
             self._run = self._init(on_disk, mode="offline")
             reason = " ".join(str(error).split()).rstrip(".")
             self.outbox.put(
                 f"wandb cannot be reached ({reason}), so the run is kept on disk;"
                 f" {self._how_to_send(f'offline-run-*-{on_disk}')}."
             )
-        # wandb puts one there that prints a traceback without masking what is secret in
-        # it
+        # wandb puts one there that prints a traceback without masking its secrets.
         sys.excepthook = excepthook
         self._run.define_metric(STEP_METRIC)
         self._run.define_metric(RANK_METRIC)

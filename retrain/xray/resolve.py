@@ -7,7 +7,7 @@ import numpy as np
 
 from retrain.advantages.algorithms import recipe_of
 from retrain.advantages.ragged import Segments
-from retrain.advantages.resolve import resolve_advantage
+from retrain.advantages.resolve import ADVANTAGE, resolve
 from retrain.advantages.step import StepTokens
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.xray.binary import Xray, xray
@@ -77,7 +77,7 @@ def _read(
             " advantages from more than rewards, which an X-ray does not see; name an"
             " advantage_mode instead."
         )
-    stage = resolve_advantage(recipe.advantage, config, [])
+    stage = resolve(ADVANTAGE, recipe.advantage, config, [])
 
     def advantages(groups: list[list[float]]) -> list[list[float]]:
         return stage(_step(groups), 0)

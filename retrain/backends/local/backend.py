@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from retrain.backends.base import LOCAL, Backend, FrozenWeights, TrialAdapter
+from retrain.backends.base import FrozenWeights, TrialAdapter
 from retrain.backends.declared import engine_class, is_raw
+from retrain.backends.local import Local
 from retrain.backends.local.learner import Learner, old_logprobs_note, rounds
 from retrain.backends.local.trial import LocalTrialAdapter
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import InferenceEngine, Truncation
+from retrain.inference_engine.pytorch import PyTorchEngine
 from retrain.model.adapter import Adapter
 from retrain.model.attention import refuse_undecodable
 from retrain.model.devices import choose_device, engine_options
@@ -32,15 +34,13 @@ if TYPE_CHECKING:
     from retrain.config import TrainConfig
 
 
-class LocalBackend(Backend):
+class LocalBackend(Local):
     """Loads the model, attaches the adapter, and builds the engine that samples from both.
 
     `choices` come from an earlier start of the same run; without them they are made from the
     machine. Nothing is printed here: the caller prints `notes`, `device_name` and
     `trainable_parameters_line`.
     """
-
-    capabilities = LOCAL
 
     def __init__(
         self,
@@ -57,10 +57,9 @@ class LocalBackend(Backend):
         device, _, sampler_device = choose_device(config.backend, world)
         _choose_kernels(config.inference.attention_kernel)
         self._base = load_base_model(config, resolve_model(config.model.model), device, world)
-        if config.inference.engine == "pytorch":
-            refuse_undecodable(
-                self._base.model
-            )  # before peft may refuse its layers: the first reason is the one that counts
+        if engine_class(config) is PyTorchEngine:
+            # Before peft may refuse its layers: the first reason is the one that counts.
+            refuse_undecodable(self._base.model)
         self._adapter = Adapter(self._base, config.model, config.lora, config.training.seed)
         budget = budget_of(config, self._base)
         self._choices = world.broadcast(choose(budget, self._base, world, choices))
@@ -101,8 +100,8 @@ class LocalBackend(Backend):
         from retrain.inference_engine.torch_engine import TorchEngine
 
         inference, eos_ids = self.config.inference, eos_ids or self._eos_ids()
-        if inference.engine != "pytorch":
-            make: Any = engine_class(self.config)  # a subclass's constructor has these arguments
+        make: Any = engine_class(self.config)  # a subclass's constructor has these arguments
+        if make is not PyTorchEngine:
             with user_code(
                 f'building [inference] engine = "{inference.engine}"', ConfigurationError
             ):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retrain.backends.base import PRIME_RL, RemoteBackend
+from retrain.backends.prime_rl import PrimeRL
 from retrain.backends.prime_rl.broadcasts import Broadcasts, Policy
 from retrain.backends.prime_rl.engine import DEFAULT_URL, PrimeEngine
 from retrain.backends.prime_rl.transport import BATCHES, build_sender
@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 STATE = "prime_rl.json"
 
 
-class PrimeRLBackend(RemoteBackend):
-    capabilities = PRIME_RL
-
+class PrimeRLBackend(PrimeRL):
     def __init__(
         self,
         config: "TrainConfig",

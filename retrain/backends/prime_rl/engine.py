@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from retrain.backends.prime_rl import SERVERS
 from retrain.backends.prime_rl.broadcasts import Broadcasts, Policy
 from retrain.errors import ServerFailure
-from retrain.inference_engine.base import PRIME_RL_SAMPLER, SampleRequest
+from retrain.inference_engine.base import SampleRequest
 from retrain.inference_engine.http import Json, Refused, Server, Unavailable
 from retrain.inference_engine.served import ServedAdapter, ServedEngine
 from retrain.inference_engine.vllm import NEUTRAL, VLLMDialect
@@ -138,7 +139,7 @@ class PrimeDialect(VLLMDialect):
 class PrimeEngine(ServedEngine):
     """Samples from the policy that the trainer broadcast last."""
 
-    capabilities = PRIME_RL_SAMPLER
+    capabilities = SERVERS
     dialect_class = PrimeDialect
 
     def __init__(

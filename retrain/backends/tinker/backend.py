@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from retrain.backends.base import TINKER, RemoteBackend
 from retrain.backends.losses import TINKER_LOSSES
 from retrain.backends.own_loss import aggregation_of, own_loss
 from retrain.backends.rows import (
@@ -28,6 +27,7 @@ from retrain.backends.rows import (
     row_weights,
     step_result,
 )
+from retrain.backends.tinker import Tinker
 from retrain.backends.tinker.archive import download_adapter
 from retrain.backends.tinker.datums import (
     ShiftedRow,
@@ -77,9 +77,7 @@ class _Requested:
     """The loss, where it is computed here."""
 
 
-class TinkerBackend(RemoteBackend):
-    capabilities = TINKER
-
+class TinkerBackend(Tinker):
     def __init__(
         self, config: "TrainConfig", *, eos_ids: Sequence[int], say: Callable[[str], None]
     ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from retrain.backends.base import TINKER_SAMPLER
+from retrain.backends.tinker import SAMPLER
 from retrain.backends.tinker.service import Service
 from retrain.errors import RunFailed
 from retrain.inference_engine.base import InferenceEngine, NoiseKey, SampleRequest
@@ -22,7 +22,7 @@ _SEEDS = 1 << 31
 class TinkerEngine(InferenceEngine):
     """All requests of a call go out at once; the SDK limits how many are on their way."""
 
-    capabilities = TINKER_SAMPLER
+    capabilities = SAMPLER
 
     def __init__(
         self, service: Service, eos_ids: Sequence[int], request_sampler: Callable[[], Any]

@@ -17,9 +17,9 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol
 
+from retrain.backends.tinker import Tinker
 from retrain.config.stored import run_command
 from retrain.errors import EnvironmentFailure, ServerFailure, first_line
-from retrain.install import install_hint
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -55,13 +55,10 @@ class Service:
         )  # read by the SDK, which reports usage by default
         import httpx
 
-        try:
-            import tinker
-        except ImportError as error:
-            raise EnvironmentFailure(
-                '[backend] backend = "tinker" needs the Tinker SDK, which is not installed;'
-                f" {install_hint('tinker')}, or without torch as docs/tinker.md describes."
-            ) from error
+        if reason := Tinker.unavailable_reason():
+            raise EnvironmentFailure(reason)
+        import tinker
+
         key = os.environ.get(KEY, "")
         if not key:
             raise EnvironmentFailure(

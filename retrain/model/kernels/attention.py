@@ -18,14 +18,14 @@ PART = 1024
 _BLOCK = 64
 _TILE = 16
 """Parts that are added together."""
-_FEWEST = 16
+_MIN_BLOCK = 16
 """Rows of the smallest matrix product."""
 
 
 @triton.jit
 def _attend(
-    query, keys, values, table, lengths, out, scales, scaling, window, page_tokens, table_stride,
-    row_stride, head_stride,
+    query, keys, values, block_table, cache_seqlens, out, scales, scaling, window, page_tokens,
+    block_table_stride, row_stride, head_stride,
     GROUP: tl.constexpr, SIZE: tl.constexpr, FACTORS: tl.constexpr, QUERIES: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     PART: tl.constexpr, CUT: tl.constexpr, WHOLE: tl.constexpr,
@@ -40,7 +40,7 @@ def _attend(
     row, head, number = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     key_heads = tl.num_programs(1)
     each, part = tl.arange(0, QUERIES), tl.arange(0, WIDTH)
-    length = tl.load(lengths + row)
+    length = tl.load(cache_seqlens + row)
     first = tl.maximum(length - window, 0)
     begin, end = tl.maximum(first, number * PART), tl.minimum(length, number * PART + PART)
     of_group = each < (tl.where(begin < end, GROUP, 0) if CUT else GROUP)
@@ -57,10 +57,12 @@ def _attend(
         place = start + tl.arange(0, BLOCK)
         seen = (place >= begin) & (place < end)
         if WHOLE:
-            page = tl.load(table + row * table_stride + start // page_tokens).to(tl.int64)
+            page = tl.load(block_table + row * block_table_stride + start // page_tokens).to(
+                tl.int64
+            )
         else:
             page = tl.load(
-                table + row * table_stride + place // page_tokens, mask=seen, other=0
+                block_table + row * block_table_stride + place // page_tokens, mask=seen, other=0
             ).to(tl.int64)
         at = ((page * page_tokens + place % page_tokens) * key_heads + head) * SIZE
         inside = seen[:, None] & (part < SIZE)[None, :]
@@ -91,7 +93,7 @@ def _attend(
 
 @triton.jit
 def _join(
-    sums, scales, lengths, out, window, parts,
+    sums, scales, cache_seqlens, out, window, parts,
     GROUP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
@@ -101,7 +103,7 @@ def _join(
     dtype: tl.constexpr = out.dtype.element_ty
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     heads, part = tl.num_programs(1), tl.arange(0, WIDTH)
-    length = tl.load(lengths + row)
+    length = tl.load(cache_seqlens + row)
     last = (length + PART - 1) // PART
     largest = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
@@ -126,21 +128,21 @@ def attend(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    table: Tensor,
-    lengths: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
     scaling: float,
     window: int | None,
 ) -> Tensor:
     """[R, Hq, D] of queries [R, Hq, D], the last tokens of their rows, over keys and values in
     pages [P, T, Hk, D].
 
-    Row r has `lengths` [R] tokens, in the pages `table` [R, M] in order.
+    Row r has `cache_seqlens` [R] tokens, in the pages `block_table` [R, M] in order.
     """
     count, heads, size = query.shape
     page_tokens, key_heads = keys.shape[1:3]
-    group, width = heads // key_heads, max(_FEWEST, triton.next_power_of_2(size))
+    group, width = heads // key_heads, max(_MIN_BLOCK, triton.next_power_of_2(size))
     last = 2**30 if window is None else window
-    parts = triton.cdiv(table.shape[1] * page_tokens, PART)
+    parts = triton.cdiv(block_table.shape[1] * page_tokens, PART)
     out = torch.empty(count, heads, size, dtype=query.dtype, device=query.device)
     cut = parts > 1
     sums, scales = (
@@ -154,17 +156,17 @@ def attend(
         for each in (size, 2)
     )
     _attend[count, key_heads, parts](
-        query, keys, values, table, lengths, sums, scales, scaling, last, page_tokens,
-        table.stride(0), query.stride(0), query.stride(1),
+        query, keys, values, block_table, cache_seqlens, sums, scales, scaling, last, page_tokens,
+        block_table.stride(0), query.stride(0), query.stride(1),
         GROUP=group, SIZE=size, FACTORS=factors(query),
-        QUERIES=max(_FEWEST, triton.next_power_of_2(group)), WIDTH=width, BLOCK=_BLOCK,
+        QUERIES=max(_MIN_BLOCK, triton.next_power_of_2(group)), WIDTH=width, BLOCK=_BLOCK,
         PART=PART, CUT=cut, WHOLE=page_tokens % _BLOCK == 0,
     )  # fmt: skip
     if cut:
         _join[count, heads](
             sums,
             scales,
-            lengths,
+            cache_seqlens,
             out,
             last,
             parts,

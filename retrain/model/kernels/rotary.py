@@ -35,10 +35,10 @@ def normed_halves(left, right, scale, weight, at, HALF: tl.constexpr, dtype: tl.
 
 
 @triton.jit
-def turned_halves(
+def rotated_halves(
     left, right, way, cos, sin, row, at, inside, HALF: tl.constexpr, dtype: tl.constexpr
 ):
-    """Both halves [rows, HALF] turned by the angles of their rows, or back where `way` is -1; the
+    """Both halves [rows, HALF] rotated by the angles of their rows, or back where `way` is -1; the
     product with the cosine is rounded.
     """
     angle = row[:, None] * (2 * HALF) + at[None, :]
@@ -46,20 +46,20 @@ def turned_halves(
     cos_right = tl.load(cos + angle + HALF, mask=inside, other=0.0).to(tl.float32)
     sin_left = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32) * way
     sin_right = tl.load(sin + angle + HALF, mask=inside, other=0.0).to(tl.float32) * way
-    turned = rounded(rounded(left * cos_left, dtype) - right * sin_left, dtype)
-    return turned, rounded(rounded(right * cos_right, dtype) + left * sin_right, dtype)
+    rotated = rounded(rounded(left * cos_left, dtype) - right * sin_left, dtype)
+    return rotated, rounded(rounded(right * cos_right, dtype) + left * sin_right, dtype)
 
 
 @triton.jit
-def _turn_and_store(
-    qkv, reduced, up, cos, sin, weight, queries, keys, values, places, rows, row_stride,
+def _apply_rope_and_store_kv(
+    qkv, reduced, up, cos, sin, weight, queries, keys, values, slot_mapping, rows, row_stride,
     reduced_stride, eps,
     Q: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr,
     R: tl.constexpr, RANKS: tl.constexpr, FACTORS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One head of some rows, in two halves. Queries go to `queries`, keys and values to the rows'
-    places in the pages.
+    slots in the pages.
     """
     dtype: tl.constexpr = qkv.dtype.element_ty
     size: tl.constexpr = 2 * HALF
@@ -96,7 +96,8 @@ def _turn_and_store(
             ),
             dtype,
         )
-    place = (tl.load(places + row, mask=row < rows, other=0) * (K * size))[:, None] + at[None, :]
+    slot = tl.load(slot_mapping + row, mask=row < rows, other=0)
+    place = (slot * (K * size))[:, None] + at[None, :]
     if head >= Q + K:
         target = values + place + (head - Q - K) * size
         tl.store(target, left.to(dtype), mask=inside)
@@ -107,7 +108,7 @@ def _turn_and_store(
                 (tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)) / size + eps
             )
             left, right = normed_halves(left, right, scale, weight + head * size, at, HALF, dtype)
-        left, right = turned_halves(left, right, 1.0, cos, sin, row, at, inside, HALF, dtype)
+        left, right = rotated_halves(left, right, 1.0, cos, sin, row, at, inside, HALF, dtype)
         if head < Q:
             target = queries + row[:, None] * (Q * size) + head * size + at[None, :]
             tl.store(target, left.to(dtype), mask=inside)
@@ -118,17 +119,17 @@ def _turn_and_store(
             tl.store(target + HALF, right.to(dtype), mask=inside)
 
 
-def turn_and_store(
+def apply_rope_and_store_kv(
     qkv: Tensor,
     pending: tuple[Tensor, Tensor] | None,
     heads: Sequence[int],
     rotary: tuple[Tensor, Tensor],
     norm: tuple[Tensor, float] | None,
     pages: tuple[Tensor, Tensor],
-    places: Tensor,
+    slot_mapping: Tensor,
 ) -> Tensor:
     """Queries [N, Q, D] of `qkv` [N, (Q + 2 K) D], whose rows may lie apart; keys and values go to
-    `places` [N] of pages [P, T, K, D].
+    `slot_mapping` [N] of pages [P, T, K, D].
 
     `pending`: [N, R] and [R, (Q + 2 K) D], whose product is added. `heads`: Q and K. `rotary`: cos
     and sin [N, 1, D]. `norm`: weights [Q + K, D] and eps.
@@ -137,8 +138,8 @@ def turn_and_store(
     out = torch.empty(len(qkv), queries, size, dtype=qkv.dtype, device=qkv.device)
     weight, eps = (qkv, 0.0) if norm is None else norm
     reduced, up = pending or (qkv, qkv[:0])
-    _turn_and_store[triton.cdiv(len(qkv), ROWS), queries + 2 * key_heads](
-        qkv, reduced, up, *rotary, weight, out, *pages, places, len(qkv), qkv.stride(0),
+    _apply_rope_and_store_kv[triton.cdiv(len(qkv), ROWS), queries + 2 * key_heads](
+        qkv, reduced, up, *rotary, weight, out, *pages, slot_mapping, len(qkv), qkv.stride(0),
         reduced.stride(0), eps,
         Q=queries, K=key_heads, HALF=size // 2, HAS_NORM=norm is not None,
         R=len(up), RANKS=ranks_at_once(up), FACTORS=factors(qkv), ROWS=ROWS, BLOCK=max(16,
@@ -148,7 +149,7 @@ def turn_and_store(
 
 
 @triton.jit
-def _turn(
+def _apply_rope(
     x, cos, sin, weight, out, scales, rows, row_stride, head_stride, eps, HALF: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -171,19 +172,21 @@ def _turn(
     place = row * tl.num_programs(1) + head
     tl.store(scales + place, scale, mask=row < rows)
     left, right = normed_halves(left, right, scale, weight + head * size, at, HALF, dtype)
-    left, right = turned_halves(left, right, 1.0, cos, sin, row, at, inside, HALF, dtype)
+    left, right = rotated_halves(left, right, 1.0, cos, sin, row, at, inside, HALF, dtype)
     target = out + place[:, None] * size + at[None, :]
     tl.store(target, left.to(dtype), mask=inside)
     tl.store(target + HALF, right.to(dtype), mask=inside)
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x [N, heads, D], normed and turned by cos and sin [N, 1, D]; the scales of its norm [N,
+def apply_rope(
+    x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(x [N, heads, D], normed and rotated by cos and sin [N, 1, D]; the scales of its norm [N,
     heads, 1] float32); weight [heads, D].
     """
     rows, heads, size = x.shape
     out, scales = x.new_empty(x.shape), x.new_empty(rows, heads, 1, dtype=torch.float32)
-    _turn[triton.cdiv(rows, ROWS), heads](
+    _apply_rope[triton.cdiv(rows, ROWS), heads](
         x, cos, sin, weight, out, scales, rows, x.stride(0), x.stride(1), eps,
         HALF=size // 2, ROWS=ROWS, BLOCK=triton.next_power_of_2(size // 2),
     )  # fmt: skip
@@ -191,12 +194,12 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, eps: float) -> tup
 
 
 @triton.jit
-def _turn_gradient(
+def _apply_rope_gradient(
     grad, x, cos, sin, weight, scales, out, rows, grad_row_stride, grad_head_stride, row_stride,
     head_stride,
     HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of some rows, in two halves: turned back, then the gradient of the norm as in
+    """One head of some rows, in two halves: rotated back, then the gradient of the norm as in
     `norm.py`.
     """
     dtype: tl.constexpr = x.dtype.element_ty
@@ -209,7 +212,7 @@ def _turn_gradient(
         tl.load(source, mask=inside, other=0.0).to(tl.float32),
         tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32),
     )
-    left, right = turned_halves(left, right, -1.0, cos, sin, row, at, inside, HALF, dtype)
+    left, right = rotated_halves(left, right, -1.0, cos, sin, row, at, inside, HALF, dtype)
     factor = weight + head * size + at
     left = rounded(left * tl.load(factor, mask=at < HALF, other=0.0).to(tl.float32)[None, :], dtype)
     right = rounded(
@@ -237,13 +240,13 @@ def _turn_gradient(
     )
 
 
-def turn_gradient(
+def apply_rope_gradient(
     grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, scales: Tensor
 ) -> Tensor:
     """The gradient of x [N, heads, D], given that of `turn`'s first result and its second."""
     grad = grad if grad.stride(2) == 1 else grad.contiguous()
     (rows, heads, size), out = x.shape, x.new_empty(x.shape)
-    _turn_gradient[triton.cdiv(rows, ROWS), heads](
+    _apply_rope_gradient[triton.cdiv(rows, ROWS), heads](
         grad, x, cos, sin, weight, scales, out, rows, grad.stride(0), grad.stride(1), x.stride(0),
         x.stride(1),
         HALF=size // 2, ROWS=ROWS, BLOCK=triton.next_power_of_2(size // 2),

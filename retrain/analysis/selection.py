@@ -1,0 +1,208 @@
+"""What a comparison rests on: the runs that were measured alike, the arms and the pairs."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from retrain.analysis.arms import (
+    Arm,
+    RunsByCondition,
+    arm_of,
+    check_one_condition,
+    check_same_problems,
+    evaluated_alike,
+    evaluated_as,
+    judged_by,
+)
+from retrain.analysis.measures import Metric, choose_metric
+from retrain.analysis.pairs import Pairs, pair_up
+from retrain.analysis.planned import Absences, CampaignRecord, deviations, not_looked_at
+from retrain.analysis.runs import StoredRun
+from retrain.analysis.verdict import TestSettings
+from retrain.errors import ConfigurationError
+from retrain.records.terminal import counted
+
+_SHOWN = 3
+"""Names of left-out runs in the sentence of an error."""
+PairOfLabels = tuple[str, str]
+"""(candidate, baseline)"""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be compared with what."""
+
+    baseline: str
+    test: TestSettings
+    metric: str | None = None
+    """None: held-out pass@1 if the runs have it."""
+    pairs: Sequence[PairOfLabels] = ()
+    """The family of contrasts; empty: every condition against the baseline."""
+    record: CampaignRecord | None = None
+    absences: Absences | None = None
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The arms and pairs of a comparison, and what was left out of them."""
+
+    grouped: RunsByCondition
+    metric: Metric
+    test: TestSettings
+    """With the correction that the campaign's looks ask for."""
+    reference: StoredRun | None
+    """The baseline's first run; the others are measured as it was."""
+    arms: Mapping[str, Arm]
+    """Label -> arm, the baseline first."""
+    family: Sequence[Pairs]
+    """One or more, each with a difference."""
+    differing: Sequence[str]
+    """How the comparison differs from the campaign's plan."""
+    left_out: Sequence[str]
+    notes: Sequence[str]
+
+
+def select(grouped: RunsByCondition, request: Request) -> Selection:
+    """Raises ConfigurationError for runs that cannot be compared, and if there is no pair."""
+    metric, test = choose_metric(request.metric, grouped.runs), request.test
+    _check_comparable(grouped, metric, test)
+    reference = next(iter(grouped.conditions[request.baseline].values()), None)
+    # A metric that was asked for by name is compared however it was sampled; the notes say so.
+    asked = request.metric is not None
+    alike, apart, otherwise = _measured_alike(grouped, reference, metric, insist=asked)
+    named = [label for pair in request.pairs for label in pair] or alike
+    arms = {
+        label: arm_of(label, alike[label], metric, grouped.failed.get(label, ()))
+        for label in dict.fromkeys((request.baseline, *named))
+    }
+    left_out = [*grouped.left_out, *apart, *([] if asked else otherwise)]
+    left_out += [line for arm in arms.values() for line in arm.left_out]
+    notes = otherwise if asked else []
+    wanted = request.pairs or [(label, request.baseline) for label in [*arms][1:]]
+    family = _with_differences(arms, wanted, metric, test)
+    record, differing = request.record, _deviations(request, wanted, metric)
+    # As planned, so the e-process takes the pairs in the order of the looks.
+    if record and record.looks and not differing:
+        test = replace(test, correction="evidence", looks=len(record.looks))
+        seeds = {pairs.candidate.label: [*pairs.differences] for pairs in family}
+        notes += not_looked_at(record, seeds)
+        family = [pairs.at_looks(record.looks_of(pairs.candidate.label)) for pairs in family]
+        family = [pairs for pairs in family if pairs.differences]
+    if not family:
+        some_apart = sum(map(len, alike.values())) < len(grouped.runs)
+        raise ConfigurationError(_no_pair(arms.values(), left_out, metric, some_apart=some_apart))
+    return Selection(grouped, metric, test, reference, arms, family, differing, left_out, notes)
+
+
+def _check_comparable(grouped: RunsByCondition, metric: Metric, test: TestSettings) -> None:
+    check_sizes(test, metric)
+    if metric.k is not None:
+        check_same_problems(grouped.runs)
+    for label, runs in grouped.conditions.items():
+        check_one_condition(label, runs)
+
+
+def _with_differences(
+    arms: Mapping[str, Arm], wanted: Sequence[PairOfLabels], metric: Metric, test: TestSettings
+) -> list[Pairs]:
+    """The contrasts that have a difference."""
+    worst = worst_value(arms.values(), metric, test) if test.failed == "worst" else None
+    family = [pair_up(arms[ours], arms[theirs], metric, worst) for ours, theirs in wanted]
+    return [pairs for pairs in family if pairs.differences]
+
+
+def _deviations(request: Request, wanted: Sequence[PairOfLabels], metric: Metric) -> list[str]:
+    if request.record is None:
+        return []
+    found = deviations(
+        request.record,
+        baseline=request.baseline,
+        pairs=wanted,
+        metric=metric,
+        test=request.test,
+        absences=request.absences,
+    )
+    return list(found)
+
+
+def _measured_alike(
+    grouped: RunsByCondition, reference: StoredRun | None, metric: Metric, *, insist: bool
+) -> tuple[dict[str, dict[int, StoredRun]], list[str], list[str]]:
+    """The runs that the reference's reward judged and, for a held-out metric, that were evaluated
+    as it was; and the sentences on the runs judged and evaluated otherwise.
+    """
+    if reference is None:
+        return {label: dict(runs) for label, runs in grouped.conditions.items()}, [], []
+    alike, apart, otherwise = dict(grouped.conditions), list[str](), list[str]()
+    judge, way = metric.judge(reference), evaluated_as(reference)
+    for label, runs in grouped.conditions.items():
+        alike[label], sentences = judged_by(label, runs, metric, judge)
+        apart += sentences
+        if metric.k is not None:
+            alike[label], sentences = evaluated_alike(label, alike[label], way, insist=insist)
+            otherwise += sentences
+    return alike, apart, otherwise
+
+
+def worst_value(arms: Iterable[Arm], metric: Metric, test: TestSettings) -> float | None:
+    """The value given to a failed run: the worst end of a rate (0 or 1), else the worst value of
+    any run. None for a metric without a direction.
+    """
+    better = "lower" if test.lower_is_better else metric.better
+    if better is None:
+        return None
+    if metric.is_rate:
+        return 0.0 if better == "higher" else 1.0
+    values = [value for arm in arms for value in arm.values.values()]
+    if not values:
+        return None
+    return min(values) if better == "higher" else max(values)
+
+
+def check_sizes(test: TestSettings, metric: Metric) -> None:
+    """Raises ConfigurationError for a level, margin or effect outside its range, and for a worst
+    value of a metric without a direction.
+    """
+    for name, value, example in (("alpha", test.alpha, 0.05), ("power", test.power, 0.8)):
+        if not 0 < value < 1:
+            raise ConfigurationError(f"--{name} {value:g} is not between 0 and 1; use {example}.")
+    for name, size in (("margin", test.margin), ("effect", test.effect)):
+        if size is not None and not 0 < size < float("inf"):
+            raise ConfigurationError(
+                f"--{name} {size:g} is not above 0; give the size of a difference, such as 0.02."
+            )
+        if size is not None and metric.is_rate and size >= 1:
+            raise ConfigurationError(
+                f"--{name} {size:g} is not a possible difference in {metric.name}, which lies"
+                " between 0 and 1; two points are 0.02."
+            )
+    if test.lower_is_better and (metric.k is not None or metric.name in ("correct_rate", "auc")):
+        raise ConfigurationError(
+            f"--lower-is-better is not for {metric.name}, a rate of right answers: more is better;"
+            " leave it out."
+        )
+    if test.failed == "worst" and metric.better is None and not test.lower_is_better:
+        raise ConfigurationError(
+            f"--failed worst needs a metric with a better and a worse end, and {metric.name} has"
+            " none; leave it out."
+        )
+
+
+def _no_pair(
+    arms: Iterable[Arm], left_out: Sequence[str], metric: Metric, *, some_apart: bool
+) -> str:
+    """`some_apart`: some runs were measured in another way than the baseline's first."""
+    found = "; ".join(f"{arm.label}: {', '.join(map(str, arm.values)) or 'none'}" for arm in arms)
+    more = f" And {counted(len(left_out) - _SHOWN, 'more run')}." if len(left_out) > _SHOWN else ""
+    because = f" Left out: {' '.join(left_out[:_SHOWN])}{more}" if left_out else ""
+    advice = ""
+    if some_apart:
+        advice = " Train all arms with the same [evaluation] section."
+        if metric.k is None:
+            advice = (
+                " Compare held-out accuracy instead: --metric pass@1, after [evaluation] at_end ="
+                " true."
+            )
+    return (
+        "there is no pair to compare: no usable run shares its seed with a usable run of the"
+        f" baseline (seeds of {found}).{because}{advice}"
+    )

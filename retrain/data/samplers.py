@@ -1,0 +1,300 @@
+"""Which prompts a step takes: the shuffle of every epoch, or a sampler that learns from rewards.
+
+A sampler's randomness is given to it, and what it has seen is in the checkpoint, so that a resumed
+run chooses as the undisturbed one.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from retrain import noise
+from retrain.data.prompts import PromptSet
+from retrain.errors import ConfigurationError, RunFailed
+from retrain.plugins import load_plugin, user_code
+from retrain.types import (
+    Completion,
+    Example,
+    FinishReason,
+    Group,
+    Outcome,
+    Prompt,
+    Score,
+    Scored,
+    Trajectory,
+)
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
+
+Uniforms = npt.NDArray[np.float64]
+
+
+class PromptSampler(ABC):
+    """Chooses the prompts of each step. `choose` must be a function of its arguments and of what
+    was observed; only `observe` and `load` may change the sampler.
+    """
+
+    def __init__(self, examples: Sequence[Example], params: Mapping[str, Any]) -> None:
+        """`params` is the table `[data] sampler_params`. Raise ValueError for one that is wrong."""
+        self.size = len(examples)
+
+    @abstractmethod
+    def choose(self, step: int, count: int, uniforms: Uniforms) -> Sequence[int]:
+        """Return `count` indices of examples. `uniforms` [size] belong to the step and are the same
+        for every sampler and condition of a seed.
+
+        In split mode the newest step that was observed is step - 2, else step - 1.
+        """
+
+    def observe(self, indices: Sequence[int], groups: Sequence[Group]) -> None:  # noqa: B027
+        """Learn from a step: its examples and the judged part of their first groups, in the same
+        order.
+        """
+
+    def state(self) -> dict[str, Any]:
+        """Return all that `observe` changed, as JSON can hold it."""
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """Take over what `state` returned."""
+
+
+class _Counting(PromptSampler):
+    """Counts of each example: how often it was taken, and its right and all judged completions."""
+
+    defaults: ClassVar[Mapping[str, float]] = {}
+
+    def __init__(self, examples: Sequence[Example], params: Mapping[str, Any]) -> None:
+        super().__init__(examples, params)
+        if unknown := params.keys() - self.defaults.keys():
+            names = ", ".join(self.defaults)
+            raise ValueError(f"{', '.join(sorted(unknown))} is not one of {names}")
+        self.params = {**self.defaults, **params}
+        for name, value in self.params.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise ValueError(f"{name} = {value} is not a number from 0 to 1")
+        self.taken = np.zeros(self.size, dtype=np.int64)
+        self.right = np.zeros(self.size)
+        self.judged = np.zeros(self.size)
+
+    def observe(self, indices: Sequence[int], groups: Sequence[Group]) -> None:
+        for index, group in zip(indices, groups, strict=True):
+            self.taken[index] += 1
+            self._count(index, group.correct, len(group))
+
+    def _count(self, index: int, right: int, judged: int) -> None:
+        """Keep the newest group alone, as far as it was judged."""
+        if judged:
+            self.right[index], self.judged[index] = right, judged
+
+    def _in_turn(self, among: npt.NDArray[np.intp], count: int, uniforms: Uniforms) -> list[int]:
+        """Take `count` of the examples `among`, those that were taken least often first."""
+        order = among[np.lexsort((uniforms[among], self.taken[among]))]
+        return np.resize(order, count).tolist() if len(order) else []
+
+    def state(self) -> dict[str, Any]:
+        seen = np.flatnonzero(self.taken)
+        columns = (seen, self.taken[seen], self.right[seen], self.judged[seen])
+        return {"seen": [list(row) for row in zip(*(c.tolist() for c in columns), strict=True)]}
+
+    def load(self, state: dict[str, Any]) -> None:
+        for index, taken, right, judged in state["seen"]:
+            self.taken[index], self.right[index], self.judged[index] = taken, right, judged
+
+
+class DropSolved(_Counting):
+    """Examples whose last group had a pass rate of `threshold` or more never come back: the
+    no-positive-resampling of ScaleRL (arXiv 2510.13786). When all are solved, all come back.
+    """
+
+    defaults: ClassVar[Mapping[str, float]] = {"threshold": 0.9}
+
+    def choose(self, step: int, count: int, uniforms: Uniforms) -> list[int]:
+        solved = (self.judged > 0) & (self.right >= self.params["threshold"] * self.judged)
+        left = np.flatnonzero(~solved)
+        return self._in_turn(left if len(left) else np.arange(self.size), count, uniforms)
+
+
+class Pools(_Counting):
+    """Fractions `easy` and `hard` of a step are examples whose last group was all right or all
+    wrong; the rest were mixed or are new. A pool that runs short is filled from the others.
+    """
+
+    defaults: ClassVar[Mapping[str, float]] = {"easy": 0.1, "hard": 0.1}
+
+    def choose(self, step: int, count: int, uniforms: Uniforms) -> list[int]:
+        easy = (self.judged > 0) & (self.right == self.judged)
+        hard = (self.judged > 0) & (self.right == 0)
+        pools = [np.flatnonzero(pool) for pool in (easy, hard, ~(easy | hard))]
+        wanted = [round(count * self.params[name]) for name in ("easy", "hard")]
+        wanted.append(max(0, count - sum(wanted)))
+        chosen: list[int] = []
+        for pool, number in zip(pools, wanted, strict=True):
+            chosen += self._in_turn(pool, min(number, len(pool)), uniforms)
+        chosen = chosen[:count]
+        rest = np.setdiff1d(np.arange(self.size), chosen)
+        return chosen + self._in_turn(
+            rest if len(rest) else np.arange(self.size), count - len(chosen), uniforms
+        )
+
+
+class Learnability(_Counting):
+    """Examples are drawn with weights p (1 - p), p the pass rate so far with one right and one
+    wrong answer added. Older groups count `memory` times as much at every later one.
+    """
+
+    defaults: ClassVar[Mapping[str, float]] = {"memory": 0.5}
+
+    def _count(self, index: int, right: int, judged: int) -> None:
+        self.right[index] = self.params["memory"] * self.right[index] + right
+        self.judged[index] = self.params["memory"] * self.judged[index] + judged
+
+    def choose(self, step: int, count: int, uniforms: Uniforms) -> list[int]:
+        p = (self.right + 1) / (self.judged + 2)
+        # The smallest of exponential times with these rates are a weighted draw without return.
+        times = -np.log1p(-uniforms) / (p * (1 - p))
+        return np.resize(np.argsort(times, kind="stable"), count).tolist()
+
+
+SAMPLERS: dict[str, type[PromptSampler] | None] = {
+    "shuffle": None,
+    "pools": Pools,
+    "drop_solved": DropSolved,
+    "learnability": Learnability,
+}
+"""`[data] sampler`; the shuffle needs no state, see `PromptSet.batch`."""
+
+
+class PromptChoice:
+    """The prompts of a run's steps, by the shuffle or by a sampler whose indices are checked."""
+
+    def __init__(self, config: "TrainConfig", prompts: PromptSet) -> None:
+        """Raises ConfigurationError for a sampler that cannot be loaded or fails a trial."""
+        self.prompts = prompts
+        self.name = config.data.sampler
+        self._sampler = build_sampler(config, prompts.examples)
+        self._chosen: dict[int, list[int]] = {}
+        """Step -> indices, until the step is observed."""
+
+    def indices(self, step: int, count: int, seed: int) -> list[int] | None:
+        """The sampler's choice for a step; None for the shuffle. Raises RunFailed for indices that
+        are not `count` examples.
+        """
+        if self._sampler is None:
+            return None
+        size = len(self.prompts)
+        uniforms = noise.uniform(
+            seed, noise.Stream.PROMPT_CHOICE, step, 0, 0, np.arange(size)
+        ).astype(np.float64)
+        with user_code(f'[data] sampler "{self.name}" at step {step}', RunFailed):
+            chosen = self._sampler.choose(step, count, uniforms)
+        return checked_indices(self.name, chosen, count, size)
+
+    def take(
+        self, step: int, cursor: int, count: int, seed: int, indices: list[int] | None
+    ) -> list[Prompt]:
+        """Return the prompts of a step: those at `indices`, or from the shuffle's `cursor` on."""
+        if indices is None:
+            return self.prompts.batch(cursor, count, seed)
+        self._chosen[step] = indices
+        return self.prompts.at(indices)
+
+    def observe(self, step: int, groups: Sequence[Group]) -> None:
+        """Show the sampler a step's first groups."""
+        if self._sampler is None:
+            return
+        judged = [group.judged() for group in groups]
+        with user_code(f'[data] sampler "{self.name}" after step {step}', RunFailed):
+            self._sampler.observe(self._chosen.pop(step), judged)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._sampler.state() if self._sampler else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._sampler and state:
+            self._sampler.load(state)
+
+
+def build_sampler(config: "TrainConfig", examples: Sequence[Example]) -> PromptSampler | None:
+    """Return the configured sampler, tried on a copy; None for the shuffle. Raises
+    ConfigurationError.
+    """
+    data = config.data
+    plugin = load_plugin("sampler", data.sampler, config, SAMPLERS)
+    if plugin is None:
+        return None
+    where = f'[data] sampler = "{data.sampler}"'
+
+    def make(some: Sequence[Example]) -> PromptSampler:
+        try:
+            with user_code(where, ConfigurationError):
+                made: PromptSampler = plugin(some, data.sampler_params)
+        except ConfigurationError as error:
+            if isinstance(error.__cause__, ValueError):
+                raise ConfigurationError(f"[data] sampler_params: {error.__cause__}.") from error
+            raise
+        return made
+
+    with user_code(f"{where} fails a trial", ConfigurationError):
+        if problem := _trial_problem(data.sampler, make, list(examples[:_TRIAL])):
+            raise ConfigurationError(f"{where}: {problem}.")
+    return make(examples)
+
+
+_TRIAL = 8
+"""Examples of the trial."""
+_TOKEN = np.zeros(1, np.int32)
+
+
+def _trial_problem(name: str, make: Any, examples: list[Example]) -> str:
+    """What is wrong with a sampler, tried for three steps; "" if nothing was found."""
+    size = len(examples)
+    tried = make(examples)
+    for step in range(3):
+        uniforms = (np.arange(size) * 0.37 + 0.11 * (step + 1)) % 1
+        before = json.dumps(tried.state(), sort_keys=True)
+        chosen = checked_indices(name, tried.choose(step, 4, uniforms), 4, size)
+        if json.dumps(tried.state(), sort_keys=True) != before:
+            return "`choose` changes its state, which `observe` alone may do"
+        if checked_indices(name, tried.choose(step, 4, uniforms), 4, size) != chosen:
+            return "`choose` gives other indices when it is asked again"
+        tried.observe(chosen, [_trial_group(examples[index], index) for index in chosen])
+        again = make(examples)
+        again.load(json.loads(json.dumps(tried.state())))
+        uniforms = (uniforms + 0.19) % 1
+        if list(again.choose(step + 1, 4, uniforms)) != list(tried.choose(step + 1, 4, uniforms)):
+            return "`load` does not restore what `state` returned, so a resumed run would differ"
+    return ""
+
+
+def _trial_group(example: Example, index: int) -> Group:
+    """Two judged completions, of which index % 3 are right."""
+    members = []
+    for sample in range(2):
+        right = sample < index % 3
+        completion = Completion(
+            index, sample, _TOKEN, np.zeros(1, np.float32), None, FinishReason.STOP
+        )
+        score = Score(Outcome.RIGHT if right else Outcome.WRONG, float(right))
+        members.append(Scored(Trajectory.of(completion), "", score))
+    return Group(Prompt(example, "", _TOKEN), index, members)
+
+
+def checked_indices(name: str, chosen: Any, count: int, size: int) -> list[int]:
+    """Return indices as a list. Raises RunFailed saying what is wrong with them."""
+    array = np.asarray(chosen)
+    if array.shape != (count,) or not np.issubdtype(array.dtype, np.integer):
+        raise RunFailed(
+            f'[data] sampler "{name}" chose an array of shape {array.shape} and type {array.dtype},'
+            f" it must choose {count} whole numbers."
+        )
+    for index in array[(array < 0) | (array >= size)]:
+        raise RunFailed(
+            f'[data] sampler "{name}" chose the example {index}, there are {size}: 0 to {size - 1}.'
+        )
+    return [int(index) for index in array]

@@ -1,0 +1,19 @@
+"""What the built-in engine declares, without torch; `torch_engine.py` is the engine itself."""
+
+from retrain.inference_engine.base import About, EngineCapabilities, InferenceEngine
+
+
+class PyTorchEngine(InferenceEngine):
+    """Samples in this process. The local backend builds it, from parts that it shares with it."""
+
+    capabilities = EngineCapabilities(
+        in_process=True,
+        adapter_reload=True,
+        logprobs="sampled",
+        noise="counter",
+        entropy=True,
+        kept_set=True,
+        prefix_cache=True,
+    )
+    about = About("in this process, with the learner's weights", "this machine", ("torch",))
+    supports_split = True

@@ -1,0 +1,124 @@
+"""The folder of a run's checkpoints. `[backend] adapter_path` may put it outside of the run's own;
+there it is signed with the run's name, and a pointer in the run's folder names it.
+"""
+
+import json
+import re
+import secrets
+from pathlib import Path
+
+from retrain.config.schema import Backend
+from retrain.errors import ConfigurationError, RunFailed
+from retrain.parsing import expanded, is_path_text, read_object
+from retrain.records.checkpoint import CheckpointStore
+from retrain.records.disk import replace_file
+from retrain.records.run_folder import MARKER, RunFolder, mark, read_marker
+
+_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,99}")
+
+
+def take(target: Path, folder: RunFolder) -> None:
+    """Empty and sign a folder of checkpoints outside of the run's own, and leave a pointer to it in
+    the run's folder. `checkpoint_folder` has looked whose it is.
+    """
+    run_id = secrets.token_hex(8)
+    if target.exists():
+        CheckpointStore(target).empty()
+    mark(target, "checkpoints")
+    sign(target, folder, run_id)
+    pointer = {"path": str(target), "run_id": run_id}
+    replace_file(folder.checkpoint_pointer, json.dumps(pointer) + "\n")
+
+
+def checkpoint_folder(backend: Backend, folder: RunFolder, overwrite: bool) -> Path:
+    """Return `<adapter_path>/<last part of log_dir>`, or the run's own folder. Raises
+    ConfigurationError if it holds another run's.
+    """
+    if not backend.adapter_path:
+        return folder.checkpoints
+    name = folder.path.resolve().name
+    if not _SAFE_NAME.fullmatch(name):
+        raise ConfigurationError(
+            f"[logging] log_dir ends in {name!r}, which cannot name a folder under [backend]"
+            " adapter_path; use letters, digits and ._+=- in its last part."
+        )
+    target = (expanded(backend.adapter_path, "[backend] adapter_path") / name).resolve()
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return target
+    marker = read_marker(target)
+    if folder.checkpoint_pointer.is_file():
+        foreign = bool(_foreign(target, _pointer(folder)[1], folder))
+    else:  # the marker is made before the pointer, and the pointer goes first
+        foreign = marker.get("kind") != "checkpoints" or marker.get("run") != str(
+            folder.path.resolve()
+        )
+    if foreign:
+        raise ConfigurationError(
+            f"{target} holds the checkpoints of another run, so [backend] adapter_path ="
+            f" {backend.adapter_path!r} cannot be used with this log_dir; give the run another"
+            " log_dir or adapter_path."
+        )
+    if CheckpointStore(target).steps() and not overwrite:
+        raise ConfigurationError(
+            f"{target} holds checkpoints of {folder.path}, whose own files are gone: start the run"
+            " anew with --overwrite, which deletes them, or choose another [logging] log_dir."
+        )
+    return target
+
+
+def sign(target: Path, folder: RunFolder, run_id: str = "") -> None:
+    """Write the run's folder into the marker at `target`, so that a run that was moved is found
+    under its new name.
+    """
+    here = {"run": str(folder.path.resolve())} | ({"run_id": run_id} if run_id else {})
+    marker = read_marker(target)
+    if marker | here != marker:
+        replace_file(target / MARKER, json.dumps(marker | here) + "\n")
+
+
+def stored_checkpoints(folder: RunFolder) -> Path:
+    """Return the checkpoint folder of an existing run. Raises ConfigurationError if the pointer
+    names another run's.
+    """
+    if not folder.checkpoint_pointer.is_file():
+        return folder.checkpoints
+    target, run_id = _pointer(folder)
+    if problem := _foreign(target, run_id, folder):
+        raise ConfigurationError(
+            f"{folder.checkpoint_pointer} names {target}, {problem}, so nothing there is read or"
+            f" changed; to make {folder.path} a run of its own, copy its checkpoints to"
+            f" {folder.checkpoints} and delete {folder.checkpoint_pointer.name}."
+        )
+    return target
+
+
+def _pointer(folder: RunFolder) -> tuple[Path, str]:
+    """Read the path and run id in checkpoint_pointer. Raises RunFailed for a file without them."""
+    content = read_object(folder.checkpoint_pointer)
+    path, run_id = content.get("path"), content.get("run_id")
+    if not is_path_text(path) or not isinstance(run_id, str):
+        raise RunFailed(
+            f"{folder.checkpoint_pointer} names no folder of checkpoints: the file was changed or"
+            " another program wrote it."
+        )
+    return Path(str(path)), run_id
+
+
+def _foreign(target: Path, run_id: str, folder: RunFolder) -> str:
+    """Return the reason why the checkpoints at `target` do not belong to the run in `folder`; "" if
+    they do.
+
+    Their marker names the run's id and its folder. If it names another folder, the run was moved;
+    if that folder still exists, this one is a copy.
+    """
+    marker = read_marker(target)
+    if marker.get("kind") != "checkpoints" or marker.get("run_id") != run_id:
+        return "which has no marker of this run"
+    owner = RunFolder(Path(str(marker.get("run"))))
+    if (
+        owner.path == folder.path.resolve()
+        or not owner.checkpoint_pointer.is_file()
+        or _pointer(owner)[1] != run_id
+    ):
+        return ""
+    return f"whose checkpoints belong to {owner.path}, of which {folder.path} is a copy"

@@ -1,0 +1,250 @@
+"""The start of a run, new or resumed, in a folder that is ours and locked."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from retrain.config import (
+    TrainConfig,
+    config_from_toml,
+    config_hash,
+    dump_toml,
+    load_stored,
+    replaced,
+    resume_differences,
+    with_drawn_seed,
+)
+from retrain.errors import ConfigurationError, RetrainError
+from retrain.parsing import expanded
+from retrain.records.checkpoint import Checkpoint, CheckpointStore
+from retrain.records.checkpoint_place import checkpoint_folder, sign, stored_checkpoints, take
+from retrain.records.disk import put_back, remove_empty
+from retrain.records.jsonl import aside_of
+from retrain.records.redact import Redactor
+from retrain.records.run_folder import MARKER, RunFolder
+from retrain.records.state import TrainerState
+from retrain.records.writer import writer_lock
+from retrain.run.pressure import decided_by
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """A locked run folder, with what an earlier session left in it."""
+
+    config: TrainConfig
+    """The configuration with the seed drawn, and with the log_dir of the resumed run."""
+    folder: RunFolder
+    store: CheckpointStore
+    state: TrainerState
+    checkpoint: Checkpoint | None
+    """The checkpoint to load; with None the run starts at step 0."""
+    notes: tuple[str, ...]
+    decided_by: Mapping[int, float] = field(default_factory=dict)
+    """Step -> seconds by which back pressure decided, for the steps that a resumed run makes
+    again."""
+
+
+@contextmanager
+def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[RunStart]:
+    """Hold the run folder's lock for as long as the context lasts.
+
+    Raises ConfigurationError for a folder that may not be used, and for keys that may not change at
+    resume.
+    """
+    if config.kind == "campaign":
+        raise ConfigurationError(
+            f"{config.source_path or 'the configuration'} is a campaign, not a single run; start it"
+            " with `retrain FILE` or retrain.campaign.run_campaign."
+        )
+    resuming = bool(config.resume.from_)
+    folder = RunFolder(Path(config.resume.from_ or config.logging.log_dir))
+    folder.claim().refuse_run(resuming=resuming)
+    places = [folder.path]
+    if config.backend.adapter_path:
+        places.append(
+            expanded(config.backend.adapter_path, "[backend] adapter_path") / folder.path.name
+        )
+    missing = [list(_missing(place.resolve())) for place in places]
+    folder.create()
+    with writer_lock(folder), _no_trace_of_a_refusal(folder, *missing):
+        # Asked again, since another process may have made its run here before we had the lock.
+        holds_run = folder.claim().holds_run
+        if resuming and holds_run:
+            yield _reopen(config, folder)
+        elif holds_run and not overwrite:
+            raise ConfigurationError(
+                f"{folder.path} already holds a run: continue it with `{folder.resume_command}`,"
+                " start it anew with --overwrite, or choose another [logging] log_dir."
+            )
+        else:
+            yield _open_new(config, folder, resuming, overwrite)
+
+
+@contextmanager
+def _no_trace_of_a_refusal(
+    folder: RunFolder, made: Sequence[Path], elsewhere: Sequence[Path] = ()
+) -> Iterator[None]:
+    """Delete the folders `made` for a run that is refused before it begins, so that the corrected
+    command is a first one.
+
+    `elsewhere`: those of its checkpoints, outside of its folder.
+    """
+    try:
+        yield
+    except RetrainError as error:
+        # A mistake in the configuration may show after the files are opened, but before the first
+        # line of numbers.
+        files = (
+            (folder.metrics, folder.evaluation)
+            if isinstance(error, ConfigurationError)
+            else (folder.config,)
+        )
+        if made and not any(path.is_file() for path in files):
+            if elsewhere and elsewhere[0].is_dir():
+                CheckpointStore(elsewhere[0]).empty()
+                (elsewhere[0] / MARKER).unlink(missing_ok=True)
+                remove_empty(elsewhere)
+            folder.empty()
+            for path in (folder.marker, folder.lock_owner, folder.lock):
+                path.unlink(missing_ok=True)
+            remove_empty(made)
+        raise
+
+
+def _missing(path: Path) -> Iterator[Path]:
+    """The folders that are made with `path`, each one before its parent."""
+    while not path.exists():
+        yield path
+        path = path.parent
+
+
+def _open_new(config: TrainConfig, folder: RunFolder, resuming: bool, overwrite: bool) -> RunStart:
+    config = with_drawn_seed(config)
+    checkpoints = checkpoint_folder(config.backend, folder, overwrite)
+    folder.empty()
+    if checkpoints != folder.checkpoints:
+        take(checkpoints, folder)
+    notes = []
+    if resuming:
+        notes.append(_no_checkpoint_line(folder))
+    if outer := folder.claim().outer_run():
+        notes.append(f"{folder.path} lies inside the folder of the run {outer.path}.")
+    store = CheckpointStore(checkpoints, config.training.keep_checkpoints)
+    return RunStart(config, folder, store, _first_state(config), None, tuple(notes))
+
+
+def _first_state(config: TrainConfig) -> TrainerState:
+    return TrainerState(
+        seed=config.training.seed,
+        config_hash=config_hash(config),
+        batch_size=config.training.batch_size,
+    )
+
+
+def _no_checkpoint_line(folder: RunFolder) -> str:
+    return f"{folder.path} has no checkpoint yet: starting at step 0."
+
+
+def _reopen(config: TrainConfig, folder: RunFolder) -> RunStart:
+    """Open a folder to resume its run. Nothing in it changes before it is certain that the run can
+    continue.
+    """
+    _refuse_damaged(folder)
+    config = _resumed_config(config, folder)
+    notes: list[str] = []
+    store = CheckpointStore(stored_checkpoints(folder), config.training.keep_checkpoints)
+    checkpoint = _newest(store, folder, notes.append)
+    state = checkpoint.state() if checkpoint else _first_state(config)
+    replayed = decided_by(folder, state.step) if config.backpressure.enabled else {}
+    # From here on the folder changes.
+    if store.folder != folder.checkpoints:
+        sign(store.folder, folder)
+    if checkpoint:
+        notes.append(f"Resuming {folder.path} after {state.step} steps.")
+        if state.step >= (steps := config.training.max_steps):
+            notes.append(
+                f"No step is left: [training] max_steps = {steps} is reached; raise it to train on."
+            )
+        folder.cut_to(state, notes.append)
+    else:
+        notes.append(_no_checkpoint_line(folder))
+        folder.forget_steps()
+    if (aside := aside_of(folder.metrics)).exists():
+        notes.append(
+            f"{aside} holds the rows of the steps that are made again, until the first of them is"
+            " written."
+        )
+    store.make_room_after(state.step, notes.append)
+    return RunStart(config, folder, store, state, checkpoint, tuple(notes), replayed)
+
+
+def _refuse_damaged(folder: RunFolder) -> None:
+    """Raise ConfigurationError for a folder in which a resume would write at other places than its
+    own, or that lost its config.toml.
+    """
+    if links := folder.links():
+        raise _not_resumable(
+            folder,
+            f"{links[0]} is a link, and nothing behind a link is changed",
+            "put the file or folder itself there",
+        )
+    if blocked := folder.blocked():
+        raise _not_resumable(
+            folder,
+            f"{blocked[0]} is a file, and a run keeps a folder of that name",
+            "move the file away",
+        )
+    if not folder.config.is_file():
+        raise _not_resumable(folder, f"{folder.config.name} is missing")
+
+
+def _resumed_config(config: TrainConfig, folder: RunFolder) -> TrainConfig:
+    """Return `config` with the log_dir of the resumed run and the seed that it drew. Raises
+    ConfigurationError for keys that may not change at resume.
+    """
+    stored = load_stored(folder.config)
+    changes: dict[str, object] = {"logging.log_dir": str(folder.path)}
+    if config.training.seed == -1:  # drawn when the run began
+        changes["training.seed"] = stored.training.seed
+    config = replaced(config, changes, origin="file")  # the run's own file
+    # config.toml masks credentials, so they must not count as a difference.
+    masked = config_from_toml(dump_toml(Redactor().config(config)))
+    if differences := resume_differences(stored, masked):
+        raise ConfigurationError(differences)
+    return config
+
+
+def _newest(
+    store: CheckpointStore, folder: RunFolder, say: Callable[[str], None]
+) -> Checkpoint | None:
+    """Return the checkpoint to resume from; None if none was made. Raises ConfigurationError if
+    none of those made can be used.
+    """
+    put_back(store.folder)
+    passed_over: list[str] = []
+    found = store.newest(
+        passed_over.append, lambda checkpoint: folder.missing_rows(checkpoint.state())
+    )
+    if found is None and passed_over:
+        raise _not_resumable(
+            folder, " ".join(passed_over).removesuffix("; trying the previous one.")
+        )
+    if found is None and folder.trainer_state.exists():
+        raise _not_resumable(
+            folder,
+            f"{folder.trainer_state.name} says that a checkpoint was made, but {store.folder} holds"
+            " none",
+        )
+    for line in passed_over:
+        say(line)
+    return found
+
+
+def _not_resumable(
+    folder: RunFolder, problem: str, remedy: str = "put back what is missing"
+) -> ConfigurationError:
+    return ConfigurationError(
+        f"{folder.path} cannot be resumed and is left as it is: {problem}; {remedy}, start the run"
+        " anew with --overwrite, which deletes what is there, or choose another [logging] log_dir."
+    )

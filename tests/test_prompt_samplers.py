@@ -1,0 +1,163 @@
+"""Samplers of prompts: what the built-in ones choose, exact resume, and how a wrong one is found."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrain import train
+from retrain.config import replaced
+from retrain.data.samplers import SAMPLERS, PromptSampler, checked_indices
+from retrain.errors import ConfigurationError, RunFailed
+from retrain.types import (
+    Completion,
+    Example,
+    FinishReason,
+    Group,
+    Outcome,
+    Prompt,
+    Score,
+    Scored,
+    Trajectory,
+)
+from tests.runs import lines, small, timeless
+
+LEARNING = sorted(name for name, sampler in SAMPLERS.items() if sampler)
+TOKEN = np.zeros(1, np.int32)
+
+
+def made(name: str, size: int, **params: float) -> PromptSampler:
+    sampler = SAMPLERS[name]
+    assert sampler is not None
+    return sampler([Example(f"{i}?", "", example_id=f"{i}") for i in range(size)], params)
+
+
+def group(right: int, size: int = 4) -> Group:
+    members = []
+    for sample in range(size):
+        completion = Completion(0, sample, TOKEN, np.zeros(1, np.float32), None, FinishReason.STOP)
+        outcome = Outcome.RIGHT if sample < right else Outcome.WRONG
+        score = Score(outcome, float(sample < right))
+        members.append(Scored(Trajectory.of(completion), "", score))
+    return Group(Prompt(Example("?", ""), "?", TOKEN), 0, members)
+
+
+def uniforms(size: int, step: int) -> np.ndarray:
+    return np.random.default_rng(step).random(size)
+
+
+def steps(sampler: PromptSampler, number: int, count: int) -> Iterator[list[int]]:
+    """Step after step, in which example i has i % 5 of 4 answers right."""
+    for step in range(number):
+        chosen = list(sampler.choose(step, count, uniforms(sampler.size, step)))
+        sampler.observe(chosen, [group(index % 5) for index in chosen])
+        yield chosen
+
+
+@pytest.mark.parametrize("name", LEARNING)
+@given(size=st.integers(1, 12), count=st.integers(1, 12), done=st.integers(0, 4))
+def test_a_choice_holds_the_asked_number_of_examples_and_follows_from_the_state(
+    name: str, size: int, count: int, done: int
+) -> None:
+    sampler, again = made(name, size), made(name, size)
+    for chosen in steps(sampler, done, count):
+        assert checked_indices(name, chosen, count, size) == chosen
+        # Repeats come only where fewer are left: a fifth of the examples is solved when seen.
+        assert count > size - size // 5 or len(set(chosen)) == count
+    again.load(json.loads(json.dumps(sampler.state())))
+    wanted = sampler.choose(done, count, uniforms(size, done))
+    assert again.choose(done, count, uniforms(size, done)) == wanted
+
+
+def test_solved_prompts_never_come_back_until_all_are_solved() -> None:
+    sampler, seen = made("drop_solved", 20), []
+    for chosen in steps(sampler, 12, 5):
+        assert not {index for index in chosen if index % 5 == 4} & set(seen)
+        seen += chosen
+    assert set(seen) == set(range(20))
+    sampler.observe(range(20), [group(4)] * 20)
+    assert len(set(sampler.choose(9, 20, uniforms(20, 9)))) == 20
+
+
+def test_the_pools_have_their_shares() -> None:
+    sampler = made("pools", 50, easy=0.2, hard=0.4)
+    sampler.observe(range(50), [group(index % 5) for index in range(50)])
+    chosen = sampler.choose(1, 10, uniforms(50, 1))
+    kinds = [index % 5 for index in chosen]
+    assert kinds.count(4) == 2 and kinds.count(0) == 4
+
+
+def test_prompts_that_are_solved_half_of_the_time_are_drawn_most() -> None:
+    sampler = made("learnability", 50, memory=1.0)
+    for _ in range(10):
+        sampler.observe(range(50), [group(index % 5) for index in range(50)])
+    drawn = [i for step in range(400) for i in sampler.choose(step, 5, uniforms(50, step))]
+    counts = np.bincount(np.array(drawn) % 5, minlength=5)
+    p = (10 * np.arange(5) + 1) / 42
+    # Five of fifty without return flattens the weights a little.
+    assert counts / counts.sum() == pytest.approx(p * (1 - p) / (p * (1 - p)).sum(), abs=0.04)
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_a_resumed_run_chooses_as_the_straight_one(name: str, tmp_path: Path) -> None:
+    sections: dict[str, Any] = {
+        "data": {"sampler": name},
+        "training": {"max_examples": 12, "batch_size": 3, "max_tokens": 8, "save_every": 1},
+    }
+    straight = train(small(tmp_path / "straight", **sections), quiet=True, skip_parity=True)
+    config = small(tmp_path / "cut", **sections)
+    train(replaced(config, {"training.max_steps": 2}), quiet=True, skip_parity=True)
+    train(replaced(config, {"resume.from": str(tmp_path / "cut")}), quiet=True, skip_parity=True)
+    assert timeless(straight.folder / "metrics.jsonl") == timeless(tmp_path / "cut/metrics.jsonl")
+    prompts = [
+        [line["prompt_id"] for line in lines(folder / "emergence" / "generations.jsonl")]
+        for folder in (straight.folder, tmp_path / "cut")
+    ]
+    assert prompts[0] == prompts[1]
+
+
+WRONG = {
+    "load": ("def choose(self, s, n, u): return [self.k] * n", "`load` does not restore"),
+    "pure": (
+        "def choose(self, s, n, u):\n        self.k += 1\n        return [0] * n",
+        "`choose` changes its state",
+    ),
+    "range": ("def choose(self, s, n, u): return [99] * n", "chose the example 99, there are 8"),
+    "short": ("def choose(self, s, n, u): return [0]", "must choose 4 whole numbers"),
+    "float": ("def choose(self, s, n, u): return [0.5] * n", "must choose 4 whole numbers"),
+    "raise": ("def choose(self, s, n, u): return 1 / 0", "ZeroDivisionError"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_sampler_is_named_before_the_first_step(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body, sentence = WRONG[name]
+    module = f"wrong_{name}"
+    (tmp_path / f"{module}.py").write_text(
+        "from retrain.data import PromptSampler\n"
+        "class S(PromptSampler):\n"
+        "    k = 0\n"
+        f"    {body}\n"
+        "    def observe(self, indices, groups): self.k = (self.k + 1) % 3\n"
+        "    def state(self): return {'k': self.k}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    config = small(tmp_path / "run", data={"sampler": f"{module}.S"})
+    with pytest.raises((ConfigurationError, RunFailed), match=f"sampler.*{sentence}"):
+        train(config, quiet=True, skip_parity=True)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_parameter_that_a_sampler_has_not_is_refused(tmp_path: Path) -> None:
+    params = {"sampler": "pools", "sampler_params": {"medium": 0.3}}
+    with pytest.raises(ConfigurationError, match="medium is not one of easy, hard"):
+        train(small(tmp_path / "run", data=params), quiet=True, skip_parity=True)
