@@ -27,8 +27,7 @@ from retrain.errors import ConfigurationError, Interrupted, RunFailed
 from retrain.model.budget import PROMPT_ALLOWANCE
 from retrain.model.text import TextModel, load_text_model
 from retrain.records.token_table import read_tokens
-from retrain.run.dialogue import Dialogue
-from retrain.run.dialogues import environment_seed
+from retrain.run.dialogues import Dialogue, environment_seed
 from retrain.run.gate import environment_gold
 from retrain.run.gate_fits import GateInputs
 from retrain.run.parts import load_prompts, load_stage

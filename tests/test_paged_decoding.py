@@ -104,7 +104,7 @@ def test_room_for_a_later_turn_changes_no_angle() -> None:
         "long_factor": long,
         "original_max_position_embeddings": 40,
     }
-    asked = [replace(request, may_go_on=True) for request in requests(count=2, max_tokens=20)]
+    asked = [replace(request, extendable=True) for request in requests(count=2, max_tokens=20)]
     model = tiny("llama", rope_parameters=rope)
     assert_same(run(paged(model, []), asked), run(TorchEngine(model, [], "cpu"), asked), atol=1e-4)
 

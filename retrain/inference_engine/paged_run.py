@@ -524,7 +524,7 @@ class PagedRun:
             row.draws.append(draws)
             if int(draws[0]) in self._ends or len(row.draws) == row.job.limit:
                 self._finished.append(row.completion(self._ends))
-                if row.job.request.may_go_on and self._pager.keeps_prompts:
+                if row.job.request.extendable and self._pager.keeps_prompts:
                     self._pager.keep(row)
                 self._leave(row)
 

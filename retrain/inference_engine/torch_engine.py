@@ -172,7 +172,7 @@ class TorchEngine(PyTorchEngine):
             self._options.prefix_caching,
         )
         if any(
-            job.request.may_go_on for job in jobs
+            job.request.extendable for job in jobs
         ):  # room for later turns, or else each would begin a batch
             longest = min(2 * longest, self._decoder.uniform_positions)
         wanted = DecodeLimits(
