@@ -3,7 +3,6 @@ that the model sees and the turns so far; an `Exchange` answers or scores its re
 asks the engine for the next ones.
 """
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -340,9 +339,8 @@ class Dialogues:
             except ConfigurationError as error:  # the chat template refuses the conversation
                 answer = could_not_judge(str(error))
             else:
-                if dialogue.used < self._plan.max_tokens and len(dialogue.context_ids) < (
-                    stage.context or math.inf
-                ):
+                fits = len(dialogue.context_ids) < stage.context
+                if fits and dialogue.used < self._plan.max_tokens:
                     return True
                 dialogue.cut = True  # no token is left for another reply
                 exchange.end()

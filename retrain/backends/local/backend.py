@@ -20,6 +20,7 @@ from retrain.inference_engine.base import InferenceEngine, Truncation
 from retrain.inference_engine.pytorch import PyTorchEngine
 from retrain.model.adapter import Adapter
 from retrain.model.attention import refuse_undecodable
+from retrain.model.budget import context_length
 from retrain.model.devices import choose_device, engine_options
 from retrain.model.fused import FusedDecoder
 from retrain.model.load import BaseModel, load_base_model
@@ -189,7 +190,7 @@ class LocalBackend(Local):
             layers is None or "sliding_attention" in layers
         )
         window = getattr(text, "sliding_window", None) if windowed else None
-        return int(getattr(text, "max_position_embeddings", None) or 1 << 30), int(window or 0)
+        return context_length(text), int(window or 0)
 
     # -- learning ----------------------------------------------------------------------------------
 
