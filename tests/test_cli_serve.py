@@ -9,7 +9,7 @@ import pytest
 
 from retrain.cli.main import main
 from retrain.config import TrainConfig, config_from_mapping
-from retrain.config.support import ENGINE_KEYS
+from retrain.config.effects import effects_of
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.commands import (
     ServerCommand,
@@ -93,8 +93,8 @@ def test_every_key_that_serve_passes_on_changes_the_command_or_is_refused(
         CPU if engine == "max" and name == "prefix_caching" else GPU
     )  # with adapters, MAX has no prefix cache
     assert any(
-        row.covers(f"inference.{name}") and row.use in ("serve", "used")
-        for row in ENGINE_KEYS[engine]
+        row.covers(f"inference.{name}") and row.outcome in ("served", "used")
+        for row in effects_of("engine", engine)
     )
     try:
         changed = command(engine, needs, inference={name: value})

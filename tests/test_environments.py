@@ -682,7 +682,7 @@ def test_the_gate_reckons_with_what_an_environment_says(
 
 
 def test_unused_sections_are_named(tmp_path: Path) -> None:
-    from retrain.config.outcomes import unused_keys
+    from retrain.config.unused import unused_keys
 
     said = unused_keys(
         guessing(

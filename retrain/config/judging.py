@@ -5,7 +5,6 @@ is equal exactly if the judges are.
 """
 
 from retrain.config.keys import all_keys
-from retrain.config.load import replaced
 from retrain.config.names import builtin_names
 from retrain.config.schema import Reward, TrainConfig
 from retrain.parsing import toml_value
@@ -32,17 +31,6 @@ def judging_rewards(config: TrainConfig) -> list[tuple[str, float]]:
     kept = [(kind, weight) for kind, weight in training_rewards(config) if kind != "random"]
     source = config.evaluation.source or config.data.source
     return kept or [(_VERIFIABLE.get(source, _ANY_SOURCE), 1.0)]
-
-
-def with_judging_reward(config: TrainConfig) -> TrainConfig:
-    """Return `config` with `[reward]` set to what judges held-out answers; `config` itself where
-    training's reward does.
-    """
-    judging = judging_rewards(config)
-    if judging == training_rewards(config):
-        return config
-    types, weights = zip(*judging, strict=True)
-    return replaced(config, {"reward.type": list(types), "reward.weights": list(weights)})
 
 
 def judging_note(judging: TrainConfig) -> str:

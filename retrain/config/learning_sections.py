@@ -201,12 +201,15 @@ class Algorithm(Section):
         le=1,
     )
     surprisal_mask_scope: Literal["batch", "group", "completion"] = key(
-        "batch", "Tokens over which the mask's threshold is computed."
+        "batch",
+        "Tokens over which the mask's threshold is computed.",
+        applies_when="surprisal_mask_rho not in (0)",
     )
     surprisal_mask_denominator: Literal["all", "kept"] = key(
         "all",
         "Tokens over which the means of [loss] aggregation are taken: all, masked ones as zeros, or"
         " the kept ones of each update.",
+        applies_when="surprisal_mask_rho not in (0)",
     )
     params: Table = key({}, "Parameters of an algorithm_mode plugin.")
     advantage_params: Table = key({}, "Parameters of the advantage.")
@@ -379,6 +382,7 @@ class Loss(Section):
         ge=0,
         meaningful_unset=True,
         example=0.2,
+        applies_when="mode in (ppo, gspo, cispo, gmpo, dppo)",
     )
     clip_high: float | None = key(
         None,
@@ -387,9 +391,13 @@ class Loss(Section):
         ge=0,
         meaningful_unset=True,
         example=0.2,
+        applies_when="mode in (ppo, gspo, cispo, gmpo, dppo)",
     )
     dual_clip: float = key(
-        0.0, "Bound above 1 on the ratio of tokens with negative advantage (ppo); 0 is off.", ge=0
+        0.0,
+        "Bound above 1 on the ratio of tokens with negative advantage (ppo); 0 is off.",
+        ge=0,
+        applies_when="mode in (ppo)",
     )
     correction: Annotated[str, OpenName("correction")] = key(
         "none",
@@ -431,6 +439,7 @@ class Loss(Section):
         "k3",
         "Per-token KL estimator. Its expected gradient is the gradient of KL(policy || base) for"
         " k2, of KL(base || policy) for k3, and 0 for k1, which is refused.",
+        applies_when="kl_coef not in (0)",
     )
     entropy_coef: float = key(
         0.0, "Weight of the entropy bonus, aggregated like the KL divergence.", ge=0
@@ -467,11 +476,14 @@ class Gtpo(Section):
         0.1, "Strength of the weighting; 0 disables it, above 1 clips weights at 0.", ge=0
     )
     norm: Literal["completion", "group"] = key(
-        "completion", "Tokens over which the mean uncertainty is taken."
+        "completion",
+        "Tokens over which the mean uncertainty is taken.",
+        applies_when="beta not in (0)",
     )
     negative: Literal["same", "inverse"] = key(
         "same",
         "Weighting of completions with negative advantage: the same, or by inverse uncertainty.",
+        applies_when="beta not in (0)",
     )
 
 
@@ -495,11 +507,25 @@ class Sepa(Section):
         ge=0,
         le=1,
     )
-    ema_decay: float = key(0.99, "Decay of the variance's moving average (auto).", ge=0, lt=1)
-    var_threshold: float = key(
-        0.2, "Fraction of the reference variance at which pooling is complete (auto).", gt=0
+    ema_decay: float = key(
+        0.99,
+        "Decay of the variance's moving average (auto).",
+        ge=0,
+        lt=1,
+        applies_when="schedule not in (linear)",
     )
-    warmup: int = key(50, "Steps before the reference variance is fixed (auto).", ge=1)
+    var_threshold: float = key(
+        0.2,
+        "Fraction of the reference variance at which pooling is complete (auto).",
+        gt=0,
+        applies_when="schedule not in (linear)",
+    )
+    warmup: int = key(
+        50,
+        "Steps before the reference variance is fixed (auto).",
+        ge=1,
+        applies_when="schedule not in (linear)",
+    )
 
 
 class Planning(Section):
@@ -510,18 +536,27 @@ class Planning(Section):
         "all-MiniLM-L6-v2",
         "Sentence-transformers model of the semantic detector: its name or folder.",
         min_length=1,
+        applies_when="detector not in (regex)",
     )
     threshold: float = key(
         0.02,
         "Margin by which a window must be nearer to planning than to execution (semantic).",
         ge=-2,
         le=2,
+        applies_when="detector not in (regex)",
     )
-    min_similarity: float = key(0.25, "Smallest similarity to planning (semantic).", ge=-1, le=1)
+    min_similarity: float = key(
+        0.25,
+        "Smallest similarity to planning (semantic).",
+        ge=-1,
+        le=1,
+        applies_when="detector not in (regex)",
+    )
     strategic_grams: Annotated[str | Strings, AfterValidator(check_grams)] = key(
         "",
         "Planning phrases as a list, a JSON array or comma-separated; empty means the built-in"
         " ones.",
+        applies_when="detector not in (semantic)",
     )
 
     @property

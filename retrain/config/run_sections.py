@@ -431,7 +431,12 @@ class Logging(Section):
         [], "Trackers in addition to the run's own files."
     )
     generations_every: int = key(1, "Steps between records of generations; 0 is off.", ge=0)
-    generations_per_step: int = key(8, "Generations recorded at each such step.", ge=0)
+    generations_per_step: int = key(
+        8,
+        "Generations recorded at each such step.",
+        ge=0,
+        applies_when="generations_every not in (0)",
+    )
     tokens_every: int = key(0, "Steps between per-token files for inspect; 0 is off.", ge=0)
 
     @property

@@ -193,6 +193,7 @@ class Campaign(Section):
         'Most seeds with stop = "evidence"; seeds beyond those listed count up from the largest'
         " one. 0 is the number listed.",
         ge=0,
+        applies_when="stop in (evidence)",
     )
     margin: float | None = key(
         None,
@@ -212,7 +213,11 @@ class Campaign(Section):
         [], "The conditions; empty means the five of the standard ablation."
     )
     launcher: Literal["local", "ray"] = key("local", "What starts the runs.")
-    ray_address: str = key("", "Address of a Ray cluster; empty starts a local one.")
+    ray_address: str = key(
+        "",
+        "Address of a Ray cluster; empty starts a local one.",
+        applies_when="launcher in (ray)",
+    )
     max_retries: int = key(
         2,
         "Times that a run is restarted after its worker was lost (killed, or its machine gone).",

@@ -16,7 +16,8 @@ from retrain.advantages.sepa import SEPAController
 from retrain.backends.base import BACKENDS, Backend, backend_kind
 from retrain.backends.declared import backend_class, capability_notes, engine_class, incapable
 from retrain.config import TrainConfig, replaced
-from retrain.config.judging import judging_note, with_judging_reward
+from retrain.config.judging import judging_note
+from retrain.config.load import with_judging_reward
 from retrain.config.names import DATA_FILE_SUFFIXES, is_data_location, is_dotted
 from retrain.config.schema import Backend as BackendSettings
 from retrain.config.schema import Evaluation, Inference, Model, Training
