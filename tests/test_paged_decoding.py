@@ -120,11 +120,9 @@ def test_short_memory_changes_no_completion(
     model, asked = tiny(), requests(count=5, max_tokens=35)
     plenty = run(paged(model, []), asked)
     back: list[int] = []
-    stop = PagedRun._stop
+    preempt = PagedRun.preempt
     monkeypatch.setattr(
-        PagedRun,
-        "_stop",
-        lambda run, rows: (back.extend(row.number for row in rows), stop(run, rows))[1],
+        PagedRun, "preempt", lambda run, row: (back.append(row.number), preempt(run, row))
     )
     engine = paged(
         model,

@@ -160,7 +160,7 @@ class Backend(ABC):
     @property
     @abstractmethod
     def half_precision(self) -> bool:
-        """The base weights are in 16 bits or fewer: the parity gate then allows for their
+        """Learner or sampler computes in 16 bits or fewer: the parity gate then allows for the
         rounding.
         """
 

@@ -168,6 +168,11 @@ class Inference(Section):
         """The servers; empty for the pytorch engine."""
         return [self.url] * bool(self.url) if isinstance(self.url, str) else list(self.url)
 
+    @property
+    def reduced_precision(self) -> bool:
+        """The sampler computes, or caches keys and values, in 16 bits or fewer."""
+        return self.dtype != "auto" or self.kv_cache_dtype != "auto"
+
 
 class Data(Section):
     """The problems."""
