@@ -316,7 +316,9 @@ UNUSED: tuple[Unused, ...] = (
     ),
     Unused(
         ("reward.deadline_s", "reward.workers"),
-        lambda c: _rewards(c) <= {"match", "random", "judge"},
+        lambda c: (
+            not any(kind == "plugin" or table("reward")[kind].needs_workers for kind in _rewards(c))
+        ),
         "these rewards need no worker",
     ),
     Unused(

@@ -10,7 +10,7 @@ import numpy as np
 
 from retrain.data.chat import ChatRenderer
 from retrain.environments.base import Observation
-from retrain.rewards import Scorer, ScoreRequest
+from retrain.rewards import ScoreGroup, ScoreRequest
 from retrain.types import (
     ChatMessage,
     Completion,
@@ -152,13 +152,14 @@ class ScoredReply:
     follows.
     """
 
-    def __init__(self, scorer: Scorer, dialogue: Dialogue, step: int) -> None:
-        self._scorer, self._dialogue, self._step = scorer, dialogue, step
+    def __init__(self, group: ScoreGroup, dialogue: Dialogue, step: int) -> None:
+        """`group` waits for the other replies to the same prompt, where a reward needs them."""
+        self._group, self._dialogue, self._step = group, dialogue, step
         self._score: Future[Score] | None = None
 
     def reply(self, text: str, *, last: bool) -> None:
         prompt = self._dialogue.prompt
-        self._score = self._scorer.submit(
+        self._score = self._group.submit(
             ScoreRequest(
                 response=text,
                 reference=prompt.example.reference,
@@ -167,6 +168,8 @@ class ScoredReply:
                 step=self._step,
                 slot=self._dialogue.slot,
                 sample=self._dialogue.sample,
+                token_count=self._dialogue.used,
+                finish_reason=self._dialogue.trajectory.finish_reason,
             )
         )
 
