@@ -39,7 +39,8 @@ from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.inference_engine.decoder import Decoder
 from retrain.inference_engine.fixed_step import Variant
 from retrain.inference_engine.paged_run import PagedEngine, PagedRun
-from retrain.inference_engine.scheduler import DecodeRun, Job
+from retrain.inference_engine.rows import Job
+from retrain.inference_engine.scheduler import DecodeRun
 from retrain.model.attention import FusedAttention, Kernel, VarlenAttention
 from retrain.model.budget import DecodeLimits
 from retrain.model.float8 import quantised
@@ -369,8 +370,8 @@ def replay(machine: Machine) -> Found:
         )
         with decoder.sampling(0):
             run = PagedRun(decoder, jobs, engine)
-            run._admit()
-            run._find_pages()
+            run.admit()
+            run.grow()
             called = machine.clock(
                 lambda rows=rows, engine=engine: engine.step.step(rows, PLAIN), 3
             )

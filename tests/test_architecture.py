@@ -33,7 +33,7 @@ HEAVY = {
     "httpx",
     "ray",
 }
-MAX_NODES = 600
+MAX_NODES = 410
 
 LAYERS: tuple[set[str], ...] = (
     {"distributed", "errors", "install", "noise", "parsing", "processes", "types", "web"},

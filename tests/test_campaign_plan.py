@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from campaigns import planned_config
 
 from retrain.campaign import CampaignPlan, plan_campaign
+from retrain.campaign.preflight import check
 from retrain.config import config_from_toml, dump_toml, replaced, unused_keys
 from retrain.errors import ConfigurationError
 
@@ -289,3 +291,16 @@ def test_tinker_workers_share_their_locks_and_others_have_none() -> None:
         == {str(tinker.throttle_dir)}
     )
     assert section(plan("[campaign]").runs[0], "backend").throttle_dir == ""
+
+
+def test_a_wrong_plugin_is_said_before_any_data_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loaded(*_: object) -> None:
+        raise AssertionError("the data was loaded")
+
+    monkeypatch.setattr("retrain.campaign.preflight.load_examples", loaded)
+    conditions = [
+        {"advantage_mode": name, "transform_mode": "none"} for name in ("grpo", "no_such.plugin")
+    ]
+    campaign = planned_config({"seeds": [1, 2], "max_steps": 2, "conditions": conditions})
+    with pytest.raises(ConfigurationError, match=r"no_such\.plugin"):
+        check(plan_campaign(campaign, Path("campaign")))

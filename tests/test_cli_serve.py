@@ -9,7 +9,7 @@ import pytest
 
 from retrain.cli.main import main
 from retrain.config import TrainConfig, config_from_mapping
-from retrain.config.support import ENGINE_KEYS
+from retrain.config.effects import effects_of
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.commands import (
     ServerCommand,
@@ -19,7 +19,7 @@ from retrain.inference_engine.commands import (
     startable_engines,
 )
 from retrain.inference_engine.vllm import LORA_RANKS
-from retrain.model.budget import PROMPT_ALLOWANCE
+from retrain.model.budget import NO_LIMIT, PROMPT_ALLOWANCE
 
 CPU = ServerNeeds("/models/m", "float32", "cpu", 700, 1024)
 GPU = ServerNeeds("/models/m", "bfloat16", "cuda", 700, 1024)
@@ -93,8 +93,8 @@ def test_every_key_that_serve_passes_on_changes_the_command_or_is_refused(
         CPU if engine == "max" and name == "prefix_caching" else GPU
     )  # with adapters, MAX has no prefix cache
     assert any(
-        row.covers(f"inference.{name}") and row.use in ("serve", "used")
-        for row in ENGINE_KEYS[engine]
+        row.covers(f"inference.{name}") and row.outcome in ("served", "used")
+        for row in effects_of("engine", engine)
     )
     try:
         changed = command(engine, needs, inference={name: value})
@@ -202,7 +202,7 @@ def test_the_context_is_that_of_the_longest_prompt_and_completion(
     assert "--max-model-len 1200 " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("positions", "context"), [(0, 512), (300, 300), (4096, 512)])
+@pytest.mark.parametrize(("positions", "context"), [(NO_LIMIT, 512), (300, 300), (4096, 512)])
 def test_the_context_has_room_for_the_gates_long_prompt_where_the_model_has(
     positions: int,
     context: int,
@@ -210,8 +210,7 @@ def test_the_context_has_room_for_the_gates_long_prompt_where_the_model_has(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """0 positions: the model names no limit."""
-    monkeypatch.setattr("retrain.model.text.context_length", lambda config: positions)
+    monkeypatch.setattr("retrain.model.budget.context_length", lambda config: positions)
     file = tmp_path / "lab.toml"
     file.write_text('[model]\nmodel = "lab"\n[data]\nsource = "lab"\n[training]\nmax_tokens = 20\n')
     assert main(["serve", "vllm", str(file), "--prompt-tokens", "50"]) == 0

@@ -2,12 +2,14 @@
 effect; migration.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from retrain.backends.base import BackendCapabilities
 from retrain.cli.migrate_config import migrate_text, unified_diff
 from retrain.config import (
     TrainConfig,
@@ -22,9 +24,9 @@ from retrain.config import (
     unused_keys,
     with_drawn_seed,
 )
+from retrain.config.effects import per_token_refusals, refusals
 from retrain.config.keys import Key, all_keys, flags
 from retrain.config.names import register_name
-from retrain.config.outcomes import per_token_refusals
 from retrain.config.overrides import parse_overrides
 from retrain.errors import ConfigurationError
 
@@ -504,7 +506,10 @@ def test_devices_may_change_within_their_kind(
         ),
         (
             {"loss": {"clip_low": 0.1}},
-            "[loss] clip_low = 0.1 is unused here: importance_sampling does not clip.",
+            (
+                '[loss] clip_low = 0.1 is unused here: it belongs to mode = "ppo", "gspo", "cispo",'
+                ' "gmpo" or "dppo".'
+            ),
         ),
         (
             {"model": {"base_url": "http://x"}},
@@ -545,10 +550,13 @@ def test_a_backend_of_one_advantage_a_completion_takes_no_token_varying_transfor
     config = config_from_mapping(
         {"algorithm": {"transform_mode": transform, "surprisal_mask_rho": 0.2}}
     )
-    assert len(per_token_refusals(config, per_token_advantages=False)) == 2
-    assert per_token_refusals(config, per_token_advantages=True) == []
+    one = BackendCapabilities(False, synchronous_loss=True, exact_resume=True)
+    assert len(per_token_refusals(config, one)) == 1
+    assert any("surprisal_mask_rho = 0.2" in said for _, said in refusals(config, one))
+    every = replace(one, per_token_advantages=True)
+    assert per_token_refusals(config, every) == []
     plain = config_from_mapping({"algorithm": {"algorithm_mode": "grpo_none"}})
-    assert per_token_refusals(plain, per_token_advantages=False) == []
+    assert per_token_refusals(plain, one) == []
 
 
 # -- migration -------------------------------------------------------------------------------------

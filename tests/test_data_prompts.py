@@ -20,6 +20,7 @@ from retrain.data.chat import count_tokens, token_bounds
 from retrain.data.prompts import fingerprint
 from retrain.data.sources import Reason
 from retrain.errors import ConfigurationError
+from retrain.model.budget import NO_LIMIT
 from retrain.model.text import TextModel, load_tokenizer
 from retrain.model.vocabulary import VocabularyTable
 
@@ -37,7 +38,7 @@ def loaded(*prompts: str, **said) -> ReadResult:
     )
 
 
-def text_model(context: int = 0) -> TextModel:
+def text_model(context: int = NO_LIMIT) -> TextModel:
     tokenizer = byte_level()
     return TextModel("", tokenizer, VocabularyTable(tokenizer), (tokenizer.eos_token_id,), context)
 

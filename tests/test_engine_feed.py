@@ -13,8 +13,7 @@ from retrain.environments.base import Observation
 from retrain.inference_engine.base import InferenceEngine, NoiseKey, SampleRequest
 from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.model.devices import EngineOptions
-from retrain.run.dialogue import Dialogue
-from retrain.run.dialogues import Dialogues, SamplingPlan, Stage, Watcher
+from retrain.run.dialogues import Dialogue, Dialogues, SamplingPlan, Stage, Watcher
 from retrain.types import Completion, Example, FinishReason, Prompt, Score
 from tests.decoding import assert_agrees, assert_same, paged, prompts, tiny, with_adapter
 
@@ -31,7 +30,7 @@ class Talk:
     ) -> None:
         self.later = later
         self.waiting = [
-            SampleRequest(p, count, max_tokens, 0.8, NoiseKey(1, 0, 0, i), may_go_on=True)
+            SampleRequest(p, count, max_tokens, 0.8, NoiseKey(1, 0, 0, i), extendable=True)
             for i, p in enumerate(prompts(many))
         ]
         self.asked: list[SampleRequest] = []
@@ -64,7 +63,7 @@ class Talk:
             position, extends = before.first_position + len(one.token_ids), len(prompt) - 2
             noise = {"noise": before.noise, "first_sample": one.sample, "first_position": position}
             self.waiting.append(
-                SampleRequest(prompt, 1, self.later, 0.8, extends=extends, may_go_on=True, **noise)
+                SampleRequest(prompt, 1, self.later, 0.8, extends=extends, extendable=True, **noise)
             )
 
 
@@ -111,7 +110,7 @@ def test_a_reply_that_follows_the_same_tokens_again_loses_no_pages(model: Any) -
     for position in range(3):
         asked = [
             SampleRequest(
-                p, 2, 1, 0.8, NoiseKey(1, 0, 0, i), first_position=position, may_go_on=True
+                p, 2, 1, 0.8, NoiseKey(1, 0, 0, i), first_position=position, extendable=True
             )
             for i, p in enumerate(prompts(3))
         ]
@@ -197,7 +196,7 @@ def opened(repeatable: bool, count: int = 12) -> tuple[Dialogues, dict[tuple[int
     prompt = Prompt(Example("?", ""), "?", np.arange(3, 8, dtype=np.int32))
     dialogues = [Dialogue(prompt, 0, sample) for sample in range(count)]
     sides = {dialogue.key: Answering() for dialogue in dialogues}
-    stage: Any = Stage(cast(Any, None), cast(Any, None), str, 0)
+    stage: Any = Stage(cast(Any, None), cast(Any, None), str, 1000)
     plan, watcher = (
         SamplingPlan(count, 50, 1.0, seed=0, stream=0),
         Watcher(lambda: None, lambda _: None),

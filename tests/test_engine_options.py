@@ -11,7 +11,8 @@ from retrain.config.schema import Inference
 from retrain.errors import ConfigurationError, EnvironmentFailure, RetrainError
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.inference_engine.kv_cache import KVArena, PromptState
-from retrain.inference_engine.scheduler import Job, Rows
+from retrain.inference_engine.rows import Job
+from retrain.inference_engine.scheduler import Rows
 from retrain.model.attention import FusedAttention, VarlenAttention
 from retrain.model.budget import kv_bytes_per_token, plan_decode
 from retrain.model.devices import EngineOptions, attention_of, engine_options

@@ -27,8 +27,7 @@ from retrain.errors import ConfigurationError, Interrupted, RunFailed
 from retrain.model.budget import PROMPT_ALLOWANCE
 from retrain.model.text import TextModel, load_text_model
 from retrain.records.token_table import read_tokens
-from retrain.run.dialogue import Dialogue
-from retrain.run.dialogues import environment_seed
+from retrain.run.dialogues import Dialogue, environment_seed
 from retrain.run.gate import environment_gold
 from retrain.run.gate_fits import GateInputs
 from retrain.run.parts import load_prompts, load_stage
@@ -683,7 +682,7 @@ def test_the_gate_reckons_with_what_an_environment_says(
 
 
 def test_unused_sections_are_named(tmp_path: Path) -> None:
-    from retrain.config.outcomes import unused_keys
+    from retrain.config.unused import unused_keys
 
     said = unused_keys(
         guessing(

@@ -12,7 +12,8 @@ from runs import lines, small
 from scipy import stats
 
 from retrain.config import TrainConfig, config_from_mapping
-from retrain.config.judging import judge_words, training_rewards, with_judging_reward
+from retrain.config.judging import judge_words, training_rewards
+from retrain.config.load import with_judging_reward
 from retrain.errors import ConfigurationError
 from retrain.records.entries import EvaluationRecord
 from retrain.records.evaluation import Evaluation, clustered_interval, pass_at_k

@@ -17,7 +17,7 @@ from retrain.inference_engine.base import BASE_MODEL
 from retrain.inference_engine.decoder import Decoder
 from retrain.inference_engine.fixed_step import BUCKETS, Variant, bucket_of
 from retrain.inference_engine.paged_run import PagedEngine, PagedRun
-from retrain.inference_engine.scheduler import Job
+from retrain.inference_engine.rows import Job
 from retrain.model import functions, truncation
 from retrain.model.budget import DecodeLimits
 from retrain.model.varlen import PagedRows, Spans, plain, plain_paged
@@ -51,12 +51,12 @@ def started(rows: int = 5) -> tuple[PagedRun, PagedEngine, Decoder]:
     ][:rows]
     run = PagedRun(decoder, jobs, engine)
     with decoder.sampling(0):
-        run._admit()
-        run._find_pages()
-        run._buffers.put_pages(
+        run.admit()
+        run.grow()
+        run.buffers.put_pages(
             [
                 (row.slot, number, page)
-                for row in run._active
+                for row in run.running
                 for number, page in enumerate(engine.pool.take(12), 4)
             ]
         )
@@ -108,7 +108,7 @@ def test_a_step_waits_for_nothing_and_has_the_same_shapes_at_every_length(varian
                 engine.step.step(8, VARIANTS[variant])
             seen.append(lint.calls)
     assert all(calls == seen[0] for calls in seen)
-    assert int(run._buffers.position.max()) > 20
+    assert int(run.buffers.position.max()) > 20
 
 
 def test_no_buffer_moves_while_rows_come_and_go() -> None:
@@ -143,12 +143,12 @@ def test_no_buffer_moves_while_rows_come_and_go() -> None:
 def test_torch_traces_a_step_without_a_break() -> None:
     run, engine, decoder = started()
     with decoder.sampling(0), torch.no_grad():
-        state = {name: buffer.clone() for name, buffer in run._buffers.of_rows.items()}
+        state = {name: buffer.clone() for name, buffer in run.buffers.of_rows.items()}
         engine.step.step(8, VARIANTS["greedy"])
         expected = engine.buffers.ring[0].clone()
         for name, values in state.items():
-            getattr(run._buffers, name).copy_(values)
-        run._buffers.ring_place.zero_()
+            getattr(run.buffers, name).copy_(values)
+        run.buffers.ring_place.zero_()
         torch.compile(engine.step.step, fullgraph=True, backend="eager")(8, VARIANTS["greedy"])
     assert torch.equal(engine.buffers.ring[0, :, 0], expected[:, 0])
     torch.testing.assert_close(engine.buffers.ring[0].float(), expected.float())
@@ -158,16 +158,16 @@ def test_a_row_computes_the_same_bits_whatever_its_neighbours() -> None:
     """On a processor, in one bucket; and a row that is done changes nothing of its own state."""
     run, engine, decoder = started(rows=5)
     with decoder.sampling(0):
-        state = {name: buffer.clone() for name, buffer in run._buffers.of_rows.items()}
+        state = {name: buffer.clone() for name, buffer in run.buffers.of_rows.items()}
         engine.step.step(8, PLAIN)
         together = engine.buffers.ring[0].clone()
         for name, values in state.items():
-            getattr(run._buffers, name).copy_(values)
-        run._buffers.stop(np.array([0, 2, 3, 4]))
+            getattr(run.buffers, name).copy_(values)
+        run.buffers.stop(np.array([0, 2, 3, 4]))
         engine.step.step(8, PLAIN)
     assert torch.equal(engine.buffers.ring[1, 1], together[1])
     for name in ("token", "position", "sampled"):
-        assert torch.equal(getattr(run._buffers, name)[2], state[name][2])
+        assert torch.equal(getattr(run.buffers, name)[2], state[name][2])
 
 
 def test_a_step_in_split_mode_has_no_operator_that_the_learner_makes_raise(

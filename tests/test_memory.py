@@ -18,11 +18,17 @@ from torch.utils._pytree import tree_leaves
 from retrain.backends.local.backend import LocalBackend
 from retrain.config import TrainConfig
 from retrain.errors import EnvironmentFailure
-from retrain.model.budget import PROMPT_ALLOWANCE, longest_row, longest_sampled
+from retrain.model.budget import (
+    NO_LIMIT,
+    PROMPT_ALLOWANCE,
+    context_length,
+    longest_row,
+    longest_sampled,
+)
 from retrain.model.footprint import footprint
 from retrain.model.machine import Budget, Machine, plan
 from retrain.model.memory import GIB, Memory, predict_memory
-from retrain.model.text import context_length, load_model_config, resolve_model
+from retrain.model.text import load_model_config, resolve_model
 from retrain.types import Row
 from tests.runs import small_run
 
@@ -121,7 +127,11 @@ def test_what_evaluations_sample_may_be_longer_than_what_is_trained(tmp_path: Pa
         config = small(tmp_path, evaluation=evaluation)
         predicted = predict_memory(config)
         longest = longest_sampled(
-            config.training, config.evaluation, config.environment, context=0, prompt_tokens=100
+            config.training,
+            config.evaluation,
+            config.environment,
+            context=NO_LIMIT,
+            prompt_tokens=100,
         )
         return (
             longest - config.training.max_tokens,

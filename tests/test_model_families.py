@@ -4,6 +4,7 @@ window of every family.
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,6 +69,13 @@ def test_layers_that_peft_refuses_are_one_sentence_and_list_elements_stay() -> N
     model = tiny_model("gemma3n_text")
     base, _, _ = adapted(model, "gemma3n_text")
     assert not any(name.isdigit() for name in target_modules(base, []))
+
+
+def test_a_router_is_adapted_only_where_it_is_named() -> None:
+    block = torch.nn.ModuleDict({"router": torch.nn.Linear(2, 2), "down": torch.nn.Linear(2, 2)})
+    base: Any = SimpleNamespace(decoder=torch.nn.ModuleList([block]))
+    assert target_modules(base, []) == ["down"]
+    assert target_modules(base, ["router"]) == ["router"]
 
 
 @pytest.mark.parametrize("family", WINDOWED)

@@ -104,7 +104,7 @@ def test_room_for_a_later_turn_changes_no_angle() -> None:
         "long_factor": long,
         "original_max_position_embeddings": 40,
     }
-    asked = [replace(request, may_go_on=True) for request in requests(count=2, max_tokens=20)]
+    asked = [replace(request, extendable=True) for request in requests(count=2, max_tokens=20)]
     model = tiny("llama", rope_parameters=rope)
     assert_same(run(paged(model, []), asked), run(TorchEngine(model, [], "cpu"), asked), atol=1e-4)
 
@@ -120,11 +120,9 @@ def test_short_memory_changes_no_completion(
     model, asked = tiny(), requests(count=5, max_tokens=35)
     plenty = run(paged(model, []), asked)
     back: list[int] = []
-    stop = PagedRun._stop
+    preempt = PagedRun.preempt
     monkeypatch.setattr(
-        PagedRun,
-        "_stop",
-        lambda run, rows: (back.extend(row.number for row in rows), stop(run, rows))[1],
+        PagedRun, "preempt", lambda run, row: (back.append(row.number), preempt(run, row))
     )
     engine = paged(
         model,

@@ -572,7 +572,7 @@ def test_kept_sets_of_an_answer_reach_the_wire() -> None:
 
 def test_a_campaign_and_the_kept_denominator_are_refused(tmp_path: Path) -> None:
     conditions = [{"advantage_mode": "grpo", "transform_mode": "none"}]
-    with pytest.raises(ConfigurationError, match="whose runs would all feed one trainer"):
+    with pytest.raises(ConfigurationError, match="all runs of a campaign would feed one trainer"):
         small(
             tmp_path,
             backend={"backend": "prime_rl"},

@@ -108,7 +108,7 @@ def test_what_a_sharded_base_excludes_is_refused_in_one_sentence(toml: str, word
 
 
 def test_a_backend_that_is_not_local_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match='needs backend = "local"'):
+    with pytest.raises(ConfigurationError, match='shard_base = true with backend = "tinker"'):
         config_from_toml('[backend]\nbackend = "tinker"\nshard_base = true')
 
 

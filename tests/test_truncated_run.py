@@ -14,7 +14,7 @@ from runs import lines, small
 
 from retrain import train
 from retrain.cli.main import main
-from retrain.config.outcomes import kept_set_refusals
+from retrain.config.effects import refusals
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.inference_engine.pytorch import PyTorchEngine
 from retrain.inference_engine.torch_engine import TorchEngine
@@ -116,13 +116,15 @@ def test_an_engine_that_cannot_give_kept_sets_is_refused(
     with pytest.raises(
         ConfigurationError,
         match=(
-            r"\[training\] top_p = 0.9 is trained over .* leave it at 1.0, or use engine ="
-            r' "pytorch"'
+            r'\[training\] top_p = 0.9 with engine = "pytorch": the loss is over the kept tokens,'
+            r' .* leave it off, or use engine = "pytorch"'
         ),
     ):
         small_run(small(tmp_path / "run", training={"top_p": 0.9}), quiet=True)
-    assert kept_set_refusals(small(tmp_path), kept_set=False) == []
-    assert len(kept_set_refusals(small(tmp_path, training=TRUNCATED), kept_set=False)) == 3
+    monkeypatch.undo()
+    without = replace(declared, kept_set=False)
+    assert not list(refusals(small(tmp_path), engine=without))
+    assert len(list(refusals(small(tmp_path, training=TRUNCATED), engine=without))) == 3
 
 
 def test_a_run_says_that_it_is_truncated_and_counts_the_memory(tmp_path: Path) -> None:

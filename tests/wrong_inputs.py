@@ -147,7 +147,7 @@ CASES = [
     at_load(
         "SEPA without a ramp",
         "[sepa]\nsteps = 0",
-        '[sepa] steps = 0 with schedule = "linear" keeps lambda at 0 for ever',
+        '[sepa] steps = 0 with schedule = "linear" keeps lambda at 0',
         printed=True,
     ),
     at_load(

@@ -6,7 +6,7 @@ verdicts, and how it was computed.
 """
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -29,6 +29,8 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 _HIDDEN = ("for new problems", "p", "d_z")
 """Columns of `contrast_table` that a terminal has no room for; the sentences have them."""
+_PARTS = ("eval sd", "seed sd")
+"""Columns for which a narrow terminal has no room."""
 
 
 def to_markdown(comparison: Comparison) -> str:
@@ -75,23 +77,22 @@ def _text(comparison: Comparison, width: int) -> Iterator[str]:
         yield from _wrapped(seed_line(contrast, comparison), width)
     yield ""
     head, rows = contrast_table(comparison)
-    shown = [column for column, name in enumerate(head) if name not in _HIDDEN]
-    yield from _aligned(
-        ([head[column] for column in shown], [[row[column] for column in shown] for row in rows]),
-        width,
-    )
+    narrow = _without((head, rows), _HIDDEN)
+    if max(map(len, table_lines([narrow[0][1:], *(row[1:] for row in narrow[1])]))) > width - 2:
+        narrow = _without(narrow, _PARTS)
+    yield from _aligned(narrow, width)
     yield ""
     for contrast, row in zip(comparison.contrasts, rows, strict=True):
-        yield from _wrapped(
-            f"{name_of(contrast, comparison)}: {explanation(contrast, comparison)}", width
-        )
+        named = f"{name_of(contrast, comparison)}: {explanation(contrast, comparison)}"
+        yield from _wrapped(named, width)
         hidden = [
             f"{name} {cell}"
             for name, cell in zip(head, row, strict=True)
-            if name in _HIDDEN and cell
+            if name not in narrow[0] and cell
         ]
-        said = [*caveats(contrast, comparison), f"Also: {', '.join(hidden)}."]
-        yield from (line for sentence in said for line in _wrapped(sentence, width, "  "))
+        also = f"Also: {', '.join(hidden)}."
+        for sentence in (*caveats(contrast, comparison), also):
+            yield from _wrapped(sentence, width, "  ")
     if any(arm.tasks for arm in comparison.arms):
         yield ""
         yield from _wrapped(task_heading(comparison), width, after="")
@@ -100,6 +101,12 @@ def _text(comparison: Comparison, width: int) -> Iterator[str]:
         yield from ("", f"{title}:")
         for sentence in sentences:
             yield from _wrapped(f"- {sentence}", width)
+
+
+def _without(table: Table, names: Collection[str]) -> Table:
+    shown = [column for column, name in enumerate(table[0]) if name not in names]
+    head, *rows = ([row[column] for column in shown] for row in (table[0], *table[1]))
+    return head, rows
 
 
 def sections(comparison: Comparison) -> Iterator[tuple[str, Sequence[str]]]:
@@ -226,43 +233,44 @@ def arm_table(comparison: Comparison) -> Table:
 
 def contrast_table(comparison: Comparison) -> Table:
     """One row per contrast, the verdict last."""
-    metric, test = comparison.metric, comparison.test
-    confidence = f"{100 * (1 - test.alpha):g}%"
-    wide = any(contrast.wide for contrast in comparison.contrasts)
-    rows = []
-    for contrast in comparison.contrasts:
-        found = contrast.conclusion
-        rows.append(
-            [
-                name_of(contrast, comparison),
-                str(found.pairs),
-                difference_words(found.mean, metric),
-                interval_words(found.interval, metric),
-                *(
-                    [interval_words(contrast.wide.interval if contrast.wide else None, metric)]
-                    if wide
-                    else []
-                ),
-                p_words(found.p),
-                p_words(found.p_adjusted),
-                *([p_words(found.equivalence_p_adjusted)] if test.margin is not None else []),
-                "" if found.d_z is None else f"{found.d_z:.2f}",
-                found.word(test.alpha),
-            ]
-        )
-    head = [
+    columns = dict(_contrast_columns(comparison))
+    rows = [[cell(contrast) for cell in columns.values()] for contrast in comparison.contrasts]
+    return list(columns), rows
+
+
+def _contrast_columns(
+    comparison: Comparison,
+) -> Iterator[tuple[str, Callable[[Contrast], str]]]:
+    """Head and cell of each column; one that no contrast fills is left out."""
+    metric, test, contrasts = comparison.metric, comparison.test, comparison.contrasts
+
+    def sd(variance: float | None) -> str:
+        return "" if variance is None else size_words(variance**0.5, metric)
+
+    yield (
         "condition" if comparison.one_baseline else "contrast",
-        "pairs",
-        "difference",
-        f"{confidence} interval",
-        *(["for new problems"] if wide else []),
-        "p",
-        "adjusted p",
-        *(["p (TOST)"] if test.margin is not None else []),
-        "d_z",
-        "verdict",
-    ]
-    return head, rows
+        lambda one: name_of(one, comparison),
+    )
+    yield "pairs", lambda one: str(one.conclusion.pairs)
+    yield "difference", lambda one: difference_words(one.conclusion.mean, metric)
+    yield (
+        f"{100 * (1 - test.alpha):g}% interval",
+        lambda one: interval_words(one.conclusion.interval, metric),
+    )
+    if any(one.wide for one in contrasts):
+        yield (
+            "for new problems",
+            lambda one: interval_words(one.wide.interval if one.wide else None, metric),
+        )
+    if any(one.parts for one in contrasts):
+        yield "eval sd", lambda one: sd(one.parts.noise_variance if one.parts else None)
+        yield "seed sd", lambda one: sd(one.parts.luck_variance if one.parts else None)
+    yield "p", lambda one: p_words(one.conclusion.p)
+    yield "adjusted p", lambda one: p_words(one.conclusion.p_adjusted)
+    if test.margin is not None:
+        yield "p (TOST)", lambda one: p_words(one.conclusion.equivalence_p_adjusted)
+    yield "d_z", lambda one: "" if one.conclusion.d_z is None else f"{one.conclusion.d_z:.2f}"
+    yield "verdict", lambda one: one.conclusion.word(test.alpha)
 
 
 def task_table(comparison: Comparison) -> Table:

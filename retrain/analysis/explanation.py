@@ -133,14 +133,6 @@ def caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
             f" the differences {size_words(found.sd, metric)}, for independent runs"
             f" {size_words(contrast.pairing.unpaired_sd, metric)}."
         )
-    if (parts := contrast.parts) and found.sd:
-        noise, luck = parts.noise_variance**0.5, parts.luck_variance**0.5
-        advice = "more problems or samples" if noise > luck else "more seeds"
-        yield (
-            f"The sd has two parts: {size_words(noise, metric)} from the evaluation,"
-            f" {size_words(luck, metric)} from run-to-run variance; {advice} would narrow"
-            " it most."
-        )
     if contrast.shared.is_same:
         yield "Nothing that was recorded differs between the arms: an A/A comparison."
     elif contrast.shared.differing_keys:
@@ -266,7 +258,7 @@ def known_limits(comparison: Comparison) -> Iterator[str]:
     yield (
         f"In simulated campaigns whose arms have equal means{looked}, the test says improvement in"
         f" {collapse} where a tenth of one arm's runs collapse, in {failure} where the worst fifth"
-        f" of one arm's runs fail, and in {tail} where one arm's luck has a long tail downwards."
+        f" of one arm's runs fail, and in {tail} where one arm's runs have a long tail downwards."
     )
     if any(contrast.robust for contrast in comparison.contrasts):
         yield (
@@ -320,6 +312,12 @@ def computed(comparison: Comparison) -> Iterator[str]:
         )
     else:
         yield f"Interval: Student's t over the seeds, not adjusted. p: exact sign flips{over}."
+    if any(contrast.parts for contrast in comparison.contrasts):
+        yield (
+            "The sd of the differences has two parts: from the evaluation (eval sd), which more"
+            " problems or samples narrow, and from run-to-run variance (seed sd), which only more"
+            " seeds narrow."
+        )
     if any(contrast.wide for contrast in comparison.contrasts):
         all_of_them = (
             f", at {100 * (1 - test.alpha / len(comparison.contrasts)):.4g}% (Bonferroni)"

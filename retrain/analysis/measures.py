@@ -58,17 +58,7 @@ class Metric:
             return judge_words(judging_rewards(config), config.reward)
         if self.name not in _BY_REWARD:
             return ""
-        words = judge_words(training_rewards(config), config.reward)
-        redraws = config.training.dynamic_sampling
-        if (
-            self.name == "informative_fraction"
-            or not redraws
-            or any(record.groups_redrawn is not None for record in run.last_metrics(1))
-        ):
-            return words
-        # Before `groups_redrawn` was recorded, rewards were averaged over the groups
-        # dynamic_sampling kept; since then over first draws.
-        return f"{words} in the last of up to {redraws + 1} draws of each group"
+        return judge_words(training_rewards(config), config.reward)
 
     def of(self, run: StoredRun) -> float | None:
         """The metric of a run; None if it has none."""

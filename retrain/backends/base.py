@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from retrain.backends.losses import LOSSES
 from retrain.distributed import ALONE, World
 from retrain.inference_engine.base import About, EngineCapabilities, InferenceEngine, Truncation
+from retrain.model.budget import NO_LIMIT
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ class Backend(ABC):
     @property
     @abstractmethod
     def half_precision(self) -> bool:
-        """The base weights are in 16 bits or fewer: the parity gate then allows for their
+        """Learner or sampler computes in 16 bits or fewer: the parity gate then allows for the
         rounding.
         """
 
@@ -199,7 +200,7 @@ class Backend(ABC):
         """(positions that the model knows, its shortest sliding window or 0): bounds on the length
         of the gate's long prompt.
         """
-        return 1 << 30, 0
+        return NO_LIMIT, 0
 
     @abstractmethod
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from retrain.backends.base import BACKENDS, Backend, BackendCapabilities, backend_kind
 from retrain.backends.declared import backend_words, engine_words
+from retrain.config.effects import BACKEND_SECTIONS, ENGINE_SECTIONS, Outcome, effects_of
 from retrain.config.keys import all_keys
-from retrain.config.support import BACKEND_KEYS, BACKEND_SECTIONS, ENGINE_KEYS, ENGINE_SECTIONS, Use
 from retrain.inference_engine.base import (
     ENGINES,
     EngineCapabilities,
@@ -30,7 +30,7 @@ class KeyRow:
 
     key: str
     """As "section.key"."""
-    use: Use
+    use: Outcome
     because: str
     values: tuple[Any, ...]
     """The values that this is about; empty: all that are not the default."""
@@ -73,16 +73,13 @@ class Entry:
     @property
     def keys(self) -> list[KeyRow]:
         """The outcome of every key of its sections, in the order of the schema."""
-        table, sections = (
-            (BACKEND_KEYS.get(self.name, ()), BACKEND_SECTIONS)
-            if self.kind == "backend"
-            else (ENGINE_KEYS.get(self.name, ()), ENGINE_SECTIONS)
-        )
+        table = effects_of(self.kind, self.name)
+        sections = BACKEND_SECTIONS if self.kind == "backend" else ENGINE_SECTIONS
         rows: list[KeyRow] = []
         for path in (key.path for key in all_keys() if key.section in sections):
             for row in table:
                 if row.covers(path):
-                    rows.append(KeyRow(path, row.use, row.because, row.values))
+                    rows.append(KeyRow(path, row.outcome, row.because, row.values))
                     if not row.values and row.when is None:  # it holds for every value
                         break
         return rows

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from retrain.backends.base import BACKENDS, Backend, BackendCapabilities, backend_kind
 from retrain.backends.losses import AGGREGATIONS, CORRECTIONS, LOSSES, TINKER_LOSSES
 from retrain.backends.own_loss import OwnFunction, own_functions
+from retrain.config.effects import per_token_refusals, refusals
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import (
     ENGINES,
@@ -79,38 +80,14 @@ def incapable(config: "TrainConfig") -> list[str]:
     """Return one sentence for each thing that the configuration asks for and its engine or backend
     cannot do.
     """
-    from retrain.config.outcomes import key_refusals, per_token_refusals
-
-    backend, engine, loss = declared_backend(config), declared_engine(config), config.loss
-    in_process = backend_kind(config.backend.backend).in_process
-    problems = [*key_refusals(config), *per_token_refusals(config, backend.per_token_advantages)]
-    if (
-        config.backend.backend not in BACKENDS
-    ):  # a plugin's declaration; of a built-in backend, `config/support.py` says more
-        where = f'backend "{config.backend.backend}"'
-        if backend.losses and loss.mode in LOSSES and loss.mode not in backend.losses:
-            problems.append(
-                f'[loss] mode = "{loss.mode}" is not a loss of {where}; use'
-                f" {' or '.join(backend.losses)}."
-            )
-        if backend.loss_reduction == "mean" and loss.aggregation != "token_mean":
-            problems.append(
-                f'[loss] aggregation = "{loss.aggregation}": {where} divides by the tokens of the'
-                ' batch; use "token_mean".'
-            )
-        if loss.entropy_coef and not backend.entropy:
-            problems.append(
-                f"[loss] entropy_coef = {loss.entropy_coef:g} needs entropies, which {where} does"
-                " not have; leave it at 0."
-            )
+    backend, engine = declared_backend(config), declared_engine(config)
+    problems = [f"{sentence}." for _, sentence in refusals(config, backend, engine)]
+    problems += per_token_refusals(config, backend)
     try:
         problems += _loss_problems(config, backend)
     except ConfigurationError as error:
         problems += error.problems
-    return [
-        *problems,
-        *(_engine_problems(config, engine) if engine and in_process else ()),
-    ]
+    return [*problems, *_missing_address(config)]
 
 
 def _loss_problems(config: "TrainConfig", backend: BackendCapabilities) -> Iterator[str]:
@@ -128,29 +105,10 @@ def _loss_problems(config: "TrainConfig", backend: BackendCapabilities) -> Itera
     }
     own = {kind: name for kind, (name, builtins) in names.items() if name not in builtins}
     if own and not backend.own_loss:
-        if (
-            config.backend.backend not in BACKENDS
-        ):  # of a built-in backend, `config/support.py` says more
-            for kind, name in own.items():
-                yield (
-                    f'{KINDS[kind].key} = "{name}" is a plugin, and {where} takes none; use a'
-                    " built-in name."
-                )
-        return
+        return  # refused by name
     if backend.losses:
         yield from _parameter_problems(
             [(kind, name) for kind, (name, _) in names.items() if kind not in own], config
-        )
-    if (
-        config.backend.backend == "tinker"
-        and config.backend.tinker.loss_reduction == "mean"
-        and loss.mode not in TINKER_LOSSES
-    ):
-        yield (
-            f'[loss] mode = "{loss.mode}" with [backend.options] loss_reduction = "mean": such a'
-            " service divides by the weights that "
-            "carry the gradient of a loss that is computed here; use"
-            f" {', '.join(TINKER_LOSSES[:-1])} or {TINKER_LOSSES[-1]}."
         )
     here = config.backend.backend == "tinker" and backend.losses and loss.mode not in TINKER_LOSSES
     if (own or here) and importlib.util.find_spec("torch") is None:
@@ -233,46 +191,13 @@ def _loss_words(own: OwnFunction) -> str:
     )
 
 
-def _engine_problems(config: "TrainConfig", engine: EngineCapabilities) -> Iterator[str]:
-    from retrain.config.outcomes import kept_set_refusals
-
-    where = f'[inference] engine = "{config.inference.engine}"'
-    yield from kept_set_refusals(config, engine.kept_set)
-    kind = engine_kind(config.inference.engine)
-    if kind.needs_address and not config.inference.urls:
+def _missing_address(config: "TrainConfig") -> Iterator[str]:
+    engine = config.inference.engine
+    needed = backend_kind(config.backend.backend).in_process and engine_kind(engine).needs_address
+    if needed and not config.inference.urls:
         yield (
-            f"{where} needs the address of its server; set [inference] url, such as"
-            " http://127.0.0.1:8000."
-        )
-    if not (engine.in_process or engine.adapter_reload):
-        yield (
-            f"{where} cannot load a new adapter, so it would always sample from the untrained"
-            " model; choose another engine."
-        )
-    if not engine.token_ids_out:
-        yield (
-            f"{where} returns text without token ids, and encoding it again may give other tokens;"
-            " choose another engine."
-        )
-    if engine.logprobs == "none":
-        yield (
-            f"{where} returns no log-probs, and the loss needs them for its ratio; choose another"
-            " engine."
-        )
-    if not engine.entropy and config.algorithm.uncertainty == "shannon_entropy":
-        yield (
-            f'{where} records no entropies, which uncertainty_kind = "shannon_entropy" needs; use'
-            " surprisal or predictive_variance."
-        )
-    if config.backend.shard_base and not kind.supports_split:
-        yield (
-            f"{where} with [backend] shard_base = true: only the pytorch engine samples from a"
-            " sharded model; leave it false."
-        )
-    if len(config.backend.device_list) > 1 and not kind.supports_split:
-        yield (
-            f"{where} with two [backend] devices: only the pytorch engine samples on a device of"
-            " its own; name one device."
+            f'[inference] engine = "{engine}" needs the address of its server; set [inference] url,'
+            " such as http://127.0.0.1:8000."
         )
 
 

@@ -106,16 +106,7 @@ def sequence_weights(
     """
     groups = range(len(lengths)) if groups is None else groups
     if callable(aggregation):
-        filled = [index for index, length in enumerate(lengths) if length]
-        chosen = np.array([(lengths[index], groups[index]) for index in filled], np.int64).reshape(
-            -1, 2
-        )
-        given = (
-            dict(zip(filled, aggregation(chosen[:, 0].copy(), chosen[:, 1].copy()), strict=True))
-            if filled
-            else {}
-        )
-        return [given.get(index, 0.0) for index in range(len(lengths))]
+        return _own_weights(lengths, aggregation, groups)
     if aggregation == "token_mean":
         return [1 / max(sum(lengths), 1)] * len(lengths)
     if aggregation == "sequence_mean":
@@ -136,10 +127,21 @@ def sequence_weights(
                 "aggregation constant divides by max_tokens, which must be at least 1, not"
                 f" {max_tokens}"
             )
-        return [1 / ((len(lengths) if completions is None else completions) * max_tokens)] * len(
-            lengths
-        )
+        drawn = len(lengths) if completions is None else completions
+        return [1 / (drawn * max_tokens)] * len(lengths)
     return [1.0] * len(lengths)
+
+
+def _own_weights(
+    lengths: Sequence[int], aggregation: TokenWeights, groups: Sequence[int]
+) -> list[float]:
+    """Ask a plugin, which is shown the sequences that have tokens."""
+    filled = [index for index, length in enumerate(lengths) if length]
+    if not filled:
+        return [0.0] * len(lengths)
+    shown = np.array([(lengths[index], groups[index]) for index in filled], np.int64)
+    given = dict(zip(filled, aggregation(shown[:, 0].copy(), shown[:, 1].copy()), strict=True))
+    return [given.get(index, 0.0) for index in range(len(lengths))]
 
 
 def row_weights(
@@ -242,21 +244,6 @@ def step_result(
     done = [update for update in updates if not update.nonfinite]
     skipped = [update for update in updates if update.nonfinite]
     clippable = sum(update.clippable for update in done)
-    d = np.concatenate([np.empty(0, np.float32), *log_ratios]).astype(np.float64)
-    ratios: dict[str, Any] = dict.fromkeys(
-        ("ratio_mean", "ratio_max", "mismatch_k1", "mismatch_k3", "ess")
-    )
-    if len(d):
-        with np.errstate(over="ignore", invalid="ignore"):
-            w = np.exp(d)
-            ratios = {
-                "ratio_mean": float(w.mean()),
-                "ratio_max": float(w.max()),
-                "ratio_min": float(w.min()),
-                "mismatch_k1": float(-d.mean()),
-                "mismatch_k3": float((np.expm1(d) - d).mean()),
-                "ess": float(w.sum() ** 2 / (len(w) * np.square(w).sum())),
-            }
     names = dict.fromkeys(name for update in done for name in update.metrics)
     sums = {
         name: np.sum([update.metrics[name] for update in done if name in update.metrics], axis=0)
@@ -273,9 +260,28 @@ def step_result(
             name: float(total / number) for name, (total, number) in sums.items() if number
         }
         or None,
-        **ratios,
+        **_ratio_statistics(log_ratios),
         **_mismatch(before),
     )
+
+
+def _ratio_statistics(log_ratios: Sequence[Float32Array]) -> dict[str, Any]:
+    """Return statistics of the ratio w = exp(d) over all tokens, d = learner - sampler log-prob;
+    `ess` is Kish's effective share of the tokens.
+    """
+    d = np.concatenate([np.empty(0, np.float32), *log_ratios]).astype(np.float64)
+    if not len(d):
+        return dict.fromkeys(("ratio_mean", "ratio_max", "mismatch_k1", "mismatch_k3", "ess"))
+    with np.errstate(over="ignore", invalid="ignore"):
+        w = np.exp(d)
+        return {
+            "ratio_mean": float(w.mean()),
+            "ratio_max": float(w.max()),
+            "ratio_min": float(w.min()),
+            "mismatch_k1": float(-d.mean()),
+            "mismatch_k3": float((np.expm1(d) - d).mean()),
+            "ess": float(w.sum() ** 2 / (len(w) * np.square(w).sum())),
+        }
 
 
 def _mismatch(log_ratios: Sequence[Float32Array]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from retrain.data.prompts import load_examples
 from retrain.data.sources import NoHeldOutSplit
 from retrain.environments.loading import environment_name, load_environment, load_problems
 from retrain.run.notes import notes, preflight_lines
+from retrain.run.parts import check_plugins
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,9 @@ def check(plan: CampaignPlan) -> Checked:
     """
     about_runs = notes(plan.config)
     lines = [line for line in preflight_lines(plan.config) if line not in about_runs]
+    # before any data, so that a plugin's wrong name is said at once
+    for run in plan.runs[: len(plan.conditions)]:
+        check_plugins(run.config)
     lacking = _without_held_out(plan)
     sources = dict.fromkeys(lacking.values())
     missing = [f"No held-out evaluation at the end: {name} holds nothing out." for name in sources]

@@ -114,7 +114,7 @@ def _markdown(entries: "Sequence[Entry]") -> Iterator[str]:
                 (
                     f"`{entry.name}`",
                     ", ".join(shown),
-                    "by `retrain serve`" if use == "serve" else use,
+                    "by `retrain serve`" if use == "served" else use,
                     because,
                 )
             )

@@ -70,9 +70,14 @@ def server_needs(config: "TrainConfig", prompt_tokens: int) -> "ServerNeeds":
     read.
     """
     from retrain.inference_engine.commands import ServerNeeds
-    from retrain.model.budget import kv_bytes_per_token, longest_sampled, most_new_tokens
+    from retrain.model.budget import (
+        context_length,
+        kv_bytes_per_token,
+        longest_sampled,
+        most_new_tokens,
+    )
     from retrain.model.devices import choose_device, choose_dtype
-    from retrain.model.text import context_length, load_model_config, resolve_model
+    from retrain.model.text import load_model_config, resolve_model
 
     device = choose_device(config.backend).device
     model = load_model_config(
@@ -85,8 +90,7 @@ def server_needs(config: "TrainConfig", prompt_tokens: int) -> "ServerNeeds":
     longest = longest_sampled(
         config.training, config.evaluation, config.environment, positions, prompt_tokens
     )
-    context = max(longest, _GATE_TOKENS)
-    context = min(context, positions or context)
+    context = min(max(longest, _GATE_TOKENS), positions)
     new_tokens = most_new_tokens(config.training, config.evaluation)
     answers = " and what the environment says between them" if config.environment.provider else ""
     print_progress(

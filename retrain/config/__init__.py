@@ -13,9 +13,9 @@ if TYPE_CHECKING:
         replaced,
         with_drawn_seed,
     )
-    from retrain.config.outcomes import unused_keys
     from retrain.config.schema import Condition, TrainConfig
     from retrain.config.stored import config_hash, dump_toml, resume_differences
+    from retrain.config.unused import unused_keys
 
 
 __all__ = [
@@ -44,7 +44,7 @@ _HOMES = {
     "config_from_toml": "load",
     "replaced": "load",
     "resume_differences": "stored",
-    "unused_keys": "outcomes",
+    "unused_keys": "unused",
     "with_drawn_seed": "load",
 }
 

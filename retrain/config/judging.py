@@ -5,7 +5,6 @@ is equal exactly if the judges are.
 """
 
 from retrain.config.keys import all_keys
-from retrain.config.load import replaced
 from retrain.config.names import builtin_names, table
 from retrain.config.schema import Reward, TrainConfig
 from retrain.parsing import toml_value
@@ -38,18 +37,6 @@ def verifies(kind: str) -> bool:
     """True if a reward says whether an answer is right."""
     builtin = table("reward").get(kind)
     return builtin is None or builtin.verifies
-
-
-def with_judging_reward(config: TrainConfig) -> TrainConfig:
-    """Return `config` with `[reward]` set to what judges held-out answers; `config` itself where
-    training's reward does.
-    """
-    judging = judging_rewards(config)
-    if judging == training_rewards(config) and config.reward.combine == "sum":
-        return config
-    types, weights = zip(*judging, strict=True)
-    changes = {"reward.type": list(types), "reward.weights": list(weights)}
-    return replaced(config, changes | {"reward.combine": "sum"})
 
 
 def judging_note(training: TrainConfig, judging: TrainConfig) -> str:

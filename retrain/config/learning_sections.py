@@ -11,8 +11,8 @@ from pydantic import AfterValidator
 
 from retrain.config.section import PathText, Section, Strings, Table, Traits, key
 from retrain.config.values import (
+    MAX_COMPLETIONS,
     MAX_SEED,
-    MOST_COMPLETIONS,
     OpenName,
     check_devices,
     check_grams,
@@ -61,7 +61,7 @@ class Backend(Section):
     )
     max_concurrent: int = key(
         4,
-        "Most simultaneous Tinker calls, over all workers of a campaign.",
+        "Maximum number of simultaneous Tinker calls, over all workers of a campaign.",
         ge=1,
         may_change_at_resume=True,
     )
@@ -107,7 +107,7 @@ class PrimeRLOptions(Section):
     )
     sync_wait_s: float = key(
         30,
-        "Longest wait for broadcast weights, in seconds; set it longer than one step of the"
+        "Maximum wait for broadcast weights, in seconds; set it longer than one step of the"
         " trainer.",
         gt=0,
     )
@@ -132,7 +132,7 @@ class TinkerOptions(Section):
         "How the service adds up a loss: sum, as the hosted one does, or mean over positions and"
         " rows (SkyRL's JAX backend); the gradient is normalised by [loss] aggregation either way.",
     )
-    timeout_s: float = key(1800, "Longest wait for one answer, in seconds.", gt=0)
+    timeout_s: float = key(1800, "Maximum wait for one answer, in seconds.", gt=0)
 
 
 BACKEND_OPTIONS: dict[str, type[Section]] = {"prime_rl": PrimeRLOptions, "tinker": TinkerOptions}
@@ -201,12 +201,15 @@ class Algorithm(Section):
         le=1,
     )
     surprisal_mask_scope: Literal["batch", "group", "completion"] = key(
-        "batch", "Tokens over which the mask's threshold is computed."
+        "batch",
+        "Tokens over which the mask's threshold is computed.",
+        applies_when="surprisal_mask_rho not in (0)",
     )
     surprisal_mask_denominator: Literal["all", "kept"] = key(
         "all",
         "Tokens over which the means of [loss] aggregation are taken: all, masked ones as zeros, or"
         " the kept ones of each update.",
+        applies_when="surprisal_mask_rho not in (0)",
     )
     params: Table = key({}, "Parameters of an algorithm_mode plugin.")
     advantage_params: Table = key({}, "Parameters of the advantage.")
@@ -250,11 +253,13 @@ class Training(Section):
             "conditions are compared after the same steps, so [campaign] max_steps gives it"
         ),
     )
-    batch_size: int = key(8, "Prompts per step.", ge=1, le=MOST_COMPLETIONS, sets_step_time=True)
+    batch_size: int = key(8, "Prompts per step.", ge=1, le=MAX_COMPLETIONS, sets_step_time=True)
     group_size: int = key(
-        16, "Completions sampled per prompt.", ge=1, le=MOST_COMPLETIONS, sets_step_time=True
+        16, "Completions sampled per prompt.", ge=1, le=MAX_COMPLETIONS, sets_step_time=True
     )
-    max_tokens: int = key(10240, "Most new tokens per completion.", ge=1, sets_step_time=True)
+    max_tokens: int = key(
+        10240, "Maximum number of new tokens per completion.", ge=1, sets_step_time=True
+    )
     temperature: float = key(
         0.7,
         "Sampling temperature; the trained policy is the model at this temperature. Unset with"
@@ -290,15 +295,16 @@ class Training(Section):
     updates_per_batch: int = key(1, "Passes over each batch.", ge=1, sets_step_time=True)
     minibatches: int = key(1, "Optimizer updates per pass.", ge=1)
     micro_batch_tokens: int = key(
-        0, "Most tokens per forward and backward pass; 0 chooses by the machine.", ge=0
+        0, "Maximum number of tokens per forward and backward pass; 0 chooses by the machine.", ge=0
     )
     gradient_checkpointing: Literal["auto"] | bool = key(
         "auto", "Recompute activations in the backward pass; auto decides by the machine."
     )
     dynamic_sampling: int = key(
         0,
-        "Most times that a group whose rewards are all equal is sampled again; correct_rate,"
-        " mean_reward and SEPA's gate use the first draws, which are not selected by reward.",
+        "Maximum number of times that a group whose rewards are all equal is sampled again;"
+        " correct_rate, mean_reward and SEPA's gate use the first draws, which are not"
+        " selected by reward.",
         ge=0,
         le=1000,
     )
@@ -347,7 +353,7 @@ class Lora(Section):
     alpha: int = key(0, "LoRA alpha; 0 means twice the rank.", ge=0)
     dropout: float = key(0.0, "LoRA dropout rate.", ge=0, lt=1)
     target_modules: Strings = key(
-        [], "Names of the adapted layers; empty means all linear layers of the blocks."
+        [], "Names of the adapted layers; empty means all linear layers of the blocks but a router."
     )
     init_from: PathText = key("", "PEFT folder with the adapter's initial weights.")
     use_rslora: bool = key(False, "Scale the update by alpha / sqrt(rank) instead of alpha / rank.")
@@ -379,6 +385,7 @@ class Loss(Section):
         ge=0,
         meaningful_unset=True,
         example=0.2,
+        applies_when="mode in (ppo, gspo, cispo, gmpo, dppo)",
     )
     clip_high: float | None = key(
         None,
@@ -387,9 +394,13 @@ class Loss(Section):
         ge=0,
         meaningful_unset=True,
         example=0.2,
+        applies_when="mode in (ppo, gspo, cispo, gmpo, dppo)",
     )
     dual_clip: float = key(
-        0.0, "Bound above 1 on the ratio of tokens with negative advantage (ppo); 0 is off.", ge=0
+        0.0,
+        "Bound above 1 on the ratio of tokens with negative advantage (ppo); 0 is off.",
+        ge=0,
+        applies_when="mode in (ppo)",
     )
     correction: Annotated[str, OpenName("correction")] = key(
         "none",
@@ -431,6 +442,7 @@ class Loss(Section):
         "k3",
         "Per-token KL estimator. Its expected gradient is the gradient of KL(policy || base) for"
         " k2, of KL(base || policy) for k3, and 0 for k1, which is refused.",
+        applies_when="kl_coef not in (0)",
     )
     entropy_coef: float = key(
         0.0, "Weight of the entropy bonus, aggregated like the KL divergence.", ge=0
@@ -467,11 +479,14 @@ class Gtpo(Section):
         0.1, "Strength of the weighting; 0 disables it, above 1 clips weights at 0.", ge=0
     )
     norm: Literal["completion", "group"] = key(
-        "completion", "Tokens over which the mean uncertainty is taken."
+        "completion",
+        "Tokens over which the mean uncertainty is taken.",
+        applies_when="beta not in (0)",
     )
     negative: Literal["same", "inverse"] = key(
         "same",
         "Weighting of completions with negative advantage: the same, or by inverse uncertainty.",
+        applies_when="beta not in (0)",
     )
 
 
@@ -495,11 +510,25 @@ class Sepa(Section):
         ge=0,
         le=1,
     )
-    ema_decay: float = key(0.99, "Decay of the variance's moving average (auto).", ge=0, lt=1)
-    var_threshold: float = key(
-        0.2, "Fraction of the reference variance at which pooling is complete (auto).", gt=0
+    ema_decay: float = key(
+        0.99,
+        "Decay of the variance's moving average (auto).",
+        ge=0,
+        lt=1,
+        applies_when="schedule not in (linear)",
     )
-    warmup: int = key(50, "Steps before the reference variance is fixed (auto).", ge=1)
+    var_threshold: float = key(
+        0.2,
+        "Fraction of the reference variance at which pooling is complete (auto).",
+        gt=0,
+        applies_when="schedule not in (linear)",
+    )
+    warmup: int = key(
+        50,
+        "Steps before the reference variance is fixed (auto).",
+        ge=1,
+        applies_when="schedule not in (linear)",
+    )
 
 
 class Planning(Section):
@@ -510,18 +539,27 @@ class Planning(Section):
         "all-MiniLM-L6-v2",
         "Sentence-transformers model of the semantic detector: its name or folder.",
         min_length=1,
+        applies_when="detector not in (regex)",
     )
     threshold: float = key(
         0.02,
         "Margin by which a window must be nearer to planning than to execution (semantic).",
         ge=-2,
         le=2,
+        applies_when="detector not in (regex)",
     )
-    min_similarity: float = key(0.25, "Smallest similarity to planning (semantic).", ge=-1, le=1)
+    min_similarity: float = key(
+        0.25,
+        "Smallest similarity to planning (semantic).",
+        ge=-1,
+        le=1,
+        applies_when="detector not in (regex)",
+    )
     strategic_grams: Annotated[str | Strings, AfterValidator(check_grams)] = key(
         "",
         "Planning phrases as a list, a JSON array or comma-separated; empty means the built-in"
         " ones.",
+        applies_when="detector not in (semantic)",
     )
 
     @property

@@ -14,6 +14,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from retrain.config.effects import refusals
+from retrain.config.judging import judging_rewards, training_rewards
 from retrain.config.keys import CONDITION_KEYS, condition_homes, is_settable, section_models
 from retrain.config.names import ALIASES, moved_aliases
 from retrain.config.overrides import (
@@ -23,6 +25,7 @@ from retrain.config.overrides import (
     parse_overrides,
     variable_overrides,
 )
+from retrain.config.rules import Violation
 from retrain.config.schema import Condition, Provenance, TrainConfig
 from retrain.config.sentences import Place, details_of, field_sentences, violations_of, wrong_paths
 from retrain.errors import ConfigurationError
@@ -116,6 +119,18 @@ def replaced(
     merged = _merge(data, given)
     origins = {**config._provenance.origins, **dict.fromkeys(values, origin)}
     return _validate(merged, replace(config._provenance, origins=origins))
+
+
+def with_judging_reward(config: TrainConfig) -> TrainConfig:
+    """Return `config` with `[reward]` set to what judges held-out answers; `config` itself where
+    training's reward does.
+    """
+    judging = judging_rewards(config)
+    if judging == training_rewards(config) and config.reward.combine == "sum":
+        return config
+    types, weights = zip(*judging, strict=True)
+    changes = {"reward.type": list(types), "reward.weights": list(weights)}
+    return replaced(config, changes | {"reward.combine": "sum"})
 
 
 def with_drawn_seed(config: TrainConfig) -> TrainConfig:
@@ -246,7 +261,11 @@ def _validate(data: Sections, provenance: Provenance, *, rules: bool = True) -> 
     except ValidationError as error:
         raise ConfigurationError(*_all_problems(error, data, Place(provenance))) from error
     config._provenance = provenance
-    if problems := _arm_problems(config):
+    problems = _arm_problems(config)
+    if rules and not problems and not any(condition.sets for condition in config.conditions):
+        place = Place(provenance or Provenance())
+        problems = [place.sentence(Violation((key,), text)) for key, text in refusals(config)]
+    if problems:
         raise ConfigurationError(problems)
     return config
 

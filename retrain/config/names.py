@@ -10,7 +10,7 @@ import re
 import sys
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, Literal
 
 ALIASES: dict[str, str] = {
     "algorithm.entropy_mask_rho": "algorithm.surprisal_mask_rho",
@@ -85,6 +85,14 @@ def table(kind: str) -> Any:
     """The built-in names of a kind, most of them mapped to what they mean."""
     module, _, name = _TABLES[kind].rpartition(".")
     return getattr(importlib.import_module(module), name)
+
+
+def part_class(kind: Literal["backend", "engine"], name: str) -> Any:
+    """The class of a built-in backend or engine, whose attributes are all facts about it; for any
+    other name the base class, whose facts hold for plugins.
+    """
+    module = {"backend": "retrain.backends.base", "engine": "retrain.inference_engine.base"}[kind]
+    return getattr(importlib.import_module(module), f"{kind}_kind")(name)
 
 
 def builtin_names(kind: str) -> tuple[str, ...]:

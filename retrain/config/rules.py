@@ -16,13 +16,12 @@ from pydantic import BaseModel, ValidationError
 
 from retrain.config.names import (
     builtin_names,
-    canonical_uncertainty,
     fixed_aggregation,
     table,
     transforms_with,
 )
 from retrain.config.suggestions import nearest
-from retrain.config.values import MAX_SEED, MOST_COMPLETIONS
+from retrain.config.values import MAX_COMPLETIONS, MAX_SEED
 from retrain.errors import MAX_SENTENCES
 from retrain.parsing import toml_value
 
@@ -126,9 +125,9 @@ def _sepa_needs_a_ramp(config: "TrainConfig") -> Iterator[Violation]:
                         "algorithm.transform_mode",
                         "algorithm.algorithm_mode",
                     ),
-                    '[sepa] steps = 0 with schedule = "linear" keeps lambda at 0 for ever, so'
-                    f' "{transform}" would do nothing new; give steps of 1 or more, or schedule ='
-                    ' "auto"',
+                    '[sepa] steps = 0 with schedule = "linear" keeps lambda at 0, so'
+                    f' "{transform}" would equal the same without SEPA; give steps of 1 or more,'
+                    ' or schedule = "auto"',
                 )
 
 
@@ -141,103 +140,6 @@ def _entropy_mask_needs_rho(config: "TrainConfig") -> Iterator[Violation]:
             ("algorithm.surprisal_mask_rho", "algorithm.transform_mode"),
             '[algorithm] transform_mode = "entropy_mask" needs surprisal_mask_rho above 0 and at'
             " most 1, since at 0 it would be plain gtpo",
-        )
-
-
-@_rule
-def _shannon_entropy_needs_logits(config: "TrainConfig") -> Iterator[Violation]:
-    override = config.algorithm.transform_params.get("uncertainty_kind")
-    override = canonical_uncertainty(override) if isinstance(override, str) else None
-    if (override or config.algorithm.uncertainty_kind) != "shannon_entropy":
-        return
-    source = "algorithm.transform_params" if override else "algorithm.uncertainty_kind"
-    if config.backend.backend != "local":
-        yield Violation(
-            (source, "backend.backend"),
-            '[algorithm] uncertainty_kind = "shannon_entropy" needs [backend] backend = "local",'
-            f' and "{config.backend.backend}" returns log-probs only; use surprisal or'
-            " predictive_variance",
-        )
-    elif config.inference.engine in builtin_names(
-        "engine"
-    ):  # a plugin declares what it has only when the run starts
-        declared = table("engine")[config.inference.engine]
-        if declared is not None and declared.entropy:
-            return
-        yield Violation(
-            (source, "inference.engine"),
-            '[algorithm] uncertainty_kind = "shannon_entropy" needs [inference] engine ='
-            f' "pytorch", and "{config.inference.engine}" returns log-probs only; use surprisal or'
-            " predictive_variance",
-        )
-
-
-@_rule
-def _what_a_sharded_base_needs(config: "TrainConfig") -> Iterator[Violation]:
-    """Refuse what does not work with shard_base. That torchrun started the run is checked at its
-    start.
-    """
-    if not config.backend.shard_base:
-        return
-    wanted = "[backend] shard_base = true"
-    if config.backend.backend != "local":
-        yield Violation(
-            ("backend.shard_base", "backend.backend"),
-            f'{wanted} needs backend = "local", and "{config.backend.backend}" holds the model'
-            " otherwise; leave it false",
-        )
-    if config.kind == "campaign":
-        yield Violation(
-            ("backend.shard_base", "campaign"),
-            f"{wanted} in a campaign, where each run is one process with the whole model; leave it"
-            " false, or start single runs by torchrun",
-        )
-    if config.model.load_in_4bit:
-        yield Violation(
-            ("backend.shard_base", "model.load_in_4bit"),
-            f"{wanted} cannot split weights in 4 bits; set [model] load_in_4bit = false, or leave"
-            " shard_base false",
-        )
-    if config.inference.dtype != "auto":
-        yield Violation(
-            ("backend.shard_base", "inference.dtype"),
-            f'{wanted} with [inference] dtype = "{config.inference.dtype}" would hold a whole copy'
-            ' of the model in every process; set dtype = "auto"',
-        )
-
-
-@_rule
-def _what_weights_in_eight_bits_need(config: "TrainConfig") -> Iterator[Violation]:
-    """Sampler and learner must read the same numbers, and a server rounds to 8 bits in its own
-    way.
-    """
-    if config.model.dtype != "fp8" or config.backend.backend != "local":
-        return
-    wanted = '[model] dtype = "fp8"'
-    engine = config.inference.engine
-    if engine != "pytorch" and engine in builtin_names("engine"):
-        yield Violation(
-            ("model.dtype", "inference.engine"),
-            f'{wanted} with engine = "{engine}", whose server rounds weights in its own way, so'
-            ' that it would not sample what the learner trains; use engine = "pytorch", or dtype ='
-            ' "auto"',
-        )
-    if config.inference.dtype == "bf16":
-        yield Violation(
-            ("model.dtype", "inference.dtype"),
-            f'{wanted} with [inference] dtype = "bf16": the sampler reads the same 8 bits as the'
-            ' learner; set [inference] dtype = "auto"',
-        )
-    if config.model.load_in_4bit:
-        yield Violation(
-            ("model.dtype", "model.load_in_4bit"),
-            f"{wanted} and load_in_4bit = true are two ways to hold the same weights; choose one",
-        )
-    if config.backend.shard_base:
-        yield Violation(
-            ("model.dtype", "backend.shard_base"),
-            f'{wanted} cannot part weights in 8 bits; set dtype = "auto", or leave shard_base'
-            " false",
         )
 
 
@@ -280,11 +182,11 @@ def _one_checkpoint_is_not_enough(config: "TrainConfig") -> Iterator[Violation]:
 @_rule
 def _a_step_has_an_end_and_fills_its_minibatches(config: "TrainConfig") -> Iterator[Violation]:
     completions = config.training.batch_size * config.training.group_size
-    if completions > MOST_COMPLETIONS:
+    if completions > MAX_COMPLETIONS:
         yield Violation(
             ("training.batch_size", "training.group_size"),
             f"[training] batch_size x group_size = {completions:,} completions per step, which are"
-            f" held in memory at once; give {MOST_COMPLETIONS:,} at most",
+            f" held in memory at once; give {MAX_COMPLETIONS:,} at most",
         )
     if config.training.minibatches > completions:
         yield Violation(
@@ -638,29 +540,6 @@ def _an_algorithm_keeps_its_aggregation(config: "TrainConfig") -> Iterator[Viola
                 f'[loss] aggregation = "{config.loss.aggregation}" contradicts algorithm_mode ='
                 f' "{mode}", which fixes aggregation = "{fixed}"; leave it out',
             )
-
-
-@_rule
-def _prime_rl_divides_by_all_tokens(config: "TrainConfig") -> Iterator[Violation]:
-    if (
-        config.backend.backend == "prime_rl"
-        and config.algorithm.surprisal_mask_denominator == "kept"
-    ):
-        yield Violation(
-            ("algorithm.surprisal_mask_denominator", "backend.backend"),
-            'surprisal_mask_denominator = "kept" with backend "prime_rl", whose trainer divides by'
-            ' all sampled tokens; use "all"',
-        )
-
-
-@_campaign_rule
-def _prime_rl_trains_one_run(config: "TrainConfig") -> Iterator[Violation]:
-    if config.campaign is not None and config.backend.backend == "prime_rl":
-        yield Violation(
-            ("backend.backend", "campaign"),
-            '[backend] backend = "prime_rl" in a campaign, whose runs would all feed one trainer;'
-            " start each run with a trainer of its own",
-        )
 
 
 @_rule

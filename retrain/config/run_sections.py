@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from retrain.config.section import PathText, Positive, Section, Table, Traits, key
 from retrain.config.values import (
-    MOST_COMPLETIONS,
+    MAX_COMPLETIONS,
     OpenName,
     check_arguments,
     check_label,
@@ -42,8 +42,8 @@ class Evaluation(Section):
         " training's without random, overlong and majority, and in campaigns the base's for all"
         " conditions.",
     )
-    max_examples: int = key(200, "Most problems evaluated; 0 uses all.", ge=0)
-    samples: int = key(1, "Completions sampled per problem.", ge=1, le=MOST_COMPLETIONS)
+    max_examples: int = key(200, "Maximum number of problems evaluated; 0 uses all.", ge=0)
+    samples: int = key(1, "Completions sampled per problem.", ge=1, le=MAX_COMPLETIONS)
     temperature: float | None = key(
         None,
         "Sampling temperature, 0 for greedy; unset means training's. Above 0, top_k, top_p and"
@@ -54,7 +54,7 @@ class Evaluation(Section):
     )
     max_tokens: int | None = key(
         None,
-        "Most new tokens per completion; unset means training's.",
+        "Maximum number of new tokens per completion; unset means training's.",
         ge=1,
         meaningful_unset=True,
         echoes_training=True,
@@ -127,7 +127,7 @@ class Inference(Section):
     )
     timeout_s: float = key(
         300.0,
-        "Longest wait for an answer of the server, in seconds.",
+        "Maximum wait for an answer of the server, in seconds.",
         gt=0,
         may_change_at_resume=True,
         own_to_a_run=True,
@@ -168,6 +168,11 @@ class Inference(Section):
     def urls(self) -> list[str]:
         """The servers; empty for the pytorch engine."""
         return [self.url] * bool(self.url) if isinstance(self.url, str) else list(self.url)
+
+    @property
+    def reduced_precision(self) -> bool:
+        """The sampler computes, or caches keys and values, in 16 bits or fewer."""
+        return self.dtype != "auto" or self.kv_cache_dtype != "auto"
 
 
 class Data(Section):
@@ -219,7 +224,9 @@ class Environment(Section):
     )
     args: Arguments = key({}, "Arguments of the environment, as a table or a JSON string.")
     max_turns: int = key(
-        -1, "Most turns in multi-turn environments; -1 leaves it to the environment.", ge=-1
+        -1,
+        "Maximum number of turns in multi-turn environments; -1 leaves it to the environment.",
+        ge=-1,
     )
     auto_install: bool = key(False, "Install a missing environment from the Prime hub.")
     timeout_s: float = key(
@@ -278,7 +285,7 @@ class Reward(Section):
     )
     judge_concurrency: int = key(
         8,
-        "Most requests to the judge at a time.",
+        "Maximum number of requests to the judge at a time.",
         ge=1,
         le=4096,
         parameter_of=("judge",),
@@ -375,7 +382,7 @@ class Backpressure(Section):
     peak_bw_gb_s: float = key(
         0.0, "Peak memory bandwidth in GB/s for roofline hints; 0 skips them.", ge=0
     )
-    cooldown: int = key(5, "Fewest steps between two changes.", ge=0)
+    cooldown: int = key(5, "Minimum number of steps between two changes.", ge=0)
     min_r2: float = key(0.5, "Smallest R squared at which a fit is trusted.", ge=0, le=1)
     weights: Literal["relative", "none"] = key("relative", "Weights of the fit.")
 
@@ -446,7 +453,12 @@ class Logging(Section):
         [], "Trackers in addition to the run's own files."
     )
     generations_every: int = key(1, "Steps between records of generations; 0 is off.", ge=0)
-    generations_per_step: int = key(8, "Generations recorded at each such step.", ge=0)
+    generations_per_step: int = key(
+        8,
+        "Generations recorded at each such step.",
+        ge=0,
+        applies_when="generations_every not in (0)",
+    )
     tokens_every: int = key(0, "Steps between per-token files for inspect; 0 is off.", ge=0)
 
     @property

@@ -190,9 +190,10 @@ class Campaign(Section):
     )
     max_seeds: int = key(
         0,
-        'Most seeds with stop = "evidence"; seeds beyond those listed count up from the largest'
-        " one. 0 is the number listed.",
+        'Maximum number of seeds with stop = "evidence"; seeds beyond those listed count up from'
+        " the largest one. 0 is the number listed.",
         ge=0,
+        applies_when="stop in (evidence)",
     )
     margin: float | None = key(
         None,
@@ -205,14 +206,20 @@ class Campaign(Section):
     )
     parallel: bool = key(False, "Run conditions simultaneously.")
     max_workers: int = key(
-        0, "Most simultaneous runs; 0 starts all, on CUDA as many as the devices hold.", ge=0
+        0,
+        "Maximum number of simultaneous runs; 0 starts all, on CUDA as many as the devices hold.",
+        ge=0,
     )
     stagger_seconds: float = key(0.0, "Seconds between starts of runs.", ge=0)
     conditions: list[Condition] = key(
         [], "The conditions; empty means the five of the standard ablation."
     )
     launcher: Literal["local", "ray"] = key("local", "What starts the runs.")
-    ray_address: str = key("", "Address of a Ray cluster; empty starts a local one.")
+    ray_address: str = key(
+        "",
+        "Address of a Ray cluster; empty starts a local one.",
+        applies_when="launcher in (ray)",
+    )
     max_retries: int = key(
         2,
         "Times that a run is restarted after its worker was lost (killed, or its machine gone).",

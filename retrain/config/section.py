@@ -1,12 +1,13 @@
 """Building blocks of the schema: a strict section, and keys with documentation and traits."""
 
+import re
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 from pydantic.fields import FieldInfo
 
-from retrain.config.values import MAX_SEED, check_holdable, check_path, check_table
+from retrain.config.values import MAX_SEED, check_path, check_serialisable, check_table
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,9 @@ class Traits:
     echoes_training: bool = False
     """While unset, it has the value of the key of the same name in [training], which the bare name
     means."""
+    applies_when: str = ""
+    """The values of another key of its section with which it has an effect, as "mode in (ppo)" or
+    "kl_coef not in (0)"."""
     parameter_of: tuple[str, ...] = ()
     """The rewards whose judgement depends on it; "plugin" stands for every plugin."""
 
@@ -70,6 +74,34 @@ def traits_of(field: FieldInfo) -> Traits:
     return Traits(**extra["traits"]) if extra else NO_TRAITS
 
 
+@dataclass(frozen=True)
+class Applies:
+    """A parsed `applies_when`: "other" or "other not" in some values."""
+
+    path: str
+    values: tuple[str, ...]
+    unless: bool
+    """It applies with every other value."""
+
+    @classmethod
+    def parse(cls, section: str, text: str) -> "Applies":
+        name, unless, values = re.fullmatch(r"(\w+) (not )?in \((.+)\)", text).groups()  # type: ignore[union-attr]
+        return cls(f"{section}.{name}", tuple(values.split(", ")), bool(unless))
+
+    def fails(self, config: Any) -> bool:
+        value = config.value(self.path)
+        shown = f"{value:g}" if isinstance(value, int | float) else str(value)
+        return (shown in self.values) == self.unless
+
+    @property
+    def otherwise(self) -> str:
+        """Why the key has no effect, as a clause."""
+        name = self.path.partition(".")[2]
+        *first, last = (v if v.isdecimal() else f'"{v}"' for v in self.values)
+        listed = f"{', '.join(first)} or {last}" if first else last
+        return f"{name} is {listed}" if self.unless else f"it belongs to {name} = {listed}"
+
+
 Strings = list[str]
 PathText = Annotated[str, AfterValidator(check_path)]
 Table = Annotated[dict[str, Any], AfterValidator(check_table)]
@@ -93,4 +125,4 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _is_holdable(cls, value: Any) -> Any:
-        return check_holdable(value)
+        return check_serialisable(value)

@@ -29,7 +29,7 @@ from retrain.errors import MAX_SENTENCES
 from retrain.parsing import is_path_text, toml_value
 
 LEGACY_PREFIX = "prime_rl_"
-LONGEST_VALUE = 80
+MAX_VALUE_CHARACTERS = 80
 """Characters of a value that a sentence shows."""
 
 _WHAT_IT_IS = {
@@ -289,4 +289,4 @@ def _what_is_wrong(key: Key, value: Any, detail: ErrorDetails) -> str:
 
 def _shown(value: Any) -> str:
     text = toml_value(value)
-    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
+    return text if len(text) <= MAX_VALUE_CHARACTERS else text[: MAX_VALUE_CHARACTERS - 3] + "..."

@@ -17,7 +17,7 @@ from retrain.config.names import builtin_names, canonical_uncertainty, is_known
 from retrain.parsing import ParseError, is_path_text, parse_json, unholdable
 
 MAX_SEED = 2**32 - 1
-MOST_COMPLETIONS = 1_000_000
+MAX_COMPLETIONS = 1_000_000
 """Most completions per step: their rows are held at once, and far more would exhaust any machine
 before the first is sampled."""
 _DEVICE = re.compile(r"cpu|mps|(?:gpu|cuda):(0|[1-9]\d*)")
@@ -186,13 +186,13 @@ def check_table(table: dict[str, Any]) -> dict[str, Any]:
     """Refuse what neither JSON nor a stored configuration can say: nan, inf, dates, and null
     outside of JSON.
     """
-    _check_item(check_holdable(table), may_hold_null=False)
+    _check_item(check_serialisable(table), may_hold_null=False)
     return table
 
 
 def check_arguments(table: dict[str, Any]) -> dict[str, Any]:
     """Check a table as `check_table` does, but allow null, which JSON has."""
-    _check_item(check_holdable(table), may_hold_null=True)
+    _check_item(check_serialisable(table), may_hold_null=True)
     return table
 
 
@@ -211,7 +211,7 @@ def _check_item(item: Any, may_hold_null: bool) -> None:
         raise refuse(f"holds {item}, which is a {type(item).__name__}; write it as a string")
 
 
-def check_holdable(value: Any) -> Any:
+def check_serialisable(value: Any) -> Any:
     """Refuse nesting deeper than later steps allow, integers beyond 64 bits, and text with an
     unpaired surrogate, which no UTF-8 file can hold.
     """

@@ -220,7 +220,7 @@ def encode_prompts(training: "Training", text: TextModel, loaded: ReadResult) ->
     )
     if dropped:
         prompts.notes.append(f"Dropped prompts: {dropped}")
-    clamped = prompts.longer_than(context - training.max_tokens) if context else 0
+    clamped = prompts.longer_than(context - training.max_tokens)
     if clamped:
         prompts.notes.append(_clamped_note(prompts, clamped, training.max_tokens, context))
     return prompts
@@ -228,7 +228,7 @@ def encode_prompts(training: "Training", text: TextModel, loaded: ReadResult) ->
 
 def _too_long(text: TextModel, texts: Sequence[str], bounds: Sequence[int]) -> dict[int, int]:
     """Return index -> number of tokens of every prompt that fills the context."""
-    near = [index for index, bound in enumerate(bounds) if 0 < text.context <= bound]
+    near = [index for index, bound in enumerate(bounds) if text.context <= bound]
     counts = count_tokens(text.tokenizer, [texts[index] for index in near])
     return {i: count for i, count in zip(near, counts, strict=True) if count >= text.context}
 

@@ -11,9 +11,8 @@ from retrain.backends.base import BackendCapabilities, backend_kind
 from retrain.backends.declared import declared_backend, declared_engine, incapable, loss_notes
 from retrain.campaign.plan import CampaignPlan, CampaignRun, plan_campaign
 from retrain.campaign.preflight import condition_notes
-from retrain.config import TrainConfig, replaced
+from retrain.config import TrainConfig, replaced, unused_keys
 from retrain.config.keys import all_keys
-from retrain.config.outcomes import unused_keys
 from retrain.config.schema import Condition, Squeeze
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.explain.caveats import Power, campaign_caveats, campaign_power

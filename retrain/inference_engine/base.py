@@ -76,7 +76,7 @@ class SampleRequest:
     extends: int = 0
     """Tokens at the beginning of the prompt that are an earlier request's prompt and completion, so
     that an engine may hold their keys and values still; 0 where nothing is known of them."""
-    may_go_on: bool = False
+    extendable: bool = False
     """A later request may extend this one."""
     messages: tuple[ChatMessage, ...] = ()
     """The conversation of the prompt, for a server that takes nothing else; empty in dialogues of

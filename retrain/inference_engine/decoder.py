@@ -19,6 +19,7 @@ from retrain.inference_engine.base import BASE_MODEL
 from retrain.inference_engine.kv_cache import DecodePass, KVArena, PromptPass, PromptState
 from retrain.inference_engine.sampling import upload
 from retrain.model import attention
+from retrain.model.budget import context_length
 from retrain.model.fused import FusedDecoder
 from retrain.model.varlen import flash_paged, plain_paged, reads_pages
 from retrain.types import Int32Array
@@ -71,7 +72,7 @@ class Decoder:
     @property
     def context(self) -> int:
         """Tokens that a sequence may have, prompt and completion together."""
-        return int(getattr(self._text_config, "max_position_embeddings", None) or 2**31)
+        return context_length(self._text_config)
 
     @property
     def uniform_positions(self) -> int:

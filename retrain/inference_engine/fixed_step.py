@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from retrain.inference_engine.pages import PagedTokens, PagePool
+from retrain.inference_engine.rows import NOISE_BLOCK
 from retrain.inference_engine.sampling import draw_scaled, upload
 from retrain.model.attention import Kernel
 from retrain.model.budget import sampling_chunk_bytes
@@ -26,8 +27,6 @@ from retrain.model.truncation import FixedKeptSets
 BUCKETS: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, *range(96, 513, 32))
 """Numbers of rows for which there is a step; the rows beyond the active ones compute and are not
 read."""
-NOISE_BLOCK = 64
-"""Positions whose noise a row holds."""
 _RING = 64
 """Steps whose draws are on the device at a time."""
 _COLUMNS = 4
@@ -125,16 +124,16 @@ class StepBuffers:
     def stop(self, rows: npt.NDArray[np.int64]) -> None:
         self.done.index_fill_(0, upload(rows, self.device), True)
 
-    def read_later(self, rows: int) -> "Drawn":
+    def read_later(self, rows: int) -> "DrawCopy":
         """Return the draws of the step just launched for the first `rows` rows; the copy to the
         host is under way when this returns.
         """
         place = self._steps % _RING
         self._steps += 1
-        return Drawn(self.ring[place, :rows], self._host_ring[place, :rows])
+        return DrawCopy(self.ring[place, :rows], self._host_ring[place, :rows])
 
 
-class Drawn:
+class DrawCopy:
     """[R, 4] draws that the host will read: token, log-prob, entropy, tokens kept."""
 
     def __init__(self, device: Tensor, host: Tensor | None = None) -> None:
@@ -243,27 +242,12 @@ class FixedStep:
             return self._fused.kernels.draw(
                 logits, temperature, uniforms, cuts if variant.truncated else None
             )
-        chunk = max(
-            1,
-            sampling_chunk_bytes(logits.device.type) // (4 * logits.shape[1]),
+        chunk = max(1, sampling_chunk_bytes(logits.device.type) // (4 * logits.shape[1]))
+        inputs = zip(
+            *(torch.split(tensor, chunk) for tensor in (logits, temperature, uniforms, *cuts)),
+            strict=True,
         )
-        parts = []
-        for start in range(0, len(logits), chunk):
-            part = slice(start, start + chunk)
-
-            def keep(z: Tensor, weights: Tensor, part: slice = part) -> FixedKeptSets:
-                return FixedKeptSets.of_device_cuts(
-                    z, weights.sum(-1, dtype=torch.float64), *(cut[part] for cut in cuts)
-                )
-
-            greedy = temperature[part] == 0 if variant.greedy else None
-            divisors = (
-                temperature[part] if greedy is None else torch.where(greedy, 1.0, temperature[part])
-            )
-            z = logits[part].float() / divisors[:, None]
-            columns = draw_scaled(z, uniforms[part], greedy, keep if variant.truncated else None)
-            parts.append(torch.cat([column.double() for column in columns], dim=1))
-        drawn = torch.cat(parts)
+        drawn = torch.cat([_draw_chunk(*tensors, variant=variant) for tensors in inputs])
         return torch.nn.functional.pad(drawn, (0, _COLUMNS - drawn.shape[1]))
 
     def _take_over(self, drawn: Tensor, active: Tensor, rows: slice | Tensor) -> None:
@@ -307,3 +291,18 @@ class FixedStep:
         for name, values in before.items():
             getattr(state, name).copy_(values)
         return graph
+
+
+def _draw_chunk(
+    logits: Tensor, temperature: Tensor, uniforms: Tensor, *cuts: Tensor, variant: Variant
+) -> Tensor:
+    """Return draws [r, 3 or 4] from logits [r, V]; `cuts`: top_k, top_p and min_p [r] each."""
+
+    def keep(z: Tensor, weights: Tensor) -> FixedKeptSets:
+        return FixedKeptSets.of_device_cuts(z, weights.sum(-1, dtype=torch.float64), *cuts)
+
+    greedy = temperature == 0 if variant.greedy else None
+    divisors = temperature if greedy is None else torch.where(greedy, 1.0, temperature)
+    z = logits.float() / divisors[:, None]
+    columns = draw_scaled(z, uniforms, greedy, keep if variant.truncated else None)
+    return torch.cat([column.double() for column in columns], dim=1)

@@ -163,6 +163,10 @@ class Server:
         finally:
             self.in_flight -= 1
         _came.set(answer)
+        return self._content(answer)
+
+    def _content(self, answer: Answer) -> Any:
+        """Return what a successful answer holds. Raises Refused or Unavailable for any other."""
         status = _status(answer)
         if status < 300:
             return answer.content

@@ -201,8 +201,8 @@ class MAXChild:
 
     def __init__(self, config: "TrainConfig", device: str, model: Any) -> None:
         """Start it. `device` is the learner's: cpu or cuda."""
-        from retrain.model.budget import longest_sampled
-        from retrain.model.text import context_length, resolve_model
+        from retrain.model.budget import context_length, longest_sampled
+        from retrain.model.text import resolve_model
 
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

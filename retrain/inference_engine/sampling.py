@@ -56,6 +56,16 @@ class Draws:
     kept: npt.NDArray[np.int32] | None = None
     """[R] tokens that the sampled distribution kept; None where nothing was cut."""
 
+    @classmethod
+    def of_columns(cls, columns: npt.NDArray[np.float64]) -> "Draws":
+        """Take [R, 3 or 4]: token, log-prob, entropy, and tokens kept where rows are truncated."""
+        return cls(
+            columns[:, 0].astype(np.int64),
+            columns[:, 1].astype(np.float32),
+            columns[:, 2].astype(np.float32),
+            columns[:, 3].astype(np.int32) if columns.shape[1] > 3 else None,
+        )
+
 
 def draw(
     logits: Tensor,
@@ -90,14 +100,7 @@ def draw(
             of_chunk,
             packed[part],
         )
-    host = packed.cpu().numpy()
-    kept = None if cuts is None else host[:, 3].astype(np.int32)
-    return Draws(
-        host[:, 0].astype(np.int64),
-        host[:, 1].astype(np.float32),
-        host[:, 2].astype(np.float32),
-        kept,
-    )
+    return Draws.of_columns(packed.cpu().numpy())
 
 
 def _draw_chunk(
@@ -150,43 +153,66 @@ def draw_scaled(
     rows, vocabulary = z.shape
     size = min(_BLOCK, vocabulary)
     blocks = -(-vocabulary // size)
-    shifted = torch.empty(rows, blocks * size, dtype=torch.float32, device=z.device)
-    shifted[:, vocabulary:] = _LOG_FLOOR
-    torch.ops.aten.sub.out(z, z.amax(-1, keepdim=True), out=shifted[:, :vocabulary])
-    F.threshold(shifted, _LOG_SMALLEST, _LOG_FLOOR, inplace=True)
-    weights = exponentials(shifted)  # softmax times `total`
-    kept = None
-    if keep is not None:
-        kept = keep(shifted[:, :vocabulary], weights)
-        weights[:, :vocabulary].masked_fill_(kept.beyond(shifted[:, :vocabulary]), 0.0)
-
-    block_sums = weights.view(rows, blocks, size).sum(-1).double()
-    cumulative = F.pad(running_sums(block_sums), (1, 0))
+    shifted = _shifted(z, blocks * size)
+    weights, kept = _weights(shifted, vocabulary, keep)
+    blocked = weights.view(rows, blocks, size)
+    cumulative = F.pad(running_sums(blocked.sum(-1).double()), (1, 0))
     total = cumulative[:, -1:]
-    tokens = _invert(weights.view(rows, blocks, size), cumulative, uniforms[:, None]).clamp_(
-        max=vocabulary - 1
-    )
+    tokens = _invert(blocked, cumulative, uniforms[:, None])
+    tokens.clamp_(max=vocabulary - 1)
 
     log_total = total.log()
     logprobs = shifted.gather(1, tokens).double() - log_total
-    best = tokens
-    if greedy is not None:  # the lowest id among the largest logits, which `shifted` holds as zeros
-        ids = torch.arange(vocabulary, device=z.device)
-        best = torch.where(shifted[:, :vocabulary] == 0, ids, vocabulary - 1).amin(-1, keepdim=True)
+    best = None if greedy is None else _best(shifted[:, :vocabulary])
+    # From here on `shifted` is spent: the entropy's moments are computed in its memory.
     moments = shifted.mul_(weights).view(rows, blocks, size).sum(-1).double().sum(-1, keepdim=True)
     entropies = (log_total - moments / total).clamp_(min=0.0)
-    if greedy is not None:
-        certain = greedy[:, None] & logprobs.isfinite()
-        tokens = torch.where(greedy[:, None], best, tokens)
-        logprobs, entropies = (
-            logprobs.masked_fill(certain, 0.0),
-            entropies.masked_fill(certain, 0.0),
-        )
+    columns = tokens, logprobs, entropies
+    if greedy is not None and best is not None:
+        columns = _certain(columns, greedy[:, None], best)
+    return columns if kept is None else (*columns, kept.counts[:, None])
+
+
+def _certain(
+    columns: tuple[Tensor, Tensor, Tensor], greedy: Tensor, best: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Give `greedy` rows [r, 1] their `best` token, with log-prob and entropy 0 unless the logits
+    are not finite.
+    """
+    tokens, logprobs, entropies = columns
+    certain = greedy & logprobs.isfinite()
     return (
-        (tokens, logprobs, entropies)
-        if kept is None
-        else (tokens, logprobs, entropies, kept.counts[:, None])
+        torch.where(greedy, best, tokens),
+        logprobs.masked_fill(certain, 0.0),
+        entropies.masked_fill(certain, 0.0),
     )
+
+
+def _shifted(z: Tensor, width: int) -> Tensor:
+    """Return z - max z [r, width], the floor beyond the vocabulary and where no uniform reaches."""
+    shifted = torch.empty(len(z), width, dtype=torch.float32, device=z.device)
+    shifted[:, z.shape[1] :] = _LOG_FLOOR
+    torch.ops.aten.sub.out(z, z.amax(-1, keepdim=True), out=shifted[:, : z.shape[1]])
+    return F.threshold(shifted, _LOG_SMALLEST, _LOG_FLOOR, inplace=True)
+
+
+def _weights(
+    shifted: Tensor, vocabulary: int, keep: Callable[[Tensor, Tensor], KeptSets] | None
+) -> tuple[Tensor, KeptSets | None]:
+    """Return softmax times its total [r, width], 0 beyond the kept sets, and these sets."""
+    weights = exponentials(shifted)
+    if keep is None:
+        return weights, None
+    kept = keep(shifted[:, :vocabulary], weights)
+    weights[:, :vocabulary].masked_fill_(kept.beyond(shifted[:, :vocabulary]), 0.0)
+    return weights, kept
+
+
+def _best(shifted: Tensor) -> Tensor:
+    """Return the lowest id [r, 1] among the largest logits, which `shifted` [r, V] has as zeros."""
+    last = shifted.shape[1] - 1
+    ids = torch.arange(last + 1, device=shifted.device)
+    return torch.where(shifted == 0, ids, last).amin(-1, keepdim=True)
 
 
 def _invert(weights: Tensor, cumulative: Tensor, uniforms: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ from retrain.inference_engine.http import (
     Unavailable,
     Unreadable,
 )
+from retrain.model.budget import context_length
 from retrain.noise import uniform
 from retrain.parsing import expanded
 from retrain.types import Completion, FinishReason
@@ -186,7 +187,7 @@ class ServedEngine(InferenceEngine):
         """
         text = model.config.get_text_config()
         self._vocabulary = int(text.vocab_size)
-        self._context = int(getattr(text, "max_position_embeddings", None) or 2**31)
+        self._context = context_length(model.config)
         self._dialect = self.dialect_class(config, eos_ids)
         self._lines: deque[str] = deque()
         self._pool = _pool(

@@ -21,7 +21,8 @@ from retrain.inference_engine.decoder import Decoder
 from retrain.inference_engine.kv_cache import PrefixStore
 from retrain.inference_engine.paged_run import PagedEngine, PagedRun, wanted_tokens
 from retrain.inference_engine.pytorch import PyTorchEngine
-from retrain.inference_engine.scheduler import DecodeRun, Job, pieces
+from retrain.inference_engine.rows import Job, pieces
+from retrain.inference_engine.scheduler import DecodeRun
 from retrain.model.budget import STORE_SHARE, DecodeLimits
 from retrain.model.devices import EngineOptions
 from retrain.model.fused import FusedDecoder
@@ -29,7 +30,7 @@ from retrain.model.pool import Pool
 from retrain.model.varlen import fits_head
 from retrain.types import Completion
 
-_MOST_PIECES = {"cpu": 16}
+MAX_PIECES = {"cpu": 16}
 """Most pieces of a call, by device. With more completions than these have rows, pieces grow longer
 and their rows are used again. Other devices decode a call in one piece."""
 
@@ -94,7 +95,7 @@ class TorchEngine(PyTorchEngine):
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         """Completions under the base model follow those under the adapter."""
         jobs = self._jobs(requests)
-        most = 1 if self._is_paged else _MOST_PIECES.get(self._decoder.device.type, 1)
+        most = 1 if self._is_paged else MAX_PIECES.get(self._decoder.device.type, 1)
         for _, completion in self._decode(pieces(jobs, self._limits.rows, most)):
             yield completion
         self._decoder.run_dummy_passes()
@@ -171,7 +172,7 @@ class TorchEngine(PyTorchEngine):
             self._options.prefix_caching,
         )
         if any(
-            job.request.may_go_on for job in jobs
+            job.request.extendable for job in jobs
         ):  # room for later turns, or else each would begin a batch
             longest = min(2 * longest, self._decoder.uniform_positions)
         wanted = DecodeLimits(
@@ -196,7 +197,7 @@ class TorchEngine(PyTorchEngine):
         if self._prefixes is not None:
             self._prefixes.clear()
         if self._paged is not None:
-            self._paged.forget()
+            self._paged.pager.forget()
 
     @property
     def held_bytes(self) -> int:

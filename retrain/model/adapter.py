@@ -33,6 +33,8 @@ CONFIG_FILE = "adapter_config.json"
 CARD_FILE = "README.md"
 
 _ADAPTER = "default"
+_ROUTER = "router"
+"""The linear layer that chooses experts in Llama 4; a server refuses an adapter of it."""
 
 
 class Adapter:
@@ -238,8 +240,8 @@ def lora_config(base: "BaseModel", lora: "Lora", rank: int) -> Any:
 
 
 def target_modules(base: "BaseModel", wanted: list[str]) -> list[str]:
-    """Return the names to adapt: `wanted`, checked, or all linear layers of the blocks (D26). The
-    head and the embeddings stay frozen.
+    """Return the names to adapt: `wanted`, checked, or all linear layers of the blocks but a router
+    of experts, which servers do not adapt (D26). The head and the embeddings stay frozen.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -264,7 +266,7 @@ def target_modules(base: "BaseModel", wanted: list[str]) -> list[str]:
                 "[lora] target_modules = []: this model's blocks have no linear layers; name the"
                 " layers to adapt."
             )
-        return found
+        return [name for name in found if name != _ROUTER]
     unknown = [name for name in wanted if name.rsplit(".", 1)[-1] not in found]
     if unknown:
         raise ConfigurationError(

@@ -8,6 +8,8 @@ from retrain.errors import EnvironmentFailure
 if TYPE_CHECKING:
     from retrain.config.schema import Environment, Evaluation, Training
 
+NO_LIMIT = 1 << 30
+"""The context of a model that names none: more tokens than any sequence has."""
 PROMPT_ALLOWANCE = 1024
 """Prompt tokens assumed beside max_tokens when asking whether the longest row fits, and tokens of
 an environment's answers."""
@@ -50,6 +52,14 @@ class DecodeLimits:
         return max(1, min(self.rows, self.tokens // tokens_per_row, completions))
 
 
+def context_length(model_config: Any) -> int:
+    """max_position_embeddings: the positions that prompt and completion share; NO_LIMIT if the
+    model names none.
+    """
+    text = model_config.get_text_config()
+    return int(getattr(text, "max_position_embeddings", None) or NO_LIMIT)
+
+
 def longest_row(
     training: "Training",
     environment: "Environment",
@@ -60,11 +70,11 @@ def longest_row(
     allowance is made.
 
     What an environment will say between the replies is not known, so all of it together has the
-    same allowance. `context` is the model's, 0 where it names no limit.
+    same allowance. `context` is the model's.
     """
     answers = environment.provider not in ("", "reasoning_gym") and environment.max_turns != 1
     wanted = training.max_tokens + prompt_tokens + PROMPT_ALLOWANCE * answers
-    return min(wanted, context or wanted)
+    return min(wanted, context)
 
 
 def longest_sampled(
@@ -79,7 +89,7 @@ def longest_sampled(
     """
     longest = longest_row(training, environment, context, prompt_tokens)
     more = most_new_tokens(training, evaluation) - training.max_tokens
-    return min(longest + more, context or longest + more)
+    return min(longest + more, context)
 
 
 def most_new_tokens(training: "Training", evaluation: "Evaluation") -> int:

@@ -104,23 +104,7 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
             f" ({type(error).__name__}), so its memory is not predicted."
         ) from error
     frozen = [parameter for parameter in base.model.parameters() if not parameter.requires_grad]
-    saved = 0
-    if (
-        four_bits
-    ):  # a model that is not quantised yet shrinks: its linear layers do, but for the head
-        linears = [
-            module.weight for module in base.decoder.modules() if isinstance(module, nn.Linear)
-        ]
-        shrinking = [
-            weight
-            for weight in linears
-            if not weight.requires_grad and weight is not base.head.weight
-        ]
-        saved = sum(
-            weight.nbytes - int(weight.numel() * _NF4_BYTES)
-            for weight in shrinking
-            if weight.is_floating_point()
-        )
+    saved = _four_bits_save(base) if four_bits else 0
     text: Any = base.model.config.get_text_config()
     layer, stream = kept // text.num_hidden_layers, text.hidden_size * base.dtype.itemsize
     return Footprint(
@@ -137,6 +121,20 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
         gradients_per_token=layer,
         checkpointed_per_token=text.num_hidden_layers * stream + layer + 1,
         offloaded_per_token=2 * stream + layer + 1,
+    )
+
+
+def _four_bits_save(base: BaseModel) -> int:
+    """Return the bytes by which a model shrinks when it is quantised: its linear layers do, but for
+    the head.
+    """
+    linears = [module.weight for module in base.decoder.modules() if isinstance(module, nn.Linear)]
+    return sum(
+        weight.nbytes - int(weight.numel() * _NF4_BYTES)
+        for weight in linears
+        if not weight.requires_grad
+        and weight is not base.head.weight
+        and weight.is_floating_point()
     )
 
 

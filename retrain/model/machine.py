@@ -20,6 +20,7 @@ from retrain.errors import EnvironmentFailure
 from retrain.model.budget import (
     PREFILL_TOKENS,
     PROMPT_ALLOWANCE,
+    context_length,
     longest_row,
     longest_sampled,
     plan_decode,
@@ -29,7 +30,6 @@ from retrain.model.footprint import Footprint, footprint
 from retrain.model.head import chunk_bytes_on
 from retrain.model.packed import computes_bf16
 from retrain.model.pool import can_fork
-from retrain.model.text import context_length
 from retrain.types import MachineChoices
 
 if TYPE_CHECKING:
@@ -164,6 +164,21 @@ class Budget:
         options = engine_options(self.config.inference, self.machine.device_type, self.size.dtype)
         return options.paged and options.kv_storage is None and self.size.layer_weights > 0
 
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of a copy of the weights for products with few rows: more than the weights where
+        these are in 8 bits.
+        """
+        size = self.size
+        return max(size.weights, size.layer_weights + size.head_weights)
+
+    @property
+    def merges(self) -> bool:
+        """True if the sampler may hold such a copy, in float32 with the adapter in it."""
+        multiplies = self.size.dtype == torch.float32 or computes_bf16()
+        fits = self.copy_bytes <= self.spare * _MERGED_SHARE
+        return self.machine.device_type == "cpu" and multiplies and fits
+
     def activations_per_token(self, choices: MachineChoices) -> int:
         """Bytes that a learning pass holds at most under these choices."""
         kept = self.size.activations_per_token(
@@ -240,11 +255,7 @@ def plan(budget: Budget, world: World = ALONE, *, shares: bool = True) -> Machin
         kv_cache_dtype=config.inference.kv_cache_dtype,
         paged=budget.paged,
     )
-    multiplies = size.dtype == torch.float32 or computes_bf16()
-    copied = max(
-        size.weights, size.layer_weights + size.head_weights
-    )  # more than the weights where these are in 8 bits
-    merges = machine.device_type == "cpu" and multiplies and copied <= budget.spare * _MERGED_SHARE
+    merges = budget.merges
     rows = min(decode.rows, _LARGE_ROWS) if size.weights > _LARGE else decode.rows
     kept = size.activations_per_token(checkpointing=checkpointing, offloading=offloading)
     fitting = [
@@ -252,7 +263,7 @@ def plan(budget: Budget, world: World = ALONE, *, shares: bool = True) -> Machin
         budget.learning // (kept * max(tokens, budget.longest)),
     ]
     if merges:
-        fitting.append(int(budget.spare * _MERGED_SHARE) // copied)
+        fitting.append(int(budget.spare * _MERGED_SHARE) // budget.copy_bytes)
     workers = min(machine.threads, *fitting)
     # torchrun's processes share the work already, and a sampler beside the learner computes at the
     # same time

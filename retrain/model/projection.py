@@ -10,6 +10,7 @@ R ranks of an adapter's parts together.
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -77,12 +78,10 @@ class Projection:
         self._weights: list[nn.Parameter] = [base.weight for base in bases]
         self.weight = _share_storage(self._weights)
         """[O, I], as it is held."""
-        self.scale = (
-            torch.cat([base.scale.data for base in bases])
-            if isinstance(bases[0], Float8Linear)
-            else None
-        )
+        self.scale: Tensor | None = None
         """[O, 1] of a weight in 8 bits."""
+        if isinstance(bases[0], Float8Linear):
+            self.scale = torch.cat([base.scale.data for base in bases])
         self.dtype: torch.dtype = self.weight.dtype if self.scale is None else self.scale.dtype
         """Dtype of the products."""
         self.bias = _joined_bias(bases)
@@ -93,12 +92,11 @@ class Projection:
         self.ups: list[nn.Parameter] = [lora.lora_B[name].weight for lora, name in adapters]
         """[o, r] each."""
         self.scales: list[float] = [lora.scaling[name] for lora, name in adapters]
-        ends = [sum(self.outputs[: index + 1]) for index in range(len(modules))]
-        self._places = [
-            slice(end - outputs, end) for end, outputs in zip(ends, self.outputs, strict=True)
-        ]
+        ends = accumulate(self.outputs)
         self.slices = [
-            place for place, lora in zip(self._places, self._loras, strict=True) if lora is not None
+            slice(end - outputs, end)
+            for end, outputs, lora in zip(ends, self.outputs, self._loras, strict=True)
+            if lora is not None
         ]
         """The place of each adapter's outputs in O."""
         self.copy: FrozenProduct | None = None

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retrain.model.float8 import scaled_product
+from retrain.model.float8 import quantised, scaled_product
 from retrain.model.functions import Norm, apply_rope, normed
-from retrain.model.probe import choose, compare, draws_right, numbers, step_cases
+from retrain.model.probe import Make, choose, compare, numbers
 from retrain.model.projection import Pending
 from retrain.model.varlen import PagedKernel, PagedRows, plain_paged
 
@@ -29,6 +29,9 @@ _MAX_NARROW_ROWS = 256
 once for all of them."""
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Largest difference of a kernel on the probe, whose numbers are about 1: two roundings apart."""
+
+_PAGE_TOKENS, _ROW_PAGES = 64, 17
+"""Tokens of a page, and pages of a row: more than one part of a row (`kernels/attention.py`)."""
 
 Cuts = tuple[Tensor, Tensor, Tensor]
 """top_k, top_p, min_p of rows."""
@@ -226,6 +229,10 @@ def step_kernels(
     return kernels
 
 
+Case = Callable[[StepKernels], list[Tensor]]
+"""The results of one kernel."""
+
+
 @torch.no_grad()
 def differences(
     kernels: StepKernels,
@@ -239,7 +246,112 @@ def differences(
     `narrow` tries products in 8 bits too.
     """
     make = numbers(device, dtype)
-    wrong = compare(TorchKernels(), kernels, step_cases(make, heads, narrow=narrow), _TOLERANCE)
-    if kernels.draw is not None and not draws_right(kernels.draw, make(3, 5000)):
+    wrong = compare(TorchKernels(), kernels, _cases(make, heads, narrow=narrow), _TOLERANCE)
+    if kernels.draw is not None and not _draws_right(kernels.draw, make(3, 5000)):
         wrong.append("draw")
     return wrong
+
+
+def _cases(make: Make, heads: Heads, *, narrow: bool) -> dict[str, Case]:
+    """Return a case for each kernel of a decoding step. The model's own `heads` decide whether a
+    kernel fits the shared memory of this GPU; `narrow` adds products in 8 bits.
+    """
+    width = (heads.queries + 2 * heads.keys) * heads.size
+    qkv, pending = make(3, width + 6)[:, :width], Pending(make(3, 6), make(6, width))
+    cases = {
+        "add_norm": _add_norm_case(make),
+        "apply_rope_and_store_kv": _rope_case(make, heads, qkv, pending),
+        "gate": lambda kernels: [kernels.gate(qkv.clone(), pending)],
+        "attend": _attention_case(make, heads),
+    }
+    return cases | ({"scaled_product": _product_case(make)} if narrow else {})
+
+
+def _add_norm_case(make: Make) -> Case:
+    residual, update, norm = make(3, 40), make(3, 48)[:, :40], Norm.of(make(40), 1e-6)
+
+    def case(kernels: StepKernels) -> list[Tensor]:
+        total = residual.clone()
+        return [kernels.add_norm(total, update, norm), total]
+
+    return case
+
+
+def _rope_case(make: Make, heads: Heads, qkv: Tensor, pending: Pending) -> Case:
+    queries, keys, size = heads
+    rotary, norm = (make(3, 1, size), make(3, 1, size)), Norm.of(make(queries + keys, size), 1e-6)
+    slot_mapping = torch.tensor([5, 0, 7], device=qkv.device)
+
+    def case(kernels: StepKernels) -> list[Tensor]:
+        pages = qkv.new_zeros(3, 4, keys, size), qkv.new_zeros(3, 4, keys, size)
+        rotated = kernels.apply_rope_and_store_kv(
+            qkv.clone(), pending, (queries, keys, keys), rotary, norm, pages, slot_mapping
+        )
+        return [rotated, *pages]
+
+    return case
+
+
+def _attention_case(make: Make, heads: Heads) -> Case:
+    """Rows that end before a page's end, in the first page and in the second."""
+    queries, keys, size = heads
+    query = make(3, queries + keys, size)[:, :queries]
+    pages = make(5, _PAGE_TOKENS, keys, size), make(5, _PAGE_TOKENS, keys, size)
+    order = torch.arange(3 * _ROW_PAGES, device=query.device, dtype=torch.int32)
+    cache_seqlens = [_PAGE_TOKENS * _ROW_PAGES - 1, 1, _PAGE_TOKENS + 6]
+    rows = PagedRows.of(
+        order.view(3, _ROW_PAGES).flip(1) % 5,
+        torch.tensor(cache_seqlens, device=query.device, dtype=torch.int32),
+        _PAGE_TOKENS,
+    )
+    return lambda kernels: [
+        kernels.attend(query, *pages, rows, size**-0.5, window) for window in (None, 3)
+    ]
+
+
+def _product_case(make: Make) -> Case:
+    x, (weight, scale), bias = make(3, 48)[:, :40], quantised(make(21, 40) / 8), make(21)
+    return lambda kernels: [kernels.scaled_product(x, weight, scale, bias)]
+
+
+def _draws_right(draw: Draw, logits: Tensor) -> bool:
+    """Return whether draws from `logits` [N, V], N = 3, at half of the distribution have the token
+    and log-prob that they should: of everything, and of sets that top_k, top_p and min_p keep.
+    """
+    rows, vocabulary = logits.shape
+    ones = torch.ones(rows, device=logits.device)
+    halves = torch.full((rows,), 0.5, device=logits.device, dtype=torch.float64)
+    falling = torch.sort(logits.double(), dim=-1, descending=True, stable=True)
+    probabilities = torch.softmax(falling.values, dim=-1)
+    top_k, top_p, min_p = [7, 0, 0], [1.0, 0.5, 1.0], [0.0, 0.0, 0.2]
+    kept = [
+        7,
+        int((probabilities[1].cumsum(0) < 0.5).sum()) + 1,
+        int((probabilities[2] >= 0.2 * probabilities[2, 0]).sum()),
+    ]
+    cuts = torch.tensor(top_k, device=logits.device), halves.new_tensor(top_p)
+    truncated = draw(logits, ones, halves, (*cuts, halves.new_tensor(min_p))).double()
+    for row, found in enumerate(truncated.tolist()):
+        # a sum of probabilities may round to the other side
+        if abs(found[3] - kept[row]) > 1:
+            return False
+        ids = falling.indices[row, : int(found[3])].sort().values
+        if not _is_half(logits[row], ids, found):
+            return False
+    whole, ids = draw(logits, ones, halves, None).double(), torch.arange(vocabulary)
+    return all(
+        _is_half(logits[row], ids.to(logits.device), found)
+        for row, found in enumerate(whole.tolist())
+    )
+
+
+def _is_half(logits: Tensor, ids: Tensor, drawn: Sequence[float]) -> bool:
+    """Return whether `drawn` (token, log-prob, ..) is where the sum of the probabilities of `ids`,
+    in their order, passes a half.
+    """
+    logprobs = torch.log_softmax(logits.double()[ids], dim=0)
+    place = (ids == int(drawn[0])).nonzero()
+    if not len(place) or abs(float(logprobs[place[0, 0]]) - drawn[1]) > 1e-4:
+        return False
+    own, below = logprobs.exp()[place[0, 0]], logprobs.exp()[: place[0, 0] + 1].sum()
+    return 0.4999 < float(below) < 0.5001 + float(own)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
 from retrain.model import hub
+from retrain.model.budget import context_length
 from retrain.model.vocabulary import VocabularyTable
 from retrain.parsing import expanded
 from retrain.types import Int32Array
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = [
     "TextModel",
     "VocabularyTable",
-    "context_length",
     "eos_token_ids",
     "load_model_config",
     "load_text_model",
@@ -52,7 +52,7 @@ class TextModel:
     vocabulary: VocabularyTable
     eos_ids: tuple[int, ...]
     context: int
-    """Positions of prompt and completion together; 0 if the model names no limit."""
+    """Positions of prompt and completion together; NO_LIMIT if the model names none."""
 
     def decode(self, token_ids: Int32Array) -> str:
         """Return the text of token ids with the names of special tokens."""
@@ -175,13 +175,6 @@ def _language_model(config: "PretrainedConfig") -> dict[str, Any]:
     """A model of several modalities keeps its language model's numbers apart."""
     settings: dict[str, Any] = config.get_text_config().to_dict()
     return settings
-
-
-def context_length(config: "PretrainedConfig") -> int:
-    """max_position_embeddings: the positions that prompt and completion share; 0 if the model names
-    no limit.
-    """
-    return int(_language_model(config).get("max_position_embeddings") or 0)
 
 
 # ---- the tokens that end a completion ------------------------------------------------------------

@@ -334,12 +334,13 @@ class Claim:
                 f"{path} holds {names} and was not made by retrain (no {MARKER}), so nothing in it"
                 " is overwritten; choose another [logging] log_dir or move them away."
             )
-        around = {path.resolve(), *path.resolve().parents}
-        if outer and (part := next((part for part in outer.written() if part in around), None)):
-            raise ConfigurationError(
-                f"{path} lies in {part}, which the run {outer.path} deletes when it starts anew;"
-                " choose another [logging] log_dir."
-            )
+        if outer:
+            around = {path.resolve(), *path.resolve().parents}
+            for part in around.intersection(outer.written()):
+                raise ConfigurationError(
+                    f"{path} lies in {part}, which the run {outer.path} deletes when it starts"
+                    " anew; choose another [logging] log_dir."
+                )
 
 
 def read_marker(folder: Path) -> dict[str, Any]:

@@ -1,12 +1,16 @@
-"""The dialogues of one draw, as the requests that an engine is fed: each reply is answered or
-scored, and asks for the next one.
+"""The dialogues of one draw, as the requests that an engine is fed. A `Dialogue` holds the context
+that the model sees and the turns so far; an `Exchange` answers or scores its replies; `Dialogues`
+asks the engine for the next ones.
 """
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
 
 from retrain.data.chat import ChatRenderer
 from retrain.environments.base import Observation
@@ -14,13 +18,29 @@ from retrain.environments.episodes import EpisodeHost, could_not_judge
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import WHOLE_VOCABULARY, NoiseKey, SampleRequest, Truncation
 from retrain.noise import Stream, philox
-from retrain.run.dialogue import Dialogue, DialogueKey, Exchange
-from retrain.types import Completion, Int32Array, Score, Scored
+from retrain.rewards import ScoreGroup, ScoreRequest
+from retrain.types import (
+    ChatMessage,
+    Completion,
+    FinishReason,
+    Int32Array,
+    Prompt,
+    Score,
+    Scored,
+    Trajectory,
+    Turn,
+)
+
+_NO_TOKENS = np.zeros(0, np.int32)
 
 _LEFT_OPEN = 8
 """Replies that may wait for the environment while others decode; the next one waits for the oldest
 of them."""
 _POLL_S = 0.01
+DialogueKey = tuple[int, int]
+"""(slot, sample): names a dialogue within a draw."""
+_SCORE_POLL_S = 0.5
+"""How often a process that waits for a score looks for a signal."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +78,168 @@ class Stage:
     """Positions that the model has; 0 if it names no limit."""
 
 
+# -- one dialogue ----------------------------------------------------------------------------------
+
+
+class Dialogue:
+    """A prompt, and the replies to it under one sample index."""
+
+    def __init__(self, prompt: Prompt, slot: int, sample: int) -> None:
+        self.prompt, self.slot, self.sample = prompt, slot, sample
+        self.context_ids: Int32Array = prompt.token_ids
+        """[P] what the next reply follows."""
+        self.extends = 0
+        """Length of `context_ids` when the newest reply ended, if these tokens are unchanged; else
+        0."""
+        self.used = 0
+        """Action tokens so far: the noise coordinate of the next one."""
+        self.cut = False
+        """It ended because there was no room for another reply."""
+        self._turns: list[Turn] = []
+        self._context, self._restarts = _NO_TOKENS, False
+        self._text = prompt.text
+        self._messages: list[ChatMessage] = _opening(prompt)
+
+    @property
+    def key(self) -> DialogueKey:
+        return self.slot, self.sample
+
+    @property
+    def replies(self) -> int:
+        return len(self._turns)
+
+    @property
+    def reply(self) -> str:
+        """The newest reply's text."""
+        return self._messages[-1]["content"]
+
+    @property
+    def ended_by_length(self) -> bool:
+        """No token is left after the newest reply."""
+        return self._turns[-1].completion.finish_reason is FinishReason.LENGTH
+
+    @property
+    def token_ids(self) -> Int32Array:
+        """Tokens of all turns; if the history was rewritten, as they were at each turn."""
+        return np.concatenate(
+            [tokens for turn in self._turns for tokens in (turn.context, turn.completion.token_ids)]
+        )
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The turns so far; one without tokens where the first reply was never asked for."""
+        nothing = Completion(
+            0, self.sample, _NO_TOKENS, np.zeros(0, np.float32), None, FinishReason.STOP
+        )
+        return Trajectory(tuple(self._turns) or (Turn(nothing),), cut=self.cut)
+
+    def add(self, completion: Completion, reply: str) -> None:
+        """Add a reply of the model."""
+        self._turns.append(Turn(completion, self._context, self._restarts))
+        self._messages.append(ChatMessage(role="assistant", content=reply))
+        self.context_ids = np.concatenate([self.context_ids, completion.token_ids])
+        self.extends = len(self.context_ids)
+        self.used += len(completion.token_ids)
+
+    def hear(self, heard: Observation, renderer: ChatRenderer) -> None:
+        """Add what the environment answers to the newest reply, or the messages with which it opens
+        the conversation.
+        """
+        known = self._messages
+        if not self._turns and not heard.tools and (not heard.messages or heard.messages == known):
+            return
+        if heard.rewrites and not (self._turns and heard.messages[: len(known)] == known):
+            self._messages = list(heard.messages)
+            following = renderer.opening(heard.messages, heard.tools)
+        else:
+            new = heard.messages[len(known) :] if heard.rewrites else heard.messages
+            last = int(self._turns[-1].completion.token_ids[-1])
+            following = renderer.continued(self._text, known, new, last, heard.tools)
+            self._messages = [*known, *new]
+        self._text, self._context, self._restarts = (
+            following.text,
+            following.token_ids,
+            following.restarts,
+        )
+        if following.restarts:
+            self.context_ids, self.extends = following.token_ids, 0
+        else:
+            self.context_ids = np.concatenate([self.context_ids, following.token_ids])
+
+
+def _opening(prompt: Prompt) -> list[ChatMessage]:
+    opening = prompt.example.prompt
+    return (
+        [ChatMessage(role="user", content=opening)] if isinstance(opening, str) else list(opening)
+    )
+
+
+# -- what answers a reply --------------------------------------------------------------------------
+
+
+class Exchange(Protocol):
+    """The other side of one dialogue. A `RunningEpisode` is one."""
+
+    def reply(self, text: str, *, last: bool) -> None:
+        """Pass on the model's reply, without waiting. `last`: the tokens have run out."""
+
+    def end(self) -> None:
+        """Ask for the verdict without a further reply."""
+
+    @property
+    def ready(self) -> bool:
+        """True if `answer` would return at once."""
+        ...
+
+    def answer(self, check: Callable[[], None]) -> Observation | Score:
+        """Wait for what came of the newest call, first of all for the opening; `check` raises to
+        stop the run.
+        """
+
+
+class ScoredReply:
+    """The exchange of a problem of the data: no opening, one reply, and its score."""
+
+    def __init__(self, group: ScoreGroup, dialogue: Dialogue, step: int) -> None:
+        """`group` waits for the other replies to the same prompt, where a reward needs them."""
+        self._group, self._dialogue, self._step = group, dialogue, step
+        self._score: Future[Score] | None = None
+
+    def reply(self, text: str, *, last: bool) -> None:
+        prompt = self._dialogue.prompt
+        self._score = self._group.submit(
+            ScoreRequest(
+                response=text,
+                reference=prompt.example.reference,
+                prompt=prompt.text,
+                example=prompt.example,
+                step=self._step,
+                slot=self._dialogue.slot,
+                sample=self._dialogue.sample,
+                token_count=self._dialogue.used,
+                finish_reason=self._dialogue.trajectory.finish_reason,
+            )
+        )
+
+    def end(self) -> None:
+        """One reply is the end already."""
+
+    @property
+    def ready(self) -> bool:
+        return self._score is None or self._score.done()
+
+    def answer(self, check: Callable[[], None]) -> Observation | Score:
+        check()
+        if self._score is None:
+            return Observation([])
+        while not wait([self._score], _SCORE_POLL_S).done:
+            check()  # a judge may take minutes, and a signal should not
+        return self._score.result()
+
+
+# -- the dialogues of a draw -----------------------------------------------------------------------
+
+
 class Dialogues:
     """A `RequestFeed`: the dialogues of one draw, from their opening to their verdict.
 
@@ -84,16 +266,11 @@ class Dialogues:
         `repeatable`: the engine's noise is counted.
         """
         self._exchanges, self._step, self._plan = exchanges, step, plan
-        self._text, self._stage, self._repeatable, self._watcher, self._clock = (
-            text,
-            stage,
-            repeatable,
-            watcher,
-            clock,
-        )
+        self._text, self._stage, self._repeatable = text, stage, repeatable
+        self._watcher, self._clock = watcher, clock
         self._open = deque(dialogues)
-        """Dialogues that wait for what is said to them, in the order in which they were opened or
-        had their reply."""
+        """Dialogues that wait for an answer, in the order in which they were opened or had their
+        reply."""
         self._asked: dict[tuple[int, int], Dialogue] = {}
         self._requests = 0
         self.scored: dict[DialogueKey, Scored] = {}
@@ -107,7 +284,7 @@ class Dialogues:
         started = self._clock()
         requests: list[SampleRequest] = []
         while not requests and (due := self._due(idle)):
-            for dialogue in [dialogue for dialogue in due if self._goes_on(dialogue)]:
+            for dialogue in [dialogue for dialogue in due if self._continues(dialogue)]:
                 request = self._request(dialogue)
                 if requests and (merged := _merged(requests[-1], request)):
                     requests[-1] = merged
@@ -119,7 +296,7 @@ class Dialogues:
         return requests
 
     def hear(self, completion: Completion) -> None:
-        """A reply is there: pass it on."""
+        """Take a reply from the engine and pass it on."""
         self._watcher.check()
         dialogue = self._asked.pop((completion.request, completion.sample))
         dialogue.add(completion, self._written(completion))
@@ -151,8 +328,8 @@ class Dialogues:
             self._open.remove(dialogue)
         return due
 
-    def _goes_on(self, dialogue: Dialogue) -> bool:
-        """Wait for what is said to a dialogue. False if it has ended, with its verdict then in
+    def _continues(self, dialogue: Dialogue) -> bool:
+        """Wait for the answer to a dialogue. Return False if it has ended; its score is then in
         `scored`.
         """
         stage, exchange = self._stage, self._exchanges[dialogue.key]
@@ -165,9 +342,8 @@ class Dialogues:
             except ConfigurationError as error:  # the chat template refuses the conversation
                 answer = could_not_judge(str(error))
             else:
-                if dialogue.used < self._plan.max_tokens and len(dialogue.context_ids) < (
-                    stage.context or math.inf
-                ):
+                fits = len(dialogue.context_ids) < stage.context
+                if fits and dialogue.used < self._plan.max_tokens:
                     return True
                 dialogue.cut = True  # no token is left for another reply
                 exchange.end()
@@ -178,7 +354,7 @@ class Dialogues:
         text = (
             self._written(trajectory.turns[0].completion)
             if alone or stage is None
-            else stage.decode(dialogue.said)
+            else stage.decode(dialogue.token_ids)
         )
         self.scored[dialogue.key] = Scored(trajectory, text, answer)
         return False
@@ -198,7 +374,7 @@ class Dialogues:
             first_position=dialogue.used,
             truncation=plan.truncation,
             extends=dialogue.extends,
-            may_go_on=self._stage is not None,
+            extendable=self._stage is not None,
             messages=dialogue.prompt.messages if self._stage is None else (),
         )
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from retrain.advantages.sepa import maximal_lambda_note
 from retrain.backends.base import backend_kind
-from retrain.config import TrainConfig
-from retrain.config.outcomes import unused_keys
+from retrain.config import TrainConfig, unused_keys
 from retrain.config.schema import DEFAULT_CLIPS, Backend, Inference, Lora, Loss, Model, Training
 from retrain.data.chat import PLAIN_TEMPLATE
 from retrain.distributed import World

@@ -16,7 +16,8 @@ from retrain.advantages.sepa import SEPAController
 from retrain.backends.base import BACKENDS, Backend, backend_kind
 from retrain.backends.declared import backend_class, capability_notes, engine_class, incapable
 from retrain.config import TrainConfig, replaced
-from retrain.config.judging import judging_note, with_judging_reward
+from retrain.config.judging import judging_note
+from retrain.config.load import with_judging_reward
 from retrain.config.names import DATA_FILE_SUFFIXES, is_data_location, is_dotted
 from retrain.config.schema import Backend as BackendSettings
 from retrain.config.schema import Evaluation, Inference, Model, Training
@@ -143,11 +144,7 @@ def _load_rest(
     judge = load_judge(config, scorer, verdicts, say) if held_out and scorer else scorer
     if judge:
         undo.callback(judge.close)
-    for note in dict.fromkeys(
-        asking.probe() for asking in dict.fromkeys((scorer, judge)) if asking
-    ):
-        if note:
-            say(note)
+    _say_probes([asked for asked in (scorer, judge) if asked], say)
     if learns:
         say_memory(config, choices, prompts, held_out or [], say, world)
     backend = build_backend(config, text.eos_ids, choices, say, world)
@@ -157,17 +154,10 @@ def _load_rest(
     sampler = Sampler(backend.engine, scorer, text.vocabulary.text, world=world, stage=stage)
     examiner = Sampler(backend.engine, judge, text.vocabulary.text, world=world, stage=stage)
     limit = config.reward.max_failure_rate
-    evaluator = (
-        Evaluator(
-            examiner,
-            held_out,
-            evaluation_plan(config.evaluation, config.training),
-            config.evaluation.k,
-            limit,
-        )
-        if held_out
-        else None
-    )
+    evaluator = None
+    if held_out:
+        plan = evaluation_plan(config.evaluation, config.training)
+        evaluator = Evaluator(examiner, held_out, plan, config.evaluation.k, limit)
     guard = FailureGuard(limit)
     return Parts(
         text,
@@ -182,6 +172,13 @@ def _load_rest(
         SEPAController(config.sepa),
         evaluator,
     )
+
+
+def _say_probes(scorers: Sequence[Scorer], say: Say) -> None:
+    """Try each scorer once, and print each note once."""
+    notes = dict.fromkeys(scorer.probe() for scorer in dict.fromkeys(scorers))
+    for note in filter(None, notes):
+        say(note)
 
 
 def check_plugins(config: TrainConfig) -> None:
@@ -460,12 +457,7 @@ def is_rounded(inference: Inference, backend: Backend) -> bool:
     """Return True if sampler or learner computes, or caches keys and values, in 16 bits or
     fewer.
     """
-    return (
-        backend.half_precision
-        or backend.engine.rounds
-        or inference.dtype != "auto"
-        or inference.kv_cache_dtype != "auto"
-    )
+    return backend.half_precision or backend.engine.rounds or inference.reduced_precision
 
 
 def run_parity_gate(

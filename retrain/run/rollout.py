@@ -12,8 +12,17 @@ from retrain.distributed import ALONE, World
 from retrain.errors import Interrupted
 from retrain.inference_engine.base import InferenceEngine
 from retrain.rewards import Scorer
-from retrain.run.dialogue import Dialogue, DialogueKey, Exchange, ScoredReply
-from retrain.run.dialogues import Dialogues, SamplingPlan, Stage, Watcher, environment_seed
+from retrain.run.dialogues import (
+    Dialogue,
+    DialogueKey,
+    Dialogues,
+    Exchange,
+    SamplingPlan,
+    ScoredReply,
+    Stage,
+    Watcher,
+    environment_seed,
+)
 from retrain.types import Group, Int32Array, Prompt
 
 

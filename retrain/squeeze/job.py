@@ -13,7 +13,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TextIO
 
 from retrain.backends.tinker.archive import download_adapter
-from retrain.config.outcomes import squeezes_remote_adapter, unused_keys
+from retrain.config import unused_keys
+from retrain.config.effects import squeezes_remote_adapter
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.parsing import expanded
 from retrain.records.disk import replace_file, safetensors_io, writing_to

@@ -20,6 +20,7 @@ from retrain.inference_engine.base import InferenceEngine, Truncation
 from retrain.inference_engine.pytorch import PyTorchEngine
 from retrain.model.adapter import Adapter
 from retrain.model.attention import refuse_undecodable
+from retrain.model.budget import context_length
 from retrain.model.devices import choose_device, engine_options
 from retrain.model.fused import FusedDecoder
 from retrain.model.load import BaseModel, load_base_model
@@ -70,10 +71,8 @@ class LocalBackend(Local):
         self._fused = FusedDecoder.of(
             self._base.model, merge=self._choices.merge_adapter, say=notes.append
         )
-        rounded = rounds(config.inference, self._base.dtype)
-        self.notes: tuple[str, ...] = tuple(
-            filter(None, (*notes, old_logprobs_note(config.loss, rounded=rounded)))
-        )
+        notes.append(old_logprobs_note(config.loss, rounded=self.half_precision))
+        self.notes: tuple[str, ...] = tuple(filter(None, notes))
         """Sentences about the loaded model that the user should see at the start."""
         self._pool = Pool(self._choices.workers, list(self._adapter.parameters.values()))
         self._learner = Learner(
@@ -140,8 +139,7 @@ class LocalBackend(Local):
 
     @property
     def half_precision(self) -> bool:
-        """True where the weights are in half precision, or the sampler alone computes in bf16."""
-        return self._base.dtype != torch.float32 or self.config.inference.dtype == "bf16"
+        return rounds(self.config.inference, self._base.dtype)
 
     @property
     def num_trainable(self) -> int:
@@ -189,7 +187,7 @@ class LocalBackend(Local):
             layers is None or "sliding_attention" in layers
         )
         window = getattr(text, "sliding_window", None) if windowed else None
-        return int(getattr(text, "max_position_embeddings", None) or 1 << 30), int(window or 0)
+        return context_length(text), int(window or 0)
 
     # -- learning ----------------------------------------------------------------------------------
 

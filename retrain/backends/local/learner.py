@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from retrain.backends.local.loss import clip_counts, policy_loss
 from retrain.backends.local.micro_batches import (
@@ -131,11 +131,8 @@ class Learner:
             adapter.parameters, config.optimizer, config.training, config.loss.max_grad_norm
         )
         self.loss, self.max_tokens = config.loss, config.training.max_tokens
-        self._own_loss, self._own_correction, self._aggregation = (
-            own_loss(config),
-            own_correction(config),
-            aggregation_of(config),
-        )
+        self._own_loss, self._own_correction = own_loss(config), own_correction(config)
+        self._aggregation = aggregation_of(config)
         self._metrics = metric_names(self._own_loss, base.device) if self._own_loss else ()
         own = [function for function in (self._own_loss, self._own_correction) if function]
         self._entropy = config.loss.entropy_coef != 0 or any(
@@ -146,28 +143,18 @@ class Learner:
         )
         self.temperature = config.training.temperature
         self.seed = config.training.seed
-        self._passes, self._minibatches = (
-            config.training.updates_per_batch,
-            config.training.minibatches,
-        )
+        self._passes = config.training.updates_per_batch
+        self._minibatches = config.training.minibatches
         self._recompute = recomputes_old_logprobs(
             config.loss, rounded=rounds(config.inference, base.dtype)
         )
         self._kernel_of = partial(attention_of, config.inference.attention_kernel, base.device.type)
         self._kernel: Kernel = self._kernel_of(base.dtype)
         self._packs = not missing(base.model)
-        self._checkpointed = layers(base.model) if choices.gradient_checkpointing else []
-        if choices.gradient_checkpointing and not self._checkpointed:
-            raise ConfigurationError(
-                "[training] gradient_checkpointing: no layers are found in"
-                f" {type(base.model).__name__}; set it false, and lower [training]"
-                " micro_batch_tokens where memory is short."
-            )
+        self._checkpointed = _checkpointed_layers(base, choices)
         self._pool = pool or Pool()
-        self._learn_pieces, self._score_pieces = (
-            self._pool.shared(self._learn),
-            self._pool.shared(self._score),
-        )
+        self._learn_pieces = self._pool.shared(self._learn)
+        self._score_pieces = self._pool.shared(self._score)
 
     def train(self, rows: Sequence[Row], step: int, *, sampler_is_raw: bool = False) -> StepResult:
         """Take one step.
@@ -182,37 +169,16 @@ class Learner:
             for number, row in enumerate(rows)
             if row.trained
         ]
-        raw = (
-            [
-                own - row.sampler
-                for row, own in zip(batch, self.score(batch, temperature=1.0), strict=True)
-            ]
-            if sampler_is_raw
-            else None
-        )
-        if sampler_is_raw:  # log-probs of the policy that sampled, which has no dropout
+        raw: dict[int, Float32Array] | None = None
+        if sampler_is_raw:
+            at_one = self.score(batch, temperature=1.0)
+            raw = {row.number: own - row.sampler for row, own in zip(batch, at_one, strict=True)}
+            # Log-probs of the policy that sampled, which has no dropout.
+            policy = self.score(batch)
             batch = [
-                replace(row, sampler=own, old=own)
-                for row, own in zip(batch, self.score(batch), strict=True)
+                replace(row, sampler=own, old=own) for row, own in zip(batch, policy, strict=True)
             ]
-        if (
-            batch and self._recompute
-            # as in the first pass, under its masks and in its micro-batches: the first ratio
-            # is exactly 1
-        ):
-            parts = minibatch_split(batch, self._minibatches, self.seed, step, turn=0)
-            old = {
-                row.number: own
-                for part in parts
-                for row, own in zip(part, self.score(part, masks_of=step), strict=True)
-            }
-            batch = [replace(row, old=old[row.number]) for row in batch]
-        if self._reference:
-            references = self.score(batch, reference=True)
-            batch = [
-                replace(row, reference=reference)
-                for row, reference in zip(batch, references, strict=True)
-            ]
+        batch = self._with_passes_before(batch, step)
         updates: list[Update] = []
         measured: dict[int, Float32Array] = {}
         completions = num_completions(rows) / self._minibatches
@@ -221,7 +187,7 @@ class Learner:
             parts = minibatch_split(batch, self._minibatches, self.seed, step, turn)
             updates.extend(self._update(part, step, completions, log_ratios) for part in parts)
         if raw is not None:
-            measured = {row.number: ratios for row, ratios in zip(batch, raw, strict=True)}
+            measured = raw
         elif self._recompute:
             measured = {row.number: row.old - row.sampler for row in batch}
         else:
@@ -230,16 +196,32 @@ class Learner:
                 for part in self.world.gather(measured)
                 for number, ratios in part.items()
             }
-        first = (
-            {
-                row.number
-                for row in minibatch_split(batch, self._minibatches, self.seed, step, turn=0)[0]
-            }
-            if batch
-            else set()
-        )
+        first: set[int] = set()
+        if batch:
+            part = minibatch_split(batch, self._minibatches, self.seed, step, turn=0)[0]
+            first = {row.number for row in part}
         before = [ratios for number, ratios in measured.items() if number in first]
         return step_result(updates, list(measured.values()), before)
+
+    def _with_passes_before(self, batch: list[LearnerRow], step: int) -> list[LearnerRow]:
+        """Add what the loss needs of passes before the first update: the learner's own old
+        log-probs, and the base model's.
+        """
+        if batch and self._recompute:
+            # As in the first pass, under its masks and in its micro-batches: the first ratio is
+            # exactly 1.
+            old: dict[int, Float32Array] = {}
+            for part in minibatch_split(batch, self._minibatches, self.seed, step, turn=0):
+                scores = self.score(part, masks_of=step)
+                old |= {row.number: own for row, own in zip(part, scores, strict=True)}
+            batch = [replace(row, old=old[row.number]) for row in batch]
+        if self._reference:
+            references = self.score(batch, reference=True)
+            batch = [
+                replace(row, reference=reference)
+                for row, reference in zip(batch, references, strict=True)
+            ]
+        return batch
 
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
         """[T] log-probs of each row, without gradient or dropout, at the training temperature
@@ -349,17 +331,22 @@ class Learner:
         self.world.sum([*self.optimizer.gradients(), loss, infinite, metrics, clip])
         norm = self.optimizer.gradient_norm()
         clipped, clippable = clip.tolist()
-        nonfinite = ""
         if infinite:
             nonfinite = "log-probs"
-        elif not torch.isfinite(loss):
-            nonfinite = "loss"
-        elif not torch.isfinite(norm):
-            nonfinite = f"gradient of {self.optimizer.nonfinite_gradient()}"
         else:
+            nonfinite = self._nonfinite_result(loss, norm)
+        if not nonfinite:
             self.optimizer.step(step, norm)
         counted = dict(zip(self._metrics, map(tuple, metrics.tolist()), strict=True))
         return Update(loss.item(), norm.item(), clipped, clippable, counted, nonfinite)
+
+    def _nonfinite_result(self, loss: Tensor, norm: Tensor) -> str:
+        """Name what forbids an optimizer step; "" if nothing."""
+        if not torch.isfinite(loss):
+            return "loss"
+        if not torch.isfinite(norm):
+            return f"gradient of {self.optimizer.nonfinite_gradient()}"
+        return ""
 
     def _weights(self, rows: Sequence[LearnerRow], completions: float) -> dict[int, _Weights]:
         """Return row number -> weights, for all rows of the optimizer batch, whichever process
@@ -607,7 +594,21 @@ def rounds(inference: "Inference", dtype: torch.dtype) -> bool:
 
     `dtype` is the base's.
     """
-    return dtype != torch.float32 or inference.dtype != "auto" or inference.kv_cache_dtype != "auto"
+    return dtype != torch.float32 or inference.reduced_precision
+
+
+def _checkpointed_layers(base: BaseModel, choices: MachineChoices) -> list[nn.Module]:
+    """Return the layers that each backward pass computes again."""
+    if not choices.gradient_checkpointing:
+        return []
+    found = layers(base.model)
+    if not found:
+        raise ConfigurationError(
+            "[training] gradient_checkpointing: no layers are found in"
+            f" {type(base.model).__name__}; set it false, and lower [training] micro_batch_tokens"
+            " where memory is short."
+        )
+    return found
 
 
 def _action_tokens(

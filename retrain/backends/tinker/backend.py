@@ -9,7 +9,7 @@ sampled from older weights.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,6 +75,26 @@ class _Requested:
     """Futures of the pass and of the optimizer step."""
     computed: "Computed | None" = None
     """The loss, where it is computed here."""
+
+
+def _logprobs_of_pass(rows: Sequence[_TrainedRow], outputs: Sequence[Any]) -> list[Float32Array]:
+    """[T] of each row, from a forward-backward pass whose update is done."""
+    found = [
+        action_logprobs(row.shifted, output) for row, output in zip(rows, outputs, strict=True)
+    ]
+    new = [logprobs for logprobs in found if logprobs is not None]
+    if len(new) < len(found):
+        raise RunFailed(
+            "Tinker returned no log-probs for a forward-backward pass, so neither its loss nor"
+            " its ratios are known."
+        )
+    if not all(np.isfinite(logprobs).all() for logprobs in new):
+        raise RunFailed(
+            "Tinker's learner returned log-probs that are not finite, and has already changed"
+            " the weights with them; the last checkpoint is sound: resume from it with a lower"
+            " [training] lr or [loss] max_grad_norm = 1.0."
+        )
+    return new
 
 
 class TinkerBackend(Tinker):
@@ -246,33 +266,11 @@ class TinkerBackend(Tinker):
         passed = self._service.result("a forward-backward pass", lambda: update.passed)
         stepped = self._service.result("an optimizer step", lambda: update.stepped)
         metrics = dict(stepped.metrics or {})
-        if self.config.backend.tinker.loss_reduction == "sum" and not self._said_reduction:
-            self._said_reduction = True
-            if any(name.startswith("skyrl.ai/") for name in metrics):
-                self._say(
-                    "This service is SkyRL, whose JAX backend divides the loss by positions and"
-                    ' rows: set [backend.options] loss_reduction = "mean", or eps and max_grad_norm'
-                    " act on gradients that are far too small."
-                )
+        self._note_reduction(metrics)
         norm = next(
             (float(value) for name, value in metrics.items() if name.endswith("grad_norm")), np.nan
         )
-        found = [
-            action_logprobs(row.shifted, output)
-            for row, output in zip(update.rows, passed.loss_fn_outputs, strict=True)
-        ]
-        new = [logprobs for logprobs in found if logprobs is not None]
-        if len(new) < len(found):
-            raise RunFailed(
-                "Tinker returned no log-probs for a forward-backward pass, so neither its loss nor"
-                " its ratios are known."
-            )
-        if not all(np.isfinite(logprobs).all() for logprobs in new):
-            raise RunFailed(
-                "Tinker's learner returned log-probs that are not finite, and has already changed"
-                " the weights with them; the last checkpoint is sound: resume from it with a lower"
-                " [training] lr or [loss] max_grad_norm = 1.0."
-            )
+        new = _logprobs_of_pass(update.rows, passed.loss_fn_outputs)
         log_ratios += [
             logprobs - row.row.logprobs for logprobs, row in zip(new, update.rows, strict=True)
         ]
@@ -292,6 +290,17 @@ class TinkerBackend(Tinker):
             clipped=float((clipped_tokens(flat_new, old, advantages, loss) & counted).sum()),
             clippable=float(counted.sum()),
         )
+
+    def _note_reduction(self, metrics: Mapping[str, float]) -> None:
+        """Say once, after the first update, that SkyRL divides a loss that is taken for a sum."""
+        if self.config.backend.tinker.loss_reduction == "sum" and not self._said_reduction:
+            self._said_reduction = True
+            if any(name.startswith("skyrl.ai/") for name in metrics):
+                self._say(
+                    "This service is SkyRL, whose JAX backend divides the loss by positions and"
+                    ' rows: set [backend.options] loss_reduction = "mean", or eps and max_grad_norm'
+                    " act on gradients that are far too small."
+                )
 
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:  # noqa: ARG002 - always 1
         """Return log-probs at temperature 1, the only one that the service's learner knows; another

@@ -6,7 +6,7 @@ ours as tensors, and sends the gradient of its answer back as the weights of a c
 update takes one more forward pass, and waits for it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -75,13 +75,7 @@ class Computed:
         )
         loss: Tensor = (terms.values * weights).sum()
         gradients = torch.autograd.grad(loss, list(logprobs), retain_graph=True)
-        for name, parts in (
-            ("log-probs", [new]),
-            ("loss", [loss]),
-            ("gradient of the loss", gradients),
-        ):
-            if not all(torch.isfinite(part).all() for part in parts):
-                raise NotFinite(name)
+        _refuse_nonfinite({"log-probs": [new], "loss": [loss], "gradient of the loss": gradients})
         self.loss = loss.item()
         if terms.clipped is not None or not self.own:
             clipped, clippable = clip_counts(tokens, self.settings, terms.clipped).tolist()
@@ -91,6 +85,12 @@ class Computed:
             for name, value in terms.metrics.items()
         }
         return loss, {}
+
+
+def _refuse_nonfinite(parts: Mapping[str, Sequence[Tensor]]) -> None:
+    for name, tensors in parts.items():
+        if not all(torch.isfinite(tensor).all() for tensor in tensors):
+            raise NotFinite(name)
 
 
 def _flat(arrays: Sequence[Any]) -> Tensor:
