@@ -186,7 +186,7 @@ def test_a_normalised_reward_has_mean_zero_and_an_equal_one_is_exactly_zero() ->
     assert normalised([7.0]) == [0.0] and normalised([]) == []
 
 
-def test_each_reward_is_normalised_before_the_sum_and_the_plain_sum_says_who_is_right() -> None:
+def test_rewards_are_normalised_before_the_sum_and_the_plain_sum_says_who_is_right() -> None:
     types = ("match", "my_groups.order")
     table = {"weights": [1.0, 0.01], "combine": "normalise_then_sum", "after_think": False}
     texts = [r"1", r"2", r"6"]
