@@ -306,7 +306,9 @@ RUNS: Table = (
         "reward.deadline_s",
         "reward.workers",
         because="these rewards need no worker",
-        when=lambda c: _rewards(c) <= {"match", "random", "judge"},
+        when=lambda c: (
+            not any(kind == "plugin" or table("reward")[kind].needs_workers for kind in _rewards(c))
+        ),
     ),
     unused(
         "algorithm.advantage_mode",
