@@ -510,14 +510,14 @@ def _implied_by_engine(name: str, declared: Any, known: Reasons) -> Iterator[Eff
             declared.logprobs == "none"
         ),
     }
-    for because, holds in lacks.items():
-        if holds:
-            yield Effect(
-                ("inference.engine",),
-                "refused",
-                f"{because}; use another engine",
-                refuses_default=True,
-            )
+    because = "; ".join(words for words, holds in lacks.items() if holds)
+    if because:
+        yield Effect(
+            ("inference.engine",),
+            "refused",
+            f"{because}; use another engine",
+            refuses_default=True,
+        )
     yield from _without_entropies(declared, known)
     if not declared.kept_set:
         yield _no_cuts(known)
