@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from typer.core import TyperCommand
 
+from retrain.cli.shared import Alpha, AsJson, LowerIsBetter, Margin
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -80,11 +81,8 @@ def command(
             )
         ),
     ] = None,
-    alpha: Annotated[float, typer.Option(help="Family-wise error rate of all comparisons.")] = 0.05,
-    margin: Annotated[
-        float | None,
-        typer.Option(help="Call differences below this equivalent (TOST), such as 0.02."),
-    ] = None,
+    alpha: Alpha = 0.05,
+    margin: Margin = None,
     effect: Annotated[
         float | None,
         typer.Option(help="Show how many seeds would find this difference, such as 0.02."),
@@ -92,9 +90,7 @@ def command(
     power: Annotated[
         float, typer.Option(help="Power for the detectable difference and the seeds needed.")
     ] = 0.8,
-    lower_is_better: Annotated[
-        bool, typer.Option("--lower-is-better", help="A negative difference is the improvement.")
-    ] = False,
+    lower_is_better: LowerIsBetter = False,
     correction: Annotated[
         Literal["maxt", "holm"] | None,
         typer.Option(
@@ -118,7 +114,7 @@ def command(
         ),
     ] = "exclude",
     form: Annotated[Format, typer.Option("--format", help="How to print it.")] = Format.TEXT,
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare conditions across seeds: paired differences, intervals, exact p values adjusted over
     all of them, and a verdict.

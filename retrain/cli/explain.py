@@ -3,11 +3,11 @@
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from retrain.cli.shared import load_dotenv, print_progress
+from retrain.cli.shared import AsJson, Form, load_dotenv, print_progress
 from retrain.errors import ConfigurationError, EnvironmentFailure
 
 if TYPE_CHECKING:
@@ -39,10 +39,8 @@ def command(
     trust: Annotated[
         bool, typer.Option("--trust", help="Run the Python code that a run's folder names.")
     ] = False,
-    form: Annotated[
-        Literal["text", "json"], typer.Option("--format", help="How to print it.")
-    ] = "text",
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    form: Form = "text",
+    as_json: AsJson = False,
 ) -> None:
     """Show what a configuration would run, its settings and where they come from, and its memory,
     time and cost.

@@ -10,13 +10,14 @@ import sys
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tomlkit
 import typer
 from tomlkit.exceptions import TOMLKitError
 from tomlkit.items import InlineTable, Item, Table
 
+from retrain.cli.shared import AsJson, Form
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.records.disk import replace_file
 
@@ -119,10 +120,8 @@ def command(
     stdout: Annotated[
         bool, typer.Option("--stdout", help="Print the whole result instead of the difference.")
     ] = False,
-    form: Annotated[
-        Literal["text", "json"], typer.Option("--format", help="How to print it.")
-    ] = "text",
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    form: Form = "text",
+    as_json: AsJson = False,
 ) -> None:
     """Rewrite removed keys of an older configuration; without a flag, show the difference."""
     _check_usage(

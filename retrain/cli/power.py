@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from retrain.cli.shared import Alpha, AsJson, Form
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -39,16 +40,14 @@ def command(
         int | None,
         typer.Option(help="Conditions besides the baseline; by default the pilot's, or 1."),
     ] = None,
-    alpha: Annotated[float, typer.Option(help="Family-wise error rate of all comparisons.")] = 0.05,
+    alpha: Alpha = 0.05,
     power: Annotated[float, typer.Option(help="Probability of finding the difference.")] = 0.8,
     correction: Annotated[
         Literal["maxt", "holm"],
         typer.Option(help="How `retrain compare` will adjust p over the comparisons."),
     ] = "maxt",
-    form: Annotated[
-        Literal["text", "json"], typer.Option("--format", help="How to print it.")
-    ] = "text",
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    form: Form = "text",
+    as_json: AsJson = False,
 ) -> None:
     """Plan a campaign: the seeds needed to find a difference, given a pilot or a standard
     deviation.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from retrain.cli.shared import Alpha, LowerIsBetter, Margin
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.install import install_hint
 
@@ -36,14 +37,9 @@ def command(
     metric: Annotated[
         str | None, typer.Option(help="Metric to compare, as in `retrain compare`.")
     ] = None,
-    alpha: Annotated[float, typer.Option(help="Family-wise error rate of all comparisons.")] = 0.05,
-    margin: Annotated[
-        float | None,
-        typer.Option(help="Call differences below this equivalent (TOST), such as 0.02."),
-    ] = None,
-    lower_is_better: Annotated[
-        bool, typer.Option("--lower-is-better", help="A negative difference is the improvement.")
-    ] = False,
+    alpha: Alpha = 0.05,
+    margin: Margin = None,
+    lower_is_better: LowerIsBetter = False,
     against: Annotated[
         list[str] | None,
         typer.Option(help="Another transform beside the run's own in the token viewer."),
