@@ -119,22 +119,27 @@ def command(
     """Compare conditions across seeds: paired differences, intervals, exact p values adjusted over
     all of them, and a verdict.
     """
-    from retrain.analysis.comparison_text import to_json, to_markdown, to_text
     from retrain.analysis.verdict import TestSettings
     from retrain.records.evaluation_folder import is_evaluation
-    from retrain.records.jsonl import finite
-    from retrain.records.terminal import clean
 
+    if as_json:
+        form = Format.JSON
     if any(map(is_evaluation, targets)):
-        _print_evaluations(
-            targets, baseline or [], metric, alpha, as_json=as_json or form is Format.JSON
-        )
+        _print_evaluations(targets, baseline or [], metric, alpha, as_json=form is Format.JSON)
         return
     test = TestSettings(alpha, margin, effect, power, lower_is_better, correction, failed)
     comparison = _compare(
         targets, baseline or [], control, metric, test, [_pair(text) for text in contrast or []]
     )
-    if as_json or form is Format.JSON:
+    _print(comparison, form)
+
+
+def _print(comparison: "Comparison", form: Format) -> None:
+    from retrain.analysis.comparison_text import to_json, to_markdown, to_text
+    from retrain.records.jsonl import finite
+    from retrain.records.terminal import clean
+
+    if form is Format.JSON:
         print(json.dumps(finite(to_json(comparison)), indent=2))
     elif form is Format.MARKDOWN:
         print(clean(to_markdown(comparison)), end="")
