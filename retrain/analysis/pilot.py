@@ -180,27 +180,7 @@ def held_out_variances(pairs: Sequence[tuple[StoredRun, StoredRun]]) -> HeldOutV
     """The variances over problems and samples, averaged over pairs of runs; None if no pair shares
     two problems that were judged equally often.
     """
-    parts = []
-    for pair in pairs:
-        evaluations = [run.final_evaluation for run in pair if run.final_evaluation]
-        if len(evaluations) < 2:
-            continue
-        ours, theirs = ({item.example_id: item for item in one.problems} for one in evaluations)
-        samples = max((item.samples for item in ours.values()), default=0)
-        shared = [
-            name
-            for name, item in ours.items()
-            if name in theirs and item.samples == theirs[name].samples == samples
-        ]
-        if len(shared) < 2 or not samples:
-            continue
-        correct = [[arm[name].correct for name in shared] for arm in (ours, theirs)]
-        rates = np.array(correct) / samples
-        within = 0.0
-        if samples > 1:
-            within = float((rates * (1 - rates)).mean(axis=1).sum()) * samples / (samples - 1)
-        between = max(0.0, float(np.var(rates[0] - rates[1], ddof=1)) - within / samples)
-        parts.append(HeldOutVariances(len(shared), samples, between, within))
+    parts = list(filter(None, (_pair_variances(*pair) for pair in pairs)))
     if not parts:
         return None
     return HeldOutVariances(
@@ -209,3 +189,24 @@ def held_out_variances(pairs: Sequence[tuple[StoredRun, StoredRun]]) -> HeldOutV
         between=float(np.mean([part.between for part in parts])),
         within=float(np.mean([part.within for part in parts])),
     )
+
+
+def _pair_variances(one: StoredRun, other: StoredRun) -> HeldOutVariances | None:
+    if not one.final_evaluation or not other.final_evaluation:
+        return None
+    ours = {item.example_id: item for item in one.final_evaluation.problems}
+    theirs = {item.example_id: item for item in other.final_evaluation.problems}
+    samples = max((item.samples for item in ours.values()), default=0)
+    shared = [
+        name
+        for name, item in ours.items()
+        if name in theirs and item.samples == theirs[name].samples == samples
+    ]
+    if len(shared) < 2 or not samples:
+        return None
+    rates = np.array([[arm[name].correct / samples for name in shared] for arm in (ours, theirs)])
+    within = 0.0
+    if samples > 1:
+        within = float((rates * (1 - rates)).mean(axis=1).sum()) * samples / (samples - 1)
+    between = max(0.0, float(np.var(rates[0] - rates[1], ddof=1)) - within / samples)
+    return HeldOutVariances(len(shared), samples, between, within)

@@ -224,7 +224,8 @@ class Board:
             f"{one_line(run.name)}: {one_line(run.reason, _REASON_LENGTH)}"
             for run in ordered
             if run.reason
-        ][: max(1, room // 4)]
+        ]
+        del reasons[max(1, room // 4) :]
         shown = ordered[: room - len(reasons)]
         rows = [self._cells(run) for run in shown]
         names_width = width - sum(
@@ -236,12 +237,8 @@ class Board:
                 name, justify="left" if name in ("run", "state") else "right", no_wrap=True
             )
         for name, *cells in rows:
-            table.add_row(
-                *(
-                    Text(clean(self._mask(cell)))
-                    for cell in (shortened_name(name, names_width), *cells)
-                )
-            )
+            row = (shortened_name(name, names_width), *cells)
+            table.add_row(*(Text(clean(self._mask(cell))) for cell in row))
         if len(shown) < len(runs):
             table.add_row(Text(f"and {len(runs) - len(shown)} more"))
         below = [Text(self._mask(reason), no_wrap=True, overflow="ellipsis") for reason in reasons]

@@ -173,21 +173,15 @@ def _run(
     if trackers & {"wandb", "trackio"}:  # the user's group wins, and the user's tags come first
         _put(data, "logging", wandb_run_name=name, wandb_group=view.logging.wandb_group or label)
     if "wandb" in trackers:  # trackio has no tags
-        _put(
-            data,
-            "logging",
-            wandb_tags=",".join(dict.fromkeys((*view.logging.tags, label, f"seed{seed}"))),
-        )
+        tags = dict.fromkeys((*view.logging.tags, label, f"seed{seed}"))
+        _put(data, "logging", wandb_tags=",".join(tags))
     if not view.is_set("evaluation.at_end"):
         _put(data, "evaluation", at_end=True)
     if shared:
         _put(data, "evaluation", **shared)
     if view.backend.adapter_path:
-        _put(
-            data,
-            "backend",
-            adapter_path=str(Path(view.backend.adapter_path) / folder.resolve().name),
-        )
+        adapter = Path(view.backend.adapter_path) / folder.resolve().name
+        _put(data, "backend", adapter_path=str(adapter))
     if backend_kind(view.backend.backend).throttled and not view.backend.throttle_dir:
         _put(data, "backend", throttle_dir=str(folder / THROTTLE))
     return CampaignRun(

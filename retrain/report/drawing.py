@@ -159,22 +159,24 @@ def line_figure(data: ReportData, lines: Lines) -> Drawn | None:
         band = arm.band(field, window)
         if band is None:
             continue
+        colour = series(index)
         if data.single and window > 1 and (raw := arm.band(field)):  # each step, thin
-            axes.plot(raw.steps + 1, raw.mean, color=series(index), alpha=0.28, linewidth=1)
+            axes.plot(raw.steps + 1, raw.mean, color=colour, alpha=0.28, linewidth=1)
         style: dict[str, Any] = {"linestyle": (0, (4, 2))}
         if not lines.fields[field]:
             style = {"label": (data.single and lines.single_label) or arm.label}
-        draw_band(axes, band.steps + 1, band.mean, band.sd, series(index), **style)
-    axes.set(xlabel="step", ylabel=lines.ylabel)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    _set_limits(axes, lines)
+        draw_band(axes, band.steps + 1, band.mean, band.sd, colour, **style)
+    _scale(axes, lines)
     has_dashes = any(arm.has(field) for field in second for _, arm in arms)
     note = lines.note if has_dashes or not second else ""
     words = filter(None, (_line_words(data, window), note))
     return Drawn(lines.name, lines.title, " ".join(words), figure)
 
 
-def _set_limits(axes: Axes, lines: Lines) -> None:
+def _scale(axes: Axes, lines: Lines) -> None:
+    """Steps to the right, and the values over the range that suits them."""
+    axes.set(xlabel="step", ylabel=lines.ylabel)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     if lines.percent:
         as_percentages(axes)
     elif lines.limits:
