@@ -43,6 +43,8 @@ class Kind:
     """The table whose values the plugin takes."""
     base: str = ""
     """The class that a plugin must derive from, as "module.Class"; "" for a function."""
+    group: "Kind | None" = None
+    """The form for a whole group, chosen by the name of its first input; None if there is none."""
 
     @property
     def forms(self) -> str:
@@ -52,7 +54,8 @@ class Kind:
         if not self.inputs:
             return "f(**params)" if not self.context else "f(), f(params) or f(ctx)"
         plain = ", ".join([*self.inputs, *(f"{keyword}=..." for keyword in self.keywords)])
-        return f"f({plain})" + (" or f(ctx)" if self.context else "")
+        whole = f" or {self.group.forms}" if self.group else ""
+        return f"f({plain})" + (" or f(ctx)" if self.context else "") + whole
 
 
 KINDS: dict[str, Kind] = {
@@ -79,9 +82,14 @@ KINDS: dict[str, Kind] = {
     "reward": Kind(
         "[reward] type",
         ("response", "reference"),
-        ("prompt", "example", "params"),
+        ("prompt", "example", "params", "token_count", "finish_reason"),
         False,
         "[reward] params",
+        group=Kind(
+            "[reward] type",
+            ("responses", "reference"),
+            ("prompt", "example", "params", "token_counts", "finish_reasons"),
+        ),
     ),
     "data": Kind("[data] source", (), (), False, "[data] params"),
     "sampler": Kind(
@@ -111,6 +119,8 @@ class Call:
     takes_context: bool
     keywords: frozenset[str]
     """The optional inputs of its kind that its signature has."""
+    whole_group: bool = False
+    """It takes the completions of a whole group."""
 
 
 def load_plugin(
@@ -247,6 +257,10 @@ def inspect_call(kind: str, function: Callable[..., Any]) -> Call:
         return Call(takes_context=False, keywords=frozenset())
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     names = [p.name for p in parameters]
+    group = expected.group
+    if group is not None and names[:1] != [group.inputs[0]]:
+        group = None
+    expected = group or expected
     keywords = frozenset(key for key in expected.keywords if takes_any or key in names)
     own = [p for p in parameters if p.name not in expected.keywords]
     inputs = [p for p in own if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -258,9 +272,9 @@ def inspect_call(kind: str, function: Callable[..., Any]) -> Call:
     if demands_keyword or required > wanted or (len(inputs) < wanted and not star):
         raise ValueError(
             f"its signature is ({', '.join(names)}), and a plugin of this kind must be"
-            f" {expected.forms}"
+            f" {KINDS[kind].forms}"
         )
-    return Call(takes_context, keywords)
+    return Call(takes_context, keywords, group is not None)
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:

@@ -19,6 +19,7 @@ PAGES = {
     "xray": "xray.md",
     "serve": "engines.md",
     "backends": "engines.md",
+    "plugins": "plugins.md",
 }
 """Command -> the page of docs/ that shows what it prints."""
 

@@ -225,10 +225,16 @@ def test_a_failing_run_does_not_stop_the_others_and_is_told_at_the_end(
 def test_a_bug_in_one_run_is_that_runs_failure(tmp_path: Path) -> None:
     (tmp_path / "badreward.py").write_text("raise TypeError('not a reward')")
     conditions = [
-        {"advantage_mode": "grpo", "transform_mode": "badplugin.make", "label": "bug"},
+        {"advantage_mode": "badplugin.advantage", "transform_mode": "none", "label": "bug"},
         CAMPAIGN["conditions"][0],
     ]
-    (tmp_path / "badplugin.py").write_text("def make():\n    raise TypeError('a bug')\n")
+    # The trial before the campaign has groups of two and three.
+    (tmp_path / "badplugin.py").write_text(
+        "def advantage(rewards):\n"
+        "    if len(rewards) > 3:\n"
+        "        raise TypeError('a bug')\n"
+        "    return [0.0] * len(rewards)\n"
+    )
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RunFailed, match="bug_s1"):
         patch.syspath_prepend(str(tmp_path))
         run_campaign(

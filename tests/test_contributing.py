@@ -36,12 +36,24 @@ def block(section: str, language: str) -> str:
     return str(found)
 
 
+def by_prompt(folder: Path) -> list[list[dict[str, Any]]]:
+    """The completions of each group."""
+    of_prompt: dict[str, list[dict[str, Any]]] = {}
+    for line in lines(folder / "emergence" / "generations.jsonl"):
+        of_prompt.setdefault(line["prompt_id"], []).append(line)
+    return list(of_prompt.values())
+
+
 def advantages(folder: Path) -> list[list[float]]:
     """Of each group."""
-    of_prompt: dict[str, list[float]] = {}
-    for line in lines(folder / "emergence" / "generations.jsonl"):
-        of_prompt.setdefault(line["prompt_id"], []).append(line["advantage"])
-    return list(of_prompt.values())
+    return [[line["advantage"] for line in group] for group in by_prompt(folder)]
+
+
+def _distinct(group: list[dict[str, Any]]) -> bool:
+    """A tenth of the reward says that no other completion of the group is the same."""
+    written = [line["completion"] for line in group]
+    expected = [0.1 * (written.count(text) == 1) for text in written]
+    return expected == pytest.approx([line["reward"] % 1 for line in group])
 
 
 PROOFS: dict[str, Callable[[Path], bool]] = {
@@ -53,6 +65,7 @@ PROOFS: dict[str, Callable[[Path], bool]] = {
     ),
     "A loss": lambda folder: 1.9 < lines(folder / "metrics.jsonl")[0]["loss_metrics"]["gate"] < 2.1,
     "A reward": lambda folder: lines(folder / "metrics.jsonl")[0]["reward_could_not_judge"] == 0,
+    "A reward of a whole group": lambda folder: all(map(_distinct, by_prompt(folder))),
     "A data source": lambda folder: all(
         "=?" in line["prompt"] for line in lines(folder / "emergence" / "generations.jsonl")
     ),

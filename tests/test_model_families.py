@@ -94,6 +94,7 @@ def test_a_fused_forward_without_the_familys_window_is_found_out_and_said(
             self.window = None
 
     monkeypatch.setattr(decoder, "_Layer", Windowless)
+    monkeypatch.setattr(decoder, "_shrunken_differences", {})  # of the class as it was
     assert FusedDecoder.of(model, merge=False, say=lines.append) is None
     assert len(lines) == 1 and "keeps its own" in lines[0] and type(model).__name__ in lines[0]
 

@@ -287,7 +287,7 @@ def test_a_run_on_an_engine_plugin_stops_at_the_gate(
                 "cannot load a new adapter",
                 "without token ids",
                 "no log-probs",
-                "records no entropies",
+                "without entropies",
             ],
         ),
         (

@@ -418,11 +418,11 @@ def test_a_reward_tells_which_keywords_it_takes(write: Callable[..., str]) -> No
     assert keywords == {
         "plain": frozenset(),
         "rich": {"prompt", "example", "params"},
-        "everything": {"prompt", "example", "params"},
+        "everything": {"prompt", "example", "params", "token_count", "finish_reason"},
     }
     with pytest.raises(
         ConfigurationError,
-        match=r"f\(response, reference, prompt=\.\.\., example=\.\.\., params=\.\.\.\)",
+        match=r"f\(response, reference, prompt=\.\.\., example=\.\.\., params=\.\.\., token_count",
     ):
         load_plugin("reward", f"{name}.wrong", config())
 

@@ -28,7 +28,7 @@ def everything(response, reference, prompt, example, params):
     return params["bonus"]
 
 def keywords(response, reference, **more):
-    return sorted(more) == ["example", "params", "prompt"]
+    return sorted(more) == ["example", "finish_reason", "params", "prompt", "token_count"]
 
 async def later(response, reference):
     await asyncio.sleep(0.01)

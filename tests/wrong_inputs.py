@@ -372,7 +372,7 @@ CASES = [
     Case(
         "resuming a checkpoint",
         2,
-        "a part of the run old: name that",
+        "it is a part of the run ",
         "",
         ("run.toml", "--resume", "old/checkpoints/step_000020"),
         {"old/.retrain.json": RUN_MARK, "old/checkpoints/step_000020/adapter_config.json": "{}"},

@@ -17,6 +17,7 @@ from retrain.config import TrainConfig, replaced
 from retrain.config.judging import judge_words, training_rewards
 from retrain.config.schema import Reward
 from retrain.data import load_examples
+from retrain.errors import ConfigurationError
 from retrain.records.evaluation import wilson_interval
 from retrain.rewards import Scorer, ScoreRequest, build_scorer
 from retrain.rewards.workers import automatic_workers
@@ -221,6 +222,12 @@ def audit_reward(config: TrainConfig, examples: int, say: Callable[[str], None])
     ]
     say(f"{len(cases):,} completions for {len(loaded):,} examples of {loaded.data.source}")
     with build_scorer(config) as scorer:
+        if scorer.judges_groups:
+            raise ConfigurationError(
+                f'[reward] type = "{" + ".join(config.reward.types)}" judges a completion beside'
+                " the others of its prompt, which an audit's cases lack; name the rewards that"
+                " judge one alone, such as --reward-type match."
+            )
         if note := scorer.probe():
             say(note)
         if (

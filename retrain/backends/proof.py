@@ -154,6 +154,18 @@ def prove_loss(function: OwnFunction) -> None:
         )
     if not torch.isfinite(found).all():
         raise Unproved("gives terms that are not finite in float32")
+    # As in the first update of every step, whose ratio is 1.
+    start = on_policy(function)
+    terms = _called(function, start)
+    if not torch.isfinite(_gradient(terms.values, start)).all():
+        raise Unproved("has a gradient that is not finite where tokens.new equals tokens.old")
+
+
+def on_policy(function: OwnFunction) -> Batch:
+    """The small batch with the learner's policy as the one that sampled."""
+    batch = small_batch(function)
+    same = batch.new.detach()
+    return replace(batch, tokens=replace(batch.tokens, old=same, sampler=same))
 
 
 def has_wrong_sign(function: OwnFunction) -> bool:
@@ -162,12 +174,10 @@ def has_wrong_sign(function: OwnFunction) -> bool:
 
     It is asked, not proved: a loss may mean to do so.
     """
-    batch = small_batch(function)
-    on_policy = replace(batch.tokens, old=batch.new.detach(), sampler=batch.new.detach())
-    silent = replace(on_policy, advantages=torch.zeros_like(on_policy.advantages))
-    own = _gradient(function.call(on_policy).values, batch) - _gradient(
-        function.call(silent).values, batch
-    )
+    batch = on_policy(function)
+    silent = replace(batch.tokens, advantages=torch.zeros_like(batch.tokens.advantages))
+    own = _gradient(function.call(batch.tokens).values, batch)
+    own = own - _gradient(function.call(silent).values, batch)
     return bool((own * batch.tokens.advantages).sum() > 0)
 
 

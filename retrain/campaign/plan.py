@@ -11,6 +11,7 @@ from typing import Any
 
 from retrain.backends.base import backend_kind
 from retrain.config import TrainConfig, config_from_mapping
+from retrain.config.judging import verifies
 from retrain.config.load import arms, given_values
 from retrain.config.schema import Campaign, Provenance
 from retrain.errors import ConfigurationError
@@ -132,7 +133,7 @@ def _shared_evaluation(view: TrainConfig, base: TrainConfig) -> dict[str, Any]:
 
     A condition that trains at another temperature, say, is still measured at the base's. What the
     condition says itself stays. The judge is the base's reward, so that the held-out accuracies of
-    all conditions compare; a base whose reward is random or a sum of several has none to share.
+    all conditions compare; a base whose reward verifies nothing or is a sum has none to share.
     """
     echoed = ("temperature", "max_tokens", "top_k", "top_p", "min_p")
     pinned = {
@@ -146,7 +147,7 @@ def _shared_evaluation(view: TrainConfig, base: TrainConfig) -> dict[str, Any]:
         not view.evaluation.reward
         and view.reward.types != judges
         and len(judges) == 1
-        and judges != ["random"]
+        and verifies(judges[0])
     ):
         pinned["reward"] = judges[0]
     return pinned

@@ -29,14 +29,7 @@ _MEANT = {
     ),
     "a file with a [campaign] is one: `retrain FILE.toml`": ("campaign", "sweep"),
     "a file with [squeeze] adapter_path is one: `retrain FILE.toml`": ("squeeze",),
-    (
-        "plugins are named in the file as my_module.my_function; CONTRIBUTING.md has one of each"
-        " kind"
-    ): (
-        "plugins",
-        "plugin",
-        "init-plugin",
-    ),
+    "`retrain plugins` lists what every key can be": ("plugin",),
 }
 """What to do instead -> words of other programs."""
 

@@ -18,6 +18,7 @@ COMMANDS = {
     "help": "the short page, or what a key, section or command does",
     "serve": "the command that starts an inference server",
     "backends": "engines and backends: what each can do, and its version",
+    "plugins": "what every key that takes a plugin can be",
     "version": "print the version",
 }
 
@@ -42,6 +43,7 @@ EXAMPLES = {
     "help": "retrain help config training",
     "serve": "retrain serve vllm examples/lab.toml",
     "backends": "retrain backends vllm",
+    "plugins": "retrain plugins --json",
     "version": "retrain version",
 }
 """One command line of each command, shown by its --help and in docs/commands.md."""

@@ -306,7 +306,9 @@ RUNS: Table = (
         "reward.deadline_s",
         "reward.workers",
         because="these rewards need no worker",
-        when=lambda c: _rewards(c) <= {"match", "random", "judge"},
+        when=lambda c: (
+            not any(kind == "plugin" or table("reward")[kind].needs_workers for kind in _rewards(c))
+        ),
     ),
     unused(
         "algorithm.advantage_mode",
@@ -508,14 +510,14 @@ def _implied_by_engine(name: str, declared: Any, known: Reasons) -> Iterator[Eff
             declared.logprobs == "none"
         ),
     }
-    for because, holds in lacks.items():
-        if holds:
-            yield Effect(
-                ("inference.engine",),
-                "refused",
-                f"{because}; use another engine",
-                refuses_default=True,
-            )
+    because = "; ".join(words for words, holds in lacks.items() if holds)
+    if because:
+        yield Effect(
+            ("inference.engine",),
+            "refused",
+            f"{because}; use another engine",
+            refuses_default=True,
+        )
     yield from _without_entropies(declared, known)
     if not declared.kept_set:
         yield _no_cuts(known)

@@ -5,7 +5,7 @@ is equal exactly if the judges are.
 """
 
 from retrain.config.keys import all_keys
-from retrain.config.names import builtin_names
+from retrain.config.names import builtin_names, table
 from retrain.config.schema import Reward, TrainConfig
 from retrain.parsing import toml_value
 
@@ -20,28 +20,35 @@ def training_rewards(config: TrainConfig) -> list[tuple[str, float]]:
 
 
 def judging_rewards(config: TrainConfig) -> list[tuple[str, float]]:
-    """Name and weight of each reward that judges held-out answers: `[evaluation] reward`, or the
-    run's own without the random one.
+    """Name and weight of each reward that judges held-out answers: `[evaluation] reward`, or those
+    of the run's own that verify.
 
-    Where nothing else is left, it is the reward that verifies the held-out source's answers: a
-    random one would measure chance, whatever the model has learned.
+    Where none is left, it is the reward that verifies the held-out source's answers: a random one
+    would measure chance, and a majority its own agreement, whatever the model has learned.
     """
     if config.evaluation.reward:
         return [(config.evaluation.reward, 1.0)]
-    kept = [(kind, weight) for kind, weight in training_rewards(config) if kind != "random"]
+    kept = [(kind, weight) for kind, weight in training_rewards(config) if verifies(kind)]
     source = config.evaluation.source or config.data.source
     return kept or [(_VERIFIABLE.get(source, _ANY_SOURCE), 1.0)]
 
 
-def judging_note(judging: TrainConfig) -> str:
+def verifies(kind: str) -> bool:
+    """True if a reward says whether an answer is right."""
+    builtin = table("reward").get(kind)
+    return builtin is None or builtin.verifies
+
+
+def judging_note(training: TrainConfig, judging: TrainConfig) -> str:
     """The start-up line of a run whose held-out answers are judged by another reward than
     training's.
     """
-    because = (
-        "as [evaluation] reward says"
-        if judging.evaluation.reward
-        else "the random reward says nothing about them"
-    )
+    left_out = [kind for kind in training.reward.types if not verifies(kind)]
+    because = "there each stands for itself, and not beside its group"
+    if left_out:
+        because = f"the {' + '.join(left_out)} reward says nothing about them"
+    if judging.evaluation.reward:
+        because = "as [evaluation] reward says"
     return f"Held-out answers are judged by {' + '.join(judging.reward.types)}: {because}."
 
 

@@ -126,10 +126,11 @@ def with_judging_reward(config: TrainConfig) -> TrainConfig:
     training's reward does.
     """
     judging = judging_rewards(config)
-    if judging == training_rewards(config):
+    if judging == training_rewards(config) and config.reward.combine == "sum":
         return config
     types, weights = zip(*judging, strict=True)
-    return replaced(config, {"reward.type": list(types), "reward.weights": list(weights)})
+    changes = {"reward.type": list(types), "reward.weights": list(weights)}
+    return replaced(config, changes | {"reward.combine": "sum"})
 
 
 def with_drawn_seed(config: TrainConfig) -> TrainConfig:

@@ -328,11 +328,13 @@ def _rewards_have_what_they_need(config: "TrainConfig") -> Iterator[Violation]:
             '[reward] type = "custom" needs custom_module, the Python module that holds the'
             " function",
         )
-    if held_out == "random":
+    builtin = table("reward").get(held_out)
+    if builtin is not None and not builtin.verifies:
+        how = "by chance" if held_out == "random" else "without their reference"
         yield Violation(
             ("evaluation.reward",),
-            '[evaluation] reward = "random" would judge held-out answers by chance; name the reward'
-            ' that verifies them, such as "match"',
+            f'[evaluation] reward = "{held_out}" would judge held-out answers {how}; name the'
+            ' reward that verifies them, such as "match"',
         )
     if reward.weights and len(reward.weights) != len(reward.types):
         yield Violation(
@@ -344,6 +346,35 @@ def _rewards_have_what_they_need(config: "TrainConfig") -> Iterator[Violation]:
         yield Violation(
             ("reward.type",),
             f'[reward] type names "{repeated[0]}" twice; give it once, with its weight',
+        )
+
+
+@_rule
+def _negative_rewards_have_an_advantage(config: "TrainConfig") -> Iterator[Violation]:
+    reward = config.reward
+    if config.environment.provider:
+        return
+    cause = ""
+    if "overlong" in reward.types:
+        cause = '[reward] type = "overlong" is negative'
+    if reward.combine == "normalise_then_sum":
+        cause = '[reward] combine = "normalise_then_sum" gives rewards around 0'
+    if cause and any(modes_of(condition)[0] == "maxrl" for condition in config.conditions):
+        yield Violation(
+            ("algorithm.advantage_mode", "algorithm.algorithm_mode", "reward.type"),
+            f"{cause}, and the advantage maxrl needs rewards of 0 or more; set [algorithm]"
+            ' advantage_mode, such as "grpo" or "reinforce_pp"',
+        )
+
+
+@_rule
+def _overlong_has_room(config: "TrainConfig") -> Iterator[Violation]:
+    reward, longest = config.reward, config.training.max_tokens
+    if "overlong" in reward.types and reward.overlong_buffer > longest:
+        yield Violation(
+            ("reward.overlong_buffer", "training.max_tokens"),
+            f"[reward] overlong_buffer = {reward.overlong_buffer} is above [training] max_tokens ="
+            f" {longest}, so every completion would be overlong; give at most max_tokens",
         )
 
 

@@ -39,7 +39,8 @@ class Evaluation(Section):
     reward: Annotated[str, OpenName("reward", may_be_empty=True)] = key(
         "",
         "Reward that judges held-out answers, with the parameters of [reward]; empty means"
-        " training's without the random one, and in campaigns the base's for all conditions.",
+        " training's without random, overlong and majority, and in campaigns the base's for all"
+        " conditions.",
     )
     max_examples: int = key(200, "Maximum number of problems evaluated; 0 uses all.", ge=0)
     samples: int = key(1, "Completions sampled per problem.", ge=1, le=MAX_COMPLETIONS)
@@ -246,6 +247,18 @@ class Reward(Section):
         "match", "Reward, or a list of rewards whose weighted sum is used."
     )
     weights: list[float] = key([], "Weights of the rewards in the list; empty means 1 each.")
+    combine: Literal["sum", "normalise_then_sum"] = key(
+        "sum",
+        "How the rewards of a completion become one: the weighted sum, or each reward first"
+        " normalised within its group.",
+    )
+    overlong_buffer: int = key(
+        0,
+        "Tokens before [training] max_tokens over which the overlong reward falls from 0 to -1; 0"
+        " is a fifth of max_tokens.",
+        ge=0,
+        parameter_of=("overlong",),
+    )
     judge_model: str = key(
         "", "Model of the judge reward, such as gpt-4o-mini.", parameter_of=("judge",)
     )
@@ -317,10 +330,12 @@ class Reward(Section):
     after_think: bool = key(
         True,
         "Count a box, and show the judge, only what follows the last </think>, where there is one.",
-        parameter_of=("match", "math", "judge"),
+        parameter_of=("match", "math", "majority", "judge"),
     )
     normalize: Literal["none", "hendrycks"] = key(
-        "none", "Normalisation of both sides before match compares them.", parameter_of=("match",)
+        "none",
+        "Normalisation of both sides before match or majority compares them.",
+        parameter_of=("match", "majority"),
     )
     correct_threshold: float = key(0.5, "A completion is correct when its reward is above this.")
     max_failure_rate: float = key(

@@ -1,14 +1,16 @@
-"""Rewards: match, math, custom, random, and weighted sums of them. Importing this imports no
-symbolic mathematics.
+"""Rewards: of one completion or of a whole group, and weighted sums of them. Importing this imports
+no symbolic mathematics.
 """
 
 from retrain.rewards.answers import extract_boxed, hendrycks_is_equiv
+from retrain.rewards.groups import ScoreGroup
 from retrain.rewards.guard import FailureGuard
 from retrain.rewards.score import ScoreRequest
 from retrain.rewards.scoring import Scorer, box_reader, build_scorer, gold_response
 
 __all__ = [
     "FailureGuard",
+    "ScoreGroup",
     "ScoreRequest",
     "Scorer",
     "box_reader",

@@ -75,6 +75,17 @@ class _NotNormalizable(ValueError):
     """The normalisation is not defined for this string, which is then compared as it stands."""
 
 
+def canonical_answer(answer: str, normalize: Normalization) -> str:
+    """Return the form that equal answers share; "" for none."""
+    answer = answer.strip()
+    if normalize == "none":
+        return answer
+    try:
+        return hendrycks_normalize(answer)
+    except _NotNormalizable:
+        return answer
+
+
 def answers_match(answer: str, reference: str, normalize: Normalization) -> bool:
     """Return True if two answers are the same, apart from surrounding white space. An empty
     reference matches nothing.

@@ -1,9 +1,10 @@
-"""Rewards written by the user: `score(response, reference)`, called inside a worker process that
-can be killed.
+"""Rewards written by the user: `score(response, reference)`, or `score(responses, reference)` for a
+whole group, called inside a worker process that can be killed.
 
 The function may also take the keywords prompt (the rendered text), example (a
-`retrain.types.Example`) and params. It may be sync or async, and returns a float, a bool, or None
-for "could not judge". Only worker processes import this file.
+`retrain.types.Example`), params, token_count and finish_reason; of a group token_counts and
+finish_reasons, lists as long as responses. It may be sync or async, and returns a float, a bool, or
+None for "could not judge"; for a group a list of these. Only worker processes import this file.
 """
 
 import asyncio
@@ -36,24 +37,35 @@ class UserReward:
     params: dict[str, Any]
     runner: asyncio.Runner
     """Kept for the life of the worker, so that HTTP clients of async rewards outlive a call."""
+    whole_group: bool
 
     def __call__(self, job: Message) -> Message:
-        optional = {
-            "prompt": job["prompt"],
-            "example": Example(**job["example"]),
-            "params": dict(self.params),
-        }
-        keywords = {name: value for name, value in optional.items() if name in self.keywords}
+        optional = job | {"example": Example(**job["example"]), "params": dict(self.params)}
+        keywords = {name: optional[name] for name in self.keywords}
+        given = job["responses" if self.whole_group else "response"]
         try:
             with user_code(self.name, RunFailed):
-                value = self.function(job["response"], job["reference"], **keywords)
+                value = self.function(given, job["reference"], **keywords)
                 if inspect.isawaitable(value):
                     value = self.runner.get_loop().run_until_complete(value)
+                if isinstance(value, np.ndarray | tuple):
+                    value = list(value)
         except RetrainError as error:
             return _no_reward(str(error))
-        return self._reply(value)
+        return self._of_group(value, len(given)) if self.whole_group else self._of_one(value)
 
-    def _reply(self, value: object) -> Message:
+    def _of_group(self, value: object, size: int) -> Message:
+        """A member that got None, or no number, leaves the others their rewards."""
+        if value is None:
+            return _no_reward(f"{self.name} returned None")
+        if not isinstance(value, list) or len(value) != size:
+            what = f"a value of type {type(value).__name__}"
+            if isinstance(value, list):
+                what = f"{len(value)} rewards"
+            return _no_reward(f"{self.name} returned {what}, not a list of {size} rewards")
+        return {"members": [self._of_one(reward) for reward in value]}
+
+    def _of_one(self, value: object) -> Message:
         if value is None:
             return _no_reward(f"{self.name} returned None")
         if not isinstance(value, (bool, Real, np.bool_)):
@@ -87,7 +99,6 @@ def load_rewards(
     rewards = {}
     for name in names:
         function = load_plugin("reward", name, config)
-        rewards[name] = UserReward(
-            name, function, inspect_call("reward", function).keywords, params, runner
-        )
+        call = inspect_call("reward", function)
+        rewards[name] = UserReward(name, function, call.keywords, params, runner, call.whole_group)
     return rewards

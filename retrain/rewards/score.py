@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from retrain.types import Example, JudgeUsage
+from retrain.types import Example, FinishReason, JudgeUsage
 
 
 @dataclass(frozen=True)
@@ -20,15 +20,25 @@ class ScoreRequest:
     slot: int
     """The prompt's place in the step."""
     sample: int
+    token_count: int = 0
+    """Tokens of the completion, a sampled EOS included; 0 where no model wrote it."""
+    finish_reason: FinishReason = FinishReason.STOP
 
 
 @dataclass(frozen=True)
 class PartScore:
     """The score of one reward of a weighted sum: its value, or None with the reason. `types.Score`
     is the sum's.
+
+    A reward of whole groups gives the score of each of the `members`; without them it failed, and
+    its reason holds for all.
     """
 
     value: float | None
     reason: str = ""
     usage: JudgeUsage | None = None
     """Tokens and cost, if a language model judged."""
+    members: "tuple[PartScore, ...]" = ()
+
+    def of_member(self, index: int) -> "PartScore":
+        return self.members[index] if self.members else self

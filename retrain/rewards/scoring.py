@@ -1,13 +1,12 @@
 """From a completion to a score: right, wrong, or could not judge.
 
-`Scorer.submit` never blocks on an answer: strings are compared at once, math-verify and user code
-run in worker processes (workers.py), and a language model is asked from a thread (judge.py), so
-that completions are judged while others still decode.
+`Scorer.submit` and `ScoreGroup.submit` never block on an answer: strings are compared at once,
+math-verify and user code run in worker processes (workers.py), and a language model is asked from a
+thread (judge.py), so that completions are judged while others still decode.
 """
 
 import importlib.util
 import math
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from retrain.noise import Stream, uniform
 from retrain.records.redact import reason_of, secret_values
 from retrain.rewards.answers import answers_match, extract_boxed
 from retrain.rewards.channel import Message
+from retrain.rewards.groups import Member, ScoreGroup, majority, normalised
 from retrain.rewards.math import bare, decide_by_strings
 from retrain.rewards.score import PartScore, ScoreRequest
 from retrain.rewards.workers import WorkerPool, WorkerSetup, automatic_workers
@@ -35,24 +35,28 @@ if TYPE_CHECKING:
 Judge = Callable[[ScoreRequest], "float | Message | Future[PartScore]"]
 """The reward if it is decided at once; otherwise the job for a worker, or the future score of a
 language model."""
+GroupJudge = Callable[[Sequence[ScoreRequest]], "list[float] | Message"]
+"""The rewards of a group, in the order of its samples, or the job for a worker."""
 
 
 @dataclass(frozen=True)
 class WeightedJudge:
     """One reward of a weighted sum."""
 
-    judge: Judge
+    judge: Judge | None
     weight: float
-    compares_answers: bool
+    compares_answers: bool = False
     """True if it compares the answer with the reference, so that the reference itself must score
     1."""
+    group: GroupJudge | None = None
+    """Judges the completions of a prompt together, in place of `judge`."""
 
 
 def box_reader(reward: "Reward") -> Callable[[str], str | None] | None:
     """Return the function that finds the answer in a completion's last box; None if the reward
     reads none.
     """
-    reads = any(REWARDS[kind].compares_answers for kind in reward.types if kind in REWARDS)
+    reads = any(REWARDS[kind].reads_boxes for kind in reward.types if kind in REWARDS)
     return partial(extract_boxed, after_think=reward.after_think) if reads else None
 
 
@@ -70,17 +74,27 @@ class Scorer:
         correct_threshold: float,
         pool: WorkerPool | None,
         model: "LanguageModelJudge | None" = None,
+        *,
+        normalises: bool = False,
     ) -> None:
-        """The scorer owns the pool and the language model that judges, and closes them."""
+        """The scorer owns the pool and the language model that judges, and closes them.
+        `normalises`: each reward within its group, before they are summed.
+        """
         self._parts = tuple(parts)
         self._correct_threshold = correct_threshold
         self._pool = pool
         self._model = model
+        self._normalises = normalises
 
     @property
     def compares_answers(self) -> bool:
         """True if the gold answer must score `gold_reward`."""
-        return all(part.compares_answers for part in self._parts)
+        return all(part.compares_answers for part in self._parts) and not self._normalises
+
+    @property
+    def judges_groups(self) -> bool:
+        """True if a reward looks at the completions of a prompt together."""
+        return any(part.group is not None for part in self._parts)
 
     @property
     def gold_reward(self) -> float:
@@ -88,32 +102,40 @@ class Scorer:
         return sum(part.weight for part in self._parts)
 
     def submit(self, request: ScoreRequest) -> "Future[Score]":
-        """Return the future score. Every failure is a could-not-judge with its reason; the future
-        raises for a bug only.
+        """Return the future score of a completion that is a group of its own."""
+        return self.group(1).submit(request)
+
+    def group(self, size: int) -> ScoreGroup:
+        """Open the group of one prompt. Its completions wait for each other only where a reward
+        needs them all.
         """
-        parts = [self._ask(part, request) for part in self._parts]
-        result: Future[Score] = Future()
-        result.set_running_or_notify_cancel()  # it can no longer be cancelled
-        waiting = threading.Lock()
-        left = len(parts)
+        return ScoreGroup(self, size if self.judges_groups or self._normalises else 1)
 
-        def part_done(_: "Future[PartScore]") -> None:
-            nonlocal left
-            with waiting:
-                left -= 1
-                last = left == 0
-            if last:
-                self._conclude(parts, result)
+    def ask_alone(self, request: ScoreRequest) -> "list[Future[PartScore]]":
+        """Ask the rewards that look at one completion."""
+        return [self._asked(part.judge(request)) for part in self._parts if part.judge is not None]
 
-        for part in parts:
-            part.add_done_callback(part_done)
-        return result
+    def ask_together(self, members: Sequence[Member]) -> None:
+        """Ask the rewards that look at the whole group, and put each member's parts in the order of
+        the rewards.
+        """
+        requests = [member.request for member in members]
+        for place, part in enumerate(self._parts):
+            if part.group is None:
+                continue
+            asked = self._asked(part.group(requests))
+            for member in members:
+                member.parts.insert(place, asked)
 
-    def _ask(self, part: WeightedJudge, request: ScoreRequest) -> "Future[PartScore]":
-        future: Future[PartScore] = Future()
-        value = part.judge(request)
+    def _asked(
+        self, value: "float | list[float] | Message | Future[PartScore]"
+    ) -> "Future[PartScore]":
         if isinstance(value, Future):
             return value
+        future: Future[PartScore] = Future()
+        if isinstance(value, list):
+            future.set_result(PartScore(None, members=tuple(map(PartScore, value))))
+            return future
         if not isinstance(value, dict):
             future.set_result(PartScore(value))
             return future
@@ -126,14 +148,24 @@ class Scorer:
             )
             return future
 
-    def _conclude(self, parts: "Sequence[Future[PartScore]]", result: "Future[Score]") -> None:
-        ended = PartScore(None, "the scorer was closed before it was judged")
-        try:
-            result.set_result(
-                self._score([ended if part.cancelled() else part.result() for part in parts])
-            )
-        except BaseException as error:  # noqa: BLE001 - a bug: without this the run would wait for ever
-            result.set_exception(error)
+    def combine(self, parts: Sequence[Sequence[PartScore]]) -> list[Score]:
+        """Return the score of each member from those of its rewards.
+
+        Where they are normalised, the plain weighted sum still says who is right, and only the
+        members that could be judged count in a mean.
+        """
+        scores = [self._score(of_member) for of_member in parts]
+        if not self._normalises:
+            return scores
+        judged = [index for index, score in enumerate(scores) if score.reward is not None]
+        sums = [0.0] * len(judged)
+        for place, part in enumerate(self._parts):
+            column = [parts[index][place].value or 0.0 for index in judged]
+            scaled = normalised(column)
+            sums = [one + part.weight * value for one, value in zip(sums, scaled, strict=True)]
+        for index, reward in zip(judged, sums, strict=True):
+            scores[index] = replace(scores[index], reward=reward)
+        return scores
 
     def _score(self, scores: Sequence[PartScore]) -> Score:
         """Return the weighted sum; could-not-judge if any part could not judge."""
@@ -199,16 +231,16 @@ def build_scorer(config: "TrainConfig", verdicts: Path | None = None) -> Scorer:
             undo.callback(model.close)
         source = str(config.source_path.absolute()) if config.source_path else None
         pool = _pool(reward, config.plugins, source, functions)
+        of_groups: frozenset[str] = frozenset()
         if pool is not None:
             undo.callback(pool.close)
             if functions:
-                pool.wait_ready()
+                of_groups = pool.wait_ready()
         undo.pop_all()
     weights = zip(reward.types, reward.type_weights, strict=True)
-    parts = [
-        _weighted(kind, weight, reward, config.training.seed, model) for kind, weight in weights
-    ]
-    return Scorer(parts, reward.correct_threshold, pool, model)
+    parts = [_weighted(kind, weight, config, of_groups, model) for kind, weight in weights]
+    normalises = reward.combine == "normalise_then_sum"
+    return Scorer(parts, reward.correct_threshold, pool, model, normalises=normalises)
 
 
 def _pool(
@@ -241,34 +273,52 @@ def _function_name(kind: str, reward: "Reward") -> str:
 
 
 def _weighted(
-    kind: str, weight: float, reward: "Reward", seed: int, model: "LanguageModelJudge | None"
+    kind: str,
+    weight: float,
+    config: "TrainConfig",
+    of_groups: frozenset[str],
+    model: "LanguageModelJudge | None",
 ) -> WeightedJudge:
+    """`of_groups`: the user's functions that take a whole group."""
+    reward = config.reward
     if kind == "judge" and model is not None:
-        return WeightedJudge(model.submit, weight, compares_answers=False)
+        return WeightedJudge(model.submit, weight)
     if kind == "random":
-
-        def by_chance(request: ScoreRequest) -> float:
-            """Return 1 with a probability, as a function of the seed and the completion's
-            coordinates alone.
-            """
-            return float(
-                uniform(seed, Stream.REWARD, request.step, request.slot, request.sample, 0)
-                < reward.random_p
-            )
-
-        return WeightedJudge(by_chance, weight, compares_answers=False)
+        return WeightedJudge(partial(_by_chance, config.training.seed, reward.random_p), weight)
+    if kind == "overlong":
+        return WeightedJudge(
+            partial(_overlong, config.training.max_tokens, reward.overlong_buffer), weight
+        )
     builtin = REWARDS.get(kind, BuiltinReward())
+    if builtin.group is not None:
+        return WeightedJudge(None, weight, group=partial(builtin.group, reward))
     if builtin.judge is not None:
         return WeightedJudge(partial(builtin.judge, reward), weight, builtin.compares_answers)
-    return WeightedJudge(
-        partial(_user_job, _function_name(kind, reward)), weight, compares_answers=False
-    )
+    function = _function_name(kind, reward)
+    if function in of_groups:
+        return WeightedJudge(None, weight, group=partial(_group_job, function))
+    return WeightedJudge(partial(_user_job, function), weight)
 
 
 def _user_job(function: str, request: ScoreRequest) -> Message:
+    return _of_prompt(function, request) | {
+        "response": request.response,
+        "token_count": request.token_count,
+        "finish_reason": request.finish_reason.value,
+    }
+
+
+def _group_job(function: str, requests: Sequence[ScoreRequest]) -> Message:
+    return _of_prompt(function, requests[0]) | {
+        "responses": [request.response for request in requests],
+        "token_counts": [request.token_count for request in requests],
+        "finish_reasons": [request.finish_reason.value for request in requests],
+    }
+
+
+def _of_prompt(function: str, request: ScoreRequest) -> Message:
     return {
         "handler": function,
-        "response": request.response,
         "reference": request.reference or "",
         "prompt": request.prompt,
         "example": asdict(request.example),
@@ -295,19 +345,47 @@ def _math(reward: "Reward", request: ScoreRequest) -> float | Message:
     return {"handler": "verify", "gold": bare(request.reference), "answer": bare(answer)}
 
 
+def _by_chance(seed: int, p: float, request: ScoreRequest) -> float:
+    """Return 1 with probability p, as a function of the seed and the completion's coordinates
+    alone.
+    """
+    draw = uniform(seed, Stream.REWARD, request.step, request.slot, request.sample, 0)
+    return float(draw < p)
+
+
+def _overlong(max_tokens: int, buffer: int, request: ScoreRequest) -> float:
+    """Return 0, falling to -1 over the last `buffer` tokens before max_tokens; DAPO, arXiv
+    2503.14476. Without a buffer it is a fifth of max_tokens, as there.
+    """
+    width = buffer or max_tokens / 5
+    return -min(1.0, max(0.0, (request.token_count - max_tokens + width) / width))
+
+
+def _majority(reward: "Reward", requests: Sequence[ScoreRequest]) -> list[float]:
+    responses = [request.response for request in requests]
+    return majority(responses, reward.after_think, reward.normalize)
+
+
 @dataclass(frozen=True)
 class BuiltinReward:
     judge: Callable[["Reward", ScoreRequest], float | Message] | None = None
     """Compares the answer with the reference; None for `custom`, which calls the user's function,
-    `judge`, which asks a language model, and `random`."""
+    `judge`, which asks a language model, and those that need more than `[reward]`."""
     compares_answers: bool = False
+    reads_boxes: bool = False
+    needs_workers: bool = False
+    verifies: bool = True
+    """False if it does not say whether an answer is right, so that it judges no held-out ones."""
+    group: Callable[["Reward", Sequence[ScoreRequest]], list[float]] | None = None
 
 
 REWARDS: dict[str, BuiltinReward] = {
-    "match": BuiltinReward(_match, compares_answers=True),
-    "math": BuiltinReward(_math, compares_answers=True),
+    "match": BuiltinReward(_match, compares_answers=True, reads_boxes=True),
+    "math": BuiltinReward(_math, compares_answers=True, reads_boxes=True, needs_workers=True),
     "judge": BuiltinReward(),
-    "custom": BuiltinReward(),
-    "random": BuiltinReward(),
+    "custom": BuiltinReward(needs_workers=True),
+    "random": BuiltinReward(verifies=False),
+    "overlong": BuiltinReward(verifies=False),
+    "majority": BuiltinReward(verifies=False, reads_boxes=True, group=_majority),
 }
 """The built-in names of `[reward] type`."""

@@ -14,7 +14,7 @@ from retrain.rewards.channel import Channel, ChannelClosed, Message
 
 def serve(channel: Channel) -> None:
     """Answer jobs until the other side closes. The first message is the set-up; its reply is
-    {"ready": true} or {"refused": sentence}.
+    {"ready": true, "group_rewards": [names]} or {"refused": sentence}.
 
     Every later message is a job, and its reply carries the job's number.
     """
@@ -26,7 +26,10 @@ def serve(channel: Channel) -> None:
         except ConfigurationError as error:
             channel.send({"refused": str(error)})
             return
-        reply: Message = {"ready": True}
+        group_rewards = [
+            name for name, handler in handlers.items() if getattr(handler, "whole_group", False)
+        ]
+        reply: Message = {"ready": True, "group_rewards": group_rewards}
         # A child that user code forked returns here too, and must not answer.
         while os.getpid() == own:
             channel.send(reply)
@@ -38,7 +41,7 @@ def serve(channel: Channel) -> None:
 
 def _handlers(setup: Message) -> Mapping[str, Callable[[Message], Message]]:
     """Return one function per kind of job. A reply holds "value" (null: could not judge) and, if it
-    is null, "reason".
+    is null, "reason"; that of a whole group holds such a reply for each of its "members".
     """
     if setup["address_space"] is not None:  # bytes that this process may map
         try:

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from retrain.errors import ConfigurationError
+from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.processes import resident_bytes
 from retrain.rewards.channel import BadMessage, Channel, ChannelClosed, Message, encode
 from retrain.rewards.forkserver import STARTUP_LIMIT_S, ForkServer, ForkServerLost
@@ -103,20 +103,30 @@ class WorkerPool:
         Raises TypeError for a message that cannot be written as JSON.
         """
         number = next(self._numbers)
-        job = _Job(number, encode(message | {"number": number}), Future())
+        members = len(message.get("responses", ()))
+        job = _Job(number, encode(message | {"number": number}), Future(), members)
         self._jobs.put(job)
         if self._closing.is_set():
             job.future.cancel()
         return job.future
 
-    def wait_ready(self) -> None:
-        """Wait for the first worker. Raises ConfigurationError if it cannot load what the set-up
-        names.
+    def wait_ready(self) -> frozenset[str]:
+        """Wait for the first worker; return the names of the rewards that take a whole group.
+
+        Raises ConfigurationError if it cannot load what the set-up names, EnvironmentFailure if it
+        cannot be started.
         """
         thread = self._threads[0]
         thread.started.wait(2 * STARTUP_LIMIT_S)
         if thread.refusal:
             raise ConfigurationError(thread.refusal)
+        if thread.group_rewards is None:
+            raise EnvironmentFailure(
+                "[reward] cannot be loaded:"
+                f" {thread.failure or 'its worker did not start in time'}; start the run again, or"
+                " look at what the machine does."
+            )
+        return thread.group_rewards
 
     def close(self) -> None:
         """Kill the workers. Waiting jobs are cancelled; jobs under way end as could-not-judge."""
@@ -144,6 +154,8 @@ class _Job:
     taken for the next answer."""
     message: bytes
     future: "Future[PartScore]"
+    members: int
+    """Completions that it judges together; 0 for a reward that judges each alone."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +181,9 @@ class _WorkerThread(threading.Thread):
     ) -> None:
         super().__init__(name="reward-worker", daemon=True)
         self.started = threading.Event()
-        self.refusal = ""
+        self.refusal = self.failure = ""
+        self.group_rewards: frozenset[str] | None = None
+        """Names of the user's functions that take a whole group; None until a worker is ready."""
         self._setup = setup
         self._server = server
         self._jobs = jobs
@@ -178,7 +192,7 @@ class _WorkerThread(threading.Thread):
         self._worker: _Worker | None = None
 
     def run(self) -> None:
-        self._prepare()
+        self.failure = self._prepare()
         self.started.set()
         while (job := self._jobs.get()) is not None:
             if job.future.set_running_or_notify_cancel():
@@ -214,8 +228,9 @@ class _WorkerThread(threading.Thread):
             answer = channel.receive(STARTUP_LIMIT_S, _MAX_REPLY)
             if "refused" in answer:
                 raise _Refused(str(answer["refused"]))
-            if answer != {"ready": True}:
+            if answer.get("ready") is not True:
                 raise BadMessage("its first reply does not say that it is ready")
+            self.group_rewards = frozenset(answer["group_rewards"])
         except (ChannelClosed, BadMessage, TimeoutError, _Refused):
             channel.close()
             self._server.end(pid)
@@ -229,7 +244,7 @@ class _WorkerThread(threading.Thread):
         try:
             deadline = time.monotonic() + self._deadline_s
             self._worker.channel.send_encoded(job.message, self._deadline_s)
-            return self._wait(self._worker, job.number, deadline)
+            return self._wait(self._worker, job, deadline)
         except TimeoutError:
             self._discard()
             return PartScore(
@@ -249,7 +264,7 @@ class _WorkerThread(threading.Thread):
                 how = f"signal {-status}"
             return PartScore(None, f"the reward worker died ({how})")
 
-    def _wait(self, worker: _Worker, number: int, deadline: float) -> PartScore:
+    def _wait(self, worker: _Worker, job: _Job, deadline: float) -> PartScore:
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -260,7 +275,7 @@ class _WorkerThread(threading.Thread):
                     " was killed",
                 )
             try:
-                reply = worker.channel.receive(min(left, _TICK_S), _MAX_REPLY)
+                reply = worker.channel.receive(min(left, _TICK_S), _MAX_REPLY * max(1, job.members))
             except TimeoutError:
                 # The worker is dead then, but a child that it left may hold its end of the channel.
                 if self._closing.is_set():
@@ -274,18 +289,16 @@ class _WorkerThread(threading.Thread):
                         " was killed",
                     )
                 continue
-            value, reason = reply.get("value"), reply.get("reason", "")
-            if reply.get("number") != number:
+            if reply.get("number") != job.number:
                 raise BadMessage("it is not the answer to this completion")
-            if value is not None and (
-                isinstance(value, bool)
-                or not isinstance(value, int | float)
-                or not math.isfinite(value)
-            ):
-                raise BadMessage("its value is not a finite number")
+            score = _part_score(reply)
+            if job.members and score.value is not None:
+                raise BadMessage("it is not the answer to a group")
+            if "members" in reply:
+                score = _group_score(reply["members"], job.members)
             if self._is_too_large(worker, fraction=0.5):
                 self._discard()  # sympy's caches only grow
-            return PartScore(None, str(reason)) if value is None else PartScore(float(value))
+            return score
 
     def _is_too_large(self, worker: _Worker, fraction: float = 1.0) -> bool:
         limit = self._setup.memory_limit
@@ -298,3 +311,21 @@ class _WorkerThread(threading.Thread):
             return None
         worker.channel.close()
         return self._server.end(worker.pid)
+
+
+def _group_score(replies: object, size: int) -> PartScore:
+    if not isinstance(replies, list) or len(replies) != size:
+        raise BadMessage(f"it is not the answer to a group of {size}")
+    if not all(isinstance(reply, dict) for reply in replies):
+        raise BadMessage("a member's reply is not a JSON object")
+    return PartScore(None, members=tuple(map(_part_score, replies)))
+
+
+def _part_score(reply: Message) -> PartScore:
+    value = reply.get("value")
+    if value is None:
+        return PartScore(None, str(reply.get("reason", "")))
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        raise BadMessage("its value is not a finite number")
+    return PartScore(float(value))

@@ -18,7 +18,7 @@ from retrain.environments.episodes import EpisodeHost, could_not_judge
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import WHOLE_VOCABULARY, NoiseKey, SampleRequest, Truncation
 from retrain.noise import Stream, philox
-from retrain.rewards import Scorer, ScoreRequest
+from retrain.rewards import ScoreGroup, ScoreRequest
 from retrain.types import (
     ChatMessage,
     Completion,
@@ -200,13 +200,14 @@ class Exchange(Protocol):
 class ScoredReply:
     """The exchange of a problem of the data: no opening, one reply, and its score."""
 
-    def __init__(self, scorer: Scorer, dialogue: Dialogue, step: int) -> None:
-        self._scorer, self._dialogue, self._step = scorer, dialogue, step
+    def __init__(self, group: ScoreGroup, dialogue: Dialogue, step: int) -> None:
+        """`group` waits for the other replies to the same prompt, where a reward needs them."""
+        self._group, self._dialogue, self._step = group, dialogue, step
         self._score: Future[Score] | None = None
 
     def reply(self, text: str, *, last: bool) -> None:
         prompt = self._dialogue.prompt
-        self._score = self._scorer.submit(
+        self._score = self._group.submit(
             ScoreRequest(
                 response=text,
                 reference=prompt.example.reference,
@@ -215,6 +216,8 @@ class ScoredReply:
                 step=self._step,
                 slot=self._dialogue.slot,
                 sample=self._dialogue.sample,
+                token_count=self._dialogue.used,
+                finish_reason=self._dialogue.trajectory.finish_reason,
             )
         )
 

@@ -416,7 +416,7 @@ def load_judge(config: TrainConfig, scorer: Scorer, verdicts: Path | None, say: 
     judging = with_judging_reward(config)
     if judging is config:
         return scorer
-    say(judging_note(judging))
+    say(judging_note(config, judging))
     return build_scorer(judging, verdicts)
 
 

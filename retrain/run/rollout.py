@@ -144,7 +144,8 @@ class Sampler:
             }
         else:
             assert self.scorer is not None  # one of the two judges
-            exchanges = {one.key: ScoredReply(self.scorer, one, step) for one in opened}
+            groups = {slot: self.scorer.group(plan.group_size) for slot in prompts}
+            exchanges = {one.key: ScoredReply(groups[one.slot], one, step) for one in opened}
         dialogues = Dialogues(
             exchanges,
             opened,

@@ -1,0 +1,122 @@
+"""The completions of one prompt, judged together: what waits for the whole group, the majority's
+vote, and the normalisation of a reward within its group.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from retrain.rewards.answers import Normalization, canonical_answer, extract_boxed
+from retrain.rewards.score import PartScore, ScoreRequest
+from retrain.types import Score
+
+_EPS = 1e-6
+
+
+@dataclass
+class Member:
+    """A completion that was handed in, and what its rewards will say."""
+
+    request: ScoreRequest
+    parts: "list[Future[PartScore]]" = field(default_factory=list)
+    score: "Future[Score]" = field(default_factory=Future)
+
+
+class Judges(Protocol):
+    """The rewards of a run, as a group asks them."""
+
+    def ask_alone(self, request: ScoreRequest) -> "list[Future[PartScore]]":
+        """Ask the rewards that look at one completion."""
+
+    def ask_together(self, members: Sequence[Member]) -> None:
+        """Complete the `parts` of members in the order of their samples."""
+
+    def combine(self, parts: Sequence[Sequence[PartScore]]) -> list[Score]:
+        """Return one score for each member."""
+
+
+class ScoreGroup:
+    """Takes the completions of one prompt in any order, and gives each a score to come.
+
+    What looks at one completion begins at once. Only a reward that looks at several waits, until
+    the last of `size` completions is here. One thread submits.
+    """
+
+    def __init__(self, judges: Judges, size: int) -> None:
+        self._judges, self._size = judges, size
+        self._members: list[Member] = []
+
+    def submit(self, request: ScoreRequest) -> "Future[Score]":
+        """Return the future score. Every failure is a could-not-judge with its reason; the future
+        raises for a bug only.
+        """
+        member = Member(request, self._judges.ask_alone(request))
+        member.score.set_running_or_notify_cancel()  # it can no longer be cancelled
+        self._members.append(member)
+        if len(self._members) == self._size:
+            members = sorted(self._members, key=lambda one: one.request.sample)
+            self._members = []
+            self._judges.ask_together(members)
+            _when_done(members, self._judges.combine)
+        return member.score
+
+
+def _when_done(
+    members: Sequence[Member], combine: Callable[[Sequence[Sequence[PartScore]]], list[Score]]
+) -> None:
+    """Set the members' scores once every part of every member is there."""
+    parts = {id(part): part for member in members for part in member.parts}
+    waiting, left = threading.Lock(), len(parts)
+
+    def part_done(_: "Future[PartScore]") -> None:
+        nonlocal left
+        with waiting:
+            left -= 1
+            last = left == 0
+        if not last:
+            return
+        try:
+            scores = combine([_results(member, index) for index, member in enumerate(members)])
+            for member, score in zip(members, scores, strict=True):
+                member.score.set_result(score)
+        except BaseException as error:  # noqa: BLE001 - a bug: without this the run would wait for ever
+            for member in members:
+                if not member.score.done():
+                    member.score.set_exception(error)
+
+    for part in parts.values():
+        part.add_done_callback(part_done)
+
+
+def _results(member: Member, index: int) -> list[PartScore]:
+    ended = PartScore(None, "the scorer was closed before it was judged")
+    done = [ended if part.cancelled() else part.result() for part in member.parts]
+    return [score.of_member(index) for score in done]
+
+
+def majority(responses: Sequence[str], after_think: bool, normalize: Normalization) -> list[float]:
+    """Return 1 for the completions whose answer is the group's most frequent one, else 0; TTRL,
+    arXiv 2504.16084. Of equally frequent answers the one of the lowest sample counts.
+
+    A completion without an answer has no vote.
+    """
+    boxes = [extract_boxed(response, after_think) for response in responses]
+    answers = [canonical_answer(box or "", normalize) for box in boxes]
+    votes = Counter(filter(None, answers)).most_common(1)
+    return [float(bool(votes) and answer == votes[0][0]) for answer in answers]
+
+
+def normalised(rewards: Sequence[float]) -> list[float]:
+    """Return (r - mean) / (std + 1e-6) within the group, with n - 1 in the std's denominator;
+    exactly 0 where all rewards are equal.
+    """
+    if len(set(rewards)) <= 1:
+        return [0.0] * len(rewards)
+    r = np.array(rewards, np.float64)
+    scaled: list[float] = ((r - r.mean()) / (r.std(ddof=1) + _EPS)).tolist()
+    return scaled
