@@ -35,7 +35,7 @@ HEAVY = {
     "httpx",
     "ray",
 }
-MAX_NODES = 410
+MAX_NODES = 290
 
 LAYERS: tuple[set[str], ...] = (
     {"distributed", "errors", "install", "noise", "parsing", "processes", "types", "web"},
