@@ -247,6 +247,8 @@ class Score:
     """Quantities that an environment measured beside the reward."""
     turn_rewards: tuple[float, ...] = ()
     """The reward of each turn; empty if the environment judges the whole."""
+    parts: tuple[float, ...] = field(default=(), compare=False)
+    """The rewards of `[reward] type` before their weights; empty where an environment judges."""
 
     @classmethod
     def of(cls, reward: float, correct_threshold: float) -> "Score":

@@ -5,21 +5,12 @@ batch.
 from itertools import chain
 from statistics import fmean, stdev
 
-from retrain.advantages import AlgorithmContext, AlgorithmOutput
 
-
-def lite_ppo(ctx: AlgorithmContext) -> AlgorithmOutput:
-    """(R - mean of its group) / std of all rewards of the step, the same for every token of a
-    completion.
-    """
-    rewards = list(chain.from_iterable(ctx.rewards))
+def lite_ppo(groups: list[list[float]]) -> list[list[float]]:
+    """(R - mean of its group) / std of all rewards of the step."""
+    rewards = list(chain.from_iterable(groups))
     scale = stdev(rewards) + 1e-6 if len(rewards) > 1 else 1.0
-    return AlgorithmOutput(
-        [
-            [
-                [(reward - fmean(group)) / scale] * len(tokens)
-                for reward, tokens in zip(group, completions, strict=True)
-            ]
-            for group, completions in zip(ctx.rewards, ctx.logprobs, strict=True)
-        ]
-    )
+    return [[(reward - fmean(group)) / scale for reward in group] for group in groups]
+
+
+lite_ppo.step_level = True

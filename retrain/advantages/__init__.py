@@ -4,6 +4,7 @@ from retrain.advantages.algorithms import (
     AdvantageContext,
     AlgorithmContext,
     AlgorithmOutput,
+    StepAdvantageContext,
     UncertaintyContext,
 )
 from retrain.advantages.transforms import TransformContext, TransformOutput, TransformSpec
@@ -12,6 +13,7 @@ __all__ = [
     "AdvantageContext",
     "AlgorithmContext",
     "AlgorithmOutput",
+    "StepAdvantageContext",
     "TransformContext",
     "TransformOutput",
     "TransformSpec",

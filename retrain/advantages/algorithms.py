@@ -7,15 +7,34 @@ itself.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
+
+from retrain.errors import ConfigurationError
+from retrain.types import Example, FinishReason, Group
 
 if TYPE_CHECKING:
     from retrain.config.schema import Algorithm, Condition
 
 
+class NotInStep(ConfigurationError):
+    """A plugin reads what a made-up step does not have."""
+
+    def __init__(self, name: str) -> None:
+        """`name` is the property that it reads."""
+        self.name = name
+        super().__init__(f"A plugin reads `{name}`, which a made-up step does not have.")
+
+
+MADE_UP: dict[str, Any] = {}
+"""`info` of the example of a made-up group; such an example cannot be read."""
+
+
 @dataclass(frozen=True)
 class AdvantageContext:
-    """One group of G judged completions."""
+    """One group of G judged completions. Its properties are computed when they are read; they raise
+    NotInStep where a step is made up.
+    """
 
     rewards: list[float]
     """[G] rewards."""
@@ -26,6 +45,77 @@ class AdvantageContext:
     """The group's place in the step."""
     params: dict[str, Any] = field(default_factory=dict)
     """`[algorithm.advantage_params]`"""
+    source: Group | None = field(default=None, repr=False, compare=False)
+    """The judged group behind the properties; None where only rewards are known."""
+
+    @property
+    def example(self) -> Example:
+        example = self._source("example").prompt.example
+        if example.info is MADE_UP:
+            raise NotInStep("example")
+        return example
+
+    @property
+    def prompt_id(self) -> str:
+        """The example's name, stable over the steps of a run."""
+        return self._source("prompt_id").prompt.prompt_id
+
+    @property
+    def texts(self) -> list[str]:
+        """[G] what was sampled, as text."""
+        return [member.text for member in self._source("texts").members]
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        """[G][T] action tokens, the sampled EOS included."""
+        return [one.token_ids.tolist() for one in self._source("token_ids").trajectories]
+
+    @property
+    def finish_reasons(self) -> list[FinishReason]:
+        """[G] "stop" or "length"."""
+        return [one.finish_reason for one in self._source("finish_reasons").trajectories]
+
+    @property
+    def reward_parts(self) -> list[tuple[float, ...]]:
+        """[G][K] the K rewards of `[reward] type`, in its order and without their weights; empty
+        tuples where an environment judges.
+        """
+        return [member.score.parts for member in self._source("reward_parts").members]
+
+    @property
+    def turn_spans(self) -> list[list[tuple[int, int]]]:
+        """[G][turns] half-open range of each turn's actions among the T of its completion."""
+        spans = []
+        for one in self._source("turn_spans").trajectories:
+            lengths = (len(completion.token_ids) for completion in one.completions)
+            spans.append(list(pairwise(accumulate(lengths, initial=0))))
+        return spans
+
+    @property
+    def turn_rewards(self) -> list[tuple[float, ...]]:
+        """[G][turns] the reward of each turn; empty tuples where the whole is judged."""
+        return [member.score.turn_rewards for member in self._source("turn_rewards").members]
+
+    def _source(self, name: str) -> Group:
+        if self.source is None:
+            raise NotInStep(name)
+        return self.source
+
+
+@dataclass(frozen=True)
+class StepAdvantageContext:
+    """The P groups of a step, for an advantage that declares `f.step_level = True`."""
+
+    groups: list[AdvantageContext]
+    """[P]"""
+    step: int
+    params: dict[str, Any] = field(default_factory=dict)
+    """`[algorithm.advantage_params]`"""
+
+    @property
+    def rewards(self) -> list[list[float]]:
+        """[P][G] rewards."""
+        return [group.rewards for group in self.groups]
 
 
 @dataclass(frozen=True)
@@ -61,6 +151,8 @@ class AlgorithmContext:
     hicra_alpha: float
     params: dict[str, Any] = field(default_factory=dict)
     """`[algorithm.params]`"""
+    groups: Sequence[AdvantageContext] = field(default=(), repr=False)
+    """[P] what else each group has: texts, token ids, finish reasons and so on."""
 
 
 @dataclass(frozen=True)

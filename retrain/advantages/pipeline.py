@@ -283,6 +283,7 @@ class CreditPipeline:
             gtpo_beta=self.config.gtpo.beta,
             hicra_alpha=self.config.hicra.alpha,
             params=dict(self.config.algorithm.params),
+            groups=tokens.contexts(at.number, dict(self.config.algorithm.params)),
         )
         advantages = step_tokens(
             self._algorithm(context), tokens, f'algorithm "{self.config.algorithm.algorithm_mode}"'

@@ -6,7 +6,7 @@ A plugin is tried on a small example when it is loaded, so that a wrong shape is
 first step.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
@@ -15,10 +15,13 @@ import numpy as np
 
 from retrain.advantages import uncertainty as kinds
 from retrain.advantages.algorithms import (
+    MADE_UP,
     RECIPES,
     AdvantageContext,
     AlgorithmContext,
     AlgorithmOutput,
+    NotInStep,
+    StepAdvantageContext,
     UncertaintyContext,
 )
 from retrain.advantages.episode import ADVANTAGES, BuiltinAdvantage, checked_groups
@@ -32,6 +35,7 @@ from retrain.advantages.transforms import (
 )
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
 from retrain.plugins import (
+    KINDS,
     Call,
     describe,
     inspect_call,
@@ -40,6 +44,16 @@ from retrain.plugins import (
     refuse_unknown_params,
     report_probe,
     user_code,
+)
+from retrain.types import (
+    Completion,
+    Example,
+    FinishReason,
+    Group,
+    Prompt,
+    Score,
+    Scored,
+    Trajectory,
 )
 
 if TYPE_CHECKING:
@@ -128,6 +142,11 @@ def resolve(kind: StageKind[Stage], name: str, config: "TrainConfig", notes: lis
         cause = failure.__cause__ or failure
         problem = f"fails on a small example ({describe(cause)})"
         note = report_probe(kind.name, name, problem, config)
+    except NotInStep as missing:
+        note = (
+            f'{KINDS[kind.name].key} = "{name}" reads `{missing.name}`, so it could not be tried on'
+            " a small example before the first step."
+        )
     if note:
         notes.append(note)
     return stage
@@ -168,17 +187,23 @@ def _builtin_advantage(name: str, builtin: BuiltinAdvantage, config: "TrainConfi
 
 
 def _plugin_advantage(plugin: PluginCall) -> EpisodeStage:
+    step_level = getattr(plugin.function, "step_level", False)
+    what = f'advantage "{plugin.name}"'
+
+    def of_group(context: AdvantageContext) -> Any:
+        return plugin(list(context.rewards), lambda: context, f" on group {context.group}")
+
     def advantages(tokens: StepTokens, step: int) -> list[list[float]]:
         checked_groups(tokens.rewards)
-        assigned = []
-        for group, (rewards, counts) in enumerate(
-            zip(tokens.rewards, tokens.token_counts, strict=True)
-        ):
-            context = partial(AdvantageContext, list(rewards), counts, step, group, plugin.params)
-            values = plugin(list(rewards), context, f" on group {group}")
-            what = f'group {group}: advantage "{plugin.name}"'
-            assigned.append(numbers(values, len(rewards), what).tolist())
-        return assigned
+        contexts = tokens.contexts(step, plugin.params)
+        rows: Iterable[Any] = map(of_group, contexts)
+        if step_level:
+            whole = StepAdvantageContext(contexts, step, plugin.params)
+            rows = _groups_of(plugin(whole.rewards, lambda: whole), tokens, what)
+        return [
+            numbers(row, len(rewards), f"group {group}: {what}").tolist()
+            for group, (row, rewards) in enumerate(zip(rows, tokens.rewards, strict=True))
+        ]
 
     return advantages
 
@@ -187,8 +212,9 @@ def _try_advantage(advantages: EpisodeStage, plugin: PluginCall) -> str | None:
     """Warn of a plugin's advantages of equal rewards unless they cancel: such a group says nothing
     about which completion is better.
     """
-    advantages(_SMALL, 0)
-    equal = replace(_SMALL, rewards=[[0.0, 0.0, 0.0], [1.0, 1.0]])
+    parts = len(plugin.config.reward.types)
+    advantages(_small(_REWARDS, parts), 0)
+    equal = _small([[0.0, 0.0, 0.0], [1.0, 1.0]], parts)
     means = {
         group[0]: float(np.mean(values))
         for group, values in zip(equal.rewards, advantages(equal, 0), strict=True)
@@ -364,6 +390,7 @@ def _try_algorithm(algorithm: AlgorithmStage, plugin: PluginCall) -> None:
         gtpo_beta=plugin.config.gtpo.beta,
         hicra_alpha=plugin.config.hicra.alpha,
         params=plugin.params,
+        groups=_small(_REWARDS, len(plugin.config.reward.types)).contexts(0, plugin.params),
     )
     step_tokens(algorithm(context), _SMALL, "its output")
 
@@ -411,27 +438,64 @@ def token_lists(rows: Any, lengths: Sequence[int], what: str) -> list[Float64Arr
 
 def step_tokens(groups: Any, tokens: StepTokens, what: str) -> Float64Array:
     """Flatten token advantages, [P][G][T] -> [n]."""
-    groups = list(groups)
-    if len(groups) != len(tokens.rewards):
-        raise ValueError(f"{what} has {len(groups)} groups, it must have {len(tokens.rewards)}")
+    given = zip(_groups_of(groups, tokens, what), tokens.token_counts, strict=True)
     rows = [
         row
-        for index, (group, counts) in enumerate(zip(groups, tokens.token_counts, strict=True))
+        for index, (group, counts) in enumerate(given)
         for row in token_lists(group, counts, f"{what}, group {index}")
     ]
     return flatten(rows)
 
 
+def _groups_of(groups: Any, tokens: StepTokens, what: str) -> list[Any]:
+    """Return P groups. Raises ValueError for another number of them, or no list."""
+    if not isinstance(groups, Sequence | np.ndarray):
+        raise ValueError(
+            f"{what} gave {type(groups).__name__}, it must give a list of {len(tokens.rewards)}"
+            " groups"
+        )
+    if len(groups) != len(tokens.rewards):
+        raise ValueError(f"{what} has {len(groups)} groups, it must have {len(tokens.rewards)}")
+    return list(groups)
+
+
 # -- small examples --------------------------------------------------------------------------------
 
-_SMALL = StepTokens(
-    rewards=[[1.0, 0.0, 0.0], [0.0, 1.0]],
-    segments=Segments([3, 2, 1, 2, 4]),
-    logprobs=-np.array([0.1, 2.5, 0.01, 1.0, 0.2, 3.0, 0.5, 0.7, 1.5, 0.3, 0.05, 2.0]),
-    entropies=np.array([0.2, 2.0, 0.05, 1.1, 0.4, 2.5, 0.6, 0.8, 1.2, 0.4, 0.1, 1.9]),
-    planning=np.array([0, 1, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0], dtype=np.bool_),
-    in_loss=np.ones(5, dtype=np.bool_),
-)
+_REWARDS = [[1.0, 0.0, 0.0], [0.0, 1.0]]
+_LENGTHS = (3, 2, 1, 2, 4)
+_LOGPROBS = -np.array([0.1, 2.5, 0.01, 1.0, 0.2, 3.0, 0.5, 0.7, 1.5, 0.3, 0.05, 2.0])
+_ENTROPIES = np.array([0.2, 2.0, 0.05, 1.1, 0.4, 2.5, 0.6, 0.8, 1.2, 0.4, 0.1, 1.9])
+
+
+def _small(rewards: list[list[float]], parts: int = 1) -> StepTokens:
+    """A made-up step of five completions with these rewards, as the sum of `parts` and as the
+    reward of their only turn.
+    """
+    segments = Segments(_LENGTHS)
+    logprobs = iter(segments.split(_LOGPROBS.astype(np.float32)))
+    groups = []
+    for slot, own in enumerate(rewards):
+        members = []
+        for sample, (reward, logprob) in enumerate(zip(own, logprobs, strict=False)):
+            ids = np.arange(len(logprob), dtype=np.int32)
+            completion = Completion(slot, sample, ids, logprob, None, FinishReason.STOP)
+            score = Score.of(reward, 0.5)
+            score = replace(score, turn_rewards=(reward,), parts=(reward,) * parts)
+            members.append(Scored(Trajectory.of(completion), "", score))
+        example = Example("", "", info=MADE_UP, example_id=f"made-up-{slot}")
+        groups.append(Group(Prompt(example, "", np.zeros(1, np.int32)), slot, members))
+    return StepTokens(
+        rewards=rewards,
+        segments=segments,
+        logprobs=_LOGPROBS,
+        entropies=_ENTROPIES,
+        planning=np.array([0, 1, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0], dtype=np.bool_),
+        in_loss=np.ones(5, dtype=np.bool_),
+        sources=groups,
+    )
+
+
+_SMALL = _small(_REWARDS)
 
 
 def _small_context(params: dict[str, Any]) -> TransformContext:

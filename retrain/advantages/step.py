@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
+from retrain.advantages.algorithms import AdvantageContext
 from retrain.advantages.ragged import BoolArray, Float64Array, Int64Array, Segments, flatten
 from retrain.types import FinishReason, Group
 
@@ -34,6 +35,8 @@ class StepTokens:
     """[n] True inside a planning phrase; all False for a condition that does not look for them."""
     in_loss: BoolArray
     """[N] False for a completion that the loss leaves out."""
+    sources: Sequence[Group] | None = field(default=None, repr=False)
+    """[P] the judged groups; None for a step that is made up."""
     group_of: Int64Array = field(init=False)
     """[N] number of each completion's group."""
 
@@ -79,6 +82,7 @@ class StepTokens:
                 ],
                 dtype=np.bool_,
             ),
+            sources=groups,
         )
 
     @property
@@ -90,6 +94,15 @@ class StepTokens:
         """Group values by prompt, [N] -> [P][G]."""
         edges = np.cumsum([0, *(len(rewards) for rewards in self.rewards)]).tolist()
         return [list(per_completion[start:stop]) for start, stop in pairwise(edges)]
+
+    def contexts(self, step: int, params: dict[str, Any]) -> list[AdvantageContext]:
+        """[P] each group as a plugin sees it."""
+        sources: Sequence[Group | None] = self.sources or [None] * len(self.rewards)
+        given = zip(self.rewards, self.token_counts, sources, strict=True)
+        return [
+            AdvantageContext(list(rewards), counts, step, group, params, source)
+            for group, (rewards, counts, source) in enumerate(given)
+        ]
 
     def place(self, completion: int) -> str:
         """Name a completion by its flat index: group 3, completion 1."""

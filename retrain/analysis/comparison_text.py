@@ -20,7 +20,7 @@ from retrain.analysis.explanation import (
     sharing,
 )
 from retrain.analysis.headline import answer, name_of, p_words
-from retrain.analysis.measures import difference_words, interval_words, size_words
+from retrain.analysis.measures import Metric, difference_words, interval_words, size_words
 from retrain.analysis.tasks import PROFILE_THRESHOLDS, TaskAggregate
 from retrain.records.terminal import GAP, markdown_lines, table_lines
 
@@ -77,9 +77,7 @@ def _text(comparison: Comparison, width: int) -> Iterator[str]:
         yield from _wrapped(seed_line(contrast, comparison), width)
     yield ""
     head, rows = contrast_table(comparison)
-    narrow = _without((head, rows), _HIDDEN)
-    if max(map(len, table_lines([narrow[0][1:], *(row[1:] for row in narrow[1])]))) > width - 2:
-        narrow = _without(narrow, _PARTS)
+    narrow = _narrowed((head, rows), width)
     yield from _aligned(narrow, width)
     yield ""
     for contrast, row in zip(comparison.contrasts, rows, strict=True):
@@ -101,6 +99,14 @@ def _text(comparison: Comparison, width: int) -> Iterator[str]:
         yield from ("", f"{title}:")
         for sentence in sentences:
             yield from _wrapped(f"- {sentence}", width)
+
+
+def _narrowed(table: Table, width: int) -> Table:
+    """The columns of `contrast_table` that a terminal has room for."""
+    head, rows = narrow = _without(table, _HIDDEN)
+    if max(map(len, table_lines([head[1:], *(row[1:] for row in rows)]))) > width - 2:
+        return _without(narrow, _PARTS)
+    return narrow
 
 
 def _without(table: Table, names: Collection[str]) -> Table:
@@ -247,10 +253,8 @@ def _contrast_columns(
     def sd(variance: float | None) -> str:
         return "" if variance is None else size_words(variance**0.5, metric)
 
-    yield (
-        "condition" if comparison.one_baseline else "contrast",
-        lambda one: name_of(one, comparison),
-    )
+    label = "condition" if comparison.one_baseline else "contrast"
+    yield label, lambda one: name_of(one, comparison)
     yield "pairs", lambda one: str(one.conclusion.pairs)
     yield "difference", lambda one: difference_words(one.conclusion.mean, metric)
     yield (
@@ -258,10 +262,7 @@ def _contrast_columns(
         lambda one: interval_words(one.conclusion.interval, metric),
     )
     if any(one.wide for one in contrasts):
-        yield (
-            "for new problems",
-            lambda one: interval_words(one.wide.interval if one.wide else None, metric),
-        )
+        yield "for new problems", lambda one: _wide_words(one, metric)
     if any(one.parts for one in contrasts):
         yield "eval sd", lambda one: sd(one.parts.noise_variance if one.parts else None)
         yield "seed sd", lambda one: sd(one.parts.luck_variance if one.parts else None)
@@ -271,6 +272,10 @@ def _contrast_columns(
         yield "p (TOST)", lambda one: p_words(one.conclusion.equivalence_p_adjusted)
     yield "d_z", lambda one: "" if one.conclusion.d_z is None else f"{one.conclusion.d_z:.2f}"
     yield "verdict", lambda one: one.conclusion.word(test.alpha)
+
+
+def _wide_words(contrast: Contrast, metric: Metric) -> str:
+    return interval_words(contrast.wide.interval if contrast.wide else None, metric)
 
 
 def task_table(comparison: Comparison) -> Table:

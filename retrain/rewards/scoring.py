@@ -160,7 +160,7 @@ class Scorer:
         judged = [index for index, score in enumerate(scores) if score.reward is not None]
         sums = [0.0] * len(judged)
         for place, part in enumerate(self._parts):
-            column = [parts[index][place].value or 0.0 for index in judged]
+            column = [scores[index].parts[place] for index in judged]
             scaled = normalised(column)
             sums = [one + part.weight * value for one, value in zip(sums, scaled, strict=True)]
         for index, reward in zip(judged, sums, strict=True):
@@ -171,9 +171,11 @@ class Scorer:
         """Return the weighted sum; could-not-judge if any part could not judge."""
         usage = next((score.usage for score in scores if score.usage is not None), None)
         reward = 0.0
+        values: list[float] = []
         for part, score in zip(self._parts, scores, strict=True):
             if score.value is None:
                 return Score(Outcome.COULD_NOT_JUDGE, None, reason_of(score.reason), usage)
+            values.append(score.value)
             reward += part.weight * score.value
         if not math.isfinite(reward):
             return Score(
@@ -182,7 +184,8 @@ class Scorer:
                 f"the weighted sum of the rewards is {reward}, which is not finite",
                 usage,
             )
-        return replace(Score.of(reward, self._correct_threshold), usage=usage)
+        judged = Score.of(reward, self._correct_threshold)
+        return replace(judged, usage=usage, parts=tuple(values))
 
     def probe(self) -> str:
         """Ask the language model that judges, if there is one, about an answer that is right;

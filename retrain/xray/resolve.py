@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from retrain.advantages.algorithms import recipe_of
+from retrain.advantages.algorithms import NotInStep, recipe_of
 from retrain.advantages.ragged import Segments
 from retrain.advantages.resolve import ADVANTAGE, resolve
 from retrain.advantages.step import StepTokens
@@ -80,7 +80,13 @@ def _read(
     stage = resolve(ADVANTAGE, recipe.advantage, config, [])
 
     def advantages(groups: list[list[float]]) -> list[list[float]]:
-        return stage(_step(groups), 0)
+        try:
+            return stage(_step(groups), 0)
+        except NotInStep as missing:
+            raise ConfigurationError(
+                f'[algorithm] advantage_mode = "{recipe.advantage}" reads `{missing.name}`, and an'
+                " X-ray knows only the rewards of completions; name an advantage of rewards."
+            ) from missing
 
     return xray(label, advantages, group, aggregation, wrong_length)
 
