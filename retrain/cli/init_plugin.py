@@ -81,7 +81,7 @@ def _run(table: str, name: str, file: Path) -> str:
     run = tomlkit.parse(_asset("run.toml").replace("NAME", name).replace("FILE", str(file)))
     for section, values in tomlkit.parse(table).items():
         if section in run:
-            run[section].update(values)  # type: ignore[union-attr]  # a table, as all are here
+            run[section].update(values)
         else:
             run[section] = values
     return tomlkit.dumps(run)
