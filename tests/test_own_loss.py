@@ -174,14 +174,18 @@ WRONG: dict[str, tuple[str, str]] = {
         "fails on a part of a small example (AssertionError)",
     ),
     "fails where the ratio is 1": (
-        "assert len(tokens.new) < 14 or (tokens.new != tokens.old).any()\nreturn"
-        " -tokens.advantages * tokens.new",
-        "fails on a small example (AssertionError)",
+        (
+            "assert len(tokens.new) < 14 or (tokens.new != tokens.old).any()\nreturn"
+            " -tokens.advantages * tokens.new"
+        ),
+        "fails where tokens.new equals tokens.old (AssertionError)",
     ),
     "no gradient where the ratio is 1": (
-        "if len(tokens.new) < 14: return -tokens.advantages * tokens.new\nreturn -tokens.advantages"
-        " * (tokens.new - (tokens.new - tokens.old).square().sum().sqrt() * 0.0)",
-        "has a gradient that is not finite where tokens.new equals tokens.old",
+        (
+            "if len(tokens.new) < 14: return -tokens.advantages * tokens.new\nreturn -tokens.advantages"
+            " * (tokens.new - (tokens.new - tokens.old).square().sum().sqrt() * 0.0)"
+        ),
+        "has terms or a gradient that are not finite where tokens.new equals tokens.old",
     ),
     "a number for a metric": (
         'return -tokens.advantages * tokens.new, {"kl": 0.1}',

@@ -155,10 +155,13 @@ def prove_loss(function: OwnFunction) -> None:
     if not torch.isfinite(found).all():
         raise Unproved("gives terms that are not finite in float32")
     # As in the first update of every step, whose ratio is 1.
-    start = on_policy(function)
-    terms = _called(function, start)
-    if not torch.isfinite(_gradient(terms.values, start)).all():
-        raise Unproved("has a gradient that is not finite where tokens.new equals tokens.old")
+    start, where = on_policy(function), "where tokens.new equals tokens.old"
+    try:
+        values = function.call(start.tokens).values
+    except Exception as error:
+        raise Unproved(f"fails {where} ({describe(error)})") from error
+    if not (torch.isfinite(values).all() and torch.isfinite(_gradient(values, start)).all()):
+        raise Unproved(f"has terms or a gradient that are not finite {where}")
 
 
 def on_policy(function: OwnFunction) -> Batch:
