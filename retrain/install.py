@@ -44,7 +44,9 @@ def _target(name: str, extra: str, installed: Distribution | None) -> str:
     """What pip shall install: a folder, the repository that the package came from, or its version
     in an index.
     """
-    extras = f"[{extra}]" if extra else ""
+    extras = ""
+    if extra:
+        extras = f"[{extra}]"
     origin = json.loads((installed and installed.read_text("direct_url.json")) or "{}")
     url = origin.get("url", "")
     if (_SOURCE / "pyproject.toml").is_file():
@@ -57,17 +59,24 @@ def _target(name: str, extra: str, installed: Distribution | None) -> str:
         return f'"{name}{extras} @ {vcs["vcs"]}+{url}@{vcs["commit_id"]}{part}"'
     if url and installed is not None and installed.name == name:
         return f'"{name}{extras} @ {url}"'
-    return f'"{name}{extras}=={installed.version}"' if installed else f'"{name}{extras}"'
+    if installed:
+        return f'"{name}{extras}=={installed.version}"'
+    return f'"{name}{extras}"'
 
 
 def _folder(checkout: Path, name: str, extras: str, editable: str = "") -> str:
     """A folder as pip takes it: "." where the current folder is the checkout, else its whole
     path.
     """
-    base = "." if Path.cwd() == checkout else str(checkout)
+    if Path.cwd() == checkout:
+        base = "."
+    else:
+        base = str(checkout)
     if name == _CORE:
         base += "/core"
-    return f'{editable}"{base}{extras}"' if extras or " " in base else editable + base
+    if extras or " " in base:
+        return f'{editable}"{base}{extras}"'
+    return editable + base
 
 
 def _found(name: str) -> Distribution | None:

@@ -54,7 +54,9 @@ class Kind:
         if not self.inputs:
             return "f(**params)" if not self.context else "f(), f(params) or f(ctx)"
         plain = ", ".join([*self.inputs, *(f"{keyword}=..." for keyword in self.keywords)])
-        whole = f" or {self.group.forms}" if self.group else ""
+        whole = ""
+        if self.group:
+            whole = f" or {self.group.forms}"
         return f"f({plain})" + (" or f(ctx)" if self.context else "") + whole
 
 
@@ -155,7 +157,9 @@ def load_plugin(
     else:
         names = [*own, *(point.name for point in installed)]
         close = nearest(name, names)
-        hint = f'; did you mean "{close}"?' if close else "."
+        hint = "."
+        if close:
+            hint = f'; did you mean "{close}"?'
         raise ConfigurationError(
             f"{where} is not known; it can be {', '.join(sorted(names))}, or a dotted path such as"
             f" my_module.my_function{hint}"
@@ -232,7 +236,9 @@ def _plugin_folders(config: "TrainConfig") -> list[Path]:
     """The folders where plugins are looked for before sys.path: the current one, and that of the
     configuration's file.
     """
-    beside = [config.source_path.resolve().parent] if config.source_path is not None else []
+    beside = []
+    if config.source_path is not None:
+        beside = [config.source_path.resolve().parent]
     return list(dict.fromkeys([Path.cwd(), *beside]))
 
 
@@ -268,7 +274,10 @@ def inspect_call(kind: str, function: Callable[..., Any]) -> Call:
     own = [p for p in parameters if p.name not in expected.keywords]
     inputs = [p for p in own if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     takes_context = expected.context and bool(inputs) and _is_context(inputs[0])
-    wanted = 1 if takes_context else len(expected.inputs)
+    if takes_context:
+        wanted = 1
+    else:
+        wanted = len(expected.inputs)
     required = sum(p.default is p.empty for p in inputs)
     star = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     demands_keyword = any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in own)
@@ -325,7 +334,9 @@ def refuse_unknown_params(
     """
     unknown = [param for param in params_of(kind, config) if param not in known]
     if unknown:
-        allowed = f"it knows {', '.join(sorted(known))}" if known else "it has no parameters"
+        allowed = "it has no parameters"
+        if known:
+            allowed = f"it knows {', '.join(sorted(known))}"
         raise ConfigurationError(
             f"{_file(config.source_path)}{KINDS[kind].params_key} {unknown[0]} is not a parameter"
             f' of the built-in "{name}"; {allowed}.'
@@ -362,7 +373,9 @@ def user_code(what: str, failure: type[RetrainError]) -> Iterator[None]:
 def describe(error: BaseException) -> str:
     """Return `TypeName: first line of the message`."""
     message = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {message[0].rstrip('.')}" if message else type(error).__name__
+    if message:
+        return f"{type(error).__name__}: {message[0].rstrip('.')}"
+    return type(error).__name__
 
 
 # -- dotted paths ----------------------------------------------------------------------------------
@@ -386,7 +399,9 @@ def _load_dotted(name: str, where: str, config: "TrainConfig") -> Any:
             return getattr(module, attribute)
         public = [item for item in vars(module) if not item.startswith("_")]
         close = nearest(attribute, public)
-        hint = f", but {close}" if close else ""
+        hint = ""
+        if close:
+            hint = f", but {close}"
         tried.append(f"{candidate} (has no {attribute}{hint})")
     raise ConfigurationError(
         f"{where} cannot be loaded: tried {', '.join(tried)} in {', '.join(map(str, folders))} and"
@@ -490,7 +505,9 @@ def _check_source(plugin: Callable[..., Any], params: Mapping[str, Any], where: 
 
 
 def _file(source: Path | None) -> str:
-    return f"{source}: " if source is not None else ""
+    if source is not None:
+        return f"{source}: "
+    return ""
 
 
 def _where(kind: str, name: str, config: "TrainConfig") -> str:
@@ -498,8 +515,6 @@ def _where(kind: str, name: str, config: "TrainConfig") -> str:
 
 
 def _a(thing: object) -> str:
-    return (
-        f"the class {thing.__name__}"
-        if isinstance(thing, type)
-        else f"of type {type(thing).__name__}"
-    )
+    if isinstance(thing, type):
+        return f"the class {thing.__name__}"
+    return f"of type {type(thing).__name__}"

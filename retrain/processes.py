@@ -53,4 +53,6 @@ def resident_bytes(pid: int) -> int:
 def peak_resident_bytes() -> int:
     """Return the largest resident memory that this process has had so far, without its children."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # psutil has no peak on Linux
-    return peak if sys.platform == "darwin" else peak * 1024
+    if sys.platform == "darwin":
+        return peak
+    return peak * 1024

@@ -174,7 +174,9 @@ class Trajectory:
             for completion in self.completions
             if completion.kept_ids is not None
         ]
-        return tuple(chain.from_iterable(known)) if len(known) == len(self.turns) else None
+        if len(known) == len(self.turns):
+            return tuple(chain.from_iterable(known))
+        return None
 
     def parts(self) -> list[tuple[Turn, ...]]:
         """Group the turns by what continues: one part, and another one for every later turn that
@@ -192,12 +194,16 @@ Array = TypeVar("Array", Int32Array, Float32Array)
 
 
 def _joined(arrays: Sequence[Array]) -> Array:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    if len(arrays) == 1:
+        return arrays[0]
+    return np.concatenate(arrays)
 
 
 def _joined_or_none(arrays: Sequence[Array | None]) -> Array | None:
     known = [array for array in arrays if array is not None]
-    return _joined(known) if len(known) == len(arrays) else None
+    if len(known) == len(arrays):
+        return _joined(known)
+    return None
 
 
 class Outcome(StrEnum):

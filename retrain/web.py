@@ -73,7 +73,9 @@ class Answer:
         answer that could not be read.
         """
         text = masked(" ".join(self.body.decode(errors="replace").split()), *secrets)
-        return text if len(text) <= _SHOWN_UNREAD else text[:_SHOWN_UNREAD] + "..."
+        if len(text) <= _SHOWN_UNREAD:
+            return text
+        return text[:_SHOWN_UNREAD] + "..."
 
     @property
     def redirect_host(self) -> str:

@@ -92,7 +92,10 @@ class CreditStatistics:
     ) -> "CreditStatistics":
         planning, execution = tokens.planning, ~tokens.planning
         surprisals = surprisal(tokens.logprobs)
-        entropies = None if tokens.entropies is None else capped(tokens.entropies)
+        if tokens.entropies is None:
+            entropies = None
+        else:
+            entropies = capped(tokens.entropies)
         exec_entropy_mean, exec_entropy_var = _mean_and_variance(entropies, execution)
         plan_entropy_mean, plan_entropy_var = _mean_and_variance(entropies, planning)
         exec_surprisal_mean, exec_surprisal_var = _mean_and_variance(surprisals, execution)

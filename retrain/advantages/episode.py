@@ -161,7 +161,9 @@ def _listed(values: Float64Array) -> list[float]:
 
 
 def _mean(r: Float64Array) -> float:
-    return float(r.mean()) if len(r) else 0.0
+    if len(r):
+        return float(r.mean())
+    return 0.0
 
 
 def _centred(r: Float64Array) -> Float64Array:

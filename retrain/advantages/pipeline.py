@@ -207,7 +207,10 @@ class CreditPipeline:
         """Compute all stages over flat arrays. Raises ValueError naming group, completion and
         position, or RunFailed from a plugin.
         """
-        uncertainty = None if self._uncertainty is None else capped(self._uncertainty(tokens, step))
+        if self._uncertainty is None:
+            uncertainty = None
+        else:
+            uncertainty = capped(self._uncertainty(tokens, step))
         at = _Step(tokens, step, sepa_lambda if self.uses_sepa_controller else 0.0, uncertainty)
         episode, stages = (
             self._composed_stages(at) if self._algorithm is None else self._algorithm_stages(at)
@@ -227,7 +230,9 @@ class CreditPipeline:
             keep, tau = self._mask(tokens, uncertainty, with_policy)
             stages["surprisal_mask"] = final = np.where(keep, final, 0.0)
             kept = keep & counts
-            kept_fraction = float(kept.sum() / counts.sum()) if counts.any() else None
+            kept_fraction = None
+            if counts.any():
+                kept_fraction = float(kept.sum() / counts.sum())
             counts = kept if self.config.algorithm.surprisal_mask_denominator == "kept" else counts
         for token in np.flatnonzero(~np.isfinite(final)):
             raise ValueError(

@@ -84,4 +84,6 @@ class Segments:
 def flatten(rows: Iterable[Sequence[float] | npt.NDArray[np.floating]]) -> Float64Array:
     """Join N sequences into one float64 array [n]."""
     arrays = [np.asarray(row, dtype=np.float64) for row in rows]
-    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.float64)
+    if arrays:
+        return np.concatenate(arrays)
+    return np.zeros(0, dtype=np.float64)

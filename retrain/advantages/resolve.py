@@ -98,7 +98,9 @@ class PluginCall:
         Raises RunFailed naming the `place` if it raises.
         """
         argument = context() if self.form.takes_context else plain
-        extra = {"params": self.params} if "params" in self.form.keywords else {}
+        extra = {}
+        if "params" in self.form.keywords:
+            extra = {"params": self.params}
         with user_code(f'{self.kind} "{self.name}"{place}', RunFailed):
             return self.function(argument, **extra)
 
@@ -340,7 +342,9 @@ def _plugin_transform(plugin: PluginCall) -> TransformStage:
 
 def _made_spec(factory: PluginCall) -> TransformSpec:
     """Return the spec that a factory `f()` or `f(params)` makes."""
-    given = [factory.params] if "params" in factory.form.keywords else []
+    given = []
+    if "params" in factory.form.keywords:
+        given = [factory.params]
     with user_code(f'[algorithm] transform_mode = "{factory.name}"', ConfigurationError):
         spec = factory.function(*given)
     if not isinstance(spec, TransformSpec):

@@ -78,9 +78,10 @@ class SEPAController:
             return
         variance = float(values.var())
         decay = self.settings.ema_decay
-        self.var_ema = (
-            variance if self.var_ema is None else decay * self.var_ema + (1.0 - decay) * variance
-        )
+        if self.var_ema is None:
+            self.var_ema = variance
+        else:
+            self.var_ema = decay * self.var_ema + (1.0 - decay) * variance
         if self.var_0 is None:
             self.warmup_seen += 1
             if self.warmup_seen >= self.settings.warmup:
@@ -152,7 +153,9 @@ def follows_schedule(algorithm: "Algorithm") -> bool:
     from retrain.advantages.transforms import TRANSFORMS
 
     recipe = recipe_of(algorithm)
-    spec = TRANSFORMS.get(recipe.transform) if recipe else None
+    spec = None
+    if recipe:
+        spec = TRANSFORMS.get(recipe.transform)
     return spec is not None and spec.uses_sepa_controller
 
 

@@ -269,7 +269,10 @@ def top_rho(uncertainty: Float64Array, pools: Int64Array, num_pools: int, rho: f
     if rho == 0.0:
         return TopRho(keep, [None] * num_pools)
     thresholds: list[float | None] = []
-    order = np.argsort(pools, kind="stable") if num_pools > 1 else np.flatnonzero(pools == 0)
+    if num_pools > 1:
+        order = np.argsort(pools, kind="stable")
+    else:
+        order = np.flatnonzero(pools == 0)
     edges = np.searchsorted(pools[order], np.arange(num_pools + 1))
     for start, stop in pairwise(edges):
         members = order[start:stop]

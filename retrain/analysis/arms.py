@@ -130,7 +130,9 @@ def control_label(conditions: Mapping[str, Mapping[int, StoredRun]], place: Path
         if runs and all(map(trained_on_chance, runs.values()))
     ]
     if len(labels) != 1:
-        found = f"{len(labels)} ({', '.join(labels)})" if labels else "none"
+        found = "none"
+        if labels:
+            found = f"{len(labels)} ({', '.join(labels)})"
         raise ConfigurationError(
             f'--control needs one condition with [reward] type = "random", and {place} has {found};'
             " name the baseline with --baseline."
@@ -169,7 +171,9 @@ def evaluation_words(evaluation: Evaluation, training: Training) -> str:
     kept = []  # what truncates the sampled distribution
     for name, off in {"top_k": 0.0, "top_p": 1.0, "min_p": 0.0}.items():
         own = getattr(evaluation, name)
-        value = getattr(training, name) if own is None else own
+        value = own
+        if own is None:
+            value = getattr(training, name)
         if temperature and value != off:
             kept.append(f"{name} {value:g}")
     tokens = training.max_tokens if evaluation.max_tokens is None else evaluation.max_tokens
@@ -210,11 +214,9 @@ def _seeds_by(
 
 
 def _which(seeds: list[int], runs: Mapping[int, StoredRun]) -> str:
-    return (
-        ""
-        if len(seeds) == len(runs)
-        else f" (seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))})"
-    )
+    if len(seeds) == len(runs):
+        return ""
+    return f" (seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))})"
 
 
 def check_one_condition(label: str, runs: Mapping[int, StoredRun]) -> None:

@@ -190,7 +190,10 @@ def _baseline(
     """The baseline's label: as given, else that of the first pair, else the first condition."""
     labels = list(grouped.conditions)
     if given is None:
-        given = pairs[0][1] if pairs else next(iter(labels), None)
+        if pairs:
+            given = pairs[0][1]
+        else:
+            given = next(iter(labels), None)
     if given is None or given not in labels:
         raise ConfigurationError(
             f"--baseline {given} is no condition of {folder}; the conditions are"
@@ -288,7 +291,9 @@ def _per_run(arm: Arm, name: str) -> float | None:
         for run in arm.runs.values()
         if isinstance(value := run.summary.get(name), int | float)
     ]
-    return float(np.mean(found)) if found else None
+    if found:
+        return float(np.mean(found))
+    return None
 
 
 def _contrasts(selection: Selection, record: CampaignRecord | None) -> list[Contrast]:

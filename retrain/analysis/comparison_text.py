@@ -118,14 +118,12 @@ def _without(table: Table, names: Collection[str]) -> Table:
 def sections(comparison: Comparison) -> Iterator[tuple[str, Sequence[str]]]:
     """The title and sentences of each section that follows the verdicts."""
     shared = list(dict.fromkeys(sharing(contrast) for contrast in comparison.contrasts))
-    together = (
-        [
+    together = shared
+    if len(shared) > 1:
+        together = [
             f"{name_of(contrast, comparison)}: {sharing(contrast)}"
             for contrast in comparison.contrasts
         ]
-        if len(shared) > 1
-        else shared
-    )
     found = {
         "Known limits": list(known_limits(comparison)),
         "Notes": comparison.notes,
@@ -203,16 +201,23 @@ def arm_table(comparison: Comparison) -> Table:
     )
 
     def row(arm: ArmSummary) -> tuple[str, ...]:
-        mean = (
-            ""
-            if arm.mean is None
-            else f"{100 * arm.mean:.1f}%"
-            if comparison.metric.is_rate
-            else f"{arm.mean:.4g}"
-        )
-        done = f"{arm.runs} / {arm.failed}" if failed else str(arm.runs)
-        missing = f"{arm.unjudged:,} of {arm.answered:,}" if unjudged else ""
-        tokens = "" if arm.tokens is None else f"{arm.tokens:,.0f}"
+        if arm.mean is None:
+            mean = ""
+        elif comparison.metric.is_rate:
+            mean = f"{100 * arm.mean:.1f}%"
+        else:
+            mean = f"{arm.mean:.4g}"
+        if failed:
+            done = f"{arm.runs} / {arm.failed}"
+        else:
+            done = str(arm.runs)
+        missing = ""
+        if unjudged:
+            missing = f"{arm.unjudged:,} of {arm.answered:,}"
+        if arm.tokens is None:
+            tokens = ""
+        else:
+            tokens = f"{arm.tokens:,.0f}"
         return (
             arm.label,
             done,
@@ -251,7 +256,9 @@ def _contrast_columns(
     metric, test, contrasts = comparison.metric, comparison.test, comparison.contrasts
 
     def sd(variance: float | None) -> str:
-        return "" if variance is None else size_words(variance**0.5, metric)
+        if variance is None:
+            return ""
+        return size_words(variance**0.5, metric)
 
     label = "condition" if comparison.one_baseline else "contrast"
     yield label, lambda one: name_of(one, comparison)
@@ -289,11 +296,9 @@ def task_table(comparison: Comparison) -> Table:
     rows = []
     for arm in comparison.arms:
         if arm.tasks:
-            ends = (
-                f" ({100 * arm.tasks.interval[0]:.1f} to {100 * arm.tasks.interval[1]:.1f})"
-                if arm.tasks.interval
-                else ""
-            )
+            ends = ""
+            if arm.tasks.interval:
+                ends = f" ({100 * arm.tasks.interval[0]:.1f} to {100 * arm.tasks.interval[1]:.1f})"
             difference = chance = ""
             if against := contrasts.get(arm.label):
                 difference = (

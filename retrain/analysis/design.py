@@ -74,7 +74,9 @@ def _parts(pairs: Pairs) -> tuple[float, float, float] | None:
     """
     table = pairs.two_way()
     counts = [answers.judged for pair in pairs.runs for run in pair if (answers := run.answers)]
-    samples = int(np.median(np.concatenate(counts))) if counts else 0
+    samples = 0
+    if counts:
+        samples = int(np.median(np.concatenate(counts)))
     if table is None or samples < 2:
         return None
     rates = [
@@ -137,7 +139,9 @@ def _with_fewest_seeds(
 
     def detectable(seeds: int) -> float:
         found = minimal_detectable_effect(seeds, sd, alpha, power, comparisons, correction)
-        return float("inf") if found is None else found
+        if found is None:
+            return float("inf")
+        return found
 
     counts = range(max(2, seeds_to_conclude(alpha, comparisons, correction)), _MOST_SEEDS + 1)
     first = bisect_left(counts, True, key=lambda seeds: detectable(seeds) <= effect)

@@ -120,7 +120,9 @@ def evidence(family: Sequence[Mapping[int, float]], looks: int) -> list[float]:
 
 def anytime_p(value: float) -> float:
     """min(1, 1 / evidence): below alpha as soon as the evidence is above 1 / alpha, at any look."""
-    return min(1.0, 1.0 / value) if value > 0 else 1.0
+    if value > 0:
+        return min(1.0, 1.0 / value)
+    return 1.0
 
 
 # -- an interval for the difference that holds at all looks at once --------------------------------

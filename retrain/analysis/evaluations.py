@@ -80,7 +80,10 @@ class EvaluationComparison:
         it.
         """
         ends = self.pairs.bounds or (self.pairs.mean, self.pairs.mean)
-        shift = ends[0] - self.pairs.mean if self.pairs.mean > 0 else ends[1] - self.pairs.mean
+        if self.pairs.mean > 0:
+            shift = ends[0] - self.pairs.mean
+        else:
+            shift = ends[1] - self.pairs.mean
         low, high = (end + shift for end in self.pairs.interval)
         return (
             self.pairs.p < self.alpha
@@ -121,11 +124,9 @@ def compare_evaluations(
             f" {len(theirs.ids)}, {shared} shared): evaluate both on the same."
         )
     tasks = dict.fromkeys(item.task for item in candidate.problems)
-    by_task = (
-        [_pairs(candidate, baseline, metric.k, 1 - alpha, task) for task in tasks]
-        if len(tasks) > 1
-        else []
-    )
+    by_task = []
+    if len(tasks) > 1:
+        by_task = [_pairs(candidate, baseline, metric.k, 1 - alpha, task) for task in tasks]
     whole = _pairs(candidate, baseline, metric.k, 1 - alpha, "")
     if whole is None:
         raise ConfigurationError(

@@ -31,11 +31,10 @@ def explanation(contrast: Contrast, comparison: Comparison) -> str:
             f"equivalent within {size_words(test.margin, metric)}: {shown}, adjusted p"
             f" {p_words(found.equivalence_p_adjusted)} (TOST)."
         )
-    within = (
-        f", but within the margin of {size_words(test.margin, metric)}"
-        if found.within_margin
-        else ""
-    )
+    if found.within_margin:
+        within = f", but within the margin of {size_words(test.margin, metric)}"
+    else:
+        within = ""
     return f"{found.verdict}{within}: {shown}, adjusted p {p_words(found.p_adjusted)}."
 
 
@@ -58,7 +57,10 @@ def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
         return "All differences are equal, so they show nothing about chance."
     interval_alone = ""
     if found.interval and not found.interval[0] <= 0 <= found.interval[1]:
-        p = f"adjusted p over {family}" if len(comparison.contrasts) > 1 else "p"
+        if len(comparison.contrasts) > 1:
+            p = f"adjusted p over {family}"
+        else:
+            p = "p"
         interval_alone = (
             f"Its own interval excludes 0, but the {p}, {p_words(found.p_adjusted)}, is not below"
             f" {test.alpha:g}. "
@@ -166,11 +168,10 @@ def _second_line(contrast: Contrast, robust: Robust) -> str:
     )
     if robust.stands:
         return f"{worst}: {contrast.conclusion.verdict}."
-    enough = (
-        f" {robust.pairs_needed} pairs without a collapse would rule out enough."
-        if robust.pairs_needed
-        else ""
-    )
+    if robust.pairs_needed:
+        enough = f" {robust.pairs_needed} pairs without a collapse would rule out enough."
+    else:
+        enough = ""
     return f"{worst}: undecided.{enough}"
 
 
@@ -247,7 +248,11 @@ def sharing(contrast: Contrast) -> str:
 
 
 def _of(count: int, total: int) -> str:
-    return "no" if count == 0 else "all" if count == total else f"{count} of {total}"
+    if count == 0:
+        return "no"
+    if count == total:
+        return "all"
+    return f"{count} of {total}"
 
 
 _LIMITS = {

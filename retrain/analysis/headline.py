@@ -37,12 +37,13 @@ def answer(comparison: Comparison) -> str:
         for contrast in comparison.contrasts
         if contrast.conclusion.verdict is not Verdict.INCONCLUSIVE
     ]
-    so_far = (
-        f"So far, with {counted(comparison.to_come, 'run')} still to come: "
-        if comparison.to_come
-        else ""
-    )
-    sentence = _decided(found, comparison) if found else _undecided(comparison)
+    so_far = ""
+    if comparison.to_come:
+        so_far = f"So far, with {counted(comparison.to_come, 'run')} still to come: "
+    if found:
+        sentence = _decided(found, comparison)
+    else:
+        sentence = _undecided(comparison)
     return so_far + sentence
 
 
@@ -64,7 +65,10 @@ def _decided(found: Sequence[Contrast], comparison: Comparison) -> str:
         if item.at_worst and item.at_worst.verdict is not item.conclusion.verdict
     ]
     if fallen:
-        which = "" if total == 1 else f" {', '.join(name_of(item, comparison) for item in fallen)}"
+        if total == 1:
+            which = ""
+        else:
+            which = f" {', '.join(name_of(item, comparison) for item in fallen)}"
         parts.append(f"undecided{which} if failed runs count as the worst result")
     return "; ".join(parts) + "."
 
@@ -144,7 +148,10 @@ def same_runs_words(contrast: Contrast) -> str:
     same, pairs = contrast.same_runs, contrast.conclusion.pairs
     if same < pairs:
         return f"{same} of {pairs} pairs {'is' if same == 1 else 'are'} the same run, byte for byte"
-    which = "the pair is" if pairs == 1 else f"all {pairs} pairs are"
+    if pairs == 1:
+        which = "the pair is"
+    else:
+        which = f"all {pairs} pairs are"
     return f"{which} the same run, byte for byte: what the two set differently changes nothing"
 
 
@@ -156,29 +163,27 @@ def scope(comparison: Comparison) -> str:
     """The scope of a verdict: "on these 200 problems" or "in correct_rate", and "among the runs
     that finished" where arms lost runs.
     """
-    problems = (
-        "on this one problem"
-        if comparison.problems == 1
-        else f"on these {comparison.problems:,} problems"
-    )
-    what = problems if comparison.problems else f"in {comparison.metric.name}"
+    if comparison.problems == 1:
+        problems = "on this one problem"
+    else:
+        problems = f"on these {comparison.problems:,} problems"
+    if comparison.problems:
+        what = problems
+    else:
+        what = f"in {comparison.metric.name}"
     if comparison.problems and comparison.metric.k != 1:
         what = f"in {comparison.metric.name} {what}"
     losses = [contrast.losses for contrast in comparison.contrasts if contrast.losses]
     unequal = any(item.candidate != item.baseline for item in losses)
-    return (
-        f"{what}, among the runs that finished"
-        if unequal and comparison.test.failed == "exclude"
-        else what
-    )
+    if unequal and comparison.test.failed == "exclude":
+        return f"{what}, among the runs that finished"
+    return what
 
 
 def name_of(contrast: Contrast, comparison: Comparison) -> str:
-    return (
-        contrast.condition
-        if comparison.one_baseline
-        else f"{contrast.condition} against {contrast.baseline}"
-    )
+    if comparison.one_baseline:
+        return contrast.condition
+    return f"{contrast.condition} against {contrast.baseline}"
 
 
 def item_words(contrast: Contrast, comparison: Comparison) -> str:
@@ -208,4 +213,6 @@ def p_words(value: float | None) -> str:
         for digits in range(2, 18)
         if (float(f"{value:.{digits}g}") < ALPHA) == (value < ALPHA)
     )
-    return f"{value:.{digits}g}" if value < 0.995 else "1"
+    if value < 0.995:
+        return f"{value:.{digits}g}"
+    return "1"

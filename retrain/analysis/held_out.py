@@ -48,8 +48,14 @@ class Answers:
 
     def rates(self, k: int = 1, unjudged: Unjudged = Unjudged.NOTHING) -> Floats:
         """[problems] unbiased pass@k; NaN with fewer than k answers that count."""
-        counts = self.judged if unjudged is Unjudged.NOTHING else self.judged + self.unjudged
-        right = self.right + self.unjudged if unjudged is Unjudged.RIGHT else self.right
+        if unjudged is Unjudged.NOTHING:
+            counts = self.judged
+        else:
+            counts = self.judged + self.unjudged
+        if unjudged is Unjudged.RIGHT:
+            right = self.right + self.unjudged
+        else:
+            right = self.right
         if k == 1:
             rates: Floats = np.divide(
                 right, counts, out=np.full(len(counts), np.nan), where=counts > 0
@@ -81,14 +87,18 @@ class AnswerDifference:
     def mean(self) -> float:
         """The mean over the problems judged in both runs; NaN if there is none."""
         known = self.by_problem[~np.isnan(self.by_problem)]
-        return float(known.mean()) if len(known) else float("nan")
+        if len(known):
+            return float(known.mean())
+        return float("nan")
 
     @classmethod
     def between(cls, candidate: Answers, baseline: Answers, k: int) -> "AnswerDifference":
         def mean(ours: Unjudged, theirs: Unjudged) -> float:
             difference = candidate.rates(k, ours) - baseline.rates(k, theirs)
             known = difference[~np.isnan(difference)]
-            return float(known.mean()) if len(known) else float("nan")
+            if len(known):
+                return float(known.mean())
+            return float("nan")
 
         return cls(
             by_problem=candidate.rates(k) - baseline.rates(k),

@@ -54,7 +54,10 @@ def problems_of(campaign: Path, runs: Iterable[StoredRun]) -> dict[Path, str]:
 def _contradiction(run: StoredRun) -> str:
     """What the files of one run's folder say differently, as a predicate; "" if they agree."""
     config = run.config
-    state = read_object(run.folder.trainer_state) if run.folder.trainer_state.is_file() else {}
+    if run.folder.trainer_state.is_file():
+        state = read_object(run.folder.trainer_state)
+    else:
+        state = {}
     for name, source, said in (
         ("seed", run.folder.summary, run.summary.get("seed")),
         ("seed", run.folder.trainer_state, state.get("seed")),
@@ -101,7 +104,9 @@ def planned_values(given: Mapping[str, Any], condition: str) -> dict[str, Any]:
         for section, table in tables.items()
         for name, value in table.items()
     }
-    own = _condition(tables["campaign"], condition) if "campaign" in tables else {}
+    own = {}
+    if "campaign" in tables:
+        own = _condition(tables["campaign"], condition)
     if own:
         values = {
             path: value
@@ -169,7 +174,9 @@ def _grouped(runs: Iterable[StoredRun], value: Any) -> Iterator[list[StoredRun]]
 def not_listed(campaign: Path, runs: Iterable[StoredRun]) -> list[str]:
     """Names of the runs in the campaign's folder that its manifest does not list."""
     listed = {run.path.resolve() for run in runs}
-    folders = sorted((campaign / "runs").iterdir()) if (campaign / "runs").is_dir() else []
+    folders = []
+    if (campaign / "runs").is_dir():
+        folders = sorted((campaign / "runs").iterdir())
     return [folder.name for folder in folders if is_run(folder) and folder.resolve() not in listed]
 
 
@@ -217,11 +224,9 @@ def absent_line(runs: Sequence[StoredRun], campaigns: Mapping[Path, Sequence[Sto
         for run in listed:
             if run.condition in shown and run.path.resolve() not in given and not run.skipped:
                 absent.setdefault(run.condition, []).append(run.seed)
-        without = (
-            f" Absent here: {absent_words(absent)}; a choice of seeds makes p too small."
-            if absent
-            else ""
-        )
+        without = ""
+        if absent:
+            without = f" Absent here: {absent_words(absent)}; a choice of seeds makes p too small."
         whole = (
             f"these runs belong to the campaign {folder.name}, which `retrain compare` takes as a"
             " whole"

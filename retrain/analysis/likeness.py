@@ -168,4 +168,6 @@ def _packages(environment: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    return "not recorded" if value is None else str(value)
+    if value is None:
+        return "not recorded"
+    return str(value)

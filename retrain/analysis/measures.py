@@ -47,7 +47,9 @@ class Metric:
     def k(self) -> int | None:
         """The K of the held-out pass@K; None for a training metric."""
         match = _PASS_AT.fullmatch(self.name)
-        return int(match.group(1)) if match else None
+        if match:
+            return int(match.group(1))
+        return None
 
     def judge(self, run: StoredRun) -> str:
         """The reward that decides the metric in a run, in words that are equal for equal rewards;
@@ -72,7 +74,9 @@ class Metric:
             for record in run.last_metrics(WINDOW)
             if (value := getattr(record, self.name)) is not None
         ]
-        return float(np.mean(values)) if values else None
+        if values:
+            return float(np.mean(values))
+        return None
 
 
 def choose_metric(name: str | None, runs: Sequence[StoredRun]) -> Metric:
@@ -124,7 +128,9 @@ def held_out(run: StoredRun, k: int) -> float | None:
         return None
     rates = run.answers.rates(k)
     known = rates[~np.isnan(rates)]
-    return float(known.mean()) if len(known) else None
+    if len(known):
+        return float(known.mean())
+    return None
 
 
 def trained_on_chance(run: StoredRun) -> bool:
@@ -138,7 +144,9 @@ def learning_curve_mean(points: Floats) -> float | None:
     """
     steps, rates = points
     if len(steps) < 2:
-        return float(rates[0]) if len(steps) else None
+        if len(steps):
+            return float(rates[0])
+        return None
     return float(np.sum(np.diff(steps) * (rates[1:] + rates[:-1]) / 2) / (steps[-1] - steps[0]))
 
 
@@ -149,26 +157,30 @@ def difference_words(value: float, metric: Metric) -> str:
     """A difference in words, such as +13.2 pp; a small difference has two digits that say
     something, +0.042 pp.
     """
-    return f"{_points(value, '+')} pp" if metric.is_rate else f"{value:+.4g}"
+    if metric.is_rate:
+        return f"{_points(value, '+')} pp"
+    return f"{value:+.4g}"
 
 
 def size_words(value: float | None, metric: Metric) -> str:
     if value is None:
         return ""
-    return f"{_points(value, '')} pp" if metric.is_rate else f"{value:.4g}"
+    if metric.is_rate:
+        return f"{_points(value, '')} pp"
+    return f"{value:.4g}"
 
 
 def interval_words(interval: tuple[float, float] | None, metric: Metric) -> str:
     if interval is None:
         return ""
     low, high = interval
-    return (
-        f"{_points(low, '+')} to {_points(high, '+')} pp"
-        if metric.is_rate
-        else f"{low:+.4g} to {high:+.4g}"
-    )
+    if metric.is_rate:
+        return f"{_points(low, '+')} to {_points(high, '+')} pp"
+    return f"{low:+.4g} to {high:+.4g}"
 
 
 def _points(value: float, sign: str) -> str:
     points = 100 * value
-    return f"{points:{sign}.2g}" if 1e-9 < abs(points) < 0.095 else f"{points:{sign}.1f}"
+    if 1e-9 < abs(points) < 0.095:
+        return f"{points:{sign}.2g}"
+    return f"{points:{sign}.1f}"

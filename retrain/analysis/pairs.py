@@ -80,7 +80,9 @@ class Pairs:
         places = [list(self.differences).index(seed) for seed in order]
 
         def ordered(values: Mapping[int, float] | None) -> dict[int, float] | None:
-            return None if values is None else {seed: values[seed] for seed in order}
+            if values is None:
+                return None
+            return {seed: values[seed] for seed in order}
 
         return replace(
             self,
@@ -107,14 +109,14 @@ class Pairs:
         )
 
     def _keyed(self, values: Mapping[int, float]) -> Mapping[int, float]:
-        return (
-            values
-            if self.looks is None
-            else {self.looks[seed]: value for seed, value in values.items()}
-        )
+        if self.looks is None:
+            return values
+        return {self.looks[seed]: value for seed, value in values.items()}
 
     def two_way(self) -> TwoWay | None:
-        return None if self.by_problem is None else TwoWay.of(self.by_problem)
+        if self.by_problem is None:
+            return None
+        return TwoWay.of(self.by_problem)
 
     def wide_interval(self, confidence: float) -> WideInterval | None:
         """The interval for new problems; None without held-out answers of two pairs to two
@@ -126,15 +128,16 @@ class Pairs:
         plain = table.interval(confidence)
         rates = self._base_rates()
         known = ~np.isnan(self.by_problem).all(axis=0)
-        square = None if rates is None else covaried_square(self.by_problem[:, known], rates[known])
+        if rates is None:
+            square = None
+        else:
+            square = covaried_square(self.by_problem[:, known], rates[known])
         if square is None or square >= table.problem_square:
             return WideInterval(plain, None)
         narrower = table.interval(confidence, square)
-        return (
-            WideInterval(narrower, plain)
-            if narrower[1] - narrower[0] < plain[1] - plain[0]
-            else WideInterval(plain, None)
-        )
+        if narrower[1] - narrower[0] < plain[1] - plain[0]:
+            return WideInterval(narrower, plain)
+        return WideInterval(plain, None)
 
     def _base_rates(self) -> Floats | None:
         """[problems] pass rate of the untrained model, over all runs that were evaluated before

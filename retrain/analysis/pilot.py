@@ -143,7 +143,9 @@ def read_pilot(folder: Path, metric_name: str | None = None) -> Pilot:
     largest = max(arms, key=lambda arm: len(arm.values))
     if len(largest.values) < 2:
         left_out = [*grouped.left_out, *(line for arm in arms for line in arm.left_out)]
-        because = f" Left out: {' '.join(left_out)}" if left_out else ""
+        because = ""
+        if left_out:
+            because = f" Left out: {' '.join(left_out)}"
         raise ConfigurationError(
             f"{folder} has no two finished runs of one condition with {metric.name}, so it shows no"
             f" spread; run at least two seeds, or give --sd.{because}"

@@ -106,7 +106,10 @@ class CampaignRecord:
         content = read_object(path)
         try:
             stored = content.get("plan")
-            plan = None if stored is None else _plan(stored)
+            if stored is None:
+                plan = None
+            else:
+                plan = _plan(stored)
             looks = [Look.from_json(look) for look in content.get("looks") or []]
             seeds = [int(seed) for seed in content.get("seeds") or []]
         except (TypeError, ValueError, KeyError) as error:
@@ -136,11 +139,13 @@ class CampaignRecord:
     @property
     def undecided(self) -> list[str]:
         """The plan's conditions without a verdict, the baseline left out."""
-        return (
-            [condition for condition in self.plan.conditions if self.decided_at(condition) is None]
-            if self.plan
-            else []
-        )
+        if self.plan:
+            return [
+                condition
+                for condition in self.plan.conditions
+                if self.decided_at(condition) is None
+            ]
+        return []
 
     def decided_at(self, condition: str) -> int | None:
         """The number of looks after which the condition was decided; None while it is not."""
@@ -174,9 +179,10 @@ class CampaignRecord:
 
     def was_looked_at(self, condition: str, seed: int) -> bool:
         """True if a look took the run of this condition and seed."""
-        conditions = (
-            self.plan.conditions if self.plan and condition == self.plan.baseline else (condition,)
-        )
+        if self.plan and condition == self.plan.baseline:
+            conditions = self.plan.conditions
+        else:
+            conditions = (condition,)
         return any(seed in self.looks_of(other) for other in conditions)
 
 
@@ -247,7 +253,9 @@ def _them(absences: "Absences") -> str:
 
 
 def _margin(value: float | None) -> str:
-    return "none" if value is None else f"{value:g}"
+    if value is None:
+        return "none"
+    return f"{value:g}"
 
 
 @dataclass(frozen=True)
@@ -321,7 +329,10 @@ def planned_line(
             f" {'; '.join(differing)}.{stopped}"
         )
     when = "looked at after every seed" if plan.rule == "evidence" else "tested once"
-    margin = "" if plan.margin is None else f", equivalent within {plan.margin:g}"
+    if plan.margin is None:
+        margin = ""
+    else:
+        margin = f", equivalent within {plan.margin:g}"
     what = (
         f"{plan.metric}, {plan.better} is better, at {plan.alpha:g}{margin},"
         f" {counted(len(plan.seeds), 'seed')}, {when}"
@@ -349,11 +360,10 @@ def not_looked_at(record: CampaignRecord, pairs: Mapping[str, Collection[int]]) 
     are its seeds that are done.
     """
     for condition, seeds in pairs.items():
-        looked = (
-            set(record.looked) - set(record.looks_of(condition))
-            if record.decided_at(condition) is None
-            else set[int]()
-        )
+        if record.decided_at(condition) is None:
+            looked = set(record.looked) - set(record.looks_of(condition))
+        else:
+            looked = set[int]()
         if waiting := sorted(looked & set(seeds)):
             yield (
                 f"The looks went without {seeds_words(waiting)} of {condition}, whose runs are"

@@ -48,7 +48,9 @@ def seeds_to_conclude(
     """
     if correction == "evidence":
         reached = capital(np.ones(_MAX_LOOKS)) >= comparisons / alpha - (comparisons - 1)
-        return int(reached.argmax()) + 1 if reached.any() else _MAX_LOOKS
+        if reached.any():
+            return int(reached.argmax()) + 1
+        return _MAX_LOOKS
     return seeds_to_reach(alpha, 1 if correction == "maxt" else comparisons)
 
 
@@ -127,7 +129,9 @@ def minimal_detectable_effect(
     can conclude nothing.
     """
     units = _detectable_units(seeds, alpha, power, comparisons, correction)
-    return None if units is None else units * sd
+    if units is None:
+        return None
+    return units * sd
 
 
 def seeds_needed(

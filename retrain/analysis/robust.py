@@ -42,9 +42,9 @@ def unseen_rate(seen: int, runs: int) -> float:
     """
     from scipy.special import betaincinv
 
-    return (
-        float(betaincinv(seen + 1, runs - seen, CONFIDENCE)) - seen / runs if seen < runs else 0.0
-    )
+    if seen < runs:
+        return float(betaincinv(seen + 1, runs - seen, CONFIDENCE)) - seen / runs
+    return 0.0
 
 
 def pairs_without_collapse(undoing: float) -> int | None:
@@ -53,7 +53,9 @@ def pairs_without_collapse(undoing: float) -> int | None:
     """
     if undoing >= 1:
         return 1
-    return ceil(log(1 - CONFIDENCE) / log(1 - undoing)) if undoing > 0 else None
+    if undoing > 0:
+        return ceil(log(1 - CONFIDENCE) / log(1 - undoing))
+    return None
 
 
 def collapsed_seeds(values: Mapping[int, float]) -> frozenset[int]:
@@ -83,10 +85,14 @@ def second_line(candidate: Arm, baseline: Arm, at_worst: Conclusion, verdict: Ve
     pairs, same_verdict = at_worst.pairs, at_worst.verdict is verdict
     ahead = candidate if verdict is Verdict.IMPROVEMENT else baseline
     seen = min(len(ahead.failed), pairs - 1)
-    level = float(np.mean(list(ahead.values.values()))) if ahead.values else 0.0
+    level = 0.0
+    if ahead.values:
+        level = float(np.mean(list(ahead.values.values())))
     unseen, undoing = unseen_rate(seen, pairs), abs(at_worst.mean) / level if level else 0.0
     stands = same_verdict and undoing > unseen
-    needed = pairs_without_collapse(undoing) if same_verdict and not stands and not seen else None
+    needed = None
+    if same_verdict and not stands and not seen:
+        needed = pairs_without_collapse(undoing)
     return Robust(
         stands,
         {arm.label: sorted(arm.failed) for arm in (candidate, baseline) if arm.failed},

@@ -95,19 +95,25 @@ class StoredRun:
     def steps(self) -> int:
         """The number of steps completed; 0 before the first."""
         last = next(self._backwards(self.folder.metrics), None)
-        return int(last["step"]) + 1 if last else 0
+        if last:
+            return int(last["step"]) + 1
+        return 0
 
     @cached_property
     def summary(self) -> dict[str, Any]:
         """The content of summary.json, which is written when a session ends without being killed;
         empty if there is none.
         """
-        return read_object(self.folder.summary) if self.folder.summary.is_file() else {}
+        if self.folder.summary.is_file():
+            return read_object(self.folder.summary)
+        return {}
 
     @cached_property
     def environment(self) -> dict[str, Any]:
         """The content of environment.json; empty if there is none."""
-        return read_object(self.folder.environment) if self.folder.environment.is_file() else {}
+        if self.folder.environment.is_file():
+            return read_object(self.folder.environment)
+        return {}
 
     @property
     def code(self) -> Code:
@@ -156,7 +162,9 @@ class StoredRun:
         has one.
         """
         if self.planned and self.planned.status == "failed":
-            return f"failed ({self.planned.reason})" if self.planned.reason else "failed"
+            if self.planned.reason:
+                return f"failed ({self.planned.reason})"
+            return "failed"
         if not self.folder.config.is_file():
             return "has not started"
         if self.summary:
@@ -165,9 +173,15 @@ class StoredRun:
                 str(self.summary.get("reason") or "").rstrip("."),
             )
             stopped = f"{'failed' if self.failed else f'was {status}'} after {self.steps} steps"
-            return "" if status == "done" else f"{stopped} ({reason})" if reason else stopped
+            if status == "done":
+                return ""
+            if reason:
+                return f"{stopped} ({reason})"
+            return stopped
         planned = self.config.training.max_steps
-        return "" if self.steps >= planned else f"stopped after {self.steps} of {planned} steps"
+        if self.steps >= planned:
+            return ""
+        return f"stopped after {self.steps} of {planned} steps"
 
     @cached_property
     def damage(self) -> str:
@@ -178,7 +192,10 @@ class StoredRun:
         steps = (
             [int(step) for step in _STEP.findall(path.read_bytes())] if path.is_file() else []
         )  # a torn last line is left out
-        expected = counted if type(counted) is int else len(steps)
+        if type(counted) is int:
+            expected = counted
+        else:
+            expected = len(steps)
         wrong = next((index for index, step in enumerate(steps) if step != index), None)
         problem = ""
         if wrong == 0:
@@ -190,16 +207,15 @@ class StoredRun:
                 f"{path}, line {wrong + 1}, holds step {steps[wrong]} after step {steps[wrong - 1]}"
             )
         elif len(steps) < expected:
-            found = (
-                f"ends after {len(steps)} of the"
-                if steps
-                else "holds none of the"
-                if path.is_file()
-                else "is missing, with the"
-            )
+            if steps:
+                found = f"ends after {len(steps)} of the"
+            else:
+                found = "holds none of the" if path.is_file() else "is missing, with the"
             problem = f"{path} {found} {expected} steps that {self.folder.summary.name} counts"
         problem = problem or self._broken_seal(path)
-        return f"{problem}{_CHANGED}" if problem else ""
+        if problem:
+            return f"{problem}{_CHANGED}"
+        return ""
 
     @cached_property
     def held_out_file(self) -> Path:
@@ -223,11 +239,9 @@ class StoredRun:
         """How a file differs from what trainer_state.json recorded of it; "" if it does not."""
         ended = bool(self.summary) and not self.unfinished and not Writer.of(self.folder)
         problem = self.folder.broken_seal(path, ended=ended)
-        return (
-            f"{self.path}: {problem}, as {self.folder.trainer_state.name} recorded it"
-            if problem
-            else ""
-        )
+        if problem:
+            return f"{self.path}: {problem}, as {self.folder.trainer_state.name} recorded it"
+        return ""
 
     @cached_property
     def final_evaluation(self) -> Evaluation | None:
@@ -246,7 +260,9 @@ class StoredRun:
     @cached_property
     def answers(self) -> Answers | None:
         """The held-out answers of `final_evaluation`."""
-        return Answers.of(self.final_evaluation.problems) if self.final_evaluation else None
+        if self.final_evaluation:
+            return Answers.of(self.final_evaluation.problems)
+        return None
 
     @cached_property
     def base_answers(self) -> Answers | None:
@@ -258,7 +274,9 @@ class StoredRun:
         first = list(
             takewhile(lambda record: record.step == 0, EvaluationRecord.read(self.held_out_file))
         )
-        return Answers.of(first) if first else None
+        if first:
+            return Answers.of(first)
+        return None
 
     def curve(self, name: str) -> Floats:
         """[2, steps] step numbers and values of a numeric field, without the steps that have no
@@ -274,7 +292,9 @@ class StoredRun:
         before the first.
         """
         last = next(self._backwards(self.folder.metrics), None)
-        return _unmeasured(last) if last else ""
+        if last:
+            return _unmeasured(last)
+        return ""
 
     @cached_property
     def numbers(self) -> str:
@@ -296,7 +316,9 @@ class StoredRun:
         return [StepRecord.from_json(line, self.folder.metrics) for line in recent]
 
     def _backwards(self, path: Path) -> Iterator[dict[str, Any]]:
-        return read_jsonl_backwards(path) if path.is_file() else iter(())
+        if path.is_file():
+            return read_jsonl_backwards(path)
+        return iter(())
 
 
 def _unmeasured(line: dict[str, Any]) -> str:

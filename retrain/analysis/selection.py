@@ -111,7 +111,10 @@ def _with_differences(
     arms: Mapping[str, Arm], wanted: Sequence[PairOfLabels], metric: Metric, test: TestSettings
 ) -> list[Pairs]:
     """The contrasts that have a difference."""
-    worst = worst_value(arms.values(), metric, test) if test.failed == "worst" else None
+    if test.failed == "worst":
+        worst = worst_value(arms.values(), metric, test)
+    else:
+        worst = None
     family = [pair_up(arms[ours], arms[theirs], metric, worst) for ours, theirs in wanted]
     return [pairs for pairs in family if pairs.differences]
 
@@ -161,7 +164,9 @@ def worst_value(arms: Iterable[Arm], metric: Metric, test: TestSettings) -> floa
     values = [value for arm in arms for value in arm.values.values()]
     if not values:
         return None
-    return min(values) if better == "higher" else max(values)
+    if better == "higher":
+        return min(values)
+    return max(values)
 
 
 def check_sizes(test: TestSettings, metric: Metric) -> None:
@@ -198,8 +203,13 @@ def _no_pair(
 ) -> str:
     """`some_apart`: some runs were measured in another way than the baseline's first."""
     found = "; ".join(f"{arm.label}: {', '.join(map(str, arm.values)) or 'none'}" for arm in arms)
-    more = f" And {counted(len(left_out) - _SHOWN, 'more run')}." if len(left_out) > _SHOWN else ""
-    because = f" Left out: {' '.join(left_out[:_SHOWN])}{more}" if left_out else ""
+    if len(left_out) > _SHOWN:
+        more = f" And {counted(len(left_out) - _SHOWN, 'more run')}."
+    else:
+        more = ""
+    because = ""
+    if left_out:
+        because = f" Left out: {' '.join(left_out[:_SHOWN])}{more}"
     advice = ""
     if some_apart:
         advice = " Train all arms with the same [evaluation] section."

@@ -58,7 +58,9 @@ def sample_sd(differences: Sequence[float] | Floats) -> float:
         raise ValueError("a standard deviation needs at least two differences")
     largest = _largest(d)
     scaled = d / largest  # the squares of tiny numbers would be 0, those of huge ones infinite
-    return largest * float(np.std(scaled, ddof=1)) if np.ptp(scaled) > _TIE else 0.0
+    if np.ptp(scaled) > _TIE:
+        return largest * float(np.std(scaled, ddof=1))
+    return 0.0
 
 
 def _largest(values: Floats) -> float:
@@ -148,7 +150,9 @@ def corrected_dz(differences: Sequence[float] | Floats) -> float:
     d = d / _largest(d)
     sd, centre = sample_sd(d), mean(d)
     if sd == 0:
-        return 0.0 if centre == 0 else float(np.copysign(np.inf, centre))
+        if centre == 0:
+            return 0.0
+        return float(np.copysign(np.inf, centre))
     return hedges_correction(len(d)) * centre / sd
 
 
@@ -189,7 +193,9 @@ def tost(differences: Sequence[float] | Floats, margin: float) -> float:
     d = numbers(differences)
     sd, inside = sample_sd(d), margin - abs(mean(d))
     if sd == 0:
-        return 2.0 ** -len(d) if inside > 0 else 1.0
+        if inside > 0:
+            return 2.0 ** -len(d)
+        return 1.0
     return float(stdtr(len(d) - 1, -inside / sd * np.sqrt(len(d))))
 
 

@@ -116,11 +116,11 @@ class CampaignStatus:
         the longest that has.
         """
         known = [run.max_steps for run in self.runs if run.max_steps]
-        return (
-            sum(run.max_steps or max(known) for run in self.runs if run.state is not State.SKIPPED)
-            if known
-            else 0
-        )
+        if known:
+            return sum(
+                run.max_steps or max(known) for run in self.runs if run.state is not State.SKIPPED
+            )
+        return 0
 
     @property
     def median_step_time_s(self) -> float | None:
@@ -134,11 +134,9 @@ class CampaignStatus:
         """
         running = sum(run.state in LIVE for run in self.runs)
         step_time = self.median_step_time_s
-        return (
-            (self.max_steps - self.steps) * step_time / running
-            if running and step_time is not None
-            else None
-        )
+        if running and step_time is not None:
+            return (self.max_steps - self.steps) * step_time / running
+        return None
 
     def to_json(self) -> dict[str, Any]:
         names = ("counts", "steps", "max_steps", "median_step_time_s", "remaining_s")
@@ -241,7 +239,9 @@ def run_status(run: StoredRun, now: float, given: Mapping[str, Any] | None = Non
     try:
         status = _read(run, now)
         problem = problem_of(run, given or {})
-        return replace(status, note=f"It {problem}. {status.note}".strip()) if problem else status
+        if problem:
+            return replace(status, note=f"It {problem}. {status.note}".strip())
+        return status
     except RetrainError as error:
         return _unreadable(run, error)
 
@@ -318,7 +318,9 @@ def _without_config(run: StoredRun, writer: Writer | None) -> RunStatus:
 
 
 def _attempts(run: StoredRun) -> str:
-    return f"{run.planned.attempts} attempts." if run.planned and run.planned.attempts > 1 else ""
+    if run.planned and run.planned.attempts > 1:
+        return f"{run.planned.attempts} attempts."
+    return ""
 
 
 def _state(run: StoredRun, writer: Writer | None, idle: float, step_time: float | None) -> State:
@@ -378,4 +380,6 @@ def loss_note(record: StepRecord) -> str:
 
 def _median(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return median(known) if known else None
+    if known:
+        return median(known)
+    return None

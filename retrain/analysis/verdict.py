@@ -81,15 +81,15 @@ class TestSettings:
         if self.rule == "evidence":
             return [None] * len(pairs)
         smallest = [statistics.smallest_p(count) for count in pairs]
-        return statistics.holm(smallest) if self.rule == "holm" else smallest
+        if self.rule == "holm":
+            return statistics.holm(smallest)
+        return smallest
 
     def p(self, differences: Mapping[int, float]) -> float:
         """The p of one contrast alone."""
-        return (
-            self.adjusted([differences])[0]
-            if self.rule == "evidence"
-            else statistics.sign_flip_p([*differences.values()])
-        )
+        if self.rule == "evidence":
+            return self.adjusted([differences])[0]
+        return statistics.sign_flip_p([*differences.values()])
 
     def interval(self, differences: Mapping[int, float]) -> Interval | None:
         """Student's t interval of the mean or, under looks, the confidence sequence of the centre.
@@ -99,11 +99,9 @@ class TestSettings:
             return confidence_sequence(
                 [differences[look] for look in sorted(differences)], 1 - self.alpha
             )
-        return (
-            statistics.t_interval([*differences.values()], 1 - self.alpha)
-            if len(differences) > 1
-            else None
-        )
+        if len(differences) > 1:
+            return statistics.t_interval([*differences.values()], 1 - self.alpha)
+        return None
 
     def seeds_to_conclude(self, comparisons: int) -> int:
         """The fewest pairs with which any contrast of the family can be significant."""
@@ -124,7 +122,9 @@ class TestSettings:
             )
             for end in (low, high)
         ]
-        return None if found[0] is None or found[1] is None else (found[0], found[1])
+        if found[0] is None or found[1] is None:
+            return None
+        return (found[0], found[1])
 
     def seeds_needed(self, sd: float, comparisons: int) -> int | None:
         """Seeds that find `effect` at this sd; None without an effect, under looks, and where it is
@@ -252,16 +252,16 @@ def _conclusion(
     )
     interval = test.interval(paired.by_seed)
     differs = p_adjusted < test.alpha and _excludes_zero(interval)
-    unsure = _unsure(paired, p_at_worst, test) if differs else ""
+    if differs:
+        unsure = _unsure(paired, p_at_worst, test)
+    else:
+        unsure = ""
     verdict = Verdict.EQUIVALENT if equivalent else Verdict.INCONCLUSIVE
     if differs and not unsure:
-        verdict = (
-            Verdict.DIFFERENT
-            if better is None
-            else Verdict.IMPROVEMENT
-            if (mean < 0) == (better == "lower")
-            else Verdict.WORSE
-        )
+        if better is None:
+            verdict = Verdict.DIFFERENT
+        else:
+            verdict = Verdict.IMPROVEMENT if (mean < 0) == (better == "lower") else Verdict.WORSE
     return Conclusion(
         pairs=len(d),
         mean=mean,

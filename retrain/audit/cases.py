@@ -127,7 +127,9 @@ def _of(pattern: re.Pattern[str], rewrite: Callable[[re.Match[str]], str | None]
 
     def rewriting(answer: str) -> str | None:
         match = pattern.fullmatch(answer)
-        return rewrite(match) if match else None
+        if match:
+            return rewrite(match)
+        return None
 
     return rewriting
 
@@ -137,11 +139,9 @@ def _of_fraction(rewrite: Callable[[Fraction], str | None]) -> Rewriting:
         if not (match := _FRACTION.fullmatch(answer)):
             return None
         bottom = int(match["bottom"] or match["b"])
-        return (
-            rewrite(Fraction(int(match["sign"] + (match["top"] or match["t"])), bottom))
-            if bottom
-            else None
-        )
+        if bottom:
+            return rewrite(Fraction(int(match["sign"] + (match["top"] or match["t"])), bottom))
+        return None
 
     return rewritten
 
@@ -152,11 +152,9 @@ def _of_decimal(rewrite: Callable[[Fraction], str | None]) -> Rewriting:
 
 def _grouped(separator: str) -> Rewriting:
     def rewrite(match: re.Match[str]) -> str | None:
-        return (
-            match["sign"] + f"{int(match['digits']):,}".replace(",", separator)
-            if len(match["digits"]) > 3
-            else None
-        )
+        if len(match["digits"]) > 3:
+            return match["sign"] + f"{int(match['digits']):,}".replace(",", separator)
+        return None
 
     return _of(_INTEGER, rewrite)
 
@@ -166,7 +164,9 @@ def _items(text: str) -> list[str]:
 
 
 def _list_of(answer: str) -> list[str] | None:
-    return _items(answer) if _LIST.fullmatch(answer) and not _GROUPED.fullmatch(answer) else None
+    if _LIST.fullmatch(answer) and not _GROUPED.fullmatch(answer):
+        return _items(answer)
+    return None
 
 
 def _interval(answer: str) -> re.Match[str] | None:
@@ -183,17 +183,17 @@ def _inequality(answer: str) -> str | None:
     match = _interval(answer)
     if not match:
         return None
-    low = (
-        ""
-        if "infty" in match["low"]
-        else match["low"].strip() + (r" \le " if match["open"] == "[" else " < ")
-    )
-    high = (
-        ""
-        if "infty" in match["high"]
-        else (r" \le " if match["close"] == "]" else " < ") + match["high"].strip()
-    )
-    return f"{low}x{high}" if low or high else None
+    if "infty" in match["low"]:
+        low = ""
+    else:
+        low = match["low"].strip() + (r" \le " if match["open"] == "[" else " < ")
+    if "infty" in match["high"]:
+        high = ""
+    else:
+        high = (r" \le " if match["close"] == "]" else " < ") + match["high"].strip()
+    if low or high:
+        return f"{low}x{high}"
+    return None
 
 
 EQUIVALENT: dict[str, Rewriting] = {
@@ -315,12 +315,16 @@ def _other_sign(answer: str) -> str | None:
     number = _INTEGER.fullmatch(answer) or _FRACTION.fullmatch(answer) or _DECIMAL.fullmatch(answer)
     if not number or not re.search(r"[1-9]", answer):
         return None
-    return answer[1:] if answer.startswith("-") else f"-{answer}"
+    if answer.startswith("-"):
+        return answer[1:]
+    return f"-{answer}"
 
 
 def _number_off_by_one(match: re.Match[str]) -> str | None:
     number = match["number"]
-    return match.string.replace(number, str(int(number) + 1), 1) if number.isdecimal() else None
+    if number.isdecimal():
+        return match.string.replace(number, str(int(number) + 1), 1)
+    return None
 
 
 NEAR_MISSES: dict[str, Rewriting] = {

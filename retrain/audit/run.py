@@ -62,7 +62,9 @@ class Rate:
 
     @property
     def error_rate(self) -> float | None:
-        return self.errors / len(self.judged) if self.judged else None
+        if self.judged:
+            return self.errors / len(self.judged)
+        return None
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -79,7 +81,9 @@ class Rate:
         if rate is None:
             return 0.0, 1.0
         spread = sum((sum(errors) - rate * len(errors)) ** 2 for errors in by_example.values())
-        variance = count / (count - 1) * spread / total**2 if count > 1 else 0.0
+        variance = 0.0
+        if count > 1:
+            variance = count / (count - 1) * spread / total**2
         return wilson_interval(
             rate, min(rate * (1 - rate) / variance, float(total)) if variance > 0 else float(count)
         )
@@ -251,7 +255,9 @@ def _at_once(reward: Reward) -> int:
     waiting for others.
     """
     workers = reward.workers or automatic_workers()
-    return max(workers, reward.judge_concurrency) if "judge" in reward.types else workers
+    if "judge" in reward.types:
+        return max(workers, reward.judge_concurrency)
+    return workers
 
 
 def _judge_all(scorer: Scorer, cases: Iterable[Case], at_once: int) -> Iterator[Judged]:
@@ -278,11 +284,10 @@ def _judge_all(scorer: Scorer, cases: Iterable[Case], at_once: int) -> Iterator[
 
 def _request(case: Case, number: int) -> ScoreRequest:
     example: Example = case.example
-    prompt = (
-        example.prompt
-        if isinstance(example.prompt, str)
-        else "\n\n".join(message["content"] for message in example.prompt)
-    )
+    if isinstance(example.prompt, str):
+        prompt = example.prompt
+    else:
+        prompt = "\n\n".join(message["content"] for message in example.prompt)
     return ScoreRequest(
         case.response, example.reference, prompt, example, step=0, slot=number, sample=0
     )

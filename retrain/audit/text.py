@@ -48,7 +48,10 @@ def _lines(audit: Audit) -> Iterator[str]:
 def judge_lines(audit: Audit) -> Iterator[str]:
     usage = audit.usage
     if usage.requests or usage.cached:
-        cost = "" if usage.cost is None else f", cost {usage.cost:g}"
+        if usage.cost is None:
+            cost = ""
+        else:
+            cost = f", cost {usage.cost:g}"
         yield (
             f"The judge: {counted(usage.requests, 'request')},"
             f" {counted(usage.cached, 'repeated completion')}, {usage.prompt_tokens:,} tokens read"
@@ -82,12 +85,17 @@ def rate_row(rate: Rate) -> tuple[str, ...]:
 
 
 def milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:,.2f} ms" if seconds < 0.01 else f"{1e3 * seconds:,.0f} ms"
+    if seconds < 0.01:
+        return f"{1e3 * seconds:,.2f} ms"
+    return f"{1e3 * seconds:,.0f} ms"
 
 
 def example_line(item: Judged) -> str:
     case = item.case
-    verdict = item.score.reason if item.could_not_judge else f"called {item.score.outcome.value}"
+    if item.could_not_judge:
+        verdict = item.score.reason
+    else:
+        verdict = f"called {item.score.outcome.value}"
     answer, reference = (
         one_line(case.answer, _ANSWER_WIDTH),
         one_line(case.example.reference, _ANSWER_WIDTH),

@@ -59,11 +59,9 @@ class Entry:
     def words(self) -> str:
         """Its capabilities in a few words."""
         declared = self.capabilities
-        return (
-            backend_words(declared)
-            if isinstance(declared, BackendCapabilities)
-            else engine_words(declared)
-        )
+        if isinstance(declared, BackendCapabilities):
+            return backend_words(declared)
+        return engine_words(declared)
 
     @property
     def installed(self) -> dict[str, str | None]:

@@ -73,7 +73,9 @@ def declared_backend(config: "TrainConfig") -> BackendCapabilities:
     found = backend_class(config).capabilities
     in_process = backend_kind(config.backend.backend).in_process
     ahead = in_process and len(config.backend.device_list) > 1
-    return replace(found, samples_ahead=True) if ahead else found
+    if ahead:
+        return replace(found, samples_ahead=True)
+    return found
 
 
 def incapable(config: "TrainConfig") -> list[str]:
@@ -220,11 +222,10 @@ def capability_notes(config: "TrainConfig") -> Iterator[str]:
             " resumed run differs from a straight one."
         )
     local = backend_kind(config.backend.backend).in_process
-    sampler = (
-        f'[inference] engine = "{config.inference.engine}"'
-        if local
-        else f'[backend] backend = "{config.backend.backend}"'
-    )
+    if local:
+        sampler = f'[inference] engine = "{config.inference.engine}"'
+    else:
+        sampler = f'[backend] backend = "{config.backend.backend}"'
     if engine and engine.noise == "none":
         yield (
             f"{sampler} draws its own noise: runs with one seed share their prompts but not their"

@@ -62,7 +62,9 @@ class OwnFunction:
         form.
         """
         takes_params = "params" in inspect_call(self.kind, self.function).keywords
-        given = {"params": dict(self.params)} if takes_params else {}
+        given = {}
+        if takes_params:
+            given = {"params": dict(self.params)}
         return _CHECKS[self.kind](self.function(*inputs, **given), *inputs)
 
     def declares(self, attribute: str) -> bool:
@@ -106,7 +108,9 @@ def _own(
     kind: str, name: str, builtins: Mapping[str, Any], config: "TrainConfig"
 ) -> OwnFunction | None:
     found = load_plugin(kind, name, config, builtins)
-    return None if name in builtins else OwnFunction(kind, name, found, params_of(kind, config))
+    if name in builtins:
+        return None
+    return OwnFunction(kind, name, found, params_of(kind, config))
 
 
 # -- the form of an answer -------------------------------------------------------------------------

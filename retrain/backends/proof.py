@@ -310,7 +310,9 @@ def _gradient(values: Tensor, batch: Batch) -> Tensor:
         return torch.zeros_like(batch.new)
     weighted = (values * batch.tokens.weights[: len(values)]).sum()
     (found,) = torch.autograd.grad(weighted, batch.new, allow_unused=True, retain_graph=True)
-    return torch.zeros_like(batch.new) if found is None else found
+    if found is None:
+        return torch.zeros_like(batch.new)
+    return found
 
 
 def _does_not_depend_on_the_cut(function: OwnFunction) -> None:

@@ -57,7 +57,9 @@ def needed_tokens(row: Row) -> int:
     """Count the tokens that a forward pass over the row must read: all up to the last predictor.
     The last action is only a target.
     """
-    return row.spans[-1][1] - 1 if row.num_actions else 0
+    if row.num_actions:
+        return row.spans[-1][1] - 1
+    return 0
 
 
 def check_rows(rows: Sequence[Row]) -> None:
@@ -301,4 +303,6 @@ def _mismatch(log_ratios: Sequence[Float32Array]) -> dict[str, Any]:
 
 
 def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if values else math.nan
+    if values:
+        return float(np.mean(values))
+    return math.nan

@@ -132,7 +132,10 @@ class BackpressureController:
             )
         used = self.batch_size
         p, throughput, decay = used * self.group_size, tokens / seconds, self.settings.ema_decay
-        self.ema = decay * self.ema + (1 - decay) * throughput if p == self.ema_p else throughput
+        if p == self.ema_p:
+            self.ema = decay * self.ema + (1 - decay) * throughput
+        else:
+            self.ema = throughput
         self.ema_p = p
         self.observations.append((p, throughput))
         self.step_count += 1

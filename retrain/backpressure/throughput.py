@@ -100,7 +100,10 @@ def fit_scaling_law(
     if len(np.unique(x)) < MIN_CONCURRENCIES:
         return Fit("insufficient")
     y = x / measured
-    weight = 1 / y if weights == "relative" else np.ones_like(y)
+    if weights == "relative":
+        weight = 1 / y
+    else:
+        weight = np.ones_like(y)
     u = x / x.max()  # whose powers have the same magnitude
     a, b, c = _solve(np.stack([np.ones_like(u), u, u * u], axis=1), y, weight).tolist()
     if c <= _NO_COHERENCY * y.max():

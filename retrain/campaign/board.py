@@ -61,11 +61,9 @@ class Progress:
 
     @property
     def remaining_s(self) -> float | None:
-        return (
-            (self.max_steps - self.steps) * self.step_time_s
-            if self.step_time_s is not None
-            else None
-        )
+        if self.step_time_s is not None:
+            return (self.max_steps - self.steps) * self.step_time_s
+        return None
 
     def describe(self) -> str:
         """The progress in words, for example: step 12/50, correct 45.3%, held-out 61.0%."""
@@ -199,11 +197,10 @@ class Board:
                 for entry in self._manifest.runs:
                     if entry.status is Status.RUNNING:
                         progress = self._progress(entry)
-                        left = (
-                            f", {duration(progress.remaining_s)} left"
-                            if progress.remaining_s is not None
-                            else ""
-                        )
+                        if progress.remaining_s is not None:
+                            left = f", {duration(progress.remaining_s)} left"
+                        else:
+                            left = ""
                         self.say(f"{self._prefix(entry.name)} {progress.describe()}{left}")
 
     # -- the table ---------------------------------------------------------------------------------
@@ -245,16 +242,13 @@ class Board:
 
     @staticmethod
     def _cells(run: Progress) -> tuple[str, ...]:
-        left = (
-            duration(run.remaining_s)
-            if run.status is Status.RUNNING and run.remaining_s is not None
-            else ""
-        )
-        steps = (
-            f"{run.steps}/{run.max_steps}"
-            if run.status not in (Status.PENDING, Status.SKIPPED)
-            else ""
-        )
+        left = ""
+        if run.status is Status.RUNNING and run.remaining_s is not None:
+            left = duration(run.remaining_s)
+        if run.status not in (Status.PENDING, Status.SKIPPED):
+            steps = f"{run.steps}/{run.max_steps}"
+        else:
+            steps = ""
         return (
             one_line(run.name),
             str(run.status),
@@ -312,7 +306,9 @@ def shortened_name(name: str, width: int) -> str:
     width = max(12, width)
     if len(name) <= width:
         return name
-    seed = name[name.rindex("_s") :] if "_s" in name else ""
+    seed = ""
+    if "_s" in name:
+        seed = name[name.rindex("_s") :]
     return f"{name[: max(1, width - 1 - len(seed))]}…{seed}"
 
 
@@ -323,4 +319,6 @@ def _first_width(width: int, rows: Sequence[Sequence[str]]) -> int:
 
 
 def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
+    if value is None:
+        return ""
+    return f"{value:.1%}"

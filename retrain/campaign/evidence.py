@@ -43,9 +43,10 @@ class EvidenceRule:
         self._plan = plan
         self._manifest = manifest
         self._say = say
-        self._ahead = (
-            1 if workers >= len(plan.runs) else 1 + ceil((workers - 1) / len(plan.conditions))
-        )
+        if workers >= len(plan.runs):
+            self._ahead = 1
+        else:
+            self._ahead = 1 + ceil((workers - 1) / len(plan.conditions))
         self._record = CampaignRecord.read(plan.folder)
         self._place = {seed: place for place, seed in enumerate(plan.seeds)}
         self._runs = {(run.condition, run.seed): run for run in plan.runs}
@@ -68,7 +69,10 @@ class EvidenceRule:
 
     def needs(self, run: CampaignRun) -> bool:
         """True for a run that a look to come would use."""
-        wanted = self._missing(run.seed) if run.seed in self._record.looked else self._undecided
+        if run.seed in self._record.looked:
+            wanted = self._missing(run.seed)
+        else:
+            wanted = self._undecided
         return run.condition in wanted or (
             bool(wanted) and run.condition == self._plan.conditions[0]
         )

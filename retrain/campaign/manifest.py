@@ -201,7 +201,10 @@ class Manifest:
             ).runs
         }
         if lost := [name for name in before if name not in now]:
-            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            if len(lost) > 1:
+                more = f" and {len(lost) - 1} more"
+            else:
+                more = ""
             raise ConfigurationError(
                 f"{plan.folder} holds the run {lost[0]}{more}, which the file no longer plans; "
                 "restore its condition and seed (you may add others), or start a new campaign."
@@ -291,7 +294,10 @@ def open_campaign(config: TrainConfig, now: datetime) -> Iterator[tuple[Campaign
     be used.
     """
     resumed = bool(config.resume.from_)
-    folder = Path(config.resume.from_) if resumed else _new_folder(config, now)
+    if resumed:
+        folder = Path(config.resume.from_)
+    else:
+        folder = _new_folder(config, now)
     if resumed and not (folder / MANIFEST).is_file():
         raise ConfigurationError(
             f"--resume {folder} holds no campaign (no {MANIFEST}); name a campaign's folder."

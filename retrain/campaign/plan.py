@@ -108,7 +108,9 @@ def planned_seeds(settings: Campaign) -> tuple[int, ...]:
     """The seeds of the file; with stop = "evidence" followed by those counted on from the largest,
     up to max_seeds.
     """
-    more = max(0, settings.max_seeds - len(settings.seeds)) if settings.stop == "evidence" else 0
+    more = 0
+    if settings.stop == "evidence":
+        more = max(0, settings.max_seeds - len(settings.seeds))
     return *settings.seeds, *range(max(settings.seeds) + 1, max(settings.seeds) + 1 + more)
 
 

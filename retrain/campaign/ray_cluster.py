@@ -43,11 +43,10 @@ class RayLauncher:
     def __init__(self, plan: CampaignPlan) -> None:
         self._settings = plan.settings
         self._share = gpu_share(plan.settings)
-        devices = (
-            plan.config.backend.device_list
-            if plan.config.is_set("backend.devices")
-            else ("cuda:0",)
-        )
+        if plan.config.is_set("backend.devices"):
+            devices = plan.config.backend.device_list
+        else:
+            devices = ("cuda:0",)
         in_process = backend_kind(plan.config.backend.backend).in_process
         self._wants_gpus = in_process and devices[0].startswith("cuda")
         try:
@@ -98,11 +97,9 @@ class RayLauncher:
                 ).close()
             self._ray.init(**options, log_to_driver=False, logging_level="error")
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            where = (
-                f"ray_address = {self._settings.ray_address!r}"
-                if self._settings.ray_address
-                else 'launcher = "ray"'
-            )
+            where = 'launcher = "ray"'
+            if self._settings.ray_address:
+                where = f"ray_address = {self._settings.ray_address!r}"
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise EnvironmentFailure(
                 f"[campaign] {where}: no Ray cluster answers ({first}); check `ray status`, or"
@@ -114,9 +111,15 @@ class RayLauncher:
         has none.
         """
         resources = self._ray.cluster_resources()
-        gpus = resources.get("GPU", 0) if self._wants_gpus else 0
+        if self._wants_gpus:
+            gpus = resources.get("GPU", 0)
+        else:
+            gpus = 0
         self._gpus = self._share if gpus else 0
-        room = int(gpus / self._share) if gpus else int(resources.get("CPU", 1))
+        if gpus:
+            room = int(gpus / self._share)
+        else:
+            room = int(resources.get("CPU", 1))
         if room < 1:
             raise ConfigurationError(
                 f"[campaign] devices_per_run = {self._settings.devices_per_run} exceeds the"

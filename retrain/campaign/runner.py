@@ -95,7 +95,9 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
 def _size(plan: CampaignPlan) -> str:
     """The line that opens a campaign: how many runs and steps, and what was finished before."""
     done = sum(is_finished(run) for run in plan.runs)
-    resumed = f", {done} of them finished before" if done else ""
+    resumed = ""
+    if done:
+        resumed = f", {done} of them finished before"
     return (
         f"Campaign {plan.folder}: {counted(len(plan.conditions), 'condition')} x"
         f" {counted(len(plan.seeds), 'seed')} = {counted(len(plan.runs), 'run')} of"

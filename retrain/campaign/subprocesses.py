@@ -57,7 +57,9 @@ def room_on_gpus(plan: CampaignPlan) -> int | None:
     not even one fits.
     """
     pool = _pool(plan)
-    return len(_groups(pool, plan.settings)) * plan.settings.workers_per_device if pool else None
+    if pool:
+        return len(_groups(pool, plan.settings)) * plan.settings.workers_per_device
+    return None
 
 
 def _pool(plan: CampaignPlan) -> Devices:
@@ -156,11 +158,10 @@ class Worker:
             return RunOutcome(Status(values["status"]), values["reason"])
         except ValueError:  # nothing, or not all of it
             pass
-        how = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"ended with exit code {code}"
-        )
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        else:
+            how = f"ended with exit code {code}"
         return RunOutcome(Status.FAILED, f"its process {how}", lost=True)
 
     def _receive(self) -> None:

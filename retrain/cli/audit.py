@@ -63,9 +63,8 @@ def command(
 
         write_audit_page(audit, output)
         print_progress(f"Page: {output}")
-    text = (
-        json.dumps(finite(audit.to_json()), indent=2) + "\n"
-        if as_json or form == "json"
-        else to_text(audit)
-    )
+    if as_json or form == "json":
+        text = json.dumps(finite(audit.to_json()), indent=2) + "\n"
+    else:
+        text = to_text(audit)
     sys.stdout.write(clean(Redactor().text(text)))

@@ -66,7 +66,10 @@ def _one(entry: "Entry") -> Iterator[str]:
     yield ""
     rows = []
     for row in entry.keys:
-        values = f" = {' or '.join(map(toml_value, row.values))}" if row.values else ""
+        if row.values:
+            values = f" = {' or '.join(map(toml_value, row.values))}"
+        else:
+            values = ""
         rows.append((bracketed(row.key) + values, row.use, row.because))
     yield from table_lines(rows, indent=GAP)
 

@@ -40,11 +40,9 @@ def advice(arguments: Sequence[str]) -> str:
 
     word, *rest = arguments
     if word.lower() in TRAIN:
-        line = (
-            shlex.join(["retrain", *rest])
-            if any(argument.endswith(".toml") for argument in rest)
-            else "retrain FILE.toml"
-        )
+        line = "retrain FILE.toml"
+        if any(argument.endswith(".toml") for argument in rest):
+            line = shlex.join(["retrain", *rest])
         return f"a file needs no command: `{line}` trains."
     files = [Path(f"{word}.toml"), Path("examples", f"{word}.toml")]
     if file := next((file for file in files if file.is_file()), None):
@@ -58,4 +56,6 @@ def advice(arguments: Sequence[str]) -> str:
         if word.lower() in words:
             return f"{clause}."
     near = nearest(word, COMMANDS)
-    return f"did you mean `retrain {near}`?" if near else f"the commands are {', '.join(COMMANDS)}."
+    if near:
+        return f"did you mean `retrain {near}`?"
+    return f"the commands are {', '.join(COMMANDS)}."

@@ -149,8 +149,13 @@ def _about(key: "Key", width: int, flag: str = "") -> Iterator[str]:
     from retrain.config.keys import SHORT_TABLE_FLAGS
     from retrain.parsing import toml_value
 
-    default = "unset" if key.default is None else toml_value(key.default)
-    short = f", {SHORT_TABLE_FLAGS[key.path]} KEY=VALUE" if key.path in SHORT_TABLE_FLAGS else ""
+    if key.default is None:
+        default = "unset"
+    else:
+        default = toml_value(key.default)
+    short = ""
+    if key.path in SHORT_TABLE_FLAGS:
+        short = f", {SHORT_TABLE_FLAGS[key.path]} KEY=VALUE"
     head = f"{flag or key.flag}{short}  ({key.name} = {default})"
     yield from textwrap.wrap(
         head,

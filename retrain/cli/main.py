@@ -152,7 +152,10 @@ def _say_error(error: RetrainError | StoppedAtOnce) -> None:
     from retrain.records.terminal import clean
 
     mask = Redactor().text
-    problems = error.problems if isinstance(error, ConfigurationError) else (str(error),)
+    if isinstance(error, ConfigurationError):
+        problems = error.problems
+    else:
+        problems = (str(error),)
     for problem in problems:
         with suppress(OSError):  # the terminal may be gone, and the exit code says it too
             print(f"retrain: {shortened(clean(mask(problem)))}", file=sys.stderr)

@@ -66,7 +66,10 @@ def command(
 def _print(name: str, *, as_json: bool, names_only: bool) -> None:
     """One topic or, without a name, all of them."""
     topics = topics_of(read_source())
-    found = [_topic(topics, name)] if name else list(topics.values())
+    if name:
+        found = [_topic(topics, name)]
+    else:
+        found = list(topics.values())
     if as_json:
         rows = [_as_json(each, contents=not names_only) for each in found]
         print(json.dumps(rows[0] if name else rows, indent=2, ensure_ascii=False))
@@ -95,7 +98,9 @@ def _topic(topics: dict[str, Topic], name: str) -> Topic:
         section = f"`retrain man {homes[0]}` has that section, `retrain help {key}` the key."
         raise ConfigurationError(f"{name} is a key of [{homes[0]}]: {section}")
     near = nearest(name, topics)
-    hint = f"did you mean {near}?" if near else "`retrain man --list-topics` lists them."
+    hint = "`retrain man --list-topics` lists them."
+    if near:
+        hint = f"did you mean {near}?"
     raise ConfigurationError(f"{name!r} is not a topic of the manual; {hint}")
 
 

@@ -65,17 +65,16 @@ def synced(source: str) -> str:
     written = {name: topic.source for name, topic in topics_of(source).items()}
     pieces = [_HEADING.split(source)[0]]
     for name in [*written, *(name for name in parts if name not in written)]:
-        block = f"{BEGIN}\n{parts[name].strip(chr(10))}\n{END}\n" if name in parts else ""
+        block = ""
+        if name in parts:
+            block = f"{BEGIN}\n{parts[name].strip(chr(10))}\n{END}\n"
         text = written.get(name, f"\n{block}\n")
         if block not in text or not block:
             found = _GENERATED.search(text)
-            text = (
-                text.replace(found.group(), block)
-                if found
-                else f"{text.rstrip(chr(10))}\n\n{block}\n"
-                if block
-                else text
-            )
+            if found:
+                text = text.replace(found.group(), block)
+            elif block:
+                text = f"{text.rstrip(chr(10))}\n\n{block}\n"
         if text.strip():
             pieces.append(f"== {name} =={text}")
     return "".join(pieces)

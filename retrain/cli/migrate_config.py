@@ -62,7 +62,9 @@ def migrate_text(text: str, name: str = "the configuration") -> str:
     migrated = tomlkit.dumps(
         document
     )  # tomlkit ends the lines that it adds with a bare newline, also in a CRLF file
-    return migrated.replace("\r\n", "\n").replace("\n", "\r\n") if "\r\n" in text else migrated
+    if "\r\n" in text:
+        return migrated.replace("\r\n", "\n").replace("\n", "\r\n")
+    return migrated
 
 
 def unified_diff(old: str, new: str, name: str) -> str:
@@ -96,7 +98,9 @@ def _move(
 
 
 def _shown(value: Any) -> str:
-    return value.as_string() if isinstance(value, Item) else str(value)
+    if isinstance(value, Item):
+        return value.as_string()
+    return str(value)
 
 
 def command(
@@ -127,8 +131,14 @@ def command(
     _check_usage(
         path, check=check, write=write, backup=backup, output=output, stdin=stdin, stdout=stdout
     )
-    name = "standard input" if path is None else str(path)
-    old = sys.stdin.read() if path is None else _read(path)
+    if path is None:
+        name = "standard input"
+    else:
+        name = str(path)
+    if path is None:
+        old = sys.stdin.read()
+    else:
+        old = _read(path)
     done = Migration(name, old, migrate_text(old, name))
     if output is not None:
         _write_new(output, done)

@@ -52,7 +52,9 @@ class Parameter:
     @property
     def in_usage(self) -> str:
         dots = "..." if self.is_repeatable and not self.name.endswith("...") else ""
-        return self.name + dots if self.is_required else f"[{self.name}{dots}]"
+        if self.is_required:
+            return self.name + dots
+        return f"[{self.name}{dots}]"
 
 
 def module_of(name: str) -> ModuleType:
@@ -79,13 +81,15 @@ def parameters_of(name: str) -> tuple[Parameter, ...]:
 def _parameter(given: inspect.Parameter, annotation: Sequence[Any]) -> Parameter:
     kind, info = annotation
     assert isinstance(info, ArgumentInfo | OptionInfo)
-    members = (
-        [part for part in get_args(kind) if part is not type(None)]
-        if get_origin(kind) in (Union, UnionType)
-        else [kind]
-    )
+    if get_origin(kind) in (Union, UnionType):
+        members = [part for part in get_args(kind) if part is not type(None)]
+    else:
+        members = [kind]
     several = get_origin(members[0]) is list
-    inner = get_args(members[0])[0] if several else members[0]
+    if several:
+        inner = get_args(members[0])[0]
+    else:
+        inner = members[0]
     is_option, required = isinstance(info, OptionInfo), given.default is inspect.Parameter.empty
     value, allowed = _values(inner, info)
     text = info.help or ""
@@ -108,7 +112,9 @@ def _name(word: str, info: ArgumentInfo | OptionInfo) -> str:
     # The first word of an annotation's Option(...) is taken for its default until typer builds the
     # command.
     flags = [flag for flag in (info.default, *(info.param_decls or ())) if isinstance(flag, str)]
-    return flags[0] if flags else f"--{word.replace('_', '-')}"
+    if flags:
+        return flags[0]
+    return f"--{word.replace('_', '-')}"
 
 
 def _values(kind: Any, info: ArgumentInfo | OptionInfo) -> tuple[str, str]:
@@ -199,7 +205,10 @@ def wrong_use(name: str, arguments: Sequence[str], error: Any) -> str:
     if type(error).__name__ == "NoSuchOption":
         options = [each.name for each in parameters_of(name) if each.is_option]
         near = nearest(error.option_name, options, NAME_CUTOFF)
-        hint = f"did you mean {near}?" if near else f"{more}."
+        if near:
+            hint = f"did you mean {near}?"
+        else:
+            hint = f"{more}."
         return f"{error.option_name} is not an option of `retrain {name}`; {hint}"
     if extra := re.search(r"unexpected extra argument\S* \((.*)\)", str(error)):
         given = extra.group(1)
@@ -233,5 +242,7 @@ def _value_of(option: str, arguments: Sequence[str]) -> str:
     for index, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if name == option:
-            return value if equals else " ".join(arguments[index + 1 : index + 2])
+            if equals:
+                return value
+            return " ".join(arguments[index + 1 : index + 2])
     return ""

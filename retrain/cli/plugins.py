@@ -101,7 +101,9 @@ def _read(point: EntryPoint) -> tuple[str, str]:
     if point.attr not in bound and not is_open and "__getattr__" not in bound:
         return "", f"{file} has no {point.attr}"
     missing = [name for name in _packages(imported) if importlib.util.find_spec(name) is None]
-    needs = f"it imports {', '.join(missing)}, which is not installed" if missing else ""
+    needs = ""
+    if missing:
+        needs = f"it imports {', '.join(missing)}, which is not installed"
     return _signature(tree, point.attr), needs
 
 
@@ -131,4 +133,6 @@ def _file_of(module: str) -> Path | None:
         if spec is None or spec.submodule_search_locations is None:
             return None
         spec = PathFinder.find_spec(".".join(parts[:depth]), spec.submodule_search_locations)
-    return Path(spec.origin) if spec is not None and spec.origin is not None else None
+    if spec is not None and spec.origin is not None:
+        return Path(spec.origin)
+    return None

@@ -60,7 +60,9 @@ def command(
             "retrain power needs the spread of the differences: a pilot's folder, or --sd; give one"
             " of them."
         )
-    found = read_pilot(pilot, metric) if pilot else None
+    found = None
+    if pilot:
+        found = read_pilot(pilot, metric)
     if found and found.sd == 0:
         raise ConfigurationError(
             f"the differences between the runs of {pilot} are all equal, so they show no spread;"
@@ -189,7 +191,9 @@ def _seed_lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:
 
 
 def _count(seeds: int | None) -> str:
-    return "more than 100,000" if seeds is None else f"{seeds:,}"
+    if seeds is None:
+        return "more than 100,000"
+    return f"{seeds:,}"
 
 
 def _number(value: float) -> str:

@@ -138,11 +138,10 @@ def _longest_prompt(config: "TrainConfig") -> int:
     stage = load_stage(config, text, print_progress)
     try:
         prompts = load_prompts(config, text, stage, print_progress)
-        held_out = (
-            load_held_out(config, text, stage, prompts, print_progress)
-            if config.evaluation.asked_for
-            else []
-        )
+        if config.evaluation.asked_for:
+            held_out = load_held_out(config, text, stage, prompts, print_progress)
+        else:
+            held_out = []
     finally:
         if stage:
             stage.host.close()

@@ -60,7 +60,10 @@ def command(
             width = (
                 shutil.get_terminal_size().columns if sys.stdout.isatty() else None
             )  # no terminal: every column
-            text = json.dumps(seen.to_json()) if as_json else "\n".join(lines(seen, width))
+            if as_json:
+                text = json.dumps(seen.to_json())
+            else:
+                text = "\n".join(lines(seen, width))
             if watch and not as_json and sys.stdout.isatty():
                 sys.stdout.write(_CLEAR)
             sys.stdout.write(clean(Redactor().text(text)) + "\n")
@@ -154,4 +157,6 @@ def _cells(run: "RunStatus", root: Path) -> tuple[str, ...]:
 
 
 def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    if value is None:
+        return "-"
+    return format(value, form)

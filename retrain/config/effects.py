@@ -120,7 +120,10 @@ def _rewards(config: TrainConfig) -> set[str]:
     """Return the rewards of training and of held-out evaluation, if there is any; "plugin" stands
     for each that is not built in.
     """
-    held_out = set() if _no_evaluation(config) else {kind for kind, _ in judging_rewards(config)}
+    if _no_evaluation(config):
+        held_out = set()
+    else:
+        held_out = {kind for kind, _ in judging_rewards(config)}
     return {
         kind if kind in builtin_names("reward") else "plugin"
         for kind in {*config.reward.types, *held_out}
@@ -157,7 +160,9 @@ def _campaign(config: TrainConfig) -> bool:
 def _listed(words: Sequence[str], conjunction: str = "and") -> str:
     """Write names as values of a file: "tis" and "seq_tis"."""
     *first, last = (f'"{word}"' for word in words)
-    return f"{', '.join(first)} {conjunction} {last}" if first else last
+    if first:
+        return f"{', '.join(first)} {conjunction} {last}"
+    return last
 
 
 def _corrections_by_bound() -> dict[str, list[str]]:

@@ -68,4 +68,6 @@ def judge_words(judges: list[tuple[str, float]], reward: Reward) -> str:
     ]
     given = [(key, getattr(reward, key.name)) for key in relevant]
     parts = [f"{key.name} = {toml_value(value)}" for key, value in given if value != key.default]
-    return f"{named} ({', '.join(parts)})" if parts else named
+    if parts:
+        return f"{named} ({', '.join(parts)})"
+    return named

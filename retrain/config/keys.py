@@ -337,4 +337,6 @@ def _range(metadata: list[Any]) -> str:
             words.append(f"below {item.lt}")
         elif isinstance(item, annotated_types.MinLen):
             words.append("that is not empty")
-    return " " + " and ".join(words) if words else ""
+    if words:
+        return " " + " and ".join(words)
+    return ""

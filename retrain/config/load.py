@@ -51,9 +51,15 @@ def load_config(
     the process's. Raises ConfigurationError with one sentence for each problem of the file, the
     variables and the flags together.
     """
-    file = Path(path) if path is not None else Path(DEFAULT_FILE)
+    if path is not None:
+        file = Path(path)
+    else:
+        file = Path(DEFAULT_FILE)
     data = read_toml(file, named=path is not None)
-    flags = overrides if isinstance(overrides, Overrides) else _flags_only(overrides)
+    if isinstance(overrides, Overrides):
+        flags = overrides
+    else:
+        flags = _flags_only(overrides)
     given = [*variable_overrides(os.environ if environ is None else environ), *flags.given]
     config = _build(data, given, file)
     if (
@@ -79,12 +85,13 @@ def config_from_mapping(
 
     `provenance` says where they came from, for errors and plugins.
     """
-    flags = overrides if isinstance(overrides, Overrides) else _flags_only(overrides)
-    return (
-        _validate(dict(data), provenance)
-        if provenance
-        else _build(dict(data), list(flags.given), None)
-    )
+    if isinstance(overrides, Overrides):
+        flags = overrides
+    else:
+        flags = _flags_only(overrides)
+    if provenance:
+        return _validate(dict(data), provenance)
+    return _build(dict(data), list(flags.given), None)
 
 
 def config_from_toml(text: str, path: Path | None = None) -> TrainConfig:
@@ -178,11 +185,10 @@ def _parse_toml(text: str, name: str) -> Sections:
         ParseError
     ) as error:  # the parser names no key, so the line itself shows which quote or comma is meant
         found = re.search(r"\(at line (\d+), ", str(error))
-        line = (
-            f"; the line is `{text.split(chr(10))[int(found[1]) - 1].strip()[:_SHOWN]}`"
-            if found
-            else ""
-        )
+        if found:
+            line = f"; the line is `{text.split(chr(10))[int(found[1]) - 1].strip()[:_SHOWN]}`"
+        else:
+            line = ""
         raise ConfigurationError(f"{name} {error}{line}.") from error
 
 
@@ -317,11 +323,9 @@ def arms(config: TrainConfig) -> tuple[TrainConfig, ...]:
 
     Raises ConfigurationError for values and combinations that a condition makes wrong.
     """
-    return (
-        tuple(_arm(config, condition) for condition in config.conditions)
-        if config.campaign
-        else (config,)
-    )
+    if config.campaign:
+        return tuple(_arm(config, condition) for condition in config.conditions)
+    return (config,)
 
 
 def _arm(config: TrainConfig, condition: Condition) -> TrainConfig:
@@ -356,11 +360,10 @@ def _arm_problems(config: TrainConfig) -> list[str]:
     sentences = []
     for problem, numbers in found.items():
         place, _, sentence = problem.partition(": ")
-        which = (
-            f"number {numbers[0]}"
-            if len(numbers) == 1
-            else f"numbers {', '.join(map(str, numbers))}"
-        )
+        if len(numbers) == 1:
+            which = f"number {numbers[0]}"
+        else:
+            which = f"numbers {', '.join(map(str, numbers))}"
         shared = len(numbers) == len(config.conditions) > 1
         sentences.append(
             problem if shared else f"{place}: [[campaign.conditions]] {which}: {sentence}"

@@ -167,5 +167,8 @@ def condition_label(advantage_mode: str, transform_mode: str, algorithm_mode: st
     """Name a condition: `{advantage}+{transform}`, or the algorithm. Of a dotted path only the last
     part is used.
     """
-    modes = [algorithm_mode] if algorithm_mode else [advantage_mode, transform_mode]
+    if algorithm_mode:
+        modes = [algorithm_mode]
+    else:
+        modes = [advantage_mode, transform_mode]
     return "+".join(mode.rpartition(".")[2] if is_dotted(mode) else mode for mode in modes)

@@ -96,18 +96,18 @@ def is_read(config: AllSections, path: str) -> bool:
     section = path.partition(".")[0]
     if config.kind != "squeeze":
         return True
-    return (
-        section in EVALUATION_SECTIONS
-        if config.squeeze.evaluate and config.squeeze.output_path
-        else section == "squeeze"
-    )
+    if config.squeeze.evaluate and config.squeeze.output_path:
+        return section in EVALUATION_SECTIONS
+    return section == "squeeze"
 
 
 def modes_of(condition: Condition) -> tuple[str, str]:
     """The advantage and the transform of a condition; a plugin algorithm has neither: ("", "")."""
     if condition.algorithm_mode:
         recipe = table("algorithm").get(condition.algorithm_mode)
-        return (recipe.advantage, recipe.transform) if recipe else ("", "")
+        if recipe:
+            return (recipe.advantage, recipe.transform)
+        return ("", "")
     return condition.advantage_mode, condition.transform_mode
 
 
@@ -487,11 +487,10 @@ def _labels_are_unique(config: AllSections) -> Iterator[Violation]:
         ).casefold()  # many disks do not tell upper from lower case
         first, label = seen.setdefault(folder, (number, condition.label))
         if first != number:
-            names = (
-                f'both called "{label}"'
-                if label == condition.label
-                else f'called "{label}" and "{condition.label}"'
-            )
+            if label == condition.label:
+                names = f'both called "{label}"'
+            else:
+                names = f'called "{label}" and "{condition.label}"'
             yield Violation(
                 ("campaign.conditions",),
                 f"[[campaign.conditions]] numbers {first} and {number} are {names}, "
@@ -552,7 +551,10 @@ def _options_are_known(config: AllSections) -> Iterator[Violation]:
     wrong = [name for name in config.backend.options if name not in known]
     for name in wrong[: MAX_SENTENCES - 1]:
         near = nearest(name, known)
-        hint = f'; did you mean "{near}"?' if near else f"; known are {', '.join(known)}"
+        if near:
+            hint = f'; did you mean "{near}"?'
+        else:
+            hint = f"; known are {', '.join(known)}"
         yield Violation(
             ("backend.options",), f"[backend.options] {name} is not a known option{hint}"
         )

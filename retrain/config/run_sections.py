@@ -167,7 +167,9 @@ class Inference(Section):
     @property
     def urls(self) -> list[str]:
         """The servers; empty for the pytorch engine."""
-        return [self.url] * bool(self.url) if isinstance(self.url, str) else list(self.url)
+        if isinstance(self.url, str):
+            return [self.url] * bool(self.url)
+        return list(self.url)
 
     @property
     def reduced_precision(self) -> bool:
@@ -357,7 +359,9 @@ class Reward(Section):
 
     @property
     def types(self) -> list[str]:
-        return [self.type] if isinstance(self.type, str) else list(self.type)
+        if isinstance(self.type, str):
+            return [self.type]
+        return list(self.type)
 
     @property
     def type_weights(self) -> list[float]:

@@ -111,7 +111,9 @@ class TrainConfig(AllSections):
     @model_validator(mode="after")
     def _consistent(self, info: ValidationInfo) -> "TrainConfig":
         judged = info.context is None or info.context["rules"]
-        violations = broken_rules(self) if judged else []
+        violations = []
+        if judged:
+            violations = broken_rules(self)
         if violations:
             raise RuleViolations(violations)
         return self

@@ -62,7 +62,10 @@ def key(default: Any, doc: str, *, example: Any = None, **marks: Any) -> Any:
     and pydantic's ge, gt, le, lt, min_length and alias.
     """
     traits = {name: marks.pop(name) for name in _TRAITS if name in marks}
-    examples = None if example is None else [example]
+    if example is None:
+        examples = None
+    else:
+        examples = [example]
     return Field(
         default, description=doc, examples=examples, json_schema_extra={"traits": traits}, **marks
     )
@@ -71,7 +74,9 @@ def key(default: Any, doc: str, *, example: Any = None, **marks: Any) -> Any:
 def traits_of(field: FieldInfo) -> Traits:
     """The traits that `key` was given."""
     extra: Any = field.json_schema_extra
-    return Traits(**extra["traits"]) if extra else NO_TRAITS
+    if extra:
+        return Traits(**extra["traits"])
+    return NO_TRAITS
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,10 @@ class Applies:
 
     def fails(self, config: Any) -> bool:
         value = config.value(self.path)
-        shown = f"{value:g}" if isinstance(value, int | float) else str(value)
+        if isinstance(value, int | float):
+            shown = f"{value:g}"
+        else:
+            shown = str(value)
         return (shown in self.values) == self.unless
 
     @property
@@ -98,8 +106,12 @@ class Applies:
         """Why the key has no effect, as a clause."""
         name = self.path.partition(".")[2]
         *first, last = (v if v.isdecimal() else f'"{v}"' for v in self.values)
-        listed = f"{', '.join(first)} or {last}" if first else last
-        return f"{name} is {listed}" if self.unless else f"it belongs to {name} = {listed}"
+        listed = last
+        if first:
+            listed = f"{', '.join(first)} or {last}"
+        if self.unless:
+            return f"{name} is {listed}"
+        return f"it belongs to {name} = {listed}"
 
 
 Strings = list[str]

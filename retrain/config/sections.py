@@ -112,7 +112,10 @@ def _told_apart(condition: Condition, others: Sequence[Condition]) -> Condition:
     label = condition.label
     for path, value in condition.sets.items():
         if any(other.sets.get(path) != value for other in others):
-            shown = value if isinstance(value, str) else toml_value(value)
+            if isinstance(value, str):
+                shown = value
+            else:
+                shown = toml_value(value)
             label += f"~{path.rpartition('.')[2]}={shown}"
     if condition.given_label or label == condition.label or not LABEL.fullmatch(label):
         return condition

@@ -61,14 +61,18 @@ class Place:
 
     @property
     def file(self) -> str:
-        return str(self.provenance.path) if self.provenance.path is not None else "configuration"
+        if self.provenance.path is not None:
+            return str(self.provenance.path)
+        return "configuration"
 
     def sentence(self, violation: Violation) -> str:
         return f"{self.of(*violation.keys)}: {_finish(violation.message)}"
 
 
 def _finish(text: str) -> str:
-    return text if text.endswith(("?", ".")) else text + "."
+    if text.endswith(("?", ".")):
+        return text
+    return text + "."
 
 
 def details_of(error: ValidationError) -> list[ErrorDetails]:
@@ -113,11 +117,10 @@ def _sentence(
 ) -> str:
     unknown = details[0]["type"] == "extra_forbidden"
     if len(loc) == 1:
-        text = (
-            _unknown_section(str(loc[0]), data)
-            if unknown
-            else f"[{loc[0]}] is a section, and here it is {_shown(data[str(loc[0])])}"
-        )
+        if unknown:
+            text = _unknown_section(str(loc[0]), data)
+        else:
+            text = f"[{loc[0]}] is a section, and here it is {_shown(data[str(loc[0])])}"
         return f"{place.file}: {_finish(text)}"
     path = f"{loc[0]}.{loc[1]}"
     where = place.of(path, *(alias for alias, canonical in ALIASES.items() if canonical == path))
@@ -140,7 +143,9 @@ def _value(data: Mapping[str, Any], path: str) -> Any:
 def _unknown_section(name: str, data: Mapping[str, Any]) -> str:
     if not isinstance(data[name], dict):
         homes = [key.section for key in all_keys() if key.name == name]
-        where = f"it belongs under [{homes[0]}]" if homes else "every key belongs under a [section]"
+        where = "every key belongs under a [section]"
+        if homes:
+            where = f"it belongs under [{homes[0]}]"
         return f"{name} = {_shown(data[name])} stands outside of a section; {where}"
     near = nearest(name, tuple(section_models()))
     return (
@@ -189,12 +194,13 @@ def _condition_problem(loc: tuple[int | str, ...], details: list[ErrorDetails]) 
             f" {context.get('problem', 'is not a string')}"
         )
     value = details[0]["input"]
-    near = (
-        nearest(value, choices_of(Condition.model_fields[name], names_of))
-        if isinstance(value, str)
-        else None
-    )
-    suffix = f'did you mean "{near}"?' if near else "give a built-in name or a dotted plugin path"
+    if isinstance(value, str):
+        near = nearest(value, choices_of(Condition.model_fields[name], names_of))
+    else:
+        near = None
+    suffix = "give a built-in name or a dotted plugin path"
+    if near:
+        suffix = f'did you mean "{near}"?'
     return f"{where}: {name} = {_shown(value)} is not known; {suffix}"
 
 
@@ -230,10 +236,20 @@ def _unknown_setting(name: str) -> str:
 
 def _wrong_value(key: Key, value: Any, details: list[ErrorDetails]) -> str:
     refusal = next((detail for detail in details if detail["type"] == "refused"), None)
-    word = (refusal or details[0])["input"] if isinstance(value, list) else value
-    near = nearest(word, choices_of(key.field, names_of)) if isinstance(word, str) else None
-    wrong = str(refusal["ctx"]["problem"]) if refusal else _what_is_wrong(key, value, details[0])
-    suffix = f'; did you mean "{near}"?' if near and near != value else ""
+    word = value
+    if isinstance(value, list):
+        word = (refusal or details[0])["input"]
+    if isinstance(word, str):
+        near = nearest(word, choices_of(key.field, names_of))
+    else:
+        near = None
+    if refusal:
+        wrong = str(refusal["ctx"]["problem"])
+    else:
+        wrong = _what_is_wrong(key, value, details[0])
+    suffix = ""
+    if near and near != value:
+        suffix = f'; did you mean "{near}"?'
     if (
         isinstance(value, str)
         and key.path in ("data.source", "evaluation.source")
@@ -289,4 +305,6 @@ def _what_is_wrong(key: Key, value: Any, detail: ErrorDetails) -> str:
 
 def _shown(value: Any) -> str:
     text = toml_value(value)
-    return text if len(text) <= MAX_VALUE_CHARACTERS else text[: MAX_VALUE_CHARACTERS - 3] + "..."
+    if len(text) <= MAX_VALUE_CHARACTERS:
+        return text
+    return text[: MAX_VALUE_CHARACTERS - 3] + "..."

@@ -77,7 +77,9 @@ def _stored_value(path: str, value: Any) -> str:
 def _holds_none(value: Any) -> bool:
     if isinstance(value, dict):
         return any(map(_holds_none, value.values()))
-    return any(map(_holds_none, value)) if isinstance(value, list) else value is None
+    if isinstance(value, list):
+        return any(map(_holds_none, value))
+    return value is None
 
 
 def config_hash(config: TrainConfig) -> str:
@@ -124,14 +126,14 @@ def _differs(key: Key, stored: TrainConfig, current: TrainConfig) -> bool:
 
 
 def _jsonable(value: Any) -> Any:
-    return (
-        [item.model_dump() if hasattr(item, "model_dump") else item for item in value]
-        if isinstance(value, list)
-        else value
-    )
+    if isinstance(value, list):
+        return [item.model_dump() if hasattr(item, "model_dump") else item for item in value]
+    return value
 
 
 def shown_value(config: TrainConfig, path: str) -> str:
     """The value of a key as TOML, or `unset`."""
     value = config.value(path)
-    return "unset" if value is None else toml_value(_jsonable(value))
+    if value is None:
+        return "unset"
+    return toml_value(_jsonable(value))

@@ -174,7 +174,9 @@ def _apply_chat_template(
             " the model's template, such as { enable_thinking = false }."
         )
     try:
-        given = {"tools": list(tools)} if tools else {}
+        given = {}
+        if tools:
+            given = {"tools": list(tools)}
         return str(
             tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True, **given, **arguments

@@ -96,7 +96,9 @@ class Problem:
 def apply(operation: str, left: int, right: int) -> int:
     if operation == "*":
         return left * right
-    return left + right if operation == "+" else left - right
+    if operation == "+":
+        return left + right
+    return left - right
 
 
 def build_problem(family: str, draws: Sequence[float]) -> Problem:
@@ -140,7 +142,9 @@ def families(difficulty: int) -> tuple[str, ...]:
             f"[data] difficulty = {difficulty}: the lab has 1 to {MAX_DIFFICULTY}, which are "
             f"{', '.join(FAMILIES)} and a mixture of them; choose one of these."
         )
-    return FAMILIES if difficulty == MAX_DIFFICULTY else (FAMILIES[difficulty - 1],)
+    if difficulty == MAX_DIFFICULTY:
+        return FAMILIES
+    return (FAMILIES[difficulty - 1],)
 
 
 def problems(split: Split, family: str) -> Iterator[Problem]:

@@ -95,7 +95,9 @@ class _Counting(PromptSampler):
     def _in_turn(self, among: npt.NDArray[np.intp], count: int, uniforms: Uniforms) -> list[int]:
         """Take `count` of the examples `among`, those that were taken least often first."""
         order = among[np.lexsort((uniforms[among], self.taken[among]))]
-        return np.resize(order, count).tolist() if len(order) else []
+        if len(order):
+            return np.resize(order, count).tolist()
+        return []
 
     def state(self) -> dict[str, Any]:
         seen = np.flatnonzero(self.taken)

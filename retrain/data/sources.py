@@ -209,9 +209,9 @@ def _math_row(row: dict[str, Any], example_id: str) -> Example | Reason | None:
                 return None
             answer = extract_boxed(solution, after_think=False)
             info |= {"type": subject, "solution": solution}
-            return (
-                Example(problem, answer, "math", info, example_id) if answer else Reason.NO_ANSWER
-            )
+            if answer:
+                return Example(problem, answer, "math", info, example_id)
+            return Reason.NO_ANSWER
     return Reason.MALFORMED
 
 
@@ -231,11 +231,9 @@ def _gsm8k_row(row: dict[str, Any], example_id: str) -> Example | Reason | None:
         case {"question": str(question), "answer": str(solution), **info} if question.strip():
             answer = solution.rpartition("####")[2].strip() if "####" in solution else ""
             answer = re.sub(r"(?<=\d),(?=\d{3})", "", answer)  # 70,000 -> 70000
-            return (
-                Example(question, answer, "gsm8k", info | {"solution": solution}, example_id)
-                if answer
-                else Reason.NO_ANSWER
-            )
+            if answer:
+                return Example(question, answer, "gsm8k", info | {"solution": solution}, example_id)
+            return Reason.NO_ANSWER
     return Reason.MALFORMED
 
 

@@ -289,7 +289,9 @@ def play(host: EpisodeHost, example: Example, replies: Sequence[str], seed: int 
             break
         episode.reply(reply, last=number == len(replies))
         answer = episode.answer(lambda: None)
-    return answer if isinstance(answer, Score) else could_not_judge("no reply was given")
+    if isinstance(answer, Score):
+        return answer
+    return could_not_judge("no reply was given")
 
 
 def _checked(said: object, method: str) -> Observation:

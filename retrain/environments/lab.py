@@ -78,11 +78,16 @@ class _Guessing(Episode):
 
     def result(self) -> Result:
         found = float(bool(self.guesses) and self.guesses[-1] == self.number)
-        heeded = {"heeded": sum(self.heeded) / len(self.heeded)} if self.heeded else {}
+        if self.heeded:
+            heeded = {"heeded": sum(self.heeded) / len(self.heeded)}
+        else:
+            heeded = {}
         return Result(found, {"turns": len(self.guesses)} | heeded)
 
 
 def last_number(reply: str) -> int | None:
     """Return the last whole number of a reply; None if there is none."""
     found = re.findall(r"\d{1,9}", reply)
-    return int(found[-1]) if found else None
+    if found:
+        return int(found[-1])
+    return None

@@ -137,7 +137,9 @@ def _limited(seconds: float) -> Iterator[None]:
 
 def environment_name(settings: "Settings") -> str:
     """Return the environment's name in sentences: verifiers "my-env"."""
-    return f'{settings.provider} "{settings.id}"' if settings.id else f'"{settings.provider}"'
+    if settings.id:
+        return f'{settings.provider} "{settings.id}"'
+    return f'"{settings.provider}"'
 
 
 def load_problems(environment: Environment, config: "TrainConfig", split: Split) -> ReadResult:

@@ -86,9 +86,9 @@ class ReasoningGym(Environment):
 
     def gold(self, example: Example) -> list[str] | None:
         """Return the right reply; None for the tasks whose example has no single answer."""
-        return (
-            None if example.reference in ("", "None") else [f"<answer>{example.reference}</answer>"]
-        )
+        if example.reference in ("", "None"):
+            return None
+        return [f"<answer>{example.reference}</answer>"]
 
 
 class _OneAnswer(Episode):
@@ -102,7 +102,9 @@ class _OneAnswer(Episode):
 
     def step(self, reply: str) -> None:
         found = _ANSWER.findall(reply)
-        self._answer = str(found[-1]).strip() if found else None
+        self._answer = None
+        if found:
+            self._answer = str(found[-1]).strip()
 
     def result(self) -> Result:
         reward = float(self._set.score_answer(answer=self._answer, entry=self._row))

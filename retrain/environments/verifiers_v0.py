@@ -110,7 +110,10 @@ def plain_message(message: Any) -> ChatMessage:
     """Return a message as role and text. A call of a tool is part of the model's own text
     already.
     """
-    given = dict(message) if isinstance(message, Mapping) else message.model_dump()
+    if isinstance(message, Mapping):
+        given = dict(message)
+    else:
+        given = message.model_dump()
     content = given.get("content") or ""
     if not isinstance(content, str):
         content = "".join(str(part.get("text", "")) for part in content)

@@ -176,7 +176,10 @@ def _result(played: Any) -> Result:
 
 
 def _example(data: Any, split: Split, index: int) -> Example:
-    prompt = data.prompt if data.prompt is not None else data.name or "begin"
+    if data.prompt is not None:
+        prompt = data.prompt
+    else:
+        prompt = data.name or "begin"
     if isinstance(prompt, str):
         messages = [ChatMessage(role="user", content=prompt)]
     else:
@@ -219,7 +222,10 @@ class _SamplerClient(vf.Client):  # type: ignore[misc]  # the library is not typ
         turn: Any = None,
         headers: Any = None,
     ) -> Any:
-        request = turn if turn is not None else dialect.parse_request(body)
+        if turn is not None:
+            request = turn
+        else:
+            request = dialect.parse_request(body)
         asked = request.prompt if turn is not None else request.messages
         tools = [
             {
@@ -262,7 +268,9 @@ _resolve_client = server.resolve_client
 
 def _client_of(config: Any) -> Any:
     bridge = _bridges.get(str(getattr(config, "base_url", "")))
-    return _resolve_client(config) if bridge is None else _SamplerClient(bridge)
+    if bridge is None:
+        return _resolve_client(config)
+    return _SamplerClient(bridge)
 
 
 server.resolve_client = _client_of
@@ -297,7 +305,9 @@ class OneCall(vf.Harness[OneCallConfig]):  # type: ignore[misc]  # the base clas
         tool_interception_url: Any = None,
     ) -> Any:
         system, prompt = self.resolve_prompt(data)
-        messages = [{"role": "system", "content": system}] if system else []
+        messages = []
+        if system:
+            messages = [{"role": "system", "content": system}]
         messages += (
             [{"role": "user", "content": prompt}]
             if isinstance(prompt, str)

@@ -169,7 +169,10 @@ def explain(
     schedule, problems = _schedule(config, plan, memory, step_time, price_per_hour)
     engine, backend, incapacities, losses = _capabilities(configs)
     inputs = InputProblems.of(configs, here=memory_gib is None)
-    run_notes = notes(config) if plan is None else condition_notes(plan)
+    if plan is None:
+        run_notes = notes(config)
+    else:
+        run_notes = condition_notes(plan)
     power = campaign_power(config.campaign, len(config.conditions), pilot)
     return Explanation(
         kind=config.kind,
@@ -263,7 +266,9 @@ def _settings(config: TrainConfig) -> list[Setting]:
 def _runs(config: TrainConfig) -> tuple[tuple[CampaignRun, ...], CampaignPlan | None]:
     """Return the runs, and the plan if it is a campaign."""
     if config.kind == "campaign":
-        new = Path(config.logging.log_dir) if config.is_set("logging.log_dir") else CAMPAIGN_FOLDER
+        new = CAMPAIGN_FOLDER
+        if config.is_set("logging.log_dir"):
+            new = Path(config.logging.log_dir)
         plan = plan_campaign(config, Path(config.resume.from_) if config.resume.from_ else new)
         return plan.runs, plan
     folder = Path(config.resume.from_ or config.logging.log_dir)
@@ -282,7 +287,10 @@ def _schedule(
     """
     steps_done = 0
     if config.resume.from_:
-        folders = [run.folder for run in plan.runs] if plan else [Path(config.resume.from_)]
+        if plan:
+            folders = [run.folder for run in plan.runs]
+        else:
+            folders = [Path(config.resume.from_)]
         steps_done = sum(StoredRun(folder).steps for folder in folders)
     if plan is None:
         devices = len(config.backend.device_list)

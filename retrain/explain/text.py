@@ -68,7 +68,10 @@ def _size(seen: "Explanation") -> str:
             f"Campaign: {counted(len(seen.conditions), 'condition')} x"
             f" {counted(len(_seeds(seen)), 'seed')} = {counted(len(seen.runs), 'run')} of {steps}"
         )
-    seed = "a seed drawn at the start" if run.seed == -1 else f"seed {run.seed}"
+    if run.seed == -1:
+        seed = "a seed drawn at the start"
+    else:
+        seed = f"seed {run.seed}"
     return f"Run: {run.condition}, {seed}, {steps}"
 
 
@@ -114,11 +117,9 @@ def _facts(seen: "Explanation") -> Iterator[tuple[str, str]]:
 
 
 def _resumed(seen: "Explanation") -> str:
-    return (
-        f" ({seen.schedule.steps_done:,} done)"
-        if seen.schedule and seen.schedule.steps_done
-        else ""
-    )
+    if seen.schedule and seen.schedule.steps_done:
+        return f" ({seen.schedule.steps_done:,} done)"
+    return ""
 
 
 def _problems(seen: "Explanation") -> str:
@@ -157,7 +158,9 @@ def _squeeze(seen: "Explanation") -> Iterator[str]:
             ),
         )
     if settings.output_path:
-        fixed = f"rank {settings.compress_to}" if settings.compress_to else "the recommended rank"
+        fixed = "the recommended rank"
+        if settings.compress_to:
+            fixed = f"rank {settings.compress_to}"
         ranks_written = "a rank for each layer" if settings.per_layer else fixed
         rows.append(
             (
@@ -185,11 +188,10 @@ def _conditions(seen: "Explanation") -> Iterator[str]:
         return
     rows = []
     for condition in seen.conditions:
-        sepa = (
-            ""
-            if condition.maximal_lambda is None
-            else f"SEPA's lambda reaches {condition.maximal_lambda:.3g}"
-        )
+        if condition.maximal_lambda is None:
+            sepa = ""
+        else:
+            sepa = f"SEPA's lambda reaches {condition.maximal_lambda:.3g}"
         rows.append(
             (
                 condition.label,
@@ -202,11 +204,9 @@ def _conditions(seen: "Explanation") -> Iterator[str]:
     yield f"{GAP}W{WEIGHTS[1:]}: `retrain xray` says more."
     power = seen.power
     if power and power.detectable is not None:
-        unit = (
-            f"in {power.metric}"
-            if power.metric
-            else "standard deviations of the paired differences"
-        )
+        unit = "standard deviations of the paired differences"
+        if power.metric:
+            unit = f"in {power.metric}"
         family = counted(power.comparisons, "comparison")
         found = f"{power.detectable:.3g} {unit} with probability {POWER:.0%}, over {family}"
         yield f"{GAP}{counted(power.seeds, 'seed')} find a difference of {found}."
@@ -242,18 +242,26 @@ def _memory(seen: "Explanation") -> Iterator[str]:
 
 
 def _time_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
-    workers = (
-        f" / {schedule.effective_parallelism} at once" if schedule.effective_parallelism > 1 else ""
-    )
-    runs = f"{counted(schedule.total_runs, 'run')} x " if schedule.total_runs > 1 else ""
-    done = f", less {schedule.steps_done:,} done" if schedule.steps_done else ""
+    workers = ""
+    if schedule.effective_parallelism > 1:
+        workers = f" / {schedule.effective_parallelism} at once"
+    if schedule.total_runs > 1:
+        runs = f"{counted(schedule.total_runs, 'run')} x "
+    else:
+        runs = ""
+    if schedule.steps_done:
+        done = f", less {schedule.steps_done:,} done"
+    else:
+        done = ""
     what = f"{runs}{counted(schedule.steps_per_run, 'step')}{done}{workers}"
     if (
         schedule.step_time is None
         or schedule.estimated_wall_time_s is None
         or schedule.device_hours is None
     ):
-        product = f"{what}; " if runs or done else ""
+        product = ""
+        if runs or done:
+            product = f"{what}; "
         yield (
             "steps",
             f"{schedule.steps_left:,}",

@@ -60,7 +60,10 @@ def from_pilot(folder: Path) -> StepTime:
             f"--pilot {folder} has no step yet, so no time was measured; wait for one, or use"
             " --probe."
         )
-    where = f"{len(runs)} runs in {folder}" if len(runs) > 1 else str(folder)
+    if len(runs) > 1:
+        where = f"{len(runs)} runs in {folder}"
+    else:
+        where = str(folder)
     return StepTime(median(times), f"median of {len(times):,} steps, {where}")
 
 
@@ -137,27 +140,25 @@ class Schedule:
     @property
     def estimated_wall_time_s(self) -> float | None:
         """The seconds for the remaining steps, without evaluations, loading and waiting."""
-        return (
-            None
-            if self.step_time is None
-            else self.steps_left * self.step_time.seconds / self.effective_parallelism
-        )
+        if self.step_time is None:
+            return None
+        return self.steps_left * self.step_time.seconds / self.effective_parallelism
 
     @property
     def device_hours(self) -> float | None:
         seconds = self.estimated_wall_time_s
-        return None if seconds is None else seconds * self.devices / 3600
+        if seconds is None:
+            return None
+        return seconds * self.devices / 3600
 
     @property
     def cost(self) -> float | None:
         """The cost of the remaining steps in the currency of the price; None without a price or a
         step time.
         """
-        return (
-            self.device_hours * self.price_per_hour
-            if self.device_hours is not None and self.price_per_hour
-            else None
-        )
+        if self.device_hours is not None and self.price_per_hour:
+            return self.device_hours * self.price_per_hour
+        return None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -209,7 +210,9 @@ def _workers(plan: "CampaignPlan") -> int:
     settings = plan.settings
     if settings.launcher == "ray":
         return settings.max_workers or len(plan.runs)
-    return len(share_devices(plan)) if settings.parallel else 1
+    if settings.parallel:
+        return len(share_devices(plan))
+    return 1
 
 
 def recommended_workers(plan: "CampaignPlan", memory: "Memory | None") -> Workers:
@@ -234,11 +237,10 @@ def recommended_workers(plan: "CampaignPlan", memory: "Memory | None") -> Worker
             )
         )
     elif memory is not None and memory.machine.device_type == "cpu":
-        cores = (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
+        if hasattr(os, "sched_getaffinity"):
+            cores = len(os.sched_getaffinity(0))
+        else:
+            cores = os.cpu_count() or 1
         bounds.append(
             Workers(
                 cores,

@@ -81,7 +81,9 @@ class ServerCommand:
 
 
 def _quoted(value: str) -> str:
-    return f'"${value}"' if isinstance(value, Variable) else shlex.quote(value)
+    if isinstance(value, Variable):
+        return f'"${value}"'
+    return shlex.quote(value)
 
 
 def _resolved(value: str) -> str:
@@ -107,8 +109,13 @@ def address_flags(inference: "Inference", default_port: int) -> list[str]:
 
 def model_flags(model: "Model", served_model: str, revision: str) -> list[str]:
     """`revision` is the server's flag for a commit of the model's repository."""
-    name = ["--served-model-name", served_model] if served_model else []
-    commit = [revision, model.revision] if model.revision else []
+    if served_model:
+        name = ["--served-model-name", served_model]
+    else:
+        name = []
+    commit = []
+    if model.revision:
+        commit = [revision, model.revision]
     return name + commit + (["--trust-remote-code"] if model.trust_remote_code else [])
 
 

@@ -97,9 +97,10 @@ class Decoder:
         no_grad and not inference_mode: some rotary embeddings store buffers on the module during a
         forward, and an inference tensor there would break the learner's backward.
         """
-        training = (
-            [module for module in self._modules if module.training] if self.fused is None else []
-        )
+        if self.fused is None:
+            training = [module for module in self._modules if module.training]
+        else:
+            training = []
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             if (

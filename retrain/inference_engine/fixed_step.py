@@ -285,7 +285,9 @@ class FixedStep:
                 self.step(rows, variant)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        shared = next(iter(self._graphs.values())).pool() if self._graphs else None
+        shared = None
+        if self._graphs:
+            shared = next(iter(self._graphs.values())).pool()
         with torch.cuda.graph(graph, pool=shared, stream=stream, capture_error_mode="thread_local"):
             self.step(rows, variant)
         for name, values in before.items():
@@ -301,8 +303,14 @@ def _draw_chunk(
     def keep(z: Tensor, weights: Tensor) -> FixedKeptSets:
         return FixedKeptSets.of_device_cuts(z, weights.sum(-1, dtype=torch.float64), *cuts)
 
-    greedy = temperature == 0 if variant.greedy else None
-    divisors = temperature if greedy is None else torch.where(greedy, 1.0, temperature)
+    if variant.greedy:
+        greedy = temperature == 0
+    else:
+        greedy = None
+    if greedy is None:
+        divisors = temperature
+    else:
+        divisors = torch.where(greedy, 1.0, temperature)
     z = logits.float() / divisors[:, None]
     columns = draw_scaled(z, uniforms, greedy, keep if variant.truncated else None)
     return torch.cat([column.double() for column in columns], dim=1)

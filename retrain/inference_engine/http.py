@@ -149,7 +149,10 @@ class Server:
                 self.client, method, path, body, seconds=seconds, max_bytes=_MOST_BYTES
             )
         except (TimeoutError, httpx.ReadTimeout, httpx.WriteTimeout) as error:
-            limit = f"[inference] timeout_s = {seconds:g}" if timeout is None else f"{seconds:g} s"
+            if timeout is None:
+                limit = f"[inference] timeout_s = {seconds:g}"
+            else:
+                limit = f"{seconds:g} s"
             raise TooSlow(f"{self.url} did not answer a request within {limit}") from error
         except TooLong as error:
             raise Refused(
@@ -424,11 +427,10 @@ class ServerPool:
         server.facts.pop("looked", None)  # it may come back as another
         if server.alive:
             server.alive = False
-            left = (
-                f"{len(self.alive)} of {len(self.servers)} servers left"
-                if len(self.servers) > 1
-                else "it is tried again"
-            )
+            if len(self.servers) > 1:
+                left = f"{len(self.alive)} of {len(self.servers)} servers left"
+            else:
+                left = "it is tried again"
             self._say(f"{self._what} {problem}; {left}.")
 
     async def _look_after_silence(self, server: Server, error: TooSlow) -> None:
@@ -470,26 +472,29 @@ class ServerPool:
         """Return the failure to raise after the last `error`. An unfit answer's own sentence is
         kept, since it says what is wrong.
         """
-        after = f" ({tries})" if tries else ""
+        after = ""
+        if tries:
+            after = f" ({tries})"
         if isinstance(error, Unfit):
             return ServerFailure(f"{self._what} {error}{after}.")
         found = "; ".join(
             dict.fromkeys(server.problem for server in self.servers if not server.alive)
         ) or str(error)
-        found = f"{found}; {tries}" if tries else found
+        if tries:
+            found = f"{found}; {tries}"
         return ServerFailure(
             f"{self._what} does not answer ({found}): start it, or name another address in"
             " [inference] url."
         )
 
     def refusal(self, error: Refused, server: Server | None = None) -> ServerFailure:
-        where = f" {server.url}" if server else ""
+        where = ""
+        if server:
+            where = f" {server.url}"
         if error.status in (401, 403):
-            how = (
-                f"the key in {self._key_env} was not accepted"
-                if self._key_env
-                else "it requires a key: name its variable"
-            )
+            how = "it requires a key: name its variable"
+            if self._key_env:
+                how = f"the key in {self._key_env} was not accepted"
             return ServerFailure(
                 f"{self._what}{where} answered {error.status} ({error}): {how} in [inference]"
                 " api_key_env."
@@ -564,5 +569,8 @@ def _status(answer: Answer) -> int:
         or "choices" in content
     ):
         return answer.status
-    code = content["error"].get("code") if isinstance(content["error"], dict) else None
+    if isinstance(content["error"], dict):
+        code = content["error"].get("code")
+    else:
+        code = None
     return code if isinstance(code, int) and 400 <= code < 600 else 400

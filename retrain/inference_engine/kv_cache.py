@@ -54,16 +54,18 @@ class Stored:
         """
         heads, _, dim = like.shape
         self._compute_dtype = like.dtype
-        self._largest = _SCALED.get(storage) if storage is not None else None
+        self._largest = None
+        if storage is not None:
+            self._largest = _SCALED.get(storage)
         self._data = torch.zeros(
             rows, heads, capacity, dim, dtype=storage or like.dtype, device=like.device
         )
         scaled = self._largest is not None
-        self._scales = (
-            torch.zeros(rows, heads, capacity, 1, dtype=torch.float32, device=like.device)
-            if scaled
-            else None
-        )
+        self._scales = None
+        if scaled:
+            self._scales = torch.zeros(
+                rows, heads, capacity, 1, dtype=torch.float32, device=like.device
+            )
 
     def begin(self, rows: Tensor, prompt: Tensor) -> None:
         """Store a prompt [H, P, D] as the first tokens of `rows`."""
@@ -120,12 +122,16 @@ class Stored:
             self._scales = _grown(self._scales, capacity, rows, length)
 
     def _tensors(self) -> list[Tensor]:
-        return [self._data] if self._scales is None else [self._data, self._scales]
+        if self._scales is None:
+            return [self._data]
+        return [self._data, self._scales]
 
 
 def _bits(tensor: Tensor) -> Tensor:
     """Return the same bytes in a dtype that every operator can copy."""
-    return tensor.view(torch.int8) if tensor.dtype == torch.float8_e4m3fn else tensor
+    if tensor.dtype == torch.float8_e4m3fn:
+        return tensor.view(torch.int8)
+    return tensor
 
 
 def _grown(tensor: Tensor, capacity: int, rows: int, length: int) -> Tensor:

@@ -210,11 +210,10 @@ class MAXChild:
         self.config = config.model_copy(
             update={"inference": config.inference.model_copy(update={"url": url})}
         )
-        dtype = (
-            "bfloat16"
-            if config.inference.dtype == "bf16"
-            else str(model.dtype).removeprefix("torch.")
-        )
+        if config.inference.dtype == "bf16":
+            dtype = "bfloat16"
+        else:
+            dtype = str(model.dtype).removeprefix("torch.")
         longest = longest_sampled(
             config.training, config.evaluation, config.environment, context_length(model.config)
         )
@@ -222,7 +221,10 @@ class MAXChild:
         command = MAXEngine.server_command(self.config, needs, "python")
         command.arguments[0] = max_program()
         folder = Path(config.logging.log_dir)
-        self._log = folder / _LOG if folder.is_dir() else Path(os.devnull)
+        if folder.is_dir():
+            self._log = folder / _LOG
+        else:
+            self._log = Path(os.devnull)
         with self._log.open("ab") as log:
             self._guard = subprocess.Popen(
                 [
@@ -278,4 +280,6 @@ class MAXChild:
 def max_program() -> str:
     """Return the command `max`, of this environment or on PATH; "" where there is none."""
     beside = Path(sys.executable).with_name("max")
-    return str(beside) if beside.is_file() else which("max") or ""
+    if beside.is_file():
+        return str(beside)
+    return which("max") or ""

@@ -79,7 +79,10 @@ class MLXDialect(Dialect):
 
         model = self.config.inference.served_model or resolve_model(self.config.model.model)
         whole = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "logprobs": True}
-        adapters = {"adapters": str(adapter.folder / _CONVERTED)} if adapter else {}
+        if adapter:
+            adapters = {"adapters": str(adapter.folder / _CONVERTED)}
+        else:
+            adapters = {}
         return "/v1/completions", {
             "model": model,
             "prompt": prompt,

@@ -142,7 +142,9 @@ class OpenAIDialect(VLLMDialect):
             return f"it answers a prompt of token ids with {error.status}"
         except (LookupError, TypeError, ValueError, AttributeError):
             return "it returns no token ids with log-probs"
-        return "" if len(ids) == 1 else f"it returned {len(ids)} token ids for one token"
+        if len(ids) == 1:
+            return ""
+        return f"it returned {len(ids)} token ids for one token"
 
     async def _twice(self, server: Server) -> Any:
         """Ask for token ids, and once more after a 500: some servers answer so to what they do not
@@ -191,9 +193,9 @@ class OpenAIDialect(VLLMDialect):
         }
 
     def read(self, answer: Any, request: SampleRequest) -> list[Sampled]:
-        seen = (
-            answer["usage"].get("prompt_tokens") if isinstance(answer.get("usage"), dict) else None
-        )
+        seen = None
+        if isinstance(answer.get("usage"), dict):
+            seen = answer["usage"].get("prompt_tokens")
         of_chat = any(
             "message" in choice for choice in answer["choices"]
         )  # its template is the server's
@@ -216,17 +218,16 @@ class OpenAIDialect(VLLMDialect):
         Encoding again can give more tokens than were sampled, so where the server counts, it only
         tells a count that cannot be.
         """
-        counted = (
-            answer["usage"].get("completion_tokens")
-            if isinstance(answer.get("usage"), dict)
-            else None
-        )
+        counted = None
+        if isinstance(answer.get("usage"), dict):
+            counted = answer["usage"].get("completion_tokens")
         most = request.max_tokens * len(sampled)
         if type(counted) is int:
             characters = sum(len(one.text or "") for one in sampled)
-            problem = (
-                f"{counted:,}" if counted > most else f"{characters:,} characters as {counted:,}"
-            )
+            if counted > most:
+                problem = f"{counted:,}"
+            else:
+                problem = f"{characters:,} characters as {counted:,}"
             fits = counted <= most and characters <= _LONGEST_TOKEN * most
         else:
             longest = max(
@@ -296,7 +297,9 @@ class OpenAIDialect(VLLMDialect):
             server.facts["base_alone"] = True
 
     async def adapters(self, server: Server) -> Mapping[str, str] | None:  # type: ignore[override]  # None, as `Dialect` allows
-        return None if server.facts.get("base_alone") else await super().adapters(server)
+        if server.facts.get("base_alone"):
+            return None
+        return await super().adapters(server)
 
 
 class OpenAIEngine(VLLMEngine):

@@ -67,7 +67,9 @@ class PagedPromptPass(PromptPass):
         new = [slots[sequence.held :] for slots, sequence in zip(whole, sequences, strict=True)]
         self._pool = pool
         self._new = upload(np.concatenate(new), pool.device)
-        self._whole = upload(np.concatenate(whole), pool.device) if any(self.held) else None
+        self._whole = None
+        if any(self.held):
+            self._whole = upload(np.concatenate(whole), pool.device)
 
     def update(
         self,

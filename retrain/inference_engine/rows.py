@@ -55,7 +55,9 @@ def pieces(jobs: Sequence[Job], rows: int, most: int) -> list[Sequence[Job]]:
     the number of workers.
     """
     count = min(-(-len(jobs) // rows), most)
-    edges = [len(jobs) * number // count for number in range(count + 1)] if count else []
+    edges = []
+    if count:
+        edges = [len(jobs) * number // count for number in range(count + 1)]
     return [jobs[start:stop] for start, stop in pairwise(edges)]
 
 

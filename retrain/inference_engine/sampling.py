@@ -118,7 +118,9 @@ def _draw_chunk(
         assert cuts is not None
         return KeptSets.of_cuts(z, weights.sum(-1, dtype=torch.float64), cuts)
 
-    greedy = upload(temperatures == 0, logits.device) if not temperatures.all() else None
+    greedy = None
+    if not temperatures.all():
+        greedy = upload(temperatures == 0, logits.device)
     columns = draw_scaled(
         _scaled(logits, temperatures), uniforms, greedy, None if cuts is None else keep
     )
@@ -163,14 +165,19 @@ def draw_scaled(
 
     log_total = total.log()
     logprobs = shifted.gather(1, tokens).double() - log_total
-    best = None if greedy is None else _best(shifted[:, :vocabulary])
+    if greedy is None:
+        best = None
+    else:
+        best = _best(shifted[:, :vocabulary])
     # From here on `shifted` is spent: the entropy's moments are computed in its memory.
     moments = shifted.mul_(weights).view(rows, blocks, size).sum(-1).double().sum(-1, keepdim=True)
     entropies = (log_total - moments / total).clamp_(min=0.0)
     columns = tokens, logprobs, entropies
     if greedy is not None and best is not None:
         columns = _certain(columns, greedy[:, None], best)
-    return columns if kept is None else (*columns, kept.counts[:, None])
+    if kept is None:
+        return columns
+    return (*columns, kept.counts[:, None])
 
 
 def _certain(

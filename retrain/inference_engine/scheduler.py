@@ -158,7 +158,10 @@ class DecodeRun:
             self._prompts[key] = state
             self._prefixes.put(key, state)
         states = [self._prompts[key] for key in keys]
-        still_needed = {prompt_key(self._waiting[0].request)} if self._waiting else set()
+        if self._waiting:
+            still_needed = {prompt_key(self._waiting[0].request)}
+        else:
+            still_needed = set()
         self._prompts = {key: state for key, state in self._prompts.items() if key in still_needed}
         return states
 

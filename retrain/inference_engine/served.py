@@ -552,7 +552,9 @@ def _place_of_adapters(config: "TrainConfig") -> Path:
     """
     if not config.inference.adapter_dir:
         run = Path(config.logging.log_dir)
-        return run if os.access(run, os.W_OK) else Path(gettempdir())
+        if os.access(run, os.W_OK):
+            return run
+        return Path(gettempdir())
     place = expanded(config.inference.adapter_dir, "[inference] adapter_dir")
     try:
         place.mkdir(parents=True, exist_ok=True)

@@ -67,7 +67,9 @@ class TorchEngine(PyTorchEngine):
         computes the pieces of a call.
         """
         self._model = model
-        self._copy = CastCopy(model, options.weights) if options.weights is not None else None
+        self._copy = None
+        if options.weights is not None:
+            self._copy = CastCopy(model, options.weights)
         if self._copy is None:
             self._decoder = Decoder(model, options.flash, fused, shards)
         else:
@@ -76,9 +78,9 @@ class TorchEngine(PyTorchEngine):
             )
         self._eos_ids = np.asarray(sorted(set(eos_ids)), dtype=np.int64)
         self._limits = DecodeLimits(decode_rows, decode_tokens)
-        self._prefixes = (
-            PrefixStore(decode_tokens // STORE_SHARE) if options.prefix_caching else None
-        )
+        self._prefixes = None
+        if options.prefix_caching:
+            self._prefixes = PrefixStore(decode_tokens // STORE_SHARE)
         self._kv_storage = options.kv_storage
         self._options = options
         self._paged: PagedEngine | None = None
@@ -95,7 +97,10 @@ class TorchEngine(PyTorchEngine):
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         """Completions under the base model follow those under the adapter."""
         jobs = self._jobs(requests)
-        most = 1 if self._is_paged else MAX_PIECES.get(self._decoder.device.type, 1)
+        if self._is_paged:
+            most = 1
+        else:
+            most = MAX_PIECES.get(self._decoder.device.type, 1)
         for _, completion in self._decode(pieces(jobs, self._limits.rows, most)):
             yield completion
         self._decoder.run_dummy_passes()

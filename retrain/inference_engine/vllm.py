@@ -133,12 +133,14 @@ class VLLMDialect(Dialect):
                 " tokenizer"
             )
         logprobs, mask = choice["logprobs"], choice.get("sampling_mask")
-        values = (
-            logprobs["token_logprobs"]
-            if "token_logprobs" in logprobs
-            else [token["logprob"] for token in logprobs["content"]]
-        )
-        kept = None if mask is None else [len(tokens) for tokens in mask]
+        if "token_logprobs" in logprobs:
+            values = logprobs["token_logprobs"]
+        else:
+            values = [token["logprob"] for token in logprobs["content"]]
+        if mask is None:
+            kept = None
+        else:
+            kept = [len(tokens) for tokens in mask]
         return Sampled(choice["token_ids"], values, choice["finish_reason"] == "stop", kept)
 
     async def _check_kept_sets(self, server: Server) -> None:

@@ -71,7 +71,9 @@ class Pieces:
         if self.vocabulary.token_bytes(token):
             return ""
         name = self._tokenizer.convert_ids_to_tokens(token)
-        return str(name) if name else f"<{token}>"
+        if name:
+            return str(name)
+        return f"<{token}>"
 
 
 @dataclass(frozen=True)
@@ -251,18 +253,25 @@ def read_step(
         )
     pieces = Pieces(run.config.model)
     stages: dict[str, Mapping[str, Float32Array]] = {run.condition: table.advantages}
-    planning = table.mask.astype(np.bool_) if table.mask is not None else None
+    planning = None
+    if table.mask is not None:
+        planning = table.mask.astype(np.bool_)
     notes: list[str] = []
     for name in against:
         config = _under(run.config, name)
         pipeline = CreditPipeline(config, pieces.vocabulary.pieces, load_sentence_encoder)
-        sepa_lambda = _sepa_lambda(run, step, notes) if pipeline.uses_sepa_controller else 0.0
+        if pipeline.uses_sepa_controller:
+            sepa_lambda = _sepa_lambda(run, step, notes)
+        else:
+            sepa_lambda = 0.0
         credit = pipeline.assign(_groups(run, table), step, sepa_lambda)
         label = condition_label(config.algorithm.advantage_mode, config.algorithm.transform_mode)
         stages[f"{label} (computed)" if label in stages else label] = credit.stages_float32()
         if planning is None and pipeline.needs_planning:
             planning = credit.tokens.planning
-    masks = _detected(run.config.planning, table, pieces, planning_model) if detectors else {}
+    masks = {}
+    if detectors:
+        masks = _detected(run.config.planning, table, pieces, planning_model)
     if masks:
         notes.append(agreement(masks))
     return StepCredit(step, stages, table, planning, pieces, tuple(dict.fromkeys(notes)), masks)
@@ -326,11 +335,10 @@ def agreement(masks: Mapping[str, npt.NDArray[np.bool_]]) -> str:
         return "The step has no tokens to compare the planning detectors on."
     rates, same = (float(first.mean()), float(second.mean())), float((first == second).mean())
     by_chance = rates[0] * rates[1] + (1 - rates[0]) * (1 - rates[1])
-    kappa = (
-        f"Cohen's kappa {(same - by_chance) / (1 - by_chance):.2f}"
-        if by_chance < 1
-        else "nothing to tell apart"
-    )
+    if by_chance < 1:
+        kappa = f"Cohen's kappa {(same - by_chance) / (1 - by_chance):.2f}"
+    else:
+        kappa = "nothing to tell apart"
     return (
         f"Planning tokens of {len(first):,}: {one} {rates[0]:.1%}, {two} {rates[1]:.1%}, both"
         f" {float((first & second).mean()):.1%}; the detectors agree on {same:.1%} of the tokens"

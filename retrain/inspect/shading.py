@@ -46,7 +46,9 @@ def scale_of(credit: StepCredit, quantity: Quantity) -> float:
         np.concatenate([np.zeros(0), *(array for array in arrays[quantity] if array is not None)])
     )
     seen = sizes[np.isfinite(sizes) & (sizes > 0)]
-    return float(np.quantile(seen, _STRONGEST)) if len(seen) else 1.0
+    if len(seen):
+        return float(np.quantile(seen, _STRONGEST))
+    return 1.0
 
 
 def levels(values: Values, scale: float, count: int) -> list[int]:

@@ -69,9 +69,15 @@ def heading(completion: CompletionCredit) -> str:
     """The line above a completion, such as: Sample 3, reward 1, 212 tokens, cut off by
     max_tokens.
     """
-    reward = "" if completion.reward is None else f", reward {completion.reward:g}"
+    if completion.reward is None:
+        reward = ""
+    else:
+        reward = f", reward {completion.reward:g}"
     end = ", cut off by max_tokens" if completion.truncated else ""
-    turns = f" in {counted(len(completion.turns), 'turn')}" if completion.turns else ""
+    if completion.turns:
+        turns = f" in {counted(len(completion.turns), 'turn')}"
+    else:
+        turns = ""
     return (
         f"Sample {completion.sample}{reward},"
         f" {counted(len(completion.pieces), 'token')}{turns}{end}"
@@ -93,7 +99,10 @@ def _coloured(credit: StepCredit, completion: CompletionCredit, by: Quantity) ->
     """
     from rich.table import Table
 
-    labels = credit.labels if by is Quantity.ADVANTAGE else credit.labels[:1]
+    if by is Quantity.ADVANTAGE:
+        labels = credit.labels
+    else:
+        labels = credit.labels[:1]
     texts = [_text(credit, completion, by, label) for label in labels]
     if len(texts) == 1:
         return texts[0]

@@ -82,7 +82,9 @@ def missing(model: Any) -> str:
     pluggable = getattr(model, "_supports_attention_backend", False) and not getattr(
         config, "is_encoder_decoder", False
     )
-    return _found_by_trying(model) if pluggable else "no pluggable attention"
+    if pluggable:
+        return _found_by_trying(model)
+    return "no pluggable attention"
 
 
 def refuse_undecodable(model: Any) -> None:
@@ -198,7 +200,10 @@ def attend(
         for name in ("s_aux", "position_bias")
         if kwargs.get(name) is not None
     ]
-    window = sliding_window if attention_mask is None else getattr(attention_mask, "window", -1)
+    if attention_mask is None:
+        window = sliding_window
+    else:
+        window = getattr(attention_mask, "window", -1)
     if window == -1:
         unknown.append("an attention mask of its own")
     if attention_batch is None:

@@ -94,11 +94,9 @@ def longest_sampled(
 
 def most_new_tokens(training: "Training", evaluation: "Evaluation") -> int:
     """Tokens of the longest completion that the run samples."""
-    return (
-        max(training.max_tokens, evaluation.max_tokens or 0)
-        if evaluation.asked_for
-        else training.max_tokens
-    )
+    if evaluation.asked_for:
+        return max(training.max_tokens, evaluation.max_tokens or 0)
+    return training.max_tokens
 
 
 def kv_bytes_per_token(model_config: Any, compute_bytes: int, kv_cache_dtype: str = "auto") -> int:

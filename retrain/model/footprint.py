@@ -87,7 +87,10 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
         config.inference.attention_kernel, device_type or base.device.type, base.dtype
     )
     four_bits, drops = config.model.load_in_4bit, config.lora.dropout > 0
-    fused = None if four_bits or base.shards.size > 1 else FusedDecoder.of(base.model, merge=False)
+    if four_bits or base.shards.size > 1:
+        fused = None
+    else:
+        fused = FusedDecoder.of(base.model, merge=False)
     if fused is not None:
         fused.refresh()
     try:
@@ -104,7 +107,9 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
             f" ({type(error).__name__}), so its memory is not predicted."
         ) from error
     frozen = [parameter for parameter in base.model.parameters() if not parameter.requires_grad]
-    saved = _four_bits_save(base) if four_bits else 0
+    saved = 0
+    if four_bits:
+        saved = _four_bits_save(base)
     text: Any = base.model.config.get_text_config()
     layer, stream = kept // text.num_hidden_layers, text.hidden_size * base.dtype.itemsize
     return Footprint(
@@ -249,4 +254,6 @@ def _forward(base: BaseModel, fused: FusedDecoder | None, kernel: Kernel) -> Ten
             for parameter in base.model.parameters():
                 parameter.data = parameter.data.to(base.dtype)
         stack.enter_context(plugged_in(base.model) if packs else nullcontext())
-        return base.hidden_states(ids, positions, attention) if packs else base.hidden_states(ids)
+        if packs:
+            return base.hidden_states(ids, positions, attention)
+        return base.hidden_states(ids)

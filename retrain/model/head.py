@@ -54,11 +54,10 @@ class Head:
         `out` [rows, V], of the model's dtype, is memory for the product.
         """
         weight = self.weight.t()
-        product = (
-            torch.mm(hidden, weight, out=out)
-            if self.bias is None
-            else torch.addmm(self.bias, hidden, weight, out=out)
-        )
+        if self.bias is None:
+            product = torch.mm(hidden, weight, out=out)
+        else:
+            product = torch.addmm(self.bias, hidden, weight, out=out)
         logits = product.float()
         if self.scale != 1.0:
             logits = logits * self.scale
@@ -138,8 +137,12 @@ class _ChunkedHead(torch.autograd.Function):
         count, wants_gradient = hidden.shape[0], ctx.needs_input_grad[0]
         logprobs = hidden.new_empty(count, dtype=torch.float32)
         entropies = hidden.new_empty(count if entropy else 0, dtype=torch.float32)
-        logprob_gradient = torch.empty_like(hidden) if wants_gradient else None
-        entropy_gradient = torch.empty_like(hidden) if wants_gradient and entropy else None
+        logprob_gradient = None
+        if wants_gradient:
+            logprob_gradient = torch.empty_like(hidden)
+        entropy_gradient = None
+        if wants_gradient and entropy:
+            entropy_gradient = torch.empty_like(hidden)
         products = hidden.new_empty(
             min(rows, count), head.weight.shape[0]
         )  # of one chunk after the other: new memory costs page faults
@@ -201,7 +204,10 @@ class _Chunk:
         self.head, self.targets, self.temperature = head, targets, temperature
         logits = head.logits(hidden, products)
         self.capped = logits.clone() if head.softcap is not None else None
-        u = logits.div_(temperature) if temperature != 1.0 else logits
+        if temperature != 1.0:
+            u = logits.div_(temperature)
+        else:
+            u = logits
         if kept is not None:
             keep_only(u, targets, kept)
         u.sub_(u.amax(-1, keepdim=True))

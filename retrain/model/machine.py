@@ -84,16 +84,16 @@ class Machine:
     @property
     def usable(self) -> int:
         """Bytes that a run may take."""
-        return (
-            self.memory - self.context
-            if self.device_type == "cuda"
-            else int(self.memory * _CPU_SHARE)
-        )
+        if self.device_type == "cuda":
+            return self.memory - self.context
+        return int(self.memory * _CPU_SHARE)
 
     @property
     def context(self) -> int:
         """Bytes that the device's libraries take."""
-        return min(_CUDA_CONTEXT, self.memory) if self.device_type == "cuda" else 0
+        if self.device_type == "cuda":
+            return min(_CUDA_CONTEXT, self.memory)
+        return 0
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,10 @@ def plan(budget: Budget, world: World = ALONE, *, shares: bool = True) -> Machin
         paged=budget.paged,
     )
     merges = budget.merges
-    rows = min(decode.rows, _LARGE_ROWS) if size.weights > _LARGE else decode.rows
+    if size.weights > _LARGE:
+        rows = min(decode.rows, _LARGE_ROWS)
+    else:
+        rows = decode.rows
     kept = size.activations_per_token(checkpointing=checkpointing, offloading=offloading)
     fitting = [
         decode.tokens // (rows * budget.longest_sampled),

@@ -293,13 +293,14 @@ class _Estimate:
         size = self.size
         cast = self.config.inference.dtype == "bf16" and size.dtype == torch.float32
         makes = self.choices.merge_adapter and (not cast or computes_bf16())
-        copy = (
-            (size.layer_weights + size.head_weights) // (2 if cast else 1)
-            if makes and size.layer_weights
-            else 0
-        )
+        copy = 0
+        if makes and size.layer_weights:
+            copy = (size.layer_weights + size.head_weights) // (2 if cast else 1)
         workers = self.choices.workers
-        each = f", in each of {workers} processes" if workers > 1 else ""
+        if workers > 1:
+            each = f", in each of {workers} processes"
+        else:
+            each = ""
         note = (
             "the layers, in fp32 with the adapter in them, and the head, laid out for few"
             f" rows{each}; half if all fit 16 bits"
@@ -314,7 +315,10 @@ class _Estimate:
             return Part("prompt pass", 0, "")
         plain = kv_bytes_per_token(self.budget.model_config, self.size.dtype.itemsize)
         tokens = min(PREFILL_TOKENS, self.config.training.batch_size * self.budget.prompt_tokens)
-        kept = 0 if self.budget.paged else tokens * plain
+        if self.budget.paged:
+            kept = 0
+        else:
+            kept = tokens * plain
         return Part(
             "prompt pass",
             self.budget.prompt_pass + kept,
@@ -341,14 +345,13 @@ class _Estimate:
             if rows < self.completions:
                 note += " at their longest, more while they are shorter"
             return Part("KV cache", tokens * per_token, note)
-        kept = (
-            prompts * kv_bytes_per_token(self.budget.model_config, plain)
-            if inference.prefix_caching
-            else 0
-        )
-        turns = (
-            f"; {self.completions:,} completions take turns" if self.rows < self.completions else ""
-        )
+        kept = 0
+        if inference.prefix_caching:
+            kept = prompts * kv_bytes_per_token(self.budget.model_config, plain)
+        if self.rows < self.completions:
+            turns = f"; {self.completions:,} completions take turns"
+        else:
+            turns = ""
         note = f"{self.rows:,} x {longest:,} tokens at {byte_words(per_token)}{turns}"
         return Part("KV cache", self.rows * longest * per_token + kept, note)
 
@@ -402,4 +405,6 @@ def byte_words(count: int) -> str:
     """Write bytes as a person reads them: 7.49 GiB, 96.1 MiB, 144 KiB."""
     if count >= GIB:
         return f"{count / GIB:,.2f} GiB"
-    return f"{count / 2**20:,.1f} MiB" if count >= 2**20 else f"{count / 1024:,.0f} KiB"
+    if count >= 2**20:
+        return f"{count / 2**20:,.1f} MiB"
+    return f"{count / 1024:,.0f} KiB"

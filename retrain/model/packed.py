@@ -85,14 +85,18 @@ class HalfWeight:
 
     def product(self, x: Tensor) -> Tensor:
         product: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._packed).mul_(self._back)
-        return product if self._bias is None else product.add_(self._bias)
+        if self._bias is None:
+            return product
+        return product.add_(self._bias)
 
 
 def prepack(weight: Tensor, bias: Tensor | None) -> FrozenProduct:
     """Return the product with a weight [O, I] and a bias [O] that do not change, held in the fewest
     bits that hold its values.
     """
-    return HalfWeight(weight, bias) if fits_half(weight) else PackedWeight(weight, bias)
+    if fits_half(weight):
+        return HalfWeight(weight, bias)
+    return PackedWeight(weight, bias)
 
 
 def fits_half(weight: Tensor) -> bool:

@@ -218,11 +218,10 @@ class _Worker:
         _, status = os.waitpid(self.pid, 0)
         code = os.waitstatus_to_exitcode(status)
         self.pid = 0
-        how = (
-            f"was killed by signal {-code} (memory may have run out)"
-            if code < 0
-            else f"ended with exit code {code}"
-        )
+        if code < 0:
+            how = f"was killed by signal {-code} (memory may have run out)"
+        else:
+            how = f"ended with exit code {code}"
         return ResumableFailure(
             f"A worker process of this run {how}; close other programs, or set OMP_NUM_THREADS=1 to"
             " compute in one process."

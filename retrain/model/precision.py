@@ -54,7 +54,10 @@ def computed_in(base: BaseModel, dtype: torch.dtype) -> Iterator[BaseModel]:
         ]
         hooks += _converted(unit, weights, dtype) if weights else []
     head = base.head
-    bias = None if head.bias is None else head.bias.to(dtype)
+    if head.bias is None:
+        bias = None
+    else:
+        bias = head.bias.to(dtype)
     try:
         yield replace(
             base, head=replace(head, weight=head.weight.to(dtype), bias=bias), dtype=dtype

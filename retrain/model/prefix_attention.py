@@ -194,7 +194,9 @@ def _sources(block: Block, key: Tensor, value: Tensor, *, gradients: bool = Fals
             (torch.zeros_like(keys), torch.zeros_like(values)) if gradients else (keys, values)
         )
         sources.append(_Source(keys, values, grad_keys, grad_values, own=keys is own[0]))
-    return sources if prompt[0].shape[1] else sources[:1]
+    if prompt[0].shape[1]:
+        return sources
+    return sources[:1]
 
 
 def _output(queries: Tensor, sources: Sequence[_Source]) -> tuple[Tensor, Tensor]:

@@ -48,7 +48,9 @@ class Pending(NamedTuple):
 
 def lora_parts(module: Any) -> tuple[nn.Linear, Any | None]:
     """(the frozen layer, the peft layer around it or None)."""
-    return (module.base_layer, module) if hasattr(module, "lora_A") else (module, None)
+    if hasattr(module, "lora_A"):
+        return (module.base_layer, module)
+    return (module, None)
 
 
 def fusable(module: nn.Module) -> bool:
@@ -123,7 +125,9 @@ class Projection:
     @property
     def wide_weight(self) -> Tensor:
         """[O, I] in the dtype of the products: the weight itself, or what 8 bits stand for."""
-        return self.weight if self.scale is None else dequantised(self.weight, self.scale)
+        if self.scale is None:
+            return self.weight
+        return dequantised(self.weight, self.scale)
 
     @torch.no_grad()
     def refresh(self, copy: Literal["none", "merged", "plain"]) -> None:
@@ -168,7 +172,10 @@ class Projection:
         joined = _share_storage(self._weights, below)
         self.weight = joined[:outputs]
         if self.factors is None or self.factors.down.data_ptr() != joined[outputs:].data_ptr():
-            up = self.weight.new_zeros(rank, outputs) if self.factors is None else self.factors.up
+            if self.factors is None:
+                up = self.weight.new_zeros(rank, outputs)
+            else:
+                up = self.factors.up
             self.factors = _Factors(joined[outputs : outputs + rank], up)
         self._joined = joined, None if self.bias is None else F.pad(self.bias, (0, below))
 
@@ -199,7 +206,9 @@ class Projection:
         adapter to differentiate.
         """
         y, pending = self.unadded(x)
-        return (y, None) if pending is None else (pending.added_to(y), pending.reduced)
+        if pending is None:
+            return (y, None)
+        return (pending.added_to(y), pending.reduced)
 
     def unadded(self, x: Tensor) -> tuple[Tensor, Pending | None]:
         """`product` in two parts, for a kernel that adds them; the second is None where the first
@@ -243,11 +252,9 @@ class Projection:
             )
         assert self.factors is not None
         grad_reduced = F.linear(grad_output, self.factors.up)
-        grad_x = (
-            (grad_output @ self.wide_weight).addmm_(grad_reduced, self.factors.down)
-            if wants_input
-            else None
-        )
+        grad_x = None
+        if wants_input:
+            grad_x = (grad_output @ self.wide_weight).addmm_(grad_reduced, self.factors.down)
         if not wants_params:
             return grad_x, [None] * len(self.parameters)
         grad_downs = grad_reduced.T @ x()  # [R, I]

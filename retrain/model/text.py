@@ -70,7 +70,9 @@ def resolve_model(name: str) -> str:
     if name == "lab":
         return str(LAB_MODEL)
     folder = expanded(name, "[model] model")
-    return str(folder) if folder.exists() else name
+    if folder.exists():
+        return str(folder)
+    return name
 
 
 def load_text_model(model: "Model") -> TextModel:
@@ -153,7 +155,9 @@ def _from_pretrained(
         KeyError,
     ) as error:  # transformers raises all three for missing and broken files
         if online:
-            where = f"the folder {path}" if is_local else "the Hugging Face hub"
+            where = "the Hugging Face hub"
+            if is_local:
+                where = f"the folder {path}"
             raise EnvironmentFailure(
                 f'The {part} of [model] model = "{name}" could not be loaded from {where}:'
                 f" {first_line(error)}"
@@ -222,5 +226,9 @@ def _end_of_turn(tokenizer: "PreTrainedTokenizerBase") -> int | None:
     special = set(tokenizer.all_special_ids) | {
         index for index, token in tokenizer.added_tokens_decoder.items() if token.special
     }
-    after = tokenizer(rest.lstrip(), add_special_tokens=False)["input_ids"] if found else []
-    return int(after[0]) if after and after[0] in special else None
+    after = []
+    if found:
+        after = tokenizer(rest.lstrip(), add_special_tokens=False)["input_ids"]
+    if after and after[0] in special:
+        return int(after[0])
+    return None

@@ -90,7 +90,10 @@ def plain(
             :, None
         ]
         seen = torch.arange(stop - start, device=query.device)
-        hidden = (seen > own) if window is None else (seen > own) | (seen <= own - window)
+        if window is None:
+            hidden = seen > own
+        else:
+            hidden = (seen > own) | (seen <= own - window)
         scores = (q @ k.transpose(1, 2) * scaling).masked_fill(hidden, float("-inf"))
         outputs.append((torch.softmax(scores, dim=-1) @ v).transpose(0, 1))
     return torch.cat(outputs)
@@ -149,9 +152,10 @@ def plain_paged(
         pages[rows.block_table.long()].flatten(1, 2).transpose(1, 2) for pages in (keys, values)
     )  # [R, Hk, L, D]
     position, seen = torch.arange(k.shape[2], device=query.device), rows.cache_seqlens[:, None]
-    hidden = (
-        (position >= seen) if window is None else (position >= seen) | (position < seen - window)
-    )
+    if window is None:
+        hidden = position >= seen
+    else:
+        hidden = (position >= seen) | (position < seen - window)
     scores = (grouped @ k.transpose(2, 3) * scaling).masked_fill(
         hidden[:, None, None], float("-inf")
     )

@@ -74,7 +74,9 @@ class VocabularyTable:
         text = b"".join([self._bytes[index] for index in self._known(token_ids)]).decode(
             "utf-8", errors="replace"
         )
-        return text[1:] if self._spaced else text
+        if self._spaced:
+            return text[1:]
+        return text
 
     def pieces(self, token_ids: TokenIds) -> list[str]:
         """Return one string per token; their concatenation is `text(token_ids)`."""

@@ -42,7 +42,9 @@ def step_folder(step: Any) -> str:
     """The name of the checkpoint's folder after so many steps; of no folder for what counts no
     steps.
     """
-    return f"step_{step:06d}" if type(step) is int else "no step"
+    if type(step) is int:
+        return f"step_{step:06d}"
+    return "no step"
 
 
 class CheckpointStore:

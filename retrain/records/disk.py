@@ -44,13 +44,11 @@ def path_error(error: OSError) -> RetrainError | None:
             f"{where} cannot be used: this user may not read or write it; change its permissions or"
             " name another."
         )
-    return (
-        EnvironmentFailure(
+    if is_disk(error):
+        return EnvironmentFailure(
             f"{where} cannot be used: {error.strerror}; free space or choose another disk."
         )
-        if is_disk(error)
-        else None
-    )
+    return None
 
 
 def is_disk(error: OSError) -> bool:

@@ -36,7 +36,9 @@ class _Record:
         missing = [
             item.name for item in fields(cls) if item.default is MISSING and item.name not in values
         ]
-        problem = f"no {missing[0]}, and every line has one" if missing else ""
+        problem = ""
+        if missing:
+            problem = f"no {missing[0]}, and every line has one"
         for name, value in values.items():
             if isinstance(value, float) and not isfinite(value):
                 problem = problem or f"{name} = {value}, which is not a finite number"
@@ -45,11 +47,10 @@ class _Record:
                     problem or f"{name} = {str(value)[:_SHOWN]!r}, and {name} is of another type"
                 )
         if problem := problem or cls.contradiction(values):
-            where = (
-                f"{path}, step {line.get('step')}: a {cls.__name__}"
-                if path
-                else f"A {cls.__name__} of the run"
-            )
+            if path:
+                where = f"{path}, step {line.get('step')}: a {cls.__name__}"
+            else:
+                where = f"A {cls.__name__} of the run"
             raise RunFailed(
                 f"{where} has {problem}: the file was changed or another program wrote it."
             )
@@ -345,11 +346,9 @@ class EvaluationRecord(_Record):
     @classmethod
     def contradiction(cls, values: Mapping[str, Any]) -> str:
         correct, samples = values["correct"], values["samples"]
-        return (
-            ""
-            if 0 <= correct <= samples
-            else f"{correct} correct of {samples} samples, which cannot be"
-        )
+        if 0 <= correct <= samples:
+            return ""
+        return f"{correct} correct of {samples} samples, which cannot be"
 
 
 @dataclass(frozen=True)

@@ -25,17 +25,14 @@ def describe_environment(device: str) -> dict[str, Any]:
     """
     torch = sys.modules.get("torch")  # None for a run without it
     cpuinfo = Path("/proc/cpuinfo")
-    lines = (
-        cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
-        if cpuinfo.is_file()
-        else []
-    )
+    if cpuinfo.is_file():
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    else:
+        lines = []
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    memory = (
-        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ())
-        else None
-    )
+    memory = None
+    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()):
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "retrain": __version__,
         "python": platform.python_version(),

@@ -40,7 +40,9 @@ def finite(record: Mapping[str, Any]) -> Json:
     """
     nonfinite: list[str] = []
     clean = {key: _finite(value, key, nonfinite) for key, value in record.items()}
-    return clean | {"nonfinite": nonfinite} if nonfinite else clean
+    if nonfinite:
+        return clean | {"nonfinite": nonfinite}
+    return clean
 
 
 def _finite(value: Any, name: str, nonfinite: list[str]) -> Any:
@@ -85,7 +87,9 @@ class Extent:
             return f"{path.name} has {size} bytes instead of {self.size}"
         with path.open("rb") as file:
             found = _digest(file, self.size).hexdigest()
-        return "" if found == self.sha256 else f"{path.name} differs from its sha256"
+        if found == self.sha256:
+            return ""
+        return f"{path.name} differs from its sha256"
 
 
 class JsonlWriter:
@@ -108,7 +112,9 @@ class JsonlWriter:
         with path.open("rb") as file:
             self._sha256 = _digest(file, self._size)
         self._unwritten = b""
-        self._aside = aside_of(path) if aside_of(path).exists() else None
+        self._aside = None
+        if aside_of(path).exists():
+            self._aside = aside_of(path)
 
     @property
     def is_behind(self) -> bool:
@@ -256,7 +262,10 @@ def _whole_lines_backwards(path: Path) -> Iterator[bytes]:
 
 
 def _parse(line: bytes, path: Path, number: int | None) -> Json:
-    place = f"{path}, line {number}," if number else f"{path}"
+    if number:
+        place = f"{path}, line {number},"
+    else:
+        place = f"{path}"
     try:
         record = parse_json(line)
     except ParseError as error:

@@ -129,7 +129,9 @@ def secret_values(environment: Mapping[str, str] | None = None) -> set[str]:
     values = {
         value for name, value in given.items() if is_secret_name(name) and len(value) >= _MIN_LENGTH
     }
-    return values | _noted if environment is None else values
+    if environment is None:
+        return values | _noted
+    return values
 
 
 def harmless(text: str) -> str:
@@ -146,7 +148,9 @@ def reason_of(text: str) -> str:
     What a user's code or a server says is masked before it is cut: half a secret is not recognised.
     """
     line = " ".join(harmless(text).split())
-    return line if len(line) <= MAX_REASON else line[: MAX_REASON - 3] + "..."
+    if len(line) <= MAX_REASON:
+        return line
+    return line[: MAX_REASON - 3] + "..."
 
 
 class Redactor:
@@ -166,9 +170,9 @@ class Redactor:
                 quote_plus(value),
             }
         ordered = sorted(forms, key=len, reverse=True)  # a secret that contains another goes first
-        self._values = (
-            re.compile("|".join(re.escape(value) for value in ordered)) if ordered else None
-        )
+        self._values = None
+        if ordered:
+            self._values = re.compile("|".join(re.escape(value) for value in ordered))
 
     def text(self, text: str) -> str:
         if self._values is not None:
@@ -191,7 +195,9 @@ class Redactor:
         """
         match value:
             case str():
-                return MASK if value and is_secret_name(name) else self.text(value)
+                if value and is_secret_name(name):
+                    return MASK
+                return self.text(value)
             case Mapping():
                 return {
                     self.text(key): self.json(

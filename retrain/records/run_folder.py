@@ -213,19 +213,22 @@ class RunFolder:
         While a run goes on the file may be longer; a run that has `ended` wrote nothing after it
         recorded the file.
         """
-        state = read_object(self.trainer_state) if self.trainer_state.is_file() else {}
+        if self.trainer_state.is_file():
+            state = read_object(self.trainer_state)
+        else:
+            state = {}
         if not (recorded := state.get("files")):
             return ""
         checkpoint = self.checkpoints / step_folder(state.get("step")) / self.trainer_state.name
         if checkpoint.is_file() and checkpoint.read_bytes() != self.trainer_state.read_bytes():
             return f"{self.trainer_state.name} differs from the one in {checkpoint.parent.name}"
-        values = (
-            recorded.get(path.relative_to(self.path).as_posix())
-            if isinstance(recorded, dict)
-            else None
-        )
+        values = None
+        if isinstance(recorded, dict):
+            values = recorded.get(path.relative_to(self.path).as_posix())
         if not isinstance(values, dict) or type(values.get("size")) is not int:
-            return f"{path.name} was not there" if ended and path.is_file() else ""
+            if ended and path.is_file():
+                return f"{path.name} was not there"
+            return ""
         problem = Extent(values["size"], str(values.get("sha256"))).problem(path)
         if not problem and ended and path.is_file() and path.stat().st_size > values["size"]:
             return f"{path.name} has {path.stat().st_size} bytes instead of {values['size']}"
@@ -268,7 +271,9 @@ class RunFolder:
     def _extent(self, path: Path, state: TrainerState) -> Extent:
         """The length of `path` in bytes when `state` was saved; 0 for a file that did not exist."""
         values = state.files.get(path.relative_to(self.path).as_posix())
-        return Extent(**values) if values else Extent(0, "")
+        if values:
+            return Extent(**values)
+        return Extent(0, "")
 
     def _cut_tokens(self, step: int) -> None:
         for path in self.tokens.glob("step_*.safetensors"):
@@ -348,7 +353,9 @@ def read_marker(folder: Path) -> dict[str, Any]:
     no JSON object.
     """
     marker = folder / MARKER
-    return read_object(marker) if marker.is_file() else {}
+    if marker.is_file():
+        return read_object(marker)
+    return {}
 
 
 def kind_of(folder: Path) -> str:

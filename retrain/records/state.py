@@ -76,7 +76,10 @@ class TrainerState:
         """
         mismatch_streak = self.mismatch_streak
         if mismatched is not None:
-            mismatch_streak = mismatch_streak + 1 if mismatched else 0
+            if mismatched:
+                mismatch_streak = mismatch_streak + 1
+            else:
+                mismatch_streak = 0
         return replace(
             self,
             step=self.step + 1,

@@ -43,7 +43,9 @@ def one_line(text: str, limit: int = 120) -> str:
     become \n, and direction marks <U+202E>.
     """
     text = clean(text[: 4 * limit]).replace("\n", "\\n").replace("\t", " ")
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    if len(text) <= limit:
+        return text
+    return text[: limit - 1] + "…"
 
 
 def without_escapes(pieces: Sequence[str]) -> list[str]:
@@ -87,7 +89,9 @@ def duration(seconds: float) -> str:
     hours, minutes = divmod(whole // 60, 60)
     if hours:
         return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {whole % 60:02d} s" if minutes else f"{whole} s"
+    if minutes:
+        return f"{minutes} min {whole % 60:02d} s"
+    return f"{whole} s"
 
 
 def table_lines(
@@ -98,11 +102,9 @@ def table_lines(
     """
     from rich.cells import cell_len  # a CJK character takes two places
 
-    columns = (
-        [column for column in range(len(rows[0])) if any(row[column] for row in rows)]
-        if rows
-        else []
-    )
+    columns = []
+    if rows:
+        columns = [column for column in range(len(rows[0])) if any(row[column] for row in rows)]
     widths = {column: max(cell_len(row[column]) for row in rows) for column in columns}
     for row in rows:
         padding = {column: " " * (widths[column] - cell_len(row[column])) for column in columns}

@@ -38,9 +38,9 @@ def is_news(streak: Sequence[StepRecord]) -> bool:
     unsolved steps, or all of them solved.
     """
     unsolved = sum(not _is_solved(record) for record in streak)
-    return (
-        len(streak) == ENOUGH if not unsolved else unsolved == ENOUGH and not _is_solved(streak[0])
-    )
+    if not unsolved:
+        return len(streak) == ENOUGH
+    return unsolved == ENOUGH and not _is_solved(streak[0])
 
 
 def untrained_line(streak: Sequence[StepRecord]) -> str:
@@ -85,7 +85,9 @@ def _cause(records: Sequence[StepRecord]) -> str:
     if constant and means != {0.0}:
         return _alike(total, means.pop())
     if 0 < cut == total:
-        also = f" and {boxed}" if boxed else ""
+        also = ""
+        if boxed:
+            also = f" and {boxed}"
         return f"all {total:,} completions were cut at [training] max_tokens{also}; raise it"
     if 0 < _sum(records, "groups_identical") == groups:
         return (
@@ -108,7 +110,9 @@ def _no_difference(records: Sequence[StepRecord], total: int, groups: int, seen:
         _sum(records, name) for name in ("groups_skipped_all_wrong", "groups_skipped_all_correct")
     )
     if wrong == groups:
-        shown = f" ({seen})" if seen else ""
+        shown = ""
+        if seen:
+            shown = f" ({seen})"
         return (
             f"all {total:,} completions are wrong{shown}; use easier problems, larger groups or"
             " more tokens"

@@ -50,7 +50,9 @@ class Writer:
         except (FileNotFoundError, IsADirectoryError, UnicodeDecodeError):
             return None
         match = _OWNER.fullmatch(text.strip())
-        return cls(int(match.group(1)), match.group(2), since) if match else None
+        if match:
+            return cls(int(match.group(1)), match.group(2), since)
+        return None
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}"
@@ -98,7 +100,9 @@ def writer_lock(folder: RunFolder) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        who = owner.read_text(encoding="utf-8").strip() if owner.exists() else "another process"
+        who = "another process"
+        if owner.exists():
+            who = owner.read_text(encoding="utf-8").strip()
         raise ConfigurationError(
             f"{folder.path} is being written by {who}; wait for it, or choose another [logging]"
             " log_dir."

@@ -59,7 +59,9 @@ def write_audit_page(audit: Audit, output: Path) -> None:
 
 
 def _percent(rate: float | None) -> str:
-    return "–" if rate is None else f"{rate:.1%}"
+    if rate is None:
+        return "–"
+    return f"{rate:.1%}"
 
 
 def _example_row(item: Judged) -> tuple[str, ...]:

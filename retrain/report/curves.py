@@ -48,11 +48,15 @@ class Curves:
     def last(self, name: str, window: int) -> float | None:
         """Return the mean of the last `window` known values; None if there are none."""
         known = self.values[name][~np.isnan(self.values[name])][-window:]
-        return float(known.mean()) if len(known) else None
+        if len(known):
+            return float(known.mean())
+        return None
 
     def median(self, name: str) -> float | None:
         known = self.values[name][~np.isnan(self.values[name])]
-        return float(np.median(known)) if len(known) else None
+        if len(known):
+            return float(np.median(known))
+        return None
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,10 @@ def line_figure(data: ReportData, lines: Lines) -> Drawn | None:
     arms = [(index, arm) for index, arm in enumerate(data.arms) if arm.has(first)]
     if not arms:
         return None
-    window = window_for(max(arm.longest for _, arm in arms)) if lines.smooth else 1
+    if lines.smooth:
+        window = window_for(max(arm.longest for _, arm in arms))
+    else:
+        window = 1
     figure, axes = empty_figure()
     for (index, arm), field in product(arms, lines.fields):
         band = arm.band(field, window)
@@ -188,8 +191,12 @@ def _scale(axes: Axes, lines: Lines) -> None:
 def _line_words(data: ReportData, window: int) -> str:
     """What the lines are means over; `window` is the number of steps in a running mean."""
     if data.single:
-        return f"Bold: mean of {window} steps; thin: each step." if window > 1 else ""
-    smoothed = f", mean of {window} steps" if window > 1 else ""
+        if window > 1:
+            return f"Bold: mean of {window} steps; thin: each step."
+        return ""
+    smoothed = ""
+    if window > 1:
+        smoothed = f", mean of {window} steps"
     return f"Line: mean over the runs{smoothed}{sd_words(data)}."
 
 

@@ -150,7 +150,9 @@ def _held_out_once(data: ReportData, step: int) -> Drawn:
     for row, (index, arm) in enumerate(arms):
         values = 100 * np.array([points[-1].accuracy for points in arm.held_out if points])
         mean, several = float(values.mean()), len(values) > 1
-        bounds = mean + np.std(values, ddof=1) * np.array([-1.0, 1.0]) if several else None
+        bounds = None
+        if several:
+            bounds = mean + np.std(values, ddof=1) * np.array([-1.0, 1.0])
         draw_row(axes, -float(row), values, mean, bounds, series(index))
         row_label(axes, -row + 0.26, f"{arm.label}: {mean:.1f}%")
     axes.set(ylim=(-len(arms) + 0.5, 0.75), xlabel="pass@1 (%)")
@@ -178,9 +180,15 @@ def _differences(data: ReportData) -> Drawn | None:
     axes.axvline(0.0, color=MUTED, linewidth=1)
     for row, contrast in enumerate(contrasts):
         found, place = contrast.conclusion, -float(row)
-        index = labels.index(contrast.condition) if contrast.condition in labels else row + 1
+        if contrast.condition in labels:
+            index = labels.index(contrast.condition)
+        else:
+            index = row + 1
         values = scale * np.array(list(contrast.differences.values()))
-        interval = scale * np.array(found.interval) if found.interval else None
+        if found.interval:
+            interval = scale * np.array(found.interval)
+        else:
+            interval = None
         draw_row(axes, place, values, scale * found.mean, interval, series(index))
         weight = "normal" if found.verdict is Verdict.INCONCLUSIVE else "bold"
         words = f"{contrast.condition}: {found.word(comparison.test.alpha)}"
@@ -240,7 +248,10 @@ def _phases(data: ReportData) -> Drawn | None:
     places = -np.arange(len(arms), dtype=float)
     left = np.zeros(len(arms))
     for column, name in enumerate([*names, "other"]):
-        colour = GRID if name == "other" else series(column)
+        if name == "other":
+            colour = GRID
+        else:
+            colour = series(column)
         axes.barh(places - 0.12, parts[:, column], left=left, height=0.4, color=colour, label=name)
         left += parts[:, column]
     for place, arm, total in zip(places, arms, totals, strict=True):
@@ -259,7 +270,9 @@ def _median(arm: ConditionCurves, field: str) -> float:
     """Return the median over all steps of all runs; 0 if no run has the field."""
     values = np.concatenate([curves.values[field] for curves in arm.curves])
     known = values[~np.isnan(values)]
-    return float(np.median(known)) if len(known) else 0.0
+    if len(known):
+        return float(np.median(known))
+    return 0.0
 
 
 def squeeze_figure(curve: SqueezeCurve) -> Drawn:
@@ -302,7 +315,10 @@ def squeeze_figure(curve: SqueezeCurve) -> Drawn:
     as_percentages(axes)
     axes.set(xlabel="rank", ylabel="variance kept")
     judged = "the mean over the layers" if curve.rule == "mean" else "the worst layer"
-    of = f" of {curve.adapter}" if curve.adapter else ""
+    if curve.adapter:
+        of = f" of {curve.adapter}"
+    else:
+        of = ""
     caption = (
         f"Fraction of the squared singular values of the adapter{of} that each rank keeps; {judged}"
         " decides the recommendation."

@@ -157,7 +157,9 @@ def environment() -> Environment:
         """All but our own markup becomes text, with secrets masked and invisible characters
         shown.
         """
-        return value if isinstance(value, Markup) else redactor.text(visible(str(value)))
+        if isinstance(value, Markup):
+            return value
+        return redactor.text(visible(str(value)))
 
     made = Environment(
         loader=PackageLoader(__package__, _TEMPLATES),
@@ -175,7 +177,9 @@ def environment() -> Environment:
 
 
 def _number(value: float | None, form: str = ".3g") -> str:
-    return "–" if value is None else format(value, form)
+    if value is None:
+        return "–"
+    return format(value, form)
 
 
 def _tiles(data: ReportData) -> list[tuple[str, str]]:
@@ -204,7 +208,9 @@ def _run_tiles(data: ReportData) -> Iterator[tuple[str, str]]:
     yield "steps", f"{status.steps} of {status.max_steps}"
     points = arm.held_out[0]
     if points:
-        before = f"{points[0].accuracy:.1%} → " if len(points) > 1 else ""
+        before = ""
+        if len(points) > 1:
+            before = f"{points[0].accuracy:.1%} → "
         last = points[-1]
         yield f"held-out pass@1, step {last.step}", f"{before}{last.accuracy:.1%}"
     curves = arm.curves[0]
@@ -249,7 +255,9 @@ def _arm_rows(arms: Sequence[ConditionCurves]) -> list[tuple[str, ...]]:
 
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    if known:
+        return sum(known) / len(known)
+    return None
 
 
 def _run_row(status: RunStatus) -> tuple[str, ...]:

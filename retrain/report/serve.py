@@ -79,7 +79,9 @@ class ReportServer(ThreadingHTTPServer):
 
     def _current(self) -> str:
         resting = self._version and monotonic() < self._rested_at
-        return self._version if resting else version_of(self.request.folder)
+        if resting:
+            return self._version
+        return version_of(self.request.folder)
 
 
 def version_of(folder: Path) -> str:

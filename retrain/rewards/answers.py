@@ -46,7 +46,9 @@ def extract_boxed(text: str, after_think: bool = True) -> str | None:
     start, limit = last.end(), last.end() + MAX_ANSWER
     if last["brace"]:
         end = closing_brace(text[:limit], start)
-        return None if end is None else text[start:end].strip()
+        if end is None:
+            return None
+        return text[start:end].strip()
     bare = _BARE.match(text, start, limit)
     return bare.group().strip() if bare else None
 
@@ -145,13 +147,17 @@ def hendrycks_normalize(text: str) -> str:
     text = _brace_fractions(text)
     if text == "0.5":
         text = r"\frac{1}{2}"
-    return _SLASH_FRACTION.sub(r"\\frac{\1}{\2}", text) if _SLASH_FRACTION.fullmatch(text) else text
+    if _SLASH_FRACTION.fullmatch(text):
+        return _SLASH_FRACTION.sub(r"\\frac{\1}{\2}", text)
+    return text
 
 
 def _braced_first(text: str) -> str:
     if not text:
         raise _NotNormalizable(text)
-    return text if text[0] == "{" else "{" + text[0] + "}" + text[1:]
+    if text[0] == "{":
+        return text
+    return "{" + text[0] + "}" + text[1:]
 
 
 def _brace_fractions(text: str) -> str:

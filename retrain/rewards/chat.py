@@ -68,7 +68,9 @@ class ChatClient:
             "temperature": 0,
             "max_tokens": REPLY_TOKENS,
         }
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        headers = {}
+        if api_key:
+            headers = {"Authorization": f"Bearer {api_key}"}
         limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
         self._http = httpx.AsyncClient(headers=headers, timeout=timeout_s, limits=limits)
         self._slots = asyncio.Semaphore(concurrency)
@@ -136,8 +138,13 @@ class ChatClient:
         sentence = f"{self.host} answered {answer.status} {answer.reason}".rstrip()
         if said:
             sentence += f": {said}"
-        error = answer.content.get("error") if isinstance(answer.content, dict) else None
-        blamed = str(error.get("param") or "") if isinstance(error, dict) else ""
+        if isinstance(answer.content, dict):
+            error = answer.content.get("error")
+        else:
+            error = None
+        blamed = ""
+        if isinstance(error, dict):
+            blamed = str(error.get("param") or "")
         if answer.status == 400 and self._without(blamed):
             return _Transient(sentence, 0.0)
         if answer.status not in _TRANSIENT and answer.status < 500:
@@ -153,11 +160,9 @@ class ChatClient:
         """Ask without a parameter that this model refuses, from now on: reasoning models take no
         temperature and rename max_tokens.
         """
-        value = (
-            self._options.pop(parameter, None)
-            if parameter in ("temperature", "max_tokens")
-            else None
-        )
+        value = None
+        if parameter in ("temperature", "max_tokens"):
+            value = self._options.pop(parameter, None)
         if parameter == "max_tokens" and value is not None:
             self._options["max_completion_tokens"] = value
         return value is not None
@@ -183,7 +188,9 @@ def _reply(response: Answer, host: str, key: str) -> Reply:
             f"{host} answered with something other than a chat completion:"
             f" {response.said(key, *secret_values())!r}"
         ) from None
-    used = answer.get("usage") if isinstance(answer.get("usage"), dict) else {}
+    used = {}
+    if isinstance(answer.get("usage"), dict):
+        used = answer.get("usage")
     cost = used.get("cost")
     usage = JudgeUsage(
         prompt_tokens=_count(used.get("prompt_tokens")),

@@ -52,7 +52,9 @@ class UserReward:
                     value = list(value)
         except RetrainError as error:
             return _no_reward(str(error))
-        return self._of_group(value, len(given)) if self.whole_group else self._of_one(value)
+        if self.whole_group:
+            return self._of_group(value, len(given))
+        return self._of_one(value)
 
     def _of_group(self, value: object, size: int) -> Message:
         """A member that got None, or no number, leaves the others their rewards."""

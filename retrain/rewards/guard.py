@@ -67,7 +67,10 @@ class FailureGuard:
         for step in self._steps:
             reasons.update(step.reasons)
         reason, count = reasons.most_common(1)[0]
-        steps = f"{len(self._steps)} steps" if len(self._steps) > 1 else "step"
+        if len(self._steps) > 1:
+            steps = f"{len(self._steps)} steps"
+        else:
+            steps = "step"
         return (
             f"{failed} of {total} completions of the last {steps} could not be judged ({count}"
             f" times: {reason.rstrip('.')}), more than [reward] max_failure_rate ="

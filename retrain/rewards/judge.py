@@ -86,7 +86,9 @@ def read_verdict(reply: str) -> bool | None:
     brackets it must be the whole reply, since '"yes" would be too kind' does not count as yes.
     """
     verdict = _VERDICT.match(after_thought(reply))
-    return None if verdict is None else (verdict[1] or verdict[2]).lower() == "yes"
+    if verdict is None:
+        return None
+    return (verdict[1] or verdict[2]).lower() == "yes"
 
 
 def question_of(example: Example) -> str:
@@ -159,13 +161,11 @@ class LanguageModelJudge:
                 " which begins with neither yes nor no; completions that get such a reply could"
                 " not be judged."
             )
+        if verdict:
+            return ""
         return (
-            ""
-            if verdict
-            else (
-                f"The judge {model} says that 2 + 2 = 4 is wrong; `retrain audit` measures how"
-                " often it errs."
-            )
+            f"The judge {model} says that 2 + 2 = 4 is wrong; `retrain audit` measures how"
+            " often it errs."
         )
 
     def close(self) -> None:
@@ -173,9 +173,10 @@ class LanguageModelJudge:
         self._loop.close(self._client.close)
 
     async def _judge(self, request: ScoreRequest) -> PartScore:
-        completion = (
-            after_thought(request.response) if self._reward.after_think else request.response
-        )
+        if self._reward.after_think:
+            completion = after_thought(request.response)
+        else:
+            completion = request.response
         reference = (request.reference or "").strip()
         if not completion.strip() or (not reference and "{reference}" in self._template):
             return PartScore(0.0)
@@ -229,13 +230,17 @@ class LanguageModelJudge:
 def _unreadable(reply: Reply) -> str:
     if not reply.text.strip():
         return "the judge's reply was empty"
-    end = f" (cut off after {REPLY_TOKENS} tokens)" if reply.cut else ""
+    end = ""
+    if reply.cut:
+        end = f" (cut off after {REPLY_TOKENS} tokens)"
     return f"the judge's reply begins with neither yes nor no: {_shown(reply.text)!r}{end}"
 
 
 def _shown(text: str) -> str:
     line = " ".join(harmless(text).split())
-    return line if len(line) <= 60 else line[:57] + "..."
+    if len(line) <= 60:
+        return line
+    return line[:57] + "..."
 
 
 class Verdicts:

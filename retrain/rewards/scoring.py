@@ -57,7 +57,9 @@ def box_reader(reward: "Reward") -> Callable[[str], str | None] | None:
     reads none.
     """
     reads = any(REWARDS[kind].reads_boxes for kind in reward.types if kind in REWARDS)
-    return partial(extract_boxed, after_think=reward.after_think) if reads else None
+    if reads:
+        return partial(extract_boxed, after_think=reward.after_think)
+    return None
 
 
 def gold_response(reference: str) -> str:
@@ -232,7 +234,10 @@ def build_scorer(config: "TrainConfig", verdicts: Path | None = None) -> Scorer:
 
             model = LanguageModelJudge(reward, verdicts)
             undo.callback(model.close)
-        source = str(config.source_path.absolute()) if config.source_path else None
+        if config.source_path:
+            source = str(config.source_path.absolute())
+        else:
+            source = None
         pool = _pool(reward, config.plugins, source, functions)
         of_groups: frozenset[str] = frozenset()
         if pool is not None:

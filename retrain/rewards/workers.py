@@ -73,9 +73,10 @@ class WorkerSetup:
 
 def automatic_workers() -> int:
     """Return half of the cores that this process may use; sampling needs the rest."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
     return max(1, min(_MAX_AUTOMATIC_WORKERS, cores // 2))
 
 

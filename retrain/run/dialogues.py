@@ -152,7 +152,10 @@ class Dialogue:
             self._messages = list(heard.messages)
             following = renderer.opening(heard.messages, heard.tools)
         else:
-            new = heard.messages[len(known) :] if heard.rewrites else heard.messages
+            if heard.rewrites:
+                new = heard.messages[len(known) :]
+            else:
+                new = heard.messages
             last = int(self._turns[-1].completion.token_ids[-1])
             following = renderer.continued(self._text, known, new, last, heard.tools)
             self._messages = [*known, *new]
@@ -169,9 +172,9 @@ class Dialogue:
 
 def _opening(prompt: Prompt) -> list[ChatMessage]:
     opening = prompt.example.prompt
-    return (
-        [ChatMessage(role="user", content=opening)] if isinstance(opening, str) else list(opening)
-    )
+    if isinstance(opening, str):
+        return [ChatMessage(role="user", content=opening)]
+    return list(opening)
 
 
 # -- what answers a reply --------------------------------------------------------------------------
@@ -351,16 +354,17 @@ class Dialogues:
         assert isinstance(answer, Score)  # the end of an exchange is a verdict
         trajectory = dialogue.trajectory
         alone = len(trajectory.turns) == 1 and not trajectory.turns[0].restarts
-        text = (
-            self._written(trajectory.turns[0].completion)
-            if alone or stage is None
-            else stage.decode(dialogue.token_ids)
-        )
+        if alone or stage is None:
+            text = self._written(trajectory.turns[0].completion)
+        else:
+            text = stage.decode(dialogue.token_ids)
         self.scored[dialogue.key] = Scored(trajectory, text, answer)
         return False
 
     def _written(self, completion: Completion) -> str:
-        return self._text(completion.token_ids) if completion.text is None else completion.text
+        if completion.text is None:
+            return self._text(completion.token_ids)
+        return completion.text
 
     def _request(self, dialogue: Dialogue) -> SampleRequest:
         plan = self._plan
@@ -385,7 +389,9 @@ def _merged(first: SampleRequest, second: SampleRequest) -> SampleRequest | None
         first.noise == second.noise and second.first_sample == first.first_sample + first.count
     )
     same = first.prompt_ids is second.prompt_ids and first.first_position == second.first_position
-    return replace(first, count=first.count + second.count) if follows and same else None
+    if follows and same:
+        return replace(first, count=first.count + second.count)
+    return None
 
 
 def environment_seed(plan: SamplingPlan, step: int, slot: int) -> int:

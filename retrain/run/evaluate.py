@@ -51,11 +51,10 @@ def evaluate_run(
             f"--checkpoint {checkpoint} needs a run's folder, and {path} is a configuration."
         )
     # A stored configuration is complete, so RETRAIN_ variables of today's shell do not apply to it.
-    given = (
-        load_config(folder.config, overrides, environ={})
-        if stored
-        else load_config(path, overrides)
-    )
+    if stored:
+        given = load_config(folder.config, overrides, environ={})
+    else:
+        given = load_config(path, overrides)
     if stored and not trust and (named := named_code(given)):
         raise ConfigurationError(
             f"{folder.config} names Python code that its evaluation would execute:"
@@ -73,7 +72,10 @@ def evaluate_run(
     found = None
     if stored:
         store = CheckpointStore(stored_checkpoints(folder))
-        found = store.newest(say) if checkpoint is None else store.at(checkpoint)
+        if checkpoint is None:
+            found = store.newest(say)
+        else:
+            found = store.at(checkpoint)
         say(
             f"Evaluating {found.folder}"
             if found

@@ -129,21 +129,21 @@ class GateResult:
                 f" {self.gold}; engine and learner were not compared, since this backend's trainer"
                 " returns no log-probs."
             )
-        effect = (
-            "the adapter's effect was not checked, since this backend cannot try one"
-            if self.adapter_effect is None
-            else f"the adapter changes the log-probs by {self.adapter_effect:.2g} nats on average"
-        )
+        if self.adapter_effect is None:
+            effect = "the adapter's effect was not checked, since this backend cannot try one"
+        else:
+            effect = (
+                f"the adapter changes the log-probs by {self.adapter_effect:.2g} nats on average"
+            )
         found = (
             f"{self.max_difference:.1e} nats over {self.tokens} tokens (tolerance"
             f" {self.tolerance:.2g})"
         )
         if self.half_precision:
-            own = (
-                ""
-                if self.rounding is None
-                else f"; half precision moves the learner's own by {self.rounding:.2g}"
-            )
+            if self.rounding is None:
+                own = ""
+            else:
+                own = f"; half precision moves the learner's own by {self.rounding:.2g}"
             found = (
                 f"{self.mean_difference:.2g} nats on average over {self.tokens} tokens (tolerance"
                 f" {self.tolerance:.2g}{own})"
@@ -332,11 +332,10 @@ def _miscounted(sampled: Sampled) -> str:
     if outside.sum() <= max(1, _MISCOUNTED * len(found)):
         return ""
     worst = int(np.argmax(np.maximum(low - found, found - high)))
-    right = (
-        f"{low[worst]:,.0f}"
-        if low[worst] == high[worst]
-        else f"{low[worst]:,.0f} to {high[worst]:,.0f}"
-    )
+    if low[worst] == high[worst]:
+        right = f"{low[worst]:,.0f}"
+    else:
+        right = f"{low[worst]:,.0f} to {high[worst]:,.0f}"
     return (
         f"Parity gate: the engine kept {found[worst]:,} tokens where [training] top_k ="
         f" {cuts.top_k}, top_p = {cuts.top_p:g} and min_p = {cuts.min_p:g} keep {right} of the"
@@ -352,7 +351,10 @@ def _moved(cuts: Truncation, slack: float) -> Truncation:
     The odds of a set's probability then change by a factor of at most e^|slack|, and so does the
     ratio of two probabilities.
     """
-    top_p = cuts.top_p if cuts.top_p >= 1 else 1 / (1 + (1 / cuts.top_p - 1) * exp(-slack))
+    if cuts.top_p >= 1:
+        top_p = cuts.top_p
+    else:
+        top_p = 1 / (1 + (1 / cuts.top_p - 1) * exp(-slack))
     return Truncation(cuts.top_k, top_p, min(1.0, cuts.min_p * exp(-slack)))
 
 
@@ -383,11 +385,10 @@ def _disagreement(sampled: Sampled, when: str) -> str:
             f"so {inputs.consequence}; check that the server has the same model and"
             f" tokenizer{dtype}"
         )
-    own = (
-        ""
-        if found.rounding is None
-        else f", where half precision moves the learner's own by {found.rounding:.2g}"
-    )
+    if found.rounding is None:
+        own = ""
+    else:
+        own = f", where half precision moves the learner's own by {found.rounding:.2g}"
     reason = inputs.backend.engine.why_it_differs() or advice
     return f"Parity gate: {when}engine and learner disagree {found.excess}{own}; {reason}."
 
@@ -515,7 +516,10 @@ def _room(inputs: GateInputs, prompt_tokens: int) -> int:
     for which a server was started.
     """
     positions, _ = inputs.backend.reach
-    most = positions if inputs.in_process else min(positions, max(inputs.longest_row, _SERVED_ROOM))
+    if inputs.in_process:
+        most = positions
+    else:
+        most = min(positions, max(inputs.longest_row, _SERVED_ROOM))
     return max(inputs.max_tokens, most - prompt_tokens)
 
 
@@ -698,7 +702,9 @@ def environment_gold(host: EpisodeHost, prompts: Sequence[Prompt]) -> str:
                 f" not right at [reward] correct_threshold = {host.correct_threshold:g}; check the"
                 " environment, or lower the threshold."
             )
-    return f"{len(known)}/{len(known)}" if known else _NOT_APPLICABLE
+    if known:
+        return f"{len(known)}/{len(known)}"
+    return _NOT_APPLICABLE
 
 
 def scored_gold(scorer: Scorer, prompts: Sequence[Prompt]) -> str:

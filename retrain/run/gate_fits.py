@@ -103,7 +103,9 @@ class GateInputs:
     @property
     def sharpness(self) -> float:
         """The factor by which the temperature multiplies the rounding of logits, at least 1."""
-        return 1.0 if self.raw else 1 / min(1.0, self.temperature)
+        if self.raw:
+            return 1.0
+        return 1 / min(1.0, self.temperature)
 
     @property
     def consequence(self) -> str:
@@ -183,10 +185,16 @@ def agreement(sampled: Sampled) -> Agreement:
                 tolerance,
                 _ROUNDINGS * _FP32_SHARE * float(np.abs(np.concatenate(sampled.rounding)).max()),
             )
-        excess = "" if largest <= tolerance else f"by {largest:.3g} nats (allowed: {tolerance:.2g})"
+        if largest <= tolerance:
+            excess = ""
+        else:
+            excess = f"by {largest:.3g} nats (allowed: {tolerance:.2g})"
         return Agreement(len(found), largest, mean, tolerance, None, excess)
     own = sampled.rounding
-    moved = np.abs(np.concatenate(own)) if own is not None else np.zeros_like(found)
+    if own is not None:
+        moved = np.abs(np.concatenate(own))
+    else:
+        moved = np.zeros_like(found)
     excess, worst = "", 1.0
     for where, part in _parts(sampled):
         allowed = _allowed_mean(inputs, moved[part])
@@ -254,7 +262,12 @@ def visible_strength(inputs: GateInputs, trial: TrialAdapter, sampled: Sampled) 
             break
         bounds[effect > visible[1]] = strength
         low, high = bounds
-        strength = 2 * low if high == float("inf") else high / 2 if not low else (low * high) ** 0.5
+        if high == float("inf"):
+            strength = 2 * low
+        elif not low:
+            strength = high / 2
+        else:
+            strength = (low * high) ** 0.5
     trial.set(strength)
     return strength
 
@@ -377,7 +390,10 @@ class Fit:
                 "Parity gate: the engine ignores the adapter and samples from the base model,"
                 f" {advice}"
             )
-        where = "" if self.group == _WHOLE else f" on {self.group}"
+        if self.group == _WHOLE:
+            where = ""
+        else:
+            where = f" on {self.group}"
         amount = f"{min(self.share, 1):.0%} of the adapter's effect{where} were missing"
         if self.share < 0:
             amount = f"the adapter's effect{where} were {-self.share:.0%} too large"
@@ -409,11 +425,10 @@ def fits_of(
             continue
         share = -float(found @ own) / size
         rest = found + share * own
-        error = (
-            _standard_error(own, rest)
-            if half_precision
-            else float(np.sqrt((rest @ rest) / len(rest) / size))
-        )
+        if half_precision:
+            error = _standard_error(own, rest)
+        else:
+            error = float(np.sqrt((rest @ rest) / len(rest) / size))
         nats = abs(share) * float(np.sqrt(np.mean(np.square(effect))))
         fits.append(Fit(group, share, error, nats, share**2 * size / total))
     return fits

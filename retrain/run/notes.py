@@ -88,11 +88,10 @@ def unasked_note(config: TrainConfig, prompts: Sequence[str]) -> str:
     ):
         return ""
     template = config.data.prompt_template
-    asking = (
-        ASKING_TEMPLATE
-        if template in (None, PLAIN_TEMPLATE)
-        else toml_value(f"{template} {ASKING}")
-    )
+    if template in (None, PLAIN_TEMPLATE):
+        asking = ASKING_TEMPLATE
+    else:
+        asking = toml_value(f"{template} {ASKING}")
     return (
         f"[reward] type = {toml_value(config.reward.type)} reads the answer in the last {_BOX}{{}}"
         f" of a completion, and none of {counted(len(prompts), 'prompt')} asks for one: a model"

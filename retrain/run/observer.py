@@ -54,7 +54,10 @@ class StepObserver:
         self.config = config
         self.parts = parts
         self.tracker = tracker
-        self._boxes = None if parts.stage else box_reader(config.reward)
+        if parts.stage:
+            self._boxes = None
+        else:
+            self._boxes = box_reader(config.reward)
         self._said_rewritten = False
         self._said_identical = False
         self.last: StepRecord | None = None
@@ -72,7 +75,9 @@ class StepObserver:
         """What to say of a run of `steps` steps that ends with some that trained nothing, or has no
         other; "" for any other run.
         """
-        return untrained_line(self.untrained) if len(self.untrained) >= min(ENOUGH, steps) else ""
+        if len(self.untrained) >= min(ENOUGH, steps):
+            return untrained_line(self.untrained)
+        return ""
 
     def rewards(self, step: Step) -> RewardStatistics:
         """Summarise the rewards of a step."""
@@ -216,7 +221,9 @@ def is_above(limit: float | None, mean: float | None) -> bool | None:
     """Return True if a step's mean |log-ratio| is above the limit, also where it is NaN; None if
     either is missing.
     """
-    return None if limit is None or mean is None else not mean <= limit
+    if limit is None or mean is None:
+        return None
+    return not mean <= limit
 
 
 def check_updates(state: TrainerState, result: StepResult) -> None:

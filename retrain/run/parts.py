@@ -102,7 +102,10 @@ def load_parts(
     for note in capability_notes(config):
         say(note)
     _connect_engine(config, say, learns)
-    verdicts = RunFolder(Path(config.logging.log_dir)).verdicts if learns else None
+    if learns:
+        verdicts = RunFolder(Path(config.logging.log_dir)).verdicts
+    else:
+        verdicts = None
     with ExitStack() as undo:
         scorer = (
             None if config.environment.provider else build_scorer(config, verdicts)
@@ -373,11 +376,10 @@ def load_stage(config: TrainConfig, text: TextModel, say: Say) -> Stage | None:
 
 def load_prompts(config: TrainConfig, text: TextModel, stage: Stage | None, say: Say) -> PromptSet:
     say("Loading dataset...")
-    loaded = (
-        load_problems(stage.host.environment, config, "train")
-        if stage
-        else load_examples(config, "train")
-    )
+    if stage:
+        loaded = load_problems(stage.host.environment, config, "train")
+    else:
+        loaded = load_examples(config, "train")
     say(f"Loaded {len(loaded)} examples")
     prompts = encode_prompts(config.training, text, loaded)
     say(f"Pre-encoded {len(prompts)} prompts")
@@ -397,11 +399,10 @@ def load_held_out(
     """Load `[evaluation] max_examples` of the held-out problems, the same ones in the same order
     for every run of a data set.
     """
-    loaded = (
-        load_problems(stage.host.environment, config, "evaluation")
-        if stage
-        else load_examples(config, "heldout")
-    )
+    if stage:
+        loaded = load_problems(stage.host.environment, config, "evaluation")
+    else:
+        loaded = load_examples(config, "heldout")
     prompts = encode_prompts(config.training, text, loaded)
     shared = contamination_note(training.examples, loaded.examples)
     count = min(config.evaluation.max_examples or len(prompts), len(prompts))

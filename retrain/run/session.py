@@ -83,21 +83,19 @@ class Session:
         self.plan = training_plan(self.config.training)
         self.schedule = Schedule(self.config.training, self.config.evaluation)
         settings = self.config.backpressure
-        self.pressure = (
-            Pressure(settings, self.config.training, parts.backend, opened.decided_by)
-            if settings.enabled
-            else None
-        )
+        self.pressure = None
+        if settings.enabled:
+            self.pressure = Pressure(
+                settings, self.config.training, parts.backend, opened.decided_by
+            )
         saved_at = opened.checkpoint.step if opened.checkpoint else -1
         self.choice = PromptChoice(self.config, parts.prompts)
         self.saver = Saver(self.folder, opened.store, parts.backend, tracker, saved_at)
         self.observer = StepObserver(self.config, parts, tracker)
         self.evaluations: list[Evaluation] = []
-        self.prefetched = (
-            PrefetchedRollout(interrupts.check)
-            if parts.backend.capabilities.samples_ahead
-            else None
-        )
+        self.prefetched = None
+        if parts.backend.capabilities.samples_ahead:
+            self.prefetched = PrefetchedRollout(interrupts.check)
         if world.size == 1:
             parts.backend.engine.check = interrupts.check
         self._adapter = opened.store.folder / "final"
@@ -201,9 +199,10 @@ class Session:
         self.tracker.emit(Started(backend.device_name))
 
     def _pass_gate(self) -> None:
-        result = (
-            None if self._skip_parity else run_parity_gate(self.config, self.parts, self.state.step)
-        )
+        if self._skip_parity:
+            result = None
+        else:
+            result = run_parity_gate(self.config, self.parts, self.state.step)
         if result and self.state.gate_mismatch is None:
             self.state = replace(self.state, gate_mismatch=result.mean_difference)
         if not self.world.is_rank_zero:
@@ -300,7 +299,9 @@ class Session:
         parts, config, result = self.parts, self.config, step.result
         rewards = self.observer.rewards(step)
         seconds = self.world.broadcast(step.clock.total)
-        decision = self.pressure.observe(step, seconds) if self.pressure else {}
+        decision = {}
+        if self.pressure:
+            decision = self.pressure.observe(step, seconds)
         parts.sepa.observe(rewards.correct_rate, step.number)
         parts.sepa.update_auto(step.credit.exec_uncertainty)
         limit = mismatch_limit(
@@ -339,7 +340,10 @@ class Session:
         asked by rank 0, which tells the others.
         """
         count, seed = self.state.batch_size, self.state.seed
-        indices = self.choice.indices(step, count, seed) if self.world.is_rank_zero else None
+        if self.world.is_rank_zero:
+            indices = self.choice.indices(step, count, seed)
+        else:
+            indices = None
         indices = self.world.broadcast(indices)
         return self.choice.take(step, self.state.cursor + after, count, seed, indices)
 
@@ -473,9 +477,10 @@ class Session:
         """Write a summary that says why the run ended."""
         if not self.folder.config.is_file():
             return  # it has not begun
-        reason = (
-            str(error) if isinstance(error, RetrainError) else f"{type(error).__name__}: {error}"
-        )
+        if isinstance(error, RetrainError):
+            reason = str(error)
+        else:
+            reason = f"{type(error).__name__}: {error}"
         summary = self._summary("interrupted" if isinstance(error, Interrupted) else "failed")
         with suppress(
             OSError, EnvironmentFailure

@@ -155,8 +155,13 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> RunStart:
     notes: list[str] = []
     store = CheckpointStore(stored_checkpoints(folder), config.training.keep_checkpoints)
     checkpoint = _newest(store, folder, notes.append)
-    state = checkpoint.state() if checkpoint else _first_state(config)
-    replayed = decided_by(folder, state.step) if config.backpressure.enabled else {}
+    if checkpoint:
+        state = checkpoint.state()
+    else:
+        state = _first_state(config)
+    replayed = {}
+    if config.backpressure.enabled:
+        replayed = decided_by(folder, state.step)
     # From here on the folder changes.
     if store.folder != folder.checkpoints:
         sign(store.folder, folder)

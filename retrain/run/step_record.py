@@ -96,7 +96,9 @@ class RewardStatistics:
 
     @property
     def correct_rate(self) -> float | None:
-        return self.correct / self.judged if self.judged else None
+        if self.judged:
+            return self.correct / self.judged
+        return None
 
 
 def reward_statistics(rollout: Rollout, boxes: BoxReader | None = None) -> RewardStatistics:
@@ -189,11 +191,9 @@ def judge_fields(groups: Iterable[Group]) -> dict[str, Any]:
         for member in group.members
         if member.score.usage is not None
     ]
-    return (
-        {f"judge_{name}": value for name, value in asdict(sum(usages, JudgeUsage())).items()}
-        if usages
-        else {}
-    )
+    if usages:
+        return {f"judge_{name}": value for name, value in asdict(sum(usages, JudgeUsage())).items()}
+    return {}
 
 
 def environment_fields(rollout: Rollout) -> dict[str, Any]:
@@ -314,7 +314,9 @@ def _turn_table(trajectories: Sequence[Trajectory]) -> TurnTable | None:
 
 
 def mean_or_none(values: Sequence[float] | Sequence[int]) -> float | None:
-    return float(np.mean(values)) if values else None
+    if values:
+        return float(np.mean(values))
+    return None
 
 
 def peak_memory_gib(device: str) -> float:

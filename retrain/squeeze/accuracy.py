@@ -50,11 +50,19 @@ class Accuracy:
         if all differences are equal, so that the standard error is 0.
         """
         d = self.differences
-        error = standard_error(d) if len(d) > 1 else 0.0
-        return (mean(d) - Z_95 * error, mean(d) + Z_95 * error) if error else None
+        if len(d) > 1:
+            error = standard_error(d)
+        else:
+            error = 0.0
+        if error:
+            return (mean(d) - Z_95 * error, mean(d) + Z_95 * error)
+        return None
 
     def to_json(self) -> dict[str, Any]:
-        difference = mean(self.differences) if self.differences else None
+        if self.differences:
+            difference = mean(self.differences)
+        else:
+            difference = None
         return {
             "before": self.before.summary(),
             "after": self.after.summary(),

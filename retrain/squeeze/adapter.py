@@ -142,7 +142,9 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     except ParseError as error:
         raise ConfigurationError(f"{path} {error}; save the adapter again.") from error
     if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
-        kind = settings.get("peft_type") if isinstance(settings, dict) else None
+        kind = None
+        if isinstance(settings, dict):
+            kind = settings.get("peft_type")
         raise ConfigurationError(
             f"{path} has peft_type {kind!r}; only LORA adapters can be squeezed."
         )

@@ -81,10 +81,13 @@ def compressed_alpha(
             f" {source_rank}"
         )
     # multiply before dividing, so that 64 * 8 / 32 is exactly 16
-    exact = (
-        alpha * sqrt(target_rank / source_rank) if use_rslora else alpha * target_rank / source_rank
-    )
-    return int(exact) if exact == int(exact) else exact
+    if use_rslora:
+        exact = alpha * sqrt(target_rank / source_rank)
+    else:
+        exact = alpha * target_rank / source_rank
+    if exact == int(exact):
+        return int(exact)
+    return exact
 
 
 def compress_adapter(
@@ -131,7 +134,9 @@ def compress(
         whole.append(layer.scale * float(torch.linalg.vector_norm(factors.values)))
     total = hypot(*whole)
     settings = _settings(adapter, ranks)
-    error = hypot(*cut) / total if total else 0.0
+    error = 0.0
+    if total:
+        error = hypot(*cut) / total
     _write(output, tensors, settings, _card(adapter, ranks, error))
     storage = _verify(adapter, output, ranks, device)
     written = sum(

@@ -54,7 +54,10 @@ class Squeezed:
 
     def lines(self) -> list[str]:
         """Return the printed table and results."""
-        compression = compression_lines(self.compression) if self.compression else []
+        if self.compression:
+            compression = compression_lines(self.compression)
+        else:
+            compression = []
         return [
             *analysis_lines(self.analysis),
             *compression,
@@ -215,7 +218,10 @@ def analysis_lines(analysis: Analysis) -> list[str]:
 
 def compression_lines(compression: Compression) -> list[str]:
     low, high = min(compression.ranks.values()), compression.rank
-    rank = f"rank {high}" if low == high else f"ranks {low} to {high}"
+    if low == high:
+        rank = f"rank {high}"
+    else:
+        rank = f"ranks {low} to {high}"
     saved = 1 - compression.parameters / compression.source_parameters
     return [
         (

@@ -63,11 +63,9 @@ class LayerSpectrum:
     @property
     def energy(self) -> float:
         """The squared Frobenius norm of the update, scale included."""
-        return (
-            0.0
-            if self.is_zero
-            else (self.scale * self.singular_values[0]) ** 2 * self._cumulative[-1]
-        )
+        if self.is_zero:
+            return 0.0
+        return (self.scale * self.singular_values[0]) ** 2 * self._cumulative[-1]
 
     def retained(self, k: int) -> float:
         """Return V(k), the fraction of the sum of squared singular values in the first k; sqrt(1 -
@@ -79,7 +77,9 @@ class LayerSpectrum:
             raise ValueError(f"rank {k} is not a rank; give 1 or more")
         if self.is_zero:
             raise ValueError(f"the update of {self.name} is zero, so it has no variance")
-        return 1.0 if k >= self.effective_rank else self._cumulative[k - 1] / self._cumulative[-1]
+        if k >= self.effective_rank:
+            return 1.0
+        return self._cumulative[k - 1] / self._cumulative[-1]
 
     def lost(self, k: int) -> float:
         """Return 1 - V(k), summed over the values that rank k cuts off, so that a small loss keeps

@@ -101,4 +101,6 @@ def check_packages(settings: "Logging") -> None:
 def tracker_names(settings: "Logging") -> list[str]:
     """Return `[logging] trackers`, and wandb if a wandb_project is set."""
     names: list[str] = list(dict.fromkeys(settings.trackers))
-    return [*names, "wandb"] if settings.wandb_project and "wandb" not in names else names
+    if settings.wandb_project and "wandb" not in names:
+        return [*names, "wandb"]
+    return names

@@ -42,7 +42,10 @@ class Console(Tracker):
         self._mask = (redactor or Redactor()).text
         self._folder = folder
         self._quiet = quiet
-        self._bar = None if quiet else _Bar(error or sys.stderr, clock)
+        if quiet:
+            self._bar = None
+        else:
+            self._bar = _Bar(error or sys.stderr, clock)
 
     def emit(self, event: Event) -> None:
         match event:
@@ -116,7 +119,9 @@ def step_line(record: StepRecord) -> str:
 
 
 def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    if value is None:
+        return "-"
+    return format(value, form)
 
 
 def evaluation_line(result: Evaluation) -> str:

@@ -116,7 +116,9 @@ def kept_generations(
 ) -> list[GenerationRecord]:
     """Return the completions of a step that `[logging]` keeps; none for a step that is not due."""
     due = logging.generations_every > 0 and step % logging.generations_every == 0
-    return spread(records, logging.generations_per_step) if due else []
+    if due:
+        return spread(records, logging.generations_per_step)
+    return []
 
 
 def spread(records: Sequence[GenerationRecord], count: int) -> list[GenerationRecord]:

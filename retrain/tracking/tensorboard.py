@@ -54,7 +54,9 @@ class TensorboardTracker(ExternalTracker):
 
             first = self.settings.first_step
             # The steps that a resumed run repeats hide their earlier events.
-            purge = first + 1 if name else first
+            purge = first
+            if name:
+                purge = first + 1
             self._writers[name] = SummaryWriter(
                 str(self.settings.folder.tensorboard / name), purge_step=purge if first else None
             )

@@ -84,4 +84,6 @@ class TrackioTracker(ExternalTracker):
             run.finish()
 
     def state(self) -> dict[str, str]:
-        return {_RUN_NAME: self._name, _RUN_ID: self._run_id} if self._run_id else {}
+        if self._run_id:
+            return {_RUN_NAME: self._name, _RUN_ID: self._run_id}
+        return {}

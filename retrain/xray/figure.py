@@ -35,7 +35,9 @@ def write_figure(path: Path, xrays: Sequence[Xray]) -> None:
         noise.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         noise.yaxis.set_minor_formatter(NullFormatter())
         figure.legend(loc="outside upper center", ncols=min(len(xrays), 5))
-        metadata = {"Date": None} if path.suffix == ".svg" else None
+        metadata = None
+        if path.suffix == ".svg":
+            metadata = {"Date": None}
         figure.savefig(path, facecolor=PAPER, metadata=metadata)
 
 

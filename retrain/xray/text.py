@@ -88,7 +88,10 @@ def objective_name(one: Xray) -> str:
     group, coefficients = one.group, one.coefficients
     scale = coefficients[0]
     if np.allclose(coefficients, scale, rtol=_ALIKE) and scale > 0:
-        factor = "" if np.isclose(scale, 1, rtol=_ALIKE) else f"{scale:.4g} x "
+        if np.isclose(scale, 1, rtol=_ALIKE):
+            factor = ""
+        else:
+            factor = f"{scale:.4g} x "
         return f"{factor}the pass rate p, as grpo and rloo do"
     # (1 - (1-p)^(G-1)) / p, the slope of log p's expansion, as a Bernstein polynomial.
     likelihood = group / np.arange(1, group + 1)
@@ -125,7 +128,9 @@ def blocks(values: Float64Array) -> str:
 
 
 def _number(value: float) -> str:
-    return "-" if not np.isfinite(value) else f"{value:.2f}"
+    if not np.isfinite(value):
+        return "-"
+    return f"{value:.2f}"
 
 
 WEIGHTS = "weights of a prompt that is solved 5% / 50% / 95% of the time"

@@ -210,7 +210,10 @@ class LocalBackend(LocalFacts):
         windowed = getattr(text, "use_sliding_window", True) and (
             layers is None or "sliding_attention" in layers
         )
-        window = getattr(text, "sliding_window", None) if windowed else None
+        if windowed:
+            window = getattr(text, "sliding_window", None)
+        else:
+            window = None
         return context_length(text), int(window or 0)
 
     # -- learning ----------------------------------------------------------------------------------
@@ -239,7 +242,9 @@ class LocalBackend(LocalFacts):
     ) -> list[Float32Array] | None:
         dtype = other_precision(self._base)
         with _current(self._base.device):
-            return None if dtype is None else self._learner.logprobs_in(dtype, rows, temperature)
+            if dtype is None:
+                return None
+            return self._learner.logprobs_in(dtype, rows, temperature)
 
     def kept(self, rows: Sequence[Row], truncation: Truncation) -> list[Float32Array]:
         with _current(self._base.device):
@@ -285,7 +290,9 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
     """Make a CUDA device the current one of this thread: torch's operators go to their tensors'
     device, and Triton's kernels (the product with weights in 8 bits) to the current one.
     """
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type == "cuda":
+        return torch.cuda.device(device)
+    return nullcontext()
 
 
 @contextmanager

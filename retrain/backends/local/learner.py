@@ -133,7 +133,10 @@ class Learner:
         self.loss, self.max_tokens = config.loss, config.training.max_tokens
         self._own_loss, self._own_correction = own_loss(config), own_correction(config)
         self._aggregation = aggregation_of(config)
-        self._metrics = metric_names(self._own_loss, base.device) if self._own_loss else ()
+        if self._own_loss:
+            self._metrics = metric_names(self._own_loss, base.device)
+        else:
+            self._metrics = ()
         own = [function for function in (self._own_loss, self._own_correction) if function]
         self._entropy = config.loss.entropy_coef != 0 or any(
             function.declares("needs_entropy") for function in own
@@ -390,7 +393,10 @@ class Learner:
                 [_Weights(0.0, 0.0)] * len(piece.rows) if piece.dummy else piece.weights,
             )
             own: Terms | None = self._own_loss(tokens) if self._own_loss else None
-            correction = self._own_correction(tokens) if self._own_correction else None
+            if self._own_correction:
+                correction = self._own_correction(tokens)
+            else:
+                correction = None
             loss = policy_loss(tokens, self.loss, own.values if own else None, correction)
             loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
         new = scores.logprobs.detach()
@@ -411,11 +417,9 @@ class Learner:
         """[2] `clip_counts`; zeros for a loss of one's own that gives no mask."""
         if own is None:
             return clip_counts(tokens, self.loss)
-        return (
-            torch.zeros(2, device=self.base.device)
-            if own.clipped is None
-            else clip_counts(tokens, self.loss, own.clipped)
-        )
+        if own.clipped is None:
+            return torch.zeros(2, device=self.base.device)
+        return clip_counts(tokens, self.loss, own.clipped)
 
     def _measured(self, own: Terms | None) -> Tensor:
         """[metrics, 2] (sum, number) of each metric; zeros for a dummy."""
@@ -469,7 +473,10 @@ class Learner:
     def _micro_batch(self, piece: _Piece) -> MicroBatch:
         if not self._packs:
             return pad(piece.rows, self.base.device)
-        kernel = self._kernel if piece.dtype is None else self._kernel_of(piece.dtype)
+        if piece.dtype is None:
+            kernel = self._kernel
+        else:
+            kernel = self._kernel_of(piece.dtype)
         return pack(
             piece.rows, self.base.device, kernel, self.choices.micro_batch_tokens, share=piece.share
         )
@@ -527,7 +534,9 @@ class Learner:
         """Plug our attention in, around a backward pass too: gradient checkpointing runs layers
         again in it.
         """
-        return plugged_in(self.base.model) if self._packs else nullcontext()
+        if self._packs:
+            return plugged_in(self.base.model)
+        return nullcontext()
 
     @contextmanager
     def _training(self, micro: MicroBatch, step: int) -> Iterator[None]:

@@ -263,8 +263,10 @@ def policy_loss(
 
     `terms` and `correction`, [N] each, are those of plugins; None: the built-in ones of `settings`.
     """
-    terms = policy_terms(tokens, settings) if terms is None else terms
-    correction = correction_weight(tokens, settings) if correction is None else correction
+    if terms is None:
+        terms = policy_terms(tokens, settings)
+    if correction is None:
+        correction = correction_weight(tokens, settings)
     if correction is not None:
         terms = terms * correction
     loss = (terms * tokens.weights).sum()
@@ -307,9 +309,10 @@ def clipped_tokens(tokens: ActionTokens, settings: "Loss") -> Tensor:
         return beyond
     if settings.mode == "gmpo":
         return (up & (log_ratios > high)) | (down & (log_ratios < -low)) | beyond
-    doubly = (
-        down & (ratios > settings.dual_clip) if settings.dual_clip > 0 else torch.zeros_like(beyond)
-    )
+    if settings.dual_clip > 0:
+        doubly = down & (ratios > settings.dual_clip)
+    else:
+        doubly = torch.zeros_like(beyond)
     return outside | doubly | beyond
 
 
@@ -321,7 +324,8 @@ def clip_counts(tokens: ActionTokens, settings: "Loss", clipped: Tensor | None =
     `clipped` [N] of bool is what a plugin says; None: the built-in clip's tokens.
     """
     active = (tokens.advantages != 0) & (tokens.weights != 0)
-    clipped = clipped_tokens(tokens, settings) if clipped is None else clipped
+    if clipped is None:
+        clipped = clipped_tokens(tokens, settings)
     counts = torch.stack([clipped & active, active]).float()
     if settings.mode == "gspo":
         clipped, present = (sequence_means(row, tokens.lengths) for row in counts)

@@ -146,11 +146,10 @@ class _Packer:
 
     def append(self, tokens: npt.NDArray[np.int32], prompt: Segment | None = None) -> Segment:
         start = self.segments[-1].stop if self.segments else 0
-        segment = (
-            Segment(start, len(tokens), prompt.start, prompt.length)
-            if prompt
-            else Segment(start, len(tokens))
-        )
+        if prompt:
+            segment = Segment(start, len(tokens), prompt.start, prompt.length)
+        else:
+            segment = Segment(start, len(tokens))
         self.segments.append(segment)
         self.ids.append(tokens)
         self.positions.append(segment.prompt_length + np.arange(len(tokens)))

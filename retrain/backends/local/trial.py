@@ -68,7 +68,9 @@ class _Layer:
         self._saved = self._trial = torch.empty(0)
         self._seed, self._number = seed, number
         size = module.scaling[adapter] * float(down.detach().norm())
-        self._width = 3**0.5 / size if size else 0.0
+        self._width = 0.0
+        if size:
+            self._width = 3**0.5 / size
         """Half the range of uniform values whose standard deviation is 1 / (s |A|)."""
 
     def begin(self) -> None:

@@ -206,4 +206,6 @@ class PrimeRLBackend(PrimeRLFacts):
 def output_dir(backend: "schema.Backend", logging: "schema.Logging") -> Path:
     """Return the folder that retrain and the trainer share."""
     named = backend.prime_rl.output_dir or backend.adapter_path
-    return Path(named).expanduser() if named else Path(logging.log_dir) / "prime_rl"
+    if named:
+        return Path(named).expanduser()
+    return Path(logging.log_dir) / "prime_rl"

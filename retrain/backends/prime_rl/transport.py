@@ -164,8 +164,12 @@ class ZmqSender(Sender):
 
 def _number(folder: Path) -> int:
     digits = folder.name.removeprefix("step_")
-    return int(digits) if digits.isdigit() else -1
+    if digits.isdigit():
+        return int(digits)
+    return -1
 
 
 def build_sender(options: "PrimeRLOptions", output_dir: Path) -> Sender:
-    return ZmqSender(options) if options.transport == "zmq" else FileSystemSender(output_dir)
+    if options.transport == "zmq":
+        return ZmqSender(options)
+    return FileSystemSender(output_dir)

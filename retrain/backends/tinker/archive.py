@@ -128,11 +128,9 @@ def _unpack(content: IO[bytes], path: str, folder: Path) -> None:
                 name, unpacked = Path(member.name).name, unpacked + member.size
                 if unpacked > _MOST_BYTES or member.size > _FILES.get(name, _MOST_BYTES):
                     raise ValueError(f"{name} has {member.size} bytes")
-                source = (
-                    archive.extractfile(member)
-                    if member.isreg() and not member.issparse() and name in missing
-                    else None
-                )
+                source = None
+                if member.isreg() and not member.issparse() and name in missing:
+                    source = archive.extractfile(member)
                 if source is not None:
                     with source, (folder / name).open("wb") as file:
                         shutil.copyfileobj(source, file)

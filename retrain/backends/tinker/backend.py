@@ -196,13 +196,13 @@ class TinkerBackend(TinkerFacts):
                 for turn, update in requested
             ]
         first = requested[0][1]
-        unmoved = len(first.rows) if isinstance(first, _Requested) else 0
+        unmoved = 0
+        if isinstance(first, _Requested):
+            unmoved = len(first.rows)
         result = step_result(updates, log_ratios, log_ratios[:unmoved])
-        return (
-            result
-            if result.grad_norm is None or np.isfinite(result.grad_norm)
-            else replace(result, grad_norm=None)
-        )
+        if result.grad_norm is None or np.isfinite(result.grad_norm):
+            return result
+        return replace(result, grad_norm=None)
 
     def _request_update(
         self, rows: Sequence[_TrainedRow], step: int, completions: float
@@ -240,9 +240,10 @@ class TinkerBackend(TinkerFacts):
             for row, weight, factor in zip(rows, weights, undone, strict=True)
         ]
         bounds = ratio_bounds(config.loss)
-        clip = (
-            {"clip_low_threshold": bounds[0], "clip_high_threshold": bounds[1]} if bounds else None
-        )
+        if bounds:
+            clip = {"clip_low_threshold": bounds[0], "clip_high_threshold": bounds[1]}
+        else:
+            clip = None
         with self._service.answering("an update"):
             return _Requested(
                 rows,
@@ -404,7 +405,9 @@ class TinkerBackend(TinkerFacts):
 
 def stored_path(folder: Path) -> str:
     """Return the tinker:// path in a checkpoint. Raises RunFailed for a folder without one."""
-    content = read_object(folder / STATE_FILE) if (folder / STATE_FILE).is_file() else {}
+    content = {}
+    if (folder / STATE_FILE).is_file():
+        content = read_object(folder / STATE_FILE)
     path = content.get("state") or content.get("sampler")
     if not isinstance(path, str) or not path.startswith("tinker://"):
         raise RunFailed(

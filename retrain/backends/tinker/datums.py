@@ -96,7 +96,9 @@ def ratio_bounds(loss: "Loss") -> tuple[float, float] | None:
     low, high = loss.clips
     if loss.mode == "importance_sampling":
         return None
-    return (1 - low, 1 + high) if loss.mode == "ppo" else (low, high)
+    if loss.mode == "ppo":
+        return (1 - low, 1 + high)
+    return (low, high)
 
 
 def policy_terms(new: Values, old: Values, advantages: Values, loss: "Loss") -> Values:

@@ -98,7 +98,10 @@ class TinkerEngine(InferenceEngine):
         tokens = np.array(sequence.tokens, np.int32)
         logprobs = sequence.logprobs
         if logprobs is None or len(logprobs) != len(tokens) or not len(tokens):
-            known = 0 if logprobs is None else len(logprobs)
+            if logprobs is None:
+                known = 0
+            else:
+                known = len(logprobs)
             raise RunFailed(
                 f"Tinker returned {len(tokens)} tokens with {known} log-probs; the loss needs one"
                 " for each."

@@ -70,9 +70,10 @@ class Computed:
             weights,
             lengths=tuple(row.num_actions for row in rows),
         )
-        terms = (
-            self.own(tokens) if self.own else Terms(policy_terms(tokens, self.settings), None, {})
-        )
+        if self.own:
+            terms = self.own(tokens)
+        else:
+            terms = Terms(policy_terms(tokens, self.settings), None, {})
         loss: Tensor = (terms.values * weights).sum()
         gradients = torch.autograd.grad(loss, list(logprobs), retain_graph=True)
         _refuse_nonfinite({"log-probs": [new], "loss": [loss], "gradient of the loss": gradients})

@@ -181,8 +181,13 @@ def _reason(error: BaseException, seconds: float) -> str:
 def _detail(error: BaseException) -> str:
     """Return the service's own sentence, without the SDK's words around it."""
     body = getattr(error, "body", None)
-    detail = body.get("detail") if isinstance(body, dict) else None
-    return str(detail) if detail else first_line(error)
+    if isinstance(body, dict):
+        detail = body.get("detail")
+    else:
+        detail = None
+    if detail:
+        return str(detail)
+    return first_line(error)
 
 
 # -- the campaign's throttle -----------------------------------------------------------------------
@@ -241,8 +246,6 @@ def throttle_of(backend: "Backend") -> Gate:
     """Return the campaign's throttle, where `[backend] throttle_dir` names its folder; a run of its
     own has none.
     """
-    return (
-        Throttle(Path(backend.throttle_dir), backend.max_concurrent)
-        if backend.throttle_dir
-        else Unthrottled()
-    )
+    if backend.throttle_dir:
+        return Throttle(Path(backend.throttle_dir), backend.max_concurrent)
+    return Unthrottled()
