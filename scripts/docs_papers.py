@@ -147,8 +147,8 @@ def _paper(path: Path) -> Paper:
 
 
 def _settings(text: str) -> Iterator[str]:
-    """Yield [algorithm], [loss] and their tables, and of [training] the keys in METHOD, as the file
-    has them.
+    """Yield [algorithm], [loss] and their tables, [reward] where it is the method's, and of
+    [training] the keys in METHOD, as the file has them.
     """
     for table in re.findall(r"^\[.+?(?=^\[|\Z)", text, re.MULTILINE | re.DOTALL):
         header, *lines = table.splitlines()
@@ -156,7 +156,9 @@ def _settings(text: str) -> Iterator[str]:
         keys = [line for line in lines if line and not line.startswith("max_grad_norm")]
         if section == "training":
             keys = [line for line in keys if line.startswith(METHOD)]
-        if keys and section in ("algorithm", "training", "loss"):
+        if keys == ['type = "match"']:
+            continue
+        if keys and section in ("reward", "algorithm", "training", "loss"):
             yield "\n".join([header, *keys])
 
 

@@ -33,7 +33,7 @@ HEAVY = {
     "httpx",
     "ray",
 }
-MAX_NODES = 410
+MAX_NODES = 290
 
 LAYERS: tuple[set[str], ...] = (
     {"distributed", "errors", "install", "noise", "parsing", "processes", "types", "web"},
@@ -153,29 +153,12 @@ def test_imports_point_one_way() -> None:
     ]
 
 
-KNOWN_CIRCLES = [
-    {"config.keys", "config.rules", "config.schema"},
-    {"inference_engine.base", "inference_engine.commands"},
-    {"backends.local", "backends.local.backend"},
-    {"backends.prime_rl", "backends.prime_rl.backend", "backends.prime_rl.engine"},
-    {
-        "backends.tinker",
-        "backends.tinker.backend",
-        "backends.tinker.engine",
-        "backends.tinker.service",
-    },
-]
-"""Files that import each other, which are still to be opened; a new circle is refused."""
-
-
 def test_no_circle_of_rooms_imports_itself() -> None:
     assert not house.circles_of(house.room_arrows(ROOT, trees()))
 
 
 def test_no_circle_of_files_imports_itself() -> None:
-    circles = house.circles_of(house.module_arrows(ROOT, trees()))
-    names = [{name.removeprefix("retrain.") for name in circle} for circle in circles]
-    assert not [circle for circle in names if not any(circle <= known for known in KNOWN_CIRCLES)]
+    assert not house.circles_of(house.module_arrows(ROOT, trees()))
 
 
 @pytest.mark.parametrize("part", APART)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from retrain.cli.main import main
+from retrain.cli.serve import server_command, startable_engines
 from retrain.config import TrainConfig, config_from_mapping
 from retrain.config.effects import effects_of
 from retrain.errors import ConfigurationError
@@ -15,8 +16,6 @@ from retrain.inference_engine.commands import (
     ServerCommand,
     ServerNeeds,
     Variable,
-    server_command,
-    startable_engines,
 )
 from retrain.inference_engine.vllm import LORA_RANKS
 from retrain.model.budget import NO_LIMIT, PROMPT_ALLOWANCE

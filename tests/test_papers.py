@@ -29,15 +29,14 @@ from retrain.config import TrainConfig, config_from_mapping
 from retrain.config.load import replaced
 from retrain.config.overrides import deep_merge
 from retrain.errors import ConfigurationError
+from retrain.rewards import Scorer, ScoreRequest, build_scorer
 from retrain.types import (
     Completion,
     Example,
     FinishReason,
     Group,
-    Outcome,
     Prompt,
     Row,
-    Score,
     Scored,
     Trajectory,
 )
@@ -46,6 +45,7 @@ from scripts.docs_papers import papers, papers_document
 PAPERS = Path(__file__).resolve().parents[1] / "examples" / "papers"
 MAX_TOKENS, CACHE = 128, 32
 """Of the files."""
+EXAMPLE = Example("?", "4")
 
 
 # --- the batch ------------------------------------------------------------------------------------
@@ -303,6 +303,39 @@ def reinforce_pp(batch: Answers) -> Tensor:
     ) / num_tokens(mixed(batch))
 
 
+def gdpo(batch: Answers) -> Tensor:
+    def norm(values: list[float]) -> np.ndarray[Any, Any]:
+        spread = np.std(values, ddof=1)
+        return (np.array(values) - np.mean(values)) / spread if spread else np.zeros(len(values))
+
+    sums = []
+    for prompt in batch:
+        over_by = [max(0, len(answer.new) - (MAX_TOKENS - CACHE)) for answer in prompt]
+        penalties = [-min(1.0, count / CACHE) for count in over_by]
+        sums.append(norm([answer.reward for answer in prompt]) + 0.5 * norm(penalties))
+    whole = np.concatenate(sums)
+    terms = [
+        clipped(answer.ratios, (value - whole.mean()) / whole.std(), 0.2, 0.2).sum()
+        for prompt, values in zip(batch, sums, strict=True)
+        for answer, value in zip(prompt, values, strict=True)
+    ]
+    return torch.stack(terms).sum() / num_tokens(batch)
+
+
+def ttrl(batch: Answers) -> Tensor:
+    terms = []
+    for prompt in batch:
+        said = ["right" if answer.reward else "wrong" for answer in prompt]
+        vote = max(said, key=said.count)  # of two the first
+        agreed = [float(word == vote) for word in said]
+        if len(set(agreed)) == 1:
+            continue
+        advantages = over_std([value - sum(agreed) / len(agreed) for value in agreed], agreed)
+        for answer, a in zip(prompt, advantages, strict=True):
+            terms.append(clipped(answer.ratios, a, 0.2, 0.2).mean())
+    return torch.stack(terms).mean()
+
+
 def maxrl(batch: Answers) -> Tensor:
     def advantage(prompt: list[Answer]) -> list[float]:
         mean = sum(answer.reward for answer in prompt) / len(prompt)
@@ -328,6 +361,8 @@ OBJECTIVES: dict[str, Objective] = {
     "asymre": asymre,
     "pkpo": pkpo,
     "reinforce_pp": reinforce_pp,
+    "gdpo": gdpo,
+    "ttrl": ttrl,
     "maxrl": maxrl,
 }
 ON_POLICY = {"rloo", "w_reinforce", "opo", "pkpo", "maxrl"}
@@ -353,10 +388,17 @@ def config_of(name: str) -> TrainConfig:
 
 
 def rows_of(config: TrainConfig, batch: Answers) -> list[Row]:
-    """The rows that credit assignment makes of the batch."""
+    """The rows that credit assignment makes of the batch, scored by the file's reward."""
+    with build_scorer(config) as scorer:
+        groups = groups_of(scorer, batch)
+    return CreditPipeline(config, lambda ids: [""] * len(ids)).assign(groups, 0, 0.0).rows()
+
+
+def groups_of(scorer: Scorer, batch: Answers) -> list[Group]:
     groups = []
     for slot, answers_of_prompt in enumerate(batch):
-        members = []
+        trajectories, scores = [], []
+        asked = scorer.group(len(answers_of_prompt))
         for sample, answer in enumerate(answers_of_prompt):
             length = len(answer.old)
             reason = FinishReason.LENGTH if length == MAX_TOKENS else FinishReason.STOP
@@ -368,12 +410,16 @@ def rows_of(config: TrainConfig, batch: Answers) -> list[Row]:
                 None,
                 reason,
             )
-            outcome = Outcome.RIGHT if answer.reward else Outcome.WRONG
-            members.append(
-                Scored(Trajectory.of(completion), "", Score(outcome, float(answer.reward)))
-            )
-        groups.append(Group(Prompt(Example("?", "!"), "?", np.zeros(3, np.int32)), slot, members))
-    return CreditPipeline(config, lambda ids: [""] * len(ids)).assign(groups, 0, 0.0).rows()
+            text = r"\boxed{4}" if answer.reward else r"\boxed{5}"
+            request = ScoreRequest(text, "4", "?", EXAMPLE, 0, slot, sample, length, reason)
+            trajectories.append(Trajectory.of(completion))
+            scores.append(asked.submit(request))
+        members = [
+            Scored(trajectory, "", score.result())
+            for trajectory, score in zip(trajectories, scores, strict=True)
+        ]
+        groups.append(Group(Prompt(EXAMPLE, "?", np.zeros(3, np.int32)), slot, members))
+    return groups
 
 
 def descend(config: TrainConfig, batch: Answers) -> None:
@@ -441,7 +487,9 @@ def test_every_setting_of_a_file_matters_to_its_gradient(name: str) -> None:
         except ConfigurationError:  # it does not go with another key of the file
             return True
 
-    changes = [change for section in ("algorithm", "loss") for change in changed(section, config)]
+    changes = [
+        change for section in ("reward", "algorithm", "loss") for change in changed(section, config)
+    ]
     assert changes and not [change for change in changes if not is_noticed(change)]
 
 

@@ -24,6 +24,9 @@ import asyncio, os, time
 def order(responses, reference):
     return [float(text) for text in responses]
 
+def place(responses, reference):
+    return [float(place) for place in range(len(responses))]
+
 def everything(responses, reference, prompt, example, params, token_counts, finish_reasons):
     assert (reference, prompt, example.reference, params) == ("4", "the prompt", "4", {"bonus": 2})
     assert finish_reasons == ["stop", "length", "stop"]
@@ -119,11 +122,11 @@ def test_only_a_reward_that_looks_at_the_group_waits_for_it() -> None:
 
 
 def test_the_order_of_arrival_changes_nothing() -> None:
-    with scorer_of("my_groups.order", "match") as scorer:
+    with scorer_of("my_groups.place", "match", weights=[1.0, 10.0]) as scorer:
         for arrival in permutations(range(3)):
             group = scorer.group(3)
-            futures = {sample: group.submit(request(str(sample), sample)) for sample in arrival}
-            assert [futures[sample].result(60).reward for sample in range(3)] == [0.0, 1.0, 2.0]
+            futures = {sample: group.submit(request(BOXES[sample], sample)) for sample in arrival}
+            assert [futures[sample].result(60).reward for sample in range(3)] == [10.0, 1.0, 12.0]
 
 
 def test_a_closed_scorer_leaves_no_group_waiting() -> None:

@@ -77,9 +77,7 @@ def _text(comparison: Comparison, width: int) -> Iterator[str]:
         yield from _wrapped(seed_line(contrast, comparison), width)
     yield ""
     head, rows = contrast_table(comparison)
-    narrow = _without((head, rows), _HIDDEN)
-    if max(map(len, table_lines([narrow[0][1:], *(row[1:] for row in narrow[1])]))) > width - 2:
-        narrow = _without(narrow, _PARTS)
+    narrow = _narrowed((head, rows), width)
     yield from _aligned(narrow, width)
     yield ""
     for contrast, row in zip(comparison.contrasts, rows, strict=True):
@@ -101,6 +99,14 @@ def _text(comparison: Comparison, width: int) -> Iterator[str]:
         yield from ("", f"{title}:")
         for sentence in sentences:
             yield from _wrapped(f"- {sentence}", width)
+
+
+def _narrowed(table: Table, width: int) -> Table:
+    """The columns of `contrast_table` that a terminal has room for."""
+    head, rows = narrow = _without(table, _HIDDEN)
+    if max(map(len, table_lines([head[1:], *(row[1:] for row in rows)]))) > width - 2:
+        return _without(narrow, _PARTS)
+    return narrow
 
 
 def _without(table: Table, names: Collection[str]) -> Table:
@@ -247,10 +253,8 @@ def _contrast_columns(
     def sd(variance: float | None) -> str:
         return "" if variance is None else size_words(variance**0.5, metric)
 
-    yield (
-        "condition" if comparison.one_baseline else "contrast",
-        lambda one: name_of(one, comparison),
-    )
+    label = "condition" if comparison.one_baseline else "contrast"
+    yield label, lambda one: name_of(one, comparison)
     yield "pairs", lambda one: str(one.conclusion.pairs)
     yield "difference", lambda one: difference_words(one.conclusion.mean, metric)
     yield (

@@ -52,28 +52,8 @@ def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
             f" {p_words(found.smallest_p_adjusted)}; at least {comparison.seeds_to_conclude} seeds"
             f" are needed for {family} at {test.alpha:g}."
         )
-    if found.unsure == "unjudged":
-        return (
-            "The judged answers alone differ significantly (adjusted p"
-            f" {p_words(found.p_adjusted)}), but those that could not be judged leave"
-            f" {interval_words(found.bounds, metric)} possible, and at the end that hurts it is not"
-            " significant."
-        )
     if found.unsure:
-        problems = counted(comparison.problems, "problem")
-        agree = f"The seeds agree (adjusted p {p_words(found.p_adjusted)})"
-        if contrast.wide is None:
-            return (
-                f"{agree}, but {problems} with so few judged answers have no interval for new"
-                " problems. Evaluate on more."
-            )
-        adjusted = " (wider over the family)" if len(comparison.contrasts) > 1 else ""
-        return (
-            f"{agree}, but the interval for new problems,"
-            f" {interval_words(contrast.wide.interval, metric)}{adjusted}, contains 0: with"
-            f" {problems}, fewer than {FEW_PROBLEMS}, a few of them may carry the difference."
-            " Evaluate on more."
-        )
+        return _why_unsure(contrast, comparison)
     if not found.sd:
         return "All differences are equal, so they show nothing about chance."
     interval_alone = ""
@@ -93,6 +73,32 @@ def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
     )
 
 
+def _why_unsure(contrast: Contrast, comparison: Comparison) -> str:
+    """Why a significant difference is no verdict: unjudged answers, or few problems."""
+    metric, found = comparison.metric, contrast.conclusion
+    p = p_words(found.p_adjusted)
+    if found.unsure == "unjudged":
+        return (
+            f"The judged answers alone differ significantly (adjusted p {p}), but those that could"
+            f" not be judged leave {interval_words(found.bounds, metric)} possible, and at the end"
+            " that hurts it is not significant."
+        )
+    problems = counted(comparison.problems, "problem")
+    agree = f"The seeds agree (adjusted p {p})"
+    if contrast.wide is None:
+        return (
+            f"{agree}, but {problems} with so few judged answers have no interval for new"
+            " problems. Evaluate on more."
+        )
+    adjusted = " (wider over the family)" if len(comparison.contrasts) > 1 else ""
+    return (
+        f"{agree}, but the interval for new problems,"
+        f" {interval_words(contrast.wide.interval, metric)}{adjusted}, contains 0: with"
+        f" {problems}, fewer than {FEW_PROBLEMS}, a few of them may carry the difference."
+        " Evaluate on more."
+    )
+
+
 def caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
     """The caveats of a contrast, one sentence each."""
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
@@ -102,16 +108,7 @@ def caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
         yield (
             f"Unjudged answers could move the difference to {interval_words(found.bounds, metric)}."
         )
-    if losses := contrast.losses:
-        yield (
-            f"Failed runs: {losses.candidate} of {contrast.condition}, {losses.baseline} of"
-            f" {contrast.baseline} (exact p {p_words(losses.p)} if both lose runs alike)."
-        )
-    if contrast.losses and (worst := contrast.at_worst):
-        yield (
-            f"Counted as the worst result (--failed worst): {worst.word(test.alpha)},"
-            f" {difference_words(worst.mean, metric)} in {counted(worst.pairs, 'pair')}."
-        )
+    yield from _about_failures(contrast, comparison)
     yield from _about_tails(contrast, comparison)
     if contrast.robust:
         yield _second_line(contrast, contrast.robust)
@@ -137,6 +134,21 @@ def caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
         yield "Nothing that was recorded differs between the arms: an A/A comparison."
     elif contrast.shared.differing_keys:
         yield f"The arms differ in {', '.join(contrast.shared.differing_keys)}."
+
+
+def _about_failures(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
+    losses, worst = contrast.losses, contrast.at_worst
+    if losses:
+        yield (
+            f"Failed runs: {losses.candidate} of {contrast.condition}, {losses.baseline} of"
+            f" {contrast.baseline} (exact p {p_words(losses.p)} if both lose runs alike)."
+        )
+    if losses and worst:
+        yield (
+            f"Counted as the worst result (--failed worst): {worst.word(comparison.test.alpha)},"
+            f" {difference_words(worst.mean, comparison.metric)} in"
+            f" {counted(worst.pairs, 'pair')}."
+        )
 
 
 def _second_line(contrast: Contrast, robust: Robust) -> str:

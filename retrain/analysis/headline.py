@@ -50,40 +50,10 @@ def _decided(found: Sequence[Contrast], comparison: Comparison) -> str:
     total, parts = len(comparison.contrasts), list[str]()
     for verdict in _VERBS:
         items = [contrast for contrast in found if contrast.conclusion.verdict is verdict]
-        if not items:
-            continue
-        shown = ", ".join(
-            item_words(contrast, comparison) + _within_margin(contrast, comparison)
-            for contrast in items
-        )
-        if parts:
-            parts.append(f"{len(items)} {_SHORT[verdict]}: {shown}")
-            continue
-        several = len(items) > 1
-        verb = _VERBS[verdict][several]
-        against = (
-            comparison.baseline
-            if comparison.one_baseline
-            else "their baselines"
-            if several
-            else "its baseline"
-        )
-        within = (
-            f" within {size_words(comparison.test.margin, comparison.metric)}"
-            if verdict is Verdict.EQUIVALENT
-            else ""
-        )
-        if total == 1:
-            one = items[0]
-            shown = difference_and_interval(one, comparison) + _within_margin(one, comparison)
-            parts.append(
-                f"{one.condition} {verb} {one.baseline}{within} {scope(comparison)}: {shown}"
-            )
-        else:
-            parts.append(
-                f"{len(items)} of {total} conditions {verb} {against}{within} {scope(comparison)}:"
-                f" {shown}"
-            )
+        if items and not parts:
+            parts.append(_first_part(verdict, items, comparison))
+        elif items:
+            parts.append(f"{len(items)} {_SHORT[verdict]}: {_listed(items, comparison)}")
     words = [contrast.conclusion.word(comparison.test.alpha) for contrast in comparison.contrasts]
     parts += [
         f"{words.count(word)} {word}" for word in ("undecided", "cannot conclude") if word in words
@@ -97,6 +67,33 @@ def _decided(found: Sequence[Contrast], comparison: Comparison) -> str:
         which = "" if total == 1 else f" {', '.join(name_of(item, comparison) for item in fallen)}"
         parts.append(f"undecided{which} if failed runs count as the worst result")
     return "; ".join(parts) + "."
+
+
+def _first_part(verdict: Verdict, items: Sequence[Contrast], comparison: Comparison) -> str:
+    """The sentence's beginning, which names the baseline and the scope of the comparison."""
+    several = len(items) > 1
+    within = ""
+    if verdict is Verdict.EQUIVALENT:
+        within = f" within {size_words(comparison.test.margin, comparison.metric)}"
+    if len(comparison.contrasts) == 1:
+        one = items[0]
+        subject, against = one.condition, one.baseline
+        shown = difference_and_interval(one, comparison) + _within_margin(one, comparison)
+    else:
+        subject = f"{len(items)} of {len(comparison.contrasts)} conditions"
+        against = "their baselines" if several else "its baseline"
+        if comparison.one_baseline:
+            against = comparison.baseline
+        shown = _listed(items, comparison)
+    verb = _VERBS[verdict][several]
+    return f"{subject} {verb} {against}{within} {scope(comparison)}: {shown}"
+
+
+def _listed(items: Sequence[Contrast], comparison: Comparison) -> str:
+    return ", ".join(
+        item_words(contrast, comparison) + _within_margin(contrast, comparison)
+        for contrast in items
+    )
 
 
 def _within_margin(contrast: Contrast, comparison: Comparison) -> str:

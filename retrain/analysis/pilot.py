@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from retrain.analysis.arms import arm_of, group_by_condition
+from retrain.analysis.arms import Arm, arm_of, group_by_condition
 from retrain.analysis.design import Design, Spread, cheapest
 from retrain.analysis.integrity import as_planned, campaigns_of
 from retrain.analysis.measures import Metric, choose_metric
@@ -139,21 +139,7 @@ def read_pilot(folder: Path, metric_name: str | None = None) -> Pilot:
     base, *others = arms
     paired = [arm for arm in others if len(paired_differences(arm.values, base.values)) > 1]
     if paired:
-        # The differences of all contrasts pooled. They share the baseline's runs, so the degrees of
-        # freedom are those of the longest.
-        differences = {arm.label: paired_differences(arm.values, base.values) for arm in paired}
-        sds = {label: sample_sd(list(by_seed.values())) for label, by_seed in differences.items()}
-        freedom = [len(by_seed) - 1 for by_seed in differences.values()]
-        squares = [sd**2 * count for sd, count in zip(sds.values(), freedom, strict=True)]
-        sd = float(np.sqrt(sum(squares) / sum(freedom)))
-        source = f"{max(freedom) + 1} pairs of {base.label} and {', '.join(differences)}"
-        if metric.k != 1:
-            return Pilot(metric, sd, max(freedom), source, len(paired), None, sds)
-        held_out = held_out_variances(
-            [(arm.runs[seed], base.runs[seed]) for arm in paired for seed in differences[arm.label]]
-        )
-        spread = Spread.of([pair_up(arm, base, metric, None) for arm in paired])
-        return Pilot(metric, sd, max(freedom), source, len(paired), held_out, sds, spread)
+        return _pilot_of_pairs(base, paired, metric)
     largest = max(arms, key=lambda arm: len(arm.values))
     if len(largest.values) < 2:
         left_out = [*grouped.left_out, *(line for arm in arms for line in arm.left_out)]
@@ -171,38 +157,30 @@ def read_pilot(folder: Path, metric_name: str | None = None) -> Pilot:
     return Pilot(metric, sd, len(largest.values) - 1, source, 1, None)
 
 
+def _pilot_of_pairs(base: Arm, paired: Sequence[Arm], metric: Metric) -> Pilot:
+    """The differences of all contrasts pooled. They share the baseline's runs, so the degrees of
+    freedom are those of the longest contrast.
+    """
+    differences = {arm.label: paired_differences(arm.values, base.values) for arm in paired}
+    sds = {label: sample_sd(list(by_seed.values())) for label, by_seed in differences.items()}
+    freedom = [len(by_seed) - 1 for by_seed in differences.values()]
+    squares = [sd**2 * count for sd, count in zip(sds.values(), freedom, strict=True)]
+    sd = float(np.sqrt(sum(squares) / sum(freedom)))
+    source = f"{max(freedom) + 1} pairs of {base.label} and {', '.join(differences)}"
+    if metric.k != 1:
+        return Pilot(metric, sd, max(freedom), source, len(paired), None, sds)
+    held_out = held_out_variances(
+        [(arm.runs[seed], base.runs[seed]) for arm in paired for seed in differences[arm.label]]
+    )
+    spread = Spread.of([pair_up(arm, base, metric, None) for arm in paired])
+    return Pilot(metric, sd, max(freedom), source, len(paired), held_out, sds, spread)
+
+
 def held_out_variances(pairs: Sequence[tuple[StoredRun, StoredRun]]) -> HeldOutVariances | None:
     """The variances over problems and samples, averaged over pairs of runs; None if no pair shares
     two problems that were judged equally often.
     """
-    parts = []
-    for pair in pairs:
-        evaluations = [run.final_evaluation for run in pair if run.final_evaluation]
-        if len(evaluations) < 2:
-            continue
-        ours, theirs = (
-            {item.example_id: item for item in evaluation.problems} for evaluation in evaluations
-        )
-        samples = max((item.samples for item in ours.values()), default=0)
-        shared = [
-            name
-            for name, item in ours.items()
-            if name in theirs and item.samples == theirs[name].samples == samples
-        ]
-        if len(shared) < 2 or not samples:
-            continue
-        rates = np.array(
-            [[arm[name].correct / samples for name in shared] for arm in (ours, theirs)]
-        )
-        within = (
-            float((rates * (1 - rates)).mean(axis=1).sum()) * samples / (samples - 1)
-            if samples > 1
-            else 0.0
-        )
-        total = float(np.var(rates[0] - rates[1], ddof=1))
-        parts.append(
-            HeldOutVariances(len(shared), samples, max(0.0, total - within / samples), within)
-        )
+    parts = list(filter(None, (_pair_variances(*pair) for pair in pairs)))
     if not parts:
         return None
     return HeldOutVariances(
@@ -211,3 +189,24 @@ def held_out_variances(pairs: Sequence[tuple[StoredRun, StoredRun]]) -> HeldOutV
         between=float(np.mean([part.between for part in parts])),
         within=float(np.mean([part.within for part in parts])),
     )
+
+
+def _pair_variances(one: StoredRun, other: StoredRun) -> HeldOutVariances | None:
+    if not one.final_evaluation or not other.final_evaluation:
+        return None
+    ours = {item.example_id: item for item in one.final_evaluation.problems}
+    theirs = {item.example_id: item for item in other.final_evaluation.problems}
+    samples = max((item.samples for item in ours.values()), default=0)
+    shared = [
+        name
+        for name, item in ours.items()
+        if name in theirs and item.samples == theirs[name].samples == samples
+    ]
+    if len(shared) < 2 or not samples:
+        return None
+    rates = np.array([[arm[name].correct / samples for name in shared] for arm in (ours, theirs)])
+    within = 0.0
+    if samples > 1:
+        within = float((rates * (1 - rates)).mean(axis=1).sum()) * samples / (samples - 1)
+    between = max(0.0, float(np.var(rates[0] - rates[1], ddof=1)) - within / samples)
+    return HeldOutVariances(len(shared), samples, between, within)

@@ -80,17 +80,21 @@ def select(grouped: RunsByCondition, request: Request) -> Selection:
     wanted = request.pairs or [(label, request.baseline) for label in [*arms][1:]]
     family = _with_differences(arms, wanted, metric, test)
     record, differing = request.record, _deviations(request, wanted, metric)
-    # As planned, so the e-process takes the pairs in the order of the looks.
     if record and record.looks and not differing:
         test = replace(test, correction="evidence", looks=len(record.looks))
         seeds = {pairs.candidate.label: [*pairs.differences] for pairs in family}
         notes += not_looked_at(record, seeds)
-        family = [pairs.at_looks(record.looks_of(pairs.candidate.label)) for pairs in family]
-        family = [pairs for pairs in family if pairs.differences]
+        family = _at_looks(family, record)
     if not family:
         some_apart = sum(map(len, alike.values())) < len(grouped.runs)
         raise ConfigurationError(_no_pair(arms.values(), left_out, metric, some_apart=some_apart))
     return Selection(grouped, metric, test, reference, arms, family, differing, left_out, notes)
+
+
+def _at_looks(family: Sequence[Pairs], record: CampaignRecord) -> list[Pairs]:
+    """The contrasts with their pairs in the planned order of the looks, for the e-process."""
+    looked = [pairs.at_looks(record.looks_of(pairs.candidate.label)) for pairs in family]
+    return [pairs for pairs in looked if pairs.differences]
 
 
 def _check_comparable(grouped: RunsByCondition, metric: Metric, test: TestSettings) -> None:

@@ -247,10 +247,12 @@ def run_status(run: StoredRun, now: float, given: Mapping[str, Any] | None = Non
 
 
 def _unreadable(run: StoredRun, error: RetrainError) -> RunStatus:
-    condition = run.planned.condition if run.planned else ""
-    return RunStatus(
-        run.path, condition, None, State.UNREADABLE, note=str(error).replace("\n", " ")
-    )
+    note = str(error).replace("\n", " ")
+    return RunStatus(run.path, _planned_condition(run), None, State.UNREADABLE, note=note)
+
+
+def _planned_condition(run: StoredRun) -> str:
+    return run.planned.condition if run.planned else ""
 
 
 def _read(run: StoredRun, now: float) -> RunStatus:
@@ -258,23 +260,7 @@ def _read(run: StoredRun, now: float) -> RunStatus:
     if run.skipped:
         return RunStatus(run.path, run.condition, None, State.SKIPPED)
     if not folder.config.is_file():  # written once the model is loaded
-        if not writer and _lost_its_config(run.path):
-            raise RunFailed(
-                f"{folder.config.name} is missing; put it back from a copy, or start the run anew"
-                " with --overwrite."
-            )
-        if run.failed and not writer:
-            return RunStatus(
-                run.path,
-                run.condition,
-                None,
-                State.FAILED,
-                note=f"{run.unfinished}; it left no configuration.",
-            )
-        state = (
-            State.STARTING if writer and writer.liveness() is not Liveness.GONE else State.PENDING
-        )
-        return RunStatus(run.path, run.planned.condition if run.planned else "", None, state)
+        return _without_config(run, writer)
     recent = run.last_metrics(_WINDOW)
     last = recent[0] if recent else None
     step_time = _median([record.step_time_s for record in recent])
@@ -312,6 +298,23 @@ def _read(run: StoredRun, now: float) -> RunStatus:
         note=" ".join(filter(None, (run.damage, _attempts(run), _note(run, state, writer, idle)))),
         loss_note=untrained_line(untrained_streak(recent)) or (loss_note(last) if last else ""),
     )
+
+
+def _without_config(run: StoredRun, writer: Writer | None) -> RunStatus:
+    """A run that is pending, loads its model, or failed before it began; raises RunFailed for one
+    that lost its config.toml.
+    """
+    if writer and writer.liveness() is not Liveness.GONE:
+        return RunStatus(run.path, _planned_condition(run), None, State.STARTING)
+    if not writer and _lost_its_config(run.path):
+        raise RunFailed(
+            f"{run.folder.config.name} is missing; put it back from a copy, or start the run anew"
+            " with --overwrite."
+        )
+    if run.failed and not writer:
+        note = f"{run.unfinished}; it left no configuration."
+        return RunStatus(run.path, run.condition, None, State.FAILED, note=note)
+    return RunStatus(run.path, _planned_condition(run), None, State.PENDING)
 
 
 def _attempts(run: StoredRun) -> str:

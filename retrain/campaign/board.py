@@ -7,6 +7,7 @@ import contextlib
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from types import TracebackType
@@ -224,24 +225,19 @@ class Board:
             f"{one_line(run.name)}: {one_line(run.reason, _REASON_LENGTH)}"
             for run in ordered
             if run.reason
-        ][: max(1, room // 4)]
+        ]
+        del reasons[max(1, room // 4) :]
         shown = ordered[: room - len(reasons)]
         rows = [self._cells(run) for run in shown]
-        names_width = width - sum(
-            max(map(len, column)) + _GAP for column in list(zip(_COLUMNS, *rows, strict=True))[1:]
-        )
+        names_width = _first_width(width, [_COLUMNS, *rows])
         table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
         for name in _COLUMNS:
             table.add_column(
                 name, justify="left" if name in ("run", "state") else "right", no_wrap=True
             )
         for name, *cells in rows:
-            table.add_row(
-                *(
-                    Text(clean(self._mask(cell)))
-                    for cell in (shortened_name(name, names_width), *cells)
-                )
-            )
+            row = (shortened_name(name, names_width), *cells)
+            table.add_row(*(Text(clean(self._mask(cell))) for cell in row))
         if len(shown) < len(runs):
             table.add_row(Text(f"and {len(runs) - len(shown)} more"))
         below = [Text(self._mask(reason), no_wrap=True, overflow="ellipsis") for reason in reasons]
@@ -318,6 +314,12 @@ def shortened_name(name: str, width: int) -> str:
         return name
     seed = name[name.rindex("_s") :] if "_s" in name else ""
     return f"{name[: max(1, width - 1 - len(seed))]}…{seed}"
+
+
+def _first_width(width: int, rows: Sequence[Sequence[str]]) -> int:
+    """The columns of a terminal of `width` that the others leave to the first of a table."""
+    _, *others = zip(*rows, strict=True)
+    return width - sum(max(map(len, column)) + _GAP for column in others)
 
 
 def _percent(value: float | None) -> str:

@@ -13,7 +13,7 @@ from retrain.backends.base import backend_kind
 from retrain.config import TrainConfig, config_from_mapping
 from retrain.config.judging import verifies
 from retrain.config.load import arms, given_values
-from retrain.config.schema import Campaign, Provenance
+from retrain.config.schema import Campaign, Logging, Provenance
 from retrain.errors import ConfigurationError
 from retrain.tracking.build import tracker_names
 
@@ -170,30 +170,32 @@ def _run(
     }
     _put(data, "training", seed=seed, max_steps=steps)
     _put(data, "logging", log_dir=str(folder / RUNS / name), label=label)
-    trackers = set(tracker_names(view.logging))
-    if trackers & {"wandb", "trackio"}:  # the user's group wins, and the user's tags come first
-        _put(data, "logging", wandb_run_name=name, wandb_group=view.logging.wandb_group or label)
-    if "wandb" in trackers:  # trackio has no tags
-        _put(
-            data,
-            "logging",
-            wandb_tags=",".join(dict.fromkeys((*view.logging.tags, label, f"seed{seed}"))),
-        )
+    _put(data, "logging", **_tracking(view.logging, name, label, seed))
     if not view.is_set("evaluation.at_end"):
         _put(data, "evaluation", at_end=True)
     if shared:
         _put(data, "evaluation", **shared)
     if view.backend.adapter_path:
-        _put(
-            data,
-            "backend",
-            adapter_path=str(Path(view.backend.adapter_path) / folder.resolve().name),
-        )
+        adapter = Path(view.backend.adapter_path) / folder.resolve().name
+        _put(data, "backend", adapter_path=str(adapter))
     if backend_kind(view.backend.backend).throttled and not view.backend.throttle_dir:
         _put(data, "backend", throttle_dir=str(folder / THROTTLE))
     return CampaignRun(
         name, label, seed, config_from_mapping(data, provenance=Provenance(view.source_path))
     )
+
+
+def _tracking(given: Logging, name: str, label: str, seed: int) -> dict[str, str]:
+    """Keys of [logging] that name a run in its trackers; the user's group wins, and the user's tags
+    come first.
+    """
+    keys: dict[str, str] = {}
+    trackers = set(tracker_names(given))
+    if trackers & {"wandb", "trackio"}:
+        keys = {"wandb_run_name": name, "wandb_group": given.wandb_group or label}
+    if "wandb" in trackers:  # trackio has no tags
+        keys["wandb_tags"] = ",".join(dict.fromkeys((*given.tags, label, f"seed{seed}")))
+    return keys
 
 
 def _put(data: dict[str, Any], section: str, **values: Any) -> None:

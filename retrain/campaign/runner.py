@@ -70,16 +70,7 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
             writing_to(plan.folder, resume_hint),
             Board(plan, manifest, launcher.workers, quiet=quiet) as board,
         ):
-            done = sum(is_finished(run) for run in plan.runs)
-            size = (
-                f"{counted(len(plan.conditions), 'condition')} x {counted(len(plan.seeds), 'seed')}"
-                f" = {counted(len(plan.runs), 'run')}"
-            )
-            resumed = f", {done} of them finished before" if done else ""
-            for line in (
-                *checked.lines,
-                f"Campaign {plan.folder}: {size} of {counted(plan.max_steps, 'step')}{resumed}.",
-            ):
+            for line in (*checked.lines, _size(plan)):
                 board.say(line)
             squeeze = AutoSqueeze(plan, manifest, board.say)
             execution = _Execution(
@@ -99,6 +90,17 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
             f" {plan.folder / first.dir / OUTPUT}, then {resume_hint}."
         )
     return manifest
+
+
+def _size(plan: CampaignPlan) -> str:
+    """The line that opens a campaign: how many runs and steps, and what was finished before."""
+    done = sum(is_finished(run) for run in plan.runs)
+    resumed = f", {done} of them finished before" if done else ""
+    return (
+        f"Campaign {plan.folder}: {counted(len(plan.conditions), 'condition')} x"
+        f" {counted(len(plan.seeds), 'seed')} = {counted(len(plan.runs), 'run')} of"
+        f" {counted(plan.max_steps, 'step')}{resumed}."
+    )
 
 
 def _launcher(plan: CampaignPlan) -> Launcher:
@@ -170,12 +172,7 @@ class _Execution:
         try:
             while self._waiting or self._jobs:
                 if self._interrupts.stopped_by is not None and not self._stopping:
-                    self._stopping = True
-                    self._waiting.clear()
-                    if self._jobs:
-                        self._board.say("Stopping: running runs save a checkpoint first.")
-                    for _, job in self._jobs.values():
-                        job.stop(self._interrupts.stopped_by)
+                    self._stop(self._interrupts.stopped_by)
                 if len(self._jobs) < self._launcher.workers and time.monotonic() >= next_start:
                     startable = (
                         run
@@ -204,6 +201,15 @@ class _Execution:
             raise Interrupted(
                 f"Interrupted by {Signals(number).name}; continue with `{again}`.", number
             )
+
+    def _stop(self, number: int) -> None:
+        """Start no more runs, and pass the signal on to those that run."""
+        self._stopping = True
+        self._waiting.clear()
+        if self._jobs:
+            self._board.say("Stopping: running runs save a checkpoint first.")
+        for _, job in self._jobs.values():
+            job.stop(number)
 
     def lacks(self, run: CampaignRun) -> bool:
         """True for a run that is not done, unless no look to come would use it."""

@@ -3,11 +3,11 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from retrain.cli.shared import load_dotenv, print_progress
+from retrain.cli.shared import AsJson, Form, load_dotenv, print_progress
 from retrain.errors import ConfigurationError
 
 SETTINGS = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
@@ -28,10 +28,8 @@ def command(
     output: Annotated[
         Path | None, typer.Option(help="Write a page in the style of `retrain report`.")
     ] = None,
-    form: Annotated[
-        Literal["text", "json"], typer.Option("--format", help="How to print it.")
-    ] = "text",
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    form: Form = "text",
+    as_json: AsJson = False,
 ) -> None:
     """Run the reward on answers whose verdict is known.
 

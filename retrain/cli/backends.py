@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from retrain.cli.shared import AsJson
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ def command(
     form: Annotated[
         Literal["text", "json", "markdown"], typer.Option("--format", help="How to print it.")
     ] = "text",
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List engines and backends: what each is and can do, what is installed here, and against what
     it was verified.

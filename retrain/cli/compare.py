@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from typer.core import TyperCommand
 
+from retrain.cli.shared import Alpha, AsJson, LowerIsBetter, Margin
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -80,11 +81,8 @@ def command(
             )
         ),
     ] = None,
-    alpha: Annotated[float, typer.Option(help="Family-wise error rate of all comparisons.")] = 0.05,
-    margin: Annotated[
-        float | None,
-        typer.Option(help="Call differences below this equivalent (TOST), such as 0.02."),
-    ] = None,
+    alpha: Alpha = 0.05,
+    margin: Margin = None,
     effect: Annotated[
         float | None,
         typer.Option(help="Show how many seeds would find this difference, such as 0.02."),
@@ -92,9 +90,7 @@ def command(
     power: Annotated[
         float, typer.Option(help="Power for the detectable difference and the seeds needed.")
     ] = 0.8,
-    lower_is_better: Annotated[
-        bool, typer.Option("--lower-is-better", help="A negative difference is the improvement.")
-    ] = False,
+    lower_is_better: LowerIsBetter = False,
     correction: Annotated[
         Literal["maxt", "holm"] | None,
         typer.Option(
@@ -118,27 +114,32 @@ def command(
         ),
     ] = "exclude",
     form: Annotated[Format, typer.Option("--format", help="How to print it.")] = Format.TEXT,
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare conditions across seeds: paired differences, intervals, exact p values adjusted over
     all of them, and a verdict.
     """
-    from retrain.analysis.comparison_text import to_json, to_markdown, to_text
     from retrain.analysis.verdict import TestSettings
     from retrain.records.evaluation_folder import is_evaluation
-    from retrain.records.jsonl import finite
-    from retrain.records.terminal import clean
 
+    if as_json:
+        form = Format.JSON
     if any(map(is_evaluation, targets)):
-        _print_evaluations(
-            targets, baseline or [], metric, alpha, as_json=as_json or form is Format.JSON
-        )
+        _print_evaluations(targets, baseline or [], metric, alpha, as_json=form is Format.JSON)
         return
     test = TestSettings(alpha, margin, effect, power, lower_is_better, correction, failed)
     comparison = _compare(
         targets, baseline or [], control, metric, test, [_pair(text) for text in contrast or []]
     )
-    if as_json or form is Format.JSON:
+    _print(comparison, form)
+
+
+def _print(comparison: "Comparison", form: Format) -> None:
+    from retrain.analysis.comparison_text import to_json, to_markdown, to_text
+    from retrain.records.jsonl import finite
+    from retrain.records.terminal import clean
+
+    if form is Format.JSON:
         print(json.dumps(finite(to_json(comparison)), indent=2))
     elif form is Format.MARKDOWN:
         print(clean(to_markdown(comparison)), end="")

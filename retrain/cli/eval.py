@@ -4,11 +4,11 @@ a configuration names.
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from retrain.cli.shared import load_dotenv, print_progress
+from retrain.cli.shared import AsJson, Form, load_dotenv, print_progress
 from retrain.errors import ConfigurationError
 
 SETTINGS = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
@@ -36,10 +36,8 @@ def command(
     trust: Annotated[
         bool, typer.Option("--trust", help="Run the Python code that the run's folder names.")
     ] = False,
-    form: Annotated[
-        Literal["text", "json"], typer.Option("--format", help="How to print it.")
-    ] = "text",
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    form: Form = "text",
+    as_json: AsJson = False,
 ) -> None:
     """Evaluate a run's checkpoint, or the untrained model of a configuration, on held-out problems:
     pass@1 and pass@k.

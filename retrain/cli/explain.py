@@ -3,11 +3,11 @@
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from retrain.cli.shared import load_dotenv, print_progress
+from retrain.cli.shared import AsJson, Form, load_dotenv, print_progress
 from retrain.errors import ConfigurationError, EnvironmentFailure
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 SETTINGS = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
 """The file and the configuration's flags are left to its own parser."""
 FILE_ARGUMENT = "[FILE]"
-_MOST = 1_000_000
+_MAX = 1_000_000
 
 
 def command(
@@ -39,10 +39,8 @@ def command(
     trust: Annotated[
         bool, typer.Option("--trust", help="Run the Python code that a run's folder names.")
     ] = False,
-    form: Annotated[
-        Literal["text", "json"], typer.Option("--format", help="How to print it.")
-    ] = "text",
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    form: Form = "text",
+    as_json: AsJson = False,
 ) -> None:
     """Show what a configuration would run, its settings and where they come from, and its memory,
     time and cost.
@@ -59,11 +57,8 @@ def command(
         raise ConfigurationError(
             f"retrain explain takes one file; {overrides.rest[1]!r} is one too many."
         )
-    for name, value in (("price-per-hour", price_per_hour), ("memory-gib", memory_gib)):
-        if value is not None and not value < _MOST:
-            raise ConfigurationError(
-                f"--{name} {value:g} is out of range; give a number from 0 to {_MOST:,}."
-            )
+    _check_range("price-per-hour", price_per_hour)
+    _check_range("memory-gib", memory_gib)
     if pilot and probe:
         raise ConfigurationError(
             "--pilot and --probe both give the step time; leave one of them out."
@@ -86,15 +81,22 @@ def command(
         memory_gib=memory_gib,
         say=print_progress,
     )
-    text = (
-        json.dumps(finite(seen.to_json()), indent=2) + "\n"
-        if as_json or form == "json"
-        else to_text(seen)
-    )
+    if as_json or form == "json":
+        text = json.dumps(finite(seen.to_json()), indent=2) + "\n"
+    else:
+        text = to_text(seen)
     sys.stdout.write(clean(Redactor().text(text)))
     if seen.refused or seen.unavailable:
         raise typer.Exit(
             ConfigurationError.exit_code if seen.refused else EnvironmentFailure.exit_code
+        )
+
+
+def _check_range(name: str, value: float | None) -> None:
+    """Raise ConfigurationError for a value that is not below _MAX; NaN is not."""
+    if value is not None and not value < _MAX:
+        raise ConfigurationError(
+            f"--{name} {value:g} is out of range; give a number from 0 to {_MAX:,}."
         )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from retrain.cli.shared import AsJson
 from retrain.errors import ConfigurationError
 from retrain.inspect import Quantity
 
@@ -60,7 +61,7 @@ def command(
         typer.Option("--table", help="One line per token; the default where there is no colour."),
     ] = False,
     form: Annotated[Format, typer.Option("--format", help="How to print it.")] = Format.TEXT,
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the credit of single tokens: advantage after each stage, surprisal, entropy, planning
     mask, log-ratio.

@@ -4,11 +4,12 @@ import json
 import os
 import shutil
 import sys
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
 from retrain.cli.manual import Topic, read_source, source_path, synced, topics_of
+from retrain.cli.shared import AsJson, Form
 from retrain.errors import ConfigurationError, EnvironmentFailure
 
 
@@ -34,10 +35,8 @@ def command(
     check: Annotated[
         bool, typer.Option("--check", help="Exit 1 if `--sync` would change the source.")
     ] = False,
-    form: Annotated[
-        Literal["text", "json"], typer.Option("--format", help="How to print it.")
-    ] = "text",
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    form: Form = "text",
+    as_json: AsJson = False,
 ) -> None:
     """Read the manual: in a pager in a terminal, as it is in a pipe, or as JSON."""
     asked = [f"--topic {each}" for each in dict.fromkeys((name, topic)) if each]

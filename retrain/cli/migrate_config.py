@@ -10,13 +10,14 @@ import sys
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tomlkit
 import typer
 from tomlkit.exceptions import TOMLKitError
 from tomlkit.items import InlineTable, Item, Table
 
+from retrain.cli.shared import AsJson, Form
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.records.disk import replace_file
 
@@ -111,7 +112,7 @@ def command(
         bool, typer.Option("--backup", help="With --write: keep the old file as FILE.bak.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", help="Write the result to this file instead.")
+        Path | None, typer.Option(help="Write the result to this file instead.")
     ] = None,
     stdin: Annotated[
         bool, typer.Option("--stdin", help="Read the configuration from standard input.")
@@ -119,10 +120,8 @@ def command(
     stdout: Annotated[
         bool, typer.Option("--stdout", help="Print the whole result instead of the difference.")
     ] = False,
-    form: Annotated[
-        Literal["text", "json"], typer.Option("--format", help="How to print it.")
-    ] = "text",
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    form: Form = "text",
+    as_json: AsJson = False,
 ) -> None:
     """Rewrite removed keys of an older configuration; without a flag, show the difference."""
     _check_usage(
@@ -137,18 +136,24 @@ def command(
         _rewrite(path, done, backup=backup)
     if as_json or form == "json":
         print(json.dumps(done.to_json(), indent=2, ensure_ascii=False))
-    elif stdout:
-        sys.stdout.write(done.new)
-    elif done.said:
-        print("\n".join(done.said))
-    elif not done.is_needed:
-        print(f"{name} needs no migration.")
-    elif check:
-        print(f"{name} needs migration; `retrain migrate-config` with --write or --output does it.")
     else:
-        sys.stdout.write(unified_diff(old, done.new, name))
+        sys.stdout.write(done.new if stdout else _result(done, check=check))
     if check and done.is_needed:
         raise typer.Exit(1)
+
+
+def _result(done: "Migration", *, check: bool) -> str:
+    """What was written, whether `check` finds a need, or the difference; with its line end."""
+    if done.said:
+        return "\n".join(done.said) + "\n"
+    if not done.is_needed:
+        return f"{done.name} needs no migration.\n"
+    if check:
+        return (
+            f"{done.name} needs migration; `retrain migrate-config` with --write or --output does"
+            " it.\n"
+        )
+    return unified_diff(done.old, done.new, done.name)
 
 
 @dataclass

@@ -197,39 +197,35 @@ def wrong_use(name: str, arguments: Sequence[str], error: Any) -> str:
     """Say in one sentence what typer's UsageError found in the arguments of a command."""
     more = f"`retrain {name} --help` says more"
     if type(error).__name__ == "NoSuchOption":
-        near = nearest(
-            error.option_name,
-            [each.name for each in parameters_of(name) if each.is_option],
-            NAME_CUTOFF,
-        )
-        return (
-            f"{error.option_name} is not an option of `retrain {name}`;"
-            f" {f'did you mean {near}?' if near else f'{more}.'}"
-        )
+        options = [each.name for each in parameters_of(name) if each.is_option]
+        near = nearest(error.option_name, options, NAME_CUTOFF)
+        hint = f"did you mean {near}?" if near else f"{more}."
+        return f"{error.option_name} is not an option of `retrain {name}`; {hint}"
     if extra := re.search(r"unexpected extra argument\S* \((.*)\)", str(error)):
-        if name == "init" and extra.group(1) in template_names():
-            instead = f"did you mean `retrain init --template {extra.group(1)}`?"
-            return f"`{usage_line(name)}` has no place for {extra.group(1)!r}; {instead}"
-        return f"`{usage_line(name)}` has no place for {extra.group(1)!r}; {more}."
+        given = extra.group(1)
+        hint = f"{more}."
+        if name == "init" and given in template_names():
+            hint = f"did you mean `retrain init --template {given}`?"
+        return f"`{usage_line(name)}` has no place for {given!r}; {hint}"
     if type(error).__name__ == "MissingParameter":
-        absent = next(each for each in parameters_of(name) if each.is_required)
-        return (
-            f"`retrain {name}` needs {absent.name}:"
-            f" {absent.text[:1].lower()}{absent.text[1:].rstrip('.')}; such as `{EXAMPLES[name]}`."
-        )
-    option = getattr(error, "option_name", None) or (
-        error.param.opts[0] if getattr(error, "param", None) else ""
-    )
+        return _missing(name)
+    option = getattr(error, "option_name", "")
+    if not option and getattr(error, "param", None):
+        option = error.param.opts[0]
     meant = next((each for each in parameters_of(name) if each.name == option), None)
     if meant is None:
         return f"`retrain {name}`: {error.format_message().rstrip('.')}; {more}."
     given = _value_of(option, arguments)
-    if type(error).__name__ == "BadOptionUsage":  # a switch with a value, or an option without one
-        return (
-            f"{option} of `retrain {name}` takes {meant.allowed}, and got"
-            f" {repr(given) if given else 'none'}."
-        )
-    return f"{option} of `retrain {name}` takes {meant.allowed}, and got {given!r}."
+    got = repr(given)
+    if type(error).__name__ == "BadOptionUsage" and not given:  # an option without a value
+        got = "none"
+    return f"{option} of `retrain {name}` takes {meant.allowed}, and got {got}."
+
+
+def _missing(name: str) -> str:
+    absent = next(each for each in parameters_of(name) if each.is_required)
+    meaning = f"{absent.text[:1].lower()}{absent.text[1:].rstrip('.')}"
+    return f"`retrain {name}` needs {absent.name}: {meaning}; such as `{EXAMPLES[name]}`."
 
 
 def _value_of(option: str, arguments: Sequence[str]) -> str:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from retrain.cli.shared import Alpha, AsJson, Form
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from retrain.analysis.design import Spread
     from retrain.analysis.pilot import Pilot, SeedPlan
 
 
@@ -39,16 +41,14 @@ def command(
         int | None,
         typer.Option(help="Conditions besides the baseline; by default the pilot's, or 1."),
     ] = None,
-    alpha: Annotated[float, typer.Option(help="Family-wise error rate of all comparisons.")] = 0.05,
+    alpha: Alpha = 0.05,
     power: Annotated[float, typer.Option(help="Probability of finding the difference.")] = 0.8,
     correction: Annotated[
         Literal["maxt", "holm"],
         typer.Option(help="How `retrain compare` will adjust p over the comparisons."),
     ] = "maxt",
-    form: Annotated[
-        Literal["text", "json"], typer.Option("--format", help="How to print it.")
-    ] = "text",
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    form: Form = "text",
+    as_json: AsJson = False,
 ) -> None:
     """Plan a campaign: the seeds needed to find a difference, given a pilot or a standard
     deviation.
@@ -115,19 +115,9 @@ def _lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:
         f" {100 * plan.power:g}%."
     )
     if pilot:
-        low, high = pilot.sd_interval
-        yield f"Metric: {pilot.metric.description}."
-        yield (
-            f"Sd of the differences: {_number(pilot.sd)} (95% interval {_number(low)} to"
-            f" {_number(high)}), from {pilot.source}."
-        )
+        yield from _pilot_lines(pilot)
     else:
         yield f"Sd of the differences: {_number(plan.sd)}, as given."
-    if pilot and len(pilot.sd_by_contrast) > 1:
-        yield (
-            "By contrast:"
-            f" {', '.join(f'{label} {_number(sd)}' for label, sd in pilot.sd_by_contrast.items())}."
-        )
     if plan.effect is not None:
         yield from _seed_lines(plan, pilot)
         if pilot and pilot.held_out:
@@ -137,27 +127,43 @@ def _lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:
                 f" {plan.problems(held_out):,} with {counted(held_out.samples, 'sample')} each; the"
                 f" pilot has {held_out.problems:,}."
             )
-    if (
-        pilot and pilot.spread and plan.effect is not None
-    ):  # seeds, problems and samples together, at the pilot's own spread
-        luck = (
-            f"Run-to-run (seed) variance has an sd of {_number(pilot.spread.luck**0.5)}, which no"
-            " evaluation removes"
-        )
-        if found := plan.cheapest(pilot.spread):
-            yield (
-                f"{luck}. Cheapest at the pilot's spread and speed: {found.seeds} seeds,"
-                f" {found.problems:,} problems x {counted(found.samples, 'sample')},"
-                f" {found.hours:.2g} hours for all {plan.comparisons + 1} arms one after the other."
-            )
-        else:
-            yield f"{luck}; no design of at most 40 seeds finds {_number(plan.effect)}."
+        if pilot and pilot.spread:
+            yield _design_line(plan, pilot.spread)
     yield ""
     rows = [
         (str(seeds), "none" if effect is None else _number(effect))
         for seeds, effect in plan.detectable().items()
     ]
     yield from table_lines([("seeds", "detectable difference"), *rows], right=(0,))
+
+
+def _pilot_lines(pilot: "Pilot") -> Iterator[str]:
+    low, high = pilot.sd_interval
+    yield f"Metric: {pilot.metric.description}."
+    yield (
+        f"Sd of the differences: {_number(pilot.sd)} (95% interval {_number(low)} to"
+        f" {_number(high)}), from {pilot.source}."
+    )
+    if len(pilot.sd_by_contrast) > 1:
+        sds = (f"{label} {_number(sd)}" for label, sd in pilot.sd_by_contrast.items())
+        yield f"By contrast: {', '.join(sds)}."
+
+
+def _design_line(plan: "SeedPlan", spread: "Spread") -> str:
+    """Seeds, problems and samples together, at the pilot's own spread."""
+    from retrain.records.terminal import counted
+
+    luck = (
+        f"Run-to-run (seed) variance: sd {_number(spread.luck**0.5)}, which no evaluation removes"
+    )
+    found = plan.cheapest(spread)
+    if not found:
+        return f"{luck}; no design of at most 40 seeds finds {_number(plan.effect or 0.0)}."
+    return (
+        f"{luck}. Cheapest at the pilot's spread and speed: {found.seeds} seeds,"
+        f" {found.problems:,} problems x {counted(found.samples, 'sample')},"
+        f" {found.hours:.2g} hours for all {plan.comparisons + 1} arms one after the other."
+    )
 
 
 def _seed_lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:

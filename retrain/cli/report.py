@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from retrain.cli.shared import Alpha, LowerIsBetter, Margin
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.install import install_hint
 
@@ -36,14 +37,9 @@ def command(
     metric: Annotated[
         str | None, typer.Option(help="Metric to compare, as in `retrain compare`.")
     ] = None,
-    alpha: Annotated[float, typer.Option(help="Family-wise error rate of all comparisons.")] = 0.05,
-    margin: Annotated[
-        float | None,
-        typer.Option(help="Call differences below this equivalent (TOST), such as 0.02."),
-    ] = None,
-    lower_is_better: Annotated[
-        bool, typer.Option("--lower-is-better", help="A negative difference is the improvement.")
-    ] = False,
+    alpha: Alpha = 0.05,
+    margin: Margin = None,
+    lower_is_better: LowerIsBetter = False,
     against: Annotated[
         list[str] | None,
         typer.Option(help="Another transform beside the run's own in the token viewer."),
@@ -68,14 +64,7 @@ def command(
     """Make a page of curves, paired differences, verdicts, costs, completions and tokens; it needs
     no network and no server.
     """
-    for name in _EXTRA:
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            raise EnvironmentFailure(
-                f'retrain report needs the extra "report" ({error.name} is missing);'
-                f" {install_hint('report')}."
-            ) from error
+    _check_extra()
     from retrain.analysis.verdict import TestSettings
     from retrain.records.run_folder import RunFolder
     from retrain.records.terminal import clean
@@ -84,21 +73,40 @@ def command(
 
     test = TestSettings(alpha=alpha, margin=margin, lower_is_better=lower_is_better)
     request = ReportRequest(folder, baseline, metric, test, against or (), steps)
+    _check_output(output, serve=serve)
     if serve:
-        if output is not None:
-            raise ConfigurationError(
-                f"--output {output} and --serve are two ways to see a report; give one of them."
-            )
         _serve(request, port, refresh)
         return
-    if output is not None and output.is_dir():
-        raise ConfigurationError(
-            f"--output {output} is a folder; name the page, such as {output / 'report.html'}."
-        )
     written = write_report(request, output or RunFolder(folder).report)
     print(clean(f"Report: {written.page}"))
     for picture in written.pictures:
         print(clean(f"Picture: {picture}"))
+
+
+def _check_extra() -> None:
+    """Raise EnvironmentFailure if a package of the extra is not installed."""
+    for name in _EXTRA:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            raise EnvironmentFailure(
+                f'retrain report needs the extra "report" ({error.name} is missing);'
+                f" {install_hint('report')}."
+            ) from error
+
+
+def _check_output(output: Path | None, *, serve: bool) -> None:
+    """Raise ConfigurationError for an output beside --serve, and for a folder."""
+    if output is None:
+        return
+    if serve:
+        raise ConfigurationError(
+            f"--output {output} and --serve are two ways to see a report; give one of them."
+        )
+    if output.is_dir():
+        raise ConfigurationError(
+            f"--output {output} is a folder; name the page, such as {output / 'report.html'}."
+        )
 
 
 def _serve(request: "ReportRequest", port: int, refresh: float) -> None:

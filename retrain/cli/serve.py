@@ -11,7 +11,7 @@ from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
-    from retrain.inference_engine.commands import ServerNeeds
+    from retrain.inference_engine.commands import ServerCommand, ServerNeeds
 
 SETTINGS = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
 """The file and the configuration's flags are left to its own parser."""
@@ -43,7 +43,7 @@ def command(
     from retrain.config import load_config
     from retrain.config.overrides import parse_overrides
     from retrain.inference_engine.base import engine_kind
-    from retrain.inference_engine.commands import ServerNeeds, server_command
+    from retrain.inference_engine.commands import ServerNeeds
 
     overrides = parse_overrides(context.args)
     if len(overrides.rest) > 1:
@@ -63,6 +63,31 @@ def command(
     if run:
         found.run()
     sys.stdout.write(found.shell())
+
+
+def startable_engines() -> list[str]:
+    """Return the engines whose server `retrain serve` can start."""
+    from retrain.inference_engine.base import ENGINES, engine_kind
+
+    return [name for name in ENGINES if engine_kind(name).default_port]
+
+
+def server_command(
+    engine: str, config: "TrainConfig", needs: "ServerNeeds", python: str = "python"
+) -> "ServerCommand":
+    """Return the command for `engine`, whatever `[inference] engine` says. Raises
+    ConfigurationError for a key that this server cannot follow.
+
+    `python` is the interpreter of the server's environment.
+    """
+    from retrain.inference_engine.base import engine_kind
+
+    if not engine_kind(engine).default_port:
+        raise ConfigurationError(
+            f"{engine!r} is not a server that retrain can start; name one of"
+            f" {', '.join(startable_engines())}."
+        )
+    return engine_kind(engine).server_command(config, needs, python)
 
 
 def server_needs(config: "TrainConfig", prompt_tokens: int) -> "ServerNeeds":

@@ -1,9 +1,23 @@
-"""Functions of several commands: the .env file, and lines of progress on standard error."""
+"""What several commands share: options, the .env file, and lines of progress on standard error."""
 
 import sys
 from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
 
 from retrain.errors import ConfigurationError
+
+Alpha = Annotated[float, typer.Option(help="Family-wise error rate of all comparisons.")]
+AsJson = Annotated[bool, typer.Option("--json", help="The same as --format json.")]
+Form = Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")]
+LowerIsBetter = Annotated[
+    bool, typer.Option("--lower-is-better", help="A negative difference is the improvement.")
+]
+Margin = Annotated[
+    float | None,
+    typer.Option(help="Call differences below this equivalent (TOST), such as 0.02."),
+]
 
 
 def load_dotenv() -> bool:

@@ -6,9 +6,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from retrain.cli.shared import AsJson, Form
 
 if TYPE_CHECKING:
     from retrain.analysis.status import CampaignStatus, Overview, RunStatus
@@ -35,10 +37,8 @@ def command(
         Path,
         typer.Argument(metavar="LOGS", help="A folder of runs, a campaign's or a single run's."),
     ] = Path("logs"),
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
-    form: Annotated[
-        Literal["text", "json"], typer.Option("--format", help="How to print it.")
-    ] = "text",
+    as_json: AsJson = False,
+    form: Form = "text",
     watch: Annotated[
         bool, typer.Option("--watch", help="Print again until nothing is running, or Ctrl-C.")
     ] = False,

@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from retrain.config.names import ALIASES, builtin_names
-from retrain.config.schema import Condition, TrainConfig
 from retrain.config.section import NO_TRAITS, Section, Traits, traits_of
+from retrain.config.sections import AllSections, Condition
 from retrain.config.suggestions import synonym
 from retrain.config.values import MAX_SEED, OpenName
 
@@ -112,7 +112,7 @@ def flag_of(section: str, name: str) -> str:
 def section_models() -> dict[str, type[Section]]:
     """Map section names to their classes, in the order of the schema."""
     models: dict[str, type[Section]] = {}
-    for name, field in TrainConfig.model_fields.items():
+    for name, field in AllSections.model_fields.items():
         models[name] = next(
             part
             for part in _flatten(field.annotation)

@@ -10,23 +10,22 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ValidationError
 
+from retrain.config.keys import describe_field
+from retrain.config.learning_sections import BACKEND_OPTIONS
 from retrain.config.names import (
     builtin_names,
     fixed_aggregation,
     table,
     transforms_with,
 )
+from retrain.config.sections import AllSections, Condition
 from retrain.config.suggestions import nearest
 from retrain.config.values import MAX_COMPLETIONS, MAX_SEED
 from retrain.errors import MAX_SENTENCES
 from retrain.parsing import toml_value
-
-if TYPE_CHECKING:
-    from retrain.config.schema import Condition, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class RuleViolations(ValueError):
         super().__init__("; ".join(violation.message for violation in violations))
 
 
-Rule = Callable[["TrainConfig"], Iterator[Violation]]
+Rule = Callable[[AllSections], Iterator[Violation]]
 _RULES: list[Rule] = []
 _CAMPAIGN_RULES: list[Rule] = []
 """Rules about a campaign as a whole; all others are about its runs."""
@@ -78,7 +77,7 @@ def _campaign_rule(function: Rule) -> Rule:
     return function
 
 
-def broken_rules(config: "TrainConfig") -> list[Violation]:
+def broken_rules(config: AllSections) -> list[Violation]:
     """Every violation once, in the order of the rules. Conditions that set keys of their own are
     judged one by one (`arm_problems`).
     """
@@ -90,7 +89,7 @@ def broken_rules(config: "TrainConfig") -> list[Violation]:
     return [violation for violation in found if is_read(config, violation.keys[0])]
 
 
-def is_read(config: "TrainConfig", path: str) -> bool:
+def is_read(config: AllSections, path: str) -> bool:
     """Return True if the section of a key is read. A squeeze job does not train, so it reads few
     sections unless it evaluates.
     """
@@ -104,7 +103,7 @@ def is_read(config: "TrainConfig", path: str) -> bool:
     )
 
 
-def modes_of(condition: "Condition") -> tuple[str, str]:
+def modes_of(condition: Condition) -> tuple[str, str]:
     """The advantage and the transform of a condition; a plugin algorithm has neither: ("", "")."""
     if condition.algorithm_mode:
         recipe = table("algorithm").get(condition.algorithm_mode)
@@ -113,7 +112,7 @@ def modes_of(condition: "Condition") -> tuple[str, str]:
 
 
 @_rule
-def _sepa_needs_a_ramp(config: "TrainConfig") -> Iterator[Violation]:
+def _sepa_needs_a_ramp(config: AllSections) -> Iterator[Violation]:
     if config.sepa.schedule == "linear" and config.sepa.steps == 0:
         for condition in config.conditions:
             _, transform = modes_of(condition)
@@ -132,7 +131,7 @@ def _sepa_needs_a_ramp(config: "TrainConfig") -> Iterator[Violation]:
 
 
 @_rule
-def _entropy_mask_needs_rho(config: "TrainConfig") -> Iterator[Violation]:
+def _entropy_mask_needs_rho(config: AllSections) -> Iterator[Violation]:
     if config.algorithm.surprisal_mask_rho == 0 and any(
         modes_of(condition)[1] == "entropy_mask" for condition in config.conditions
     ):
@@ -144,7 +143,7 @@ def _entropy_mask_needs_rho(config: "TrainConfig") -> Iterator[Violation]:
 
 
 @_rule
-def _group_relative_advantages_need_two(config: "TrainConfig") -> Iterator[Violation]:
+def _group_relative_advantages_need_two(config: AllSections) -> Iterator[Violation]:
     if config.training.group_size > 1:
         return
     for condition in config.conditions:
@@ -160,7 +159,7 @@ def _group_relative_advantages_need_two(config: "TrainConfig") -> Iterator[Viola
 
 
 @_rule
-def _one_token_is_no_choice(config: "TrainConfig") -> Iterator[Violation]:
+def _one_token_is_no_choice(config: AllSections) -> Iterator[Violation]:
     if config.training.top_k == 1:
         yield Violation(
             ("training.top_k",),
@@ -170,7 +169,7 @@ def _one_token_is_no_choice(config: "TrainConfig") -> Iterator[Violation]:
 
 
 @_rule
-def _one_checkpoint_is_not_enough(config: "TrainConfig") -> Iterator[Violation]:
+def _one_checkpoint_is_not_enough(config: AllSections) -> Iterator[Violation]:
     if config.training.keep_checkpoints == 1:
         yield Violation(
             ("training.keep_checkpoints",),
@@ -180,7 +179,7 @@ def _one_checkpoint_is_not_enough(config: "TrainConfig") -> Iterator[Violation]:
 
 
 @_rule
-def _a_step_has_an_end_and_fills_its_minibatches(config: "TrainConfig") -> Iterator[Violation]:
+def _a_step_has_an_end_and_fills_its_minibatches(config: AllSections) -> Iterator[Violation]:
     completions = config.training.batch_size * config.training.group_size
     if completions > MAX_COMPLETIONS:
         yield Violation(
@@ -197,7 +196,7 @@ def _a_step_has_an_end_and_fills_its_minibatches(config: "TrainConfig") -> Itera
 
 
 @_rule
-def _corrections_need_recomputed_logprobs(config: "TrainConfig") -> Iterator[Violation]:
+def _corrections_need_recomputed_logprobs(config: AllSections) -> Iterator[Violation]:
     if config.loss.correction != "none" and config.loss.old_logprobs != "recomputed":
         yield Violation(
             ("loss.correction", "loss.old_logprobs"),
@@ -207,7 +206,7 @@ def _corrections_need_recomputed_logprobs(config: "TrainConfig") -> Iterator[Vio
 
 
 @_rule
-def _a_geometric_mean_needs_narrow_bounds(config: "TrainConfig") -> Iterator[Violation]:
+def _a_geometric_mean_needs_narrow_bounds(config: AllSections) -> Iterator[Violation]:
     if config.loss.correction == "geometric" and not (
         config.is_set("loss.correction_low") and config.is_set("loss.correction_high")
     ):
@@ -220,7 +219,7 @@ def _a_geometric_mean_needs_narrow_bounds(config: "TrainConfig") -> Iterator[Vio
 
 
 @_rule
-def _bounds_are_in_order(config: "TrainConfig") -> Iterator[Violation]:
+def _bounds_are_in_order(config: AllSections) -> Iterator[Violation]:
     loss, pressure = config.loss, config.backpressure
     if loss.correction_low > loss.correction_high:
         yield Violation(
@@ -251,7 +250,7 @@ def _bounds_are_in_order(config: "TrainConfig") -> Iterator[Violation]:
 
 
 @_rule
-def _back_pressure_knows_each_step(config: "TrainConfig") -> Iterator[Violation]:
+def _back_pressure_knows_each_step(config: AllSections) -> Iterator[Violation]:
     if config.backpressure.enabled and len(config.backend.device_list) > 1:
         yield Violation(
             ("backpressure.enabled", "backend.devices"),
@@ -261,7 +260,7 @@ def _back_pressure_knows_each_step(config: "TrainConfig") -> Iterator[Violation]
 
 
 @_rule
-def _k1_is_no_loss_term(config: "TrainConfig") -> Iterator[Violation]:
+def _k1_is_no_loss_term(config: AllSections) -> Iterator[Violation]:
     if config.loss.kl_coef > 0 and config.loss.kl_estimator == "k1":
         yield Violation(
             ("loss.kl_estimator", "loss.kl_coef"),
@@ -272,7 +271,7 @@ def _k1_is_no_loss_term(config: "TrainConfig") -> Iterator[Violation]:
 
 
 @_rule
-def _clip_below_one(config: "TrainConfig") -> Iterator[Violation]:
+def _clip_below_one(config: AllSections) -> Iterator[Violation]:
     loss = config.loss
     if loss.mode in ("ppo", "gspo") and loss.clip_low is not None and loss.clip_low >= 1:
         yield Violation(
@@ -283,7 +282,7 @@ def _clip_below_one(config: "TrainConfig") -> Iterator[Violation]:
 
 
 @_rule
-def _pass_at_k_needs_samples(config: "TrainConfig") -> Iterator[Violation]:
+def _pass_at_k_needs_samples(config: AllSections) -> Iterator[Violation]:
     evaluation = config.evaluation
     if max(evaluation.k) > evaluation.samples:
         yield Violation(
@@ -294,7 +293,7 @@ def _pass_at_k_needs_samples(config: "TrainConfig") -> Iterator[Violation]:
 
 
 @_rule
-def _greedy_samples_are_equal(config: "TrainConfig") -> Iterator[Violation]:
+def _greedy_samples_are_equal(config: AllSections) -> Iterator[Violation]:
     evaluation = config.evaluation
     if evaluation.temperature == 0 and evaluation.samples > 1:
         yield Violation(
@@ -305,7 +304,7 @@ def _greedy_samples_are_equal(config: "TrainConfig") -> Iterator[Violation]:
 
 
 @_rule
-def _rewards_have_what_they_need(config: "TrainConfig") -> Iterator[Violation]:
+def _rewards_have_what_they_need(config: AllSections) -> Iterator[Violation]:
     reward = config.reward
     if config.environment.provider:
         return
@@ -350,7 +349,7 @@ def _rewards_have_what_they_need(config: "TrainConfig") -> Iterator[Violation]:
 
 
 @_rule
-def _negative_rewards_have_an_advantage(config: "TrainConfig") -> Iterator[Violation]:
+def _negative_rewards_have_an_advantage(config: AllSections) -> Iterator[Violation]:
     reward = config.reward
     if config.environment.provider:
         return
@@ -368,7 +367,7 @@ def _negative_rewards_have_an_advantage(config: "TrainConfig") -> Iterator[Viola
 
 
 @_rule
-def _overlong_has_room(config: "TrainConfig") -> Iterator[Violation]:
+def _overlong_has_room(config: AllSections) -> Iterator[Violation]:
     reward, longest = config.reward, config.training.max_tokens
     if "overlong" in reward.types and reward.overlong_buffer > longest:
         yield Violation(
@@ -379,7 +378,7 @@ def _overlong_has_room(config: "TrainConfig") -> Iterator[Violation]:
 
 
 @_rule
-def _files_have_a_path(config: "TrainConfig") -> Iterator[Violation]:
+def _files_have_a_path(config: AllSections) -> Iterator[Violation]:
     if config.environment.provider:
         return
     if config.data.source in ("jsonl", "parquet") and not config.data.path:
@@ -391,7 +390,7 @@ def _files_have_a_path(config: "TrainConfig") -> Iterator[Violation]:
 
 
 @_rule
-def _template_has_a_place(config: "TrainConfig") -> Iterator[Violation]:
+def _template_has_a_place(config: AllSections) -> Iterator[Violation]:
     template = config.data.prompt_template
     if template is not None and "{prompt}" not in template:
         yield Violation(
@@ -409,7 +408,7 @@ _AN_ID = {
 
 
 @_rule
-def _environments_are_complete(config: "TrainConfig") -> Iterator[Violation]:
+def _environments_are_complete(config: AllSections) -> Iterator[Violation]:
     environment = config.environment
     if environment.provider in builtin_names("environment") and not environment.id:
         yield Violation(
@@ -432,7 +431,7 @@ def _environments_are_complete(config: "TrainConfig") -> Iterator[Violation]:
 
 
 @_rule
-def _one_squeezed_rank(config: "TrainConfig") -> Iterator[Violation]:
+def _one_squeezed_rank(config: AllSections) -> Iterator[Violation]:
     squeeze = config.squeeze
     if squeeze.per_layer and squeeze.compress_to:
         yield Violation(
@@ -443,7 +442,7 @@ def _one_squeezed_rank(config: "TrainConfig") -> Iterator[Violation]:
 
 
 @_campaign_rule
-def _campaign_base_has_no_algorithm(config: "TrainConfig") -> Iterator[Violation]:
+def _campaign_base_has_no_algorithm(config: AllSections) -> Iterator[Violation]:
     if config.campaign is not None and config.algorithm.algorithm_mode:
         yield Violation(
             ("algorithm.algorithm_mode", "campaign"),
@@ -454,7 +453,7 @@ def _campaign_base_has_no_algorithm(config: "TrainConfig") -> Iterator[Violation
 
 
 @_campaign_rule
-def _conditions_are_complete(config: "TrainConfig") -> Iterator[Violation]:
+def _conditions_are_complete(config: AllSections) -> Iterator[Violation]:
     for number, condition in enumerate(
         config.campaign.conditions if config.campaign else (), start=1
     ):
@@ -478,7 +477,7 @@ def _conditions_are_complete(config: "TrainConfig") -> Iterator[Violation]:
 
 
 @_campaign_rule
-def _labels_are_unique(config: "TrainConfig") -> Iterator[Violation]:
+def _labels_are_unique(config: AllSections) -> Iterator[Violation]:
     if config.campaign is None:
         return
     seen: dict[str, tuple[int, str]] = {}
@@ -501,7 +500,7 @@ def _labels_are_unique(config: "TrainConfig") -> Iterator[Violation]:
 
 
 @_campaign_rule
-def _seeds_are_unique(config: "TrainConfig") -> Iterator[Violation]:
+def _seeds_are_unique(config: AllSections) -> Iterator[Violation]:
     seeds = config.campaign.seeds if config.campaign else []
     if repeated := [seed for seed, count in Counter(seeds).items() if count > 1]:
         yield Violation(
@@ -512,7 +511,7 @@ def _seeds_are_unique(config: "TrainConfig") -> Iterator[Violation]:
 
 
 @_campaign_rule
-def _evidence_may_take_every_seed(config: "TrainConfig") -> Iterator[Violation]:
+def _evidence_may_take_every_seed(config: AllSections) -> Iterator[Violation]:
     campaign = config.campaign
     if campaign is None or campaign.stop != "evidence":
         return
@@ -531,7 +530,7 @@ def _evidence_may_take_every_seed(config: "TrainConfig") -> Iterator[Violation]:
 
 
 @_rule
-def _an_algorithm_keeps_its_aggregation(config: "TrainConfig") -> Iterator[Violation]:
+def _an_algorithm_keeps_its_aggregation(config: AllSections) -> Iterator[Violation]:
     for mode in dict.fromkeys(condition.algorithm_mode for condition in config.conditions):
         fixed = fixed_aggregation(mode)
         if fixed and config.is_set("loss.aggregation") and config.loss.aggregation != fixed:
@@ -543,14 +542,12 @@ def _an_algorithm_keeps_its_aggregation(config: "TrainConfig") -> Iterator[Viola
 
 
 @_rule
-def _options_are_known(config: "TrainConfig") -> Iterator[Violation]:
+def _options_are_known(config: AllSections) -> Iterator[Violation]:
     """Check the options of every backend, whichever is chosen, so that a file can switch
     backends.
     """
     if config.backend.backend not in builtin_names("backend") or not config.backend.options:
         return
-    from retrain.config.schema import BACKEND_OPTIONS
-
     known = {name: model for model in BACKEND_OPTIONS.values() for name in model.model_fields}
     wrong = [name for name in config.backend.options if name not in known]
     for name in wrong[: MAX_SENTENCES - 1]:
@@ -578,8 +575,6 @@ def _options_are_known(config: "TrainConfig") -> Iterator[Violation]:
 
 
 def _option_violations(error: ValidationError, model: type[BaseModel]) -> Iterator[Violation]:
-    from retrain.config.keys import describe_field
-
     for problem in error.errors(include_url=False)[:MAX_SENTENCES]:
         name, value = str(problem["loc"][0]), problem["input"]
         allowed = describe_field(model.model_fields[name])

@@ -156,19 +156,23 @@ def explain(
         adapter, problems = _adapter_of(config.squeeze)
         return Explanation("squeeze", config, settings, unused, tuple(problems), adapter=adapter)
     runs, plan = _runs(config)
-    one_per_condition = runs[
-        : len(config.conditions)
-    ]  # a campaign starts with all conditions of its first seed
-    memory, unknown = _memory([run.config for run in one_per_condition], memory_gib)
-    step_time = from_probe(runs[0].config, say) if probe else from_pilot(pilot) if pilot else None
+    # A campaign starts with all conditions of its first seed.
+    first_runs = runs[: len(config.conditions)]
+    configs = [run.config for run in first_runs]
+    memory, unknown = _memory(configs, memory_gib)
+    step_time = None
+    if probe:
+        step_time = from_probe(configs[0], say)
+    elif pilot:
+        step_time = from_pilot(pilot)
     schedule, problems = _schedule(config, plan, memory, step_time, price_per_hour)
-    engine, backend, incapacities, losses = _capabilities([run.config for run in one_per_condition])
+    engine, backend, incapacities, losses = _capabilities(configs)
     inputs = InputProblems()
-    for run in one_per_condition:
-        inputs.check(run.config, here=memory_gib is None)
+    for one in configs:
+        inputs.check(one, here=memory_gib is None)
     run_notes = notes(config) if plan is None else condition_notes(plan)
     power = campaign_power(config.campaign, len(config.conditions), pilot)
-    differences = pilot_differences(pilot, runs[0].config) if pilot and not probe else ()
+    differences = pilot_differences(pilot, configs[0]) if pilot and not probe else ()
     return Explanation(
         kind=config.kind,
         config=config,
@@ -176,7 +180,7 @@ def explain(
         unused=unused,
         refused=tuple(dict.fromkeys((*problems, *incapacities, *inputs.refused))),
         unavailable=tuple(dict.fromkeys(inputs.lacking)),
-        conditions=tuple(_conditions(config.conditions, one_per_condition)),
+        conditions=tuple(_conditions(config.conditions, first_runs)),
         runs=runs,
         schedule=schedule,
         memory=memory,

@@ -52,62 +52,65 @@ def _headline(seen: "Explanation") -> Iterator[str]:
     if seen.kind == "squeeze":
         yield from _squeeze(seen)
         return
+    yield _size(seen)
+    rows: list[tuple[str, str]] = []
+    for name, words in _facts(seen):
+        lines = textwrap.wrap(words, _WIDTH, break_long_words=False, break_on_hyphens=False)
+        rows += [(name if line == 0 else "", part) for line, part in enumerate(lines)]
+    yield from table_lines(rows, indent=GAP)
+
+
+def _size(seen: "Explanation") -> str:
+    run = seen.runs[0]
+    steps = f"{counted(run.config.training.max_steps, 'step')}{_resumed(seen)}"
+    if seen.kind == "campaign":
+        return (
+            f"Campaign: {counted(len(seen.conditions), 'condition')} x"
+            f" {counted(len(_seeds(seen)), 'seed')} = {counted(len(seen.runs), 'run')} of {steps}"
+        )
+    seed = "a seed drawn at the start" if run.seed == -1 else f"seed {run.seed}"
+    return f"Run: {run.condition}, {seed}, {steps}"
+
+
+def _seeds(seen: "Explanation") -> list[int]:
+    return list(dict.fromkeys(run.seed for run in seen.runs))
+
+
+def _facts(seen: "Explanation") -> Iterator[tuple[str, str]]:
+    """Name and words of each fact, in the order in which they are shown."""
     run, config = seen.runs[0], seen.runs[0].config
     training = config.training
-    batch = (
-        f"{training.batch_size:,} prompts x {training.group_size:,} completions of up to"
-        f" {training.max_tokens:,} tokens per step"
-    )
+    folder = seen.config.resume.from_ or seen.config.logging.log_dir
+    maximal_lambda = weights = None
     if seen.kind == "campaign":
-        seeds = list(dict.fromkeys(run.seed for run in seen.runs))
-        product = (
-            f"{counted(len(seen.conditions), 'condition')} x {counted(len(seeds), 'seed')} ="
-            f" {counted(len(seen.runs), 'run')}"
-        )
-        yield f"Campaign: {product} of {counted(training.max_steps, 'step')}{_resumed(seen)}"
-    else:
-        seed = "a seed drawn at the start" if run.seed == -1 else f"seed {run.seed}"
-        yield f"Run: {run.condition}, {seed}, {counted(training.max_steps, 'step')}{_resumed(seen)}"
-    if seen.kind == "campaign":
+        yield "seeds", ", ".join(map(str, _seeds(seen)))
         folder = f"{run.folder.parent.parent}/runs/<condition>_s<seed>"
     else:
-        folder = seen.config.resume.from_ or seen.config.logging.log_dir
-    facts = [
-        ("batch", batch),
-        ("model", config.model.model),
-        ("problems", _problems(seen)),
-        ("folder", folder),
-    ]
-    sampler = (
-        config.inference.engine
-        if seen.backend is None or seen.backend.sampler is None
-        else "the backend's own"
+        maximal_lambda = seen.conditions[0].maximal_lambda
+        weights = seen.conditions[0].weights
+    yield (
+        "batch",
+        (
+            f"{training.batch_size:,} prompts x {training.group_size:,} completions of up to"
+            f" {training.max_tokens:,} tokens per step"
+        ),
     )
-    facts += [("engine", f"{sampler}: {engine_words(seen.engine)}")] if seen.engine else []
-    facts += (
-        [("backend", f"{config.backend.backend}: {backend_words(seen.backend)}")]
-        if seen.backend
-        else []
-    )
-    facts += [("loss", words) for words in seen.losses]
-    if seen.kind == "run" and seen.conditions[0].maximal_lambda is not None:
-        facts.insert(1, ("SEPA", f"lambda reaches {seen.conditions[0].maximal_lambda:.3g}"))
-    if seen.kind == "run" and seen.conditions[0].weights:
-        facts.append(("x-ray", f"{WEIGHTS}: {seen.conditions[0].weights}"))
-    if seen.kind == "campaign":
-        facts.insert(0, ("seeds", ", ".join(map(str, seeds))))
-    lines = [
-        (name, textwrap.wrap(words, _WIDTH, break_long_words=False, break_on_hyphens=False))
-        for name, words in facts
-    ]
-    yield from table_lines(
-        [
-            (name if line == 0 else "", part)
-            for name, parts in lines
-            for line, part in enumerate(parts)
-        ],
-        indent=GAP,
-    )
+    if maximal_lambda is not None:
+        yield "SEPA", f"lambda reaches {maximal_lambda:.3g}"
+    yield "model", config.model.model
+    yield "problems", _problems(seen)
+    yield "folder", folder
+    if seen.engine:
+        sampler = config.inference.engine
+        if seen.backend and seen.backend.sampler is not None:
+            sampler = "the backend's own"
+        yield "engine", f"{sampler}: {engine_words(seen.engine)}"
+    if seen.backend:
+        yield "backend", f"{config.backend.backend}: {backend_words(seen.backend)}"
+    for words in seen.losses:
+        yield "loss", words
+    if weights:
+        yield "x-ray", f"{WEIGHTS}: {weights}"
 
 
 def _resumed(seen: "Explanation") -> str:

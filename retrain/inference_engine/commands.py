@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from retrain.errors import ConfigurationError, EnvironmentFailure
-from retrain.inference_engine.base import ENGINES, engine_kind
 from retrain.parsing import toml_value
 
 if TYPE_CHECKING:
-    from retrain.config import TrainConfig
     from retrain.config.schema import Inference, Model, Training
 
 _MAX_SEQUENCES = 256
@@ -93,27 +91,6 @@ def _resolved(value: str) -> str:
 
 
 # -- what all servers are told ---------------------------------------------------------------------
-
-
-def startable_engines() -> list[str]:
-    """Return the engines whose server `retrain serve` can start."""
-    return [name for name in ENGINES if engine_kind(name).default_port]
-
-
-def server_command(
-    engine: str, config: "TrainConfig", needs: ServerNeeds, python: str = "python"
-) -> ServerCommand:
-    """Return the command for `engine`, whatever `[inference] engine` says. Raises
-    ConfigurationError for a key that this server cannot follow.
-
-    `python` is the interpreter of the server's environment.
-    """
-    if not engine_kind(engine).default_port:
-        raise ConfigurationError(
-            f"{engine!r} is not a server that retrain can start; name one of"
-            f" {', '.join(startable_engines())}."
-        )
-    return engine_kind(engine).server_command(config, needs, python)
 
 
 def address_flags(inference: "Inference", default_port: int) -> list[str]:

@@ -149,21 +149,32 @@ class Lines:
 
 def line_figure(data: ReportData, lines: Lines) -> Drawn | None:
     """One line per condition, dashed for a second field. None if no run has the first field."""
-    first = next(iter(lines.fields))
+    first, *second = lines.fields
     arms = [(index, arm) for index, arm in enumerate(data.arms) if arm.has(first)]
     if not arms:
         return None
     window = window_for(max(arm.longest for _, arm in arms)) if lines.smooth else 1
     figure, axes = empty_figure()
-    for (index, arm), (field, kind) in product(arms, lines.fields.items()):
+    for (index, arm), field in product(arms, lines.fields):
         band = arm.band(field, window)
         if band is None:
             continue
+        colour = series(index)
         if data.single and window > 1 and (raw := arm.band(field)):  # each step, thin
-            axes.plot(raw.steps + 1, raw.mean, color=series(index), alpha=0.28, linewidth=1)
-        label = None if kind else (lines.single_label if data.single else "") or arm.label
-        style: dict[str, Any] = {"linestyle": (0, (4, 2))} if kind else {}
-        draw_band(axes, band.steps + 1, band.mean, band.sd, series(index), label=label, **style)
+            axes.plot(raw.steps + 1, raw.mean, color=colour, alpha=0.28, linewidth=1)
+        style: dict[str, Any] = {"linestyle": (0, (4, 2))}
+        if not lines.fields[field]:
+            style = {"label": (data.single and lines.single_label) or arm.label}
+        draw_band(axes, band.steps + 1, band.mean, band.sd, colour, **style)
+    _scale(axes, lines)
+    has_dashes = any(arm.has(field) for field in second for _, arm in arms)
+    note = lines.note if has_dashes or not second else ""
+    words = filter(None, (_line_words(data, window), note))
+    return Drawn(lines.name, lines.title, " ".join(words), figure)
+
+
+def _scale(axes: Axes, lines: Lines) -> None:
+    """Steps to the right, and the values over the range that suits them."""
     axes.set(xlabel="step", ylabel=lines.ylabel)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     if lines.percent:
@@ -172,16 +183,14 @@ def line_figure(data: ReportData, lines: Lines) -> Drawn | None:
         axes.set_ylim(*lines.limits)
     elif lines.from_zero:
         axes.set_ylim(0, 1.06 * axes.dataLim.y1)
-    dashed = (
-        lines.note
-        if len(lines.fields) == 1 or any(arm.has(list(lines.fields)[1]) for _, arm in arms)
-        else ""
-    )
-    smoothed = f"mean of {window} steps"
-    words = f"Line: mean over the runs{f', {smoothed}' if window > 1 else ''}{sd_words(data)}."
+
+
+def _line_words(data: ReportData, window: int) -> str:
+    """What the lines are means over; `window` is the number of steps in a running mean."""
     if data.single:
-        words = f"Bold: {smoothed}; thin: each step." if window > 1 else ""
-    return Drawn(lines.name, lines.title, " ".join(filter(None, (words, dashed))), figure)
+        return f"Bold: mean of {window} steps; thin: each step." if window > 1 else ""
+    smoothed = f", mean of {window} steps" if window > 1 else ""
+    return f"Line: mean over the runs{smoothed}{sd_words(data)}."
 
 
 def draw_band(

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from retrain.analysis.compare import Comparison
 from retrain.analysis.verdict import Verdict
 from retrain.report.curves import PHASES, ConditionCurves
 from retrain.report.data import ReportData, SqueezeCurve
@@ -177,18 +178,10 @@ def _differences(data: ReportData) -> Drawn | None:
     axes.axvline(0.0, color=MUTED, linewidth=1)
     for row, contrast in enumerate(contrasts):
         found, place = contrast.conclusion, -float(row)
-        colour = series(
-            labels.index(contrast.condition) if contrast.condition in labels else row + 1
-        )
+        index = labels.index(contrast.condition) if contrast.condition in labels else row + 1
         values = scale * np.array(list(contrast.differences.values()))
-        draw_row(
-            axes,
-            place,
-            values,
-            scale * found.mean,
-            scale * np.array(found.interval) if found.interval else None,
-            colour,
-        )
+        interval = scale * np.array(found.interval) if found.interval else None
+        draw_row(axes, place, values, scale * found.mean, interval, series(index))
         weight = "normal" if found.verdict is Verdict.INCONCLUSIVE else "bold"
         words = f"{contrast.condition}: {found.word(comparison.test.alpha)}"
         row_label(axes, place + 0.26, words, weight)
@@ -197,20 +190,24 @@ def _differences(data: ReportData) -> Drawn | None:
         ylim=(-len(contrasts) + 0.5, 0.75), xlabel=f"difference in {comparison.metric.name}{unit}"
     )
     without_scale(axes)
+    title = f"Differences from {comparison.baseline}, paired by seed"
+    return Drawn("differences", title, _differences_caption(comparison), figure)
+
+
+_BETTER_SIDE = {
+    "lower": "Left of 0 is better.",
+    "higher": "Right of 0 is better.",
+    None: "Neither side is better.",
+}
+
+
+def _differences_caption(comparison: Comparison) -> str:
     confidence = f"{100 * (1 - comparison.test.alpha):g}%"
-    alone = ", not adjusted" if len(contrasts) > 1 else ""
-    side = {
-        "lower": "Left of 0 is better.",
-        "higher": "Right of 0 is better.",
-        None: "Neither side is better.",
-    }
+    alone = ", not adjusted" if len(comparison.contrasts) > 1 else ""
     better = "lower" if comparison.test.lower_is_better else comparison.metric.better
-    caption = (
+    return (
         f"Dots: one seed each. Diamond and line: their mean with its {confidence} interval{alone}."
-        f" {side[better]}"
-    )
-    return Drawn(
-        "differences", f"Differences from {comparison.baseline}, paired by seed", caption, figure
+        f" {_BETTER_SIDE[better]}"
     )
 
 

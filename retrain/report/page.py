@@ -4,7 +4,7 @@ characters are shown.
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import resources
@@ -180,46 +180,42 @@ def _number(value: float | None, form: str = ".3g") -> str:
 
 def _tiles(data: ReportData) -> list[tuple[str, str]]:
     """Return the (name, value) pairs that a reader wants to know first."""
-    if not data.single:
-        done = sum(status.state == "done" for status in data.statuses)
-        steps = sum(status.steps for status in data.statuses)
-        planned = (
-            max((status.max_steps or 0 for status in data.statuses), default=0) * len(data.statuses)
-            if data.kind == "campaign"
-            else 0
-        )
-        seconds = sum(
-            float(np.nansum(curves.values["step_time_s"]))
-            for arm in data.arms
-            for curves in arm.curves
-        )
-        return [
-            ("runs done", f"{done} of {len(data.statuses)}"),
-            ("conditions", str(len(data.arms))),
-            ("seeds", str(data.seeds)),
-            ("steps", f"{steps:,} of {planned:,}" if planned > steps else f"{steps:,}"),
-            ("time in steps", duration(seconds)),
-        ]
+    return list(_run_tiles(data) if data.single else _campaign_tiles(data))
+
+
+def _campaign_tiles(data: ReportData) -> Iterator[tuple[str, str]]:
+    runs = len(data.statuses)
+    yield "runs done", f"{sum(status.state == 'done' for status in data.statuses)} of {runs}"
+    yield "conditions", str(len(data.arms))
+    yield "seeds", str(data.seeds)
+    steps = sum(status.steps for status in data.statuses)
+    planned = 0
+    if data.kind == "campaign":
+        planned = runs * max((status.max_steps or 0 for status in data.statuses), default=0)
+    yield "steps", f"{steps:,} of {planned:,}" if planned > steps else f"{steps:,}"
+    curves = (curves for arm in data.arms for curves in arm.curves)
+    seconds = sum(float(np.nansum(one.values["step_time_s"])) for one in curves)
+    yield "time in steps", duration(seconds)
+
+
+def _run_tiles(data: ReportData) -> Iterator[tuple[str, str]]:
     (status,), (arm,) = data.statuses, data.arms
-    tiles = [("state", str(status.state)), ("steps", f"{status.steps} of {status.max_steps}")]
+    yield "state", str(status.state)
+    yield "steps", f"{status.steps} of {status.max_steps}"
     points = arm.held_out[0]
     if points:
         before = f"{points[0].accuracy:.1%} → " if len(points) > 1 else ""
-        tiles.append(
-            (f"held-out pass@1, step {points[-1].step}", f"{before}{points[-1].accuracy:.1%}")
-        )
+        last = points[-1]
+        yield f"held-out pass@1, step {last.step}", f"{before}{last.accuracy:.1%}"
     curves = arm.curves[0]
-    tiles.append(
-        (
-            f"training accuracy, last {min(WINDOW, arm.longest)} steps",
-            _number(curves.last("correct_rate", WINDOW), ".1%"),
-        )
+    yield (
+        f"training accuracy, last {min(WINDOW, arm.longest)} steps",
+        _number(curves.last("correct_rate", WINDOW), ".1%"),
     )
-    tiles.append(("tokens per second", _number(curves.median("tokens_per_s"), ",.0f")))
-    tiles.append(("seconds per step", _number(curves.median("step_time_s"))))
+    yield "tokens per second", _number(curves.median("tokens_per_s"), ",.0f")
+    yield "seconds per step", _number(curves.median("step_time_s"))
     if status.remaining_s is not None:
-        tiles.append(("left", duration(status.remaining_s)))
-    return tiles
+        yield "left", duration(status.remaining_s)
 
 
 def _arm_rows(arms: Sequence[ConditionCurves]) -> list[tuple[str, ...]]:

@@ -160,7 +160,7 @@ class Scorer:
         judged = [index for index, score in enumerate(scores) if score.reward is not None]
         sums = [0.0] * len(judged)
         for place, part in enumerate(self._parts):
-            column = [parts[index][place].value or 0.0 for index in judged]
+            column = [scores[index].parts[place] for index in judged]
             scaled = normalised(column)
             sums = [one + part.weight * value for one, value in zip(sums, scaled, strict=True)]
         for index, reward in zip(judged, sums, strict=True):

@@ -1,7 +1,7 @@
 """The local backend: one model on one device, shared by the learner and the sampler."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from retrain.backends.base import FrozenWeights, TrialAdapter
+from retrain.backends.base import Backend, FrozenWeights, TrialAdapter
 from retrain.backends.declared import engine_class, is_raw
-from retrain.backends.local import Local
+from retrain.backends.local.facts import LocalFacts
 from retrain.backends.local.learner import Learner, old_logprobs_note, rounds
 from retrain.backends.local.trial import LocalTrialAdapter
 from retrain.distributed import ALONE, World
@@ -21,7 +21,7 @@ from retrain.inference_engine.pytorch import PyTorchEngine
 from retrain.model.adapter import Adapter
 from retrain.model.attention import refuse_undecodable
 from retrain.model.budget import context_length
-from retrain.model.devices import choose_device, engine_options
+from retrain.model.devices import choose_device, engine_options, half_precision_note
 from retrain.model.fused import FusedDecoder
 from retrain.model.load import BaseModel, load_base_model
 from retrain.model.machine import budget_of, choose
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from retrain.config import TrainConfig
 
 
-class LocalBackend(Local):
+class LocalBackend(LocalFacts):
     """Loads the model, attaches the adapter, and builds the engine that samples from both.
 
     `choices` come from an earlier start of the same run; without them they are made from the
@@ -88,6 +88,30 @@ class LocalBackend(Local):
             fused = FusedDecoder.of(copy.model, merge=self._choices.merge_adapter)
             self.engine = self._build_engine(eos_ids, copy, self._sampler_adapter, fused)
             self.capabilities = replace(self.capabilities, samples_ahead=True)
+
+    @classmethod
+    def open(
+        cls,
+        config: "TrainConfig",
+        choices: MachineChoices | None,
+        *,
+        eos_ids: Sequence[int],
+        log: Callable[[str], None],
+        world: World = ALONE,
+    ) -> Backend:
+        device, note, sampler = choose_device(config.backend, world)
+        precision = half_precision_note(config.model, config.inference, device)
+        for line in filter(None, (note, precision)):
+            log(line)
+        log(f"Loading train model: {config.model.model} on {device}...")
+        backend = cls(config, choices, eos_ids=eos_ids, world=world)
+        for line in (*backend.notes, backend.trainable_parameters_line()):
+            log(line)
+        log(
+            f"LocalTrainHelper ready (engine={config.inference.engine},"
+            f" split_mode={sampler is not None})."
+        )
+        return backend
 
     def _build_engine(
         self,

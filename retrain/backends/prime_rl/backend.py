@@ -9,16 +9,18 @@ torch.
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retrain.backends.prime_rl import PrimeRL
+from retrain.backends.base import Backend
 from retrain.backends.prime_rl.broadcasts import Broadcasts, Policy
 from retrain.backends.prime_rl.engine import DEFAULT_URL, PrimeEngine
+from retrain.backends.prime_rl.facts import PrimeRLFacts
 from retrain.backends.prime_rl.transport import BATCHES, build_sender
 from retrain.backends.prime_rl.wire import encode, share_out, trained_samples
 from retrain.config.load import replaced
+from retrain.distributed import ALONE, World
 from retrain.errors import Interrupted, RunFailed, ServerFailure
 from retrain.inference_engine.base import Truncation
 from retrain.model.text import load_model_config
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 STATE = "prime_rl.json"
 
 
-class PrimeRLBackend(PrimeRL):
+class PrimeRLBackend(PrimeRLFacts):
     def __init__(
         self,
         config: "TrainConfig",
@@ -70,6 +72,21 @@ class PrimeRLBackend(PrimeRL):
         ):  # a signal too: no caller holds this backend yet, so none could close it
             self._sender.close()
             raise
+
+    @classmethod
+    def open(
+        cls,
+        config: "TrainConfig",
+        choices: MachineChoices | None,
+        *,
+        eos_ids: Sequence[int],
+        log: Callable[[str], None],
+        world: World = ALONE,  # noqa: ARG003 - refused with several processes
+    ) -> Backend:
+        backend = cls(config, choices, eos_ids=eos_ids)
+        for note in backend.notes:
+            log(note)
+        return backend
 
     @property
     def notes(self) -> list[str]:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from retrain.backends.prime_rl import SERVERS
 from retrain.backends.prime_rl.broadcasts import Broadcasts, Policy
+from retrain.backends.prime_rl.facts import SERVERS
 from retrain.errors import ServerFailure
 from retrain.inference_engine.base import SampleRequest
 from retrain.inference_engine.http import Json, Refused, Server, Unavailable

@@ -1,68 +1,18 @@
-"""The Tinker backend: weights, gradients and sampling on a service. Here is what it declares,
-without its SDK.
-"""
+"""The Tinker backend: weights, gradients and sampling on a service."""
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from retrain.backends.base import Backend, BackendCapabilities, RemoteBackend
-from retrain.distributed import ALONE, World
-from retrain.inference_engine.base import About, EngineCapabilities
-from retrain.install import install_hint, missing_package
+from retrain.backends.base import Backend
+from retrain.backends.tinker.facts import TinkerFacts
 from retrain.types import MachineChoices
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
 
 
-SAMPLER = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="raw")
-"""Log-probs are of softmax(logits), without the requested temperature."""
-
-
-class Tinker(RemoteBackend):
-    capabilities = BackendCapabilities(
-        per_token_advantages=True,
-        synchronous_loss=True,
-        exact_resume=False,
-        entropy=False,
-        loss_reduction="sum",
-        losses=("importance_sampling", "ppo", "cispo", "sapo", "gmpo", "dppo"),
-        own_loss=True,
-        sampler=SAMPLER,
-    )
-    about = About(
-        "a Tinker service",
-        "tinker 0.38.0 with skyrl 0.4.0 on a CPU",
-        ("tinker",),
-        extra="tinker",
-    )
-    address_flag = "--base-url"
-    loads_model = False
-    throttled = True
-    temperature_note = (
-        "Tinker's learner knows log-probs at temperature 1 only, so the model is sampled and"
-        " trained at temperature 1."
-    )
-
+class Tinker(TinkerFacts):
     @classmethod
-    def unavailable_reason(cls) -> str:
-        if not missing_package("tinker"):
-            return ""
-        return (
-            '[backend] backend = "tinker" needs the Tinker SDK, which is not installed;'
-            f" {install_hint('tinker')}, or without torch as docs/tinker.md describes."
-        )
-
-    @classmethod
-    def open(
-        cls,
-        config: "TrainConfig",
-        choices: MachineChoices | None,  # noqa: ARG003 - a service chooses for itself
-        *,
-        eos_ids: Sequence[int],
-        log: Callable[[str], None],
-        world: World = ALONE,  # noqa: ARG003
-    ) -> Backend:
+    def open(cls, config: "TrainConfig", choices: MachineChoices | None, **given: Any) -> Backend:
         from retrain.backends.tinker.backend import TinkerBackend
 
-        return TinkerBackend(config, eos_ids=eos_ids, say=log)
+        return TinkerBackend.open(config, choices, **given)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from retrain.backends.base import Backend
 from retrain.backends.losses import TINKER_LOSSES
 from retrain.backends.own_loss import aggregation_of, own_loss
 from retrain.backends.rows import (
@@ -27,7 +28,6 @@ from retrain.backends.rows import (
     row_weights,
     step_result,
 )
-from retrain.backends.tinker import Tinker
 from retrain.backends.tinker.archive import download_adapter
 from retrain.backends.tinker.datums import (
     ShiftedRow,
@@ -40,11 +40,13 @@ from retrain.backends.tinker.datums import (
     scoring_datum,
 )
 from retrain.backends.tinker.engine import TinkerEngine
+from retrain.backends.tinker.facts import TinkerFacts
 from retrain.backends.tinker.service import Service, without_deprecations
+from retrain.distributed import ALONE, World
 from retrain.errors import EnvironmentFailure, RunFailed
 from retrain.model.text import resolve_model
 from retrain.parsing import read_object
-from retrain.types import Float32Array, Row, StepResult
+from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
 if TYPE_CHECKING:
     from retrain.backends.tinker.own import Computed
@@ -97,7 +99,7 @@ def _logprobs_of_pass(rows: Sequence[_TrainedRow], outputs: Sequence[Any]) -> li
     return new
 
 
-class TinkerBackend(Tinker):
+class TinkerBackend(TinkerFacts):
     def __init__(
         self, config: "TrainConfig", *, eos_ids: Sequence[int], say: Callable[[str], None]
     ) -> None:
@@ -114,6 +116,18 @@ class TinkerBackend(Tinker):
         self._said_reduction = False
         self._sampler = TinkerEngine(self._service, eos_ids, self._request_sampler)
         self.engine = self._sampler
+
+    @classmethod
+    def open(
+        cls,
+        config: "TrainConfig",
+        choices: MachineChoices | None,  # noqa: ARG003 - a service chooses for itself
+        *,
+        eos_ids: Sequence[int],
+        log: Callable[[str], None],
+        world: World = ALONE,  # noqa: ARG003 - refused with several processes
+    ) -> Backend:
+        return cls(config, eos_ids=eos_ids, say=log)
 
     @property
     def base_model(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from retrain.backends.tinker import SAMPLER
+from retrain.backends.tinker.facts import SAMPLER
 from retrain.backends.tinker.service import Service
 from retrain.errors import RunFailed
 from retrain.inference_engine.base import InferenceEngine, NoiseKey, SampleRequest

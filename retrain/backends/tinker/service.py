@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol
 
-from retrain.backends.tinker import Tinker
+from retrain.backends.tinker.facts import TinkerFacts
 from retrain.config.stored import run_command
 from retrain.errors import EnvironmentFailure, ServerFailure, first_line
 
@@ -55,7 +55,7 @@ class Service:
         )  # read by the SDK, which reports usage by default
         import httpx
 
-        if reason := Tinker.unavailable_reason():
+        if reason := TinkerFacts.unavailable_reason():
             raise EnvironmentFailure(reason)
         import tinker
 

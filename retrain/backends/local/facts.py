@@ -1,0 +1,14 @@
+"""What the local backend declares, without torch."""
+
+from retrain.backends.base import Backend, BackendCapabilities
+from retrain.inference_engine.base import About
+
+
+class LocalFacts(Backend):
+    capabilities = BackendCapabilities(
+        per_token_advantages=True, synchronous_loss=True, exact_resume=True, own_loss=True
+    )
+    about = About(
+        "PyTorch and PEFT on this machine", "this machine", ("torch", "transformers", "peft")
+    )
+    in_process = True

@@ -1,0 +1,264 @@
+"""The only list of keys: every section in one class, without the rules between its keys. Most
+sections are in learning_sections.py and run_sections.py.
+
+Flags, the manual, the documentation's tables, the JSON Schema, examples/all_keys.toml and every
+error are made from these classes.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
+
+from retrain.config.learning_sections import (
+    Algorithm,
+    Backend,
+    Gtpo,
+    Hicra,
+    Lora,
+    Loss,
+    Model,
+    Optimizer,
+    Planning,
+    Plugins,
+    Sepa,
+    Training,
+)
+from retrain.config.names import condition_label
+from retrain.config.run_sections import (
+    Backpressure,
+    Data,
+    Environment,
+    Evaluation,
+    Inference,
+    Logging,
+    Resume,
+    Reward,
+    Squeeze,
+)
+from retrain.config.section import Section, Seed, Traits, key
+from retrain.config.values import LABEL, OpenName, check_label
+from retrain.parsing import toml_value
+
+
+def _open_condition(schema: dict[str, Any]) -> None:
+    """Let the JSON Schema of a condition accept any key of a run, for editors."""
+    schema["properties"].pop("sets")
+    schema["additionalProperties"] = True
+
+
+class Condition(Section):
+    """A condition of a campaign: an advantage and a transform, or an algorithm instead, and any
+    other keys that it sets.
+    """
+
+    model_config = ConfigDict(json_schema_extra=_open_condition)
+
+    advantage_mode: Annotated[str, OpenName("advantage", may_be_empty=True)] = key(
+        "", "Advantage of this condition."
+    )
+    transform_mode: Annotated[str, OpenName("transform", may_be_empty=True)] = key(
+        "", "Transform of this condition."
+    )
+    algorithm_mode: Annotated[str, OpenName("algorithm", may_be_empty=True)] = key(
+        "", "A whole algorithm in place of the two modes."
+    )
+    given_label: Annotated[str, AfterValidator(check_label)] = key(
+        "",
+        "Name of the condition; empty means {advantage}+{transform}, or the algorithm; of several,"
+        " with ~key=value.",
+        alias="label",
+    )
+    sets: dict[str, Any] = Field(default={})
+    """"section.key" -> value of every other key in the condition's table. The values are checked
+    together with the base."""
+
+    @model_serializer(mode="wrap")
+    def _flat(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Serialise the condition as a file holds it, with `loss.mode` beside `label`."""
+        values: dict[str, Any] = handler(self)
+        if "given_label" in values:
+            values["label"] = values.pop("given_label")
+        sets: dict[str, Any] = values.pop("sets", {})
+        return values | sets
+
+    @property
+    def label(self) -> str:
+        return self.given_label or condition_label(
+            self.advantage_mode, self.transform_mode, self.algorithm_mode
+        )
+
+
+def told_apart(conditions: Sequence[Condition]) -> tuple[Condition, ...]:
+    """Give conditions without a label that share a name the label NAME~key=value, of the keys in
+    which they differ.
+    """
+    alike: dict[str, list[Condition]] = {}
+    for condition in conditions:
+        alike.setdefault(condition.label, []).append(condition)
+    return tuple(_told_apart(condition, alike[condition.label]) for condition in conditions)
+
+
+def _told_apart(condition: Condition, others: Sequence[Condition]) -> Condition:
+    """A condition with its label among those of the same name; one that has a label, or whose
+    values give none, stays as it is.
+    """
+    label = condition.label
+    for path, value in condition.sets.items():
+        if any(other.sets.get(path) != value for other in others):
+            shown = value if isinstance(value, str) else toml_value(value)
+            label += f"~{path.rpartition('.')[2]}={shown}"
+    if condition.given_label or label == condition.label or not LABEL.fullmatch(label):
+        return condition
+    return condition.model_copy(update={"given_label": label})
+
+
+DEFAULT_CONDITIONS = tuple(
+    Condition(advantage_mode=advantage, transform_mode=transform)
+    for advantage, transform in (
+        ("grpo", "none"),
+        ("maxrl", "none"),
+        ("maxrl", "gtpo"),
+        ("maxrl", "gtpo_hicra"),
+        ("maxrl", "gtpo_sepa"),
+    )
+)
+"""The progressive ablation from plain GRPO to MaxRL with GTPO and SEPA."""
+
+
+class Campaign(Section):
+    """Conditions times seeds."""
+
+    traits = Traits(own_to_a_run=True, whole_campaign=True, acts_by_presence=True)
+
+    seeds: Annotated[list[Seed], Field(min_length=1)] = key(
+        [42, 101, 202, 303, 404, 505, 606, 707], "Seeds that each condition runs with."
+    )
+    max_steps: int | None = key(
+        None,
+        "Steps of each run; unset means [training] max_steps (500).",
+        ge=1,
+        meaningful_unset=True,
+        example=500,
+    )
+    stop: Literal["seeds", "evidence"] = key(
+        "seeds", "End after all seeds, or look after every seed and stop when the evidence decides."
+    )
+    max_seeds: int = key(
+        0,
+        'Maximum number of seeds with stop = "evidence"; seeds beyond those listed count up from'
+        " the largest one. 0 is the number listed.",
+        ge=0,
+        applies_when="stop in (evidence)",
+    )
+    margin: float | None = key(
+        None,
+        "Differences in the held-out accuracy below this are called equivalent; unset plans no such"
+        " verdict.",
+        gt=0,
+        lt=1,
+        meaningful_unset=True,
+        example=0.02,
+    )
+    parallel: bool = key(False, "Run conditions simultaneously.")
+    max_workers: int = key(
+        0,
+        "Maximum number of simultaneous runs; 0 starts all, on CUDA as many as the devices hold.",
+        ge=0,
+    )
+    stagger_seconds: float = key(0.0, "Seconds between starts of runs.", ge=0)
+    conditions: list[Condition] = key(
+        [], "The conditions; empty means the five of the standard ablation."
+    )
+    launcher: Literal["local", "ray"] = key("local", "What starts the runs.")
+    ray_address: str = key(
+        "",
+        "Address of a Ray cluster; empty starts a local one.",
+        applies_when="launcher in (ray)",
+    )
+    max_retries: int = key(
+        2,
+        "Times that a run is restarted after its worker was lost (killed, or its machine gone).",
+        ge=0,
+    )
+    devices_per_run: int = key(1, "Devices of one run.", ge=1)
+    workers_per_device: int = key(1, "Runs that share one device.", ge=1)
+    price_per_hour: float = key(0.0, "Price of one device hour, for the cost in reports.", ge=0)
+
+
+class AllSections(Section):
+    """The keys of a configuration, each allowed by itself. Rules read it; `TrainConfig` applies
+    them.
+    """
+
+    backend: Backend = Field(default_factory=Backend)
+    model: Model = Field(default_factory=Model)
+    algorithm: Algorithm = Field(default_factory=Algorithm)
+    plugins: Plugins = Field(default_factory=Plugins)
+    training: Training = Field(default_factory=Training)
+    optimizer: Optimizer = Field(default_factory=Optimizer)
+    lora: Lora = Field(default_factory=Lora)
+    loss: Loss = Field(default_factory=Loss)
+    evaluation: Evaluation = Field(default_factory=Evaluation)
+    gtpo: Gtpo = Field(default_factory=Gtpo)
+    hicra: Hicra = Field(default_factory=Hicra)
+    sepa: Sepa = Field(default_factory=Sepa)
+    planning: Planning = Field(default_factory=Planning)
+    inference: Inference = Field(default_factory=Inference)
+    data: Data = Field(default_factory=Data)
+    environment: Environment = Field(default_factory=Environment)
+    reward: Reward = Field(default_factory=Reward)
+    backpressure: Backpressure = Field(default_factory=Backpressure)
+    squeeze: Squeeze = Field(default_factory=Squeeze)
+    resume: Resume = Field(default_factory=Resume)
+    logging: Logging = Field(default_factory=Logging)
+    campaign: Campaign | None = Field(default=None)
+
+    def is_set(self, path: str) -> bool:
+        """True if a section ("squeeze") or a key ("backend.devices") was given rather than left to
+        its default.
+        """
+        section, _, name = path.partition(".")
+        if section not in self.model_fields_set or not name:
+            return section in self.model_fields_set
+        value = getattr(self, section)
+        return value is not None and value.is_set(name)
+
+    def value(self, path: str) -> Any:
+        """The value of "section.key"; None for a key of an absent [campaign]."""
+        section, _, name = path.partition(".")
+        return getattr(getattr(self, section), "from_" if name == "from" else name, None)
+
+    @property
+    def kind(self) -> Literal["run", "campaign", "squeeze"]:
+        if self.campaign is not None:
+            return "campaign"
+        return "squeeze" if self.squeeze.adapter_path else "run"
+
+    @property
+    def condition_label(self) -> str:
+        """The condition of a single run, as metrics and folders name it."""
+        algorithm = self.algorithm
+        return self.logging.label or condition_label(
+            algorithm.advantage_mode, algorithm.transform_mode, algorithm.algorithm_mode
+        )
+
+    @property
+    def conditions(self) -> tuple[Condition, ...]:
+        """The conditions of a campaign; of a single run, its own algorithm."""
+        if self.campaign is not None:
+            return told_apart(self.campaign.conditions) or DEFAULT_CONDITIONS
+        if self.algorithm.algorithm_mode:
+            return (Condition(algorithm_mode=self.algorithm.algorithm_mode),)
+        return (
+            Condition(
+                advantage_mode=self.algorithm.advantage_mode,
+                transform_mode=self.algorithm.transform_mode,
+            ),
+        )
