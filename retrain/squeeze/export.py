@@ -60,14 +60,7 @@ def export_run(
     the run names is executed, except that of a model with `trust_remote_code`.
     """
     folder = RunFolder(run)
-    if not folder.config.is_file():
-        raise ConfigurationError(
-            f"{run} holds no run of retrain (no {folder.config.name}); name a run's folder."
-        )
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigurationError(
-            f"{output} is not an empty folder, and nothing is replaced; name a new one by --output."
-        )
+    _check_places(folder, output)
     config = load_stored(folder.config, to_read=True)
     note_secrets(config)
     found = _checkpoint(folder, checkpoint)
@@ -86,21 +79,32 @@ def export_run(
     model = config.model
     tokenizer = load_tokenizer(model.model, model.revision, model.trust_remote_code)
     whole = _merged(config, base, found.folder) if merged else None
+    again = Redactor().config(replaced(config, {"logging.log_dir": "logs/reproduced"}))
+    scores = _held_out(folder, config, found.step)
     with replacing_folder(output) as aside, no_progress_bar():
         tokenizer.save_pretrained(aside)
         if whole is not None:
             whole.save_pretrained(aside)
         else:
             shutil.copyfile(found.folder / WEIGHTS_FILE, aside / WEIGHTS_FILE)
-            settings = settings | {"base_model_name_or_path": base}
+            settings |= {"base_model_name_or_path": base}
             _write(aside / CONFIG_FILE, json.dumps(settings, indent=2, sort_keys=True) + "\n")
-        again = Redactor().config(replaced(config, {"logging.log_dir": "logs/reproduced"}))
         # as text too: a masked value that the schema refuses stays in the configuration
         _write(aside / SETTINGS_FILE, Redactor().text(dump_toml(again)))
-        hub_base = "" if is_local else base
-        card = _card(again, hub_base, found, _held_out(folder, config, found.step), merged)
+        card = _card(again, "" if is_local else base, found, scores, merged)
         _write(aside / CARD_FILE, Redactor().text(card))
     return Exported(output, base, is_local)
+
+
+def _check_places(folder: RunFolder, output: Path) -> None:
+    if not folder.config.is_file():
+        raise ConfigurationError(
+            f"{folder.path} holds no run of retrain (no {folder.config.name}); name a run's folder."
+        )
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigurationError(
+            f"{output} is not an empty folder, and nothing is replaced; name a new one by --output."
+        )
 
 
 def _checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:
