@@ -160,6 +160,9 @@ def load_plugin(
             f"{where} is not known; it can be {', '.join(sorted(names))}, or a dotted path such as"
             f" my_module.my_function{hint}"
         )
+    if kind == "advantage" and inspect.isclass(plugin):  # one that keeps something between steps
+        with user_code(where, ConfigurationError):
+            plugin = plugin()
     _check(kind, plugin, where, config)
     return plugin
 

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from retrain.backends.base import BACKENDS
+from retrain.inference_engine.base import ENGINES
 from scripts import house
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -211,6 +213,33 @@ def test_an_engine_knows_no_text(module: str) -> None:
         name
         for name in house.imported(ast.walk(modules()[module]))
         if house.enclosing(name, text) or "okenizer" in name
+    ]
+
+
+PARTS = {*BACKENDS, *ENGINES}
+
+
+def names_a_part(node: ast.Compare) -> bool:
+    """The comparison is with the name of a built-in backend or engine, alone or among others."""
+    sides = [node.left, *node.comparators]
+    config = any(re.search(r"\b(backend|engine)$", ast.unparse(side)) for side in sides)
+    named = {
+        part.value
+        for side in sides
+        for part in ast.walk(side)
+        if isinstance(part, ast.Constant) and isinstance(part.value, str)
+    }
+    return bool(config and named & PARTS)
+
+
+def test_no_code_compares_the_name_of_a_backend_or_an_engine() -> None:
+    """It asks what the part declares, so that a new one is added in one place."""
+    assert not [
+        f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}"
+        for path, tree in trees().items()
+        if path.name != "effects.py"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare) and names_a_part(node)
     ]
 
 

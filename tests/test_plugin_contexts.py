@@ -2,6 +2,7 @@
 all groups at once.
 """
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 from retrain.advantages import AdvantageContext, StepAdvantageContext
 from retrain.advantages.pipeline import CreditPipeline
 from retrain.cli.main import main
-from retrain.config import TrainConfig, config_from_mapping
+from retrain.config import TrainConfig, config_from_mapping, replaced
 from retrain.errors import ConfigurationError
 from retrain.records.token_table import read_tokens
 from retrain.types import (
@@ -29,7 +30,7 @@ from retrain.types import (
     Trajectory,
     Turn,
 )
-from tests.runs import lines, small, small_run
+from tests.runs import lines, small, small_run, timeless
 
 CREDIT = Path(__file__).parents[1] / "docs" / "credit.md"
 
@@ -172,6 +173,54 @@ def test_the_documents_gdpo_is_the_papers_formula() -> None:
     expected = np.array(sums) / np.std(sums)
     given = [value for group in credit.groups for value in group.advantages]
     assert given == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+# -- what is kept between steps --------------------------------------------------------------------
+
+KEEPS = """
+class F:
+    def __init__(self):
+        self.seen = {{}}
+
+    def __call__(self, ctx):
+        before = self.seen.get(ctx.prompt_id, 0.5)
+        self.seen[ctx.prompt_id] = 0.5 * before + 0.5 * sum(ctx.rewards) / len(ctx.rewards)
+        return [reward - before for reward in ctx.rewards]
+
+    {state}
+"""
+STATE = "def state(self): return self.seen\n    def load(self, state): self.seen = {}"
+
+
+def test_a_run_with_a_kept_baseline_resumes_as_the_straight_one(tmp_path: Path) -> None:
+    Path("plug.py").write_text(KEEPS.format(state=STATE.format("state")))
+    settings: dict[str, Any] = {
+        "algorithm": {"advantage_mode": "plug.F"},
+        "training": {"max_steps": 3, "max_examples": 3, "max_tokens": 8, "save_every": 1},
+    }
+    straight = small_run(small(tmp_path / "straight", **settings), quiet=True)
+    config = small(tmp_path / "cut", **settings)
+    small_run(replaced(config, {"training.max_steps": 2}), quiet=True)
+    again = small_run(replaced(config, {"resume.from": str(tmp_path / "cut")}), quiet=True)
+    assert timeless(straight.folder / "metrics.jsonl") == timeless(again.folder / "metrics.jsonl")
+    kept = [
+        json.loads((run.folder / "trainer_state.json").read_text())["credit"]
+        for run in (straight, again)
+    ]
+    assert kept[0] == kept[1] and len(kept[0]) == 3
+
+
+@pytest.mark.parametrize("state", ["pass", STATE.format("{}")])
+def test_an_advantage_that_is_not_restored_is_refused(state: str) -> None:
+    with pytest.raises(ConfigurationError, match="does not restore"):
+        pipeline(KEEPS.format(state=state), "F")
+
+
+def test_an_interrupted_step_is_taken_again_with_what_was_kept_before_it() -> None:
+    made = pipeline(KEEPS.format(state=STATE.format("state")), "F")
+    assert made.state_dict(0) == {}
+    made.assign(step(), 0, 0.0)
+    assert made.state_dict(0) == {} and made.state_dict(1) == {"p0": 1.0, "p1": 1.0}
 
 
 # -- made-up steps ---------------------------------------------------------------------------------

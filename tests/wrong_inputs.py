@@ -146,7 +146,7 @@ CASES = [
     ),
     at_load(
         "SEPA without a ramp",
-        "[sepa]\nsteps = 0",
+        '[algorithm]\ntransform_mode = "gtpo_sepa"\n[sepa]\nsteps = 0',
         '[sepa] steps = 0 with schedule = "linear" keeps lambda at 0',
         printed=True,
     ),

@@ -7,7 +7,7 @@ Batch normalisation is part of the episode advantage (`reinforce_pp`).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from retrain.advantages.resolve import (
     AlgorithmStage,
     EpisodeStage,
     GroupTransform,
+    PluginAdvantage,
     TransformStage,
     UncertaintyStage,
     numbers,
@@ -93,6 +94,8 @@ class CreditPipeline:
         self._pieces = pieces
         self._algorithm: AlgorithmStage | None = None
         self._episode: EpisodeStage | None = None
+        self._before: tuple[int, dict[str, Any]] = (-1, {})
+        """The newest step, and what the advantage kept before it."""
         self._uncertainty: UncertaintyStage | None = None
         self._detector: RegexDetector | SemanticDetector | None = None
         algorithm = config.algorithm
@@ -158,10 +161,25 @@ class CreditPipeline:
             or self.config.algorithm.surprisal_mask_rho > 0
         )
 
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """Return what the advantage keeps before `step`, also if that was assigned credit and then
+        interrupted: it will be taken again.
+        """
+        newest, before = self._before
+        if newest == step or not isinstance(self._episode, PluginAdvantage):
+            return before
+        return self._episode.state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if isinstance(self._episode, PluginAdvantage):
+            self._episode.load(state)
+
     def assign(self, groups: Sequence[Group], step: int, sepa_lambda: float) -> Credit:
         """Assign credit to judged groups. Raises RunFailed naming group, completion and position of
         a number that is not finite.
         """
+        if isinstance(self._episode, PluginAdvantage):
+            self._before = (step, self._episode.state())
         try:
             planning = None  # for a condition that does not look for planning phrases
             if self._detector is not None:

@@ -6,7 +6,10 @@ A plugin is tried on a small example when it is loaded, so that a wrong shape is
 first step.
 """
 
+import inspect
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
@@ -186,32 +189,51 @@ def _builtin_advantage(name: str, builtin: BuiltinAdvantage, config: "TrainConfi
     return advantages
 
 
-def _plugin_advantage(plugin: PluginCall) -> EpisodeStage:
-    step_level = getattr(plugin.function, "step_level", False)
-    what = f'advantage "{plugin.name}"'
+@dataclass(frozen=True)
+class PluginAdvantage:
+    """The stage of an advantage plugin, which may keep something between steps."""
 
-    def of_group(context: AdvantageContext) -> Any:
-        return plugin(list(context.rewards), lambda: context, f" on group {context.group}")
+    plugin: PluginCall
 
-    def advantages(tokens: StepTokens, step: int) -> list[list[float]]:
+    def __call__(self, tokens: StepTokens, step: int) -> list[list[float]]:
         checked_groups(tokens.rewards)
-        contexts = tokens.contexts(step, plugin.params)
-        rows: Iterable[Any] = map(of_group, contexts)
-        if step_level:
-            whole = StepAdvantageContext(contexts, step, plugin.params)
-            rows = _groups_of(plugin(whole.rewards, lambda: whole), tokens, what)
+        what = f'advantage "{self.plugin.name}"'
+        contexts = tokens.contexts(step, self.plugin.params)
+        rows: Iterable[Any] = map(self._of_group, contexts)
+        if getattr(self.plugin.function, "step_level", False):
+            whole = StepAdvantageContext(contexts, step, self.plugin.params)
+            rows = _groups_of(self.plugin(whole.rewards, lambda: whole), tokens, what)
         return [
             numbers(row, len(rewards), f"group {group}: {what}").tolist()
             for group, (row, rewards) in enumerate(zip(rows, tokens.rewards, strict=True))
         ]
 
-    return advantages
+    def _of_group(self, context: AdvantageContext) -> Any:
+        return self.plugin(list(context.rewards), lambda: context, f" on group {context.group}")
+
+    def state(self) -> dict[str, Any]:
+        """Return what the plugin keeps between steps, through JSON; {} if it has no `state`."""
+        give = getattr(self.plugin.function, "state", dict)
+        with user_code(f'advantage "{self.plugin.name}": state()', RunFailed):
+            kept: dict[str, Any] = json.loads(json.dumps(give()))
+        return kept
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Give the plugin what `state` returned."""
+        take = getattr(self.plugin.function, "load", None)
+        if take is not None and state:
+            with user_code(f'advantage "{self.plugin.name}": load()', RunFailed):
+                take(state)
 
 
-def _try_advantage(advantages: EpisodeStage, plugin: PluginCall) -> str | None:
+def _try_advantage(_: EpisodeStage, plugin: PluginCall) -> str | None:
     """Warn of a plugin's advantages of equal rewards unless they cancel: such a group says nothing
-    about which completion is better.
+    about which completion is better. Raise ValueError if what it keeps is not restored.
     """
+    # Of copies, because what a plugin keeps must not begin with its trial.
+    advantages, resumed = (
+        PluginAdvantage(replace(plugin, function=deepcopy(plugin.function))) for _ in range(2)
+    )
     parts = len(plugin.config.reward.types)
     advantages(_small(_REWARDS, parts), 0)
     equal = _small([[0.0, 0.0, 0.0], [1.0, 1.0]], parts)
@@ -219,6 +241,10 @@ def _try_advantage(advantages: EpisodeStage, plugin: PluginCall) -> str | None:
         group[0]: float(np.mean(values))
         for group, values in zip(equal.rewards, advantages(equal, 0), strict=True)
     }
+    if not inspect.isroutine(plugin.function):
+        resumed.load(advantages.state())
+        if resumed(_SMALL, 1) != advantages(_SMALL, 1):
+            raise ValueError("load() does not restore what state() returned, or nothing does")
     uncentred = [
         f"{mean:.3g} where all rewards are {reward:g}"
         for reward, mean in means.items()
@@ -234,7 +260,7 @@ def _try_advantage(advantages: EpisodeStage, plugin: PluginCall) -> str | None:
 
 
 ADVANTAGE = StageKind[EpisodeStage](
-    "advantage", ADVANTAGES, _plugin_advantage, _try_advantage, _builtin_advantage
+    "advantage", ADVANTAGES, PluginAdvantage, _try_advantage, _builtin_advantage
 )
 
 

@@ -20,7 +20,7 @@ from retrain.analysis.explanation import (
     sharing,
 )
 from retrain.analysis.headline import answer, name_of, p_words
-from retrain.analysis.measures import difference_words, interval_words, size_words
+from retrain.analysis.measures import Metric, difference_words, interval_words, size_words
 from retrain.analysis.tasks import PROFILE_THRESHOLDS, TaskAggregate
 from retrain.records.terminal import GAP, markdown_lines, table_lines
 
@@ -262,10 +262,7 @@ def _contrast_columns(
         lambda one: interval_words(one.conclusion.interval, metric),
     )
     if any(one.wide for one in contrasts):
-        yield (
-            "for new problems",
-            lambda one: interval_words(one.wide.interval if one.wide else None, metric),
-        )
+        yield "for new problems", lambda one: _wide_words(one, metric)
     if any(one.parts for one in contrasts):
         yield "eval sd", lambda one: sd(one.parts.noise_variance if one.parts else None)
         yield "seed sd", lambda one: sd(one.parts.luck_variance if one.parts else None)
@@ -275,6 +272,10 @@ def _contrast_columns(
         yield "p (TOST)", lambda one: p_words(one.conclusion.equivalence_p_adjusted)
     yield "d_z", lambda one: "" if one.conclusion.d_z is None else f"{one.conclusion.d_z:.2f}"
     yield "verdict", lambda one: one.conclusion.word(test.alpha)
+
+
+def _wide_words(contrast: Contrast, metric: Metric) -> str:
+    return interval_words(contrast.wide.interval if contrast.wide else None, metric)
 
 
 def task_table(comparison: Comparison) -> Table:

@@ -82,19 +82,21 @@ def select(grouped: RunsByCondition, request: Request) -> Selection:
     record, differing = request.record, _deviations(request, wanted, metric)
     if record and record.looks and not differing:
         test = replace(test, correction="evidence", looks=len(record.looks))
-        seeds = {pairs.candidate.label: [*pairs.differences] for pairs in family}
-        notes += not_looked_at(record, seeds)
-        family = _at_looks(family, record)
+        family, unseen = _at_looks(family, record)
+        notes += unseen
     if not family:
         some_apart = sum(map(len, alike.values())) < len(grouped.runs)
         raise ConfigurationError(_no_pair(arms.values(), left_out, metric, some_apart=some_apart))
     return Selection(grouped, metric, test, reference, arms, family, differing, left_out, notes)
 
 
-def _at_looks(family: Sequence[Pairs], record: CampaignRecord) -> list[Pairs]:
-    """The contrasts with their pairs in the planned order of the looks, for the e-process."""
+def _at_looks(family: Sequence[Pairs], record: CampaignRecord) -> tuple[list[Pairs], Sequence[str]]:
+    """The contrasts with their pairs in the planned order of the looks, for the e-process, and the
+    notes on seeds that no look has seen.
+    """
+    seeds = {pairs.candidate.label: [*pairs.differences] for pairs in family}
     looked = [pairs.at_looks(record.looks_of(pairs.candidate.label)) for pairs in family]
-    return [pairs for pairs in looked if pairs.differences]
+    return [pairs for pairs in looked if pairs.differences], list(not_looked_at(record, seeds))
 
 
 def _check_comparable(grouped: RunsByCondition, metric: Metric, test: TestSettings) -> None:

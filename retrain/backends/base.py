@@ -2,7 +2,7 @@
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -124,6 +124,13 @@ class Backend(ABC):
     """[backend] max_concurrent bounds the calls that all runs of a campaign make at once."""
     temperature_note: ClassVar[str] = ""
     """Said at temperature 1 where it can learn at no other."""
+    only_temperature: ClassVar[float | None] = None
+    """The one temperature that its learner knows, which an unset key means; None: any."""
+    served_losses: ClassVar[Collection[str] | None] = None
+    """Losses that its service computes, so that torch is needed here for the others alone; None:
+    none is computed elsewhere."""
+    has_reference: ClassVar[bool] = True
+    """A loss may read the base model's log-probs."""
     engine: InferenceEngine
     """The sampler that serves this backend's adapter."""
 

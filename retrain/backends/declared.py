@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from retrain.backends.base import BACKENDS, Backend, BackendCapabilities, backend_kind
-from retrain.backends.losses import AGGREGATIONS, CORRECTIONS, LOSSES, TINKER_LOSSES
+from retrain.backends.losses import AGGREGATIONS, CORRECTIONS, LOSSES
 from retrain.backends.own_loss import OwnFunction, own_functions
 from retrain.config.effects import per_token_refusals, refusals
 from retrain.errors import ConfigurationError
@@ -110,7 +110,9 @@ def _loss_problems(config: "TrainConfig", backend: BackendCapabilities) -> Itera
         yield from _parameter_problems(
             [(kind, name) for kind, (name, _) in names.items() if kind not in own], config
         )
-    here = config.backend.backend == "tinker" and backend.losses and loss.mode not in TINKER_LOSSES
+    learner = backend_kind(config.backend.backend)
+    served = learner.served_losses
+    here = served is not None and backend.losses and loss.mode not in served
     if (own or here) and importlib.util.find_spec("torch") is None:
         kind, name = next(iter({**own, "loss": loss.mode}.items()))
         yield (
@@ -122,7 +124,7 @@ def _loss_problems(config: "TrainConfig", backend: BackendCapabilities) -> Itera
         return
     from retrain.backends.proof import unproved  # torch comes with it
 
-    has = {"entropy": backend.entropy, "reference": config.backend.backend != "tinker"}
+    has = {"entropy": backend.entropy, "reference": learner.has_reference}
     for one in own_functions(config):
         for name in (
             name for name, there in has.items() if one.declares(f"needs_{name}") and not there

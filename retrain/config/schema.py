@@ -35,6 +35,7 @@ from retrain.config.names import (
     bracketed,
     fixed_aggregation,
     moved_aliases,
+    part_class,
 )
 from retrain.config.rules import RuleViolations, Violation, broken_rules
 from retrain.config.run_sections import (
@@ -129,8 +130,9 @@ class TrainConfig(AllSections):
         implied: dict[str, tuple[Any, str]] = {}
         if aggregation := fixed_aggregation(self.algorithm.algorithm_mode):
             implied["loss.aggregation"] = (aggregation, "algorithm.algorithm_mode")
-        if self.backend.backend == "tinker":  # the only temperature that its learner knows
-            implied["training.temperature"] = (1.0, "backend.backend")
+        temperature = part_class("backend", self.backend.backend).only_temperature
+        if temperature is not None:
+            implied["training.temperature"] = (temperature, "backend.backend")
         return {path: row for path, row in implied.items() if not self.is_set(path)}
 
     @property

@@ -1,9 +1,9 @@
 """The data that `retrain explain` shows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from retrain.advantages.sepa import follows_schedule, maximal_lambda
 from retrain.analysis.runs import StoredRun
@@ -161,18 +161,16 @@ def explain(
     configs = [run.config for run in first_runs]
     memory, unknown = _memory(configs, memory_gib)
     step_time = None
+    differences: Iterable[str] = ()
     if probe:
         step_time = from_probe(configs[0], say)
     elif pilot:
-        step_time = from_pilot(pilot)
+        step_time, differences = from_pilot(pilot), pilot_differences(pilot, configs[0])
     schedule, problems = _schedule(config, plan, memory, step_time, price_per_hour)
     engine, backend, incapacities, losses = _capabilities(configs)
-    inputs = InputProblems()
-    for one in configs:
-        inputs.check(one, here=memory_gib is None)
+    inputs = InputProblems.of(configs, here=memory_gib is None)
     run_notes = notes(config) if plan is None else condition_notes(plan)
     power = campaign_power(config.campaign, len(config.conditions), pilot)
-    differences = pilot_differences(pilot, configs[0]) if pilot and not probe else ()
     return Explanation(
         kind=config.kind,
         config=config,
@@ -225,6 +223,14 @@ class InputProblems:
     lacking: list[str] = field(default_factory=list)
     """Missing on this machine, exit 3."""
     warnings: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, configs: Sequence[TrainConfig], *, here: bool) -> Self:
+        """The problems of all runs."""
+        found = cls()
+        for config in configs:
+            found.check(config, here=here)
+        return found
 
     def check(self, config: TrainConfig, *, here: bool) -> None:
         """Add the problems of one run.

@@ -193,6 +193,8 @@ class InferenceEngine(ABC):
     """The port that its server uses by itself; 0 where `retrain serve` cannot start one."""
     needs_address: ClassVar[bool] = False
     """It samples on servers, and [inference] url must say where they are."""
+    decodes_here: ClassVar[bool] = False
+    """Its data types are those of the learner's device."""
     supports_split: ClassVar[bool] = False
     """It samples from a model in shards, and on a second device of [backend] devices."""
     cpu_note: ClassVar[str] = ""

@@ -16,4 +16,5 @@ class PyTorchEngine(InferenceEngine):
         prefix_cache=True,
     )
     about = About("in this process, with the learner's weights", "this machine", ("torch",))
+    decodes_here = True
     supports_split = True

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from retrain.config.names import part_class
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
 from retrain.model.attention import AttentionBatch
@@ -104,7 +105,7 @@ def load_base_model(
             '[model] dtype = "fp8" needs 8-bit floats, which mps lacks; use "auto", or [backend]'
             ' devices = "cpu".'
         )
-    if config.inference.engine == "pytorch":
+    if part_class("engine", config.inference.engine).decodes_here:
         engine_options(
             config.inference, device.type, dtype
         )  # refuses what cannot be served before gigabytes are loaded

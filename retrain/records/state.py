@@ -44,6 +44,8 @@ class TrainerState:
     default mismatch_limit follows from it."""
     sampler: dict[str, Any] = field(default_factory=dict)
     """What `[data] sampler` has seen; empty for the shuffle."""
+    credit: dict[str, Any] = field(default_factory=dict)
+    """What a plugin of `[algorithm] advantage_mode` keeps; empty for a built-in one."""
     sepa: dict[str, Any] = field(default_factory=dict)
     rewards: dict[str, Any] = field(default_factory=dict)
     backpressure: dict[str, Any] = field(default_factory=dict)

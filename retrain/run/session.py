@@ -170,6 +170,7 @@ class Session:
                 self.tracker.message(note)
             self.parts.guard.load_state_dict(self.state.rewards)
             self.choice.load_state_dict(self.state.sampler)
+            self.parts.credit.load_state_dict(self.state.credit)
             if self.pressure:
                 self.pressure.load_state_dict(self.state.backpressure)
             if self.world.is_rank_zero:
@@ -441,6 +442,7 @@ class Session:
             stored = replace(
                 self.state,
                 sampler=self.choice.state_dict(),
+                credit=self.parts.credit.state_dict(self.state.step),
                 sepa=self.parts.sepa.state_dict(),
                 rewards=self.parts.guard.state_dict(),
                 backpressure=self.pressure.state_dict() if self.pressure else {},

@@ -1,6 +1,7 @@
 """What the Tinker backend declares, without the service's SDK."""
 
 from retrain.backends.base import BackendCapabilities, RemoteBackend
+from retrain.backends.losses import TINKER_LOSSES
 from retrain.inference_engine.base import About, EngineCapabilities
 from retrain.install import install_hint, missing_package
 
@@ -28,6 +29,9 @@ class TinkerFacts(RemoteBackend):
     address_flag = "--base-url"
     loads_model = False
     throttled = True
+    only_temperature = 1.0
+    served_losses = TINKER_LOSSES
+    has_reference = False
     temperature_note = (
         "Tinker's learner knows log-probs at temperature 1 only, so the model is sampled and"
         " trained at temperature 1."
