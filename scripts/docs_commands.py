@@ -21,6 +21,7 @@ PAGES = {
     "serve": "engines.md",
     "backends": "engines.md",
     "plugins": "plugins.md",
+    "init-plugin": "plugins.md",
 }
 """Command -> the page of docs/ that shows what it prints."""
 

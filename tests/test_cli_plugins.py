@@ -4,10 +4,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from retrain.cli.init_plugin import KINDS as WRITTEN
 from retrain.cli.main import main
+from retrain.config import load_config
+from retrain.errors import ConfigurationError
 from retrain.plugins import KINDS
 
 
@@ -58,3 +62,65 @@ def test_every_kind_is_listed_without_a_model_library() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert {row["kind"] for row in json.loads(done.stdout)} >= set(KINDS)
+
+
+def write(kind: str, name: str, *options: str) -> int:
+    return main(["init-plugin", "--kind", kind, "--name", name, *options])
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_a_written_plugin_is_named_by_its_file(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert write(kind, "my_part", "--output", "parts") == 0
+    config = load_config(Path("parts/my_part.toml"), environ={})
+    assert config.training.max_steps == 2 and config.model.model == "lab"
+    text = Path("parts/my_part.toml").read_text()
+    assert '"my_part.my_part"' in text or '"my_part.MyPart"' in text or kind == "reward"
+    compile(Path("parts/my_part.py").read_text(), "my_part.py", "exec")
+
+
+def test_a_written_test_is_green_and_fails_with_the_plugin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert write("advantage", "written_part", "--with-test") == 0
+    for folder in ("first", "second"):
+        Path(folder).mkdir()
+    namespace: dict[str, Any] = {"__file__": str(tmp_path / "test_written_part.py")}
+    exec(Path("test_written_part.py").read_text(), namespace)
+    try:
+        namespace["test_a_run_uses_it"](tmp_path / "first", monkeypatch)
+        sys.modules.pop("written_part")
+        (tmp_path / "written_part.py").write_text("def other(): ...")
+        with pytest.raises(ConfigurationError, match="has no written_part"):
+            namespace["test_a_run_uses_it"](tmp_path / "second", monkeypatch)
+    finally:
+        sys.modules.pop("written_part", None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "said"),
+    [
+        ("advantag", "my_part", "allowed are transform, advantage, algorithm"),
+        ("advantage", "json", "not the name of a module"),
+        ("advantage", "my-part", "must be a Python name"),
+        ("advantage", "there", "there.py exists and is not overwritten"),
+    ],
+)
+def test_a_plugin_that_cannot_be_written_says_why(
+    kind: str,
+    name: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("there.py").write_text("mine")
+    assert write(kind, name) == 2
+    assert said in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["there.py"]
+    assert Path("there.py").read_text() == "mine"

@@ -17,6 +17,7 @@ from retrain import train
 from retrain.advantages import episode
 from retrain.advantages.pipeline import CreditPipeline
 from retrain.backends.base import BACKENDS
+from retrain.cli.init_plugin import KINDS
 from retrain.cli.main import main
 from retrain.config import config_from_toml
 from retrain.errors import ConfigurationError
@@ -63,6 +64,10 @@ PROOFS: dict[str, Callable[[Path], bool]] = {
     "A transform": lambda folder: (
         lines(folder / "metrics.jsonl")[0]["condition"] == "maxrl+make_transform_spec"
     ),
+    "An uncertainty": lambda folder: (
+        0 < lines(folder / "metrics.jsonl")[0]["exec_entropy_mean"] < 1
+    ),
+    "An algorithm": lambda folder: lines(folder / "metrics.jsonl")[0]["condition"] == "centred",
     "A loss": lambda folder: 1.9 < lines(folder / "metrics.jsonl")[0]["loss_metrics"]["gate"] < 2.1,
     "A reward": lambda folder: lines(folder / "metrics.jsonl")[0]["reward_could_not_judge"] == 0,
     "A reward of a whole group": lambda folder: all(map(_distinct, by_prompt(folder))),
@@ -99,6 +104,15 @@ def test_a_plugin_of_the_text_takes_a_step(
     finally:
         sys.modules.pop(module, None)
     assert run.summary.steps == 1 and PROOFS[section](run.folder)
+
+
+def test_init_plugin_writes_what_the_text_shows() -> None:
+    folder = Path(__file__).parents[1] / "retrain" / "assets" / "plugins"
+    shown = {(block(section, "python"), block(section, "toml")) for section in SECTIONS}
+    for kind in KINDS:
+        code = (folder / f"{kind}.txt").read_text(encoding="utf-8")
+        table = (folder / f"{kind}.toml").read_text(encoding="utf-8")
+        assert (code, table) in shown, kind
 
 
 PLACES = {"engine": "inference_engine", "backend": "backends"}

@@ -57,7 +57,7 @@ def _lines(builtin: Sequence[Row], installed: Sequence[Row]) -> Iterator[str]:
     yield from map(clean, table_lines(rows, indent=GAP))
     if not rows:
         yield f"{GAP}none"
-    yield "Any key above also takes a dotted path such as my_module.my_function."
+    yield "Any key above also takes a dotted path; `retrain init-plugin` writes one to start from."
 
 
 def _builtin() -> Iterator[Row]:

@@ -20,6 +20,7 @@ COMMANDS = {
     "serve": "the command that starts an inference server",
     "backends": "engines and backends: what each can do, and its version",
     "plugins": "what every key that takes a plugin can be",
+    "init-plugin": "write a plugin, and a run of the lab that uses it",
     "version": "print the version",
 }
 
@@ -46,6 +47,7 @@ EXAMPLES = {
     "serve": "retrain serve vllm examples/lab.toml",
     "backends": "retrain backends vllm",
     "plugins": "retrain plugins --json",
+    "init-plugin": "retrain init-plugin --kind advantage --name my_advantage --with-test",
     "version": "retrain version",
 }
 """One command line of each command, shown by its --help and in docs/commands.md."""
