@@ -8,7 +8,7 @@ COMMANDS = {
     "explain": "what a configuration would do; memory, time and cost",
     "status": "progress of runs and campaigns",
     "eval": "held-out pass@1 and pass@k of a checkpoint or base model",
-    "export": "the adapter or a merged model, as peft and transformers load it",
+    "export": "the adapter, or a merged model, for peft and vLLM",
     "compare": "conditions across seeds: differences, intervals, verdicts",
     "report": "one HTML page of a run or campaign",
     "inspect": "the credit of every token of a step, in colour",
