@@ -11,6 +11,7 @@ PAGES = {
     "explain": "explain.md",
     "status": "looking.md",
     "eval": "comparing.md",
+    "export": "use-your-adapter.md",
     "compare": "comparing.md",
     "report": "looking.md",
     "inspect": "looking.md",

@@ -8,6 +8,7 @@ COMMANDS = {
     "explain": "what a configuration would do; memory, time and cost",
     "status": "progress of runs and campaigns",
     "eval": "held-out pass@1 and pass@k of a checkpoint or base model",
+    "export": "the adapter, or a merged model, for peft and vLLM",
     "compare": "conditions across seeds: differences, intervals, verdicts",
     "report": "one HTML page of a run or campaign",
     "inspect": "the credit of every token of a step, in colour",
@@ -34,6 +35,7 @@ EXAMPLES = {
     "eval": (
         "retrain eval logs/lab --checkpoint 25 --evaluation-samples 8 --evaluation-temperature 0.7"
     ),
+    "export": "retrain export logs/lab --merged",
     "compare": "retrain compare logs/campaign --baseline maxrl+none",
     "report": "retrain report logs/lab --serve",
     "inspect": "retrain inspect logs/lab --against gtpo_hicra",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -135,7 +135,7 @@ def load_base_model(
 def _load(
     settings: "Model", folder_or_id: str, device: torch.device, dtype: torch.dtype, shards: World
 ) -> BaseModel:
-    model = _from_pretrained(settings, folder_or_id, device, dtype)
+    model = load_weights(settings, folder_or_id, device, dtype)
     model.requires_grad_(False)
     model.eval()
     decoder = decoder_of(model, settings.model)
@@ -192,10 +192,12 @@ def _remove_adapter(model: "PreTrainedModel") -> None:
         del model.peft_config  # peft would take the next adapter for a second one
 
 
-def _from_pretrained(
-    settings: "Model", folder_or_id: str, device: torch.device, dtype: torch.dtype
+def load_weights(
+    settings: "Model", folder_or_id: str, device: torch.device, dtype: torch.dtype | Literal["auto"]
 ) -> "PreTrainedModel":
-    """Load on the CPU, where weights in the file's dtype map the file; in 4 bits, on `device`."""
+    """Load on the CPU, where weights in the file's dtype map the file; in 4 bits, on `device`.
+    "auto" is the file's dtype.
+    """
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     options: dict[str, Any] = {

@@ -1,0 +1,59 @@
+"""`retrain export RUN`: the adapter or the merged model as other programs load it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from retrain.cli.shared import load_dotenv, print_progress
+
+
+def command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    merged: Annotated[
+        bool, typer.Option("--merged", help="Write a whole model with the adapter merged in.")
+    ] = False,
+    hub: Annotated[
+        str, typer.Option(metavar="NAME", help="Upload it to this repository, such as me/my-model.")
+    ] = "",
+    output: Annotated[
+        Path | None,
+        typer.Option(help="New folder; by default RUN-adapter or RUN-merged beside the run."),
+    ] = None,
+    checkpoint: Annotated[
+        int | None,
+        typer.Option(help="The checkpoint after this many steps; by default the newest."),
+    ] = None,
+) -> None:
+    """Write the trained adapter as peft and vLLM load it, or a merged model, with its tokenizer and
+    a model card.
+
+    The card has the settings, the held-out figures with their intervals, and the command that
+    trains it again. A repository that --hub makes is private.
+    """
+    load_dotenv()
+    from retrain.records.terminal import clean
+    from retrain.squeeze.export import check_hub, export_run, push
+
+    if hub:
+        check_hub(hub)
+    place = run.resolve()
+    target = output or place.with_name(f"{place.name}-{'merged' if merged else 'adapter'}")
+    exported = export_run(
+        run,
+        target,
+        checkpoint=checkpoint,
+        merged=merged,
+        uploads=bool(hub),
+        say=print_progress,
+    )
+    print(clean(f"{'Merged model' if merged else 'Adapter'}: {exported.folder}"))
+    if exported.is_local and not merged:
+        print(
+            clean(
+                f"Its base is a folder of this machine, {exported.base}; with --merged it loads on"
+                " any other."
+            )
+        )
+    if hub:
+        print(f"Uploaded: {push(exported, hub)}")

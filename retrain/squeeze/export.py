@@ -1,0 +1,228 @@
+"""A trained adapter as others load it: a folder for peft and vLLM, or a merged model for
+transformers, each with its tokenizer and a model card.
+"""
+
+import json
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from retrain.config import TrainConfig, dump_toml, load_stored, replaced
+from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed, first_line
+from retrain.model import hub
+from retrain.model.load import load_weights, no_progress_bar
+from retrain.model.text import load_tokenizer, resolve_model
+from retrain.parsing import toml_value
+from retrain.records.checkpoint import Checkpoint, CheckpointStore
+from retrain.records.checkpoint_place import stored_checkpoints
+from retrain.records.disk import replacing_folder
+from retrain.records.entries import EvaluationRecord
+from retrain.records.evaluation import Evaluation
+from retrain.records.redact import Redactor, note_secrets
+from retrain.records.run_folder import RunFolder
+from retrain.run.notes import trust_note
+from retrain.run.parts import Say
+from retrain.squeeze.adapter import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, read_adapter
+from retrain.tracking.console import pass_at_1
+
+SETTINGS_FILE = "retrain.toml"
+"""The run's configuration beside the exported weights."""
+_SHOWN = (
+    "model.model", "algorithm.algorithm_mode", "algorithm.advantage_mode",
+    "algorithm.transform_mode", "training.seed", "training.batch_size", "training.group_size",
+    "training.max_tokens", "training.temperature", "training.lr", "model.lora_rank", "data.source",
+    "reward.type",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Exported:
+    folder: Path
+    base: str
+    """What `base_model_name_or_path` says: a hub id, or a folder of this machine."""
+    is_local: bool
+    """True if `base` is a folder."""
+
+
+def export_run(
+    run: Path, output: Path, *, checkpoint: int | None, merged: bool, uploads: bool, say: Say
+) -> Exported:
+    """Write the adapter of `checkpoint` (the newest by default), or the model merged with it, to
+    `output`, which must be absent or empty.
+
+    Raises ConfigurationError for a folder without a run or an adapter, for a folder that is in use,
+    and for an adapter that `uploads` would send without its base; RunFailed for a missing or
+    damaged checkpoint; EnvironmentFailure where the base model cannot be had. No Python code that
+    the run names is executed, except that of a model with `trust_remote_code`.
+    """
+    folder = RunFolder(run)
+    _check_places(folder, output)
+    config = load_stored(folder.config, to_read=True)
+    note_secrets(config)
+    found = _checkpoint(folder, checkpoint)
+    settings = read_adapter(found.folder).settings
+    base = resolve_model(config.model.model)
+    is_local = Path(base).is_dir()
+    if is_local:
+        base = str(Path(base).resolve())
+    if is_local and uploads and not merged:
+        raise ConfigurationError(
+            f"--hub: the adapter's base is a folder of this machine, {base}, which nobody who"
+            " downloads the adapter has; add --merged, which uploads a whole model."
+        )
+    if note := trust_note(config.model):
+        say(note)
+    model = config.model
+    tokenizer = load_tokenizer(model.model, model.revision, model.trust_remote_code)
+    whole = _merged(config, base, found.folder) if merged else None
+    again = Redactor().config(replaced(config, {"logging.log_dir": "logs/reproduced"}))
+    scores = _held_out(folder, config, found.step)
+    with replacing_folder(output) as aside, no_progress_bar():
+        tokenizer.save_pretrained(aside)
+        if whole is not None:
+            whole.save_pretrained(aside)
+        else:
+            shutil.copyfile(found.folder / WEIGHTS_FILE, aside / WEIGHTS_FILE)
+            settings |= {"base_model_name_or_path": base}
+            _write(aside / CONFIG_FILE, json.dumps(settings, indent=2, sort_keys=True) + "\n")
+        # as text too: a masked value that the schema refuses stays in the configuration
+        _write(aside / SETTINGS_FILE, Redactor().text(dump_toml(again)))
+        card = _card(again, "" if is_local else base, found, scores, merged)
+        _write(aside / CARD_FILE, Redactor().text(card))
+    return Exported(output, base, is_local)
+
+
+def _check_places(folder: RunFolder, output: Path) -> None:
+    if not folder.config.is_file():
+        raise ConfigurationError(
+            f"{folder.path} holds no run of retrain (no {folder.config.name}); name a run's folder."
+        )
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigurationError(
+            f"{output} is not an empty folder, and nothing is replaced; name a new one by --output."
+        )
+
+
+def _checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:
+    """Return a checkpoint that matches its manifest. A damaged newest one is refused: an earlier
+    one is other weights, which the user asks for by --checkpoint.
+    """
+    store = CheckpointStore(stored_checkpoints(folder))
+    steps = store.steps()
+    if not steps:
+        raise RunFailed(
+            f"{folder.path} has no checkpoint yet; wait for [training] save_every steps, or"
+            f" continue the run by `{folder.resume_command}`."
+        )
+    return store.at(steps[-1] if step is None else step)
+
+
+def _merged(config: TrainConfig, base: str, adapter: Path) -> Any:
+    """Return the transformers model with s B A added to its weights, in the dtype of the base's
+    files.
+    """
+    from peft import PeftModel
+
+    plain = replaced(config, {"model.load_in_4bit": False}).model
+    model = load_weights(plain, base, torch.device("cpu"), "auto")
+    with warnings.catch_warnings():  # peft reads an attribute that transformers deprecates
+        warnings.simplefilter("ignore", FutureWarning)
+        wrapped: Any = PeftModel.from_pretrained(model, str(adapter))
+    return wrapped.merge_and_unload(safe_merge=True)
+
+
+def _held_out(folder: RunFolder, config: TrainConfig, step: int) -> list[Evaluation]:
+    """The run's evaluations of the untrained model and of the exported weights, as far as it made
+    them.
+    """
+    if not folder.evaluation.is_file():
+        return []
+    problems: dict[int, list[EvaluationRecord]] = {0: [], step: []}
+    for record in EvaluationRecord.read(folder.evaluation):
+        if record.step in problems:
+            problems[record.step].append(record)
+    ks = sorted({1, *config.evaluation.k})
+    return [Evaluation(step=at, problems=found, ks=ks) for at, found in problems.items() if found]
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+# -- the model card --------------------------------------------------------------------------------
+
+
+def _card(
+    config: TrainConfig, hub_base: str, checkpoint: Checkpoint, held_out: list[Evaluation],
+    merged: bool,
+) -> str:  # fmt: skip
+    """The README.md of the export. `hub_base` is "" for a base that is a folder, which no card may
+    name.
+    """
+    name = hub_base or Path(config.model.model).name
+    front = ["---", f"library_name: {'transformers' if merged else 'peft'}"]
+    front += ["pipeline_tag: text-generation", "tags: [lora, reinforcement-learning, retrain]"]
+    if hub_base:
+        front.insert(1, f"base_model: {json.dumps(hub_base)}")
+    what = "merged model" if merged else "LoRA adapter"
+    scores = [
+        f"| {each.step} | {pass_at_1(each).removeprefix('pass@1=')} | {len(each.problems)} |"
+        for each in held_out
+    ]
+    table = ["| steps | pass@1 with its 95% interval | problems |", "|---|---|---|", *scores]
+    shown = [f"| `{path}` | `{toml_value(config.value(path))}` |" for path in _SHOWN]
+    return "\n".join(
+        [
+            *front,
+            f"---\n\n# {name}: {what}\n",
+            f"Trained with reinforcement learning by retrain, for {checkpoint.step} steps.\n",
+            "## Held-out problems\n",
+            *(table if scores else ["The run did not evaluate these weights."]),
+            "\n## Settings\n\n| key | value |\n|---|---|",
+            *shown,
+            f"\n{SETTINGS_FILE} holds all of them, with secrets masked.\n",
+            f"Hash of the configuration: `{checkpoint.state().config_hash}`.\n",
+            f"## Train it again\n\n```bash\nretrain {SETTINGS_FILE}\n```\n",
+        ]
+    )
+
+
+# -- the hub ---------------------------------------------------------------------------------------
+
+
+def check_hub(name: str) -> None:
+    """Raise EnvironmentFailure where nothing can be uploaded: no token, or no network."""
+    from huggingface_hub import get_token
+
+    if not get_token():
+        raise EnvironmentFailure(
+            f"--hub {name} needs a token of the Hugging Face hub: set HF_TOKEN, or run `hf auth"
+            " login`."
+        )
+    if problem := hub.why_unreachable():
+        raise EnvironmentFailure(
+            f"--hub {name}: {problem}; export without --hub, and upload the folder by `hf upload"
+            f" {name} FOLDER` where there is a network."
+        )
+
+
+def push(exported: Exported, name: str) -> str:
+    """Upload the folder to a repository of the hub, which is private if it is new. Return its
+    address.
+    """
+    import httpx
+    from huggingface_hub import HfApi
+
+    try:
+        address = HfApi().create_repo(name, private=True, exist_ok=True)
+        HfApi().upload_folder(repo_id=name, folder_path=exported.folder)
+    except (httpx.HTTPError, OSError, ValueError) as error:
+        raise EnvironmentFailure(
+            f"--hub {name}: the hub refused the upload ({first_line(error)}); {exported.folder} is"
+            f" complete, and `hf upload {name} {exported.folder}` tries again."
+        ) from error
+    return str(address)

@@ -1,0 +1,124 @@
+"""`retrain export`: what it writes is the policy that the run evaluated, loaded by peft and by
+transformers alone.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftConfig, PeftModel
+from runs import small, small_run
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from retrain.cli.main import main
+from retrain.config import load_config
+from retrain.run.parts import load_parts
+
+SECRET = "sk-abcdefghijklmnopqrstuvwx"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("export") / "run"
+    evaluated = {"at_start": True, "at_end": True, "max_examples": 4}
+    # a rate at which the adapter changes greedy answers
+    training = {"lr": 2e-2, "save_every": 2}
+    small_run(small(folder, evaluation=evaluated, training=training), quiet=True)
+    return folder
+
+
+def exported(run: Path, *options: str) -> tuple[Any, Any]:
+    """The model and the tokenizer of an export, read by peft and transformers."""
+    folder = run.parent / f"run-{'merged' if options else 'adapter'}"
+    shutil.rmtree(folder, ignore_errors=True)
+    assert main(["export", str(run), *options]) == 0
+    if options:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    else:
+        base = PeftConfig.from_pretrained(folder).base_model_name_or_path
+        assert base is not None
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(folder))
+    return model.eval(), AutoTokenizer.from_pretrained(folder)
+
+
+@torch.no_grad()
+def test_adapter_and_merged_model_are_the_policy_that_the_run_evaluated(run: Path) -> None:
+    parts = load_parts(load_config(run / "config.toml", [], {}), None, lambda _: None, learns=False)
+    backend: Any = parts.backend
+    backend.load(run / "checkpoints/step_000004")
+    own = backend._adapter.peft_model
+    (adapter, tokenizer), (merged, other) = exported(run), exported(run, "--merged")
+    chat = [{"role": "user", "content": "12 + 30 + 5 = ?"}]
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    assert text == other.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+    greedy = {"max_new_tokens": 24, "do_sample": False}
+    answer, logits = own.generate(input_ids=ids, **greedy), own(input_ids=ids).logits
+    with own.disable_adapter():
+        assert (own(input_ids=ids).logits - logits).abs().max() > 1e-2  # the adapter does something
+    for model in (adapter, merged):
+        assert torch.equal(model.generate(input_ids=ids, **greedy), answer)
+        torch.testing.assert_close(model(input_ids=ids).logits, logits, rtol=0, atol=1e-4)
+    parts.close()
+
+
+def test_card_says_what_was_measured_and_how_to_train_it_again(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_API_KEY", SECRET)
+    copy = Path(shutil.copytree(run, run.parent / "secret"))
+    text = (copy / "config.toml").read_text(encoding="utf-8")
+    (copy / "config.toml").write_text(
+        text.replace('system_prompt = ""', f'system_prompt = "{SECRET}"'), "utf-8"
+    )
+    assert main(["export", str(copy)]) == 0
+    folder = copy.with_name("secret-adapter")
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    after = json.loads((run / "summary.json").read_text())["evaluation"]["after"]
+    low, high = after["interval"]
+    assert f"| 4 | {after['pass@1']:.1%} [{low:.1%}, {high:.1%}] | 4 |" in card
+    assert json.loads((run / "checkpoints/final/manifest.json").read_text())["config_hash"] in card
+    assert "retrain retrain.toml" in card
+    assert load_config(folder / "retrain.toml", [], {}).training.lr == 2e-2
+    assert not [path for path in folder.iterdir() if SECRET.encode() in path.read_bytes()]
+
+
+def test_what_cannot_be_exported_is_refused_in_one_sentence_and_leaves_nothing(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "none"))
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    names = ("run", "damaged", "fresh", "homeless")
+    run, damaged, fresh, homeless = (shutil.copytree(run, tmp_path / name) for name in names)
+    with (damaged / "checkpoints/step_000004/adapter_model.safetensors").open("ab") as file:
+        file.write(b"x")
+    shutil.rmtree(fresh / "checkpoints")
+    config = (homeless / "config.toml").read_text(encoding="utf-8")
+    gone = config.replace('model = "lab"', 'model = "./gone"')
+    (homeless / "config.toml").write_text(gone, encoding="utf-8")
+    cases = [
+        ([str(tmp_path)], 2, "holds no run of retrain"),
+        ([str(fresh)], 1, "has no checkpoint yet"),
+        ([str(damaged)], 1, "adapter_model.safetensors has"),
+        ([str(run), "--checkpoint", "3"], 1, "checkpoints here: 2, 4"),
+        ([str(run), "--output", str(damaged)], 2, "is not an empty folder"),
+        ([str(homeless), "--merged"], 3, "is not a folder on this machine"),
+        ([str(run), "--hub", "me/mine"], 3, "needs a token"),
+    ]
+    before = sorted(tmp_path.rglob("*"))
+    for arguments, code, sentence in cases:
+        assert main(["export", *arguments]) == code, arguments
+        error = capsys.readouterr().err
+        assert sentence in error and error.count("\n") == 1, error
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "a token")
+    monkeypatch.setattr("retrain.model.hub.why_unreachable", lambda: "no network")
+    assert main(["export", str(run), "--hub", "me/mine"]) == 3
+    assert "me/mine: no network; export without --hub" in capsys.readouterr().err
+    monkeypatch.setattr("retrain.model.hub.why_unreachable", lambda: "")
+    assert main(["export", str(run), "--hub", "me/mine"]) == 2
+    assert "add --merged" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
