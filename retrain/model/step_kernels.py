@@ -329,8 +329,12 @@ def _draws_right(draw: Draw, logits: Tensor) -> bool:
         int((probabilities[1].cumsum(0) < 0.5).sum()) + 1,
         int((probabilities[2] >= 0.2 * probabilities[2, 0]).sum()),
     ]
-    cuts = torch.tensor(top_k, device=logits.device), halves.new_tensor(top_p)
-    truncated = draw(logits, ones, halves, (*cuts, halves.new_tensor(min_p))).double()
+    cuts = (
+        torch.tensor(top_k, device=logits.device),
+        torch.tensor(top_p, dtype=halves.dtype, device=logits.device),
+        torch.tensor(min_p, dtype=halves.dtype, device=logits.device),
+    )
+    truncated = draw(logits, ones, halves, cuts).double()
     for row, found in enumerate(truncated.tolist()):
         # a sum of probabilities may round to the other side
         if abs(found[3] - kept[row]) > 1:
