@@ -157,6 +157,9 @@ class ScorerOf:
     def __init__(self, rng: np.random.Generator) -> None:
         self.rng = rng
 
+    def group(self, size: int) -> "ScorerOf":
+        return self
+
     def submit(self, request: ScoreRequest) -> Future[Score]:
         assert request.example is not None and request.example.info is not None
         right = bool(self.rng.random() < request.example.info["p"])
