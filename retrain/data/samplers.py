@@ -85,12 +85,12 @@ class _Counting(PromptSampler):
     def observe(self, indices: Sequence[int], groups: Sequence[Group]) -> None:
         for index, group in zip(indices, groups, strict=True):
             self.taken[index] += 1
-            self._count(index, group.correct, len(group))
+            if len(group):  # one that nobody could judge says nothing
+                self._count(index, group.correct, len(group))
 
     def _count(self, index: int, right: int, judged: int) -> None:
-        """Keep the newest group alone, as far as it was judged."""
-        if judged:
-            self.right[index], self.judged[index] = right, judged
+        """Keep the newest group alone."""
+        self.right[index], self.judged[index] = right, judged
 
     def _in_turn(self, among: npt.NDArray[np.intp], count: int, uniforms: Uniforms) -> list[int]:
         """Take `count` of the examples `among`, those that were taken least often first."""
@@ -194,7 +194,7 @@ class PromptChoice:
             seed, noise.Stream.PROMPT_CHOICE, step, 0, 0, np.arange(size)
         ).astype(np.float64)
         with user_code(f'[data] sampler "{self.name}" at step {step}', RunFailed):
-            chosen = self._sampler.choose(step, count, uniforms)
+            chosen = np.asarray(self._sampler.choose(step, count, uniforms))
         return checked_indices(self.name, chosen, count, size)
 
     def take(
@@ -215,11 +215,17 @@ class PromptChoice:
             self._sampler.observe(self._chosen.pop(step), judged)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._sampler.state() if self._sampler else {}
+        """Return what the sampler keeps, through JSON; {} for the shuffle."""
+        if self._sampler is None:
+            return {}
+        with user_code(f'[data] sampler "{self.name}": state()', RunFailed):
+            kept: dict[str, Any] = json.loads(json.dumps(self._sampler.state()))
+        return kept
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._sampler and state:
-            self._sampler.load(state)
+            with user_code(f'[data] sampler "{self.name}": load()', RunFailed):
+                self._sampler.load(state)
 
 
 def build_sampler(config: "TrainConfig", examples: Sequence[Example]) -> PromptSampler | None:
@@ -242,9 +248,16 @@ def build_sampler(config: "TrainConfig", examples: Sequence[Example]) -> PromptS
             raise
         return made
 
-    with user_code(f"{where} fails a trial", ConfigurationError):
-        if problem := _trial_problem(data.sampler, make, list(examples[:_TRIAL])):
-            raise ConfigurationError(f"{where}: {problem}.")
+    # As many as a step takes: few examples may have to be repeated in the run as well.
+    some = list(examples[:_TRIAL])
+    count = min(4, max(len(some), config.training.batch_size))
+    try:
+        with user_code(f"{where} fails a trial", ConfigurationError):
+            problem = _trial_problem(data.sampler, make, some, count)
+    except RunFailed as error:  # of `checked_indices`, whose sentence names the sampler
+        raise ConfigurationError(str(error)) from error
+    if problem:
+        raise ConfigurationError(f"{where}: {problem}.")
     return make(examples)
 
 
@@ -253,23 +266,25 @@ _TRIAL = 8
 _TOKEN = np.zeros(1, np.int32)
 
 
-def _trial_problem(name: str, make: Any, examples: list[Example]) -> str:
+def _trial_problem(name: str, make: Any, examples: list[Example], count: int) -> str:
     """What is wrong with a sampler, tried for three steps; "" if nothing was found."""
     size = len(examples)
     tried = make(examples)
     for step in range(3):
         uniforms = (np.arange(size) * 0.37 + 0.11 * (step + 1)) % 1
         before = json.dumps(tried.state(), sort_keys=True)
-        chosen = checked_indices(name, tried.choose(step, 4, uniforms), 4, size)
+        chosen = checked_indices(name, tried.choose(step, count, uniforms), count, size)
         if json.dumps(tried.state(), sort_keys=True) != before:
             return "`choose` changes its state, which `observe` alone may do"
-        if checked_indices(name, tried.choose(step, 4, uniforms), 4, size) != chosen:
+        if checked_indices(name, tried.choose(step, count, uniforms), count, size) != chosen:
             return "`choose` gives other indices when it is asked again"
         tried.observe(chosen, [_trial_group(examples[index], index) for index in chosen])
         again = make(examples)
-        again.load(json.loads(json.dumps(tried.state())))
+        after = json.dumps(tried.state(), sort_keys=True)
+        again.load(json.loads(after))
         uniforms = (uniforms + 0.19) % 1
-        if list(again.choose(step + 1, 4, uniforms)) != list(tried.choose(step + 1, 4, uniforms)):
+        choices = [list(one.choose(step + 1, count, uniforms)) for one in (again, tried)]
+        if choices[0] != choices[1] or json.dumps(again.state(), sort_keys=True) != after:
             return "`load` does not restore what `state` returned, so a resumed run would differ"
     return ""
 
