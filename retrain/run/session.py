@@ -51,7 +51,7 @@ from retrain.run.parts import (
 from retrain.run.pressure import Pressure
 from retrain.run.rollout import PrefetchedRollout, Rollout
 from retrain.run.saver import Saver, Schedule
-from retrain.run.start import RunStart, open_run
+from retrain.run.start import RunStart, open_run, refuse_other_data
 from retrain.run.step_record import Step
 from retrain.tracking import Tracker, build_tracker
 from retrain.tracking.base import GroupScored, Progress, Started
@@ -141,6 +141,8 @@ class Session:
                 with closing(
                     load_parts(opened.config, opened.state.choices, tracker.message, world)
                 ) as parts:
+                    if world.is_rank_zero:
+                        refuse_other_data(opened, parts.prompts.fingerprint)
                     session = cls(
                         opened, tracker, interrupts, parts, world, skip_parity=skip_parity
                     )

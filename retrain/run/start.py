@@ -16,7 +16,7 @@ from retrain.config import (
     with_drawn_seed,
 )
 from retrain.errors import ConfigurationError, RetrainError
-from retrain.parsing import expanded
+from retrain.parsing import expanded, read_object
 from retrain.records.checkpoint import Checkpoint, CheckpointStore
 from retrain.records.checkpoint_place import checkpoint_folder, sign, stored_checkpoints, take
 from retrain.records.disk import put_back, remove_empty
@@ -218,6 +218,21 @@ def _resumed_config(config: TrainConfig, folder: RunFolder) -> TrainConfig:
     if differences := resume_differences(stored, masked):
         raise ConfigurationError(differences)
     return config
+
+
+def refuse_other_data(opened: RunStart, fingerprint: str) -> None:
+    """Raise ConfigurationError if the run was trained on other examples so far: its place among
+    them, and what a sampler saw of them, would mean others.
+    """
+    if opened.checkpoint is None or not opened.folder.environment.exists():
+        return
+    if read_object(opened.folder.environment).get("data_sha256") not in (None, fingerprint):
+        data = opened.config.data
+        key = f'path = "{data.path}"' if data.path else f'source = "{data.source}"'
+        raise ConfigurationError(
+            f"[data] {key} holds other examples than those that {opened.folder.path} began with,"
+            " which cannot change at resume; restore them, or start a new run."
+        )
 
 
 def _newest(
