@@ -256,20 +256,23 @@ _TOKEN = np.zeros(1, np.int32)
 def _trial_problem(name: str, make: Any, examples: list[Example]) -> str:
     """What is wrong with a sampler, tried for three steps; "" if nothing was found."""
     size = len(examples)
+    count = min(4, size)
     tried = make(examples)
     for step in range(3):
         uniforms = (np.arange(size) * 0.37 + 0.11 * (step + 1)) % 1
         before = json.dumps(tried.state(), sort_keys=True)
-        chosen = checked_indices(name, tried.choose(step, 4, uniforms), 4, size)
+        chosen = checked_indices(name, tried.choose(step, count, uniforms), count, size)
         if json.dumps(tried.state(), sort_keys=True) != before:
             return "`choose` changes its state, which `observe` alone may do"
-        if checked_indices(name, tried.choose(step, 4, uniforms), 4, size) != chosen:
+        if checked_indices(name, tried.choose(step, count, uniforms), count, size) != chosen:
             return "`choose` gives other indices when it is asked again"
         tried.observe(chosen, [_trial_group(examples[index], index) for index in chosen])
         again = make(examples)
         again.load(json.loads(json.dumps(tried.state())))
         uniforms = (uniforms + 0.19) % 1
-        if list(again.choose(step + 1, 4, uniforms)) != list(tried.choose(step + 1, 4, uniforms)):
+        if list(again.choose(step + 1, count, uniforms)) != list(
+            tried.choose(step + 1, count, uniforms)
+        ):
             return "`load` does not restore what `state` returned, so a resumed run would differ"
     return ""
 
