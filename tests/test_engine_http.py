@@ -440,7 +440,7 @@ def test_a_connection_that_breaks_while_a_server_is_looked_at_costs_nothing() ->
 def test_a_server_that_misbehaves_is_one_sentence_without_the_key(
     behaviour: Answer, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("retrain.inference_engine.http._MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("retrain.inference_engine.http._MAX_BYTES", 1 << 20)
     began = monotonic()
     with pytest.raises(ServerFailure, match=told) as caught:
         ask_for_real(behaviour, monkeypatch)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from retrain.advantages.planning import RegexDetector
 from retrain.advantages.semantic import (
     EXECUTION_ANCHORS,
-    FEWEST_WORDS,
+    MIN_WORDS,
     PLANNING_ANCHORS,
     STRIDE_WORDS,
     WINDOW_WORDS,
@@ -74,7 +74,7 @@ def test_white_space_and_empty_pieces_are_never_marked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "planned"), [(0, False), (FEWEST_WORDS - 1, False), (FEWEST_WORDS, True)]
+    ("words", "planned"), [(0, False), (MIN_WORDS - 1, False), (MIN_WORDS, True)]
 )
 def test_fewer_than_three_words_plan_nothing(words: int, planned: bool) -> None:
     encoder = Counter()
@@ -82,7 +82,7 @@ def test_fewer_than_three_words_plan_nothing(words: int, planned: bool) -> None:
     assert len(encoder.calls) == 2 + planned  # the anchors, and the windows where there are any
 
 
-@given(st.integers(FEWEST_WORDS, 200))
+@given(st.integers(MIN_WORDS, 200))
 def test_windows_cover_every_word_and_the_last_one_is_long(count: int) -> None:
     encoder = Counter()
     detector = SemanticDetector(encoder)

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from retrain import train
 from retrain.config import replaced
-from retrain.data.samplers import SAMPLERS, PromptSampler, checked_indices
+from retrain.data.samplers import SAMPLERS, PromptSampler, build_sampler, checked_indices
 from retrain.errors import ConfigurationError, RunFailed
+from retrain.run.parts import check_plugins
 from retrain.types import (
     Completion,
     Example,
@@ -267,3 +268,34 @@ def test_a_run_is_not_resumed_on_other_examples(name: str, tmp_path: Path) -> No
     assert [file.read_text() for file in files] == before
     data.write_text("\n".join(rows))
     train(again, quiet=True, skip_parity=True)
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (
+            {"sampler": "pools", "sampler_params": {"easy": 2}},
+            "easy = 2 is not a number from 0 to 1",
+        ),
+        ({"sampler": "no_such_module.S"}, "cannot be loaded"),
+    ],
+)
+def test_explain_refuses_the_sampler_that_a_run_would_refuse(
+    data: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        check_plugins(small(tmp_path / "run", data=data))
+
+
+def test_a_sampler_of_ones_own_is_tried_on_no_more_examples_than_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "firsts.py").write_text(
+        "from retrain.data import PromptSampler\n"
+        "class S(PromptSampler):\n"
+        "    def choose(self, step, count, uniforms): return range(self.size)[:count]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    config = small(tmp_path / "run", data={"sampler": "firsts.S"})
+    assert build_sampler(config, [Example("1?", ""), Example("2?", "")]) is not None

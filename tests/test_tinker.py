@@ -893,7 +893,7 @@ def test_an_archive_that_is_hostile_writes_nothing_outside_and_is_one_sentence(
 def test_an_archive_without_end_and_a_path_upwards_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(archive, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(archive, "_MAX_BYTES", 1000)
     with (
         archive_server(200, bytes(5000)) as (url, _),
         pytest.raises(EnvironmentFailure, match="more than any adapter"),

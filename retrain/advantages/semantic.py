@@ -17,7 +17,7 @@ from retrain.advantages.ragged import BoolArray
 
 WINDOW_WORDS: Final = 12
 STRIDE_WORDS: Final = 6
-FEWEST_WORDS: Final = 3
+MIN_WORDS: Final = 3
 """A shorter completion plans nothing."""
 
 PLANNING_ANCHORS: Final = (
@@ -106,7 +106,7 @@ class SemanticDetector:
                 0,
                 (
                     max(len(words) - WINDOW_WORDS + STRIDE_WORDS, 1)
-                    if len(words) >= FEWEST_WORDS
+                    if len(words) >= MIN_WORDS
                     else 0
                 ),
                 STRIDE_WORDS,

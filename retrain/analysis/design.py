@@ -18,7 +18,7 @@ from retrain.analysis.power import Correction, minimal_detectable_effect, seeds_
 
 PROBLEMS = (100, 200, 500, 1000, 2000)
 SAMPLES = (1, 2, 4, 8, 16)
-_MOST_SEEDS = 40
+_MAX_SEEDS = 40
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def cheapest(
     power: float,
     correction: Correction = "maxt",
 ) -> Design | None:
-    """The design that finds `effect` in the least time; None if none of at most _MOST_SEEDS seeds
+    """The design that finds `effect` in the least time; None if none of at most _MAX_SEEDS seeds
     does.
     """
     found = [
@@ -143,7 +143,7 @@ def _with_fewest_seeds(
             return float("inf")
         return found
 
-    counts = range(max(2, seeds_to_conclude(alpha, comparisons, correction)), _MOST_SEEDS + 1)
+    counts = range(max(2, seeds_to_conclude(alpha, comparisons, correction)), _MAX_SEEDS + 1)
     first = bisect_left(counts, True, key=lambda seeds: detectable(seeds) <= effect)
     if first == len(counts):
         return None

@@ -161,16 +161,16 @@ def _say_error(error: RetrainError | StoppedAtOnce) -> None:
             print(f"retrain: {shortened(clean(mask(problem)))}", file=sys.stderr)
 
 
-_LONGEST_SENTENCE = 1200
+_MAX_SENTENCE = 1200
 
 
 def shortened(sentence: str) -> str:
     """Shorten a sentence that quotes a long value. Its beginning says what is wrong and its end
     what to do, so both are kept.
     """
-    if len(sentence) <= _LONGEST_SENTENCE:
+    if len(sentence) <= _MAX_SENTENCE:
         return sentence
-    return f"{sentence[: _LONGEST_SENTENCE - 200]} ... {sentence[-195:]}"
+    return f"{sentence[: _MAX_SENTENCE - 200]} ... {sentence[-195:]}"
 
 
 def _replace_missing_streams() -> None:

@@ -34,7 +34,7 @@ def deep_merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, 
 VARIABLE_PREFIX = "RETRAIN_"
 
 _INTEGER = re.compile(r"[+-]?\d+(_\d+)*")
-_MOST_DIGITS = 4300
+_MAX_DIGITS = 4300
 """Python converts no longer text to an integer."""
 _TOML_STRUCTURE = ("[", "{", '"', "'")
 
@@ -148,7 +148,7 @@ def convert(key: "Key", text: str) -> Any:
 def _scalar(kinds: frozenset[type], text: str) -> Any:
     if bool in kinds and text in ("true", "false"):
         return text == "true"
-    if int in kinds and _INTEGER.fullmatch(text) and len(text) < _MOST_DIGITS:
+    if int in kinds and _INTEGER.fullmatch(text) and len(text) < _MAX_DIGITS:
         return int(text)
     if float in kinds:
         try:

@@ -32,7 +32,7 @@ _BROKEN = 500
 _came: ContextVar[Answer | None] = ContextVar("_came", default=None)
 """The answer that a request is reading; each request runs in a task of its own."""
 _CONNECT_S = 10.0
-_MOST_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30
 """Largest answer: some hundred bytes for each token of the completions of a prompt."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -146,7 +146,7 @@ class Server:
         try:
             seconds = self.timeout_s if timeout is None else timeout
             answer = await exchange(
-                self.client, method, path, body, seconds=seconds, max_bytes=_MOST_BYTES
+                self.client, method, path, body, seconds=seconds, max_bytes=_MAX_BYTES
             )
         except (TimeoutError, httpx.ReadTimeout, httpx.WriteTimeout) as error:
             if timeout is None:
@@ -157,7 +157,7 @@ class Server:
         except TooLong as error:
             raise Refused(
                 200,
-                f"an answer of more than {_MOST_BYTES >> 20} MiB, which was not read to the end",
+                f"an answer of more than {_MAX_BYTES >> 20} MiB, which was not read to the end",
             ) from error
         except httpx.RequestError as error:
             raise Unavailable(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CHAT = "/v1/chat/completions"
 _TOKEN = "token_id:"
-_MOST_STOPS = 4
+_MAX_STOPS = 4
 """What OpenAI's API takes."""
 _LIMITS = ("max_tokens", "max_completion_tokens")
 """Names of the limit of a chat's reply; OpenAI's newer models refuse the first."""
@@ -35,7 +35,7 @@ _STOPPED = ("stop", "eos", "eos_token")
 text-generation-inference's."""
 _UNKNOWN_FIELD = (400, 422)
 """Statuses of a server that refuses a field which it does not know."""
-_LONGEST_TOKEN = 256
+_MAX_TOKEN_CHARACTERS = 256
 """Characters; vocabularies have runs of 128 spaces, and little that is longer."""
 
 
@@ -184,7 +184,7 @@ class OpenAIDialect(VLLMDialect):
             if arguments := self.config.data.chat_template_args:
                 kept["chat_template_kwargs"] = arguments
             return CHAT, kept | {limit: request.max_tokens, "messages": list(request.messages)}
-        stops = [self.texts.decode([token]) for token in self.eos_ids[:_MOST_STOPS]]
+        stops = [self.texts.decode([token]) for token in self.eos_ids[:_MAX_STOPS]]
         prompt = self.texts.of(tuple(request.prompt_ids.tolist()))
         return COMPLETIONS, kept | {
             "max_tokens": request.max_tokens,
@@ -228,7 +228,7 @@ class OpenAIDialect(VLLMDialect):
                 problem = f"{counted:,}"
             else:
                 problem = f"{characters:,} characters as {counted:,}"
-            fits = counted <= most and characters <= _LONGEST_TOKEN * most
+            fits = counted <= most and characters <= _MAX_TOKEN_CHARACTERS * most
         else:
             longest = max(
                 len(self.texts.encode((one.text or "").replace("\ufffd", ""))) for one in sampled

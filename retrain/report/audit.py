@@ -13,7 +13,7 @@ from retrain.errors import EnvironmentFailure
 from retrain.records.disk import replace_file
 from retrain.report.page import asset, content_policy, environment
 
-_LONGEST = 200
+_MAX_CHARACTERS = 200
 """Characters of an answer or reason on the page."""
 
 
@@ -69,6 +69,6 @@ def _example_row(item: Judged) -> tuple[str, ...]:
     verdict = item.score.reason or item.score.outcome.value
     texts = (case.example.example_id, case.name, case.example.reference, case.answer, verdict)
     return (
-        *(text if len(text) <= _LONGEST else text[:_LONGEST] + "…" for text in texts),
+        *(text if len(text) <= _MAX_CHARACTERS else text[:_MAX_CHARACTERS] + "…" for text in texts),
         milliseconds(item.seconds),
     )

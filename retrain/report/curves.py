@@ -28,7 +28,7 @@ FIELDS = (
     *("tokens_per_s", "step_time_s", *PHASES),
 )
 _SMOOTHED_PART = 12
-_LONGEST_WINDOW = 25
+_MAX_WINDOW = 25
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def window_for(steps: int) -> int:
     """Return the steps of the running mean, since the rate of a single step, over about a hundred
     completions, jumps by several points.
     """
-    return max(1, min(_LONGEST_WINDOW, steps // _SMOOTHED_PART))
+    return max(1, min(_MAX_WINDOW, steps // _SMOOTHED_PART))
 
 
 def smoothed(values: Floats, window: int) -> Floats:

@@ -25,9 +25,9 @@ from retrain.records.jsonl import read_jsonl
 from retrain.records.terminal import clean
 from retrain.report.curves import ConditionCurves, curves_by_condition
 
-_MOST_TOKEN_RUNS = 3
-_MOST_SAMPLED_RUNS = 6
-_LONGEST = 4000
+_MAX_TOKEN_RUNS = 3
+_MAX_SAMPLED_RUNS = 6
+_MAX_CHARACTERS = 4000
 """Characters of a completion's text that are shown."""
 
 
@@ -96,9 +96,9 @@ class Sample:
 
 
 def _cut(text: str) -> str:
-    if len(text) <= _LONGEST:
+    if len(text) <= _MAX_CHARACTERS:
         return text
-    return f"{text[:_LONGEST]} ... ({len(text) - _LONGEST:,} more characters)"
+    return f"{text[:_MAX_CHARACTERS]} ... ({len(text) - _MAX_CHARACTERS:,} more characters)"
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ def _tokens(
     found: list[InspectedRun] = []
     for arm in arms:
         run = next((run for run in arm.runs if stored_steps(run.folder)), None)
-        if run is None or len(found) == _MOST_TOKEN_RUNS:
+        if run is None or len(found) == _MAX_TOKEN_RUNS:
             continue
         try:
             found.append(InspectedRun(arm.label, run.name, read_step(run, against=against)))
@@ -309,7 +309,7 @@ def sampled_runs(arms: Sequence[ConditionCurves], steps_per_run: int) -> list[Sa
     therefore their prompts.
     """
     found = []
-    for arm in arms[:_MOST_SAMPLED_RUNS]:
+    for arm in arms[:_MAX_SAMPLED_RUNS]:
         run = next((run for run in arm.runs if run.folder.generations.is_file()), None)
         if run:
             steps = sampled_steps(run, steps_per_run)

@@ -9,8 +9,8 @@ from retrain.inspect.shading import levels, scale_of, values_of
 from retrain.inspect.terminal import heading
 from retrain.report.data import InspectedRun
 
-_MOST_COMPLETIONS = 4
-_MOST_TOKENS = 1500
+_MAX_COMPLETIONS = 4
+_MAX_TOKENS = 1500
 _LETTERS = {
     Quantity.ADVANTAGE: "a",
     Quantity.SURPRISAL: "s",
@@ -66,7 +66,7 @@ def token_view(run: InspectedRun) -> TokenView:
         prompt=credit.prompt(slot) or "(not stored)",
         completions=[
             _completion(credit, credit.completion(number), scales)
-            for number in credit.of_slot(slot)[:_MOST_COMPLETIONS]
+            for number in credit.of_slot(slot)[:_MAX_COMPLETIONS]
         ],
         scales=[
             (_LETTERS[quantity], quantity.value, f"{scale:.3g}")
@@ -82,7 +82,7 @@ def _completion(
     return CompletionView(
         heading=heading(completion),
         columns=[(label, _spans(completion, label, scales)) for label in credit.labels],
-        left_out=max(0, len(completion.pieces) - _MOST_TOKENS),
+        left_out=max(0, len(completion.pieces) - _MAX_TOKENS),
     )
 
 
@@ -95,7 +95,7 @@ def _spans(
         for quantity, scale in scales.items()
     }
     spans = []
-    for position, piece in enumerate(completion.pieces[:_MOST_TOKENS]):
+    for position, piece in enumerate(completion.pieces[:_MAX_TOKENS]):
         planning = completion.planning is not None and bool(completion.planning[position])
         classes = [
             f"{letter}{levels[position]}" for letter, levels in shades.items() if levels[position]

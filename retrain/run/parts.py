@@ -23,6 +23,7 @@ from retrain.config.schema import Backend as BackendSettings
 from retrain.config.schema import Evaluation, Inference, Model, Training
 from retrain.data import PromptSet, contamination_note, encode_prompts, load_examples
 from retrain.data.chat import ChatRenderer, messages_of
+from retrain.data.samplers import SAMPLERS, build_sampler
 from retrain.distributed import ALONE, World
 from retrain.environments.episodes import EpisodeHost
 from retrain.environments.loading import (
@@ -46,7 +47,7 @@ from retrain.run.gate_fits import GateInputs
 from retrain.run.notes import unasked_note
 from retrain.run.rollout import Sampler
 from retrain.tracking.build import check_packages as check_tracker_packages
-from retrain.types import Int32Array, MachineChoices, Prompt
+from retrain.types import Example, Int32Array, MachineChoices, Prompt
 
 Say = Callable[[str], None]
 
@@ -208,7 +209,7 @@ def check_plugins(config: TrainConfig) -> None:
 
 
 def _load_sources(config: TrainConfig) -> None:
-    """Load the plugins of [data] and [environment]; neither is called. A file here is no plugin,
+    """Load the plugins of [data] and [environment]; none is called. A file here is no plugin,
     whatever its name ends in.
     """
     source = config.data.source
@@ -221,6 +222,11 @@ def _load_sources(config: TrainConfig) -> None:
         and not Path(source).exists()
     ):
         load_plugin("data", source, config)
+    # A sampler of one's own may read its examples, so it is tried on those of the run alone.
+    if load_plugin("sampler", config.data.sampler, config, SAMPLERS) is not None and (
+        config.data.sampler in SAMPLERS
+    ):
+        build_sampler(config, [Example("?", "")])
 
 
 def check_inputs(config: TrainConfig) -> str:

@@ -29,7 +29,9 @@ RATES = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
 
 @dataclass(frozen=True)
 class Xray:
-    """One advantage for groups of G completions, half of a group's evidence in each row."""
+    """The advantages that right and wrong completions have in groups of G, by the number of right
+    ones.
+    """
 
     name: str
     group: int

@@ -28,11 +28,11 @@ _ADAPTED = re.compile(r"(?:.*\.)?([^.]+)\.lora_[AB]\.weight")
 _REDIRECTS = 3
 _FILES = {"adapter_config.json": 1 << 20, "adapter_model.safetensors": 32 << 30}
 """Name -> most bytes."""
-_MOST_BYTES = sum(_FILES.values())
+_MAX_BYTES = sum(_FILES.values())
 """Bytes of the archive, packed and unpacked: a service must not fill the disk."""
-_MOST_AT_ONCE = 1 << 20
+_MAX_AT_ONCE = 1 << 20
 """Bytes. tarfile reads a file's long name into memory at its declared length, without a limit."""
-_MOST_MEMBERS = 1000
+_MAX_MEMBERS = 1000
 """Files in an archive: one of nothing but empty files would have millions."""
 
 
@@ -87,9 +87,9 @@ def _fetch(url: str, timeout: float, into: IO[bytes]) -> None:
                         )
                     for part in answer.iter_bytes():
                         into.write(part)
-                        if into.tell() > _MOST_BYTES:
+                        if into.tell() > _MAX_BYTES:
                             raise EnvironmentFailure(
-                                f"its archive is larger than {_MOST_BYTES >> 30} GiB, more than any"
+                                f"its archive is larger than {_MAX_BYTES >> 30} GiB, more than any"
                                 " adapter."
                             )
                         if time.monotonic() > ends:
@@ -123,10 +123,10 @@ def _unpack(content: IO[bytes], path: str, folder: Path) -> None:
             tarfile.open(fileobj=_Bounded(plain), mode="r:") as archive,
         ):
             for number, member in enumerate(archive):
-                if number == _MOST_MEMBERS:
-                    raise ValueError(f"more than {_MOST_MEMBERS} files")
+                if number == _MAX_MEMBERS:
+                    raise ValueError(f"more than {_MAX_MEMBERS} files")
                 name, unpacked = Path(member.name).name, unpacked + member.size
-                if unpacked > _MOST_BYTES or member.size > _FILES.get(name, _MOST_BYTES):
+                if unpacked > _MAX_BYTES or member.size > _FILES.get(name, _MAX_BYTES):
                     raise ValueError(f"{name} has {member.size} bytes")
                 source = None
                 if member.isreg() and not member.issparse() and name in missing:
@@ -158,7 +158,7 @@ class _Bounded(io.BufferedReader):
     """A file of which little is read at once."""
 
     def read(self, size: int | None = -1) -> bytes:
-        if size is None or not 0 <= size <= _MOST_AT_ONCE:
+        if size is None or not 0 <= size <= _MAX_AT_ONCE:
             raise ValueError(f"a header of {size} bytes")
         return super().read(size)
 
