@@ -1,6 +1,7 @@
 """`retrain init-plugin`: a plugin to start from, and a run of the lab that uses it."""
 
 import importlib.util
+import keyword
 import re
 import shlex
 from importlib import resources
@@ -38,10 +39,11 @@ def command(
             f"{' and '.join(taken)} exists and is not overwritten; choose another --name or"
             " --output."
         )
-    if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) or importlib.util.find_spec(name):
+    is_name = re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) and not keyword.iskeyword(name)
+    if not is_name or importlib.util.find_spec(name):
         raise ConfigurationError(
             f"--name {name!r} cannot be a plugin's: it must be a Python name, such as my_{kind},"
-            " and not the name of a module that can be imported already."
+            " and not a word of Python or the name of a module that can be imported already."
         )
     try:
         output.mkdir(parents=True, exist_ok=True)

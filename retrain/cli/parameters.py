@@ -233,7 +233,9 @@ def wrong_use(name: str, arguments: Sequence[str], error: Any) -> str:
 
 def _missing(name: str) -> str:
     absent = next(each for each in parameters_of(name) if each.is_required)
-    meaning = f"{absent.text[:1].lower()}{absent.text[1:].rstrip('.')}"
+    meaning = absent.text.rstrip(".")
+    if not meaning[1:2].isupper():  # TOML stays as it is
+        meaning = f"{meaning[:1].lower()}{meaning[1:]}"
     return f"`retrain {name}` needs {absent.name}: {meaning}; such as `{EXAMPLES[name]}`."
 
 
