@@ -110,7 +110,8 @@ def _refuse_foreign_code(config: "TrainConfig") -> None:
     path = config.source_path
     if path is None or not any(kind_of(folder) == "run" for folder in path.resolve().parents):
         return
-    if named := named_code(config):
+    named = named_code(config)
+    if named:
         raise ConfigurationError(
             f"{path} is a run's and names Python code that explaining it would execute:"
             f" {'; '.join(named)}. Read the code first, then add --trust."
