@@ -187,6 +187,11 @@ def _dotted_names(config: "TrainConfig") -> list[tuple[str, str]]:
         for path, value in values
         for name in (value if isinstance(value, list) else [value])
     ]
+    given += [
+        (f"algorithm.{mode}", str(getattr(condition, mode)))
+        for condition in config.conditions
+        for mode in ("advantage_mode", "transform_mode", "algorithm_mode")
+    ]
     given += [("reward.custom_module", f"{reward.custom_module}.{reward.custom_function}")] * (
         "custom" in reward.types
     )
@@ -243,9 +248,15 @@ def _plugin_folders(config: "TrainConfig") -> list[Path]:
 
 
 def named_code(config: "TrainConfig") -> list[str]:
-    """List every place of a configuration that names Python code outside of retrain and installed
-    plugins, as `[section] key = value`.
+    """List every place of a configuration, and of a campaign's conditions, that names Python code
+    outside of retrain and installed plugins, as `[section] key = value`.
     """
+    from retrain.config.load import arms
+
+    return list(dict.fromkeys(place for one in (config, *arms(config)) for place in _code_of(one)))
+
+
+def _code_of(config: "TrainConfig") -> list[str]:
     model, environment = config.model, config.environment
     named = _dotted_names(config)
     # The id of a verifiers environment is a module's name, or what auto_install fetches from a hub.

@@ -86,6 +86,42 @@ def test_looking_at_a_run_imports_no_plugin_beside_it(
     assert not (tmp_path / "trace").exists()
 
 
+PLUGINS = {
+    "run": """
+[algorithm]
+advantage_mode = "evil_plugin.f"
+[reward]
+type = "evil_plugin.f"
+""",
+    "condition": """
+[campaign]
+seeds = [1]
+[[campaign.conditions]]
+advantage_mode = "grpo"
+transform_mode = "none"
+[[campaign.conditions]]
+advantage_mode = "evil_plugin.f"
+transform_mode = "none"
+reward.type = "evil_plugin.f"
+""",
+}
+
+
+@pytest.mark.parametrize("where", PLUGINS)
+@pytest.mark.parametrize("command", ["explain", "xray", "audit"])
+def test_a_file_in_a_runs_folder_names_code_and_wants_to_be_told(
+    foreign: Path, tmp_path: Path, command: str, where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = foreign / "other.toml"
+    file.write_text(f'[model]\nmodel = "lab"\n[data]\nsource = "lab"\n{PLUGINS[where]}')
+    assert main([command, str(file)]) == 2
+    said = capsys.readouterr().err
+    assert '[algorithm] advantage_mode = "evil_plugin.f"' in said and "--trust" in said
+    assert not (tmp_path / "trace").exists()
+    main([command, str(file), "--trust"])
+    assert "--trust" not in capsys.readouterr().err
+
+
 def test_eval_names_the_code_that_it_would_run_and_wants_to_be_told(
     foreign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from retrain.cli.shared import AsJson, Form, load_dotenv, print_progress
+from retrain.cli.shared import AsJson, Form, Trust, load_dotenv, print_progress
 from retrain.errors import ConfigurationError
 
 SETTINGS = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
@@ -28,6 +28,7 @@ def command(
     output: Annotated[
         Path | None, typer.Option(help="Write a page in the style of `retrain report`.")
     ] = None,
+    trust: Trust = False,
     form: Form = "text",
     as_json: AsJson = False,
 ) -> None:
@@ -55,8 +56,11 @@ def command(
     from retrain.audit.text import to_text
     from retrain.records.jsonl import finite
     from retrain.records.redact import Redactor
+    from retrain.records.run_folder import refuse_foreign_code
     from retrain.records.terminal import clean
 
+    if not trust:
+        refuse_foreign_code(config, "its audit")
     audit = audit_reward(config, examples, print_progress)
     if output is not None:
         from retrain.report.audit import write_audit_page

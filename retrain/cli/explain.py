@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from retrain.cli.shared import AsJson, Form, load_dotenv, print_progress
+from retrain.cli.shared import AsJson, Form, Trust, load_dotenv, print_progress
 from retrain.errors import ConfigurationError, EnvironmentFailure
 
 if TYPE_CHECKING:
-    from retrain.config import TrainConfig
+    pass
 
 SETTINGS = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
 """The file and the configuration's flags are left to its own parser."""
@@ -36,9 +36,7 @@ def command(
         float | None,
         typer.Option(min=0, help="Predict for a device of this size, whether it is here or not."),
     ] = None,
-    trust: Annotated[
-        bool, typer.Option("--trust", help="Run the Python code that a run's folder names.")
-    ] = False,
+    trust: Trust = False,
     form: Form = "text",
     as_json: AsJson = False,
 ) -> None:
@@ -65,14 +63,15 @@ def command(
         )
     load_dotenv()
     config = load_config(Path(overrides.rest[0]) if overrides.rest else None, overrides)
-    if not trust:
-        _refuse_foreign_code(config)
     from retrain.explain import explain
     from retrain.explain.text import to_text
     from retrain.records.jsonl import finite
     from retrain.records.redact import Redactor
+    from retrain.records.run_folder import refuse_foreign_code
     from retrain.records.terminal import clean
 
+    if not trust:
+        refuse_foreign_code(config, "explaining it")
     seen = explain(
         config,
         pilot=pilot,
@@ -98,6 +97,7 @@ def _check_range(name: str, value: float | None) -> None:
         raise ConfigurationError(
             f"--{name} {value:g} is out of range; give a number from 0 to {_MAX:,}."
         )
+<<<<<<< HEAD
 
 
 def _refuse_foreign_code(config: "TrainConfig") -> None:
@@ -116,3 +116,5 @@ def _refuse_foreign_code(config: "TrainConfig") -> None:
             f"{path} is a run's and names Python code that explaining it would execute:"
             f" {'; '.join(named)}. Read the code first, then add --trust."
         )
+=======
+>>>>>>> main

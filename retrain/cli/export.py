@@ -38,7 +38,7 @@ def command(
     if hub:
         check_hub(hub)
     place = run.resolve()
-    target = output or place.with_name(f"{place.name}-{'merged' if merged else 'adapter'}")
+    target = output or place.parent / f"{place.name}-{'merged' if merged else 'adapter'}"
     exported = export_run(
         run,
         target,

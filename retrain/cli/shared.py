@@ -18,6 +18,9 @@ Margin = Annotated[
     float | None,
     typer.Option(help="Call differences below this equivalent (TOST), such as 0.02."),
 ]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Run the Python code that a run's folder names.")
+]
 
 
 def load_dotenv() -> bool:

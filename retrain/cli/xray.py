@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from retrain.cli.shared import load_dotenv
+from retrain.cli.shared import Trust, load_dotenv
 from retrain.errors import ConfigurationError
 
 _FORMATS = (".svg", ".pdf", ".png")
@@ -34,6 +34,7 @@ def command(
     figure: Annotated[
         Path | None, typer.Option(help="Also draw it: a file that ends in .svg, .pdf or .png.")
     ] = None,
+    trust: Trust = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
     """Show what an algorithm climbs, before any run: how much a prompt counts by its pass rate, the
@@ -46,7 +47,11 @@ def command(
 
     load_dotenv()
     _check(group, wrong_length, figure)
-    found = [one for name in names for one in read_xray(name, group, aggregation, wrong_length)]
+    found = [
+        one
+        for name in names
+        for one in read_xray(name, group, aggregation, wrong_length, trust=trust)
+    ]
     if figure:
         from retrain.xray.figure import write_figure
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from retrain.config import TrainConfig
 from retrain.config.stored import run_command
 from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed
 from retrain.parsing import read_object
+from retrain.plugins import named_code
 from retrain.records.checkpoint import step_folder
 from retrain.records.disk import delete, replace_file
 from retrain.records.jsonl import Extent, aside_of, truncate_to_size, truncate_to_step
@@ -340,13 +342,16 @@ class Claim:
                 f"{path} holds {names} and was not made by retrain (no {MARKER}), so nothing in it"
                 " is overwritten; choose another [logging] log_dir or move them away."
             )
-        if outer:
-            around = {path.resolve(), *path.resolve().parents}
-            for part in around.intersection(outer.written()):
-                raise ConfigurationError(
-                    f"{path} lies in {part}, which the run {outer.path} deletes when it starts"
-                    " anew; choose another [logging] log_dir."
-                )
+        if outer and (inside := self.doomed(outer)):
+            raise ConfigurationError(f"{inside}; choose another [logging] log_dir.")
+
+    def doomed(self, outer: RunFolder) -> str:
+        """Say that the folder lies in one that the run around it deletes; "" if it does not."""
+        path = self.folder.path
+        around = {path.resolve(), *path.resolve().parents}
+        for part in around.intersection(outer.written()):
+            return f"{path} lies in {part}, which the run {outer.path} deletes when it starts anew"
+        return ""
 
 
 def read_marker(folder: Path) -> dict[str, Any]:
@@ -383,3 +388,17 @@ def mark(folder: Path, kind: str, **content: str) -> None:
             f"{folder} cannot be written: {error.strerror}; choose another path or change its"
             " permissions."
         ) from error
+
+
+def refuse_foreign_code(config: TrainConfig, doing: str) -> None:
+    """Raise ConfigurationError if the configuration's file lies in a folder of a run or a campaign,
+    which anyone may have made, and names code. `doing` is what would execute it.
+    """
+    path = config.source_path
+    if path is None or not any(map(kind_of, path.resolve().parents)):
+        return
+    if named := named_code(config):
+        raise ConfigurationError(
+            f"{path} is a run's and names Python code that {doing} would execute:"
+            f" {'; '.join(named)}. Read the code first, then add --trust."
+        )

@@ -10,6 +10,7 @@ from retrain.advantages.ragged import Segments
 from retrain.advantages.resolve import ADVANTAGE, resolve
 from retrain.advantages.step import StepTokens
 from retrain.errors import ConfigurationError, RunFailed
+from retrain.records.run_folder import refuse_foreign_code
 from retrain.xray.binary import Xray, xray
 from retrain.xray.text import headline
 
@@ -22,18 +23,26 @@ long."""
 
 
 def read_xray(
-    name: str, group: int | None = None, aggregation: str | None = None, wrong_length: float = 1.0
+    name: str,
+    group: int | None = None,
+    aggregation: str | None = None,
+    wrong_length: float = 1.0,
+    *,
+    trust: bool = False,
 ) -> list[Xray]:
     """Return the X-rays of a TOML file (one a condition) or of an advantage's name.
 
     A group's size and the loss's aggregation are the file's unless they are given; a name has the
     defaults. Raises ConfigurationError for a file or plugin that cannot be loaded, and for an
-    algorithm plugin, whose token advantages follow from more than rewards.
+    algorithm plugin, whose token advantages follow from more than rewards. Code that a file in a
+    run's folder names is executed only with `trust`.
     """
     from retrain.config import config_from_mapping, load_config
 
     if name.endswith(".toml") or Path(name).is_file():
         config = load_config(Path(name))
+        if not trust:
+            refuse_foreign_code(config, "its X-ray")
     else:
         config = config_from_mapping({"algorithm": {"advantage_mode": name}})
     size = group or config.training.group_size
