@@ -34,7 +34,8 @@ def command(
             f"--kind {kind!r} is no kind of plugin; allowed are {', '.join(KINDS)}."
         )
     texts = plugin_texts(kind, name, output, with_test=with_test)
-    if taken := [str(path) for path in texts if path.exists()]:
+    taken = [str(path) for path in texts if path.exists()]
+    if taken:
         raise ConfigurationError(
             f"{' and '.join(taken)} exists and is not overwritten; choose another --name or"
             " --output."

@@ -210,7 +210,8 @@ def wrong_use(name: str, arguments: Sequence[str], error: Any) -> str:
         else:
             hint = f"{more}."
         return f"{error.option_name} is not an option of `retrain {name}`; {hint}"
-    if extra := re.search(r"unexpected extra argument\S* \((.*)\)", str(error)):
+    extra = re.search(r"unexpected extra argument\S* \((.*)\)", str(error))
+    if extra:
         given = extra.group(1)
         hint = f"{more}."
         if name == "init" and given in template_names():

@@ -219,7 +219,8 @@ class RunFolder:
             state = read_object(self.trainer_state)
         else:
             state = {}
-        if not (recorded := state.get("files")):
+        recorded = state.get("files")
+        if not recorded:
             return ""
         checkpoint = self.checkpoints / step_folder(state.get("step")) / self.trainer_state.name
         if checkpoint.is_file() and checkpoint.read_bytes() != self.trainer_state.read_bytes():

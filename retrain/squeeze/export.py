@@ -76,7 +76,8 @@ def export_run(
             f"--hub: the adapter's base is a folder of this machine, {base}, which nobody who"
             " downloads the adapter has; add --merged, which uploads a whole model."
         )
-    if note := trust_note(config.model):
+    note = trust_note(config.model)
+    if note:
         say(note)
     model = config.model
     tokenizer = load_tokenizer(model.model, model.revision, model.trust_remote_code)
@@ -252,7 +253,8 @@ def check_hub(name: str) -> None:
             f"--hub {name} needs a token of the Hugging Face hub: set HF_TOKEN, or run `hf auth"
             " login`."
         )
-    if problem := hub.why_unreachable():
+    problem = hub.why_unreachable()
+    if problem:
         raise EnvironmentFailure(
             f"--hub {name}: {problem}; export without --hub, and upload the folder by `hf upload"
             f" {name} FOLDER` where there is a network."
