@@ -97,24 +97,3 @@ def _check_range(name: str, value: float | None) -> None:
         raise ConfigurationError(
             f"--{name} {value:g} is out of range; give a number from 0 to {_MAX:,}."
         )
-<<<<<<< HEAD
-
-
-def _refuse_foreign_code(config: "TrainConfig") -> None:
-    """Raise ConfigurationError if the file lies in a run's folder, which anyone may have made, and
-    names code.
-    """
-    from retrain.plugins import named_code
-    from retrain.records.run_folder import kind_of
-
-    path = config.source_path
-    if path is None or not any(kind_of(folder) == "run" for folder in path.resolve().parents):
-        return
-    named = named_code(config)
-    if named:
-        raise ConfigurationError(
-            f"{path} is a run's and names Python code that explaining it would execute:"
-            f" {'; '.join(named)}. Read the code first, then add --trust."
-        )
-=======
->>>>>>> main
