@@ -233,3 +233,18 @@ def test_the_card_names_no_folder_of_this_machine(run: Path, tmp_path: Path) -> 
     assert main(["export", str(foreign)]) == 0
     card = (tmp_path / "run-adapter/README.md").read_text(encoding="utf-8")
     assert "private" not in card and '`"base"`' in card
+
+
+def test_a_models_own_code_is_not_run_unless_it_is_trusted(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    foreign = tmp_path / "foreign"
+    shutil.copytree(run, foreign)
+    config = foreign / "config.toml"
+    config.write_text(
+        config.read_text().replace("trust_remote_code = false", "trust_remote_code = true")
+    )
+    assert main(["export", str(foreign)]) == 2
+    assert "[model] trust_remote_code = true (of lab)" in capsys.readouterr().err
+    assert not (tmp_path / "foreign-adapter").exists()
+    assert main(["export", str(foreign), "--trust"]) == 0

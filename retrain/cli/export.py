@@ -24,6 +24,9 @@ def command(
         int | None,
         typer.Option(help="The checkpoint after this many steps; by default the newest."),
     ] = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Run the Python code of a model that has its own.")
+    ] = False,
 ) -> None:
     """Write the trained adapter as peft and vLLM load it, or a merged model, with its tokenizer and
     a model card.
@@ -45,6 +48,7 @@ def command(
         checkpoint=checkpoint,
         merged=merged,
         uploads=bool(hub),
+        trust=trust,
         say=print_progress,
     )
     print(clean(f"{'Merged model' if merged else 'Adapter'}: {exported.folder}"))

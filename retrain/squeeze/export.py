@@ -51,7 +51,14 @@ class Exported:
 
 
 def export_run(
-    run: Path, output: Path, *, checkpoint: int | None, merged: bool, uploads: bool, say: Say
+    run: Path,
+    output: Path,
+    *,
+    checkpoint: int | None,
+    merged: bool,
+    uploads: bool,
+    trust: bool,
+    say: Say,
 ) -> Exported:
     """Write the adapter of `checkpoint` (the newest by default), or the model merged with it, to
     `output`, which must be absent or empty.
@@ -59,11 +66,13 @@ def export_run(
     Raises ConfigurationError for a folder without a run or an adapter, for a folder that is in use,
     and for an adapter that `uploads` would send without its base; RunFailed for a missing or
     damaged checkpoint; EnvironmentFailure where the base model cannot be had. No Python code that
-    the run names is executed, except that of a model with `trust_remote_code`.
+    the run names is executed, except with `trust` that of a model with `trust_remote_code`.
     """
     folder = RunFolder(run)
     _check_places(folder, output)
     config = load_stored(folder.config, to_read=True)
+    if not trust:
+        _refuse_code(config, folder.config)
     note_secrets(config)
     found = _checkpoint(folder, checkpoint)
     settings = read_adapter(found.folder).settings
@@ -98,6 +107,15 @@ def export_run(
         _write(aside / CARD_FILE, Redactor().text(card))
         sync_files(aside)
     return Exported(output, base, is_local)
+
+
+def _refuse_code(config: TrainConfig, path: Path) -> None:
+    """Raise ConfigurationError if loading the model would run code that came with it."""
+    if config.model.trust_remote_code:
+        raise ConfigurationError(
+            f"{path} names Python code that exporting it would execute: [model] trust_remote_code ="
+            f" true (of {config.model.model}). Read the code first, then add --trust."
+        )
 
 
 def _check_places(folder: RunFolder, output: Path) -> None:
