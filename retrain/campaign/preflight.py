@@ -42,7 +42,8 @@ def check(plan: CampaignPlan) -> Checked:
     sources = dict.fromkeys(lacking.values())
     missing = [f"No held-out evaluation at the end: {name} holds nothing out." for name in sources]
     design = []  # what the campaign can conclude
-    if comparisons := len(plan.conditions) - 1:
+    comparisons = len(plan.conditions) - 1
+    if comparisons:
         from retrain.analysis.power import Correction, design_line
 
         evaluation = plan.runs[0].config.evaluation

@@ -71,7 +71,8 @@ class _Counting(PromptSampler):
 
     def __init__(self, examples: Sequence[Example], params: Mapping[str, Any]) -> None:
         super().__init__(examples, params)
-        if unknown := params.keys() - self.defaults.keys():
+        unknown = params.keys() - self.defaults.keys()
+        if unknown:
             names = ", ".join(self.defaults)
             raise ValueError(f"{', '.join(sorted(unknown))} is not one of {names}")
         self.params = {**self.defaults, **params}
@@ -243,7 +244,8 @@ def build_sampler(config: "TrainConfig", examples: Sequence[Example]) -> PromptS
         return made
 
     with user_code(f"{where} fails a trial", ConfigurationError):
-        if problem := _trial_problem(data.sampler, make, list(examples[:_TRIAL])):
+        problem = _trial_problem(data.sampler, make, list(examples[:_TRIAL]))
+        if problem:
             raise ConfigurationError(f"{where}: {problem}.")
     return make(examples)
 
