@@ -109,7 +109,8 @@ def _parse(loads: Callable[[Any], Any], text: str | bytes, language: str) -> Any
         raise ParseError(
             "holds an integer of more than 4,300 digits; integers have at most 64 bits"
         ) from None
-    if problem := unholdable(value):
+    problem = unholdable(value)
+    if problem:
         raise ParseError(problem)
     return value
 

@@ -417,7 +417,8 @@ def _sequence(
     for turn in turns:
         pieces += [turn.context, turn.completion.token_ids]
         stop = sum(map(len, pieces))
-        if count := len(turn.completion.token_ids):
+        count = len(turn.completion.token_ids)
+        if count:
             spans.append((stop - count, stop))
     return np.concatenate(pieces).astype(np.int32), tuple(spans)
 

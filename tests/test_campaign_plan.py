@@ -304,3 +304,21 @@ def test_a_wrong_plugin_is_said_before_any_data_is_loaded(monkeypatch: pytest.Mo
     campaign = planned_config({"seeds": [1, 2], "max_steps": 2, "conditions": conditions})
     with pytest.raises(ConfigurationError, match=r"no_such\.plugin"):
         check(plan_campaign(campaign, Path("campaign")))
+
+
+def test_what_no_run_could_do_is_said_before_the_first_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "served_elsewhere.py").write_text(
+        "from retrain.backends.prime_rl.facts import PrimeRLFacts\n"
+        "class Elsewhere(PrimeRLFacts):\n"
+        "    choices = device_name = half_precision = num_trainable = None\n"
+        "    train = logprobs = save_adapter = save = load = None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    campaign = planned_config({"seeds": [1, 2], "max_steps": 2})
+    config = replaced(
+        campaign, {"backend.backend": "served_elsewhere.Elsewhere", "loss.mode": "ppo"}
+    )
+    with pytest.raises(ConfigurationError, match=r'\[loss\] mode = "ppo".*configured elsewhere'):
+        check(plan_campaign(config, Path("campaign")))

@@ -105,7 +105,8 @@ def test_a_written_test_is_green_and_fails_with_the_plugin(
     ("kind", "name", "said"),
     [
         ("advantag", "my_part", "allowed are transform, advantage, algorithm"),
-        ("advantage", "json", "not the name of a module"),
+        ("advantage", "json", "the name of a module"),
+        ("advantage", "class", "not a word of Python"),
         ("advantage", "my-part", "must be a Python name"),
         ("advantage", "there", "there.py exists and is not overwritten"),
     ],

@@ -2,8 +2,11 @@
 transformers alone.
 """
 
+import errno
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from retrain.cli.main import main
 from retrain.config import load_config
+from retrain.model.text import LAB_MODEL
+from retrain.records.checkpoint import MANIFEST, STATE, commit_folder
+from retrain.records.disk import TEMPORARY
 from retrain.run.parts import load_parts
+from retrain.squeeze.adapter import CONFIG_FILE
 
 SECRET = "sk-abcdefghijklmnopqrstuvwx"
 
@@ -108,6 +115,9 @@ def test_what_cannot_be_exported_is_refused_in_one_sentence_and_leaves_nothing(
         ([str(run), "--output", str(damaged)], 2, "is not an empty folder"),
         ([str(homeless), "--merged"], 3, "is not a folder on this machine"),
         ([str(run), "--hub", "me/mine"], 3, "needs a token"),
+        (["/"], 2, "/ holds no run of retrain"),
+        ([str(run), "--output", str(run / "config.toml" / "in")], 2, "lies in a file"),
+        ([str(run), "--output", str(run / "checkpoints" / "in")], 2, "deletes when it starts"),
     ]
     before = sorted(tmp_path.rglob("*"))
     for arguments, code, sentence in cases:
@@ -122,3 +132,119 @@ def test_what_cannot_be_exported_is_refused_in_one_sentence_and_leaves_nothing(
     assert main(["export", str(run), "--hub", "me/mine"]) == 2
     assert "add --merged" in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def sealed(folder: Path, change: Callable[[Path], object]) -> None:
+    """Change a checkpoint and give it a manifest that matches, as whoever sends a run can."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    source = folder.rename(folder.with_name("source"))
+    change(source)
+    (source / MANIFEST).unlink()
+    commit_folder(
+        folder,
+        lambda aside: [shutil.copy(path, aside) for path in source.iterdir()] and None,
+        step=manifest["step"],
+        config_hash=manifest["config_hash"],
+    )
+
+
+def with_setting(name: str, value: object) -> Any:
+    def change(folder: Path) -> None:
+        path = folder / CONFIG_FILE
+        path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "sentence"),
+    [
+        (with_setting("target_modules", ["q_proj"]), 2, "no place for base_model.model"),
+        (with_setting("megatron_config", {"a": 1}), 2, "does not fit its base model"),
+        (lambda folder: (folder / STATE).unlink(), 1, f"{STATE} is missing"),
+    ],
+)
+def test_a_foreign_checkpoint_that_is_not_the_bases_is_refused(
+    run: Path, tmp_path: Path, change: Any, code: int, sentence: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Not merged in part, which would be other weights."""
+    foreign = Path(shutil.copytree(run, tmp_path / "run"))
+    sealed(foreign / "checkpoints/step_000004", change)
+    assert main(["export", str(foreign), "--merged"]) == code
+    error = capsys.readouterr().err
+    assert sentence in error and "bug in retrain" not in error
+    assert not (tmp_path / "run-merged").exists()
+
+
+def test_a_manifest_that_is_a_pipe_does_not_hang(run: Path, tmp_path: Path) -> None:
+    foreign = Path(shutil.copytree(run, tmp_path / "run"))
+    manifest = foreign / "checkpoints/step_000004" / MANIFEST
+    manifest.unlink()
+    os.mkfifo(manifest)
+    assert main(["export", str(foreign)]) == 1
+
+
+def test_a_link_to_a_folder_stays_and_what_it_names_is_written(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, target in (("empty", tmp_path / "disk"), ("dangling", tmp_path / "new")):
+        (tmp_path / "disk").mkdir(exist_ok=True)
+        (tmp_path / name).symlink_to(target)
+        assert main(["export", str(run), "--output", str(tmp_path / name)]) == 0
+        assert (tmp_path / name).is_symlink() and (target / "README.md").is_file()
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    assert main(["export", str(run), "--output", "."]) == 2
+    assert "is the current folder" in capsys.readouterr().err
+    assert not list(tmp_path.glob(f"{TEMPORARY}*"))
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (Exception("No space left on device (os error 28)"), 3),  # what tokenizers raise
+        (OSError(errno.ENOSPC, "No space left on device", "the source of a copy"), 3),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_an_export_that_is_cut_short_leaves_nothing(
+    run: Path, tmp_path: Path, error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", fail)
+    target = tmp_path / "adapter"
+    assert main(["export", str(run), "--output", str(target)]) == code
+    assert code == 130 or f"{target} cannot be written: No space left" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_card_names_no_folder_of_this_machine(run: Path, tmp_path: Path) -> None:
+    foreign, base = tmp_path / "run", tmp_path / "private" / "base"
+    shutil.copytree(run, foreign)
+    shutil.copytree(LAB_MODEL, base)
+    config = (foreign / "config.toml").read_text(encoding="utf-8")
+    config = config.replace('model = "lab"', f'model = "{base}"')
+    (foreign / "config.toml").write_text(config, encoding="utf-8")
+    assert main(["export", str(foreign)]) == 0
+    card = (tmp_path / "run-adapter/README.md").read_text(encoding="utf-8")
+    assert "private" not in card and '`"base"`' in card
+
+
+def test_a_models_own_code_is_not_run_unless_it_is_trusted(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    foreign = tmp_path / "foreign"
+    shutil.copytree(run, foreign)
+    config = foreign / "config.toml"
+    config.write_text(
+        config.read_text().replace("trust_remote_code = false", "trust_remote_code = true")
+    )
+    assert main(["export", str(foreign)]) == 2
+    assert "[model] trust_remote_code = true (of lab)" in capsys.readouterr().err
+    assert not (tmp_path / "foreign-adapter").exists()
+    assert main(["export", str(foreign), "--trust"]) == 0

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from retrain.backends.base import BackendCapabilities
 from retrain.backends.declared import incapable
 from retrain.config import (
     TrainConfig,
@@ -21,6 +22,7 @@ from retrain.config.effects import (
     Table,
     effect_of,
     effects_of,
+    refusals,
 )
 from retrain.config.keys import Key, all_keys, keys_by_path
 from retrain.config.names import bracketed, builtin_names
@@ -270,3 +272,48 @@ def test_values_that_another_key_implies_are_not_the_users() -> None:
         {"squeeze": {"adapter_path": "a"}, "backend": {"backend": "tinker"}}
     )
     assert not any("temperature" in sentence for sentence in unused_keys(squeeze))
+
+
+def test_every_reason_of_one_key_is_said_at_once() -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        config_from_mapping(
+            {
+                "backend": {"shard_base": True},
+                "model": {"load_in_4bit": True, "dtype": "fp8"},
+                "inference": {"dtype": "bf16", "engine": "vllm"},
+            }
+        )
+    said = [problem.partition(": ")[2] for problem in refused.value.problems]
+    assert [sum(each.startswith(key) for each in said) for key in ("[backend]", "[model]")] == [
+        3,
+        4,
+    ]
+
+
+@pytest.mark.parametrize("key", ["mode", "correction", "aggregation"])
+def test_a_plugin_gets_no_advice_that_would_be_refused_too(key: str) -> None:
+    loss = {key: "my_losses.mine", "old_logprobs": "recomputed"}
+    with pytest.raises(ConfigurationError) as refused:
+        config_from_mapping({"backend": {"backend": "prime_rl"}, "loss": loss})
+    (sentence,) = [said for said in refused.value.problems if f"[loss] {key} = " in said]
+    assert "built-in" not in sentence
+
+
+def test_a_plugin_may_list_its_losses_in_any_sequence() -> None:
+    declared = BackendCapabilities(
+        per_token_advantages=True,
+        synchronous_loss=True,
+        exact_resume=True,
+        losses=["ppo"],  # type: ignore[arg-type]
+    )
+    config = config_from_mapping({"backend": {"backend": "my_backends.Mine"}})
+    ((key, _),) = refusals(config, declared)
+    assert key == "loss.mode"
+
+
+def test_minus_zero_switches_off_as_zero_does() -> None:
+    for off in (0.0, -0.0):
+        (sentence,) = unused_keys(
+            config_from_mapping({"loss": {"kl_coef": off, "kl_estimator": "k2"}})
+        )
+        assert sentence.endswith("is unused here: kl_coef is 0.")

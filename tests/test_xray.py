@@ -152,3 +152,50 @@ def test_wrong_words_are_answered_in_a_sentence(
 ) -> None:
     assert main(["xray", *arguments]) == 2
     assert sentence in capsys.readouterr().err
+
+
+PLUGIN = """
+def printing(rewards):
+    print("noise")
+    return list(rewards)
+def huge(rewards):
+    return [1e308 * (reward or -1) for reward in rewards]
+def sometimes(rewards):
+    return [float("nan") if sum(rewards) == 8 else reward for reward in rewards]
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("xray_plugin.huge", "gave 1e+308; give numbers below"),
+        ("xray_plugin.sometimes", "group 8: advantage"),
+        ("grpo --aggregation mean", "--aggregation mean is not known"),
+        ("own.toml --wrong-length 3", 'aggregation = "xray_plugin.counts" weighs lengths'),
+        ("large.toml", "group_size = 2000 is above"),
+        ("", "TOML files, advantages"),
+        ("grpo --figure none/x.svg", "make none or name another"),
+    ],
+)
+def test_what_an_xray_cannot_show_is_refused_in_one_sentence(
+    tmp_path: Path, arguments: str, sentence: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("xray_plugin.py").write_text(PLUGIN)
+    lab = '[model]\nmodel = "lab"\n[data]\nsource = "lab"\n'
+    Path("own.toml").write_text(f'{lab}[loss]\naggregation = "xray_plugin.counts"\n')
+    Path("large.toml").write_text(f"{lab}[training]\ngroup_size = 2000\n")
+    assert main(["xray", *arguments.split()]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and error.count("\n") == 1
+
+
+def test_what_a_plugin_prints_does_not_break_the_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("xray_printing.py").write_text(PLUGIN)
+    assert main(["xray", "xray_printing.printing", "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["xrays"][0]["group"] == 16 and "noise" in said.err

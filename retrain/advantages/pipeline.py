@@ -277,7 +277,8 @@ class CreditPipeline:
             )
         if self.spec.apply_hicra:
             stages["hicra"] = hicra(_last(stages), at.tokens.planning, self.config.hicra.alpha)
-        if (own := self.spec.post_process) is not None:
+        own = self.spec.post_process
+        if own is not None:
             so_far = at.tokens.nested(_last(stages))  # [P][G][T]
 
             def post_process(context: TransformContext) -> Sequence[Sequence[float]]:

@@ -118,7 +118,8 @@ class SemanticDetector:
             for text, words, starts in zip(texts, spans, windows, strict=True)
         ]
         plans: dict[str, bool] = {}
-        if different := list(dict.fromkeys(sentence for own in sentences for sentence in own)):
+        different = list(dict.fromkeys(sentence for own in sentences for sentence in own))
+        if different:
             to_planning, to_execution = (
                 np.asarray(self._encode(different), np.float64) @ self._centroids
             ).T

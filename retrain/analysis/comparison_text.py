@@ -300,7 +300,8 @@ def task_table(comparison: Comparison) -> Table:
             if arm.tasks.interval:
                 ends = f" ({100 * arm.tasks.interval[0]:.1f} to {100 * arm.tasks.interval[1]:.1f})"
             difference = chance = ""
-            if against := contrasts.get(arm.label):
+            against = contrasts.get(arm.label)
+            if against:
                 difference = (
                     f"{difference_words(against.iqm_difference, metric)}"
                     f" ({interval_words(against.interval, metric)})"

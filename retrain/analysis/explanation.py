@@ -104,7 +104,8 @@ def _why_unsure(contrast: Contrast, comparison: Comparison) -> str:
 def caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
     """The caveats of a contrast, one sentence each."""
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
-    if words := same_runs_words(contrast):
+    words = same_runs_words(contrast)
+    if words:
         yield f"{words[0].upper()}{words[1:]}."
     if found.bounds and found.unsure != "unjudged":
         yield (

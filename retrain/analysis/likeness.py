@@ -129,7 +129,8 @@ def mixed_code(label: str, runs: Mapping[int, StoredRun]) -> Iterator[str]:
     """A sentence for each part of the code, as environment.json records it, in which the runs of
     one arm differ.
     """
-    if seeds := mixed_values(runs, lambda run: run.code.revision):
+    seeds = mixed_values(runs, lambda run: run.code.revision)
+    if seeds:
         yield f"{label} ran on different revisions of retrain: {seeds} differ."
     for name in sorted({name for run in runs.values() for name in run.code.plugins}):
         if seeds := mixed_values(runs, lambda run, name=name: run.code.plugins.get(name)):  # type: ignore[misc]

@@ -342,7 +342,8 @@ def planned_line(
         lines.append(f"Still to come: {absent_words(absences.to_come)}.")
     if absences and absences.failed:
         lines.append(f"Failed, so without a pair: {absent_words(absences.failed)}.")
-    if added := [seed for seed in record.seeds if seed not in plan.seeds]:
+    added = [seed for seed in record.seeds if seed not in plan.seeds]
+    if added:
         lines.append(f"Added after the plan: {seeds_words(added)}.")
         lines.append(
             "The evidence stays valid."
@@ -364,7 +365,8 @@ def not_looked_at(record: CampaignRecord, pairs: Mapping[str, Collection[int]]) 
             looked = set(record.looked) - set(record.looks_of(condition))
         else:
             looked = set[int]()
-        if waiting := sorted(looked & set(seeds)):
+        waiting = sorted(looked & set(seeds))
+        if waiting:
             yield (
                 f"The looks went without {seeds_words(waiting)} of {condition}, whose runs are"
                 " done; they are not counted until the campaign is resumed and looks at them."

@@ -231,7 +231,8 @@ class StoredRun:
         self._sealed(self.folder.metrics)
 
     def _sealed(self, path: Path) -> Path:
-        if problem := self._broken_seal(path):
+        problem = self._broken_seal(path)
+        if problem:
             raise RunFailed(f"{problem}{_CHANGED}")
         return path
 

@@ -51,12 +51,14 @@ def cases_of(example: Example, *, hostile: bool) -> Iterator[Case]:
     gold = example.reference.strip()
     yield Case(example, Kind.GOLD, "as it stands", gold, boxed(gold))
     for name, rewrite in EQUIVALENT.items():
-        if (answer := rewrite(gold)) not in (None, gold):
+        answer = rewrite(gold)
+        if answer not in (None, gold):
             yield Case(example, Kind.REWRITING, name, str(answer), boxed(str(answer)))
     for name, present in PRESENTED.items():
         yield Case(example, Kind.REWRITING, name, gold, present(gold))
     for name, change in NEAR_MISSES.items():
-        if (answer := change(gold)) not in (None, gold):
+        answer = change(gold)
+        if answer not in (None, gold):
             yield Case(example, Kind.NEAR_MISS, name, str(answer), boxed(str(answer)))
             if name in _SHOWN_BESIDE:
                 yield Case(
@@ -136,7 +138,8 @@ def _of(pattern: re.Pattern[str], rewrite: Callable[[re.Match[str]], str | None]
 
 def _of_fraction(rewrite: Callable[[Fraction], str | None]) -> Rewriting:
     def rewritten(answer: str) -> str | None:
-        if not (match := _FRACTION.fullmatch(answer)):
+        match = _FRACTION.fullmatch(answer)
+        if not match:
             return None
         bottom = int(match["bottom"] or match["b"])
         if bottom:

@@ -232,7 +232,8 @@ def audit_reward(config: TrainConfig, examples: int, say: Callable[[str], None])
                 " the others of its prompt, which an audit's cases lack; name the rewards that"
                 " judge one alone, such as --reward-type match."
             )
-        if note := scorer.probe():
+        note = scorer.probe()
+        if note:
             say(note)
         if (
             "judge" not in config.reward.types

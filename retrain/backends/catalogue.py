@@ -77,7 +77,9 @@ class Entry:
         for path in (key.path for key in all_keys() if key.section in sections):
             for row in table:
                 if row.covers(path):
-                    rows.append(KeyRow(path, row.outcome, row.because, row.values))
+                    found = KeyRow(path, row.outcome, row.because, row.values)
+                    if found not in rows:
+                        rows.append(found)
                     if not row.values and row.when is None:  # it holds for every value
                         break
         return rows

@@ -200,7 +200,8 @@ class Manifest:
                 config_from_mapping(stored_form(plan.config)), plan.folder
             ).runs
         }
-        if lost := [name for name in before if name not in now]:
+        lost = [name for name in before if name not in now]
+        if lost:
             if len(lost) > 1:
                 more = f" and {len(lost) - 1} more"
             else:

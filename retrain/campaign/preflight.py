@@ -5,11 +5,13 @@ they concern.
 from contextlib import closing
 from dataclasses import dataclass, replace
 
+from retrain.backends.declared import incapable
 from retrain.campaign.plan import CampaignPlan
 from retrain.config import TrainConfig, replaced
 from retrain.data.prompts import load_examples
 from retrain.data.sources import NoHeldOutSplit
 from retrain.environments.loading import environment_name, load_environment, load_problems
+from retrain.errors import ConfigurationError
 from retrain.run.notes import notes, preflight_lines
 from retrain.run.parts import check_plugins
 
@@ -33,12 +35,15 @@ def check(plan: CampaignPlan) -> Checked:
     lines = [line for line in preflight_lines(plan.config) if line not in about_runs]
     # before any data, so that a plugin's wrong name is said at once
     for run in plan.runs[: len(plan.conditions)]:
+        if cannot := incapable(run.config):
+            raise ConfigurationError(cannot)
         check_plugins(run.config)
     lacking = _without_held_out(plan)
     sources = dict.fromkeys(lacking.values())
     missing = [f"No held-out evaluation at the end: {name} holds nothing out." for name in sources]
     design = []  # what the campaign can conclude
-    if comparisons := len(plan.conditions) - 1:
+    comparisons = len(plan.conditions) - 1
+    if comparisons:
         from retrain.analysis.power import Correction, design_line
 
         evaluation = plan.runs[0].config.evaluation

@@ -208,7 +208,8 @@ def _perform(values: dict[str, Any], path: str, name: str, folder: str) -> tuple
     try:
         while True:
             try:
-                if (outcome := worker.poll()) is not None:
+                outcome = worker.poll()
+                if outcome is not None:
                     return str(outcome.status), outcome.reason, outcome.lost
                 time.sleep(_POLL_S)
             except KeyboardInterrupt:

@@ -82,7 +82,8 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
             board.say(line)
         with writing_to(plan.folder, resume_hint):
             manifest.write()
-    if undone := [manifest[run.name] for run in plan.runs if execution.lacks(run)]:
+    undone = [manifest[run.name] for run in plan.runs if execution.lacks(run)]
+    if undone:
         first = undone[0]
         raise RunFailed(
             f"{len(undone)} of {len(manifest.runs)} runs did not finish; the first is {first.name}"
@@ -181,7 +182,8 @@ class _Execution:
                         for run in self._waiting
                         if self._rule is None or self._rule.may_start(run)
                     )
-                    if (run := next(startable, None)) is not None:
+                    run = next(startable, None)
+                    if run is not None:
                         self._waiting.remove(run)
                         self._start(run)
                         next_start = time.monotonic() + stagger
@@ -198,7 +200,8 @@ class _Execution:
         finally:
             for _, job in self._jobs.values():
                 job.kill()
-        if (number := self._interrupts.stopped_by) is not None:
+        number = self._interrupts.stopped_by
+        if number is not None:
             again = campaign_command(self._plan.config, self._plan.folder)
             raise Interrupted(
                 f"Interrupted by {Signals(number).name}; continue with `{again}`.", number

@@ -96,7 +96,8 @@ class Subprocesses:
 
     def start(self, run: CampaignRun, slot: int) -> "Worker":
         """Start a worker on the devices of `slot`."""
-        if devices := self._slots[slot]:
+        devices = self._slots[slot]
+        if devices:
             run = replace(
                 run,
                 config=replaced(run.config, {"backend.devices": ",".join(devices)}, origin="file"),

@@ -24,6 +24,9 @@ def command(
         int | None,
         typer.Option(help="The checkpoint after this many steps; by default the newest."),
     ] = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Run the Python code of a model that has its own.")
+    ] = False,
 ) -> None:
     """Write the trained adapter as peft and vLLM load it, or a merged model, with its tokenizer and
     a model card.
@@ -38,13 +41,14 @@ def command(
     if hub:
         check_hub(hub)
     place = run.resolve()
-    target = output or place.with_name(f"{place.name}-{'merged' if merged else 'adapter'}")
+    target = output or place.parent / f"{place.name}-{'merged' if merged else 'adapter'}"
     exported = export_run(
         run,
         target,
         checkpoint=checkpoint,
         merged=merged,
         uploads=bool(hub),
+        trust=trust,
         say=print_progress,
     )
     print(clean(f"{'Merged model' if merged else 'Adapter'}: {exported.folder}"))

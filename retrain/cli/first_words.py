@@ -45,7 +45,8 @@ def advice(arguments: Sequence[str]) -> str:
             line = shlex.join(["retrain", *rest])
         return f"a file needs no command: `{line}` trains."
     files = [Path(f"{word}.toml"), Path("examples", f"{word}.toml")]
-    if file := next((file for file in files if file.is_file()), None):
+    file = next((file for file in files if file.is_file()), None)
+    if file:
         return f"did you mean `{shlex.join(['retrain', str(file), *rest])}`?"
     if word.lower() == "lab":
         return (

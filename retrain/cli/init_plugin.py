@@ -1,6 +1,7 @@
 """`retrain init-plugin`: a plugin to start from, and a run of the lab that uses it."""
 
 import importlib.util
+import keyword
 import re
 import shlex
 from importlib import resources
@@ -33,15 +34,17 @@ def command(
             f"--kind {kind!r} is no kind of plugin; allowed are {', '.join(KINDS)}."
         )
     texts = plugin_texts(kind, name, output, with_test=with_test)
-    if taken := [str(path) for path in texts if path.exists()]:
+    taken = [str(path) for path in texts if path.exists()]
+    if taken:
         raise ConfigurationError(
             f"{' and '.join(taken)} exists and is not overwritten; choose another --name or"
             " --output."
         )
-    if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) or importlib.util.find_spec(name):
+    is_name = re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) and not keyword.iskeyword(name)
+    if not is_name or importlib.util.find_spec(name):
         raise ConfigurationError(
             f"--name {name!r} cannot be a plugin's: it must be a Python name, such as my_{kind},"
-            " and not the name of a module that can be imported already."
+            " and not a word of Python or the name of a module that can be imported already."
         )
     try:
         output.mkdir(parents=True, exist_ok=True)

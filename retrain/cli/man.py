@@ -83,7 +83,8 @@ def _topic(topics: dict[str, Topic], name: str) -> Topic:
     """Find a topic by its name, [name] too. Raises ConfigurationError with the nearest name, or
     with the section of a key.
     """
-    if found := topics.get(name.strip("[]").lower()):
+    found = topics.get(name.strip("[]").lower())
+    if found:
         return found
     from retrain.config.keys import keys_by_path
     from retrain.config.suggestions import nearest

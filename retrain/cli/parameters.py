@@ -210,7 +210,8 @@ def wrong_use(name: str, arguments: Sequence[str], error: Any) -> str:
         else:
             hint = f"{more}."
         return f"{error.option_name} is not an option of `retrain {name}`; {hint}"
-    if extra := re.search(r"unexpected extra argument\S* \((.*)\)", str(error)):
+    extra = re.search(r"unexpected extra argument\S* \((.*)\)", str(error))
+    if extra:
         given = extra.group(1)
         hint = f"{more}."
         if name == "init" and given in template_names():
@@ -233,7 +234,9 @@ def wrong_use(name: str, arguments: Sequence[str], error: Any) -> str:
 
 def _missing(name: str) -> str:
     absent = next(each for each in parameters_of(name) if each.is_required)
-    meaning = f"{absent.text[:1].lower()}{absent.text[1:].rstrip('.')}"
+    meaning = absent.text.rstrip(".")
+    if not meaning[1:2].isupper():  # TOML stays as it is
+        meaning = f"{meaning[:1].lower()}{meaning[1:]}"
     return f"`retrain {name}` needs {absent.name}: {meaning}; such as `{EXAMPLES[name]}`."
 
 

@@ -1,6 +1,8 @@
 """`retrain xray`: what objective an advantage climbs, and how noisily."""
 
 import json
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -10,8 +12,6 @@ from retrain.cli.shared import Trust, load_dotenv
 from retrain.errors import ConfigurationError
 
 _FORMATS = (".svg", ".pdf", ".png")
-_MAX_GROUP = 256
-"""Beyond it the binomial coefficients leave double precision."""
 
 
 def command(
@@ -46,12 +46,13 @@ def command(
     from retrain.xray.text import text_lines
 
     load_dotenv()
-    _check(group, wrong_length, figure)
-    found = [
-        one
-        for name in names
-        for one in read_xray(name, group, aggregation, wrong_length, trust=trust)
-    ]
+    _check(group, aggregation, wrong_length, figure)
+    with redirect_stdout(sys.stderr):  # what a plugin prints is no part of the result
+        found = [
+            one
+            for name in names
+            for one in read_xray(name, group, aggregation, wrong_length, trust=trust)
+        ]
     if figure:
         from retrain.xray.figure import write_figure
 
@@ -77,11 +78,21 @@ def command(
         print(f"Figure: {figure}")
 
 
-def _check(group: int | None, wrong_length: float, figure: Path | None) -> None:
+def _check(
+    group: int | None, aggregation: str | None, wrong_length: float, figure: Path | None
+) -> None:
     """Raises ConfigurationError for a flag out of its range."""
-    if group is not None and not 2 <= group <= _MAX_GROUP:
+    from retrain.backends.losses import AGGREGATIONS
+    from retrain.xray.binary import MAX_GROUP
+
+    if group is not None and not 2 <= group <= MAX_GROUP:
         raise ConfigurationError(
-            f"--group {group} is out of range; give 2 to {_MAX_GROUP} completions per prompt."
+            f"--group {group} is out of range; give 2 to {MAX_GROUP} completions per prompt."
+        )
+    if aggregation not in (None, *AGGREGATIONS):
+        raise ConfigurationError(
+            f"--aggregation {aggregation} is not known to an X-ray; allowed are"
+            f" {', '.join(AGGREGATIONS)}."
         )
     if not 0 < wrong_length < float("inf"):
         raise ConfigurationError(
@@ -91,4 +102,8 @@ def _check(group: int | None, wrong_length: float, figure: Path | None) -> None:
     if figure is not None and figure.suffix not in _FORMATS:
         raise ConfigurationError(
             f"--figure {figure} ends in none of {', '.join(_FORMATS)}; give one, such as xray.svg."
+        )
+    if figure is not None and not figure.parent.is_dir():
+        raise ConfigurationError(
+            f"--figure {figure} lies in no folder; make {figure.parent} or name another."
         )

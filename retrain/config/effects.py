@@ -10,7 +10,8 @@ of a run, `explain`, `retrain backends` and the documents all read these rows.
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from itertools import takewhile
 from typing import Any, Literal
 
 from retrain.config.judging import judging_rewards
@@ -60,10 +61,14 @@ class Effect:
     refuses_default: bool = False
     """The default itself does what the row refuses, so it is judged even where it is unset."""
 
+    @cached_property
+    def paths(self) -> frozenset[str]:
+        """Every key that the row is about, written out."""
+        named = {path for name in self.keys for path in _keys_of(name)}
+        return frozenset(named.difference(self.but))
+
     def covers(self, path: str) -> bool:
-        return path not in self.but and (
-            path in self.keys or f"{path.partition('.')[0]}.*" in self.keys
-        )
+        return path in self.paths
 
     def holds(self, config: TrainConfig, path: str) -> bool:
         return (
@@ -73,7 +78,36 @@ class Effect:
         )
 
 
-Table = tuple[Effect, ...]
+@cache
+def _keys_of(name: str) -> tuple[str, ...]:
+    """The keys that "section.*" stands for; any other name is that of one key."""
+    section, _, rest = name.partition(".")
+    if rest != "*":
+        return (name,)
+    return tuple(key.path for key in all_keys() if key.section == section)
+
+
+Rows = tuple[Effect, ...]
+
+
+class Table(Rows):
+    """Rows in their order. Each load asks for every key, so the rows of a key are gathered once."""
+
+    @cached_property
+    def _by_key(self) -> dict[str, list[Effect]]:
+        found: dict[str, list[Effect]] = {}
+        for row in self:
+            for path in row.paths:
+                found.setdefault(path, []).append(row)
+        return found
+
+    @cached_property
+    def may_refuse(self) -> frozenset[str]:
+        """The keys that a row refuses, whatever else it asks for."""
+        return frozenset[str]().union(*(row.paths for row in self if row.outcome == "refused"))
+
+    def that_hold(self, config: TrainConfig, path: str) -> Iterator[Effect]:
+        return (row for row in self._by_key.get(path, ()) if row.holds(config, path))
 
 
 def used(*keys: str) -> Effect:
@@ -199,7 +233,7 @@ SQUEEZE_TRACKING = tuple(
 )
 """Where a squeeze job sends its analysis."""
 
-RUNS: Table = (
+_RUNS: Rows = (
     unused(
         *tuple(f"{section}.*" for section in TrainConfig.model_fields if section != "squeeze"),
         because="a squeeze job without evaluate reads [squeeze] alone",
@@ -434,8 +468,8 @@ RUNS: Table = (
     ),
     *_implied_by_traits(),
 )
-
 """In the order in which reasons are preferred."""
+RUNS = Table(_RUNS)
 
 
 # -- what the capabilities of a backend or an engine imply -----------------------------------------
@@ -495,11 +529,9 @@ def _implied_by_backend(name: str, declared: Any, known: Reasons) -> Iterator[Ef
         )
     if not declared.own_loss:
         for kind, path in _PLUGIN_KEYS.items():
-            yield refused(
-                path,
-                because="it takes no plugin here; use a built-in name",
-                when=_names_plugin(kind),
-            )
+            if kind != "loss" or declared.losses:  # else refused by any name
+                because = "it takes no plugin here; use a built-in name"
+                yield row(path, because, _names_plugin(kind))
 
 
 def _implied_by_engine(name: str, declared: Any, known: Reasons) -> Iterator[Effect]:
@@ -621,7 +653,7 @@ def _eight_bits_refused(because: str, when: Test) -> Effect:
     return refused("model.dtype", because=because, when=when, values=("fp8",))
 
 
-_LOCAL: Table = (
+_LOCAL: Rows = (
     unused(*_TINKER_ONLY, because="it belongs to the tinker backend"),
     _sharding_refused(
         "each run of a [campaign] is one process with the whole model; leave it false, or start"
@@ -655,7 +687,7 @@ _LOCAL: Table = (
 )
 """`backend.options` of another backend is said to be unused option by option."""
 
-_TINKER: Table = (
+_TINKER: Rows = (
     refused(
         "loss.mode",
         because=(
@@ -727,7 +759,11 @@ _TINKER: Table = (
 )
 
 _TRAINERS_OWN = "the configuration of PRIME-RL's trainer says it"
-_PRIME_RL: Table = (
+_TRAINERS_RATIO = (
+    "PRIME-RL's ratio is against the sampler's log-probs; leave out [loss] correction and"
+    " old_logprobs"
+)
+_PRIME_RL: Rows = (
     refused(
         "backend.backend",
         because=(
@@ -774,14 +810,7 @@ _PRIME_RL: Table = (
         because="the KL term stands in the configuration of PRIME-RL's trainer; leave it at 0",
     ),
     unused("loss.kl_estimator", because=_TRAINERS_OWN),
-    refused(
-        "loss.old_logprobs",
-        "loss.correction",
-        because=(
-            "PRIME-RL's ratio is against the sampler's log-probs; leave out [loss] correction and"
-            " old_logprobs"
-        ),
-    ),
+    refused("loss.old_logprobs", "loss.correction", because=_TRAINERS_RATIO),
     unused(*_CORRECTION, because=_TRAINERS_OWN),
     used("loss.mask_truncated"),
     used("inference.url", "inference.served_model", "inference.api_key_env", "inference.timeout_s"),
@@ -790,7 +819,7 @@ _PRIME_RL: Table = (
 )
 
 
-_BACKENDS: dict[str, tuple[Reasons, Table]] = {
+_BACKENDS: dict[str, tuple[Reasons, Rows]] = {
     "local": ({}, _LOCAL),
     "tinker": (
         {
@@ -822,6 +851,7 @@ _BACKENDS: dict[str, tuple[Reasons, Table]] = {
                 "PRIME-RL's trainer divides by the tokens of the batch, which is token_mean; use"
                 " that, or leave it out"
             ),
+            "loss.correction": _TRAINERS_RATIO,
             "algorithm.surprisal_mask_denominator": (
                 'PRIME-RL\'s trainer divides by all sampled tokens; use "all"'
             ),
@@ -857,7 +887,7 @@ _OTHER_ROUNDING = refused(
 )
 
 
-def _server(engine: str) -> Table:
+def _server(engine: str) -> Rows:
     return (
         _OTHER_ROUNDING,
         used("inference.engine", "inference.mismatch_limit", *_SERVER, *_ROUNDING),
@@ -874,7 +904,7 @@ def _server(engine: str) -> Table:
     )
 
 
-_ENGINES: dict[str, Table] = {
+_ENGINES: dict[str, Rows] = {
     "pytorch": (
         unused(*_SERVER, because='engine "pytorch" samples in this process'),
         used("inference.*"),
@@ -902,15 +932,21 @@ def effects_of(kind: Literal["backend", "engine"], name: str, declared: Any = No
     """All rows of a backend or an engine. `declared` are the capabilities of a plugin; those of a
     built-in part are known.
     """
-    return _rows(kind, name, part_class(kind, name).capabilities if declared is None else declared)
+    if declared is None:
+        return _known_effects(kind, name)
+    return _with_implied(kind, name, declared)
 
 
 @cache
-def _rows(kind: str, name: str, declared: Any) -> Table:
+def _known_effects(kind: Literal["backend", "engine"], name: str) -> Table:
+    return _with_implied(kind, name, part_class(kind, name).capabilities)
+
+
+def _with_implied(kind: str, name: str, declared: Any) -> Table:
     if kind == "backend":
         reasons, rows = _BACKENDS.get(name, ({}, ()))
-        return (*_implied_by_backend(name, declared, reasons), *rows)
-    return (*_implied_by_engine(name, declared, {}), *_ENGINES.get(name, ()))
+        return Table((*_implied_by_backend(name, declared, reasons), *rows))
+    return Table((*_implied_by_engine(name, declared, {}), *_ENGINES.get(name, ())))
 
 
 def tables_of(
@@ -932,25 +968,31 @@ def tables_of(
 
 def effect_of(rows: Table, config: TrainConfig, path: str) -> Effect | None:
     """The row that holds for a key at its value; None where the table says nothing about it."""
-    return next((row for row in rows if row.holds(config, path)), None)
+    return next(rows.that_hold(config, path), None)
 
 
 def refusals(
     config: TrainConfig, backend: Any = None, engine: Any = None
 ) -> Iterator[tuple[str, str]]:
-    """(key, sentence without its full stop) of each key that a backend, an engine or the kind of
-    run refuses at its value.
+    """(key, sentence without its full stop) of each reason for which a backend, an engine or the
+    kind of run refuses a key at its value.
     """
     tables = [*tables_of(config, backend, engine)]
-    for key in (key for key in all_keys() if is_read(config, key.path)):
+    refusable = frozenset[str]().union(*(rows.may_refuse for _, rows in tables))
+    for key in (key for key in all_keys() if key.path in refusable and is_read(config, key.path)):
         value = config.value(key.path)
         given = config.is_set(key.path) and value != key.default
         for owner, rows in tables:
-            row = effect_of(rows, config, key.path)
-            if row and row.outcome == "refused" and (given or row.refuses_default or row.values):
-                where = f"[{key.section}] {key.name} = {toml_value(value)}"
-                itself = not owner or key.path in ("backend.backend", "inference.engine")
-                yield key.path, f"{where}{'' if itself else f' with {owner}'}: {row.because}"
+            leading = takewhile(_refuses, rows.that_hold(config, key.path))
+            judged = [row for row in leading if given or row.refuses_default or row.values]
+            where = f"[{key.section}] {key.name} = {toml_value(value)}"
+            itself = not owner or key.path in ("backend.backend", "inference.engine")
+            for because in dict.fromkeys(row.because for row in judged):
+                yield key.path, f"{where}{'' if itself else f' with {owner}'}: {because}"
+
+
+def _refuses(row: Effect) -> bool:
+    return row.outcome == "refused"
 
 
 def reason_unused(config: TrainConfig, key: Key) -> str:

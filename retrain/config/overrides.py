@@ -101,7 +101,8 @@ def variable_overrides(environ: Mapping[str, str]) -> list[Override]:
     found: list[Override] = []
     problems: list[str] = []
     for name, text in environ.items():
-        if key := variables.get(name):
+        key = variables.get(name)
+        if key:
             found.append(Override(key.path, convert(key, text), f"environment {name}"))
         elif name.startswith(VARIABLE_PREFIX) and (
             problem := _unknown_variable(name, tuple(variables))
@@ -340,10 +341,12 @@ class _Parser:
                 *((f"--{path}" for path in keys_by_path()) if section else ()),
             ],
         )
-        if clause := instead(leaf):
+        clause = instead(leaf)
+        if clause:
             self._problems.append(f"{flag} is not a flag; {clause}.")
             return
-        if (meant := key_meant(leaf, section)) and not (section and near):
+        meant = key_meant(leaf, section)
+        if meant and not (section and near):
             near = meant.flag
         self._problems.append(
             f"{flag} is not a flag;"

@@ -341,7 +341,8 @@ def _rewards_have_what_they_need(config: AllSections) -> Iterator[Violation]:
             f"[reward] weights has {len(reward.weights)} numbers and type has {len(reward.types)}"
             " rewards; give one weight for each",
         )
-    if repeated := [name for name in builtin_names("reward") if reward.types.count(name) > 1]:
+    repeated = [name for name in builtin_names("reward") if reward.types.count(name) > 1]
+    if repeated:
         yield Violation(
             ("reward.type",),
             f'[reward] type names "{repeated[0]}" twice; give it once, with its weight',
@@ -501,7 +502,8 @@ def _labels_are_unique(config: AllSections) -> Iterator[Violation]:
 @_campaign_rule
 def _seeds_are_unique(config: AllSections) -> Iterator[Violation]:
     seeds = config.campaign.seeds if config.campaign else []
-    if repeated := [seed for seed, count in Counter(seeds).items() if count > 1]:
+    repeated = [seed for seed, count in Counter(seeds).items() if count > 1]
+    if repeated:
         yield Violation(
             ("campaign.seeds",),
             f"[campaign] seeds names {repeated[0]} twice; a repeated seed is the same run, not"
@@ -558,7 +560,8 @@ def _options_are_known(config: AllSections) -> Iterator[Violation]:
         yield Violation(
             ("backend.options",), f"[backend.options] {name} is not a known option{hint}"
         )
-    if more := len(wrong[MAX_SENTENCES - 1 :]):
+    more = len(wrong[MAX_SENTENCES - 1 :])
+    if more:
         yield Violation(
             ("backend.options",),
             f"[backend.options] {more:,} more of its names are not known options",

@@ -130,7 +130,8 @@ class TrainConfig(AllSections):
         decides).
         """
         implied: dict[str, tuple[Any, str]] = {}
-        if aggregation := fixed_aggregation(self.algorithm.algorithm_mode):
+        aggregation = fixed_aggregation(self.algorithm.algorithm_mode)
+        if aggregation:
             implied["loss.aggregation"] = (aggregation, "algorithm.algorithm_mode")
         temperature = part_class("backend", self.backend.backend).only_temperature
         if temperature is not None:

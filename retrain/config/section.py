@@ -96,7 +96,7 @@ class Applies:
     def fails(self, config: Any) -> bool:
         value = config.value(self.path)
         if isinstance(value, int | float):
-            shown = f"{value:g}"
+            shown = f"{value or 0:g}"  # -0.0 is 0
         else:
             shown = str(value)
         return (shown in self.values) == self.unless

@@ -162,7 +162,8 @@ def _unknown_key(section: str, name: str, place: Place) -> str:
         )
     own = [key.name for key in all_keys() if key.section == section]
     others = [key.section for key in all_keys() if key.name == name]
-    if meant := synonym(name, section):
+    meant = synonym(name, section)
+    if meant:
         home, _, known = meant.partition(".")
         return (
             f"[{section}] {name} is not a key; did you mean"
@@ -170,7 +171,8 @@ def _unknown_key(section: str, name: str, place: Place) -> str:
         )
     if others:
         return f"[{section}] {name} is not a key; {name} belongs under [{others[0]}]"
-    if clause := instead(name):
+    clause = instead(name)
+    if clause:
         return f"[{section}] {name} is not a key; {clause}"
     near = nearest(name, own, NAME_CUTOFF)
     if near:
@@ -212,7 +214,8 @@ def _unknown_setting(name: str) -> str:
             known.traits.not_for_a_condition or f"[{known.section}] belongs to the whole campaign"
         )
         return f"{name} is not for a condition; {reason}"
-    if homes := condition_homes(name):
+    homes = condition_homes(name)
+    if homes:
         return f"{name} is a key of several sections; write {' or '.join(homes)}"
     section, _, word = name.rpartition(".")
     meant = key_meant(word, section)

@@ -46,7 +46,8 @@ def _unused(config: TrainConfig, apart: Collection[str] = ()) -> Iterator[tuple[
     """
     at_default: list[tuple[str, str]] = []
     for key in all_keys():
-        if reason := reason_unused(config, key):
+        reason = reason_unused(config, key)
+        if reason:
             value = config.value(key.path)
             sentence = f"[{key.section}] {key.name} = {toml_value(value)} is unused here: {reason}."
             if value == key.default and key.path not in apart:

@@ -215,7 +215,8 @@ def check_serialisable(value: Any) -> Any:
     """Refuse nesting deeper than later steps allow, integers beyond 64 bits, and text with an
     unpaired surrogate, which no UTF-8 file can hold.
     """
-    if problem := unholdable(value):
+    problem = unholdable(value)
+    if problem:
         raise refuse(problem)
     if any(_SURROGATE.search(text) for text in _texts(value)):
         raise refuse("contains an unpaired surrogate, which UTF-8 cannot encode")

@@ -168,7 +168,8 @@ def _apply_chat_template(
 ) -> str:
     from jinja2 import TemplateError
 
-    if ours := sorted(set(arguments) & set(_OURS)):
+    ours = sorted(set(arguments) & set(_OURS))
+    if ours:
         raise ConfigurationError(
             f"[data] chat_template_args: {ours[0]} is set by retrain itself; give only variables of"
             " the model's template, such as { enable_thinking = false }."

@@ -56,7 +56,8 @@ def load_examples(config: "TrainConfig", split: Split = "train") -> ReadResult:
     result.examples = subset(named, config.training.max_examples if split == "train" else 0)
     if result.dropped:
         result.notes.append(f"Dropped rows: {result.dropped_rows()}")
-    if repeated := len(result.examples) - len({example.example_id for example in result.examples}):
+    repeated = len(result.examples) - len({example.example_id for example in result.examples})
+    if repeated:
         result.notes.append(
             "Examples that share their example_id with another, so that their results are counted"
             f" together: {repeated:,}"

@@ -71,7 +71,8 @@ class _Counting(PromptSampler):
 
     def __init__(self, examples: Sequence[Example], params: Mapping[str, Any]) -> None:
         super().__init__(examples, params)
-        if unknown := params.keys() - self.defaults.keys():
+        unknown = params.keys() - self.defaults.keys()
+        if unknown:
             names = ", ".join(self.defaults)
             raise ValueError(f"{', '.join(sorted(unknown))} is not one of {names}")
         self.params = {**self.defaults, **params}

@@ -82,7 +82,8 @@ class VerifiersV0(Environment):
         assert example.info is not None
         row = deepcopy(dict(self._rows[example.info["split"]][example.info["row"]]))
         state = await self._environment.rollout(row, _SamplerClient(bridge), "policy", {})
-        if error := state.get("error"):
+        error = state.get("error")
+        if error:
             raise RuntimeError(first_line(error.__cause__ or error))
         await self._environment.rubric.score_rollout(state)
         rewards = [step.get("reward") for step in state["trajectory"]]

@@ -144,7 +144,8 @@ def _squeeze(seen: "Explanation") -> Iterator[str]:
             ),
         )
     ]
-    if ranks := _ranks(seen):
+    ranks = _ranks(seen)
+    if ranks:
         rows.insert(0, ("ranks", ", ".join(map(str, ranks))))
     if adapter:
         rows.insert(
@@ -210,7 +211,8 @@ def _conditions(seen: "Explanation") -> Iterator[str]:
         family = counted(power.comparisons, "comparison")
         found = f"{power.detectable:.3g} {unit} with probability {POWER:.0%}, over {family}"
         yield f"{GAP}{counted(power.seeds, 'seed')} find a difference of {found}."
-        if (design := power.cheapest) is not None:
+        design = power.cheapest
+        if design is not None:
             answers = f"{design.problems:,} problems x {counted(design.samples, 'sample')}"
             hours = f"{design.hours:.2g} hours for all arms one after the other"
             yield (
@@ -291,7 +293,8 @@ def _time_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
                 f"{schedule.cost:,.2f}",
                 f"{schedule.device_hours:,.2f} device hours at {schedule.price_per_hour:g}",
             )
-    if best := schedule.recommended:
+    best = schedule.recommended
+    if best:
         yield (
             "workers",
             str(schedule.effective_parallelism),

@@ -217,7 +217,8 @@ class ServerPool:
         self._prepare, self._say, self._patience = prepare, say, patience
         headers = {}
         if key_env:
-            if not (key := key_from(key_env)):
+            key = key_from(key_env)
+            if not key:
                 raise ConfigurationError(
                     f'[inference] api_key_env = "{key_env}" names a variable that is not set;'
                     " export it or leave the key out."

@@ -237,7 +237,8 @@ class PromptPass(Cache):  # type: ignore[misc]  # the base class has no types
     ) -> Tensor:
         lengths = [stop - start for start, stop in self.segments]
         seen = [held + length for held, length in zip(self.held, lengths, strict=True)]
-        if kernel := self._kernel.packed_kernel(query, softcap):
+        kernel = self._kernel.packed_kernel(query, softcap)
+        if kernel:
             q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
             return (
                 kernel(q, k, v, Spans.of(lengths, seen, query.device), scaling, window)

@@ -135,7 +135,8 @@ class MAXEngine(ServedEngine):
     def preflight(cls, config: "TrainConfig") -> str:
         if config.inference.urls:
             return super().preflight(config)
-        if reason := cls.unavailable_reason():
+        reason = cls.unavailable_reason()
+        if reason:
             raise EnvironmentFailure(reason)
         return ""
 

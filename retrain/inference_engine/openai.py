@@ -51,10 +51,12 @@ class OpenAIDialect(VLLMDialect):
         await super().look(server)
         server.facts["text_alone"] = server.facts["chat_limit"] = ""
         path, probe = COMPLETIONS, self._probe_of_ids(server)
-        if lack := await self._lack(server):
+        lack = await self._lack(server)
+        if lack:
             # Without text either, there is nothing: this raises.
             probe = self._probe_of_text(server)
-            if limit := await self._limit_of_chat(server):
+            limit = await self._limit_of_chat(server)
+            if limit:
                 server.facts["chat_limit"] = limit
                 path, probe = CHAT, self._probe_of_chat(server, limit)
                 lack = (
@@ -174,14 +176,16 @@ class OpenAIDialect(VLLMDialect):
                 name: body[name] for name in ("top_k", "min_p")
             }  # which not every server knows
         kept["model"] = server.facts["base"] if server.facts.get("base_alone") else body["model"]
-        if limit := server.facts["chat_limit"]:
+        limit = server.facts["chat_limit"]
+        if limit:
             if not request.messages:
                 raise ConfigurationError(
                     f"{self.title} has {CHAT} alone, and a dialogue of [environment] provider ="
                     f" {self.config.environment.provider!r} continues token ids, which it does not"
                     " take: use a server with /v1/completions."
                 )
-            if arguments := self.config.data.chat_template_args:
+            arguments = self.config.data.chat_template_args
+            if arguments:
                 kept["chat_template_kwargs"] = arguments
             return CHAT, kept | {limit: request.max_tokens, "messages": list(request.messages)}
         stops = [self.texts.decode([token]) for token in self.eos_ids[:_MAX_STOPS]]

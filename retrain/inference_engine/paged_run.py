@@ -234,7 +234,8 @@ class Pager:
         pages = row.pages[: self.pool.needed(len(fed))]
         self.pool.share(pages)
         key = row_key(row.job, fed)
-        if before := self.cached.pop(key, None):
+        before = self.cached.pop(key, None)
+        if before:
             # The same tokens again, as after a rewritten history.
             self.pool.give_back(before.pages)
         self.cached[key] = CachedTokens(pages, len(fed))

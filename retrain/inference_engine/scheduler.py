@@ -77,7 +77,8 @@ class DecodeRun:
                 )
             else:
                 rows, logits = self._decode()
-            if finished := self._sample(rows, logits):
+            finished = self._sample(rows, logits)
+            if finished:
                 return finished
         return []
 

@@ -321,9 +321,11 @@ class ServedEngine(InferenceEngine):
         for one in sampled:
             if one.text is not None:
                 continue
-            if damage := _damage(one):
+            damage = _damage(one)
+            if damage:
                 raise Unreadable(damage)
-            if problem := self._problem(one, request):
+            problem = self._problem(one, request)
+            if problem:
                 raise Foreign(problem)
         return [
             Completion(
@@ -343,7 +345,8 @@ class ServedEngine(InferenceEngine):
         """Say why a whole completion is not one of the policy; "" if it is."""
         ids, eos = one.token_ids, set(self._dialect.eos_ids)
         truncated = request.truncation.active and request.temperature > 0
-        if outside := [token for token in ids if not 0 <= token < self._vocabulary]:
+        outside = [token for token in ids if not 0 <= token < self._vocabulary]
+        if outside:
             return (
                 f"sampled token {outside[0]}, and the model has {self._vocabulary} tokens: it"
                 " serves another model"
@@ -385,7 +388,8 @@ class ServedEngine(InferenceEngine):
         self._pool.run(self._pool.on_each(self._prepare))
         self.unchecked |= self._asleep or self._pool.came_back
         self._asleep = self._pool.came_back = False
-        if (gone := old) is not None:
+        gone = old
+        if gone is not None:
 
             async def unload(server: Server) -> None:
                 with suppress(Refused):  # it does not know the adapter, having been restarted
@@ -400,9 +404,8 @@ class ServedEngine(InferenceEngine):
         and nothing else would.
         """
         await self._dialect.look(server)
-        if (
-            refused := ", ".join(server.facts.get("refused_fields", ()))
-        ) and refused != server.facts.get("told_fields"):
+        refused = ", ".join(server.facts.get("refused_fields", ()))
+        if refused and refused != server.facts.get("told_fields"):
             server.facts["told_fields"] = refused
             self._lines.append(
                 f"{self._dialect.title} {server.url} does not take {refused}; left out, so its own"
@@ -494,13 +497,15 @@ def _damage(one: Sampled) -> str:
     ids, values = one.token_ids, one.logprobs
     if not len(ids) == len(values) > 0:
         return f"returned {len(ids)} tokens with {len(values)} log-probs"
-    if others := [token for token in ids if type(token) is not int]:
+    others = [token for token in ids if type(token) is not int]
+    if others:
         return f"returned {json.dumps(others[0])} as the id of a token, which is not an integer"
-    if wrong := [
+    wrong = [
         value
         for value in values
         if type(value) not in (float, int) or not -inf < value <= _ROUNDING
-    ]:
+    ]
+    if wrong:
         return (
             f"returned a log-prob of {json.dumps(wrong[0])}, which no sampled token has: its"
             " weights or its settings are broken"

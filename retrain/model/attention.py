@@ -89,7 +89,8 @@ def missing(model: Any) -> str:
 
 def refuse_undecodable(model: Any) -> None:
     """Raise ConfigurationError for a model that the pytorch engine cannot sample from."""
-    if reason := missing(model):
+    reason = missing(model)
+    if reason:
         raise ConfigurationError(_undecodable(type(model).__name__, "has", reason))
 
 

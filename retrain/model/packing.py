@@ -82,7 +82,8 @@ class PackedAttention:
         if window is not None and window >= self._longest:
             window = None
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [N, H, D]
-        if kernel := self._kernel.packed_kernel(query, softcap):
+        kernel = self._kernel.packed_kernel(query, softcap)
+        if kernel:
             # Nothing is gathered again in the backward pass: the kernel keeps its output and one
             # number per query and head.
             spans, seen = self._spans

@@ -72,7 +72,8 @@ def _load(name: str, device: str) -> "SentenceTransformer":
                     f'[planning] model = "{name}" holds no sentence-transformers model:'
                     f" {_line(error)}."
                 ) from error
-        if problem := why_unreachable():
+        problem = why_unreachable()
+        if problem:
             raise EnvironmentFailure(
                 f'[planning] model = "{name}" is neither a folder nor in the cache, and {problem};'
                 ' name a folder with the model, or use detector = "regex".'

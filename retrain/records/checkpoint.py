@@ -94,7 +94,7 @@ class CheckpointStore:
         if it does not verify.
         """
         folder = self.folder / f"step_{step:06d}"
-        problem = verify(folder)
+        problem = _unusable(folder)
         if problem:
             have = ", ".join(map(str, self.steps())) or "none"
             raise RunFailed(
@@ -112,7 +112,7 @@ class CheckpointStore:
         """
         for step in reversed(self.steps()):
             found = Checkpoint(self.folder / f"step_{step:06d}", step)
-            problem = verify(found.folder) or beside(found)
+            problem = _unusable(found.folder) or beside(found)
             if not problem:
                 return found
             say(f"Checkpoint {found.folder.name} is not used: {problem}; trying the previous one.")
@@ -203,6 +203,14 @@ def commit_folder(
         )
 
 
+def _unusable(folder: Path) -> str:
+    """Why a checkpoint cannot be continued from; "" if it can."""
+    problem = verify(folder)
+    if not problem and not (folder / STATE).is_file():
+        problem = f"{STATE} is missing"
+    return problem
+
+
 def _digest(manifest: dict[str, Any]) -> str:
     """Hash a manifest's content with sha256, so that damage to the manifest itself is noticed
     too.
@@ -212,12 +220,12 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 def verify(folder: Path) -> str:
     """The first difference between `folder` and its manifest; "" if every byte matches."""
+    if not (folder / MANIFEST).is_file():  # a pipe, too, which has no end to read to
+        return f"{MANIFEST} is missing"
     try:
         manifest = parse_json((folder / MANIFEST).read_bytes())
         seal = manifest.pop("sha256")
         entries = [(entry["name"], entry["size"], entry["sha256"]) for entry in manifest["files"]]
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} is damaged ({type(error).__name__})"
     if seal != _digest(manifest):

@@ -83,7 +83,8 @@ def stored_checkpoints(folder: RunFolder) -> Path:
     if not folder.checkpoint_pointer.is_file():
         return folder.checkpoints
     target, run_id = _pointer(folder)
-    if problem := _foreign(target, run_id, folder):
+    problem = _foreign(target, run_id, folder)
+    if problem:
         raise ConfigurationError(
             f"{folder.checkpoint_pointer} names {target}, {problem}, so nothing there is read or"
             f" changed; to make {folder.path} a run of its own, copy its checkpoints to"

@@ -84,14 +84,16 @@ def remove_empty(folders: Iterable[Path]) -> None:
 
 @contextmanager
 def safetensors_io() -> Iterator[None]:
-    """Raise the OSError that safetensors wraps in an error of its own."""
+    """Raise the OSError that safetensors wraps in an error of its own, and tokenizers in a bare
+    Exception.
+    """
     from safetensors import SafetensorError
 
     try:
         yield
-    except SafetensorError as error:
+    except Exception as error:
         number = re.search(r"os error (\d+)", str(error))
-        if number is None:
+        if number is None or type(error) not in (SafetensorError, Exception):
             raise
         raise OSError(int(number.group(1)), os.strerror(int(number.group(1)))) from error
 
@@ -139,8 +141,8 @@ def replacing_folder(target: Path) -> Iterator[Path]:
     """Yield an empty folder to fill, whose files the caller syncs; it replaces `target` at the end
     of the block.
 
-    After an OSError, also one that safetensors wrapped, the old `target` is there unchanged and
-    nothing else is left.
+    After an error, also an OSError that safetensors wrapped, and after Ctrl-C the old `target` is
+    there unchanged and nothing else is left.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.parent / f"{TEMPORARY}{target.name}"
@@ -156,7 +158,7 @@ def replacing_folder(target: Path) -> Iterator[Path]:
         aside.rename(target)
         sync_folder(target.parent)
         shutil.rmtree(replaced, ignore_errors=True)
-    except OSError:
+    except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         put_back(target.parent)
         raise
@@ -178,6 +180,13 @@ def write_synced(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def sync_files(folder: Path) -> None:
+    """Write the bytes of every file in `folder` to the disk."""
+    for path in folder.rglob("*"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

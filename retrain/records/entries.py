@@ -46,7 +46,8 @@ class _Record:
                 problem = (
                     problem or f"{name} = {str(value)[:_SHOWN]!r}, and {name} is of another type"
                 )
-        if problem := problem or cls.contradiction(values):
+        problem = problem or cls.contradiction(values)
+        if problem:
             if path:
                 where = f"{path}, step {line.get('step')}: a {cls.__name__}"
             else:

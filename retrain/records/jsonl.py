@@ -83,7 +83,8 @@ class Extent:
             return ""
         if not path.is_file():
             return f"{path.name} is missing"
-        if (size := path.stat().st_size) < self.size:
+        size = path.stat().st_size
+        if size < self.size:
             return f"{path.name} has {size} bytes instead of {self.size}"
         with path.open("rb") as file:
             found = _digest(file, self.size).hexdigest()

@@ -219,7 +219,8 @@ class RunFolder:
             state = read_object(self.trainer_state)
         else:
             state = {}
-        if not (recorded := state.get("files")):
+        recorded = state.get("files")
+        if not recorded:
             return ""
         checkpoint = self.checkpoints / step_folder(state.get("step")) / self.trainer_state.name
         if checkpoint.is_file() and checkpoint.read_bytes() != self.trainer_state.read_bytes():
@@ -341,13 +342,16 @@ class Claim:
                 f"{path} holds {names} and was not made by retrain (no {MARKER}), so nothing in it"
                 " is overwritten; choose another [logging] log_dir or move them away."
             )
-        if outer:
-            around = {path.resolve(), *path.resolve().parents}
-            for part in around.intersection(outer.written()):
-                raise ConfigurationError(
-                    f"{path} lies in {part}, which the run {outer.path} deletes when it starts"
-                    " anew; choose another [logging] log_dir."
-                )
+        if outer and (inside := self.doomed(outer)):
+            raise ConfigurationError(f"{inside}; choose another [logging] log_dir.")
+
+    def doomed(self, outer: RunFolder) -> str:
+        """Say that the folder lies in one that the run around it deletes; "" if it does not."""
+        path = self.folder.path
+        around = {path.resolve(), *path.resolve().parents}
+        for part in around.intersection(outer.written()):
+            return f"{path} lies in {part}, which the run {outer.path} deletes when it starts anew"
+        return ""
 
 
 def read_marker(folder: Path) -> dict[str, Any]:

@@ -128,7 +128,8 @@ def read_tokens(path: Path) -> TokenTable:
     """Raises RunFailed, one sentence, for a file that cannot be read."""
     from safetensors import safe_open
 
-    if damage := damage_of(path):
+    damage = damage_of(path)
+    if damage:
         raise RunFailed(f"{damage}; put back a copy of it, or look at another step.")
     with safe_open(path, framework="numpy") as file:
         stages: list[str] = json.loads((file.metadata() or {})["retrain"])["stages"]

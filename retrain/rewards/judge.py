@@ -189,7 +189,8 @@ class LanguageModelJudge:
         known = self._verdicts.get(key)
         if known is not None:
             return PartScore(known, usage=JudgeUsage(cached=1))
-        if twin := self._asked.get(key):
+        twin = self._asked.get(key)
+        if twin:
             return replace(await asyncio.shield(twin), usage=JudgeUsage(cached=1))
         task = self._asked[key] = asyncio.ensure_future(self._ask(message))
         try:

@@ -66,7 +66,8 @@ def evaluate_run(
             "[backend] shard_base = true is unused here: retrain eval runs in one process, which"
             " holds the whole model."
         )
-    if note := trust_note(given.model):
+    note = trust_note(given.model)
+    if note:
         say(note)
     config = replaced(given, {"evaluation.at_end": True, "backend.shard_base": False})
     found = None

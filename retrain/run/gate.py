@@ -282,7 +282,8 @@ def _compare(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int, whe
     """
     for look in range(_LOOKS):
         sampled = _sampled(inputs, prompts, max_tokens, look)
-        if not (fault := _fault(sampled, when)):
+        fault = _fault(sampled, when)
+        if not fault:
             return sampled
     raise RunFailed(fault)
 
@@ -436,7 +437,8 @@ def _ask(inputs: GateInputs, requests: Sequence[SampleRequest]) -> list[Completi
             f" {len(asked)} asked for."
         )
     for item in completions:
-        if problem := _problem(item, copies[item.request], inputs.eos_ids):
+        problem = _problem(item, copies[item.request], inputs.eos_ids)
+        if problem:
             raise RunFailed(f"Parity gate: the engine {problem}.")
     return completions
 
@@ -466,7 +468,8 @@ def _problem(completion: Completion, request: SampleRequest, eos_ids: Sequence[i
             f"returned {len(ids)} tokens of a completion that did not stop, and was asked for"
             f" {request.max_tokens}"
         )
-    if len(broken := logprobs[logprobs > _ROUNDED_LOGPROB]):
+    broken = logprobs[logprobs > _ROUNDED_LOGPROB]
+    if len(broken):
         return f"returned a log-prob of {broken[0]:.3g}, which no token has"
     if request.truncation.active and (completion.kept is None or len(completion.kept) != len(ids)):
         return (

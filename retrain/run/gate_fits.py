@@ -198,7 +198,8 @@ def agreement(sampled: Sampled) -> Agreement:
     excess, worst = "", 1.0
     for where, part in _parts(sampled):
         allowed = _allowed_mean(inputs, moved[part])
-        if not (share := float(found[part].mean()) / allowed) <= worst:
+        share = float(found[part].mean()) / allowed
+        if not share <= worst:
             worst, excess = (
                 share,
                 f"by {found[part].mean():.3g} nats on average{where} (allowed: {allowed:.2g})",
@@ -348,7 +349,8 @@ def temperature_suspects(inputs: GateInputs, sampled: Sampled) -> list[Suspect]:
         np.float64
     )
     effect = hotter - np.concatenate(sampled.learner)
-    if not (size := effect @ effect):
+    size = effect @ effect
+    if not size:
         return []  # a backend whose learner knows one temperature only
     if np.square(effect).max() > _ONE_TOKEN * size:
         return []

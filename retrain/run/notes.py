@@ -57,7 +57,8 @@ def notes(config: TrainConfig) -> list[str]:
             " gathers all layers from the other processes, so use it only where one GPU cannot hold"
             " the model; the memory that explain predicts is for one process with the whole model."
         )
-    if (pressure := config.backpressure).enabled:
+    pressure = config.backpressure
+    if pressure.enabled:
         found.append(
             f"[backpressure] changes the batch size, from {config.training.batch_size} to between"
             f" {pressure.min_batch_size} and {pressure.max_batch_size} prompts per step: steps"

@@ -68,7 +68,8 @@ class StepObserver:
     def restore(self, newest_first: Iterable[StepRecord]) -> None:
         """Take up the records of an earlier session; no more of them are read than needed."""
         records = iter(newest_first)
-        if (last := next(records, None)) is not None:
+        last = next(records, None)
+        if last is not None:
             self.last, self.untrained = last, untrained_streak(chain([last], records))
 
     def unlearned(self, steps: int) -> str:

@@ -97,7 +97,8 @@ def load_parts(
 
     `learns` is False where nothing will be trained, so the memory of training is not predicted.
     """
-    if problems := incapable(config):
+    problems = incapable(config)
+    if problems:
         raise ConfigurationError(problems)
     check_plugins(config)
     for note in capability_notes(config):
@@ -302,7 +303,8 @@ def build_backend(
             " processes."
         )
     if name in BACKENDS:
-        if reason := kind.unavailable_reason():
+        reason = kind.unavailable_reason()
+        if reason:
             raise EnvironmentFailure(reason)
         return kind.open(config, choices, eos_ids=eos_ids, log=say, world=world)
     make = backend_class(config)

@@ -530,7 +530,8 @@ def _opened(config: TrainConfig, overwrite: bool, world: World) -> Iterator[RunS
 
 def _check_before_overwriting(config: TrainConfig) -> None:
     """Refuse what can be refused while the old run is still there."""
-    if problems := incapable(config):
+    problems = incapable(config)
+    if problems:
         raise ConfigurationError(problems)
     for check in (check_inputs, check_model, check_device):
         check(config)

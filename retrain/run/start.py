@@ -128,7 +128,8 @@ def _open_new(config: TrainConfig, folder: RunFolder, resuming: bool, overwrite:
     notes = []
     if resuming:
         notes.append(_no_checkpoint_line(folder))
-    if outer := folder.claim().outer_run():
+    outer = folder.claim().outer_run()
+    if outer:
         notes.append(f"{folder.path} lies inside the folder of the run {outer.path}.")
     store = CheckpointStore(checkpoints, config.training.keep_checkpoints)
     return RunStart(config, folder, store, _first_state(config), None, tuple(notes))
@@ -175,7 +176,8 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> RunStart:
     else:
         notes.append(_no_checkpoint_line(folder))
         folder.forget_steps()
-    if (aside := aside_of(folder.metrics)).exists():
+    aside = aside_of(folder.metrics)
+    if aside.exists():
         notes.append(
             f"{aside} holds the rows of the steps that are made again, until the first of them is"
             " written."
@@ -188,13 +190,15 @@ def _refuse_damaged(folder: RunFolder) -> None:
     """Raise ConfigurationError for a folder in which a resume would write at other places than its
     own, or that lost its config.toml.
     """
-    if links := folder.links():
+    links = folder.links()
+    if links:
         raise _not_resumable(
             folder,
             f"{links[0]} is a link, and nothing behind a link is changed",
             "put the file or folder itself there",
         )
-    if blocked := folder.blocked():
+    blocked = folder.blocked()
+    if blocked:
         raise _not_resumable(
             folder,
             f"{blocked[0]} is a file, and a run keeps a folder of that name",
@@ -215,7 +219,8 @@ def _resumed_config(config: TrainConfig, folder: RunFolder) -> TrainConfig:
     config = replaced(config, changes, origin="file")  # the run's own file
     # config.toml masks credentials, so they must not count as a difference.
     masked = config_from_toml(dump_toml(Redactor().config(config)))
-    if differences := resume_differences(stored, masked):
+    differences = resume_differences(stored, masked)
+    if differences:
         raise ConfigurationError(differences)
     return config
 

@@ -159,7 +159,8 @@ def credit_fields(credit: Credit, dropped_groups: int) -> dict[str, Any]:
     """
     fields = asdict(credit.statistics)
     fields["groups_skipped_other"] += dropped_groups
-    if groups := len(credit.groups) + dropped_groups:
+    groups = len(credit.groups) + dropped_groups
+    if groups:
         fields["informative_fraction"] = sum(group.informative for group in credit.groups) / groups
     return fields
 

@@ -5,6 +5,8 @@ transformers, each with its tokenizer and a model card.
 import json
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from retrain.model.text import load_tokenizer, resolve_model
 from retrain.parsing import toml_value
 from retrain.records.checkpoint import Checkpoint, CheckpointStore
 from retrain.records.checkpoint_place import stored_checkpoints
-from retrain.records.disk import replacing_folder
+from retrain.records.disk import is_disk, replacing_folder, sync_files
 from retrain.records.entries import EvaluationRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.redact import Redactor, note_secrets
@@ -49,7 +51,14 @@ class Exported:
 
 
 def export_run(
-    run: Path, output: Path, *, checkpoint: int | None, merged: bool, uploads: bool, say: Say
+    run: Path,
+    output: Path,
+    *,
+    checkpoint: int | None,
+    merged: bool,
+    uploads: bool,
+    trust: bool,
+    say: Say,
 ) -> Exported:
     """Write the adapter of `checkpoint` (the newest by default), or the model merged with it, to
     `output`, which must be absent or empty.
@@ -57,11 +66,13 @@ def export_run(
     Raises ConfigurationError for a folder without a run or an adapter, for a folder that is in use,
     and for an adapter that `uploads` would send without its base; RunFailed for a missing or
     damaged checkpoint; EnvironmentFailure where the base model cannot be had. No Python code that
-    the run names is executed, except that of a model with `trust_remote_code`.
+    the run names is executed, except with `trust` that of a model with `trust_remote_code`.
     """
     folder = RunFolder(run)
     _check_places(folder, output)
     config = load_stored(folder.config, to_read=True)
+    if not trust:
+        _refuse_code(config, folder.config)
     note_secrets(config)
     found = _checkpoint(folder, checkpoint)
     settings = read_adapter(found.folder).settings
@@ -74,14 +85,15 @@ def export_run(
             f"--hub: the adapter's base is a folder of this machine, {base}, which nobody who"
             " downloads the adapter has; add --merged, which uploads a whole model."
         )
-    if note := trust_note(config.model):
+    note = trust_note(config.model)
+    if note:
         say(note)
     model = config.model
     tokenizer = load_tokenizer(model.model, model.revision, model.trust_remote_code)
     whole = _merged(config, base, found.folder) if merged else None
     again = Redactor().config(replaced(config, {"logging.log_dir": "logs/reproduced"}))
     scores = _held_out(folder, config, found.step)
-    with replacing_folder(output) as aside, no_progress_bar():
+    with _writing(output), replacing_folder(output.resolve()) as aside, no_progress_bar():
         tokenizer.save_pretrained(aside)
         if whole is not None:
             whole.save_pretrained(aside)
@@ -93,7 +105,17 @@ def export_run(
         _write(aside / SETTINGS_FILE, Redactor().text(dump_toml(again)))
         card = _card(again, "" if is_local else base, found, scores, merged)
         _write(aside / CARD_FILE, Redactor().text(card))
+        sync_files(aside)
     return Exported(output, base, is_local)
+
+
+def _refuse_code(config: TrainConfig, path: Path) -> None:
+    """Raise ConfigurationError if loading the model would run code that came with it."""
+    if config.model.trust_remote_code:
+        raise ConfigurationError(
+            f"{path} names Python code that exporting it would execute: [model] trust_remote_code ="
+            f" true (of {config.model.model}). Read the code first, then add --trust."
+        )
 
 
 def _check_places(folder: RunFolder, output: Path) -> None:
@@ -105,6 +127,33 @@ def _check_places(folder: RunFolder, output: Path) -> None:
         raise ConfigurationError(
             f"{output} is not an empty folder, and nothing is replaced; name a new one by --output."
         )
+    place = output.resolve()
+    if place == Path.cwd() or place.is_mount():
+        raise ConfigurationError(
+            f"{output} is the current folder or a mounted disk, which no export can take the place"
+            " of; name a new folder in it by --output."
+        )
+    if not next(parent for parent in place.parents if parent.exists()).is_dir():
+        raise ConfigurationError(
+            f"{output} lies in a file; name a folder that can be made by --output."
+        )
+    claim = RunFolder(output).claim()
+    if (outer := claim.outer_run()) and (inside := claim.doomed(outer)):
+        raise ConfigurationError(f"{inside}; name another by --output.")
+
+
+@contextmanager
+def _writing(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if not is_disk(error):
+            raise
+        # a copy's error names what is copied, which is whole
+        raise EnvironmentFailure(
+            f"{output} cannot be written: {error.strerror}; free space there, or name another disk"
+            " by --output."
+        ) from error
 
 
 def _checkpoint(folder: RunFolder, step: int | None) -> Checkpoint:
@@ -125,14 +174,30 @@ def _merged(config: TrainConfig, base: str, adapter: Path) -> Any:
     """Return the transformers model with s B A added to its weights, in the dtype of the base's
     files.
     """
-    from peft import PeftModel
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors import safe_open
 
     plain = replaced(config, {"model.load_in_4bit": False}).model
     model = load_weights(plain, base, torch.device("cpu"), "auto")
     with warnings.catch_warnings():  # peft reads an attribute that transformers deprecates
         warnings.simplefilter("ignore", FutureWarning)
-        wrapped: Any = PeftModel.from_pretrained(model, str(adapter))
+        try:
+            wrapped: Any = PeftModel.from_pretrained(model, str(adapter))
+        except (ImportError, RuntimeError, ValueError) as error:
+            raise _does_not_fit(adapter, base, first_line(error).rstrip(".:")) from error
+    with safe_open(adapter / WEIGHTS_FILE, "pt") as weights:
+        stored = set(weights.keys())
+    loaded = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+    if left_out := stored - loaded.keys():
+        raise _does_not_fit(adapter, base, f"no place for {min(left_out)}")
     return wrapped.merge_and_unload(safe_merge=True)
+
+
+def _does_not_fit(adapter: Path, base: str, problem: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{adapter} does not fit its base model {base} ({problem}); put back the model and the"
+        f" {CONFIG_FILE} that the run was trained with."
+    )
 
 
 def _held_out(folder: RunFolder, config: TrainConfig, step: int) -> list[Evaluation]:
@@ -174,7 +239,10 @@ def _card(
         for each in held_out
     ]
     table = ["| steps | pass@1 with its 95% interval | problems |", "|---|---|---|", *scores]
-    shown = [f"| `{path}` | `{toml_value(config.value(path))}` |" for path in _SHOWN]
+    values = {path: config.value(path) for path in _SHOWN} | {"model.model": name}
+    if Path(config.data.source).is_absolute():
+        values["data.source"] = Path(config.data.source).name
+    shown = [f"| `{path}` | `{toml_value(value)}` |" for path, value in values.items()]
     return "\n".join(
         [
             *front,
@@ -203,7 +271,8 @@ def check_hub(name: str) -> None:
             f"--hub {name} needs a token of the Hugging Face hub: set HF_TOKEN, or run `hf auth"
             " login`."
         )
-    if problem := hub.why_unreachable():
+    problem = hub.why_unreachable()
+    if problem:
         raise EnvironmentFailure(
             f"--hub {name}: {problem}; export without --hub, and upload the folder by `hf upload"
             f" {name} FOLDER` where there is a network."

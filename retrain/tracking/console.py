@@ -177,7 +177,8 @@ def summary_lines(summary: RunSummary, folder: Path) -> list[str]:
     ):
         before, after = summary.before, summary.after
         gain = ""
-        if (found := after.difference_from(before)) is not None:
+        found = after.difference_from(before)
+        if found is not None:
             mean, (low, high) = found
             gain = (
                 f": {100 * mean:+.1f} pp [{100 * low:+.1f}, {100 * high:+.1f}], paired by problem"

@@ -210,7 +210,8 @@ class Background(Tracker):
             case Generations(
                 step, records
             ):  # cut before the queue, which would hold a whole step's texts
-                if kept := kept_generations(self._sink.settings.config.logging, step, records):
+                kept = kept_generations(self._sink.settings.config.logging, step, records)
+                if kept:
                     self._hand_over(Generations(step, kept))
             case StepRecord() | Evaluation() | SqueezeSummary() | RunSummary():
                 self._hand_over(event)

@@ -26,6 +26,11 @@ GroupAdvantages = Callable[[list[list[float]]], list[list[float]]]
 RATES = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
 """Pass rates of the printed table."""
 
+MAX_GROUP = 256
+"""Completions; beyond it the binomial coefficients leave double precision."""
+_MAX_ADVANTAGE = 1e100
+"""Beyond it a square of their sum does."""
+
 
 @dataclass(frozen=True)
 class Xray:
@@ -113,6 +118,8 @@ def xray(
     values = np.asarray(advantages(rewards), dtype=np.float64)
     if values.shape != (group + 1, group):
         raise ValueError(f"gave an array of shape {values.shape} for {group + 1} groups of {group}")
+    if not np.abs(values).max() < _MAX_ADVANTAGE:
+        raise ValueError(f"gave {np.abs(values).max():g}; give numbers below {_MAX_ADVANTAGE:g}")
     k = np.arange(group + 1, dtype=np.int64)
     right_weight, wrong_weight = _length_weights(k, group, aggregation, wrong_length)
     right = np.zeros(group + 1)

@@ -9,9 +9,11 @@ from retrain.advantages.algorithms import NotInStep, recipe_of
 from retrain.advantages.ragged import Segments
 from retrain.advantages.resolve import ADVANTAGE, resolve
 from retrain.advantages.step import StepTokens
+from retrain.backends.losses import AGGREGATIONS
 from retrain.errors import ConfigurationError, RunFailed
+from retrain.plugins import describe
 from retrain.records.run_folder import refuse_foreign_code
-from retrain.xray.binary import Xray, xray
+from retrain.xray.binary import MAX_GROUP, Xray, xray
 from retrain.xray.text import headline
 
 if TYPE_CHECKING:
@@ -51,6 +53,11 @@ def read_xray(
             f"{name}: [training] group_size = {size} leaves nothing to compare within a prompt; an"
             " X-ray needs 2 or more, such as --group 8."
         )
+    if size > MAX_GROUP:
+        raise ConfigurationError(
+            f"{name}: [training] group_size = {size} is above the {MAX_GROUP} of an X-ray; name a"
+            " smaller group, such as --group 8."
+        )
     return [
         _read(label, arm, size, aggregation or arm.loss.aggregation, wrong_length)
         for label, arm in _arms(config)
@@ -72,7 +79,7 @@ def headline_of(config: "TrainConfig") -> str:
     """One line about a run's advantage; "" where it has no X-ray or its plugin cannot be used."""
     try:
         return headline(_read("", config, config.training.group_size, config.loss.aggregation, 1.0))
-    except (ConfigurationError, RunFailed, ValueError):  # which explain says as a problem
+    except (ConfigurationError, RunFailed):  # which explain says as a problem
         return ""
 
 
@@ -97,7 +104,19 @@ def _read(
                 " X-ray knows only the rewards of completions; name an advantage of rewards."
             ) from missing
 
-    return xray(label, advantages, group, aggregation, wrong_length)
+    if aggregation not in AGGREGATIONS and wrong_length != 1:
+        raise ConfigurationError(
+            f'[loss] aggregation = "{aggregation}" weighs lengths as its code says, which an X-ray'
+            f" does not see; leave --wrong-length out, or add --aggregation with one of"
+            f" {', '.join(AGGREGATIONS)}."
+        )
+    try:
+        return xray(label, advantages, group, aggregation, wrong_length)
+    except ValueError as error:
+        raise ConfigurationError(
+            f'[algorithm] advantage_mode = "{recipe.advantage}" fails on right-or-wrong rewards'
+            f" ({describe(error)}); correct it."
+        ) from error
 
 
 def _step(groups: list[list[float]]) -> StepTokens:

@@ -180,7 +180,8 @@ class TinkerBackend(TinkerFacts):
         ]
         if not batch:
             return step_result([], [], [])
-        if name := _nonfinite_input(batch):
+        name = _nonfinite_input(batch)
+        if name:
             return step_result([Update(nonfinite=name)], [], [])
         completions = num_completions(rows) / training.minibatches
         with self._service.slot():

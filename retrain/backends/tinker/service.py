@@ -55,7 +55,8 @@ class Service:
         )  # read by the SDK, which reports usage by default
         import httpx
 
-        if reason := TinkerFacts.unavailable_reason():
+        reason = TinkerFacts.unavailable_reason()
+        if reason:
             raise EnvironmentFailure(reason)
         import tinker
 
