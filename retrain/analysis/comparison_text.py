@@ -255,16 +255,19 @@ def ranked(comparison: Comparison) -> list[ArmSummary]:
 def ranking(comparison: Comparison) -> Iterator[str]:
     """The order of a grid's conditions, and why it is no test."""
     order = ranked(comparison)
-    if not order:
+    if len(order) < 2:
         return
     places = [
         f"{place}. {arm.label} {_mean_words(arm, comparison.metric)}"
         for place, arm in enumerate(order, start=1)
     ]
+    best, other = order[0].label, comparison.baseline
+    if best == other:
+        other = order[1].label
     yield f"{', '.join(places)}."
     yield (
         f"This is a selection, not a test: the best of {len(order)} means is partly luck, so its"
-        f" own mean flatters it. Confirm {order[0].label} against {comparison.baseline} as the two"
+        f" own mean flatters it. Confirm {best} against {other} as the two"
         " [[campaign.conditions]] of a new campaign, on seeds that this one did not use."
     )
 
