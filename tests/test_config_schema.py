@@ -19,11 +19,12 @@ from retrain.config import (
     dump_toml,
     load_config,
 )
+from retrain.config.json_schema import json_schema
 from retrain.config.keys import Key, all_keys, flags, keys_by_path, section_models
 from retrain.config.values import OpenName
 from retrain.errors import ConfigurationError
 from retrain.parsing import toml_value
-from scripts.docs_keys import annotated_toml, artefacts, json_schema
+from scripts.docs_keys import annotated_toml, artefacts
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCKS = sorted((ROOT / "tests" / "data" / "config_blocks").glob("*.toml"))
