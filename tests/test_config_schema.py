@@ -59,6 +59,8 @@ def test_the_annotated_block_holds_the_documented_defaults() -> None:
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
 def test_templates_evaluate_and_clip(template: Path) -> None:
     config = load_config(template, environ={})
+    if config.kind == "squeeze":  # trains nothing
+        return
     assert config.evaluation.at_start and config.evaluation.at_end
     assert config.loss.max_grad_norm == 1.0
 
