@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from retrain.advantages.pipeline import CreditPipeline
-from retrain.advantages.ragged import Segments
-from retrain.advantages.step import StepTokens
+from retrain.advantages.step import Segments, StepTokens
 from retrain.backends.local.backend import LocalBackend
 from retrain.config import TrainConfig, config_from_mapping, replaced
 from retrain.errors import ConfigurationError, RunFailed
