@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from retrain.analysis.likeness import differing_environment, differing_keys
+from retrain.analysis.arms import differing_environment, differing_keys
 from retrain.analysis.runs import StoredRun
-from retrain.parsing import toml_value
 from retrain.records.checkpoint import CheckpointStore, step_folder
 from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.entries import MEASURED
 from retrain.records.jsonl import read_jsonl
+from retrain.system import toml_value
 
 if TYPE_CHECKING:
     from retrain.records.token_table import TokenTable
