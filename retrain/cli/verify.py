@@ -34,7 +34,7 @@ def command(
     stored tokens and adapters byte for byte. Exits with 1 at the first difference.
     """
     from retrain.analysis.parting import adapters_differ, parting
-    from retrain.analysis.runs import stored_run
+    from retrain.analysis.runs import StoredRun, stored_run
     from retrain.records.run_folder import refuse_foreign_code
     from retrain.run.replay import nearest_checkpoint, replay
 
@@ -42,12 +42,14 @@ def command(
     stored = stored_run(run)
     if not trust:
         refuse_foreign_code(stored.config, "verifying it")
+    _refuse_served(stored)
     start, stop = _range(steps, stored)
-    begin = nearest_checkpoint(stored, start)
+    begin = nearest_checkpoint(stored.folder, start)
     print_progress(f"Taking steps {begin} to {stop - 1} of {run} again ...")
     scratch = Path(tempfile.mkdtemp(prefix="retrain-verify-"))
     try:
-        again = replay(stored, begin, stop, scratch / "run")
+        replay(stored.folder, stored.config, begin, stop, scratch / "run")
+        again = StoredRun(scratch / "run")
         found = parting(stored, again, range(begin, stop))
         other_adapter = adapters_differ(stored, again)
         lines = list(parting_lines(stored, again, found))
@@ -68,6 +70,17 @@ def command(
         raise typer.Exit(1)
 
 
+def _refuse_served(run: "StoredRun") -> None:
+    """Raise ConfigurationError for a run whose sampler or learner was not in its own process."""
+    from retrain.backends.base import backend_kind
+
+    if not (backend_kind(run.config.backend.backend).in_process and run.has_counter_noise):
+        raise ConfigurationError(
+            f"{run.path} was sampled or trained by a service or a server, whose bytes are not the"
+            " same twice; runs that sample and learn in one process can be verified."
+        )
+
+
 def _range(text: str, run: "StoredRun") -> tuple[int, int]:
     """The steps to verify. Raises ConfigurationError for a range that the run does not hold."""
     from retrain.run.replay import nearest_checkpoint
@@ -76,7 +89,7 @@ def _range(text: str, run: "StoredRun") -> tuple[int, int]:
     if not taken:
         raise ConfigurationError(f"{run.path} has no step yet; there is nothing to verify.")
     if not text:
-        return nearest_checkpoint(run, taken - 1), taken
+        return nearest_checkpoint(run.folder, taken - 1), taken
     parts = re.fullmatch(r"(\d*):(\d*)", text)
     if parts:
         start, stop = int(parts[1] or 0), int(parts[2] or taken)

@@ -3,48 +3,38 @@
 import shutil
 from pathlib import Path
 
-from retrain.analysis.runs import StoredRun
-from retrain.backends.base import backend_kind
 from retrain.config import TrainConfig, dump_toml, replaced
-from retrain.errors import ConfigurationError
 from retrain.records.checkpoint import CheckpointStore, step_folder, verify
 from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.run_folder import RunFolder
 from retrain.run.loop import take_step
 from retrain.run.session import Session
+from retrain.system import read_object
 
 
-def nearest_checkpoint(run: StoredRun, step: int) -> int:
+def nearest_checkpoint(folder: RunFolder, step: int) -> int:
     """The newest checkpoint that is sealed and not after `step`; 0 without one."""
-    store = CheckpointStore(stored_checkpoints(run.folder))
+    store = CheckpointStore(stored_checkpoints(folder))
     for saved in reversed(store.steps()):
         if saved <= step and not verify(store.folder / step_folder(saved)):
             return saved
     return 0
 
 
-def replay(run: StoredRun, start: int, stop: int, scratch: Path) -> StoredRun:
+def replay(folder: RunFolder, config: TrainConfig, start: int, stop: int, scratch: Path) -> None:
     """Take the steps from `start`, which is 0 or a checkpoint's, to before `stop` again in
-    `scratch`, an absent folder. The run itself is only read.
-
-    Raises ConfigurationError for a run that did not sample and learn in its own process: what a
-    service or a server computes is not the same to the byte.
+    `scratch`, an absent folder. The run in `folder`, which has `config`, is only read.
     """
-    if not (backend_kind(run.config.backend.backend).in_process and run.has_counter_noise):
-        raise ConfigurationError(
-            f"{run.path} was sampled or trained by a service or a server, whose bytes are not the"
-            " same twice; runs that sample and learn in one process can be verified."
-        )
-    config = _in_scratch(run.config, scratch, resumed=start > 0)
+    config = _in_scratch(config, scratch, resumed=start > 0)
     if start:
-        _copy(run.folder, RunFolder(scratch), config, start)
-    skipped = run.environment.get("parity_gate") is None
+        _copy(folder, RunFolder(scratch), config, start)
+    skipped = read_object(folder.environment).get("parity_gate") is None
     with Session.open(config, overwrite=False, quiet=True, skip_parity=skipped) as session:
         while True:
             session.evaluate_if_due()
             session.save_if_due()
             if session.state.step >= stop or session.is_finished:
-                return StoredRun(scratch)
+                return
             take_step(session)
 
 
