@@ -18,9 +18,11 @@ from retrain.config.learning_sections import BACKEND_OPTIONS
 from retrain.config.names import (
     builtin_names,
     fixed_aggregation,
+    is_recipe,
     table,
     transforms_with,
 )
+from retrain.config.recipes import recipe_modes
 from retrain.config.sections import AllSections, Condition
 from retrain.config.suggestions import nearest
 from retrain.config.values import MAX_COMPLETIONS, MAX_SEED
@@ -103,6 +105,8 @@ def is_read(config: AllSections, path: str) -> bool:
 
 def modes_of(condition: Condition) -> tuple[str, str]:
     """The advantage and the transform of a condition; a plugin algorithm has neither: ("", "")."""
+    if is_recipe(condition.algorithm_mode):
+        return recipe_modes(condition.algorithm_mode)
     if condition.algorithm_mode:
         recipe = table("algorithm").get(condition.algorithm_mode)
         if recipe:

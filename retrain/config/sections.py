@@ -30,7 +30,7 @@ from retrain.config.learning_sections import (
     Sepa,
     Training,
 )
-from retrain.config.names import condition_label
+from retrain.config.names import condition_label, is_recipe, replaces_modes
 from retrain.config.run_sections import (
     Backpressure,
     Data,
@@ -87,6 +87,11 @@ class Condition(Section):
             values["label"] = values.pop("given_label")
         sets: dict[str, Any] = values.pop("sets", {})
         return values | sets
+
+    @property
+    def sets_keys(self) -> bool:
+        """True if its runs differ from the base in other keys than the modes."""
+        return bool(self.sets) or is_recipe(self.algorithm_mode)
 
     @property
     def label(self) -> str:
@@ -257,7 +262,7 @@ class AllSections(Section):
         """The conditions of a campaign; of a single run, its own algorithm."""
         if self.campaign is not None:
             return told_apart(self.campaign.conditions) or DEFAULT_CONDITIONS
-        if self.algorithm.algorithm_mode:
+        if replaces_modes(self.algorithm.algorithm_mode):
             return (Condition(algorithm_mode=self.algorithm.algorithm_mode),)
         return (
             Condition(
