@@ -129,7 +129,7 @@ def test_a_condition_takes_a_recipe_below_the_file_and_below_its_own_keys(tmp_pa
 
 
 def test_a_condition_whose_recipe_cannot_be_is_refused_with_its_number() -> None:
-    with pytest.raises(ConfigurationError, match="conditions.* number 2: .*minibatches = 4"):
+    with pytest.raises(ConfigurationError, match=r"conditions.* number 2: .*minibatches = 4"):
         config_from_toml(
             f"{LAB}[training]\nbatch_size = 1\ngroup_size = 2\n[campaign]\nseeds = [1]\n"
             '[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\n'
