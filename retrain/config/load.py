@@ -25,7 +25,7 @@ from retrain.config.overrides import (
     parse_overrides,
     variable_overrides,
 )
-from retrain.config.recipes import above_recipe, recipe_modes
+from retrain.config.recipes import above_recipe_of_condition, recipe_modes
 from retrain.config.rules import Violation
 from retrain.config.schema import Condition, Provenance, TrainConfig
 from retrain.config.sentences import Place, details_of, field_sentences, violations_of, wrong_paths
@@ -342,27 +342,16 @@ def _arm(config: TrainConfig, condition: Condition) -> TrainConfig:
     for path, value in condition.sets.items():
         section, _, name = path.partition(".")
         data[section] = {**data.get(section, {}), name: value}
-    if is_recipe(condition.algorithm_mode):
-        # The modes stay with the condition, which is what a campaign reads them from.
-        modes = dict(
-            zip(
-                ("advantage_mode", "transform_mode"),
-                recipe_modes(condition.algorithm_mode),
-                strict=True,
-            )
-        )
-        algorithm = data.get("algorithm", {})
-        data = above_recipe(data | {"algorithm": algorithm | modes}, condition.algorithm_mode)
-        data["algorithm"] = {
-            name: value
-            for name, value in data["algorithm"].items()
-            if name not in modes or name in algorithm
-        }
     own = {
         name: value
         for name, value in condition.model_dump(exclude_unset=True).items()
         if name in CONDITION_KEYS
     }
+    mode = condition.algorithm_mode
+    if is_recipe(mode):
+        data = above_recipe_of_condition(data, mode)
+        advantage, transform = recipe_modes(mode)
+        own |= {"algorithm_mode": "", "advantage_mode": advantage, "transform_mode": transform}
     alone = {"conditions": [own | {"label": condition.label}], "grid": {}}
     data["campaign"] = {**data["campaign"], **alone}
     return config_from_mapping(

@@ -8,14 +8,12 @@ budget and the folder of that file are the lab's, and no part of it.
 import tomllib
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel
 
 from retrain.config.names import OWN_PLUGINS, PAPERS, is_dotted, is_recipe
-
-if TYPE_CHECKING:
-    from retrain.config.schema import TrainConfig
+from retrain.config.sections import AllSections
 
 METHOD = ("updates_per_batch", "minibatches", "dynamic_sampling")
 """Keys of [training] that belong to a method."""
@@ -31,6 +29,7 @@ _FOLLOWS: dict[str, tuple[str, ...]] = {
     "data.sampler": ("data.sampler_params",),
 }
 """A key -> keys that are for its value alone: they go when the user sets the key otherwise."""
+_MODES = ("algorithm.advantage_mode", "algorithm.transform_mode")
 Sections = dict[str, Any]
 
 
@@ -68,31 +67,45 @@ def _full_path(value: Any) -> Any:
 
 def recipe_modes(name: str) -> tuple[str, str]:
     """The advantage and the transform of a recipe."""
-    values = recipe(name)
-    return values["algorithm.advantage_mode"], values["algorithm.transform_mode"]
+    advantage, transform = (recipe(name)[path] for path in _MODES)
+    return advantage, transform
 
 
-def above_recipe(data: Mapping[str, Any], name: str = "") -> Sections:
-    """Return the sections with the keys of a recipe added where they are not given; `data` as it
-    is without one.
-
-    The recipe is `name`, or else the one that [algorithm] algorithm_mode names.
+def above_recipe(data: Mapping[str, Any]) -> Sections:
+    """Return the sections with the keys of the recipe that [algorithm] algorithm_mode names added
+    where they are not given; `data` as it is without one.
     """
-    sections = dict(data)
-    name = name or str(_table(sections.get("algorithm")).get("algorithm_mode", ""))
+    name = str(_table(data.get("algorithm")).get("algorithm_mode", ""))
     if not is_recipe(name):
-        return sections
-    given = {
+        return dict(data)
+    return _filled(data, _wanted(name, _given(data)))
+
+
+def above_recipe_of_condition(data: Mapping[str, Any], name: str) -> Sections:
+    """Return the sections of a campaign's base above the recipe that a condition names, but for the
+    modes, which are the condition's.
+    """
+    given = {path: value for path, value in _given(data).items() if path not in _MODES}
+    wanted = _wanted(name, given)
+    return _filled(data, {path: value for path, value in wanted.items() if path not in _MODES})
+
+
+def _given(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {
         f"{section}.{key}": value
-        for section, keys in sections.items()
+        for section, keys in data.items()
         for key, value in _table(keys).items()
     }
-    for path, value in _wanted(name, given).items():
+
+
+def _filled(data: Mapping[str, Any], values: Mapping[str, Any]) -> Sections:
+    """A copy of the sections with more values."""
+    sections = dict(data)
+    for path, value in values.items():
         section, _, key = path.partition(".")
         below = sections.get(section, {})
-        if not isinstance(below, dict | BaseModel):
-            continue  # validation says what belongs there
-        sections[section] = {**_table(below), key: value}
+        if isinstance(below, dict | BaseModel):  # for anything else validation has a sentence
+            sections[section] = {**_table(below), key: value}
     return sections
 
 
@@ -127,7 +140,7 @@ def _table(section: Any) -> dict[str, Any]:
     return {}
 
 
-def departures(config: "TrainConfig") -> dict[str, Any]:
+def departures(config: AllSections) -> dict[str, Any]:
     """Map the keys of the configuration's recipe that have another value to that value; {} without
     a recipe. Keys that only go with one of them are left out.
     """
