@@ -19,15 +19,15 @@ from retrain.config.names import (
     builtin_names,
     fixed_aggregation,
     is_recipe,
+    nearest,
     table,
     transforms_with,
 )
 from retrain.config.recipes import recipe_modes
 from retrain.config.sections import AllSections, Condition
-from retrain.config.suggestions import nearest
 from retrain.config.values import MAX_COMPLETIONS, MAX_SEED
 from retrain.errors import MAX_SENTENCES
-from retrain.parsing import toml_value
+from retrain.system import toml_value
 
 
 @dataclass(frozen=True)
