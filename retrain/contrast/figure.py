@@ -49,16 +49,15 @@ def _draw_matrix(axes: Axes, seen: Contrast, labels: list[str]) -> None:
 
 def _draw_bars(axes: Axes, seen: Contrast, labels: list[str]) -> None:
     places = np.arange(len(labels))
-    axes.barh(places - 0.18, [arm.cosine for arm in seen.arms], 0.32, color=series(0))
+    cosines = [arm.cosine for arm in seen.arms]
+    axes.barh(places - 0.18, cosines, 0.32, color=series(0), label=f"to {labels[0]}")
     middles = [arm.halves for arm in seen.arms]
-    axes.barh(places + 0.18, middles, 0.32, color=series(1))
+    axes.barh(places + 0.18, middles, 0.32, color=series(1), label="of its own halves")
     below = [max(0.0, arm.halves - arm.halves_low) for arm in seen.arms]
     above = [max(0.0, arm.halves_high - arm.halves) for arm in seen.arms]
     axes.errorbar(middles, places + 0.18, xerr=(below, above), fmt="none", ecolor=INK, capsize=2)
     axes.set_yticks(places, labels)
     axes.invert_yaxis()
     axes.axvline(0, color=GRID)
-    axes.set_title(
-        f"Blue: cosine to {labels[0]}. Orange: an arm's own halves, and 90% of the halvings"
-    )
-    axes.title.set_fontsize(8.5)
+    axes.set_title("Cosine beside the noise of a batch")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2, frameon=False)
