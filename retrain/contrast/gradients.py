@@ -15,9 +15,9 @@ import numpy as np
 from retrain.advantages.credit import Credit
 from retrain.advantages.pipeline import CreditPipeline
 from retrain.advantages.planning import RegexDetector
-from retrain.advantages.ragged import BoolArray, Float64Array
 from retrain.advantages.sepa import linear_lambda
-from retrain.advantages.uncertainty import top_share
+from retrain.advantages.step import BoolArray, Float64Array
+from retrain.advantages.transforms import top_share
 from retrain.analysis.power import out_of_reach, power_of, seeds_needed
 from retrain.backends.local.backend import LocalBackend
 from retrain.config import TrainConfig, replaced

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from retrain.advantages.uncertainty import TOP
+from retrain.advantages.transforms import TOP
 from retrain.contrast.gradients import SAME, ArmGradient, Contrast
 from retrain.records.terminal import counted, table_lines
 
