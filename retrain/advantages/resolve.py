@@ -204,7 +204,7 @@ class PluginAdvantage:
     def __call__(self, tokens: StepTokens, step: int) -> list[list[float]]:
         checked_groups(tokens.rewards)
         what = f'advantage "{self.plugin.name}"'
-        contexts = tokens.contexts(step, self.plugin.params)
+        contexts = tokens.contexts(step, self.plugin.params, self.plugin.config.training.max_tokens)
         rows: Iterable[Any] = map(self._of_group, contexts)
         if getattr(self.plugin.function, "step_level", False):
             whole = StepAdvantageContext(contexts, step, self.plugin.params)
@@ -426,7 +426,7 @@ def _try_algorithm(algorithm: AlgorithmStage, plugin: PluginCall) -> None:
         gtpo_beta=plugin.config.gtpo.beta,
         hicra_alpha=plugin.config.hicra.alpha,
         params=plugin.params,
-        groups=small.contexts(0, plugin.params),
+        groups=small.contexts(0, plugin.params, plugin.config.training.max_tokens),
         reference=lambda: small.nested_reference,
     )
     step_tokens(algorithm(context), _SMALL, "its output")

@@ -207,7 +207,9 @@ class StepTokens:
         edges = np.cumsum([0, *(len(rewards) for rewards in self.rewards)]).tolist()
         return [list(per_completion[start:stop]) for start, stop in pairwise(edges)]
 
-    def contexts(self, step: int, params: dict[str, Any]) -> list[AdvantageContext]:
+    def contexts(
+        self, step: int, params: dict[str, Any], max_tokens: int
+    ) -> list[AdvantageContext]:
         """[P] each group as a plugin sees it."""
         sources: Sequence[Group | None] = self.sources or [None] * len(self.rewards)
         given = zip(self.rewards, self.token_counts, sources, strict=True)
@@ -219,6 +221,7 @@ class StepTokens:
                 group,
                 params,
                 source,
+                max_tokens,
                 partial(self.reference_of, group),
             )
             for group, (rewards, counts, source) in enumerate(given)
