@@ -9,9 +9,8 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import (
-    AbstractContextManager,
+    ExitStack,
     contextmanager,
-    nullcontext,
     redirect_stderr,
     redirect_stdout,
 )
@@ -63,6 +62,8 @@ class Launcher(Protocol):
     """Starts runs, at most `workers` at a time."""
 
     workers: int
+    notes: list[str]
+    """Sentences about how runs are started; who has said one removes it."""
 
     def start(self, run: CampaignRun, slot: int) -> Job:
         """Start a run. `slot`, from 0 to workers - 1, belongs to no other running run. Raises
@@ -136,8 +137,8 @@ def unwritable(run: CampaignRun, error: OSError) -> RunOutcome:
 
 
 class InProcess:
-    """Trains one run after the other in this process, and keeps the base model loaded between
-    them.
+    """Trains one run after the other in this process, and keeps the base model, the tokenizer and
+    the prompts loaded between them.
     """
 
     workers = 1
@@ -146,12 +147,15 @@ class InProcess:
         """`loads_models` is False where a remote service holds the model, so that no model library
         is imported.
         """
-        self._models: AbstractContextManager[None] = nullcontext()
+        from retrain.run.sharing import shared_parts
+
+        self.notes: list[str] = []
+        self._shared = ExitStack()
+        self._shared.enter_context(shared_parts())
         if loads_models:
             from retrain.model.load import shared_models
 
-            self._models = shared_models()
-        self._models.__enter__()
+            self._shared.enter_context(shared_models())
 
     def start(self, run: CampaignRun, slot: int) -> EndedJob:
         try:
@@ -163,4 +167,4 @@ class InProcess:
         return EndedJob(outcome)
 
     def close(self) -> None:
-        self._models.__exit__(None, None, None)
+        self._shared.close()

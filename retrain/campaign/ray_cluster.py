@@ -41,6 +41,7 @@ class RayLauncher:
     """
 
     def __init__(self, plan: CampaignPlan) -> None:
+        self.notes: list[str] = []
         self._settings = plan.settings
         self._share = gpu_share(plan.settings)
         if plan.config.is_set("backend.devices"):

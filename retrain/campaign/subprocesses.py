@@ -6,14 +6,15 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import IO
 
 from retrain.backends.base import backend_kind
-from retrain.campaign.launch import OUTPUT, RunOutcome
+from retrain.campaign.launch import OUTPUT, Job, RunOutcome
 from retrain.campaign.manifest import Status
 from retrain.campaign.plan import CampaignPlan, CampaignRun
 from retrain.config import dump_toml, replaced
@@ -23,6 +24,8 @@ from retrain.errors import ConfigurationError
 MAX_ANSWER = 1 << 24
 """Bytes of an outcome; what a child that a plugin left writes there without end is not read."""
 _CHUNK = 1 << 16
+_END_S = 10.0
+"""Seconds to wait for a killed worker."""
 Devices = tuple[str, ...]
 """Names as torch has them, for example ("cuda:0",); empty leaves the run's configuration
 unchanged."""
@@ -88,24 +91,64 @@ def _groups(pool: Devices, settings: Campaign) -> Sequence[Devices]:
 
 
 class Subprocesses:
-    """One worker for each slot, on the slot's devices; on a CPU the workers share the cores."""
+    """One worker for each slot, on the slot's devices; on a CPU the workers share the cores.
 
-    def __init__(self, slots: Sequence[Devices]) -> None:
+    Where that is safe, workers are forked from a parent that holds what they have in common.
+    """
+
+    def __init__(self, slots: Sequence[Devices], *, in_process: bool = True) -> None:
+        """`in_process`: the runs hold their model on this machine, so that they have one in
+        common.
+        """
         self._slots = slots
         self.workers = len(slots)
+        self._parents: dict[str, ForkParent] = {}
+        """By what the base model is."""
+        reason = no_fork_reason(slots, in_process=in_process)
+        self._forks = not reason
+        self.notes = [NOT_FORKED.format(reason=reason) if reason else FORKED]
 
-    def start(self, run: CampaignRun, slot: int) -> "Worker":
+    def start(self, run: CampaignRun, slot: int) -> Job:
         """Start a worker on the devices of `slot`."""
-        devices = self._slots[slot]
+        devices, threads = self._slots[slot], max(1, (os.cpu_count() or 1) // self.workers)
         if devices:
             run = replace(
                 run,
                 config=replaced(run.config, {"backend.devices": ",".join(devices)}, origin="file"),
             )
-        return start_worker(run, threads=max(1, (os.cpu_count() or 1) // self.workers))
+        if self._forks:
+            return ForkedRun(run, threads, self._parent(run, threads), self.notes.append)
+        return start_worker(run, threads)
+
+    def _parent(self, run: CampaignRun, threads: int) -> "ForkParent":
+        """The parent that holds the run's base model, started anew where it was lost."""
+        model = run.config.model
+        base = model.model_dump_json(include={"model", "revision", "dtype", "load_in_4bit"})
+        if base not in self._parents or self._parents[base].lost:
+            self._parents[base] = ForkParent(threads)
+        return self._parents[base]
 
     def close(self) -> None:
-        """Nothing is held between runs."""
+        for parent in self._parents.values():
+            parent.close()
+
+
+FORKED = (
+    "Workers are forked from one process, which loads what they have in common once: libraries,"
+    " tokenizer, prompts and the base weights, which all of them read in one memory."
+)
+NOT_FORKED = "Each worker starts by itself, with its own libraries and model: {reason}."
+
+
+def no_fork_reason(slots: Sequence[Devices], *, in_process: bool) -> str:
+    """Why workers are not forked from one parent; "" if they are."""
+    if not in_process:
+        return "the backend holds no model on this machine"
+    if not sys.platform.startswith("linux"):
+        return f"linear algebra does not survive a fork on {sys.platform}"
+    if any(slots):
+        return "a CUDA context does not survive a fork"
+    return ""
 
 
 def start_worker(run: CampaignRun, threads: int | None) -> "Worker":
@@ -114,7 +157,31 @@ def start_worker(run: CampaignRun, threads: int | None) -> "Worker":
     """
     run.folder.mkdir(parents=True, exist_ok=True)
     with (run.folder / OUTPUT).open("ab") as log:
-        return Worker(run, log, {"OMP_NUM_THREADS": str(threads)} if threads else {})
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "retrain.campaign.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+            env=_environment(threads),
+        )
+    assert process.stdin is not None
+    with contextlib.suppress(
+        BrokenPipeError
+    ):  # the process has already ended, which `poll` reports
+        process.stdin.write(_request(run) + b"\n")
+        process.stdin.flush()
+    return Worker(process)
+
+
+def _environment(threads: int | None) -> dict[str, str]:
+    """The variables of a worker: those that are set here, and the number of threads."""
+    return {**({"OMP_NUM_THREADS": str(threads)} if threads else {}), **os.environ}
+
+
+def _request(run: CampaignRun) -> bytes:
+    path = run.config.source_path
+    return json.dumps({"config": dump_toml(run.config), "path": str(path) if path else ""}).encode()
 
 
 class Worker:
@@ -122,28 +189,13 @@ class Worker:
     forwards it.
     """
 
-    def __init__(self, run: CampaignRun, log: IO[bytes], environment: Mapping[str, str]) -> None:
-        """`environment` gives variables that are not set here already."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "retrain.campaign.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            start_new_session=True,
-            env={**environment, **os.environ},
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
+    def __init__(self, process: "subprocess.Popen[bytes] | ForkedProcess") -> None:
+        self._process = process
+        assert self._process.stdout is not None
         # A child that a plugin forked and left may hold the pipe for ever, so its end says nothing
         # and a read must not wait for it.
         os.set_blocking(self._process.stdout.fileno(), False)
         self._answer = bytearray()
-        path = run.config.source_path
-        request = {"config": dump_toml(run.config), "path": str(path) if path else ""}
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # the process has already ended, which `poll` reports
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
 
     def poll(self) -> RunOutcome | None:
         """The run's outcome; None while it is running."""
@@ -189,3 +241,142 @@ class Worker:
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
+
+
+# -- forked workers --------------------------------------------------------------------------------
+
+
+class ForkParent:
+    """The process that forks workers (`parent`), as the campaign sees it."""
+
+    def __init__(self, threads: int) -> None:
+        """`threads` is its workers' OMP_NUM_THREADS unless that is set."""
+        self._control, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                "-u",
+                "-m",
+                "retrain.campaign.parent",
+                str(theirs.fileno()),
+                str(os.getpid()),
+            ],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+            env=_environment(threads),
+        )
+        theirs.close()
+
+    @property
+    def lost(self) -> bool:
+        """True if the process has ended, and its workers with it."""
+        return self._process.poll() is not None
+
+    def fork(self, run: CampaignRun) -> "ForkedProcess":
+        """Ask for the worker of a run, and return at once. Raises OSError where that cannot be
+        asked.
+        """
+        link, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        receiving, sending = os.pipe()
+        run.folder.mkdir(parents=True, exist_ok=True)
+        with theirs, os.fdopen(sending, "wb") as answer, (run.folder / OUTPUT).open("ab") as log:
+            descriptors = [part.fileno() for part in (theirs, answer, log)]
+            try:
+                socket.send_fds(self._control, [_request(run)], descriptors)
+            except OSError:
+                link.close()
+                os.close(receiving)
+                raise
+        return ForkedProcess(link, os.fdopen(receiving, "rb", buffering=0))
+
+    def close(self) -> None:
+        """End the process and its workers."""
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+
+
+class NotForked(Exception):
+    """The parent refused to fork; the message says why."""
+
+
+class ForkedProcess:
+    """A worker that is another process's child, with the part of Popen's interface that `Worker`
+    uses.
+    """
+
+    stdin = None
+
+    def __init__(self, link: socket.socket, stdout: IO[bytes]) -> None:
+        """`link` takes a signal's number as a byte, and gives the worker's end as JSON."""
+        self._link = link
+        self.stdout = stdout
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs. Raises NotForked."""
+        self._link.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            self._receive()
+        return self._code
+
+    def wait(self) -> None:
+        """Wait for its end, or until its parent is too busy to tell of it."""
+        self._link.settimeout(_END_S)
+        with contextlib.suppress(TimeoutError):
+            self._receive()
+
+    def _receive(self) -> None:
+        if self._code is not None:
+            return
+        try:
+            message = self._link.recv(1 << 12)
+        except ConnectionError:
+            message = b""
+        told = json.loads(message or b"{}")
+        if "refused" in told:
+            raise NotForked(told["refused"])
+        self._code = told.get("code", -signal.SIGKILL)  # without a word: its parent is lost
+        self._link.close()
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(OSError):  # it has ended, which `poll` reports
+            self._link.send(bytes([number]))
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class ForkedRun:
+    """A run in a forked worker, or in a process of its own where its parent refuses."""
+
+    def __init__(
+        self, run: CampaignRun, threads: int, parent: ForkParent, say: Callable[[str], None]
+    ) -> None:
+        self._run, self._threads, self._say = run, threads, say
+        try:
+            self._worker = Worker(parent.fork(run))
+        except OSError as error:
+            self._start_apart(str(error))
+
+    def _start_apart(self, reason: str) -> None:
+        self._say(f"{self._run.name}: {NOT_FORKED.format(reason=reason)}")
+        self._worker = start_worker(self._run, self._threads)
+
+    def poll(self) -> RunOutcome | None:
+        """The run's outcome; None while it is running."""
+        try:
+            return self._worker.poll()
+        except NotForked as refused:
+            self._start_apart(str(refused))
+            return None
+
+    def stop(self, signal_number: int) -> None:
+        """Ask the run to save a checkpoint and end."""
+        self._worker.stop(signal_number)
+
+    def kill(self) -> None:
+        """End the process at once."""
+        with contextlib.suppress(NotForked):
+            self._worker.kill()

@@ -7,12 +7,15 @@ bits, and widened by the kernel as it is read: the arithmetic is float32 either 
 """
 
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 _MIN_ELEMENTS = 150_000
 """For a smaller weight the operator's overhead exceeds what it saves (measured on two cores, 8 to
@@ -27,6 +30,11 @@ _FARTHEST = 100
 """Largest exponent of a scale, so that it and its reciprocal are normal numbers of float32."""
 _ROWS_LOOKED_AT = 4096
 """The rows of a weight that are looked at together for whether they fit 16 bits."""
+
+
+_kept: "tuple[WeakIdKeyDictionary, WeakIdKeyDictionary] | None" = None
+"""Inside `shared_packs`: the packed copies, and whether 16 bits hold a weight, by frozen parameter.
+"""
 
 
 class FrozenProduct(Protocol):
@@ -88,6 +96,42 @@ class HalfWeight:
         if self._bias is None:
             return product
         return product.add_(self._bias)
+
+
+@contextmanager
+def shared_packs() -> Iterator[None]:
+    """Keep, inside, what is found out and laid out about a model's frozen weights for as long as
+    the model lives, so that every run reads one copy.
+    """
+    global _kept  # noqa: PLW0603 - one store per process, which the parent of forked runs opens
+    before, _kept = _kept, (WeakIdKeyDictionary(), WeakIdKeyDictionary())
+    try:
+        yield
+    finally:
+        _kept = before
+
+
+def kept_pack(layer: Tensor, weight: Tensor, bias: Tensor | None) -> FrozenProduct:
+    """Return `prepack`; `layer` is the frozen parameter, the first of those whose weights lie
+    together.
+    """
+    if _kept is None:
+        return prepack(weight, bias)
+    packs, _ = _kept
+    if layer not in packs:
+        packs[layer] = prepack(weight, bias)
+    pack: FrozenProduct = packs[layer]
+    return pack
+
+
+def kept_fit(layer: Tensor, weight: Tensor) -> bool:
+    """Return `fits_half`."""
+    if _kept is None:
+        return fits_half(weight)
+    _, fits = _kept
+    if layer not in fits:
+        fits[layer] = fits_half(weight)
+    return bool(fits[layer])
 
 
 def prepack(weight: Tensor, bias: Tensor | None) -> FrozenProduct:
