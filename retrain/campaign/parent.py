@@ -10,8 +10,7 @@ Nothing that is done here may reach a run:
 - Threads do not survive a fork, and OpenMP waits for those of a parallel region that its parent
   has run. So products have one thread here, tokenizers none of their own, and no worker is forked
   beside a thread. A worker gets its own number of threads, and OpenMP makes its own pool.
-- A run draws the random numbers that it would draw alone: no worker is forked once a generator has
-  moved, and numpy's, which a process seeds at its start, is seeded anew.
+- Generators of random numbers, which a process seeds at its start, are seeded anew in each worker.
 - Code that a run names (plugins, rewards, a model's own) is loaded by the run alone.
 - Files and sockets are closed in a worker, but for its log and its answer.
 
@@ -21,7 +20,6 @@ A worker is refused with the reason where this cannot be kept; it is then a proc
 import gc
 import json
 import os
-import random
 import select
 import signal
 import socket
@@ -104,7 +102,8 @@ class Parent:
         channel = socket.socket(fileno=link)
         reason = self._reason_against(request)
         if reason:
-            channel.send(json.dumps({"refused": reason}).encode())
+            with suppress(ConnectionError):
+                channel.send(json.dumps({"refused": reason}).encode())
             channel.close()
             os.close(answer)
             return None
@@ -117,6 +116,8 @@ class Parent:
         if pid:
             os.close(answer)
             self._workers[pid] = channel
+            with suppress(ConnectionError):
+                channel.send(json.dumps({"forked": pid}).encode())
             return None
         os.setsid()
         die_with_parent(parent)
@@ -129,15 +130,12 @@ class Parent:
         """Prepare the run. Return why no worker can be forked for it, or ""."""
         import torch
 
-        before = _generators()
         try:
             prepare(request)
         except Exception as error:  # noqa: BLE001 - the run meets it in a process of its own, and says it
             return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         gc.collect()
         gc.freeze()  # a collection in a worker would write to all that it has in common
-        if _generators() != before:
-            return "loading the model drew random numbers"
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch does not annotate it
             return "CUDA is in use"
         more = _count_threads() - self._own_threads
@@ -154,16 +152,9 @@ class Parent:
         del os.environ[_TOKENIZER_THREADS]
         if self._asked is not None:
             os.environ[_TOKENIZER_THREADS] = self._asked
-        np.random.seed()  # the generator that a run's plugins may use
+        np.random.seed()  # Python's own generator is seeded at every fork
+        torch.default_generator.seed()
         del sys.argv[1:]
-
-
-def _generators() -> tuple[object, ...]:
-    """The states of the generators that any code may draw from."""
-    import numpy as np
-    import torch
-
-    return bytes(torch.get_rng_state().numpy()), repr(np.random.get_state()), random.getstate()
 
 
 def _count_threads() -> int:

@@ -312,33 +312,34 @@ class ForkedProcess:
         """`link` takes a signal's number as a byte, and gives the worker's end as JSON."""
         self._link = link
         self.stdout = stdout
+        self._forked = False
         self._code: int | None = None
 
     def poll(self) -> int | None:
         """The exit code; None while it runs. Raises NotForked."""
-        self._link.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
-            self._receive()
+        self._receive(timeout=0.0)
         return self._code
 
     def wait(self) -> None:
         """Wait for its end, or until its parent is too busy to tell of it."""
-        self._link.settimeout(_END_S)
-        with contextlib.suppress(TimeoutError):
-            self._receive()
+        self._receive(timeout=_END_S)
 
-    def _receive(self) -> None:
-        if self._code is not None:
-            return
-        try:
-            message = self._link.recv(1 << 12)
-        except ConnectionError:
-            message = b""
-        told = json.loads(message or b"{}")
-        if "refused" in told:
-            raise NotForked(told["refused"])
-        self._code = told.get("code", -signal.SIGKILL)  # without a word: its parent is lost
-        self._link.close()
+    def _receive(self, timeout: float) -> None:
+        """Take what the parent says until the worker has ended or nothing more comes."""
+        self._link.settimeout(timeout)
+        with contextlib.suppress(BlockingIOError, TimeoutError):
+            while self._code is None:
+                try:
+                    told = json.loads(self._link.recv(1 << 12) or b"{}")
+                except ConnectionError:
+                    told = {}
+                if "forked" in told:
+                    self._forked = True
+                elif "code" in told or self._forked:
+                    # without a word its parent was lost, and the worker was killed with it
+                    self._code = told.get("code", -signal.SIGKILL)
+                else:
+                    raise NotForked(told.get("refused", "the process that forks workers was lost"))
 
     def send_signal(self, number: int) -> None:
         with contextlib.suppress(OSError):  # it has ended, which `poll` reports
