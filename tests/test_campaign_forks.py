@@ -13,18 +13,19 @@ import pytest
 import torch
 
 from retrain.campaign import plan_campaign
-from retrain.campaign.launch import Job, RunOutcome
-from retrain.campaign.manifest import Status
-from retrain.campaign.plan import CampaignRun
-from retrain.campaign.subprocesses import (
+from retrain.campaign.launch import (
     ForkedProcess,
     ForkParent,
+    Job,
     NotForked,
+    RunOutcome,
     Subprocesses,
     Worker,
     no_fork_reason,
     start_worker,
 )
+from retrain.campaign.manifest import Status
+from retrain.campaign.plan import CampaignRun
 from retrain.config import config_from_mapping, dump_toml
 from retrain.model.packed import kept_fit, kept_pack, shared_packs
 from retrain.run.loop import train

@@ -29,7 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from retrain.processes import die_with_parent, prepare_torch
+from retrain.system import die_with_parent, prepare_torch
 
 REQUEST_BYTES = 1 << 20
 _POLL_S = 0.05
