@@ -1,5 +1,5 @@
 """The process that the workers of a campaign are forked from, `python -m retrain.campaign.parent`,
-started by `subprocesses`.
+started by `launch`.
 
 It loads what the runs of one base model have in common: libraries, tokenizer, prompts, base weights
 and their packed copies. A worker has this memory until it writes there, and starts in the time of a
