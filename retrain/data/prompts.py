@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from retrain import noise
+from retrain.config.names import source_task
 from retrain.data.chat import count_tokens, encode_texts, messages_of, render_text, token_bounds
 from retrain.data.readers import Split
 from retrain.data.sources import Query, ReadResult, dropped_words, read_source
@@ -23,7 +24,7 @@ from retrain.types import Example, Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from retrain.config.schema import Data, TrainConfig, Training
+    from retrain.config.schema import Data, Evaluation, TrainConfig, Training
 
 _CHUNK = 256  # prompts that the search for the longest one encodes at a time
 _SUBSET_SEED = 0
@@ -38,11 +39,15 @@ def load_examples(config: "TrainConfig", split: Split = "train") -> ReadResult:
     Raises NoHeldOutSplit if nothing is held out, another ConfigurationError if no example is left
     or the source is not known, EnvironmentFailure if the hub is needed and cannot be reached.
     """
-    source = config.evaluation.source if split == "heldout" else ""
-    apart = source not in ("", config.data.source)
+    source, copy = "", ""
+    if split == "heldout":
+        (source,) = config.evaluation.sources
+        copy = config.evaluation.path_of(source)
+    apart = source not in ("", config.data.source) or bool(copy)
     data = config.data
     if apart:
-        data = data.model_copy(update={"source": source, "path": "", "params": {}})
+        changes = {"source": source or data.source, "path": copy, "params": {}}
+        data = data.model_copy(update=changes)
     query = Query(config, data, split, named_for_evaluation=apart)
     result = read_source(query)
     if not result.examples:
@@ -63,6 +68,24 @@ def load_examples(config: "TrainConfig", split: Split = "train") -> ReadResult:
             f" together: {repeated:,}"
         )
     return result
+
+
+def load_held_out_sets(config: "TrainConfig") -> list[tuple["Evaluation", ReadResult]]:
+    """Load the held-out set of each source of `[evaluation]`, with its settings. Of several sources
+    each is a task under its name, which the ids of its examples carry too.
+    """
+    parts = config.evaluation.parts
+    sets = []
+    for part in parts:
+        loaded = load_examples(config.model_copy(update={"evaluation": part}), "heldout")
+        if len(parts) > 1:
+            task = source_task(str(part.source))
+            loaded.examples = [
+                replace(example, task=task, example_id=f"{task}/{example.example_id}")
+                for example in loaded.examples
+            ]
+        sets.append((part, loaded))
+    return sets
 
 
 def subset(examples: list[Example], limit: int) -> list[Example]:

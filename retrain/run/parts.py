@@ -23,6 +23,7 @@ from retrain.config.schema import Backend as BackendSettings
 from retrain.config.schema import Evaluation, Inference, Model, Training
 from retrain.data import PromptSet, contamination_note, encode_prompts, load_examples
 from retrain.data.chat import ChatRenderer, messages_of
+from retrain.data.prompts import load_held_out_sets
 from retrain.data.samplers import SAMPLERS, build_sampler
 from retrain.distributed import ALONE, World
 from retrain.environments.episodes import EpisodeHost
@@ -151,7 +152,7 @@ def _load_rest(
         undo.callback(judge.close)
     _say_probes([asked for asked in (scorer, judge) if asked], say)
     if learns:
-        say_memory(config, choices, prompts, held_out or [], say, world)
+        say_memory(config, choices, prompts, asked_for(held_out), say, world)
     backend = build_backend(config, text.eos_ids, choices, say, world)
     undo.callback(backend.close)
     backend.engine.say = say
@@ -161,8 +162,8 @@ def _load_rest(
     limit = config.reward.max_failure_rate
     evaluator = None
     if held_out:
-        plan = evaluation_plan(config.evaluation, config.training)
-        evaluator = Evaluator(examiner, held_out, plan, config.evaluation.k, limit)
+        sets = [(prompts, evaluation_plan(part, config.training)) for part, prompts in held_out]
+        evaluator = Evaluator(examiner, sets, config.evaluation.k, limit)
     guard = FailureGuard(limit)
     return Parts(
         text,
@@ -401,23 +402,36 @@ def longest_prompt(training: PromptSet, held_out: Sequence[Prompt]) -> int:
     return max(training.longest, *(len(prompt.token_ids) for prompt in held_out), 0)
 
 
+HeldOut = list[tuple[Evaluation, list[Prompt]]]
+"""The held-out prompts of each source of `[evaluation]`, with its settings."""
+
+
 def load_held_out(
     config: TrainConfig, text: TextModel, stage: Stage | None, training: PromptSet, say: Say
-) -> list[Prompt]:
-    """Load `[evaluation] max_examples` of the held-out problems, the same ones in the same order
-    for every run of a data set.
+) -> HeldOut:
+    """Load `[evaluation] max_examples` of the held-out problems of each source, the same ones in
+    the same order for every run of a data set.
     """
     if stage:
-        loaded = load_problems(stage.host.environment, config, "evaluation")
+        sets = [(config.evaluation, load_problems(stage.host.environment, config, "evaluation"))]
     else:
-        loaded = load_examples(config, "heldout")
-    prompts = encode_prompts(config.training, text, loaded)
-    shared = contamination_note(training.examples, loaded.examples)
-    count = min(config.evaluation.max_examples or len(prompts), len(prompts))
-    say(f"Held-out evaluation on {count} of {len(prompts)} problems")
-    for note in filter(None, (*prompts.notes, shared)):
-        say(note)
-    return prompts.batch(0, count, _EVALUATION_ORDER_SEED)
+        sets = load_held_out_sets(config)
+    chosen = []
+    for part, loaded in sets:
+        prompts = encode_prompts(config.training, text, loaded)
+        shared = contamination_note(training.examples, loaded.examples)
+        count = min(part.max_examples or len(prompts), len(prompts))
+        of_task = f" of {part.source}" if len(sets) > 1 else ""
+        say(f"Held-out evaluation on {count} of {len(prompts)} problems{of_task}")
+        for note in filter(None, (*prompts.notes, shared)):
+            say(note)
+        chosen.append((part, prompts.batch(0, count, _EVALUATION_ORDER_SEED)))
+    return chosen
+
+
+def asked_for(held_out: HeldOut | None) -> list[Prompt]:
+    """The held-out prompts of all sources."""
+    return [prompt for _, prompts in held_out or () for prompt in prompts]
 
 
 def load_judge(config: TrainConfig, scorer: Scorer, verdicts: Path | None, say: Say) -> Scorer:

@@ -60,7 +60,8 @@ class Console(Tracker):
             case StepRecord():
                 self._print(step_line(event))
             case Evaluation():
-                self._print(evaluation_line(event))
+                for line in (evaluation_line(event), *task_lines(event)):
+                    self._print(line)
             case RunSummary():
                 for line in summary_lines(event, self._folder):
                     self._print(line)
