@@ -11,7 +11,7 @@ from retrain.analysis.arms import evaluation_words
 from retrain.cli.main import main
 from retrain.config import TrainConfig, config_from_mapping
 from retrain.config.judging import judging_rewards
-from retrain.data.prompts import load_examples, load_held_out_sets
+from retrain.data.prompts import each_source, load_examples
 from retrain.errors import ConfigurationError
 from retrain.rewards.verification import equal
 
@@ -79,8 +79,7 @@ def two(tmp_path: Path) -> dict[str, Any]:
 def test_a_preset_reads_a_copy_of_its_data_set(name: str, tmp_path: Path) -> None:
     copy = rows(tmp_path / "copy.jsonl", [STAND_INS[name]])
     config = asked(name, tasks={name: {"path": copy}})
-    ((_, loaded),) = load_held_out_sets(config)
-    (example,) = loaded.examples
+    (example,) = load_examples(config, "heldout").examples
     text, reference = str(example.prompt), example.reference
     if name == "gpqa_diamond":
         shown = dict(line.split(") ", 1) for line in text.splitlines() if ") " in line)
@@ -100,8 +99,8 @@ def test_a_preset_reads_the_hubs_data_set(monkeypatch: pytest.MonkeyPatch) -> No
         return [STAND_INS[{"MATH-500": "math500"}.get(data.name.rpartition("/")[2], "aime24")]]
 
     monkeypatch.setattr("retrain.data.readers._load_split", split)
-    sets = load_held_out_sets(asked(["math500", "aime24"]))
-    assert [loaded.examples[0].task for _, loaded in sets] == ["math500", "aime24"]
+    for config in each_source(asked(["math500", "aime24"])):
+        assert len(load_examples(config, "heldout")) == 1
     assert read == [
         ("HuggingFaceH4/MATH-500", "", "test"),
         ("HuggingFaceH4/aime_2024", "", "train"),

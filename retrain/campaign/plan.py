@@ -17,7 +17,7 @@ from retrain.config import TrainConfig, config_from_mapping, replaced
 from retrain.config.judging import verifies
 from retrain.config.load import arms, given_values
 from retrain.config.schema import Campaign, Condition, Logging, Provenance
-from retrain.data.prompts import load_held_out_sets
+from retrain.data.prompts import each_source, load_examples
 from retrain.data.sources import NoHeldOutSplit
 from retrain.environments.loading import environment_name, load_environment, load_problems
 from retrain.errors import ConfigurationError
@@ -324,7 +324,8 @@ def _has_held_out(config: TrainConfig, campaign: TrainConfig) -> bool:
             with closing(load_environment(config)) as environment:
                 load_problems(environment, config, "evaluation")
         else:
-            load_held_out_sets(config)
+            for own in each_source(config):
+                load_examples(own, "heldout")
     except NoHeldOutSplit:
         if (
             campaign.is_set("evaluation.at_end")

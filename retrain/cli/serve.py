@@ -133,12 +133,12 @@ def _longest_prompt(config: "TrainConfig") -> int:
     prompts.
     """
     from retrain.run.parts import (
-        asked_for,
         load_held_out,
         load_prompts,
         load_stage,
         load_text,
         longest_prompt,
+        prompts_of,
     )
 
     text = load_text(config.model, print_progress)
@@ -146,7 +146,7 @@ def _longest_prompt(config: "TrainConfig") -> int:
     try:
         prompts = load_prompts(config, text, stage, print_progress)
         if config.evaluation.asked_for:
-            held_out = asked_for(load_held_out(config, text, stage, prompts, print_progress))
+            held_out = prompts_of(load_held_out(config, text, stage, prompts, print_progress))
         else:
             held_out = []
     finally:

@@ -49,9 +49,8 @@ def check_tasks(tasks: dict[str, Any]) -> dict[str, Any]:
             problem = error.errors(include_url=False)[0]
             key = ".".join([name, *map(str, problem["loc"])])
             known = ", ".join(TaskSettings.model_fields)
-            raise refuse(
-                f"is wrong at {key} ({problem['msg'].lower()}); a task takes {known}"
-            ) from error
+            cause = problem["msg"].lower()
+            raise refuse(f"is wrong at {key} ({cause}); a task takes {known}") from error
     return tasks
 
 

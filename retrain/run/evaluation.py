@@ -33,6 +33,11 @@ class Evaluator:
         self.max_failure_rate = max_failure_rate
 
     @property
+    def prompts(self) -> list[Prompt]:
+        """The prompts of all tasks."""
+        return [prompt for prompts, _ in self.sets for prompt in prompts]
+
+    @property
     def completions(self) -> int:
         """Completions of one evaluation."""
         return sum(len(prompts) * plan.group_size for prompts, plan in self.sets)

@@ -198,6 +198,17 @@ class LocalBackend(LocalFacts):
         )
         return backend
 
+    @classmethod
+    def prepare(cls, config: "TrainConfig") -> None:
+        """Load the base weights into `shared_models`, and lay them out as samplers read them."""
+        device, _, sampler_device = choose_device(config.backend)
+        if sampler_device is not None or config.backend.shard_base:
+            return
+        base = load_base_model(config, resolve_model(config.model.model), device)
+        fused = FusedDecoder.of(base.model, merge=budget_of(config, base).merges)
+        if fused is not None:
+            fused.keep_packs()
+
     def _build_engine(
         self,
         eos_ids: Sequence[int] | None,
@@ -317,6 +328,19 @@ class LocalBackend(LocalFacts):
             self.engine.free_pages()
         with _current(self._base.device), _deterministic(self._base.device):
             return self._learner.train(rows, step, sampler_is_raw=raw)
+
+    def gradients(
+        self, config: "TrainConfig", rows: Sequence[Row], step: int, cells: Sequence[Sequence[int]]
+    ) -> list[Float32Array]:
+        """[D] each: the adapter's gradient of the loss of `config`, which may be another than the
+        backend's, on the rows of each cell alone (`Learner.gradients`).
+        """
+        if is_raw(self.engine.capabilities, self.config.training.temperature):
+            own = self.logprobs(rows)
+            rows = [replace(row, logprobs=one) for row, one in zip(rows, own, strict=True)]
+        learner = Learner(self._base, self._adapter, config, self._choices, self._fused)
+        with _current(self._base.device), _deterministic(self._base.device):
+            return [one.cpu().numpy() for one in learner.gradients(rows, step, cells)]
 
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
         with _current(self._base.device):
