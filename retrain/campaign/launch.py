@@ -24,10 +24,7 @@ from retrain.campaign.plan import CampaignRun
 from retrain.config import TrainConfig, replaced
 from retrain.errors import Interrupted, RetrainError
 from retrain.records.redact import harmless
-from retrain.records.run_folder import RunFolder
-
-OUTPUT = "output.log"
-"""File in the run's folder that keeps what the run prints."""
+from retrain.records.run_folder import OUTPUT, RunFolder
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ from dataclasses import replace
 from typing import IO
 
 from retrain.backends.base import backend_kind
-from retrain.campaign.launch import OUTPUT, RunOutcome
+from retrain.campaign.launch import RunOutcome
 from retrain.campaign.manifest import Status
 from retrain.campaign.plan import CampaignPlan, CampaignRun
 from retrain.config import dump_toml, replaced
 from retrain.config.schema import Campaign
 from retrain.errors import ConfigurationError
+from retrain.records.run_folder import OUTPUT
 
 MAX_ANSWER = 1 << 24
 """Bytes of an outcome; what a child that a plugin left writes there without end is not read."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from retrain.records.disk import delete, replace_file
 from retrain.records.jsonl import Extent, aside_of, truncate_to_size, truncate_to_step
 from retrain.records.state import TrainerState
 
+OUTPUT = "output.log"
+"""Name of the file that keeps what a run prints."""
 MARKER = ".retrain.json"
 """Name of the file that says that retrain made a folder; it holds the kind of folder and the
 format."""
@@ -108,6 +111,19 @@ class RunFolder:
         return self.path / "evaluations"
 
     @property
+    def output(self) -> Path:
+        """Every line that the run prints without a terminal, of all its sessions."""
+        return self.path / OUTPUT
+
+    @property
+    def prints_to_output(self) -> bool:
+        """True if this process's standard output is already `output`, as in a campaign."""
+        try:
+            return os.path.samestat(os.fstat(sys.stdout.fileno()), self.output.stat())
+        except (OSError, ValueError):  # no such file, or an output without a descriptor
+            return False
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
@@ -146,6 +162,7 @@ class RunFolder:
             self.curve,
             self.summary,
         )
+        own_output = () if self.prints_to_output else (self.output,)
         asides = (aside_of(self.metrics), aside_of(self.evaluation))
         pictures = self.path.glob(f"{self.report.stem}-*.png")
         return (
@@ -154,6 +171,7 @@ class RunFolder:
             self.checkpoint_pointer,
             self.verdicts,
             self.report,
+            *own_output,
             *asides,
             *pictures,
         )
@@ -175,6 +193,7 @@ class RunFolder:
             self.checkpoints,
             *self.lines(),
             self.verdicts,
+            self.output,
         )
         return [path for path in places if path.is_symlink()]
 

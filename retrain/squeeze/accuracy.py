@@ -25,7 +25,7 @@ from retrain.squeeze.adapter import (
     read_adapter,
     weight_names,
 )
-from retrain.tracking.console import pass_at_1
+from retrain.tracking.lines import pass_at_1
 
 
 @dataclass(frozen=True)
