@@ -116,6 +116,8 @@ class Comparison:
     recorded."""
     looks: Sequence[Look] = ()
     """The looks of the campaign; empty unless the comparison is as planned."""
+    grid: Sequence[str] = ()
+    """The keys that [campaign.grid] varies, whose conditions are ranked."""
 
     @property
     def seeds_to_conclude(self) -> int:
@@ -265,6 +267,7 @@ def _compared(grouped: RunsByCondition, request: Request) -> Comparison:
         notes=[*selection.notes, *notes],
         planned=planned_line(record, selection.differing, request.absences) if record else "",
         looks=record.looks if record and test.rule == "evidence" else (),
+        grid=record.grid if record else (),
     )
 
 

@@ -11,7 +11,7 @@ _MEANT = {
     "`retrain FILE.toml --resume RUN_DIR` continues a run": ("resume", "continue", "resume-check"),
     "`retrain eval RUN` evaluates a checkpoint": ("evaluate", "test", "benchmark"),
     "`retrain explain FILE.toml` says what would run, and with --probe measures a step": (
-        "doctor",
+        "check",
         "validate",
         "trace",
         "plan",

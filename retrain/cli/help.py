@@ -2,6 +2,7 @@
 or all keys with their flags.
 """
 
+import json
 import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
@@ -37,9 +38,21 @@ def command(
     section: Annotated[
         str, typer.Argument(help="After config: one section, such as training.")
     ] = "",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With config: the JSON Schema of a file, for an editor.")
+    ] = False,
 ) -> None:
     """Print the short page and the names of all keys; or what there is to know about one name."""
-    if not topic:
+    if as_json:
+        if topic != "config" or section:
+            raise ConfigurationError(
+                "--json of `retrain help` prints the JSON Schema of the whole configuration; write"
+                " `retrain help config --json`."
+            )
+        from retrain.config.json_schema import json_schema
+
+        print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+    elif not topic:
         print(usage() + "\n" + key_names(80), end="")
     elif topic == "config":
         print(reference(section), end="")

@@ -266,6 +266,7 @@ _WORDS = {
     bool: "true or false",
     str: "a string",
     dict: "a table",
+    dict[str, list[Any]]: "a table of lists",
 }
 
 
@@ -293,7 +294,8 @@ def _describe(annotation: Any, metadata: list[Any]) -> str:
             "a table with advantage_mode and transform_mode, or algorithm_mode, a label, and any"
             " other key as section.key"
         )
-    return _WORDS[get_origin(annotation) or annotation] + _range(metadata)
+    words = _WORDS.get(annotation) or _WORDS[get_origin(annotation)]
+    return words + _range(metadata)
 
 
 _SPECIAL = {

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ValidationError
 
-from retrain.config.keys import describe_field
+from retrain.config.keys import describe_field, is_settable
 from retrain.config.learning_sections import BACKEND_OPTIONS
 from retrain.config.names import (
     builtin_names,
@@ -81,9 +81,7 @@ def broken_rules(config: AllSections) -> list[Violation]:
     """Every violation once, in the order of the rules. Conditions that set keys of their own are
     judged one by one (`arm_problems`).
     """
-    own_keys = config.campaign is not None and any(
-        condition.sets for condition in config.campaign.conditions
-    )
+    own_keys = any(condition.sets for condition in config.conditions)
     rules = [*([] if own_keys else _RULES), *_CAMPAIGN_RULES]
     found = dict.fromkeys(violation for rule in rules for violation in rule(config))
     return [violation for violation in found if is_read(config, violation.keys[0])]
@@ -475,6 +473,26 @@ def _conditions_are_complete(config: AllSections) -> Iterator[Violation]:
                 f"[[campaign.conditions]] number {number} lacks {' and '.join(missing)}; "
                 "give advantage_mode and transform_mode, or algorithm_mode",
             )
+
+
+@_campaign_rule
+def _grid_varies_keys_of_a_run(config: AllSections) -> Iterator[Violation]:
+    if config.campaign is None:
+        return
+    for path, values in config.campaign.grid.items():
+        if not is_settable(path) or not values:
+            yield Violation(
+                ("campaign.grid",),
+                f'[campaign.grid] "{path}" = {toml_value(values)} varies nothing; name a key of a'
+                ' run and its values, such as "training.lr" = [1e-5, 4e-5]',
+            )
+        for number, condition in enumerate(config.campaign.conditions, start=1):
+            if path in condition.sets:
+                yield Violation(
+                    ("campaign.grid", "campaign.conditions"),
+                    f'[campaign.grid] varies "{path}", which [[campaign.conditions]] number'
+                    f" {number} sets too; leave it out of one of them",
+                )
 
 
 @_campaign_rule
