@@ -11,7 +11,7 @@ from retrain.config.json_schema import json_schema
 from retrain.config.keys import Key, all_keys, section_models
 from retrain.config.names import ALIASES, bracketed
 from retrain.config.schema import BACKEND_OPTIONS, DEFAULT_CONDITIONS
-from retrain.parsing import toml_value
+from retrain.system import toml_value
 
 WIDTH = 110
 """Columns of comments."""

@@ -10,7 +10,7 @@ import pytest
 from campaigns import planned_config
 
 from retrain.campaign import CampaignPlan, plan_campaign
-from retrain.campaign.preflight import check
+from retrain.campaign.plan import check
 from retrain.config import config_from_toml, dump_toml, replaced, unused_keys
 from retrain.errors import ConfigurationError
 
@@ -298,7 +298,7 @@ def test_a_wrong_plugin_is_said_before_any_data_is_loaded(monkeypatch: pytest.Mo
     def loaded(*_: object) -> None:
         raise AssertionError("the data was loaded")
 
-    monkeypatch.setattr("retrain.campaign.preflight.load_examples", loaded)
+    monkeypatch.setattr("retrain.campaign.plan.load_examples", loaded)
     conditions = [
         {"advantage_mode": name, "transform_mode": "none"} for name in ("grpo", "no_such.plugin")
     ]

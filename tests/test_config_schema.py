@@ -23,7 +23,7 @@ from retrain.config.json_schema import json_schema
 from retrain.config.keys import Key, all_keys, flags, keys_by_path, section_models
 from retrain.config.values import OpenName
 from retrain.errors import ConfigurationError
-from retrain.parsing import toml_value
+from retrain.system import toml_value
 from scripts.docs_keys import annotated_toml, artefacts
 
 ROOT = Path(__file__).resolve().parents[1]

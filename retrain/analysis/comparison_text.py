@@ -21,7 +21,7 @@ from retrain.analysis.explanation import (
 )
 from retrain.analysis.headline import answer, name_of, p_words
 from retrain.analysis.measures import Metric, difference_words, interval_words, size_words
-from retrain.analysis.tasks import PROFILE_THRESHOLDS, TaskAggregate
+from retrain.analysis.pairs import PROFILE_THRESHOLDS, TaskAggregate
 from retrain.records.terminal import GAP, markdown_lines, table_lines
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]

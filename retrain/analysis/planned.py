@@ -16,9 +16,9 @@ from retrain.analysis.integrity import absent_words
 from retrain.analysis.measures import Metric
 from retrain.analysis.runs import StoredRun, seeds_words
 from retrain.errors import RunFailed
-from retrain.parsing import read_object
 from retrain.records.entries import Direction
 from retrain.records.terminal import counted
+from retrain.system import read_object
 
 if TYPE_CHECKING:
     from retrain.analysis.verdict import TestSettings

@@ -20,7 +20,7 @@ from retrain.errors import EnvironmentFailure, RetrainError
 from retrain.install import install_hint, missing_package
 
 if TYPE_CHECKING:
-    from retrain.backends.catalogue import Entry
+    from retrain.backends.declared import Entry
 
 KEYS = ("HF_TOKEN", "OPENAI_API_KEY", "TINKER_API_KEY", "WANDB_API_KEY")
 """Credentials that a run may need, by their usual names. Their values are never shown."""
@@ -188,7 +188,7 @@ def _keys() -> Finding:
 
 
 def _extras() -> Finding:
-    from retrain.backends.catalogue import catalogue
+    from retrain.backends.declared import catalogue
 
     here = [entry.name for entry in catalogue() if not entry.packages or any(_versions(entry))]
     return Finding("can use", "ok", f"{', '.join(here)}; `retrain backends` says more")

@@ -36,7 +36,7 @@ _MEANT = {
 
 def advice(arguments: Sequence[str]) -> str:
     """Say what to type in place of a command line that begins with an unknown word."""
-    from retrain.config.suggestions import nearest
+    from retrain.config.names import nearest
 
     word, *rest = arguments
     if word.lower() in TRAIN:

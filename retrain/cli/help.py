@@ -87,8 +87,7 @@ def _page(name: str) -> str:
     other name.
     """
     from retrain.config.keys import all_keys, key_meant, section_models
-    from retrain.config.names import ALIASES
-    from retrain.config.suggestions import NAME_CUTOFF, instead, nearest
+    from retrain.config.names import ALIASES, NAME_CUTOFF, instead, nearest
 
     word = name.strip("[]")
     if word in section_models():
@@ -122,7 +121,7 @@ def reference(section: str, width: int = MAX_WIDTH) -> str:
     exist.
     """
     from retrain.config.keys import all_keys, section_models
-    from retrain.config.suggestions import nearest
+    from retrain.config.names import nearest
 
     names = tuple(section_models())
     if section and section not in names:
@@ -160,7 +159,7 @@ def _options(width: int) -> Iterator[str]:
 
 def _about(key: "Key", width: int, flag: str = "") -> Iterator[str]:
     from retrain.config.keys import SHORT_TABLE_FLAGS
-    from retrain.parsing import toml_value
+    from retrain.system import toml_value
 
     if key.default is None:
         default = "unset"

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from retrain.cli.usage import COMMANDS, MAX_WIDTH, usage
 from retrain.errors import ConfigurationError, EnvironmentFailure, RetrainError, StoppedAtOnce
-from retrain.processes import prepare_torch
 from retrain.records.disk import is_reader_gone, path_error
+from retrain.system import prepare_torch
 
 if TYPE_CHECKING:
     from typer.core import TyperCommand

@@ -12,10 +12,9 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from retrain.config.names import ALIASES, builtin_names
+from retrain.config.names import ALIASES, builtin_names, synonym
 from retrain.config.section import NO_TRAITS, Section, Traits, traits_of
 from retrain.config.sections import AllSections, Condition
-from retrain.config.suggestions import synonym
 from retrain.config.values import MAX_SEED, OpenName
 
 BARE_SECTIONS = ("model", "algorithm", "training", "optimizer", "backend", "logging")

@@ -29,7 +29,7 @@ from retrain.config.rules import Violation
 from retrain.config.schema import Condition, Provenance, TrainConfig
 from retrain.config.sentences import Place, details_of, field_sentences, violations_of, wrong_paths
 from retrain.errors import ConfigurationError
-from retrain.parsing import ParseError, parse_toml
+from retrain.system import ParseError, parse_toml
 
 DEFAULT_FILE = "retrain.toml"
 _SECTIONS_OF_A_SQUEEZE_JOB = {"squeeze", "model", "logging", "plugins"}

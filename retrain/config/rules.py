@@ -18,14 +18,14 @@ from retrain.config.learning_sections import BACKEND_OPTIONS
 from retrain.config.names import (
     builtin_names,
     fixed_aggregation,
+    nearest,
     table,
     transforms_with,
 )
 from retrain.config.sections import AllSections, Condition
-from retrain.config.suggestions import nearest
 from retrain.config.values import MAX_COMPLETIONS, MAX_SEED
 from retrain.errors import MAX_SENTENCES
-from retrain.parsing import toml_value
+from retrain.system import toml_value
 
 
 @dataclass(frozen=True)

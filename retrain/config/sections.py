@@ -46,7 +46,7 @@ from retrain.config.run_sections import (
 )
 from retrain.config.section import Section, Seed, Traits, key
 from retrain.config.values import LABEL, OpenName, check_label, check_table
-from retrain.parsing import toml_value
+from retrain.system import toml_value
 
 
 def _open_condition(schema: dict[str, Any]) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from retrain.backpressure import BackpressureController, Roofline, roofline
-from retrain.backpressure.throughput import step_flops
+from retrain.backpressure import BackpressureController, Roofline, roofline, step_flops
 from retrain.records.jsonl import read_jsonl
 from retrain.records.run_folder import RunFolder
 

@@ -19,7 +19,6 @@ from retrain.errors import (
     NotReached,
     RetrainError,
 )
-from retrain.parsing import read_object
 from retrain.records.disk import replace_file
 from retrain.records.entries import EvaluationRecord, StepRecord
 from retrain.records.evaluation import Evaluation
@@ -53,6 +52,7 @@ from retrain.run.rollout import PrefetchedRollout, Rollout
 from retrain.run.saver import Saver, Schedule
 from retrain.run.start import RunStart, open_run, refuse_other_data
 from retrain.run.step_record import Step
+from retrain.system import read_object
 from retrain.tracking import Tracker, build_tracker
 from retrain.tracking.base import GroupScore, GroupsScored, Progress, Started, Verbosity
 from retrain.types import Float32Array, LogLine, Prompt, Row, RowKey, StepResult
