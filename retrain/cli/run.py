@@ -69,13 +69,14 @@ def run_file(arguments: Sequence[str]) -> int:
         run_campaign(config, quiet=parsed.quiet)
     else:
         from retrain.run.loop import train
+        from retrain.tracking.base import Verbosity
         from retrain.types import LogLine
 
         train(
             config,
             overwrite=parsed.overwrite,
             quiet=parsed.quiet,
-            verbose=parsed.verbose,
+            verbosity=Verbosity.VERBOSE if parsed.verbose else Verbosity.NORMAL,
             skip_parity=parsed.skip_parity,
             said=[LogLine(line) if line is loaded else line for line in said],
         )

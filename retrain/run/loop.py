@@ -43,24 +43,23 @@ def train(
     *,
     overwrite: bool = False,
     quiet: bool = False,
-    verbose: bool = False,
+    verbosity: Verbosity = Verbosity.NORMAL,
     skip_parity: bool = False,
     said: Sequence[str] = (),
 ) -> Run:
     """Run `config` to its last step, or resume the run that `[resume] from` names.
 
     `overwrite` empties a run folder that carries our marker; `quiet` prints the start, the
-    evaluations and the end alone, and `verbose` every line on a terminal too; `skip_parity` trusts
-    the engine unseen; the lines `said` are printed first. Raises ConfigurationError,
+    evaluations and the end alone, as `Verbosity.QUIET` does; `skip_parity` trusts the engine
+    unseen; the lines `said` are printed first. Raises ConfigurationError,
     EnvironmentFailure, RunFailed or Interrupted, with the steps completed so far saved. A second
     signal raises StoppedAtOnce, which saves nothing.
     """
     folder = Path(config.resume.from_ or config.logging.log_dir)
-    verbosity = Verbosity.QUIET if quiet else Verbosity.NORMAL
     opening = Session.open(
         config,
         overwrite=overwrite,
-        verbosity=Verbosity.VERBOSE if verbose else verbosity,
+        verbosity=Verbosity.QUIET if quiet else verbosity,
         skip_parity=skip_parity,
         said=said,
     )
