@@ -119,6 +119,7 @@ def _size(plan: CampaignPlan) -> str:
 
 
 def _launcher(plan: CampaignPlan) -> Launcher:
+    kinds = [backend_kind(run.config.backend.backend) for run in plan.runs]
     if plan.settings.launcher == "ray":
         from retrain.campaign.launch import RayLauncher
 
@@ -126,8 +127,8 @@ def _launcher(plan: CampaignPlan) -> Launcher:
     if plan.settings.parallel:
         from retrain.campaign.launch import Subprocesses
 
-        return Subprocesses(share_devices(plan))
-    kinds = [backend_kind(run.config.backend.backend) for run in plan.runs]
+        in_process = all(kind.in_process for kind in kinds)
+        return Subprocesses(share_devices(plan), in_process=in_process)
     return InProcess(loads_models=any(kind.loads_model for kind in kinds))
 
 
@@ -186,6 +187,8 @@ class _Execution:
         )
         try:
             while self._waiting or self._jobs:
+                while self._launcher.notes:
+                    self._board.say(self._launcher.notes.pop(0))
                 if self._interrupts.stopped_by is not None and not self._stopping:
                     self._stop(self._interrupts.stopped_by)
                 if len(self._jobs) < self._launcher.workers and time.monotonic() >= next_start:
