@@ -245,6 +245,15 @@ class Backend(ABC):
         """
         return None
 
+    def tempered_scores(
+        self, rows: Sequence[Row], truncation: Truncation, tolerance: float
+    ) -> list[Float32Array] | None:
+        """[T, 12] of each row: what [inference] calibration tests, by the learner's distribution
+        under `truncation` (`model.calibration.tempered_scores`); None where its logits are not to
+        be had.
+        """
+        return None
+
     @abstractmethod
     def save_adapter(self, folder: Path) -> None:
         """Write the PEFT adapter alone: adapter_model.safetensors, adapter_config.json,

@@ -916,6 +916,7 @@ _SERVER = (
     "inference.timeout_s",
     "inference.adapter_dir",
 )
+_CHECKS = ("inference.mismatch_limit", "inference.calibration")
 _ROUNDING = ("inference.dtype", "inference.kv_cache_dtype")
 """A server's own setting, which `retrain serve` passes on; in a run it says that the parity gate
 must allow for the rounding."""
@@ -934,7 +935,7 @@ _OTHER_ROUNDING = refused(
 def _server(engine: str) -> Rows:
     return (
         _OTHER_ROUNDING,
-        used("inference.engine", "inference.mismatch_limit", *_SERVER, *_ROUNDING),
+        used("inference.engine", *_CHECKS, *_SERVER, *_ROUNDING),
         served(
             "inference.attention_kernel",
             "inference.prefix_caching",
@@ -959,7 +960,7 @@ _ENGINES: dict[str, Rows] = {
     "max": _server("max"),
     "openai": (
         _OTHER_ROUNDING,
-        used("inference.engine", "inference.mismatch_limit", *_SERVER, *_ROUNDING),
+        used("inference.engine", *_CHECKS, *_SERVER, *_ROUNDING),
         unused(
             "inference.attention_kernel",
             "inference.prefix_caching",

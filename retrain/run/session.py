@@ -26,6 +26,7 @@ from retrain.records.jsonl import read_jsonl
 from retrain.records.redact import note_secrets
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean
+from retrain.run.calibration import Calibration, tested_rows, tolerance, warning
 from retrain.run.dialogues import Watcher
 from retrain.run.interrupts import Interrupts
 from retrain.run.notes import preflight_lines, refuse_lone_sharding, skipped_gate_line
@@ -92,6 +93,11 @@ class Session:
         self.choice = PromptChoice(self.config, parts.prompts)
         self.saver = Saver(self.folder, opened.store, parts.backend, tracker, saved_at)
         self.observer = StepObserver(self.config, parts, tracker)
+        self._tolerance = tolerance(
+            self.config.inference,
+            self.config.training.temperature,
+            in_process=parts.backend.engine.capabilities.in_process,
+        )
         self.evaluations: list[Evaluation] = []
         self.prefetched = None
         if parts.backend.capabilities.samples_ahead:
@@ -300,6 +306,21 @@ class Session:
             self.state = before  # nothing has left this process
             raise
 
+    def calibrate(self, rollout: Rollout) -> Calibration | None:
+        """Test the step's completions against the weights that sampled them, before they are
+        learned from; None where nothing is tested.
+        """
+        backend = self.parts.backend
+        if not self.config.inference.calibration or backend.capabilities.samples_ahead:
+            return None
+        rows = tested_rows(rollout.first_draws, self.state.seed, self.state.step)
+        if not rows:
+            return None
+        scores = backend.tempered_scores(rows, self.plan.truncation, self._tolerance)
+        if scores is None:
+            return None
+        return Calibration.of(scores)
+
     def record(self, step: Step) -> None:
         """Move the run past a step and write the step down. Raises RunFailed afterwards if the run
         should not go on.
@@ -319,6 +340,8 @@ class Session:
             half_precision=is_rounded(config.inference, parts.backend),
             samples_ahead=parts.backend.capabilities.samples_ahead,
         )
+        before = Calibration(**self.state.calibration)
+        total = before.after(step.calibration) if step.calibration else before
         state = self.state.after_step(
             prompts=len(step.rollout.groups),
             next_batch_size=self._next_batch_size,
@@ -328,10 +351,14 @@ class Session:
             seconds=seconds,
             finite=result.updates > 0 or not result.nonfinite_updates,
             mismatched=is_above(limit, result.log_ratio_mean),
+            calibration=asdict(total) if step.calibration else self.state.calibration,
         )
         self.choice.observe(step.number, step.rollout.first_draws)
         self.observer.observe(step, rewards, state, decision)
         self.state = state
+        if total.warned and not before.warned:
+            temperature = config.training.temperature
+            self.tracker.message(warning(step.number, total, self._tolerance, temperature))
         check_updates(state, result)
         check_mismatch(state, result.log_ratio_mean, limit, self.folder.resume_command)
         parts.guard.observe(
