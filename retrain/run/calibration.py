@@ -4,7 +4,8 @@ at every step, of which a warning and numbers come.
 The evidence is a mean of likelihood ratios: of samplers tempered by more than the tolerance, on
 either side, to those tempered by the tolerance itself. For a sampler tempered by at most the
 tolerance each ratio has a mean of at most 1 at every step, so the mean exceeds 1 / alpha at any
-step of a run with a probability of at most alpha (Ville's inequality).
+step of a run with a probability of at most alpha (Ville's inequality). So does a mean over the
+steps at which the ratios begin; those that begin late see a fault that begins late.
 """
 
 from collections.abc import Sequence
@@ -38,8 +39,10 @@ class Calibration:
     """Sum of D, in nats."""
     variance: float = 0.0
     """Sum of V."""
+    steps: int = 0
+    """Steps that the sums are over; 0 for one alone."""
     ratios: Sequence[float] = ()
-    """Sums of log-ratios, of the flatter samplers and then the sharper ones."""
+    """Log of the likelihood ratios, of the flatter samplers and then the sharper ones."""
     warned: bool = False
     """The evidence has reached WARNED_FROM."""
 
@@ -50,15 +53,22 @@ class Calibration:
         if not np.isfinite(sums).all():
             return None
         surprise, variance, *ratios = sums.tolist()
-        return cls(sum(map(len, scores)), surprise, variance, ratios)
+        return cls(sum(map(len, scores)), surprise, variance, ratios=ratios)
 
     def after(self, step: Self) -> "Calibration":
-        """Return the sums after one more step."""
+        """Return the sums after one more step.
+
+        A ratio R over the starts k, with weights 1 / (k (k + 1)) that add up to 1, goes on as
+        R_n = (R_n-1 + 1 / (n (n + 1))) L_n.
+        """
+        number = self.steps + 1
+        begun = np.logaddexp(self.ratios or -np.inf, -np.log(number * (number + 1)))
         total = Calibration(
             self.tokens + step.tokens,
             self.surprise + step.surprise,
             self.variance + step.variance,
-            np.add(self.ratios or np.zeros(len(step.ratios)), step.ratios).tolist(),
+            number,
+            (begun + step.ratios).tolist(),
         )
         return replace(total, warned=self.warned or total.evidence >= WARNED_FROM)
 
@@ -92,7 +102,7 @@ def tolerance(inference: Inference, temperature: float, *, in_process: bool) -> 
     return TOLERANCE
 
 
-def tested_rows(groups: Sequence[Group], seed: int, step: int) -> list[Row]:
+def chosen_rows(groups: Sequence[Group], seed: int, step: int) -> list[Row]:
     """Choose completions of the first draws by counter noise, which knows no reward: a group's
     reward selects among its completions, and so moves the mean of D. Return their rows.
     """
@@ -108,18 +118,21 @@ def tested_rows(groups: Sequence[Group], seed: int, step: int) -> list[Row]:
     return [row for row in rows if row.num_actions]
 
 
-def warning(step: int, found: Calibration, tolerance: float, temperature: float) -> str:
+def warning(
+    number: int, step: Calibration, total: Calibration, tolerance: float, temperature: float
+) -> str:
     """Say that the sampler is not the policy, on which side of it, and by how much."""
-    assert found.effect is not None
-    if found.is_flat:
-        side = "flatter (a higher temperature and a penalty on repetition do so)"
+    if total.is_flat:
+        side = "flatter (a higher temperature and a repetition penalty do so)"
     else:
         side = "sharper (a lower temperature and tokens cut by top_p, top_k or min_p do so)"
+    effect = step.effect or 0.0
     return (
-        f"Step {step}: the engine does not sample from the trained policy: over {found.tokens:,}"
-        f" tokens its completions are {side}, as if at temperature"
-        f" {temperature / (1 - min(found.effect, 0.9)):.3g} in place of {temperature:g}"
-        f" (calibration_lambda_total {found.effect:+.3f}, tolerated {tolerance:g}). A sound engine"
-        " gives this in at most 1 run of 10,000. Nothing is stopped; compare the engine's sampling"
-        " settings with [training]."
+        f"Step {number}: the engine does not sample from the trained policy: its completions are"
+        f" {side}, in this step as if at a temperature of about"
+        f" {temperature / (1 - min(effect, 0.9)):.2g} in place of {temperature:g}"
+        f" (calibration_lambda {effect:+.3f}, tolerated {tolerance:g}; since the start"
+        f" {total.effect or 0.0:+.3f} over {total.tokens:,} tokens). A sound engine is told this in"
+        " at most 1 run of 10,000. Nothing is stopped; compare the engine's own sampling settings"
+        " with [training]."
     )

@@ -26,7 +26,7 @@ from retrain.records.jsonl import read_jsonl
 from retrain.records.redact import note_secrets
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean
-from retrain.run.calibration import Calibration, tested_rows, tolerance, warning
+from retrain.run.calibration import Calibration, chosen_rows, tolerance, warning
 from retrain.run.dialogues import Watcher
 from retrain.run.interrupts import Interrupts
 from retrain.run.notes import preflight_lines, refuse_lone_sharding, skipped_gate_line
@@ -313,7 +313,7 @@ class Session:
         backend = self.parts.backend
         if not self.config.inference.calibration or backend.capabilities.samples_ahead:
             return None
-        rows = tested_rows(rollout.first_draws, self.state.seed, self.state.step)
+        rows = chosen_rows(rollout.first_draws, self.state.seed, self.state.step)
         if not rows:
             return None
         scores = backend.tempered_scores(rows, self.plan.truncation, self._tolerance)
@@ -356,9 +356,16 @@ class Session:
         self.choice.observe(step.number, step.rollout.first_draws)
         self.observer.observe(step, rewards, state, decision)
         self.state = state
-        if total.warned and not before.warned:
-            temperature = config.training.temperature
-            self.tracker.message(warning(step.number, total, self._tolerance, temperature))
+        if step.calibration and total.warned and not before.warned:
+            self.tracker.message(
+                warning(
+                    step.number,
+                    step.calibration,
+                    total,
+                    self._tolerance,
+                    config.training.temperature,
+                )
+            )
         check_updates(state, result)
         check_mismatch(state, result.log_ratio_mean, limit, self.folder.resume_command)
         parts.guard.observe(
