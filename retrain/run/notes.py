@@ -22,6 +22,7 @@ from retrain.records.token_table import damage_of, read_tokens
 from retrain.records.untrained import ASKING, ASKING_TEMPLATE
 from retrain.rewards import box_reader
 from retrain.system import read_object, toml_value
+from retrain.types import LogLine
 
 
 def refuse_lone_sharding(backend: Backend, world: World) -> None:
@@ -42,7 +43,7 @@ def preflight_lines(config: TrainConfig) -> list[str]:
         if config.is_set(path) and origin != "file" and not origin.startswith("recipe ")
     }
     overrides = [
-        f"{path} = {config.value(path)!r} from {origin}" for path, origin in given.items()
+        LogLine(f"{path} = {config.value(path)!r} from {origin}") for path, origin in given.items()
     ]  # the file alone would mislead
     return [*overrides, *_recipe_line(config), *unused_keys(config), *notes(config)]
 
