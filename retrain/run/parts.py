@@ -50,6 +50,7 @@ from retrain.run.gate_fits import GateInputs
 from retrain.run.notes import unasked_note
 from retrain.run.rollout import Sampler
 from retrain.run.sharing import shared
+from retrain.run.teacher import Teacher, check_answers, check_teacher
 from retrain.tracking.build import check_packages as check_tracker_packages
 from retrain.types import Example, Int32Array, LogLine, MachineChoices, Prompt
 
@@ -77,6 +78,8 @@ class Parts:
     guard: FailureGuard
     sampler: Sampler
     credit: CreditPipeline
+    teacher: Teacher | None
+    """Scores sampled tokens for stages of credit; None without [algorithm] reference."""
     sepa: SEPAController
     evaluator: Evaluator | None
 
@@ -145,6 +148,7 @@ def _load_rest(
     if stage:
         undo.callback(stage.host.close)
     prompts = load_prompts(config, text, stage, say)
+    check_answers(config, prompts.examples)
     if stage is None and (note := unasked_note(config, prompts.texts)):
         say(note)
     held_out = (
@@ -178,6 +182,7 @@ def _load_rest(
         guard,
         sampler,
         credit,
+        Teacher.of(config, text, backend),
         SEPAController(config.sepa),
         evaluator,
     )
@@ -204,6 +209,7 @@ def check_plugins(config: TrainConfig) -> None:
     for load in (
         lambda: CreditPipeline(regex, lambda ids: [""] * len(ids)),
         lambda: _load_sources(config),
+        lambda: check_teacher(config),
     ):
         try:
             load()
