@@ -167,16 +167,13 @@ def evaluation_words(evaluation: Evaluation, training: Training) -> str:
     """The way in which held-out answers are sampled, such as: temperature 1, 4 samples, at most
     1,024 tokens.
     """
-    temperature = training.temperature if evaluation.temperature is None else evaluation.temperature
+    way = evaluation.over(training)
+    temperature, tokens = way.temperature, way.max_tokens
     kept = []  # what truncates the sampled distribution
     for name, off in {"top_k": 0.0, "top_p": 1.0, "min_p": 0.0}.items():
-        own = getattr(evaluation, name)
-        value = own
-        if own is None:
-            value = getattr(training, name)
+        value = getattr(way, name)
         if temperature and value != off:
             kept.append(f"{name} {value:g}")
-    tokens = training.max_tokens if evaluation.max_tokens is None else evaluation.max_tokens
     samples = f"{evaluation.samples} sample{'' if evaluation.samples == 1 else 's'}"
     return ", ".join([f"temperature {temperature:g}", *kept, samples, f"at most {tokens:,} tokens"])
 

@@ -74,9 +74,10 @@ def select(grouped: RunsByCondition, request: Request) -> Selection:
         label: arm_of(label, alike[label], metric, grouped.failed.get(label, ()))
         for label in dict.fromkeys((request.baseline, *named))
     }
-    left_out = [*grouped.left_out, *apart, *([] if asked else otherwise)]
-    left_out += [line for arm in arms.values() for line in arm.left_out]
     notes = otherwise if asked else []
+    left_out = [*grouped.left_out, *apart, *([] if asked else otherwise)]
+    for arm in arms.values():
+        left_out += arm.left_out
     wanted = request.pairs or [(label, request.baseline) for label in [*arms][1:]]
     family = _with_differences(arms, wanted, metric, test)
     record, differing = request.record, _deviations(request, wanted, metric)

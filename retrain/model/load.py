@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from retrain.config.effects import splits_base
 from retrain.config.names import part_class
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
@@ -319,15 +320,7 @@ def _matches(logits: Tensor, expected: Tensor) -> bool:
 
 def shards_of(backend: "Backend", world: World) -> World:
     """Return the ranks that hold the base in parts; ALONE if each holds all of it."""
-    if not backend.shard_base:
-        return ALONE
-    if world.size == 1:
-        raise ConfigurationError(
-            "[backend] shard_base = true splits the frozen weights over the processes of torchrun,"
-            " and this run has one process; start the run by torchrun --nproc-per-node N -m"
-            " retrain, or leave shard_base false."
-        )
-    return world
+    return world if splits_base(backend, world.size) else ALONE
 
 
 def shard(

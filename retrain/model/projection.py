@@ -88,6 +88,20 @@ class Projection:
         """Dtype of the products."""
         self.bias = _joined_bias(bases)
         """[O] or None"""
+        self._read_adapters()
+        self.copy: FrozenProduct | None = None
+        """[O, I] for products without gradient, while a sampler reads it."""
+        self._merged = False
+        """True if the copy contains the adapter."""
+        self.factors: _Factors | None = None
+        """The model's own adapter, as of the last `refresh`."""
+        self.scaled_product = scaled_product
+        """Or a kernel that does the same."""
+        self._joined: tuple[Tensor, Tensor | None] | None = None
+        """Weight [O + R', I] and bias of one product that gives both y and what the adapter's up
+        factors take."""
+
+    def _read_adapters(self) -> None:
         adapters = [(lora, next(iter(lora.lora_A))) for lora in self._loras if lora is not None]
         self.downs: list[nn.Parameter] = [lora.lora_A[name].weight for lora, name in adapters]
         """[r, I] each."""
@@ -101,17 +115,6 @@ class Projection:
             if lora is not None
         ]
         """The place of each adapter's outputs in O."""
-        self.copy: FrozenProduct | None = None
-        """[O, I] for products without gradient, while a sampler reads it."""
-        self._merged = False
-        """True if the copy contains the adapter."""
-        self.factors: _Factors | None = None
-        """The model's own adapter, as of the last `refresh`."""
-        self.scaled_product = scaled_product
-        """Or a kernel that does the same."""
-        self._joined: tuple[Tensor, Tensor | None] | None = None
-        """Weight [O + R', I] and bias of one product that gives both y and what the adapter's up
-        factors take."""
 
     @property
     def adapted(self) -> bool:

@@ -4,7 +4,7 @@ that they must pass.
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from retrain.config.judging import judging_note
 from retrain.config.load import with_judging_reward
 from retrain.config.names import DATA_FILE_SUFFIXES, is_data_location, is_dotted
 from retrain.config.schema import Backend as BackendSettings
-from retrain.config.schema import Evaluation, Inference, Model, Training
+from retrain.config.schema import Inference, Model, Training
 from retrain.data import PromptSet, contamination_note, encode_prompts, load_examples
 from retrain.data.chat import ChatRenderer, messages_of
 from retrain.data.samplers import SAMPLERS, build_sampler
@@ -141,11 +141,12 @@ def _load_rest(
     if stage:
         undo.callback(stage.host.close)
     prompts = load_prompts(config, text, stage, say)
-    if stage is None and (note := unasked_note(config, prompts.texts)):
+    note = "" if stage else unasked_note(config, prompts.texts)
+    if note:
         say(note)
-    held_out = (
-        load_held_out(config, text, stage, prompts, say) if config.evaluation.asked_for else None
-    )
+    held_out = None
+    if config.evaluation.asked_for:
+        held_out = load_held_out(config, text, stage, prompts, say)
     judge = load_judge(config, scorer, verdicts, say) if held_out and scorer else scorer
     if judge:
         undo.callback(judge.close)
@@ -156,14 +157,11 @@ def _load_rest(
     undo.callback(backend.close)
     backend.engine.say = say
     undo.pop_all()
-    sampler = Sampler(backend.engine, scorer, text.vocabulary.text, world=world, stage=stage)
-    examiner = Sampler(backend.engine, judge, text.vocabulary.text, world=world, stage=stage)
-    limit = config.reward.max_failure_rate
+    decode = text.vocabulary.text
+    sampler_of = partial(Sampler, backend.engine, text=decode, world=world, stage=stage)
     evaluator = None
     if held_out:
-        plan = evaluation_plan(config.evaluation, config.training)
-        evaluator = Evaluator(examiner, held_out, plan, config.evaluation.k, limit)
-    guard = FailureGuard(limit)
+        evaluator = build_evaluator(config, sampler_of(judge), held_out)
     return Parts(
         text,
         prompts,
@@ -171,8 +169,8 @@ def _load_rest(
         scorer,
         judge,
         stage,
-        guard,
-        sampler,
+        FailureGuard(config.reward.max_failure_rate),
+        sampler_of(scorer),
         credit,
         SEPAController(config.sepa),
         evaluator,
@@ -445,21 +443,16 @@ def truncation(training: Training) -> Truncation:
     return Truncation(training.top_k, training.top_p, training.min_p)
 
 
-def evaluation_plan(evaluation: Evaluation, training: Training) -> SamplingPlan:
-    return SamplingPlan(
+def build_evaluator(config: TrainConfig, sampler: Sampler, problems: Sequence[Prompt]) -> Evaluator:
+    evaluation = config.evaluation
+    plan = replace(
+        training_plan(evaluation.over(config.training)),
         group_size=evaluation.samples,
-        max_tokens=training.max_tokens if evaluation.max_tokens is None else evaluation.max_tokens,
-        temperature=(
-            training.temperature if evaluation.temperature is None else evaluation.temperature
-        ),
-        seed=training.seed,
         stream=Stream.EVALUATION,
-        truncation=Truncation(
-            training.top_k if evaluation.top_k is None else evaluation.top_k,
-            training.top_p if evaluation.top_p is None else evaluation.top_p,
-            training.min_p if evaluation.min_p is None else evaluation.min_p,
-        ),
+        redraws=0,
     )
+    limit = config.reward.max_failure_rate
+    return Evaluator(sampler, problems, plan, evaluation.k, limit)
 
 
 def is_rounded(inference: Inference, backend: Backend) -> bool:

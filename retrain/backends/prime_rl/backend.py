@@ -22,7 +22,6 @@ from retrain.backends.prime_rl.wire import encode, share_out, trained_samples
 from retrain.config.load import replaced
 from retrain.distributed import ALONE, World
 from retrain.errors import Interrupted, RunFailed, ServerFailure
-from retrain.inference_engine.base import Truncation
 from retrain.model.text import load_model_config
 from retrain.parsing import read_object
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
@@ -103,7 +102,7 @@ class PrimeRLBackend(PrimeRLFacts):
                 " which its servers must see too."
             )
         ]
-        if Truncation(training.top_k, training.top_p, training.min_p).active:
+        if training.truncated:
             lines.append(
                 "PRIME-RL: kept sets are sent as sampling_mask, which trainers read since September"
                 " 2026 (#3431); v0.9.0 itself ignores them, and its ratios would be wrong."
