@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint, entry_points
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -253,7 +254,9 @@ def named_code(config: "TrainConfig") -> list[str]:
     """
     from retrain.config.load import arms
 
-    return list(dict.fromkeys(place for one in (config, *arms(config)) for place in _code_of(one)))
+    return list(
+        dict.fromkeys(chain.from_iterable(_code_of(one) for one in (config, *arms(config))))
+    )
 
 
 def _code_of(config: "TrainConfig") -> list[str]:

@@ -4,6 +4,7 @@ about them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -186,11 +187,12 @@ class Credit:
             self.assigned.trained.tolist(),
             strict=True,
         )
-        return [
-            row
-            for (prompt, trajectory), own, counts, number, trained in given
-            for row in Row.of(prompt, trajectory, own, group=number, counts=counts, trained=trained)
-        ]
+        return list(
+            chain.from_iterable(
+                Row.of(prompt, trajectory, own, group=number, counts=counts, trained=trained)
+                for (prompt, trajectory), own, counts, number, trained in given
+            )
+        )
 
     def stages_float32(self) -> dict[str, Float32Array]:
         """Return the token advantages [n] after each stage, as the token table stores them."""

@@ -8,6 +8,7 @@ and words are those of the decoded text. All tokens of a planning window are mar
 
 import re
 from collections.abc import Sequence
+from itertools import chain
 from typing import Final, Protocol
 
 import numpy as np
@@ -118,7 +119,7 @@ class SemanticDetector:
             for text, words, starts in zip(texts, spans, windows, strict=True)
         ]
         plans: dict[str, bool] = {}
-        different = list(dict.fromkeys(sentence for own in sentences for sentence in own))
+        different = list(dict.fromkeys(chain.from_iterable(sentences)))
         if different:
             to_planning, to_execution = (
                 np.asarray(self._encode(different), np.float64) @ self._centroids

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -58,7 +58,7 @@ class StepTokens:
         """Build the arrays from judged groups; without a planning mask [n] every token counts as
         execution.
         """
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        trajectories = list(chain.from_iterable(group.trajectories for group in groups))
         segments = Segments(len(trajectory.token_ids) for trajectory in trajectories)
         for index, trajectory in enumerate(trajectories):
             if len(trajectory.logprobs) != len(trajectory.token_ids):

@@ -4,6 +4,7 @@ failed or cannot be compared.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from retrain.analysis.integrity import repeated_numbers
@@ -58,7 +59,7 @@ class RunsByCondition:
 
     @property
     def runs(self) -> list[StoredRun]:
-        return [run for by_seed in self.conditions.values() for run in by_seed.values()]
+        return list(chain.from_iterable(by_seed.values() for by_seed in self.conditions.values()))
 
 
 def group_by_condition(

@@ -6,6 +6,7 @@ draws the conclusion.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -166,7 +167,7 @@ def _check_contrasts(pairs: Sequence[PairOfLabels], grouped: RunsByCondition, fo
     condition.
     """
     labels = list(grouped.conditions)
-    for label in (label for pair in pairs for label in pair):
+    for label in chain.from_iterable(pairs):
         if label not in labels:
             raise ConfigurationError(
                 f"--contrast names {label}, which is no condition of {folder}; they are"

@@ -4,6 +4,7 @@ environments (environment.json).
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from retrain.analysis.runs import StoredRun, seeds_words
@@ -67,7 +68,7 @@ class Shared:
             differing_keys=tuple(differing_keys(pairs)),
             environment=tuple(
                 dict.fromkeys(
-                    words for one, other in pairs for words in differing_environment(one, other)
+                    chain.from_iterable(differing_environment(one, other) for one, other in pairs)
                 )
             ),
         )
@@ -132,7 +133,7 @@ def mixed_code(label: str, runs: Mapping[int, StoredRun]) -> Iterator[str]:
     seeds = mixed_values(runs, lambda run: run.code.revision)
     if seeds:
         yield f"{label} ran on different revisions of retrain: {seeds} differ."
-    for name in sorted({name for run in runs.values() for name in run.code.plugins}):
+    for name in sorted(set(chain.from_iterable(run.code.plugins for run in runs.values()))):
         if seeds := mixed_values(runs, lambda run, name=name: run.code.plugins.get(name)):  # type: ignore[misc]
             yield f"{label} ran with different files of the plugin {name}: {seeds} differ."
 

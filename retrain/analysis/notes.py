@@ -1,6 +1,7 @@
 """Notes on a comparison as a whole, one sentence each."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 from retrain.analysis.arms import Arm, RunsByCondition, mixed_keys
 from retrain.analysis.likeness import mixed_code
@@ -22,7 +23,7 @@ def comparison_notes(
     asked: bool,
 ) -> Iterator[str]:
     base = arms[baseline]
-    runs = [run for arm in arms.values() for run in arm.runs.values()]
+    runs = list(chain.from_iterable(arm.runs.values() for arm in arms.values()))
     yield from (run.damage for run in runs if run.damage)
     if grouped.to_come:
         peeking = ""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import comb
 
 import numpy as np
@@ -143,7 +144,7 @@ class Pairs:
         """[problems] pass rate of the untrained model, over all runs that were evaluated before
         their first step.
         """
-        runs = [run for pair in self.runs for run in pair]
+        runs = list(chain.from_iterable(self.runs))
         if any(run.config.evaluation.covariate == "off" for run in runs):
             return None
         ids = next((run.answers.ids for run in runs if run.answers), ())

@@ -4,6 +4,7 @@ rests on it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -142,7 +143,7 @@ def read_pilot(folder: Path, metric_name: str | None = None) -> Pilot:
         return _pilot_of_pairs(base, paired, metric)
     largest = max(arms, key=lambda arm: len(arm.values))
     if len(largest.values) < 2:
-        left_out = [*grouped.left_out, *(line for arm in arms for line in arm.left_out)]
+        left_out = [*grouped.left_out, *chain.from_iterable(arm.left_out for arm in arms)]
         because = ""
         if left_out:
             because = f" Left out: {' '.join(left_out)}"

@@ -10,6 +10,7 @@ algorithm 2.8.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -50,7 +51,7 @@ def max_t(family: Sequence[Mapping[int, float]]) -> list[float]:
 
 def _unit_columns(family: Sequence[Mapping[int, float]]) -> Floats:
     """[seeds, contrasts] differences, each contrast of unit length; 0 where it lacks the seed."""
-    seeds = list(dict.fromkeys(seed for contrast in family for seed in contrast))
+    seeds = list(dict.fromkeys(chain.from_iterable(family)))
     columns = np.array([[contrast.get(seed, 0.0) for contrast in family] for seed in seeds])
     if not np.isfinite(columns).all():
         raise ValueError("expected finite differences")

@@ -8,6 +8,7 @@ et al. 2021, arXiv 2108.13264.
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -135,7 +136,7 @@ def contrast_tasks(
     """Compare two arms over their tasks. `pairs` are (candidate, baseline), two or more; None
     unless all runs share two tasks or more.
     """
-    tasks, scores = _scores([run for pair in pairs for run in pair])
+    tasks, scores = _scores(list(chain.from_iterable(pairs)))
     if len(tasks) < 2:
         return None
     candidate, baseline = scores[0::2], scores[1::2]

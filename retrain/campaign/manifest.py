@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from enum import StrEnum
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -210,11 +211,11 @@ class Manifest:
                 f"{plan.folder} holds the run {lost[0]}{more}, which the file no longer plans; "
                 "restore its condition and seed (you may add others), or start a new campaign."
             )
-        differences = [
-            problem
-            for name, run in before.items()
-            for problem in resume_differences(run.config, now[name].config)
-        ]
+        differences = list(
+            chain.from_iterable(
+                resume_differences(run.config, now[name].config) for name, run in before.items()
+            )
+        )
         if differences:
             raise ConfigurationError(list(dict.fromkeys(differences)))
         self._check_looks(plan)

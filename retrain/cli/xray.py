@@ -3,6 +3,7 @@
 import json
 import sys
 from contextlib import redirect_stdout
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -48,11 +49,11 @@ def command(
     load_dotenv()
     _check(group, aggregation, wrong_length, figure)
     with redirect_stdout(sys.stderr):  # what a plugin prints is no part of the result
-        found = [
-            one
-            for name in names
-            for one in read_xray(name, group, aggregation, wrong_length, trust=trust)
-        ]
+        found = list(
+            chain.from_iterable(
+                read_xray(name, group, aggregation, wrong_length, trust=trust) for name in names
+            )
+        )
     if figure:
         from retrain.xray.figure import write_figure
 

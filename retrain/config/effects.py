@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any, Literal
 
 from retrain.config.judging import judging_rewards
@@ -65,7 +65,7 @@ class Effect:
     @cached_property
     def paths(self) -> frozenset[str]:
         """Every key that the row is about, written out."""
-        named = {path for name in self.keys for path in _keys_of(name)}
+        named = set(chain.from_iterable(_keys_of(name) for name in self.keys))
         return frozenset(named.difference(self.but))
 
     def covers(self, path: str) -> bool:

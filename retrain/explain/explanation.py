@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -213,9 +214,11 @@ def _capabilities(
     beyond them, and one for each plugin of [loss].
     """
     try:
-        problems = [problem for config in configs for problem in incapable(config)]
+        problems = list(chain.from_iterable(incapable(config) for config in configs))
         losses = (
-            () if problems else _unique(note for config in configs for note in loss_notes(config))
+            ()
+            if problems
+            else _unique(chain.from_iterable(loss_notes(config) for config in configs))
         )
         return declared_engine(configs[0]), declared_backend(configs[0]), problems, losses
     except ConfigurationError as error:  # a plugin that cannot be loaded

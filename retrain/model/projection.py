@@ -10,7 +10,7 @@ R ranks of an adapter's parts together.
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -273,7 +273,7 @@ class Projection:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """A and B of each adapter in turn."""
-        return [parameter for pair in zip(self.downs, self.ups, strict=True) for parameter in pair]
+        return list(chain.from_iterable(zip(self.downs, self.ups, strict=True)))
 
 
 @torch.no_grad()

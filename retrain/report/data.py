@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +217,8 @@ def _comparison(
             f" are {', '.join(conditions)}."
         )
     check_sizes(
-        request.test, choose_metric(request.metric, [run for arm in arms for run in arm.runs])
+        request.test,
+        choose_metric(request.metric, list(chain.from_iterable(arm.runs for arm in arms))),
     )
     if len(conditions) < 2:
         return None
