@@ -4,7 +4,6 @@ about them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 
@@ -187,12 +186,10 @@ class Credit:
             self.assigned.trained.tolist(),
             strict=True,
         )
-        return list(
-            chain.from_iterable(
-                Row.of(prompt, trajectory, own, group=number, counts=counts, trained=trained)
-                for (prompt, trajectory), own, counts, number, trained in given
-            )
-        )
+        rows: list[Row] = []
+        for (prompt, trajectory), own, counts, number, trained in given:
+            rows += Row.of(prompt, trajectory, own, group=number, counts=counts, trained=trained)
+        return rows
 
     def stages_float32(self) -> dict[str, Float32Array]:
         """Return the token advantages [n] after each stage, as the token table stores them."""

@@ -49,7 +49,8 @@ def normalised(text: str) -> str:
     lowered = text.lower()
     if len(lowered) == len(text):
         return lowered
-    return "".join(low if len(low := character.lower()) == 1 else character for character in text)
+    # A character whose lower case is two would move every offset after it, so it stays.
+    return "".join(each.lower() if len(each.lower()) == 1 else each for each in text)
 
 
 def _collapsed(text: str) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import numpy as np
@@ -470,12 +469,9 @@ def token_lists(rows: Any, lengths: Sequence[int], what: str) -> list[Float64Arr
 def step_tokens(groups: Any, tokens: StepTokens, what: str) -> Float64Array:
     """Flatten token advantages, [P][G][T] -> [n]."""
     given = zip(_groups_of(groups, tokens, what), tokens.token_counts, strict=True)
-    rows = list(
-        chain.from_iterable(
-            token_lists(group, counts, f"{what}, group {index}")
-            for index, (group, counts) in enumerate(given)
-        )
-    )
+    rows = []
+    for index, (group, counts) in enumerate(given):
+        rows += token_lists(group, counts, f"{what}, group {index}")
     return flatten(rows)
 
 

@@ -287,11 +287,8 @@ def _summary(arm: Arm, metric: Metric, confidence: float) -> ArmSummary:
 
 def _per_run(arm: Arm, name: str) -> float | None:
     """The mean of a number of summary.json; None if no run has it."""
-    found = [
-        value
-        for run in arm.runs.values()
-        if isinstance(value := run.summary.get(name), int | float)
-    ]
+    values = [run.summary.get(name) for run in arm.runs.values()]
+    found = [value for value in values if isinstance(value, int | float)]
     if found:
         return float(np.mean(found))
     return None

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -219,12 +219,9 @@ def audit_reward(config: TrainConfig, examples: int, say: Callable[[str], None])
     cannot work here.
     """
     loaded = load_examples(replaced(config, {"training.max_examples": examples}), "train")
-    cases = list(
-        chain.from_iterable(
-            cases_of(example, hostile=index < _HOSTILE_EXAMPLES)
-            for index, example in enumerate(loaded.examples)
-        )
-    )
+    cases: list[Case] = []
+    for index, example in enumerate(loaded.examples):
+        cases += cases_of(example, hostile=index < _HOSTILE_EXAMPLES)
     say(f"{len(cases):,} completions for {len(loaded):,} examples of {loaded.data.source}")
     with build_scorer(config) as scorer:
         if scorer.judges_groups:

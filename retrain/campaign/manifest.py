@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -211,11 +210,9 @@ class Manifest:
                 f"{plan.folder} holds the run {lost[0]}{more}, which the file no longer plans; "
                 "restore its condition and seed (you may add others), or start a new campaign."
             )
-        differences = list(
-            chain.from_iterable(
-                resume_differences(run.config, now[name].config) for name, run in before.items()
-            )
-        )
+        differences = []
+        for name, run in before.items():
+            differences += resume_differences(run.config, now[name].config)
         if differences:
             raise ConfigurationError(list(dict.fromkeys(differences)))
         self._check_looks(plan)

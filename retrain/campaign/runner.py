@@ -187,11 +187,8 @@ class _Execution:
                         self._waiting.remove(run)
                         self._start(run)
                         next_start = time.monotonic() + stagger
-                ended = [
-                    (slot, outcome)
-                    for slot, (_, job) in self._jobs.items()
-                    if (outcome := job.poll()) is not None
-                ]
+                polled = [(slot, job.poll()) for slot, (_, job) in self._jobs.items()]
+                ended = [(slot, outcome) for slot, outcome in polled if outcome is not None]
                 for slot, outcome in ended:
                     run, _ = self._jobs.pop(slot)
                     self._record(run, outcome)

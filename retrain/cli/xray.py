@@ -3,7 +3,6 @@
 import json
 import sys
 from contextlib import redirect_stdout
-from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -49,11 +48,9 @@ def command(
     load_dotenv()
     _check(group, aggregation, wrong_length, figure)
     with redirect_stdout(sys.stderr):  # what a plugin prints is no part of the result
-        found = list(
-            chain.from_iterable(
-                read_xray(name, group, aggregation, wrong_length, trust=trust) for name in names
-            )
-        )
+        found = []
+        for name in names:
+            found += read_xray(name, group, aggregation, wrong_length, trust=trust)
     if figure:
         from retrain.xray.figure import write_figure
 

@@ -262,12 +262,11 @@ class InputProblems:
 def _settings(config: TrainConfig) -> list[Setting]:
     origins = config.origins
     config = Redactor().config(config)
+    values = [(key, config.value(key.path)) for key in all_keys()]
     return [
         Setting(key.path, value, origins[key.path])
-        for key in all_keys()
-        if key.path != "campaign.conditions"
-        and (value := config.value(key.path)) is not None
-        and value != key.default
+        for key, value in values
+        if key.path != "campaign.conditions" and value is not None and value != key.default
     ]
 
 

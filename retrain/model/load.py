@@ -2,7 +2,7 @@
 head, and no generation settings.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -277,13 +277,9 @@ def find_head(model: "PreTrainedModel", decoder: nn.Module, name: str) -> Head:
         )
     weight, bias = output.weight, getattr(output, "bias", None)
     probe = torch.arange(min(_PROBE_TOKENS, weight.shape[0]), device=weight.device).unsqueeze(0)
-    softcaps = [
-        float(cap)
-        for key in ("final_logit_softcapping", "softcap")
-        if (cap := getattr(model.config, key, None))
-    ]
+    softcaps = _numbers(model.config, ("final_logit_softcapping", "softcap"))
     names = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
-    mentioned = [float(scale) for key in names if (scale := getattr(model.config, key, None))]
+    mentioned = _numbers(model.config, names)
     with torch.no_grad():
         expected = model(input_ids=probe, use_cache=False).logits[0].float()
         hidden = decoder(input_ids=probe, use_cache=False).last_hidden_state[0]
@@ -301,6 +297,12 @@ def find_head(model: "PreTrainedModel", decoder: nn.Module, name: str) -> Head:
         " log-probs would be wrong; scaled and soft-capped heads are known: use another model, or"
         " report it."
     )
+
+
+def _numbers(settings: Any, names: Sequence[str]) -> list[float]:
+    """The attributes of these names that are there and not 0."""
+    values = [getattr(settings, name, None) for name in names]
+    return [float(value) for value in values if value]
 
 
 def _matches(logits: Tensor, expected: Tensor) -> bool:
