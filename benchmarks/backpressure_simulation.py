@@ -16,8 +16,7 @@ from statistics import median
 
 import numpy as np
 
-from retrain.backpressure import BackpressureController, Decision, ScalingLaw
-from retrain.backpressure.controller import target_batch
+from retrain.backpressure import BackpressureController, Decision, ScalingLaw, target_batch
 from retrain.config.schema import Backpressure
 
 GROUP, STEPS, SEEDS = 16, 200, 50

@@ -17,9 +17,8 @@ from report import publish_simulation, table
 from scipy import stats
 
 from retrain.analysis import power
-from retrain.analysis.statistics import t_interval
-from retrain.analysis.tasks import run_interval
-from retrain.analysis.two_way import TwoWay
+from retrain.analysis.pairs import run_interval
+from retrain.analysis.statistics import TwoWay, t_interval
 from retrain.analysis.verdict import Paired, TestSettings, Verdict, conclude
 
 PROMPTS, COMPLETIONS = 8, 16

@@ -27,8 +27,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from retrain.model.float8 import quantised
-from retrain.model.kernels import activation, attention, float8, norm, rotary, sampler
+from retrain.model.kernels import attention, rowwise, sampler
+from retrain.model.kernels import products as float8
+from retrain.model.packed import quantised
 
 HIDDEN, INNER, HEADS, SIZE, VOCABULARY = 2560, 9728, (32, 8, 8), 128, 151_936
 PAGE_TOKENS = 256
@@ -155,13 +156,13 @@ def call_all(rows: int) -> None:
         torch.ones(rows),
         torch.full((rows,), 0.5, dtype=torch.float64),
     )
-    norm.add_norm(half(rows, HIDDEN), apart(HIDDEN), half(HIDDEN), 1e-6)
+    rowwise.add_norm(half(rows, HIDDEN), apart(HIDDEN), half(HIDDEN), 1e-6)
     turning, heads_norm = (
         (half(rows, 1, SIZE), half(rows, 1, SIZE)),
         (half(sum(HEADS[:2]), SIZE), 1e-6),
     )
     for of_qkv in (None, (apart(48), half(48, sum(HEADS) * SIZE))):
-        rotary.apply_rope_and_store_kv(
+        rowwise.apply_rope_and_store_kv(
             apart(sum(HEADS) * SIZE), of_qkv, HEADS, turning, heads_norm, pages, index
         )
     for width in (4, 8):  # pages of rows of one part, and of two
@@ -174,7 +175,7 @@ def call_all(rows: int) -> None:
             None,
         )
     for of_gates in (None, (apart(32), half(32, 2 * INNER))):
-        activation.gate(apart(2 * INNER), of_gates)
+        rowwise.gate(apart(2 * INNER), of_gates)
     call_learning(half, apart, turning, heads_norm)
     for inputs, outputs in ((INNER, HIDDEN), (HIDDEN, 2 * INNER)):
         float8.scaled_product(half(rows, inputs), *quantised(half(outputs, inputs)), None)
@@ -187,12 +188,12 @@ def call_learning(
 ) -> None:
     """The kernels between the products of whole sequences."""
     rows, heads = len(turning[0]), sum(HEADS[:2])
-    _, scale = norm.norm(half(rows, HIDDEN), half(HIDDEN), 1e-6)
-    norm.norm_gradient(half(rows, HIDDEN), half(rows, HIDDEN), half(HIDDEN), scale)
+    _, scale = rowwise.norm(half(rows, HIDDEN), half(HIDDEN), 1e-6)
+    rowwise.norm_gradient(half(rows, HIDDEN), half(rows, HIDDEN), half(HIDDEN), scale)
     qkv = apart(sum(HEADS) * SIZE).unflatten(1, (-1, SIZE))[:, :heads]
-    _, scale = rotary.apply_rope(qkv, *turning, *heads_norm)
-    rotary.apply_rope_gradient(half(rows, heads, SIZE), qkv, *turning, heads_norm[0], scale)
-    activation.gate_gradient(half(rows, INNER), half(rows, 2 * INNER))
+    _, scale = rowwise.apply_rope(qkv, *turning, *heads_norm)
+    rowwise.apply_rope_gradient(half(rows, heads, SIZE), qkv, *turning, heads_norm[0], scale)
+    rowwise.gate_gradient(half(rows, INNER), half(rows, 2 * INNER))
 
 
 def read(name: str, kernel: Any, grid: tuple[int, ...], capability: int) -> Compiled:

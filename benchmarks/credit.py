@@ -15,8 +15,7 @@ from report import add_output, load_average, publish, table
 
 from retrain.advantages.pipeline import CreditPipeline
 from retrain.advantages.planning import DEFAULT_GRAMS, RegexDetector
-from retrain.advantages.ragged import Segments
-from retrain.advantages.step import StepTokens
+from retrain.advantages.step import Segments, StepTokens
 from retrain.advantages.transforms import TRANSFORMS
 from retrain.config import TrainConfig
 

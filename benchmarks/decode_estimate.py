@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from retrain.inference_engine.fixed_step import FixedStep, StepBuffers
-from retrain.inference_engine.pages import PagePool
+from retrain.inference_engine.kv_cache import PagePool
 from retrain.model import budget, functions, fused
 from retrain.model.attention import VarlenAttention
 from retrain.model.fused import FusedDecoder

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtri, stdtr, stdtrit
 
+from retrain.analysis.pairs import iqm
 from retrain.analysis.statistics import Floats, holm, sign_flip_p, t_interval
-from retrain.analysis.tasks import iqm
 
 Counts = npt.NDArray[np.int64]
 REPLICATES = 300

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.inference_engine.torch_engine import TorchEngine
-from retrain.model.float8 import hold_layers_in_float8
+from retrain.model.packed import hold_layers_in_float8
 from retrain.model.text import resolve_model
 
 PROMPTS, GROUP, PROMPT_TOKENS, TOKENS = 8, 4, 16, 64

@@ -43,12 +43,12 @@ from retrain.inference_engine.rows import Job
 from retrain.inference_engine.scheduler import DecodeRun
 from retrain.model.attention import FusedAttention, Kernel, VarlenAttention
 from retrain.model.budget import DecodeLimits
-from retrain.model.float8 import quantised
 from retrain.model.functions import Norm
 from retrain.model.fused import FusedDecoder
 from retrain.model.head import Head, score_tokens
 from retrain.model.layer_kernels import TritonLayers
 from retrain.model.layer_kernels import differences as layer_differences
+from retrain.model.packed import quantised
 from retrain.model.packing import PackedAttention, Segment
 from retrain.model.projection import Pending
 from retrain.model.step_kernels import StepKernels, TorchKernels, TritonKernels, differences

@@ -19,8 +19,7 @@ from scipy.special import stdtrit
 
 from retrain.analysis import power
 from retrain.analysis.e_process import adjust, capital
-from retrain.analysis.sign_flips import max_t_rows
-from retrain.analysis.statistics import Floats, sign_flip_p_rows
+from retrain.analysis.statistics import Floats, max_t_rows, sign_flip_p_rows
 
 ALPHA = 0.05
 _AT_ONCE = 5000

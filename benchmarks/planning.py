@@ -14,8 +14,7 @@ import numpy as np
 from credit import pieces
 from report import add_output, load_average, publish, table
 
-from retrain.advantages.planning import RegexDetector
-from retrain.advantages.semantic import SemanticDetector
+from retrain.advantages.planning import RegexDetector, SemanticDetector
 
 Detector = RegexDetector | SemanticDetector
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from retrain.processes import die_with_parent
+from retrain.system import die_with_parent
 
 WORKERS = Path(__file__).parent / "workers"
 _TAIL = 2000

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from retrain.analysis.held_out import AnswerDifference, Answers
-from retrain.analysis.statistics import Floats
-from retrain.analysis.two_way import TwoWay
+from retrain.analysis.statistics import Floats, TwoWay
 from retrain.analysis.verdict import FEW_PROBLEMS, Paired
 
 Random = np.random.Generator

@@ -19,10 +19,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from retrain.config.names import PLUGIN_GROUP, is_data_location, is_dotted
-from retrain.config.suggestions import nearest
+from retrain.config.names import PLUGIN_GROUP, is_data_location, is_dotted, nearest
 from retrain.errors import ConfigurationError, RetrainError
-from retrain.parsing import toml_value
+from retrain.system import toml_value
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig

@@ -2,7 +2,7 @@
 and the event loop for those who wait.
 
 Whoever asks decides what is tried again: `inference_engine/http.py` for servers that sample,
-`rewards/chat.py` for judges.
+`rewards/judge.py` for judges.
 """
 
 import asyncio

@@ -5,13 +5,13 @@ docs/configuration-keys.md, the JSON Schema.
 import json
 import textwrap
 from collections.abc import Iterator
-from typing import Any
 
 from retrain.cli.init import template_text
+from retrain.config.json_schema import json_schema
 from retrain.config.keys import Key, all_keys, section_models
 from retrain.config.names import ALIASES, bracketed
-from retrain.config.schema import BACKEND_OPTIONS, DEFAULT_CONDITIONS, TrainConfig
-from retrain.parsing import toml_value
+from retrain.config.schema import BACKEND_OPTIONS, DEFAULT_CONDITIONS
+from retrain.system import toml_value
 
 WIDTH = 110
 """Columns of comments."""
@@ -124,31 +124,6 @@ def _options_table(backend: str) -> str:
 
 def _cells(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def json_schema() -> dict[str, Any]:
-    """JSON Schema of a configuration file, for editors."""
-    schema: dict[str, Any] = _plain(TrainConfig.model_json_schema(by_alias=True))
-    for alias, canonical in ALIASES.items():
-        section, _, name = alias.partition(".")
-        target, _, target_name = canonical.partition(".")
-        properties = schema["$defs"][section.capitalize()]["properties"]
-        properties[name] = {
-            **schema["$defs"][target.capitalize()]["properties"][target_name],
-            "description": f"Another name of {bracketed(canonical)}.",
-        }
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **schema,
-        "title": "retrain configuration",
-    }
-
-
-def _plain(value: Any) -> Any:
-    """Return a JSON Schema without the marks that `key` adds to it."""
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items() if name != "traits"}
-    return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
 def artefacts() -> dict[str, str]:

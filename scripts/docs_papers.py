@@ -11,7 +11,7 @@ from retrain.advantages.algorithms import recipe_of
 from retrain.config import TrainConfig, load_config
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER = ROOT / "examples" / "papers"
+FOLDER = ROOT / "retrain" / "assets" / "papers"
 METHOD = ("updates_per_batch", "minibatches", "dynamic_sampling")
 """Keys of [training] that belong to a method; the others are the lab's."""
 _TITLE = re.compile(r"(?P<name>.+) \(arXiv (?P<arxiv>\d{4}\.\d{5})\)\n(?P<title>.+)\n")
@@ -173,7 +173,7 @@ def _table(found: list[Paper]) -> Iterator[str]:
         cells = f"`{advantage}` | `{loss.mode}` | `{loss.aggregation}`"
         yield (
             f"| [{paper.name}](#{anchor}) | {cells} |"
-            f" [{paper.stem}.toml](../examples/papers/{paper.stem}.toml) |"
+            f" [{paper.stem}.toml](../retrain/assets/papers/{paper.stem}.toml) |"
         )
 
 
@@ -187,7 +187,10 @@ def _section(paper: Paper) -> Iterator[str]:
     yield from _block("text", _unindented(paper.formula))
     yield from _block("toml", paper.settings)
     if paper.plugin:
-        yield from (f"with [{paper.stem}.py](../examples/papers/{paper.stem}.py) beside it:", "")
+        yield from (
+            f"with [{paper.stem}.py](../retrain/assets/papers/{paper.stem}.py) beside it:",
+            "",
+        )
         yield from _block("python", paper.plugin)
     yield from ("Not reproduced:", "", paper.missing, "")
     if paper.scale:

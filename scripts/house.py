@@ -66,8 +66,11 @@ def per_10000(count: int, nodes: int) -> str:
 
 
 def files(root: Path) -> list[Path]:
-    """Every module of `root`/retrain."""
-    return sorted((root / "retrain").rglob("*.py"))
+    """Every module of `root`/retrain; what it hands out as a file, such as a paper's plugin, is
+    none.
+    """
+    package = root / "retrain"
+    return sorted(set(package.rglob("*.py")) - set((package / "assets").rglob("*.py")))
 
 
 def parse_package(root: Path) -> dict[Path, ast.Module]:

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from retrain.advantages import planning, transforms, uncertainty
+from retrain.advantages import planning, transforms
 from retrain.advantages.episode import ADVANTAGES, grpo, grpo_std, maxrl, reinforce_pp, rloo
 from retrain.advantages.pipeline import CreditPipeline
-from retrain.advantages.ragged import Segments, flatten
 from retrain.advantages.sepa import SEPAController, check_ramp
-from retrain.advantages.step import StepTokens
-from retrain.analysis import statistics, tasks
+from retrain.advantages.step import Segments, StepTokens, flatten
+from retrain.analysis import pairs as tasks
+from retrain.analysis import statistics
 from retrain.backends.local import loss
 from retrain.backends.losses import ActionTokens
 from retrain.backends.rows import sequence_weights
@@ -33,9 +33,8 @@ from retrain.records.evaluation import pass_at_k
 from retrain.rewards import extract_boxed, hendrycks_is_equiv
 from retrain.squeeze import compressed_alpha, layer_spectrum, recommend_rank
 from retrain.squeeze.adapter import LoraLayer
-from retrain.squeeze.analysis import checked_ranks, powers_of_two
+from retrain.squeeze.analysis import checked_ranks, factorise, powers_of_two
 from retrain.squeeze.compression import truncated
-from retrain.squeeze.spectrum import factorise
 
 TEXT_INPUTS = frozenset({"text", "a", "b", "token_pieces", "grams"})
 """Inputs in which "nan" and "inf" are words, not numbers."""
@@ -65,7 +64,7 @@ def expected_gradient_coefficient(mode: str, N: int, p: float, eps: float) -> fl
 
 
 def shannon_entropy_from_logits(
-    logits: Sequence[float], temperature: float = 1.0, cap: float = uncertainty.CAP
+    logits: Sequence[float], temperature: float = 1.0, cap: float = transforms.CAP
 ) -> float:
     """Entropy in nats of softmax(logits / temperature), [V] -> a float; a logit of -inf is a token
     that cannot come.
@@ -96,11 +95,11 @@ def sepa(change: transforms.FlatEntropyTransform) -> Callable[..., list[float]]:
 
 
 def capped(values: list[float], cap: float) -> Any:
-    return uncertainty.capped(np.array(values, dtype=np.float64), cap)
+    return transforms.capped(np.array(values, dtype=np.float64), cap)
 
 
 def gtpo(
-    advantage: float, uncertainty: list[float], beta: float, cap: float = uncertainty.CAP
+    advantage: float, uncertainty: list[float], beta: float, cap: float = transforms.CAP
 ) -> list[float]:
     """A_t = A w_t for one completion, its uncertainty [T] capped first."""
     if not math.isfinite(advantage):
@@ -325,10 +324,10 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "sepa.trace": sepa_trace,
     "pipeline": pipeline,
     "uncertainty.surprisal": (
-        lambda logprobs, cap=uncertainty.CAP: uncertainty.surprisal(logprobs, cap).tolist()
+        lambda logprobs, cap=transforms.CAP: transforms.surprisal(logprobs, cap).tolist()
     ),
     "uncertainty.predictive_variance": (
-        lambda logprobs: uncertainty.predictive_variance(logprobs).tolist()
+        lambda logprobs: transforms.predictive_variance(logprobs).tolist()
     ),
     "uncertainty.shannon_entropy_from_logits": shannon_entropy_from_logits,
     "transform.surprisal_mask": surprisal_mask,

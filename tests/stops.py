@@ -88,7 +88,7 @@ _PLACED = (
     Placed("retrain.advantages.sepa", "SEPAController.observe", 6, after=True),
     Placed("retrain.tracking.files", "RunFiles._write_step", 5, after=True),
     Placed("retrain.tracking.files", "RunFiles._write_evaluation", 2),
-    Placed("retrain.rewards.guard", "FailureGuard.observe", 7),
+    Placed("retrain.rewards.scoring", "FailureGuard.observe", 7),
     Placed("retrain.records.disk", "sync_folder", 9),
     Placed("retrain.records.checkpoint", "CheckpointStore.save", 2, after=True),
 )

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from retrain.advantages.algorithms import RECIPES
 from retrain.advantages.credit import Credit
 from retrain.advantages.pipeline import CreditPipeline
-from retrain.advantages.ragged import Float64Array, Segments, flatten
-from retrain.advantages.step import StepTokens
+from retrain.advantages.step import Float64Array, Segments, StepTokens, flatten
 from retrain.advantages.transforms import (
     TRANSFORMS,
     gtpo_group_weights,

@@ -8,13 +8,14 @@ from golden import shannon_entropy_from_logits
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.advantages.transforms import kept_count, top_rho
-from retrain.advantages.uncertainty import (
+from retrain.advantages.transforms import (
     canonical_kind,
     capped,
+    kept_count,
     predictive_variance,
     shannon_entropy,
     surprisal,
+    top_rho,
 )
 
 

@@ -38,7 +38,7 @@ HEAVY = {
 MAX_NODES = house.MAX_NODES
 
 LAYERS: tuple[set[str], ...] = (
-    {"distributed", "errors", "install", "noise", "parsing", "processes", "types", "web"},
+    {"distributed", "errors", "install", "noise", "system", "types", "web"},
     {"config", "plugins"},
     {
         "advantages",
@@ -283,7 +283,7 @@ def test_reading_runs_loads_no_model_library(start: str) -> None:
         "errors",
         "types",
         "noise",
-        "parsing",
+        "system",
         "records",
         "tracking",
         "advantages",

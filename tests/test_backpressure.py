@@ -20,9 +20,9 @@ from retrain.backpressure import (
     fit_scaling_law,
     optimal_concurrency,
     roofline,
+    step_flops,
+    sweep_sizes,
 )
-from retrain.backpressure.controller import sweep_sizes
-from retrain.backpressure.throughput import step_flops
 from retrain.config.schema import Backpressure
 from retrain.records.entries import StepRecord
 

@@ -2,6 +2,7 @@
 refused.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from campaigns import planned_config
 
 from retrain.campaign import CampaignPlan, plan_campaign
-from retrain.campaign.preflight import check
+from retrain.campaign.plan import check
 from retrain.config import config_from_toml, dump_toml, replaced, unused_keys
 from retrain.errors import ConfigurationError
 
@@ -297,7 +298,7 @@ def test_a_wrong_plugin_is_said_before_any_data_is_loaded(monkeypatch: pytest.Mo
     def loaded(*_: object) -> None:
         raise AssertionError("the data was loaded")
 
-    monkeypatch.setattr("retrain.campaign.preflight.load_examples", loaded)
+    monkeypatch.setattr("retrain.campaign.plan.load_examples", loaded)
     conditions = [
         {"advantage_mode": name, "transform_mode": "none"} for name in ("grpo", "no_such.plugin")
     ]
@@ -322,3 +323,68 @@ def test_what_no_run_could_do_is_said_before_the_first_run(
     )
     with pytest.raises(ConfigurationError, match=r'\[loss\] mode = "ppo".*configured elsewhere'):
         check(plan_campaign(config, Path("campaign")))
+
+
+# -- a grid ----------------------------------------------------------------------------------------
+
+GRID = """
+[algorithm]
+advantage_mode = "grpo"
+transform_mode = "none"
+
+[campaign]
+seeds = [1]
+
+[campaign.grid]
+lr = [1e-4, 4e-4]
+lora.alpha = [8, 16]
+"""
+LABELLED = (
+    '[[campaign.conditions]]\nadvantage_mode = "rloo"\ntransform_mode = "none"\nlabel = "a"\n'
+)
+
+
+def test_a_grid_without_conditions_varies_the_files_own_algorithm() -> None:
+    runs = plan(GRID).runs
+    assert [(run.config.training.lr, run.config.lora.alpha) for run in runs] == [
+        (1e-4, 8),
+        (1e-4, 16),
+        (4e-4, 8),
+        (4e-4, 16),
+    ]
+    assert runs[1].condition == "grpo+none~lr=0.0001~alpha=16"
+    assert {run.config.algorithm.advantage_mode for run in runs} == {"grpo"}
+    assert all(run.config.campaign is None for run in runs)
+
+
+def test_a_grid_multiplies_conditions_and_extends_their_labels() -> None:
+    labels = plan(f"{GRID}\n{LABELLED}").conditions
+    assert len(labels) == 4 and labels[0] == "a~lr=0.0001~alpha=8"
+
+
+def test_a_grid_is_stored_as_it_was_given_and_read_back() -> None:
+    config = config_from_toml(GRID)
+    again = config_from_toml(dump_toml(config))
+    assert again.conditions == config.conditions and again.campaign == config.campaign
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ('"trainin.lr" = [1]', '"trainin.lr" = [1] varies nothing'),
+        ('"training.lr" = []', '"training.lr" = [] varies nothing'),
+        ('"training.seed" = [1, 2]', "varies nothing"),
+        ('advantage_mode = ["grpo"]', "varies nothing"),
+        ("lr = 1", "a table of lists"),
+        ('lr = ["x"]', 'lr = "x" is a string'),
+        ("lr = [1e-4, 1e-4]", "both called"),
+    ],
+)
+def test_a_grid_that_varies_nothing_is_refused(given: str, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(said)):
+        plan(f"[campaign]\nseeds = [1]\n[campaign.grid]\n{given}\n")
+
+
+def test_a_key_of_the_grid_and_of_a_condition_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"which .* number 1 sets too"):
+        plan(f"{GRID}\n{LABELLED}lr = 1e-3")

@@ -9,7 +9,7 @@ from tempfile import mkdtemp
 
 import pytest
 
-from retrain.campaign.ray_cluster import gpu_share
+from retrain.campaign.launch import gpu_share
 from retrain.config import config_from_mapping
 from retrain.config.schema import Campaign
 from retrain.errors import ConfigurationError, EnvironmentFailure
@@ -71,12 +71,12 @@ def test_a_local_cluster_runs_the_campaign_and_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("ray")
-    from retrain.campaign import Manifest, Status, ray_cluster, run_campaign
+    from retrain.campaign import Manifest, Status, launch, run_campaign
     from retrain.errors import RunFailed
 
     made: list[str] = []
     monkeypatch.setattr(
-        ray_cluster, "mkdtemp", lambda **options: made.append(mkdtemp(**options)) or made[-1]
+        launch, "mkdtemp", lambda **options: made.append(mkdtemp(**options)) or made[-1]
     )
     monkeypatch.setenv(
         "RAY_ADDRESS", "127.0.0.1:1"

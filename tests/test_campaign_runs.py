@@ -21,11 +21,10 @@ import torch
 from retrain import load_runs
 from retrain.analysis.runs import find_runs
 from retrain.campaign import Manifest, Status, plan_campaign, run_campaign
-from retrain.campaign.subprocesses import share_devices, start_worker
+from retrain.campaign.launch import share_devices, start_worker
 from retrain.config import config_from_mapping, load_config, replaced
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.records.run_folder import RunFolder
-from retrain.records.writer import Liveness, Writer
+from retrain.records.run_folder import Liveness, RunFolder, Writer
 from tests import commands
 from tests.campaigns import CAMPAIGN, sections
 from tests.runs import lines, small_run, timeless
@@ -383,7 +382,7 @@ def test_seeds_conditions_and_steps_may_be_added(tmp_path: Path) -> None:
 
 
 def test_the_default_evaluation_is_left_out_where_nothing_is_held_out(tmp_path: Path) -> None:
-    from retrain.campaign.preflight import check, evaluated_where_possible
+    from retrain.campaign.plan import check, evaluated_where_possible
 
     problems = tmp_path / "problems.jsonl"
     problems.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from retrain.backends.base import BACKENDS
-from retrain.backends.catalogue import catalogue
+from retrain.backends.declared import catalogue
 from retrain.cli.main import main
 from retrain.inference_engine.base import ENGINES
 

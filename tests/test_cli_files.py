@@ -3,13 +3,15 @@
 import io
 import json
 import sys
+import tomllib
 from pathlib import Path
 
+import jsonschema
 import pytest
 
-from retrain.cli.init import template_names
+from retrain.cli.init import template_names, template_text
 from retrain.cli.main import main
-from retrain.config import load_config
+from retrain.config import config_from_toml, load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 LEGACY = """\
@@ -37,26 +39,62 @@ def legacy() -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["quickstart", "lab"])
-def test_templates_load(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+TEMPLATES = ["campaign", "environment", "experiment", "lab", "quickstart", "squeeze"]
+
+
+@pytest.mark.parametrize("name", template_names())
+def test_every_template_loads_and_every_key_of_its_own_has_a_comment(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["init", "--template", name]) == 0
     assert "retrain.toml" in capsys.readouterr().out
-    assert load_config().evaluation.at_end
+    config, text = load_config(environ={}), Path("retrain.toml").read_text()
+    assert text.startswith("#:schema retrain.schema.json\n# ")
+    if name in TEMPLATES:
+        assert config.evaluation.at_end or config.kind == "squeeze"
+        lines = [line for line in text.splitlines() if " = " in line and not line.startswith("#")]
+        assert sum(" # " in line for line in lines) >= len(lines) // 3
+    for path in (file for file in Path().glob("*.py")):
+        compile(path.read_text(), path, "exec")
 
 
-@pytest.mark.parametrize(
-    "path",
-    [*(ROOT / "retrain/assets/templates").glob("*.toml"), ROOT / "examples/lab.toml"],
-    ids=str,
-)
-def test_the_first_and_the_last_step_of_a_first_run_can_be_inspected(path: Path) -> None:
-    config = load_config(path, environ={})
+@pytest.mark.parametrize("name", ["lab", "quickstart", "environment", "experiment"])
+def test_the_first_and_the_last_step_of_a_first_run_can_be_inspected(name: str) -> None:
+    config = config_from_toml(template_text(name))
     stored = range(0, config.training.max_steps, config.logging.tokens_every)
     assert stored[-1] == config.training.max_steps - 1 and len(stored) <= 10
 
 
-def test_quickstart_and_lab_are_the_templates() -> None:
-    assert template_names() == ["lab", "quickstart"]
+def test_the_list_names_every_template_with_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--list"]) == 0 and not [*Path().iterdir()]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == template_names()
+    assert [name for name in template_names() if "/" not in name] == TEMPLATES
+    assert "papers/dapo" in template_names() and all(len(line.split()) > 3 for line in lines)
+
+
+def test_a_papers_template_brings_the_plugin_that_it_names() -> None:
+    Path("mine").mkdir()
+    assert main(["init", "--template", "papers/dapo", "--output", "mine/run.toml"]) == 0
+    assert {path.name for path in Path("mine").iterdir()} == {"run.toml", "dapo.py"}
+
+
+def test_force_writes_over_a_file() -> None:
+    Path("retrain.toml").write_text("mine")
+    assert main(["init", "--force"]) == 0
+    assert Path("retrain.toml").read_text() == template_text("quickstart")
+
+
+def test_the_schema_of_an_editor_is_printed_and_knows_the_templates(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["help", "config", "--json"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    for name in template_names():
+        jsonschema.validate(tomllib.loads(template_text(name)), schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"training": {"lrr": 1}}, schema)
+    assert main(["help", "training", "--json"]) == 2
 
 
 def test_init_never_overwrites(capsys: pytest.CaptureFixture[str]) -> None:

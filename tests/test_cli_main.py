@@ -307,7 +307,7 @@ def test_a_wrong_use_of_a_command_is_one_sentence_of_ours(
         ("start", "`retrain FILE.toml` trains"),
         ("lab", "`retrain init --template lab --output lab.toml`"),
         ("mine --lr 1", "did you mean `retrain mine.toml --lr 1`?"),
-        ("doctor", "`retrain explain FILE.toml`"),
+        ("check", "`retrain explain FILE.toml`"),
         ("versoin", "did you mean `retrain version`?"),
     ],
 )

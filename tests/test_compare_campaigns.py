@@ -583,3 +583,19 @@ def test_power_refuses_what_shows_no_spread(
         capsys, "--sd", "0.1", "--effect", "0", command="power"
     )
     assert "is not a positive number" in refused(capsys, "--sd", "-0.1", command="power")
+
+
+def test_a_grids_conditions_are_ranked_and_the_ranking_is_called_a_selection(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_campaign(tmp_path, {"grpo+none": [40, 42], "maxrl+none": [46, 44]})
+    assert main(["compare", str(path)]) == 0 and "Ranking" not in capsys.readouterr().out
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["config"] = {"campaign": {"grid": {"training.lr": [1e-4]}}}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert main(["compare", str(path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "1. maxrl+none 45.0%, 2. grpo+none 41.0%." in shown
+    assert "a selection, not a test" in shown
+    assert main(["compare", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ranking"] == ["maxrl+none", "grpo+none"]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from campaigns import problems, write_campaign, write_manifest, write_run
 
-from retrain.analysis.two_way import TwoWay
+from retrain.analysis.statistics import TwoWay
 from retrain.campaign import plan_campaign
 from retrain.cli.main import main
 from retrain.config import config_from_mapping

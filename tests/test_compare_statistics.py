@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from retrain.analysis import power, statistics, tasks
-from retrain.analysis.sign_flips import max_t
-from retrain.analysis.two_way import TwoWay, covaried_square
+from retrain.analysis import pairs, power, statistics
+from retrain.analysis.statistics import TwoWay, covaried_square, max_t
 
 TENTHS = st.lists(st.integers(-9, 9).map(lambda k: k / 10), min_size=1, max_size=9)
 
@@ -104,7 +103,7 @@ def test_numbers_of_any_size_have_a_mean_a_spread_and_an_effect(scale: float) ->
     assert statistics.mean(huge) == pytest.approx(3.75 * scale, rel=1e-6)
     assert statistics.sample_sd(huge) == pytest.approx(np.std(d, ddof=1) * scale, rel=1e-6)
     assert statistics.corrected_dz(huge) == pytest.approx(statistics.corrected_dz(d), rel=1e-6)
-    assert tasks.iqm(huge) == pytest.approx(3.0 * scale, rel=1e-6)
+    assert pairs.iqm(huge) == pytest.approx(3.0 * scale, rel=1e-6)
     assert statistics.tost(huge, 10 * scale) == pytest.approx(statistics.tost(d, 10), rel=1e-6)
 
 
@@ -141,7 +140,7 @@ def test_what_is_no_number_is_refused(values: list[float]) -> None:
         statistics.sign_flip_p,
         statistics.corrected_dz,
         statistics.t_interval,
-        tasks.iqm,
+        pairs.iqm,
     ):
         with pytest.raises(ValueError, match="finite"):
             function(values)  # type: ignore[operator]
@@ -161,7 +160,7 @@ def test_one_difference_has_a_p_and_no_spread() -> None:
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=30))
 def test_the_iqm_is_the_mean_without_a_quarter_at_either_end(scores: list[float]) -> None:
-    assert tasks.iqm(scores) == pytest.approx(float(stats.trim_mean(scores, 0.25)), abs=1e-12)
+    assert pairs.iqm(scores) == pytest.approx(float(stats.trim_mean(scores, 0.25)), abs=1e-12)
 
 
 def test_the_standard_error_is_scipys() -> None:
@@ -174,22 +173,22 @@ def test_the_standard_error_is_scipys() -> None:
 
 def test_the_probability_of_improvement_is_the_fraction_of_pairs_won() -> None:
     better, worse = np.array([[0.6], [0.5]]), np.array([[0.5], [0.4]])
-    assert tasks.probability_of_improvement(better, worse) == pytest.approx((2 + 1 + 0.5) / 4)
-    assert tasks.probability_of_improvement(worse, worse) == 0.5
+    assert pairs.probability_of_improvement(better, worse) == pytest.approx((2 + 1 + 0.5) / 4)
+    assert pairs.probability_of_improvement(worse, worse) == 0.5
 
 
 def test_the_performance_profile_falls_from_one_to_zero() -> None:
     scores = np.array([[0.2, 0.4], [0.6, 0.8]])
-    assert tasks.performance_profile(scores, [0.0, 0.4, 0.9]).tolist() == [1.0, 0.5, 0.0]
+    assert pairs.performance_profile(scores, [0.0, 0.4, 0.9]).tolist() == [1.0, 0.5, 0.0]
 
 
 def test_the_interval_of_an_iqm_difference_is_narrower_for_paired_arms() -> None:
     rng = np.random.default_rng(0)
     shared = rng.normal(0.5, 0.1, (10, 4))
     candidate, baseline = shared + 0.02 + rng.normal(0, 0.005, (10, 4)), shared
-    low, high = tasks.iqm_difference_interval(candidate, baseline)
+    low, high = pairs.iqm_difference_interval(candidate, baseline)
     assert 0 < low < 0.02 < high
-    wide = tasks.run_interval(candidate)
+    wide = pairs.run_interval(candidate)
     assert high - low < 0.5 * (wide[1] - wide[0])
 
 
@@ -205,7 +204,7 @@ def test_the_iqms_interval_covers_the_truth_where_a_runs_luck_is_in_all_of_its_t
             + rng.normal(0, 0.05, (runs, 1))
             + rng.normal(0, 0.02, (runs, tasks_asked))
         )
-        low, high = tasks.run_interval(scores)
+        low, high = pairs.run_interval(scores)
         covered += low <= 0.5 <= high
     assert covered / trials >= 0.88
 

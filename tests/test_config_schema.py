@@ -19,11 +19,12 @@ from retrain.config import (
     dump_toml,
     load_config,
 )
+from retrain.config.json_schema import json_schema
 from retrain.config.keys import Key, all_keys, flags, keys_by_path, section_models
 from retrain.config.values import OpenName
 from retrain.errors import ConfigurationError
-from retrain.parsing import toml_value
-from scripts.docs_keys import annotated_toml, artefacts, json_schema
+from retrain.system import toml_value
+from scripts.docs_keys import annotated_toml, artefacts
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCKS = sorted((ROOT / "tests" / "data" / "config_blocks").glob("*.toml"))
@@ -58,6 +59,8 @@ def test_the_annotated_block_holds_the_documented_defaults() -> None:
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
 def test_templates_evaluate_and_clip(template: Path) -> None:
     config = load_config(template, environ={})
+    if config.kind == "squeeze":  # trains nothing
+        return
     assert config.evaluation.at_start and config.evaluation.at_end
     assert config.loss.max_grad_norm == 1.0
 

@@ -18,9 +18,9 @@ from retrain.model import fused as fused_decoder
 from retrain.model import layer_kernels as layers
 from retrain.model import step_kernels as steps
 from retrain.model.devices import EngineOptions
-from retrain.model.float8 import hold_layers_in_float8, quantised
 from retrain.model.functions import Norm
 from retrain.model.fused import FusedDecoder
+from retrain.model.packed import hold_layers_in_float8, quantised
 from retrain.model.projection import Pending
 from retrain.model.step_kernels import (
     Heads,

@@ -18,9 +18,9 @@ from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.model.devices import EngineOptions
-from retrain.model.float8 import FLOAT8, Float8Linear, dequantised, hold_layers_in_float8, quantised
 from retrain.model.footprint import footprint
 from retrain.model.memory import predict_memory
+from retrain.model.packed import FLOAT8, Float8Linear, dequantised, hold_layers_in_float8, quantised
 from retrain.types import Row
 from tests.decoding import PAGES
 from tests.learner_models import (

@@ -19,8 +19,8 @@ from retrain.cli.main import main
 from retrain.cli.usage import COMMANDS
 from retrain.config import config_from_mapping, config_from_toml, dump_toml, load_config, names
 from retrain.config.keys import all_keys, flags, keys_by_path
+from retrain.config.names import ABSENT, SYNONYMS, synonym
 from retrain.config.overrides import parse_overrides
-from retrain.config.suggestions import ABSENT, SYNONYMS, synonym
 from retrain.errors import ConfigurationError, RetrainError
 from tests.wrong_inputs import LAB, inside
 

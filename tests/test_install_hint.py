@@ -87,7 +87,8 @@ def test_no_page_and_no_message_installs_another_program_of_the_index() -> None:
         *(ROOT / "retrain").rglob("*.py"),
         *(ROOT / "docs").glob("*.md"),
         *ROOT.glob("*.md"),
-        *(ROOT / "examples").rglob("*.*"),
+        *(ROOT / "examples").rglob("*.toml"),
+        *(ROOT / "examples").rglob("*.py"),
     ]
     found = [
         path.name

@@ -12,8 +12,8 @@ from learner_reference import reference_loss, row_scores
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.micro_batches import LearnerRow, pack
 from retrain.model.attention import FusedAttention
+from retrain.model.functions import recomputed
 from retrain.model.load import layers
-from retrain.model.recomputing import recomputed
 from retrain.types import Row
 from tests.learner_models import (
     EOS,

@@ -15,10 +15,9 @@ from retrain.backends.local.backend import LocalBackend, _deterministic
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.micro_batches import LearnerRow, pack, split_rows
 from retrain.backends.rows import check_rows, learning_rate, minibatch_split, needed_tokens, shift
-from retrain.model.adapter import Adapter
+from retrain.model.adapter import Adapter, DropoutKey, KeyedDropout
+from retrain.model.adapter import philox as torch_philox
 from retrain.model.attention import FusedAttention
-from retrain.model.dropout import DropoutKey, KeyedDropout
-from retrain.model.dropout import philox as torch_philox
 from retrain.model.load import load_base_model
 from retrain.model.text import resolve_model
 from retrain.noise import philox

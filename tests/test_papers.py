@@ -42,7 +42,8 @@ from retrain.types import (
 )
 from scripts.docs_papers import papers, papers_document
 
-PAPERS = Path(__file__).resolve().parents[1] / "examples" / "papers"
+ROOT = Path(__file__).resolve().parents[1]
+PAPERS = ROOT / "retrain" / "assets" / "papers"
 MAX_TOKENS, CACHE = 128, 32
 """Of the files."""
 EXAMPLE = Example("?", "4")
@@ -543,6 +544,6 @@ def test_settings_at_the_papers_scale_go_with_the_file() -> None:
 
 
 def test_the_page_of_papers_has_not_drifted() -> None:
-    assert (PAPERS.parents[1] / "docs" / "papers.md").read_text(
-        encoding="utf-8"
-    ) == papers_document(), "run `make docs`"
+    assert (ROOT / "docs" / "papers.md").read_text(encoding="utf-8") == papers_document(), (
+        "run `make docs`"
+    )

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.advantages.planning import RegexDetector
-from retrain.advantages.semantic import (
+from retrain.advantages.planning import (
     EXECUTION_ANCHORS,
     MIN_WORDS,
     PLANNING_ANCHORS,
     STRIDE_WORDS,
     WINDOW_WORDS,
+    RegexDetector,
     SemanticDetector,
 )
 from tests.sentence_encoder import Counter

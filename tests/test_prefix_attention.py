@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from retrain.model import packing, prefix_attention
+from retrain.model import packing
 from retrain.model.attention import FusedAttention
 from retrain.model.packing import PackedAttention
 from tests.segments import HEADS, KEY_HEADS, SEGMENTS, SIZE, row_by_row
@@ -32,8 +32,8 @@ def test_packed_rows_attend_as_single_rows_do(
     budget: int, scores: int, longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "_MAX_TOKENS_AS_PRODUCTS", longest)
-    monkeypatch.setattr(prefix_attention, "_SCORES", scores)
-    monkeypatch.setattr(prefix_attention, "_MIN_QUERIES", 2)
+    monkeypatch.setattr(packing, "_SCORES", scores)
+    monkeypatch.setattr(packing, "_MIN_QUERIES", 2)
     inputs = packed_inputs()
     expected = row_by_row(*inputs)
     found = PackedAttention(SEGMENTS, budget, FusedAttention(), torch.device("cpu")).attention(

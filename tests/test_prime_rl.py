@@ -18,11 +18,17 @@ import pytest
 
 from retrain import train
 from retrain.backends.local.backend import LocalBackend
-from retrain.backends.prime_rl.backend import output_dir
-from retrain.backends.prime_rl.broadcasts import Broadcasts, Policy
-from retrain.backends.prime_rl.engine import PrimeDialect, ServedPolicy
-from retrain.backends.prime_rl.transport import FileSystemSender, ZmqSender
-from retrain.backends.prime_rl.wire import Sample, encode, share_out, trained_samples
+from retrain.backends.prime_rl.backend import PrimeDialect, ServedPolicy, output_dir
+from retrain.backends.prime_rl.wire import (
+    Broadcasts,
+    FileSystemSender,
+    Policy,
+    Sample,
+    ZmqSender,
+    encode,
+    share_out,
+    trained_samples,
+)
 from retrain.config.load import replaced
 from retrain.config.schema import PrimeRLOptions
 from retrain.errors import ConfigurationError, Interrupted, ServerFailure

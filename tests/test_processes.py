@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from retrain.processes import peak_resident_bytes, resident_bytes
+from retrain.system import peak_resident_bytes, resident_bytes
 
 
 def test_the_memory_of_a_process_is_read_in_bytes() -> None:
@@ -15,7 +15,7 @@ def test_the_memory_of_a_process_is_read_in_bytes() -> None:
 
 def test_the_module_that_every_process_imports_first_is_light() -> None:
     loaded = (
-        "import sys, retrain.processes; print([name for name in ('torch', 'numpy', 'psutil') if"
+        "import sys, retrain.system; print([name for name in ('torch', 'numpy', 'psutil') if"
         " name in sys.modules])"
     )
     assert (

@@ -10,8 +10,7 @@ from runs import lines, small
 
 from retrain.cli.main import main
 from retrain.records.entries import EvaluationRecord
-from retrain.records.evaluation import Evaluation
-from retrain.records.evaluation_folder import KIND, EvaluationFolder
+from retrain.records.evaluation import KIND, Evaluation, EvaluationFolder
 from retrain.records.run_folder import mark
 from tests.runs import small_run
 

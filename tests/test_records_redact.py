@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrain.config import config_from_mapping, config_from_toml, dump_toml
-from retrain.parsing import toml_value
 from retrain.records.redact import MASK, Redactor
+from retrain.system import toml_value
 
 PLAIN = Redactor({})
 

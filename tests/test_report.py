@@ -24,8 +24,14 @@ from retrain.analysis.runs import find_runs
 from retrain.cli.main import main
 from retrain.install import install_hint
 from retrain.records.terminal import visible
-from retrain.report.curves import ConditionCurves, Curves, curves_by_condition, smoothed
-from retrain.report.data import ReportRequest, read_report_data
+from retrain.report.data import (
+    ConditionCurves,
+    Curves,
+    ReportRequest,
+    curves_by_condition,
+    read_report_data,
+    smoothed,
+)
 from retrain.report.figures import draw_figures
 from retrain.report.page import build_page
 from retrain.report.serve import ReportServer, version_of

@@ -13,7 +13,7 @@ import pytest
 
 from retrain.config import TrainConfig, config_from_mapping
 from retrain.errors import ConfigurationError, EnvironmentFailure
-from retrain.rewards import Scorer, ScoreRequest, build_scorer, chat
+from retrain.rewards import Scorer, ScoreRequest, build_scorer, judge
 from retrain.rewards.judge import (
     DEFAULT_TEMPLATE,
     MAX_COMPLETION,
@@ -43,8 +43,8 @@ KEY = "sk-test-0123456789abcdef"
 
 @pytest.fixture(autouse=True)
 def _patient_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "_FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr(chat, "_MAX_WAIT_S", 0.05)
+    monkeypatch.setattr(judge, "_FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(judge, "_MAX_WAIT_S", 0.05)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
 
 
@@ -239,7 +239,7 @@ _NO_CHAT = b'{"choices": []}'
         (raw(_NO_CHAT), 2),
         (raw(b'{"choices": [{"message": null}]}'), 2),
         (raw(b"[" * 100_000), 2),
-        (raw(b"x" * (chat.MAX_REPLY + 1)), 2),
+        (raw(b"x" * (judge.MAX_REPLY + 1)), 2),
         (saying(""), 2),
         (saying(None), 2),
         (saying("Let me see: yes"), 2),
@@ -260,12 +260,12 @@ def test_one_fault_is_retried(fault: Answer, requests: int) -> None:
     [
         (
             failing(429, "slow down", Retry_After="0.01"),
-            chat.MAX_ATTEMPTS,
+            judge.MAX_ATTEMPTS,
             "429 Too Many Requests: slow down",
         ),
-        (failing(500), chat.MAX_ATTEMPTS, "500 Internal Server Error: it is broken"),
-        (raw(b"gibberish"), chat.MAX_ATTEMPTS, "other than a chat completion: 'gibberish'"),
-        (hanging_up, chat.MAX_ATTEMPTS, "could not be reached (RemoteProtocolError"),
+        (failing(500), judge.MAX_ATTEMPTS, "500 Internal Server Error: it is broken"),
+        (raw(b"gibberish"), judge.MAX_ATTEMPTS, "other than a chat completion: 'gibberish'"),
+        (hanging_up, judge.MAX_ATTEMPTS, "could not be reached (RemoteProtocolError"),
         (saying(""), 2, "the judge's reply was empty"),
         (saying("I think so"), 2, "begins with neither yes nor no: 'I think so'"),
         (

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.rewards.math import canonical_latex, decide_by_strings, is_refused
+from retrain.rewards.answers import canonical_latex, decide_by_strings, is_refused
 
 
 def nested_fraction(depth: int) -> str:

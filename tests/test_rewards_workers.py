@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 import retrain.rewards.workers as workers
-from retrain.processes import resident_bytes
 from retrain.rewards.score import PartScore
 from retrain.rewards.workers import WorkerPool, WorkerSetup
+from retrain.system import resident_bytes
 
 DEADLINE_S = 2.0
 

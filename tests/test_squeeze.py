@@ -32,9 +32,8 @@ from retrain.squeeze import (
     run_squeeze,
     squeeze_adapter,
 )
-from retrain.squeeze.accuracy import Accuracy
-from retrain.squeeze.analysis import powers_of_two
-from retrain.squeeze.spectrum import factorise
+from retrain.squeeze.analysis import factorise, powers_of_two
+from retrain.squeeze.job import Accuracy
 from tests.runs import small_run
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"

@@ -28,7 +28,7 @@ from retrain import train
 from retrain.backends.declared import incapable
 from retrain.backends.local.loss import clipped_tokens, policy_terms
 from retrain.backends.losses import ActionTokens
-from retrain.backends.tinker import archive, datums
+from retrain.backends.tinker import datums, service
 from retrain.backends.tinker.backend import STATE_FILE, TinkerBackend
 from retrain.backends.tinker.datums import ShiftedRow, policy_datum
 from retrain.campaign.runner import run_campaign
@@ -803,7 +803,7 @@ def test_an_archive_becomes_a_peft_folder_and_nothing_else(
     with archive_server(200, packed) as (store, store_keys):
         elsewhere = store.replace("127.0.0.1", "localhost")
         with archive_server(302, b"", redirect=elsewhere) as (url, keys):
-            archive.download_adapter(url, "tinker://run/sampler_weights/name", tmp_path / ".", 10)
+            service.download_adapter(url, "tinker://run/sampler_weights/name", tmp_path / ".", 10)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -831,7 +831,7 @@ def test_a_service_without_an_archive_gives_a_sentence(
     tmp_path: Path, status: int, body: bytes, words: str
 ) -> None:
     with archive_server(status, body) as (url, _), pytest.raises(EnvironmentFailure, match=words):
-        archive.download_adapter(url, "tinker://run/name", tmp_path, 10)
+        service.download_adapter(url, "tinker://run/name", tmp_path, 10)
 
 
 def odd_tar(kind: bytes, name: str = "adapter_config.json", size: int = 0) -> bytes:
@@ -881,7 +881,7 @@ def test_an_archive_that_is_hostile_writes_nothing_outside_and_is_one_sentence(
         archive_server(200, body) as (url, _),
         pytest.raises(EnvironmentFailure, match=words) as caught,
     ):
-        archive.download_adapter(url, "tinker://run/name", tmp_path / "folder", 10)
+        service.download_adapter(url, "tinker://run/name", tmp_path / "folder", 10)
     assert "holds no adapter" in str(caught.value) and "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
     assert {path.name for path in (tmp_path / "folder").iterdir()} <= {
@@ -893,14 +893,14 @@ def test_an_archive_that_is_hostile_writes_nothing_outside_and_is_one_sentence(
 def test_an_archive_without_end_and_a_path_upwards_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(archive, "_MAX_BYTES", 1000)
+    monkeypatch.setattr(service, "_MAX_BYTES", 1000)
     with (
         archive_server(200, bytes(5000)) as (url, _),
         pytest.raises(EnvironmentFailure, match="more than any adapter"),
     ):
-        archive.download_adapter(url, "tinker://run/name", tmp_path, 10)
+        service.download_adapter(url, "tinker://run/name", tmp_path, 10)
     with pytest.raises(EnvironmentFailure, match="is not a path of a Tinker service"):
-        archive.download_adapter("http://127.0.0.1:1", "tinker://../name", tmp_path, 10)
+        service.download_adapter("http://127.0.0.1:1", "tinker://../name", tmp_path, 10)
 
 
 def test_metrics_of_a_run_are_written(double: Double, tmp_path: Path) -> None:

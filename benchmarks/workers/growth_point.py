@@ -16,9 +16,9 @@ from typing import Any
 from job import FIRST_TOKEN
 from worker import Measure, serve
 
-import retrain.processes
+import retrain.system
 
-retrain.processes.prepare_torch()
+retrain.system.prepare_torch()
 
 import numpy as np  # noqa: E402 - torch reads its environment when it is imported
 import torch  # noqa: E402

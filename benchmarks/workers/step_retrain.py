@@ -7,9 +7,9 @@ from typing import Any
 
 from worker import serve
 
-import retrain.processes
+import retrain.system
 
-retrain.processes.prepare_torch()
+retrain.system.prepare_torch()
 
 import torch  # noqa: E402 - it reads its environment when it is imported
 from device import measured_on  # noqa: E402

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from retrain.advantages.ragged import BoolArray, Float64Array
-from retrain.advantages.step import StepTokens
-from retrain.advantages.uncertainty import capped, surprisal
+from retrain.advantages.step import BoolArray, Float64Array, StepTokens
+from retrain.advantages.transforms import capped, surprisal
 from retrain.types import Float32Array, Group, Row
 
 

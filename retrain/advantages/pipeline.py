@@ -13,8 +13,7 @@ import numpy as np
 
 from retrain.advantages.algorithms import AlgorithmContext, recipe_of
 from retrain.advantages.credit import Assigned, Credit
-from retrain.advantages.planning import RegexDetector
-from retrain.advantages.ragged import BoolArray, Float64Array, Int64Array, flatten
+from retrain.advantages.planning import Encoder, RegexDetector, SemanticDetector
 from retrain.advantages.resolve import (
     ADVANTAGE,
     ALGORITHM,
@@ -31,19 +30,19 @@ from retrain.advantages.resolve import (
     step_tokens,
     token_lists,
 )
-from retrain.advantages.semantic import Encoder, SemanticDetector
 from retrain.advantages.sepa import check_ramp
-from retrain.advantages.step import StepTokens
+from retrain.advantages.step import BoolArray, Float64Array, Int64Array, StepTokens, flatten
 from retrain.advantages.transforms import (
     TransformContext,
     TransformSpec,
+    canonical_kind,
+    capped,
     gtpo_group_weights,
     gtpo_weights,
     hicra,
     inverted,
     top_rho,
 )
-from retrain.advantages.uncertainty import canonical_kind, capped
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.plugins import refuse_unknown_params, user_code
 from retrain.types import Group, Int32Array

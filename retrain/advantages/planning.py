@@ -1,17 +1,27 @@
-"""Which tokens belong to a planning phrase ("let me check"): the mask that HICRA and SEPA read.
+"""Which tokens belong to a planning phrase ("let me check"): the mask that HICRA and SEPA read. Two
+detectors: strategic grams, and the meaning of windows of words.
 
-Matching happens on decoded text with character offsets, never on vocabulary strings, so that how a
-phrase is cut into tokens cannot matter. Words of a gram may be separated by white space, commas,
-semicolons, colons, hyphens and dashes, but not by the end of a sentence.
+Both read decoded text with character offsets, never vocabulary strings, so that how a phrase is cut
+into tokens cannot matter. Words of a gram may be separated by white space, commas, semicolons,
+colons, hyphens and dashes, but not by the end of a sentence.
+
+The semantic detector embeds sentences as unit vectors. Two centroids, of phrases that plan and of
+phrases that execute, are its yardstick: a window plans iff cos(w, planning) > cos(w, execution) +
+threshold and cos(w, planning) > min_similarity. Windows have 12 words, and each begins 6 after the
+from itertools import chain
+from itertools import chain
+one before. All tokens of a planning window are marked.
 """
 
 import re
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from retrain.advantages.step import BoolArray
 
 DEFAULT_GRAMS: Final = (
     "wait let me",
@@ -132,3 +142,156 @@ class RegexDetector:
                     found.append((start, stop))
                 match = pattern.search(text, start + 1)
         return found
+
+
+# -- the semantic detector -------------------------------------------------------------------------
+
+
+WINDOW_WORDS: Final = 12
+STRIDE_WORDS: Final = 6
+MIN_WORDS: Final = 3
+"""A shorter completion plans nothing."""
+
+PLANNING_ANCHORS: Final = (
+    "Let me think about how to approach this problem.",
+    "Hold on, something is off here.",
+    "Wait, I should look at that step again.",
+    "I am not sure that this is right, so let me verify it.",
+    "Let us step back and consider the whole problem.",
+    "Maybe there is an easier way to do it.",
+    "That does not work, so I need another idea.",
+    "First I will find a strategy, then carry it out.",
+    "What if I try it from the other direction?",
+    "The main idea is to reduce it to a simpler case.",
+    "Let me check the result by another method.",
+    "It would help to look for a pattern.",
+    "My plan is to split the problem into two cases.",
+    "I made a mistake earlier, so I will start again.",
+    "Alternatively, we could work backwards from the answer.",
+    "Before computing, let me understand what is asked.",
+    "Does this answer make sense?",
+    "It is important to notice the symmetry here.",
+    "I wonder whether this assumption holds.",
+    "Let me reconsider which approach is best.",
+)
+EXECUTION_ANCHORS: Final = (
+    "Adding 12 and 30 gives 42.",
+    "Substitute x = 3 into the equation to get 2x + 1 = 7.",
+    "Multiply both sides by 4.",
+    "The area is 5 times 8, which equals 40.",
+    "So 17 - 9 = 8.",
+    "Dividing by 2 we obtain y = 6.",
+    "Expanding the product gives x^2 + 5x + 6.",
+    "The derivative of x^3 is 3x^2.",
+    "Therefore the sum is 100.",
+    "Each of them costs 3 dollars, so 7 of them cost 21 dollars.",
+    "Simplifying the fraction 6/8 yields 3/4.",
+    "The final answer is 15.",
+    "Subtract 5 from both sides of the equation.",
+    "There are 24 hours in a day and 60 minutes in an hour.",
+    "Taking the square root of 49 gives 7.",
+)
+
+_WORD = re.compile(r"\S+")
+
+
+class Encoder(Protocol):
+    def __call__(self, sentences: Sequence[str], /) -> npt.NDArray[np.floating]:
+        """[n] sentences -> [n, d] vectors of length 1."""
+
+
+class SemanticDetector:
+    """Marks the tokens of the windows that plan. Its state is the encoder alone, so equal steps
+    have equal masks.
+    """
+
+    def __init__(
+        self, encode: Encoder, threshold: float = 0.02, min_similarity: float = 0.25
+    ) -> None:
+        self._encode = encode
+        self._threshold = threshold
+        self._min_similarity = min_similarity
+        means = [
+            np.asarray(encode(anchors), np.float64).mean(axis=0)
+            for anchors in (PLANNING_ANCHORS, EXECUTION_ANCHORS)
+        ]
+        self._centroids = np.stack([mean / np.linalg.norm(mean) for mean in means], axis=1)
+        """[d, 2] planning, execution; each of length 1."""
+
+    def detect(self, pieces: Sequence[str]) -> npt.NDArray[np.uint8]:
+        """[T] decoded pieces of one completion -> [T] mask."""
+        return self.detect_all([pieces])[0]
+
+    def detect_all(self, completions: Sequence[Sequence[str]]) -> list[npt.NDArray[np.uint8]]:
+        """The masks of several completions, whose windows are encoded in one call, each different
+        text once.
+
+        Nothing is kept for a later call: a window's vector depends in its last bits on the batch
+        that it is encoded in, and a resumed run must see the same batches.
+        """
+        texts = ["".join(pieces) for pieces in completions]
+        spans = [[match.span() for match in _WORD.finditer(text)] for text in texts]
+        # The first word of each window. The last window reaches the last word and has at least 7
+        # words, unless the text has fewer.
+        windows = [
+            range(
+                0,
+                (
+                    max(len(words) - WINDOW_WORDS + STRIDE_WORDS, 1)
+                    if len(words) >= MIN_WORDS
+                    else 0
+                ),
+                STRIDE_WORDS,
+            )
+            for words in spans
+        ]
+        sentences = [
+            _sentences(text, words, starts)
+            for text, words, starts in zip(texts, spans, windows, strict=True)
+        ]
+        plans: dict[str, bool] = {}
+        different = list(dict.fromkeys(chain.from_iterable(sentences)))
+        if different:
+            to_planning, to_execution = (
+                np.asarray(self._encode(different), np.float64) @ self._centroids
+            ).T
+            planning = (to_planning > to_execution + self._threshold) & (
+                to_planning > self._min_similarity
+            )
+            plans = dict(zip(different, planning.tolist(), strict=True))
+        masks = []
+        for pieces, text, words, starts, own in zip(
+            completions, texts, spans, windows, sentences, strict=True
+        ):
+            marked = np.zeros(len(words), dtype=np.bool_)
+            for start, sentence in zip(starts, own, strict=True):
+                marked[start : start + WINDOW_WORDS] |= plans[sentence]
+            masks.append(_token_mask(pieces, len(text), words, marked))
+        return masks
+
+
+def _sentences(text: str, words: Sequence[tuple[int, int]], starts: range) -> list[str]:
+    last = len(words) - 1
+    pieces = (
+        text[words[start][0] : words[min(start + WINDOW_WORDS - 1, last)][1]] for start in starts
+    )
+    return [" ".join(piece.split()) for piece in pieces]
+
+
+def _token_mask(
+    pieces: Sequence[str], length: int, words: Sequence[tuple[int, int]], planning: BoolArray
+) -> npt.NDArray[np.uint8]:
+    """[T] 1 where a token has a character of a planning word. `length` counts the text's
+    characters; `planning` is [W].
+    """
+    edges = np.zeros(length + 1, dtype=np.int64)
+    for start, stop in (
+        span for span, plans in zip(words, planning.tolist(), strict=True) if plans
+    ):
+        edges[start] += 1
+        edges[stop] -= 1
+    marked = np.concatenate(
+        [[0], np.cumsum(np.cumsum(edges)[:length])]
+    )  # [length + 1] marked characters before each place
+    ends = np.cumsum([0, *map(len, pieces)])
+    return np.asarray(np.diff(marked[ends]) > 0, dtype=np.uint8)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import numpy as np
 
-from retrain.advantages import uncertainty as kinds
+from retrain.advantages import transforms as kinds
 from retrain.advantages.algorithms import (
     MADE_UP,
     RECIPES,
@@ -28,8 +28,7 @@ from retrain.advantages.algorithms import (
     UncertaintyContext,
 )
 from retrain.advantages.episode import ADVANTAGES, BuiltinAdvantage, checked_groups
-from retrain.advantages.ragged import Float64Array, Segments, flatten
-from retrain.advantages.step import StepTokens
+from retrain.advantages.step import Float64Array, Segments, StepTokens, flatten
 from retrain.advantages.transforms import (
     TRANSFORMS,
     TransformContext,

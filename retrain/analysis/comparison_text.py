@@ -21,7 +21,7 @@ from retrain.analysis.explanation import (
 )
 from retrain.analysis.headline import answer, name_of, p_words
 from retrain.analysis.measures import Metric, difference_words, interval_words, size_words
-from retrain.analysis.tasks import PROFILE_THRESHOLDS, TaskAggregate
+from retrain.analysis.pairs import PROFILE_THRESHOLDS, TaskAggregate
 from retrain.records.terminal import GAP, markdown_lines, table_lines
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
@@ -125,6 +125,7 @@ def sections(comparison: Comparison) -> Iterator[tuple[str, Sequence[str]]]:
             for contrast in comparison.contrasts
         ]
     found = {
+        "Ranking": list(ranking(comparison)),
         "Known limits": list(known_limits(comparison)),
         "Notes": comparison.notes,
         "Looks": list(looks_taken(comparison)),
@@ -201,12 +202,6 @@ def arm_table(comparison: Comparison) -> Table:
     )
 
     def row(arm: ArmSummary) -> tuple[str, ...]:
-        if arm.mean is None:
-            mean = ""
-        elif comparison.metric.is_rate:
-            mean = f"{100 * arm.mean:.1f}%"
-        else:
-            mean = f"{arm.mean:.4g}"
         if failed:
             done = f"{arm.runs} / {arm.failed}"
         else:
@@ -221,7 +216,7 @@ def arm_table(comparison: Comparison) -> Table:
         return (
             arm.label,
             done,
-            mean,
+            _mean_words(arm, comparison.metric),
             size_words(arm.sd, comparison.metric),
             missing,
             tokens,
@@ -240,6 +235,41 @@ def arm_table(comparison: Comparison) -> Table:
     rows = [row(arm) for arm in comparison.arms]
     kept = [column for column in range(len(head)) if any(cells[column] for cells in rows)]
     return [head[column] for column in kept], [[cells[column] for column in kept] for cells in rows]
+
+
+def _mean_words(arm: ArmSummary, metric: Metric) -> str:
+    if arm.mean is None:
+        return ""
+    if metric.is_rate:
+        return f"{100 * arm.mean:.1f}%"
+    return f"{arm.mean:.4g}"
+
+
+def ranked(comparison: Comparison) -> list[ArmSummary]:
+    """The conditions of a grid from the best mean to the worst; empty without a grid."""
+    measured = [arm for arm in comparison.arms if arm.mean is not None and comparison.grid]
+    lower = comparison.test.lower_is_better or comparison.metric.better == "lower"
+    return sorted(measured, key=lambda arm: arm.mean or 0.0, reverse=not lower)
+
+
+def ranking(comparison: Comparison) -> Iterator[str]:
+    """The order of a grid's conditions, and why it is no test."""
+    order = ranked(comparison)
+    if len(order) < 2:
+        return
+    places = [
+        f"{place}. {arm.label} {_mean_words(arm, comparison.metric)}"
+        for place, arm in enumerate(order, start=1)
+    ]
+    best, other = order[0].label, comparison.baseline
+    if best == other:
+        other = order[1].label
+    yield f"{', '.join(places)}."
+    yield (
+        f"This is a selection, not a test: the best of {len(order)} means is partly luck, so its"
+        f" own mean flatters it. Confirm {best} against {other} as the two"
+        " [[campaign.conditions]] of a new campaign, on seeds that this one did not use."
+    )
 
 
 def contrast_table(comparison: Comparison) -> Table:
@@ -355,6 +385,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
             asdict(arm) | {"condition": arm.label, "tasks": _tasks_json(arm.tasks)}
             for arm in comparison.arms
         ],
+        "ranking": [arm.label for arm in ranked(comparison)] or None,
         "contrasts": [_contrast_json(contrast, comparison) for contrast in comparison.contrasts],
         "known_limits": list(known_limits(comparison)),
         "notes": list(comparison.notes),

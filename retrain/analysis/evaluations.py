@@ -21,7 +21,7 @@ from retrain.config import TrainConfig, load_stored
 from retrain.config.judging import judge_words, judging_rewards
 from retrain.errors import ConfigurationError
 from retrain.records.entries import EvaluationRecord
-from retrain.records.evaluation_folder import EvaluationFolder
+from retrain.records.evaluation import EvaluationFolder
 from retrain.records.terminal import counted
 
 

@@ -22,8 +22,8 @@ from retrain.analysis.runs import (
 )
 from retrain.config.keys import keys_by_path
 from retrain.config.schema import DEFAULT_CONDITIONS, Condition
-from retrain.parsing import read_object
 from retrain.records.redact import MASK
+from retrain.system import read_object
 
 _MODES = ("advantage_mode", "transform_mode", "algorithm_mode")
 

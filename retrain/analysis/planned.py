@@ -16,9 +16,9 @@ from retrain.analysis.integrity import absent_words
 from retrain.analysis.measures import Metric
 from retrain.analysis.runs import StoredRun, seeds_words
 from retrain.errors import RunFailed
-from retrain.parsing import read_object
 from retrain.records.entries import Direction
 from retrain.records.terminal import counted
+from retrain.system import read_object
 
 if TYPE_CHECKING:
     from retrain.analysis.verdict import TestSettings
@@ -98,6 +98,8 @@ class CampaignRecord:
     """The hash that the plan has."""
     removed: bool = False
     """There is no plan, and the version that wrote the manifest recorded one."""
+    grid: Sequence[str] = ()
+    """The keys that [campaign.grid] varies."""
 
     @classmethod
     def read(cls, folder: Path) -> "CampaignRecord":
@@ -112,6 +114,7 @@ class CampaignRecord:
                 plan = _plan(stored)
             looks = [Look.from_json(look) for look in content.get("looks") or []]
             seeds = [int(seed) for seed in content.get("seeds") or []]
+            grid = [*content.get("config", {}).get("campaign", {}).get("grid", {})]
         except (TypeError, ValueError, KeyError) as error:
             raise RunFailed(
                 f"{path} has a plan or a look that cannot be read ({error}): the file was changed."
@@ -125,10 +128,17 @@ class CampaignRecord:
                 seeds=seeds,
                 max_steps=content.get("max_steps"),
                 removed=removed,
+                grid=grid,
             )
         sha256 = _sha256(stored)
         return cls(
-            plan, stored.get("sha256") != sha256, looks, seeds, content.get("max_steps"), sha256
+            plan,
+            stored.get("sha256") != sha256,
+            looks,
+            seeds,
+            content.get("max_steps"),
+            sha256,
+            grid=grid,
         )
 
     @property

@@ -17,8 +17,7 @@ from typing import Literal
 import numpy as np
 
 from retrain.analysis.e_process import adjust, capital
-from retrain.analysis.sign_flips import max_t_rows
-from retrain.analysis.statistics import Floats, seeds_to_reach
+from retrain.analysis.statistics import Floats, max_t_rows, seeds_to_reach
 from retrain.records.terminal import counted
 
 Correction = Literal["maxt", "holm", "evidence"]

@@ -25,12 +25,11 @@ from retrain.backends.base import backend_kind
 from retrain.config import TrainConfig, load_stored
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.inference_engine.base import ENGINES, engine_kind
-from retrain.parsing import is_path_text, read_object
 from retrain.records.entries import MEASURED, EvaluationRecord, StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.jsonl import read_jsonl, read_jsonl_backwards
-from retrain.records.run_folder import RunFolder
-from retrain.records.writer import Writer
+from retrain.records.run_folder import RunFolder, Writer
+from retrain.system import is_path_text, read_object
 
 if TYPE_CHECKING:
     import pandas as pd

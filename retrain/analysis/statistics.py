@@ -4,9 +4,30 @@ The unit is the training run: completions are nested in prompts, prompts in step
 run, so a test on pooled completions mistakes the variance between runs for an effect. A difference
 d_s = candidate - baseline is between two runs of seed s, which saw the same prompts. Every function
 raises ValueError for an empty list and for a number that is not finite.
+
+Joint sign flips of whole seeds over a family of contrasts: the step-down max-T of Westfall and
+Young.
+
+If an arm does not differ from its baseline, its difference at a seed is as likely as its negative.
+A flip turns the sign of a seed in every contrast at once, so the flips keep what the contrasts have
+from itertools import chain
+from itertools import chain
+in common, such as a lucky run of the baseline. Contrasts that hardly vary together with the winner
+cost it nothing: six seeds can suffice for a family of any size, where Holm's correction asks for
+more with each contrast. Source: Westfall and Young 1993, Resampling-Based Multiple Testing,
+algorithm 2.8.
+
+Two-way analysis of variance of paired differences [seeds, problems]: an interval for new seeds
+and new problems, and where the spread between seeds comes from.
+
+Every run answers the same held-out problems, so seeds and problems are crossed. With mean squares
+of seeds, problems and residual, Var(mean) = (MS_seed + MS_problem - MS_residual) / (seeds *
+problems), whose degrees of freedom are Satterthwaite's. Source: Searle, Casella and McCulloch 1992,
+Variance Components, chapter 4; Satterthwaite 1946, doi 10.2307/3002019.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -202,3 +223,209 @@ def tost(differences: Sequence[float] | Floats, margin: float) -> float:
 def standard_error(values: Sequence[float] | Floats) -> float:
     """The standard error of the mean of n >= 2 values: sqrt(var / n), ddof = 1."""
     return sample_sd(values) / float(np.sqrt(len(values)))
+
+
+# -- joint sign flips ------------------------------------------------------------------------------
+
+
+_AT_ONCE = 1 << 13
+_FLIP_TIE = 1e-9
+"""Statistics this close, of a unit variance, are equal: 0.1 + 0.2 and 0.3 differ in binary only."""
+
+
+def max_t(family: Sequence[Mapping[int, float]]) -> list[float]:
+    """The adjusted two-sided p of each contrast, in the order given. A contrast maps a seed to its
+    difference, one seed or more.
+
+    The statistic is sum(d) / sqrt(sum(d^2)). Flips leave its denominator as it is, so a family of
+    one gets the p of the mean. Up to EXACT_SEEDS seeds all flips are counted; beyond, (b + 1) / (m
+    + 1) from a fixed sample of m.
+    """
+    if not family:
+        return []
+    columns = _unit_columns(family)
+    observed = np.abs(columns.sum(axis=0))
+    order = np.argsort(-observed, kind="stable")
+    as_far, flips = np.zeros(len(family)), 0
+    for signs in _signs(len(columns)):
+        values = np.abs(signs @ columns[:, order])
+        # over the contrasts not yet decided
+        largest = np.maximum.accumulate(values[:, ::-1], axis=1)[:, ::-1]
+        as_far += (largest >= observed[order] - _FLIP_TIE).sum(axis=0)
+        flips += len(signs)
+    sampled = len(columns) > EXACT_SEEDS
+    stepped = np.maximum.accumulate((as_far + sampled) / (flips + sampled))
+    adjusted = np.empty(len(family))
+    adjusted[order] = stepped
+    return [float(p) for p in adjusted]
+
+
+def _unit_columns(family: Sequence[Mapping[int, float]]) -> Floats:
+    """[seeds, contrasts] differences, each contrast of unit length; 0 where it lacks the seed."""
+    seeds = list(dict.fromkeys(chain.from_iterable(family)))
+    columns = np.array([[contrast.get(seed, 0.0) for contrast in family] for seed in seeds])
+    if not np.isfinite(columns).all():
+        raise ValueError("expected finite differences")
+    # first by the largest, since the squares of tiny or huge numbers would be 0 or infinite
+    largest = np.abs(columns).max(axis=0)
+    columns = columns / np.where(largest > 0, largest, 1.0)
+    norms = np.sqrt((columns**2).sum(axis=0))
+    unit: Floats = columns / np.where(norms > 0, norms, 1.0)
+    return unit
+
+
+def max_t_rows(differences: Floats) -> Floats:
+    """[campaigns, seeds, contrasts] differences -> [campaigns] p of the first contrast, adjusted
+    over all (the first step alone).
+
+    For simulations with at most EXACT_SEEDS seeds.
+    """
+    norms = np.sqrt((differences**2).sum(axis=1, keepdims=True))
+    columns = differences / np.where(norms > 0, norms, 1.0)
+    bar = np.abs(columns[..., 0].sum(axis=1)) - _FLIP_TIE
+    as_far, flips = np.zeros(len(columns)), 0
+    for signs in _signs(differences.shape[1]):
+        largest = np.abs(signs @ columns).max(axis=2)
+        as_far += (largest >= bar[:, np.newaxis]).sum(axis=1)
+        flips += len(signs)
+    fractions: Floats = as_far / flips
+    return fractions
+
+
+def _signs(seeds: int) -> Iterator[Floats]:
+    """Blocks [flips, seeds] of 1 and -1: all flips that leave the first seed as it is, or a fixed
+    sample of all flips.
+    """
+    if seeds > EXACT_SEEDS:
+        rng = np.random.default_rng(0)
+        for start in range(0, _MONTE_CARLO_FLIPS, _AT_ONCE):
+            count = min(_AT_ONCE, _MONTE_CARLO_FLIPS - start)
+            yield (1 - 2 * rng.integers(0, 2, size=(count, seeds))).astype(np.float64)
+        return
+    total = 1 << (seeds - 1)
+    for start in range(0, total, _AT_ONCE):
+        numbers = np.arange(start, min(start + _AT_ONCE, total))
+        bits = (
+            numbers[:, np.newaxis] >> np.arange(seeds)
+        ) & 1  # the last seed's bit is always 0: a flip and its mirror image count alike
+        yield (1 - 2 * bits).astype(np.float64)
+
+
+# -- seeds and problems, two ways ------------------------------------------------------------------
+
+
+_FILLINGS = 30
+"""Passes over the missing cells; each shrinks their error by about the fraction of cells that is
+missing."""
+
+
+@dataclass(frozen=True)
+class TwoWay:
+    """The mean squares of differences [seeds, problems], two or more of each."""
+
+    seeds: int
+    problems: int
+    mean: float
+    seed_square: float
+    problem_square: float
+    residual_square: float
+    residual_freedom: int
+
+    @classmethod
+    def of(cls, differences: Floats) -> "TwoWay | None":
+        """Analyse a table; it has NaN where a problem was not judged in both runs of a pair. None
+        below two seeds or two problems, or with too few cells.
+
+        A missing cell takes its value from the additive fit of the others and costs a degree of
+        freedom (Yates 1933); a problem or a seed without any cell is left out.
+        """
+        known = ~np.isnan(differences)
+        table = differences[known.any(axis=1)][:, known.any(axis=0)]
+        seeds, problems = table.shape
+        freedom = (seeds - 1) * (problems - 1) - int(np.isnan(table).sum())
+        if min(seeds, problems) < 2 or freedom < 1:
+            return None
+        table = _filled(table)
+        rows, columns, mean = table.mean(axis=1), table.mean(axis=0), float(table.mean())
+        residual = table - rows[:, np.newaxis] - columns + mean
+        return cls(
+            seeds=seeds,
+            problems=problems,
+            mean=mean,
+            seed_square=problems * float(rows.var(ddof=1)),
+            problem_square=seeds * float(columns.var(ddof=1)),
+            residual_square=float((residual**2).sum()) / freedom,
+            residual_freedom=freedom,
+        )
+
+    @property
+    def noise_variance(self) -> float:
+        """The part of the variance between a seed's differences that the evaluation makes: its
+        problems and samples.
+        """
+        return min(self.residual_square, self.seed_square) / self.problems
+
+    @property
+    def luck_variance(self) -> float:
+        """The rest of it, run-to-run (seed) variance, which no larger evaluation removes."""
+        return max(0.0, self.seed_square - self.residual_square) / self.problems
+
+    def interval(
+        self, confidence: float = 0.95, problem_square: float | None = None
+    ) -> tuple[float, float]:
+        """The interval of the mean over new seeds and new problems. `problem_square` replaces the
+        problems' mean square, as a covariate leaves it.
+
+        Never narrower than Student's intervals over the seeds alone and over the problems alone:
+        where a mean square is small by chance, the estimated variance is too.
+        """
+        from scipy.special import stdtrit
+
+        problem_square = self.problem_square if problem_square is None else problem_square
+        quantile, cells = 0.5 + confidence / 2, self.seeds * self.problems
+        freedoms = (self.seeds - 1, self.problems - 1, self.residual_freedom)
+        squares = (self.seed_square, problem_square, -self.residual_square)
+        total = sum(squares)
+        halves = [
+            float(stdtrit(freedom, quantile)) * np.sqrt(square / cells)
+            for freedom, square in zip(freedoms[:2], squares[:2], strict=True)
+        ]
+        if total > 0:
+            freedom = total**2 / sum(
+                square**2 / own for square, own in zip(squares, freedoms, strict=True)
+            )
+            freedom = max(
+                freedom, min(freedoms)
+            )  # Satterthwaite's falls towards 0 where the mean squares nearly cancel
+            halves.append(float(stdtrit(freedom, quantile)) * np.sqrt(total / cells))
+        half = float(max(halves))
+        return self.mean - half, self.mean + half
+
+
+def _filled(table: Floats) -> Floats:
+    """`table` with its NaN cells at the additive fit of rows and columns."""
+    missing = np.isnan(table)
+    if not missing.any():
+        return table
+    filled = np.where(missing, np.nanmean(table), table)
+    for _ in range(_FILLINGS):
+        fit = filled.mean(axis=1, keepdims=True) + filled.mean(axis=0) - filled.mean()
+        filled = np.where(missing, fit, table)
+    return filled
+
+
+def covaried_square(differences: Floats, covariate: Floats) -> float | None:
+    """The problems' mean square after regression on `covariate` [problems] and its square, as
+    TwoWay.interval takes it.
+
+    The interval is then for new problems that are as hard for the base model as these (Lin 2013,
+    arXiv 1208.2301; CUPED, Deng et al. 2013). The square is there because an effect fades where a
+    problem is always right or always wrong. None where the covariate does not vary enough.
+    """
+    seeds, columns = differences.shape[0], np.nanmean(differences, axis=0)
+    design = np.stack([np.ones_like(covariate), covariate, covariate**2], axis=1)
+    rank = int(np.linalg.matrix_rank(design))
+    if rank < 2 or len(columns) <= rank + 1:
+        return None
+    fitted = design @ np.linalg.lstsq(design, columns, rcond=None)[0]
+    return float(seeds * ((columns - fitted) ** 2).sum() / (len(columns) - rank))

@@ -17,10 +17,9 @@ from retrain.analysis.planned import CampaignRecord, evidence_line
 from retrain.analysis.runs import StoredRun, campaign_runs, is_campaign, is_run
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
 from retrain.records.entries import StepRecord
-from retrain.records.run_folder import MARKER, RunFolder
+from retrain.records.run_folder import MARKER, Liveness, RunFolder, Writer
 from retrain.records.terminal import duration
 from retrain.records.untrained import untrained_line, untrained_streak
-from retrain.records.writer import Liveness, Writer
 
 _WINDOW = 50
 """Steps at the end of a run over which the medians of step time and throughput are taken."""

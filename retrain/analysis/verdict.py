@@ -19,7 +19,7 @@ from typing import Literal
 from retrain.analysis import power, statistics
 from retrain.analysis.e_process import anytime_p, confidence_sequence, evidence
 from retrain.analysis.power import Correction
-from retrain.analysis.sign_flips import max_t
+from retrain.analysis.statistics import max_t
 from retrain.records.entries import Direction
 
 Interval = tuple[float, float]

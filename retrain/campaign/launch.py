@@ -1,13 +1,24 @@
-"""Launchers: the interface that starts the runs of a campaign, and the launcher that trains them in
-this process.
+"""Launchers: the interface that starts the runs of a campaign; in this process, as processes on
+devices of this machine, or as tasks of a Ray cluster.
 
-The others are in `subprocesses` (parallel processes on this machine) and `ray_cluster`.
+A process on this machine ends when the campaign's process ends, however it ends. A Ray cluster is
+the one at `[campaign] ray_address`, or a local one that starts and ends with the campaign: Ray
+places the runs and reports lost ones, and each of its tasks starts the same worker process. All
+machines must have retrain installed and see the campaign's folder under the same path.
 """
 
+import contextlib
 import gc
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
 import sys
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import (
     AbstractContextManager,
     contextmanager,
@@ -15,14 +26,19 @@ from contextlib import (
     redirect_stderr,
     redirect_stdout,
 )
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from tempfile import mkdtemp
+from typing import IO, Any, Protocol
 
+from retrain.backends.base import backend_kind
 from retrain.campaign.manifest import Status
-from retrain.campaign.plan import CampaignRun
-from retrain.config import TrainConfig, replaced
-from retrain.errors import Interrupted, RetrainError
+from retrain.campaign.plan import CampaignPlan, CampaignRun
+from retrain.config import TrainConfig, config_from_mapping, dump_toml, replaced
+from retrain.config.load import given_values
+from retrain.config.schema import Campaign, Provenance
+from retrain.errors import ConfigurationError, EnvironmentFailure, Interrupted, RetrainError
+from retrain.install import install_hint
 from retrain.records.redact import harmless
 from retrain.records.run_folder import RunFolder
 
@@ -164,3 +180,372 @@ class InProcess:
 
     def close(self) -> None:
         self._models.__exit__(None, None, None)
+
+
+# -- processes on this machine ---------------------------------------------------------------------
+
+
+MAX_ANSWER = 1 << 24
+"""Bytes of an outcome; what a child that a plugin left writes there without end is not read."""
+_CHUNK = 1 << 16
+Devices = tuple[str, ...]
+"""Names as torch has them, for example ("cuda:0",); empty leaves the run's configuration
+unchanged."""
+
+
+def share_devices(plan: CampaignPlan) -> list[Devices]:
+    """The devices of each worker: groups of `devices_per_run` GPUs, assigned in turn.
+
+    The GPUs are those named by `[backend] devices`, or all of the machine. Without a GPU only
+    `max_workers` limits the workers (0: one for each run). Raises ConfigurationError for more
+    workers than the GPUs can hold.
+    """
+    settings = plan.settings
+    pool = _pool(plan)
+    room = room_on_gpus(plan)
+    if room is None:
+        return [()] * (settings.max_workers or len(plan.runs))
+    groups = _groups(pool, settings)
+    workers = settings.max_workers or min(room, len(plan.runs))
+    if workers > room:
+        raise ConfigurationError(
+            f"[campaign] max_workers = {workers} exceeds the {room} runs that fit on {len(pool)}"
+            f" GPUs (devices_per_run = {settings.devices_per_run}, workers_per_device ="
+            f" {settings.workers_per_device}); lower it, or set workers_per_device ="
+            f" {-(-workers // len(groups))} if the memory of one GPU is enough for that."
+        )
+    return [groups[number % len(groups)] for number in range(workers)]
+
+
+def room_on_gpus(plan: CampaignPlan) -> int | None:
+    """Number of runs that fit on the GPUs at once; None without a GPU. Raises ConfigurationError if
+    not even one fits.
+    """
+    pool = _pool(plan)
+    if pool:
+        return len(_groups(pool, plan.settings)) * plan.settings.workers_per_device
+    return None
+
+
+def _pool(plan: CampaignPlan) -> Devices:
+    if plan.config.is_set("backend.devices"):
+        named = plan.config.backend.device_list
+        return named if all(name.startswith("cuda") for name in named) else ()
+    if not backend_kind(plan.config.backend.backend).in_process:
+        return ()
+    import torch
+
+    return tuple(f"cuda:{index}" for index in range(torch.cuda.device_count()))
+
+
+def _groups(pool: Devices, settings: Campaign) -> Sequence[Devices]:
+    size = settings.devices_per_run
+    groups = [pool[start : start + size] for start in range(0, len(pool) - size + 1, size)]
+    if not groups:
+        raise ConfigurationError(
+            f"[campaign] devices_per_run = {size} exceeds the number of devices"
+            f" ({', '.join(pool)}); lower it."
+        )
+    return groups
+
+
+# -- workers ---------------------------------------------------------------------------------------
+
+
+class Subprocesses:
+    """One worker for each slot, on the slot's devices; on a CPU the workers share the cores."""
+
+    def __init__(self, slots: Sequence[Devices]) -> None:
+        self._slots = slots
+        self.workers = len(slots)
+
+    def start(self, run: CampaignRun, slot: int) -> "Worker":
+        """Start a worker on the devices of `slot`."""
+        devices = self._slots[slot]
+        if devices:
+            run = replace(
+                run,
+                config=replaced(run.config, {"backend.devices": ",".join(devices)}, origin="file"),
+            )
+        return start_worker(run, threads=max(1, (os.cpu_count() or 1) // self.workers))
+
+    def close(self) -> None:
+        """Nothing is held between runs."""
+
+
+def start_worker(run: CampaignRun, threads: int | None) -> "Worker":
+    """Start the worker process of a run. `threads` is its OMP_NUM_THREADS unless that is set; None
+    does not set it.
+    """
+    run.folder.mkdir(parents=True, exist_ok=True)
+    with (run.folder / OUTPUT).open("ab") as log:
+        return Worker(run, log, {"OMP_NUM_THREADS": str(threads)} if threads else {})
+
+
+class Worker:
+    """A worker process. It has its own session, so that Ctrl-C reaches only the campaign, which
+    forwards it.
+    """
+
+    def __init__(self, run: CampaignRun, log: IO[bytes], environment: Mapping[str, str]) -> None:
+        """`environment` gives variables that are not set here already."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "retrain.campaign.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+            env={**environment, **os.environ},
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        # A child that a plugin forked and left may hold the pipe for ever, so its end says nothing
+        # and a read must not wait for it.
+        os.set_blocking(self._process.stdout.fileno(), False)
+        self._answer = bytearray()
+        path = run.config.source_path
+        request = {"config": dump_toml(run.config), "path": str(path) if path else ""}
+        with contextlib.suppress(
+            BrokenPipeError
+        ):  # the process has already ended, which `poll` reports
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def poll(self) -> RunOutcome | None:
+        """The run's outcome; None while it is running."""
+        code = self._process.poll()
+        # also before the end: an answer longer than the pipe would keep the process from
+        # ending
+        self._receive()
+        if code is None:
+            return None
+        self._close_pipes()
+        try:
+            values = json.loads(self._answer)
+            return RunOutcome(Status(values["status"]), values["reason"])
+        except ValueError:  # nothing, or not all of it
+            pass
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        else:
+            how = f"ended with exit code {code}"
+        return RunOutcome(Status.FAILED, f"its process {how}", lost=True)
+
+    def _receive(self) -> None:
+        """Take what has arrived of the answer."""
+        assert self._process.stdout is not None
+        with contextlib.suppress(BlockingIOError):
+            while len(self._answer) < MAX_ANSWER and (
+                chunk := os.read(self._process.stdout.fileno(), _CHUNK)
+            ):
+                self._answer += chunk
+
+    def stop(self, signal_number: int) -> None:
+        """Ask the run to save a checkpoint and end."""
+        self._process.send_signal(signal_number)
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self._process.kill()
+        self._process.wait()
+        self._close_pipes()
+
+    def _close_pipes(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+
+# -- tasks of a Ray cluster ------------------------------------------------------------------------
+
+
+_POLL_S = 0.2
+_CONNECT_TIMEOUT_S = 10.0
+_OBJECT_STORE_BYTES = 2**27
+"""Object store of a local cluster: only configurations and outcomes pass through it. By default Ray
+takes a third of the memory."""
+_DEVICES = {1: "gpu:0", 2: "gpu:0,gpu:1"}
+"""`[backend] devices` by devices_per_run: a task sees only the GPUs that Ray gave it."""
+
+
+class RayLauncher:
+    """Starts each run as a Ray task. Raises EnvironmentFailure if Ray is not installed or no
+    cluster answers.
+    """
+
+    def __init__(self, plan: CampaignPlan) -> None:
+        self._settings = plan.settings
+        self._share = gpu_share(plan.settings)
+        if plan.config.is_set("backend.devices"):
+            devices = plan.config.backend.device_list
+        else:
+            devices = ("cuda:0",)
+        in_process = backend_kind(plan.config.backend.backend).in_process
+        self._wants_gpus = in_process and devices[0].startswith("cuda")
+        try:
+            import ray
+        except ImportError as error:
+            raise EnvironmentFailure(
+                f'[campaign] launcher = "ray" needs Ray, which is not installed ({error});'
+                f" {install_hint('ray')}."
+            ) from error
+        self._ray = ray
+        self._own_folder = ""
+        """Logs and sockets of a local cluster, which Ray itself never deletes."""
+        if not plan.settings.ray_address:
+            try:
+                self._own_folder = mkdtemp(
+                    prefix="retrain-ray-", dir="/tmp"
+                )  # a path below TMPDIR may be too long for a socket
+            except OSError as error:
+                raise EnvironmentFailure(
+                    '[campaign] launcher = "ray": a local cluster keeps its sockets in /tmp, which'
+                    f" cannot be written ({error.strerror}); make it writable, or name a cluster"
+                    " with ray_address."
+                ) from error
+        try:
+            self._connect()
+            self.workers = self._room(len(plan.runs))
+        except BaseException:  # an interrupt too leaves no cluster behind
+            self.close()
+            raise
+
+    def _connect(self) -> None:
+        options: dict[str, Any] = {"address": self._settings.ray_address}
+        if self._own_folder:
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reports usage by default
+            # "local" always starts a new cluster; without an address Ray would join one that
+            # already runs here.
+            options = {
+                "address": "local",
+                "_temp_dir": self._own_folder,
+                "include_dashboard": False,
+                "object_store_memory": _OBJECT_STORE_BYTES,
+            }
+        try:
+            host, _, port = self._settings.ray_address.removeprefix("ray://").rpartition(":")
+            if port.isdigit():  # Ray itself would retry for minutes where nothing answers
+                socket.create_connection(
+                    (host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S
+                ).close()
+            self._ray.init(**options, log_to_driver=False, logging_level="error")
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            where = 'launcher = "ray"'
+            if self._settings.ray_address:
+                where = f"ray_address = {self._settings.ray_address!r}"
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise EnvironmentFailure(
+                f"[campaign] {where}: no Ray cluster answers ({first}); check `ray status`, or"
+                " leave it out."
+            ) from error
+
+    def _room(self, runs: int) -> int:
+        """Number of runs that fit on the cluster at once: limited by its GPUs, or by its CPUs if it
+        has none.
+        """
+        resources = self._ray.cluster_resources()
+        if self._wants_gpus:
+            gpus = resources.get("GPU", 0)
+        else:
+            gpus = 0
+        self._gpus = self._share if gpus else 0
+        if gpus:
+            room = int(gpus / self._share)
+        else:
+            room = int(resources.get("CPU", 1))
+        if room < 1:
+            raise ConfigurationError(
+                f"[campaign] devices_per_run = {self._settings.devices_per_run} exceeds the"
+                f" {gpus:g} GPUs of the cluster; lower it."
+            )
+        return min(self._settings.max_workers or room, room, runs)
+
+    def start(self, run: CampaignRun, slot: int) -> "RayJob":
+        """Submit the run as a task; Ray chooses where it runs."""
+        config = replaced(run.config, {"logging.log_dir": str(run.folder.resolve())}, origin="file")
+        if self._gpus:
+            config = replaced(
+                config, {"backend.devices": _DEVICES[self._settings.devices_per_run]}, origin="file"
+            )
+        path = config.source_path
+        task = self._ray.remote(num_cpus=1, num_gpus=self._gpus, max_retries=0)(_perform)
+        return RayJob(
+            self._ray,
+            task.remote(
+                given_values(config), str(path.resolve()) if path else "", run.name, str(Path.cwd())
+            ),
+        )
+
+    def close(self) -> None:
+        """Disconnect, which ends a local cluster, and delete the folder of a local cluster."""
+        self._ray.shutdown()
+        if self._own_folder:
+            shutil.rmtree(self._own_folder, ignore_errors=True)
+
+
+def gpu_share(settings: Campaign) -> float:
+    """The GPUs of a run: below 1 if several runs share one. Raises ConfigurationError if a run
+    should have several GPUs and share them.
+    """
+    if settings.devices_per_run > 1 and settings.workers_per_device > 1:
+        raise ConfigurationError(
+            f"[campaign] devices_per_run = {settings.devices_per_run} and workers_per_device ="
+            f" {settings.workers_per_device}: Ray gives a run either whole GPUs or a part of one;"
+            " leave one of the two keys at 1."
+        )
+    return settings.devices_per_run / settings.workers_per_device
+
+
+class RayJob:
+    """One run as a Ray task."""
+
+    def __init__(self, ray: Any, task: Any) -> None:
+        self._ray = ray
+        self._task = task
+
+    def poll(self) -> RunOutcome | None:
+        """The run's outcome; None while it is running."""
+        done, _ = self._ray.wait([self._task], timeout=0)
+        if not done:
+            return None
+        try:
+            status, reason, lost = self._ray.get(self._task)
+        except self._ray.exceptions.RayError as error:
+            return RunOutcome(
+                Status.FAILED, f"Ray lost the run ({type(error).__name__})", lost=True
+            )
+        return RunOutcome(Status(status), reason, lost)
+
+    def stop(self, signal_number: int) -> None:
+        """Ask the run to stop: Ray raises KeyboardInterrupt in the task, which sends SIGINT to the
+        worker process.
+        """
+        self._ray.cancel(self._task, force=False)
+
+    def kill(self) -> None:
+        """End the task at once."""
+        self._ray.cancel(self._task, force=True)
+
+
+def _perform(values: dict[str, Any], path: str, name: str, folder: str) -> tuple[str, str, bool]:
+    """The Ray task: start the worker process and wait for it. The worker ends with this process,
+    which holds its standard input.
+    """
+    os.chdir(
+        folder
+    )  # paths in a configuration are relative to the folder where the campaign was started
+    config = config_from_mapping(values, provenance=Provenance(Path(path) if path else None))
+    worker = start_worker(
+        CampaignRun(name, config.condition_label, config.training.seed, config), threads=None
+    )
+    try:
+        while True:
+            try:
+                outcome = worker.poll()
+                if outcome is not None:
+                    return str(outcome.status), outcome.reason, outcome.lost
+                time.sleep(_POLL_S)
+            except KeyboardInterrupt:
+                worker.stop(signal.SIGINT)
+    finally:
+        worker.kill()

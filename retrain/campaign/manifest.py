@@ -21,12 +21,11 @@ from retrain.config import TrainConfig, config_from_mapping, resume_differences
 from retrain.config.load import given_values
 from retrain.config.stored import campaign_command
 from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed
-from retrain.parsing import toml_value
 from retrain.records.disk import replace_file
 from retrain.records.redact import Redactor
-from retrain.records.run_folder import RunFolder, mark
+from retrain.records.run_folder import RunFolder, mark, writer_lock
 from retrain.records.terminal import clean
-from retrain.records.writer import writer_lock
+from retrain.system import toml_value
 
 LOGS = Path("logs")
 MANIFEST = "manifest.json"

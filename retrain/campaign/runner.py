@@ -18,11 +18,23 @@ from retrain.analysis.runs import StoredRun
 from retrain.backends.base import backend_kind
 from retrain.campaign.board import Board
 from retrain.campaign.evidence import EvidenceRule
-from retrain.campaign.launch import OUTPUT, InProcess, Job, Launcher, RunOutcome, unwritable
+from retrain.campaign.launch import (
+    OUTPUT,
+    InProcess,
+    Job,
+    Launcher,
+    RunOutcome,
+    share_devices,
+    unwritable,
+)
 from retrain.campaign.manifest import Manifest, Status, analysis_plan, open_campaign
-from retrain.campaign.plan import CampaignPlan, CampaignRun, plan_campaign
-from retrain.campaign.preflight import check, evaluated_where_possible
-from retrain.campaign.subprocesses import share_devices
+from retrain.campaign.plan import (
+    CampaignPlan,
+    CampaignRun,
+    check,
+    evaluated_where_possible,
+    plan_campaign,
+)
 from retrain.config import TrainConfig, replaced, resume_differences
 from retrain.config.stored import campaign_command
 from retrain.errors import (
@@ -108,11 +120,11 @@ def _size(plan: CampaignPlan) -> str:
 
 def _launcher(plan: CampaignPlan) -> Launcher:
     if plan.settings.launcher == "ray":
-        from retrain.campaign.ray_cluster import RayLauncher
+        from retrain.campaign.launch import RayLauncher
 
         return RayLauncher(plan)
     if plan.settings.parallel:
-        from retrain.campaign.subprocesses import Subprocesses
+        from retrain.campaign.launch import Subprocesses
 
         return Subprocesses(share_devices(plan))
     kinds = [backend_kind(run.config.backend.backend) for run in plan.runs]

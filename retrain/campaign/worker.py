@@ -1,4 +1,4 @@
-"""The worker process of one run, `python -m retrain.campaign.worker`, started by `subprocesses`.
+"""The worker process of one run, `python -m retrain.campaign.worker`, started by `launch`.
 
 It reads the run's configuration as one line of JSON from standard input, which then stays open: end
 of file means that the campaign has ended, and ends this process too. The outcome is written to
@@ -14,7 +14,7 @@ import threading
 from dataclasses import asdict
 from pathlib import Path
 
-from retrain.processes import prepare_torch
+from retrain.system import prepare_torch
 
 
 def main() -> None:

@@ -63,7 +63,7 @@ def command(
         refuse_foreign_code(config, "its audit")
     audit = audit_reward(config, examples, print_progress)
     if output is not None:
-        from retrain.report.audit import write_audit_page
+        from retrain.report.page import write_audit_page
 
         write_audit_page(audit, output)
         print_progress(f"Page: {output}")

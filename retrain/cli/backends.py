@@ -10,7 +10,7 @@ from retrain.cli.shared import AsJson
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from retrain.backends.catalogue import Entry
+    from retrain.backends.declared import Entry
 
 
 def command(
@@ -26,7 +26,7 @@ def command(
     """List engines and backends: what each is and can do, what is installed here, and against what
     it was verified.
     """
-    from retrain.backends.catalogue import catalogue
+    from retrain.backends.declared import catalogue
 
     known = list(catalogue())
     entries = [entry for entry in known if name in ("", entry.name)]
@@ -59,8 +59,8 @@ def _all(entries: "Sequence[Entry]") -> Iterator[str]:
 def _one(entry: "Entry") -> Iterator[str]:
     """Print one engine or backend with what becomes of each key."""
     from retrain.config.names import bracketed
-    from retrain.parsing import toml_value
     from retrain.records.terminal import GAP, table_lines
+    from retrain.system import toml_value
 
     yield from _lines(entry)
     yield ""
@@ -96,8 +96,8 @@ def _markdown(entries: "Sequence[Entry]") -> Iterator[str]:
     use.
     """
     from retrain.config.names import bracketed
-    from retrain.parsing import toml_value
     from retrain.records.terminal import markdown_lines
+    from retrain.system import toml_value
 
     what = [(f"`{entry.name}`", entry.what, entry.words, entry.verified) for entry in entries]
     yield from markdown_lines(("name", "what it is", "what it can do", "verified against"), what)

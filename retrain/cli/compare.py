@@ -120,7 +120,7 @@ def command(
     all of them, and a verdict.
     """
     from retrain.analysis.verdict import TestSettings
-    from retrain.records.evaluation_folder import is_evaluation
+    from retrain.records.evaluation import is_evaluation
 
     if as_json:
         form = Format.JSON
@@ -158,7 +158,7 @@ def _print_evaluations(
         open_evaluation,
     )
     from retrain.analysis.measures import choose_metric
-    from retrain.records.evaluation_folder import is_evaluation
+    from retrain.records.evaluation import is_evaluation
     from retrain.records.jsonl import finite
     from retrain.records.terminal import clean
 

@@ -56,7 +56,7 @@ def command(
             f"{target} does not exist; name a run's folder or a configuration."
         )
     load_dotenv()
-    from retrain.records.evaluation_folder import EvaluationFolder
+    from retrain.records.evaluation import EvaluationFolder
     from retrain.records.jsonl import finite
     from retrain.records.terminal import clean
     from retrain.run.evaluate import evaluate_run

@@ -11,7 +11,7 @@ _MEANT = {
     "`retrain FILE.toml --resume RUN_DIR` continues a run": ("resume", "continue", "resume-check"),
     "`retrain eval RUN` evaluates a checkpoint": ("evaluate", "test", "benchmark"),
     "`retrain explain FILE.toml` says what would run, and with --probe measures a step": (
-        "doctor",
+        "check",
         "validate",
         "trace",
         "plan",
@@ -36,7 +36,7 @@ _MEANT = {
 
 def advice(arguments: Sequence[str]) -> str:
     """Say what to type in place of a command line that begins with an unknown word."""
-    from retrain.config.suggestions import nearest
+    from retrain.config.names import nearest
 
     word, *rest = arguments
     if word.lower() in TRAIN:

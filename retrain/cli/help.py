@@ -2,6 +2,7 @@
 or all keys with their flags.
 """
 
+import json
 import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
@@ -37,9 +38,21 @@ def command(
     section: Annotated[
         str, typer.Argument(help="After config: one section, such as training.")
     ] = "",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With config: the JSON Schema of a file, for an editor.")
+    ] = False,
 ) -> None:
     """Print the short page and the names of all keys; or what there is to know about one name."""
-    if not topic:
+    if as_json:
+        if topic != "config" or section:
+            raise ConfigurationError(
+                "--json of `retrain help` prints the JSON Schema of the whole configuration; write"
+                " `retrain help config --json`."
+            )
+        from retrain.config.json_schema import json_schema
+
+        print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+    elif not topic:
         print(usage() + "\n" + key_names(80), end="")
     elif topic == "config":
         print(reference(section), end="")
@@ -74,8 +87,7 @@ def _page(name: str) -> str:
     other name.
     """
     from retrain.config.keys import all_keys, key_meant, section_models
-    from retrain.config.names import ALIASES
-    from retrain.config.suggestions import NAME_CUTOFF, instead, nearest
+    from retrain.config.names import ALIASES, NAME_CUTOFF, instead, nearest
 
     word = name.strip("[]")
     if word in section_models():
@@ -109,7 +121,7 @@ def reference(section: str, width: int = MAX_WIDTH) -> str:
     exist.
     """
     from retrain.config.keys import all_keys, section_models
-    from retrain.config.suggestions import nearest
+    from retrain.config.names import nearest
 
     names = tuple(section_models())
     if section and section not in names:
@@ -147,7 +159,7 @@ def _options(width: int) -> Iterator[str]:
 
 def _about(key: "Key", width: int, flag: str = "") -> Iterator[str]:
     from retrain.config.keys import SHORT_TABLE_FLAGS
-    from retrain.parsing import toml_value
+    from retrain.system import toml_value
 
     if key.default is None:
         default = "unset"

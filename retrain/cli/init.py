@@ -1,6 +1,8 @@
 """`retrain init`: a configuration to start from, out of the package's templates."""
 
+from collections.abc import Iterator
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated
 
@@ -8,55 +10,109 @@ import typer
 
 from retrain.errors import ConfigurationError, EnvironmentFailure
 
+PAPERS = "papers"
+_SCHEMA_LINE = "#:schema retrain.schema.json"
+"""An editor with a TOML language server completes keys by the schema that it names."""
+
 
 def command(
     template: Annotated[
-        str, typer.Option(help="Which template: quickstart or lab.")
+        str, typer.Option(help="Which template; --list shows them.")
     ] = "quickstart",
-    output: Annotated[
-        Path, typer.Option(help="The file to write; an existing one is never changed.")
-    ] = Path("retrain.toml"),
+    output: Annotated[Path, typer.Option(help="The file to write.")] = Path("retrain.toml"),
+    show_list: Annotated[
+        bool, typer.Option("--list", help="Print the templates, and write nothing.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Write over a file that exists.")] = False,
 ) -> None:
-    """Write a configuration to start from."""
+    """Write a configuration to start from. The template papers/NAME is a paper's algorithm on the
+    lab, with its plugin beside it.
+    """
+    if show_list:
+        print("\n".join(_listed()))
+        return
     names = template_names()
     if template not in names:
         raise ConfigurationError(
             f"--template {template!r} is not known; allowed are {', '.join(names)}."
         )
-    text, done = template_text(template), "Wrote"
+    done = {path: _write(path, text, force) for path, text in _files(template, output).items()}
+    written = [str(path) for path, is_new in done.items() if is_new]
+    there = [str(path) for path, is_new in done.items() if not is_new]
+    if there:
+        print(f"Already there, as it would be written: {', '.join(there)}.")
+    if written:
+        print(f"Wrote {', '.join(written)}.")
+    command = f"retrain {output if output != Path('retrain.toml') else ''}".rstrip()
+    print(
+        f"Next: {command} (template {template})."
+        " `retrain help config --json > retrain.schema.json` lets an editor complete its keys."
+    )
+
+
+def _listed() -> Iterator[str]:
+    """Each template with the first sentence of its comment."""
+    width = max(map(len, template_names()))
+    for name in template_names():
+        yield f"  {name:<{width}}  {_first_comment(template_text(name))}"
+
+
+def _first_comment(text: str) -> str:
+    lines = (line.removeprefix("# ") for line in text.splitlines() if line.startswith("# "))
+    return next(lines, "")
+
+
+def _files(template: str, output: Path) -> dict[Path, str]:
+    """The files of a template: the configuration, and the plugin that a paper's names."""
+    files = {output: template_text(template)}
+    plugin = _asset(template, ".py")
+    if plugin.is_file():
+        files[output.parent / plugin.name] = plugin.read_text(encoding="utf-8")
+    return files
+
+
+def _write(path: Path, text: str, force: bool) -> bool:
+    """Write a file; return False for one that holds the text already."""
+    if path.is_file() and path.read_bytes() == text.encode():
+        return False
     try:
-        with output.open(
-            "x", encoding="utf-8"
-        ) as file:  # "x" refuses an existing file without a gap between look and write
+        # "x" refuses an existing file without a gap between look and write
+        with path.open("w" if force else "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
-        if not (output.is_file() and output.read_bytes() == text.encode()):
-            raise ConfigurationError(
-                f"{output} exists and is not overwritten; name another file with --output."
-            ) from error
-        done = "Already there, as it would be written:"
+        raise ConfigurationError(
+            f"{path} exists and is not overwritten; name another file with --output, or say"
+            " --force."
+        ) from error
     except FileNotFoundError as error:
         raise ConfigurationError(
-            f"--output {output}: the folder {output.parent} does not exist; create it first."
+            f"--output {path}: the folder {path.parent} does not exist; create it first."
         ) from error
     except OSError as error:
-        raise EnvironmentFailure(
-            f"--output {output} cannot be written: {error.strerror}."
-        ) from error
-    print(
-        f"{done} {output} (template {template}). Next: retrain"
-        f" {output if output != Path('retrain.toml') else ''}".rstrip()
-    )
+        raise EnvironmentFailure(f"--output {path} cannot be written: {error.strerror}.") from error
+    return True
 
 
 def template_text(name: str) -> str:
-    return (resources.files("retrain.assets") / "templates" / f"{name}.toml").read_text(
-        encoding="utf-8"
-    )
+    """The text of a template, such as `lab` or `papers/dapo`."""
+    return f"{_SCHEMA_LINE}\n{_asset(name, '.toml').read_text(encoding='utf-8')}"
 
 
 def template_names() -> list[str]:
-    folder = resources.files("retrain.assets") / "templates"
+    """The templates of the package, and after them those of papers."""
+    assets = resources.files("retrain.assets")
+    return [
+        *_names(assets / "templates"),
+        *(f"{PAPERS}/{name}" for name in _names(assets / PAPERS)),
+    ]
+
+
+def _names(folder: Traversable) -> list[str]:
     return sorted(
         path.name.removesuffix(".toml") for path in folder.iterdir() if path.name.endswith(".toml")
     )
+
+
+def _asset(template: str, suffix: str) -> Traversable:
+    folder, _, name = template.rpartition("/")
+    return resources.files("retrain.assets") / (folder or "templates") / f"{name}{suffix}"

@@ -4,20 +4,22 @@ Nothing heavy is imported here: a command's module is imported when the command 
 """
 
 import io
+import json
 import os
 import shutil
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from retrain.cli.usage import COMMANDS, MAX_WIDTH, usage
 from retrain.errors import ConfigurationError, EnvironmentFailure, RetrainError, StoppedAtOnce
-from retrain.processes import prepare_torch
 from retrain.records.disk import is_reader_gone, path_error
+from retrain.system import prepare_torch
 
 if TYPE_CHECKING:
     from typer.core import TyperCommand
@@ -35,19 +37,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     prepare_torch()
     sys.excepthook = _masked_traceback
+    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        code = _dispatch(arguments)
         sys.stdout.flush()  # here, where a reader that went away is expected
         return code
     except (RetrainError, StoppedAtOnce) as error:
-        _say_error(error)
-        return error.exit_code
+        return _ended_by(error, arguments)
     except ModuleNotFoundError as error:
         if error.name not in _LOCAL_TRAINER:
             raise
-        missing = _without_local_trainer(error.name)
-        _say_error(missing)
-        return missing.exit_code
+        return _ended_by(_without_local_trainer(error.name), arguments)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `retrain help config | head`: the reader has what it wanted
@@ -56,8 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         known = path_error(error)
         if known is None:
             raise
-        _say_error(known)
-        return known.exit_code
+        return _ended_by(known, arguments)
     finally:
         _let_go_of_closed_streams()
 
@@ -147,18 +146,32 @@ def _run_command(name: str, arguments: list[str]) -> int:
     return 0
 
 
-def _say_error(error: RetrainError | StoppedAtOnce) -> None:
+def _ended_by(error: RetrainError | StoppedAtOnce, arguments: Sequence[str]) -> int:
+    """Print an error, for a caller that asked for JSON on standard output too, and return the exit
+    code.
+    """
     from retrain.records.redact import Redactor
     from retrain.records.terminal import clean
 
     mask = Redactor().text
+    problems: Sequence[str] = (str(error),)
     if isinstance(error, ConfigurationError):
         problems = error.problems
-    else:
-        problems = (str(error),)
-    for problem in problems:
-        with suppress(OSError):  # the terminal may be gone, and the exit code says it too
-            print(f"retrain: {shortened(clean(mask(problem)))}", file=sys.stderr)
+    sentences = [shortened(clean(mask(problem))) for problem in problems]
+    with suppress(OSError):  # the terminal may be gone, and the exit code says it too
+        for sentence in sentences:
+            print(f"retrain: {sentence}", file=sys.stderr)
+        if _asks_for_json(arguments):
+            found = {"error": " ".join(sentences), "exit_code": error.exit_code}
+            print(json.dumps(found, indent=2))
+    return error.exit_code
+
+
+def _asks_for_json(arguments: Sequence[str]) -> bool:
+    return any(
+        one in ("--json", "--format=json") or (one, two) == ("--format", "json")
+        for one, two in pairwise([*arguments, ""])
+    )
 
 
 _MAX_SENTENCE = 1200

@@ -87,7 +87,7 @@ def _topic(topics: dict[str, Topic], name: str) -> Topic:
     if found:
         return found
     from retrain.config.keys import keys_by_path
-    from retrain.config.suggestions import nearest
+    from retrain.config.names import nearest
 
     key = name.removeprefix("--").replace("-", "_")
     homes = [

@@ -18,7 +18,7 @@ from typer.models import ArgumentInfo, OptionInfo
 
 from retrain.cli.init import template_names
 from retrain.cli.usage import EXAMPLES
-from retrain.config.suggestions import NAME_CUTOFF, nearest
+from retrain.config.names import NAME_CUTOFF, nearest
 
 _ANY_FLAG = "[--KEY VALUE]..."
 """In the usage of a command that also takes the configuration's flags."""

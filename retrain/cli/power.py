@@ -14,8 +14,7 @@ from retrain.cli.shared import Alpha, AsJson, Form
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from retrain.analysis.design import Spread
-    from retrain.analysis.pilot import Pilot, SeedPlan
+    from retrain.analysis.pilot import Pilot, SeedPlan, Spread
 
 
 def command(

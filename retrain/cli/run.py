@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from retrain.cli.shared import load_dotenv
 from retrain.errors import ConfigurationError
 from retrain.install import install_hint
-from retrain.parsing import expanded
+from retrain.system import expanded
 
 if TYPE_CHECKING:
     from retrain.config.overrides import Overrides

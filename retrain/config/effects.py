@@ -29,7 +29,7 @@ from retrain.config.rules import EVALUATION_SECTIONS, is_read, modes_of
 from retrain.config.schema import Backend, TrainConfig
 from retrain.config.section import Applies
 from retrain.errors import ConfigurationError
-from retrain.parsing import toml_value
+from retrain.system import toml_value
 
 Outcome = Literal["used", "served", "unused", "refused"]
 """served: a setting of the server, which `retrain serve` passes on; a run cannot change it. unused:

@@ -7,7 +7,7 @@ is equal exactly if the judges are.
 from retrain.config.keys import all_keys
 from retrain.config.names import builtin_names, table
 from retrain.config.schema import Reward, TrainConfig
-from retrain.parsing import toml_value
+from retrain.system import toml_value
 
 _VERIFIABLE = {"lab": "match", "gsm8k": "math", "math": "math"}
 """Data source -> the reward that verifies its answers."""

@@ -13,10 +13,9 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from retrain.config.names import ALIASES, builtin_names
+from retrain.config.names import ALIASES, builtin_names, synonym
 from retrain.config.section import NO_TRAITS, Section, Traits, traits_of
 from retrain.config.sections import AllSections, Condition
-from retrain.config.suggestions import synonym
 from retrain.config.values import MAX_SEED, OpenName
 
 BARE_SECTIONS = ("model", "algorithm", "training", "optimizer", "backend", "logging")
@@ -267,6 +266,7 @@ _WORDS = {
     bool: "true or false",
     str: "a string",
     dict: "a table",
+    dict[str, list[Any]]: "a table of lists",
 }
 
 
@@ -294,7 +294,8 @@ def _describe(annotation: Any, metadata: list[Any]) -> str:
             "a table with advantage_mode and transform_mode, or algorithm_mode, a label, and any"
             " other key as section.key"
         )
-    return _WORDS[get_origin(annotation) or annotation] + _range(metadata)
+    words = _WORDS.get(annotation) or _WORDS[get_origin(annotation)]
+    return words + _range(metadata)
 
 
 _SPECIAL = {

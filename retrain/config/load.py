@@ -29,7 +29,7 @@ from retrain.config.rules import Violation
 from retrain.config.schema import Condition, Provenance, TrainConfig
 from retrain.config.sentences import Place, details_of, field_sentences, violations_of, wrong_paths
 from retrain.errors import ConfigurationError
-from retrain.parsing import ParseError, parse_toml
+from retrain.system import ParseError, parse_toml
 
 DEFAULT_FILE = "retrain.toml"
 _SECTIONS_OF_A_SQUEEZE_JOB = {"squeeze", "model", "logging", "plugins"}
@@ -338,7 +338,8 @@ def _arm(config: TrainConfig, condition: Condition) -> TrainConfig:
         for name, value in condition.model_dump(exclude_unset=True).items()
         if name in CONDITION_KEYS
     }
-    data["campaign"] = {**data["campaign"], "conditions": [own | {"label": condition.label}]}
+    alone = {"conditions": [own | {"label": condition.label}], "grid": {}}
+    data["campaign"] = {**data["campaign"], **alone}
     return config_from_mapping(
         data, provenance=Provenance(config.source_path, config._provenance.origins)
     )
@@ -372,16 +373,22 @@ def _arm_problems(config: TrainConfig) -> list[str]:
 
 
 def _gather_conditions(data: Sections) -> Sections:
-    """Move what each condition sets under its `sets`, by "section.key". Names that are no key of a
-    run stay in place, to be refused.
+    """Move what each condition sets under its `sets`, by "section.key", and write the grid's keys
+    alike. Names that are no key of a run stay in place, to be refused.
     """
     campaign = data.get("campaign")
-    if not isinstance(campaign, dict) or not isinstance(campaign.get("conditions"), list):
+    if not isinstance(campaign, dict):
         return data
-    conditions = [
-        _gathered(table) if isinstance(table, dict) else table for table in campaign["conditions"]
-    ]
-    return {**data, "campaign": {**campaign, "conditions": conditions}}
+    gathered: dict[str, Any] = {}
+    if isinstance(campaign.get("conditions"), list):
+        gathered["conditions"] = [
+            _gathered(table) if isinstance(table, dict) else table
+            for table in campaign["conditions"]
+        ]
+    if isinstance(campaign.get("grid"), dict):
+        own = _gathered(campaign["grid"])
+        gathered["grid"] = {**own.pop("sets", {}), **own}
+    return {**data, "campaign": {**campaign, **gathered}}
 
 
 def _gathered(table: Mapping[str, Any]) -> dict[str, Any]:

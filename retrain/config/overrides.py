@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from retrain.config.suggestions import NAME_CUTOFF, instead, nearest
+from retrain.config.names import NAME_CUTOFF, instead, nearest
 from retrain.errors import MAX_SENTENCES, ConfigurationError
-from retrain.parsing import ParseError, parse_toml
+from retrain.system import ParseError, parse_toml
 
 if TYPE_CHECKING:
     from retrain.config.keys import Key

@@ -14,19 +14,19 @@ from itertools import chain
 
 from pydantic import BaseModel, ValidationError
 
-from retrain.config.keys import describe_field
+from retrain.config.keys import describe_field, is_settable
 from retrain.config.learning_sections import BACKEND_OPTIONS
 from retrain.config.names import (
     builtin_names,
     fixed_aggregation,
+    nearest,
     table,
     transforms_with,
 )
 from retrain.config.sections import AllSections, Condition
-from retrain.config.suggestions import nearest
 from retrain.config.values import MAX_COMPLETIONS, MAX_SEED
 from retrain.errors import MAX_SENTENCES
-from retrain.parsing import toml_value
+from retrain.system import toml_value
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,7 @@ def broken_rules(config: AllSections) -> list[Violation]:
     """Every violation once, in the order of the rules. Conditions that set keys of their own are
     judged one by one (`arm_problems`).
     """
-    own_keys = config.campaign is not None and any(
-        condition.sets for condition in config.campaign.conditions
-    )
+    own_keys = any(condition.sets for condition in config.conditions)
     rules = [*([] if own_keys else _RULES), *_CAMPAIGN_RULES]
     found = dict.fromkeys(chain.from_iterable(rule(config) for rule in rules))
     return [violation for violation in found if is_read(config, violation.keys[0])]
@@ -476,6 +474,26 @@ def _conditions_are_complete(config: AllSections) -> Iterator[Violation]:
                 f"[[campaign.conditions]] number {number} lacks {' and '.join(missing)}; "
                 "give advantage_mode and transform_mode, or algorithm_mode",
             )
+
+
+@_campaign_rule
+def _grid_varies_keys_of_a_run(config: AllSections) -> Iterator[Violation]:
+    if config.campaign is None:
+        return
+    for path, values in config.campaign.grid.items():
+        if not is_settable(path) or not values:
+            yield Violation(
+                ("campaign.grid",),
+                f'[campaign.grid] "{path}" = {toml_value(values)} varies nothing; name a key of a'
+                ' run and its values, such as "training.lr" = [1e-5, 4e-5]',
+            )
+        for number, condition in enumerate(config.campaign.conditions, start=1):
+            if path in condition.sets:
+                yield Violation(
+                    ("campaign.grid", "campaign.conditions"),
+                    f'[campaign.grid] varies "{path}", which [[campaign.conditions]] number'
+                    f" {number} sets too; leave it out of one of them",
+                )
 
 
 @_campaign_rule

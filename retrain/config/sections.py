@@ -5,7 +5,9 @@ Flags, the manual, the documentation's tables, the JSON Schema, examples/all_key
 error are made from these classes.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from itertools import product, starmap
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -43,8 +45,8 @@ from retrain.config.run_sections import (
     Squeeze,
 )
 from retrain.config.section import Section, Seed, Traits, key
-from retrain.config.values import LABEL, OpenName, check_label
-from retrain.parsing import toml_value
+from retrain.config.values import LABEL, OpenName, check_label, check_table
+from retrain.system import toml_value
 
 
 def _open_condition(schema: dict[str, Any]) -> None:
@@ -105,6 +107,32 @@ def told_apart(conditions: Sequence[Condition]) -> tuple[Condition, ...]:
     return tuple(_told_apart(condition, alike[condition.label]) for condition in conditions)
 
 
+def crossed(conditions: Sequence[Condition], grid: Mapping[str, Sequence[Any]]) -> list[Condition]:
+    """Every condition with every combination of the grid's values; one that has a label carries the
+    values behind it.
+    """
+    combinations = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
+    return [_with_sets(each, values) for each in conditions for values in combinations]
+
+
+def _with_sets(condition: Condition, values: Mapping[str, Any]) -> Condition:
+    changes: dict[str, Any] = {"sets": {**condition.sets, **values}}
+    if condition.given_label:
+        changes["given_label"] = condition.given_label + "".join(starmap(_suffix, values.items()))
+    return condition.model_copy(update=changes)
+
+
+_NOT_IN_A_LABEL = re.compile(r"[^A-Za-z0-9._+=~-]+")
+
+
+def _suffix(path: str, value: Any) -> str:
+    """How a label shows the value of a key: `~lr=1e-05`."""
+    shown = value
+    if not isinstance(value, str):
+        shown = toml_value(value)
+    return f"~{path.rpartition('.')[2]}={_NOT_IN_A_LABEL.sub('-', shown).strip('-')}"
+
+
 def _told_apart(condition: Condition, others: Sequence[Condition]) -> Condition:
     """A condition with its label among those of the same name; one that has a label, or whose
     values give none, stays as it is.
@@ -112,11 +140,7 @@ def _told_apart(condition: Condition, others: Sequence[Condition]) -> Condition:
     label = condition.label
     for path, value in condition.sets.items():
         if any(other.sets.get(path) != value for other in others):
-            if isinstance(value, str):
-                shown = value
-            else:
-                shown = toml_value(value)
-            label += f"~{path.rpartition('.')[2]}={shown}"
+            label += _suffix(path, value)
     if condition.given_label or label == condition.label or not LABEL.fullmatch(label):
         return condition
     return condition.model_copy(update={"given_label": label})
@@ -178,6 +202,11 @@ class Campaign(Section):
     stagger_seconds: float = key(0.0, "Seconds between starts of runs.", ge=0)
     conditions: list[Condition] = key(
         [], "The conditions; empty means the five of the standard ablation."
+    )
+    grid: Annotated[dict[str, list[Any]], AfterValidator(check_table)] = key(
+        {},
+        'Values of keys, such as "training.lr" = [1e-5, 4e-5]: each condition runs with every'
+        " combination. Without conditions it varies the file's own algorithm.",
     )
     launcher: Literal["local", "ray"] = key("local", "What starts the runs.")
     ray_address: str = key(
@@ -255,13 +284,19 @@ class AllSections(Section):
     @property
     def conditions(self) -> tuple[Condition, ...]:
         """The conditions of a campaign; of a single run, its own algorithm."""
-        if self.campaign is not None:
-            return told_apart(self.campaign.conditions) or DEFAULT_CONDITIONS
+        if self.campaign is None:
+            return (self._own_condition,)
+        given: Sequence[Condition] = self.campaign.conditions
+        if self.campaign.grid:
+            given = crossed(given or [self._own_condition], self.campaign.grid)
+        return told_apart(given) or DEFAULT_CONDITIONS
+
+    @property
+    def _own_condition(self) -> Condition:
+        """The algorithm of [algorithm] as a condition."""
         if self.algorithm.algorithm_mode:
-            return (Condition(algorithm_mode=self.algorithm.algorithm_mode),)
-        return (
-            Condition(
-                advantage_mode=self.algorithm.advantage_mode,
-                transform_mode=self.algorithm.transform_mode,
-            ),
+            return Condition(algorithm_mode=self.algorithm.algorithm_mode)
+        return Condition(
+            advantage_mode=self.algorithm.advantage_mode,
+            transform_mode=self.algorithm.transform_mode,
         )

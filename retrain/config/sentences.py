@@ -21,12 +21,19 @@ from retrain.config.keys import (
     keys_by_path,
     section_models,
 )
-from retrain.config.names import ALIASES, DATA_FILE_SUFFIXES, names_of
+from retrain.config.names import (
+    ALIASES,
+    DATA_FILE_SUFFIXES,
+    NAME_CUTOFF,
+    instead,
+    names_of,
+    nearest,
+    synonym,
+)
 from retrain.config.rules import RuleViolations, Violation
 from retrain.config.schema import Condition, Provenance
-from retrain.config.suggestions import NAME_CUTOFF, instead, nearest, synonym
 from retrain.errors import MAX_SENTENCES
-from retrain.parsing import is_path_text, toml_value
+from retrain.system import is_path_text, toml_value
 
 LEGACY_PREFIX = "prime_rl_"
 MAX_VALUE_CHARACTERS = 80

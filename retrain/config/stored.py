@@ -10,7 +10,7 @@ from typing import Any
 
 from retrain.config.keys import Key, all_keys, section_models
 from retrain.config.schema import TrainConfig
-from retrain.parsing import toml_value
+from retrain.system import toml_value
 
 
 def dump_toml(config: TrainConfig) -> str:

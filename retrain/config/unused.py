@@ -7,7 +7,7 @@ from retrain.config.keys import all_keys
 from retrain.config.load import arms
 from retrain.config.names import builtin_names
 from retrain.config.schema import BACKEND_OPTIONS, TrainConfig
-from retrain.parsing import toml_value
+from retrain.system import toml_value
 
 MAX_DEFAULTS_NAMED = 8
 """Keys at their default up to which each unused one has a sentence."""

@@ -14,7 +14,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from retrain.config.names import builtin_names, canonical_uncertainty, is_known
-from retrain.parsing import ParseError, is_path_text, parse_json, unholdable
+from retrain.system import ParseError, is_path_text, parse_json, unholdable
 
 MAX_SEED = 2**32 - 1
 MAX_COMPLETIONS = 1_000_000

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from retrain.config.names import DATA_FILE_SUFFIXES
 from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
 from retrain.model import hub
-from retrain.parsing import parse_json
+from retrain.system import parse_json
 
 Split = Literal["train", "heldout"]
 

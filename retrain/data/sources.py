@@ -16,7 +16,7 @@ from retrain.config.names import DATA_FILE_SUFFIXES, builtin_names, register_nam
 from retrain.data import lab
 from retrain.data.readers import HubData, NoSplit, RawRow, Split, find_files, read_files, read_hub
 from retrain.errors import ConfigurationError
-from retrain.parsing import expanded
+from retrain.system import expanded
 from retrain.types import ChatMessage, Example
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ that scores one reply.
 import re
 from typing import TYPE_CHECKING, Any
 
-from retrain.config.suggestions import nearest
+from retrain.config.names import nearest
 from retrain.environments.base import Environment, Episode, Result, Split
 from retrain.errors import ConfigurationError
 from retrain.types import ChatMessage, Example

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from retrain.backends.declared import backend_words, engine_words
-from retrain.explain.caveats import POWER
-from retrain.parsing import toml_value
+from retrain.explain.explanation import POWER
 from retrain.records.terminal import GAP, counted, duration, table_lines
+from retrain.system import toml_value
 from retrain.xray.text import WEIGHTS
 
 if TYPE_CHECKING:

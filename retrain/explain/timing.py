@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from retrain.backends.base import backend_kind
-from retrain.campaign.subprocesses import room_on_gpus, share_devices
+from retrain.campaign.launch import room_on_gpus, share_devices
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def pilot_differences(folder: Path, config: "TrainConfig") -> Iterator[str]:
     """One sentence per key that affects the time of a step and differs in the pilot."""
     from retrain.analysis.runs import find_runs
     from retrain.config.keys import all_keys
-    from retrain.parsing import toml_value
+    from retrain.system import toml_value
 
     pilots = [run.config for run in find_runs(folder)]
     for path in [key.path for key in all_keys() if key.traits.sets_step_time]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from retrain.errors import ConfigurationError, EnvironmentFailure
-from retrain.parsing import toml_value
+from retrain.system import toml_value
 
 if TYPE_CHECKING:
     from retrain.config.schema import Inference, Model, Training

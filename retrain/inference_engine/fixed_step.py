@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from retrain.inference_engine.pages import PagedTokens, PagePool
+from retrain.inference_engine.kv_cache import PagedTokens, PagePool
 from retrain.inference_engine.rows import NOISE_BLOCK
 from retrain.inference_engine.sampling import draw_scaled, upload
 from retrain.model.attention import Kernel

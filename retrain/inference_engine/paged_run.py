@@ -29,8 +29,7 @@ from retrain.inference_engine.fixed_step import (
     Variant,
     bucket_of,
 )
-from retrain.inference_engine.kv_cache import PromptKey, PromptPass, prompt_key
-from retrain.inference_engine.pages import PagePool
+from retrain.inference_engine.kv_cache import PagePool, PromptKey, PromptPass, prompt_key
 from retrain.inference_engine.rows import (
     NOISE_BLOCK,
     Job,

@@ -48,7 +48,7 @@ from retrain.inference_engine.http import (
 )
 from retrain.model.budget import context_length
 from retrain.noise import uniform
-from retrain.parsing import expanded
+from retrain.system import expanded
 from retrain.types import Completion, FinishReason
 
 if TYPE_CHECKING:

@@ -16,10 +16,9 @@ import numpy.typing as npt
 
 from retrain.advantages.algorithms import recipe_of
 from retrain.advantages.pipeline import CreditPipeline
-from retrain.advantages.planning import RegexDetector
-from retrain.advantages.semantic import SemanticDetector
+from retrain.advantages.planning import RegexDetector, SemanticDetector
 from retrain.advantages.sepa import linear_lambda
-from retrain.advantages.uncertainty import surprisal
+from retrain.advantages.transforms import surprisal
 from retrain.analysis.runs import StoredRun, read_metrics
 from retrain.config import TrainConfig, replaced
 from retrain.config.names import condition_label

@@ -19,10 +19,10 @@ from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.model.adapter import lora_config
 from retrain.model.attention import Kernel, missing, plugged_in
 from retrain.model.devices import attention_of
-from retrain.model.float8 import hold_layers_in_float8, widened_bytes
 from retrain.model.fused import FusedDecoder
 from retrain.model.head import Head
 from retrain.model.load import BaseModel, decoder_of, held_bytes
+from retrain.model.packed import hold_layers_in_float8, widened_bytes
 from retrain.model.packing import PackedAttention, Segment
 
 if TYPE_CHECKING:

@@ -17,11 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from retrain.model.attention import AttentionBatch, FusedAttention
-from retrain.model.functions import Norm, apply_rope, gated_mlp, norm_project, normed, project
+from retrain.model.functions import (
+    Norm,
+    apply_rope,
+    gated_mlp,
+    norm_project,
+    normed,
+    project,
+    recomputed,
+)
 from retrain.model.layer_kernels import layer_kernels
 from retrain.model.packed import FrozenProduct, prepack
 from retrain.model.projection import Projection, fusable
-from retrain.model.recomputing import recomputed
 from retrain.model.step_kernels import (
     TRITON_DEVICES,
     Heads,

@@ -23,13 +23,13 @@ class TritonLayers:
     """One kernel each."""
 
     def __init__(self) -> None:
-        from retrain.model.kernels import activation, norm, rotary
+        from retrain.model.kernels import rowwise
 
-        self.norm, self.norm_gradient = norm.norm, norm.norm_gradient
-        self.apply_rope, self.apply_rope_gradient = rotary.apply_rope, rotary.apply_rope_gradient
+        self.norm, self.norm_gradient = rowwise.norm, rowwise.norm_gradient
+        self.apply_rope, self.apply_rope_gradient = rowwise.apply_rope, rowwise.apply_rope_gradient
         self.gate, self.gate_gradient = (
-            partial(activation.gate, pending=None),
-            activation.gate_gradient,
+            partial(rowwise.gate, pending=None),
+            rowwise.gate_gradient,
         )
 
 

@@ -17,8 +17,8 @@ from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
 from retrain.model.attention import AttentionBatch
 from retrain.model.devices import choose_dtype, engine_options
-from retrain.model.float8 import hold_layers_in_float8
 from retrain.model.head import Head
+from retrain.model.packed import hold_layers_in_float8
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

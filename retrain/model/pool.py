@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from retrain.errors import ResumableFailure, RetrainError
-from retrain.processes import die_with_parent
+from retrain.system import die_with_parent
 
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")

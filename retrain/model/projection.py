@@ -17,8 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from retrain.model.float8 import Float8Linear, dequantised, scaled_product
-from retrain.model.packed import FrozenProduct, PackedWeight, fits_half, prepack
+from retrain.model.packed import (
+    Float8Linear,
+    FrozenProduct,
+    PackedWeight,
+    dequantised,
+    fits_half,
+    prepack,
+    scaled_product,
+)
 
 WEIGHTS: set[type[Tensor]] = {nn.Parameter}
 """Types of the weights that may be laid side by side: not a DTensor, of which a process has a

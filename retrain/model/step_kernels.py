@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retrain.model.float8 import quantised, scaled_product
 from retrain.model.functions import Norm, apply_rope, normed
+from retrain.model.packed import quantised, scaled_product
 from retrain.model.probe import Make, choose, compare, numbers
 from retrain.model.projection import Pending
 from retrain.model.varlen import PagedKernel, PagedRows, plain_paged
@@ -130,20 +130,13 @@ class TritonKernels:
     """One kernel each, and two for a draw, four where it is truncated."""
 
     def __init__(self) -> None:
-        from retrain.model.kernels import (
-            activation,
-            attention,
-            float8,
-            norm,
-            rotary,
-            sampler,
-        )
+        from retrain.model.kernels import attention, products, rowwise, sampler
 
-        self.gate, self.draw = activation.gate, sampler.draw
-        self._attend, self._narrow_product = attention.attend, float8.scaled_product
+        self.gate, self.draw = rowwise.gate, sampler.draw
+        self._attend, self._narrow_product = attention.attend, products.scaled_product
         self._add_norm, self._apply_rope_and_store_kv = (
-            norm.add_norm,
-            rotary.apply_rope_and_store_kv,
+            rowwise.add_norm,
+            rowwise.apply_rope_and_store_kv,
         )
 
     def add_norm(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:

@@ -14,7 +14,7 @@ from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
 from retrain.model import hub
 from retrain.model.budget import context_length
 from retrain.model.vocabulary import VocabularyTable
-from retrain.parsing import expanded
+from retrain.system import expanded
 from retrain.types import Int32Array
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from retrain.errors import EnvironmentFailure, RunFailed
-from retrain.parsing import parse_json
 from retrain.records.disk import TEMPORARY, delete, replacing_folder, write_synced
 from retrain.records.state import SCHEMA_VERSION, TrainerState
+from retrain.system import parse_json
 
 MANIFEST = "manifest.json"
 STATE = "trainer_state.json"

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from retrain.config.schema import Backend
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.parsing import expanded, is_path_text, read_object
 from retrain.records.checkpoint import CheckpointStore
 from retrain.records.disk import replace_file
 from retrain.records.run_folder import MARKER, RunFolder, mark, read_marker
+from retrain.system import expanded, is_path_text, read_object
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,99}")
 

@@ -18,8 +18,8 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from retrain.errors import RunFailed
-from retrain.parsing import ParseError, json_kind, parse_json
 from retrain.records.disk import replace_file
+from retrain.system import ParseError, json_kind, parse_json
 
 Json = dict[str, Any]
 

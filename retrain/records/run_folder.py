@@ -1,21 +1,31 @@
-"""The places of a run's files, and the marker without which nothing is ever deleted."""
+"""A run's folder: the places of its files, the marker without which nothing is ever deleted, the
+lock of its one writer, and whether the process that holds the lock is alive, where it runs on this
+machine.
+"""
 
 import json
 import os
-from collections.abc import Callable
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from filelock import FileLock, Timeout
 
 from retrain.config import TrainConfig
 from retrain.config.stored import run_command
 from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed
-from retrain.parsing import read_object
 from retrain.plugins import named_code
 from retrain.records.checkpoint import step_folder
 from retrain.records.disk import delete, replace_file
 from retrain.records.jsonl import Extent, aside_of, truncate_to_size, truncate_to_step
 from retrain.records.state import TrainerState
+from retrain.system import read_object
 
 MARKER = ".retrain.json"
 """Name of the file that says that retrain made a folder; it holds the kind of folder and the
@@ -402,3 +412,103 @@ def refuse_foreign_code(config: TrainConfig, doing: str) -> None:
             f"{path} is a run's and names Python code that {doing} would execute:"
             f" {'; '.join(named)}. Read the code first, then add --trust."
         )
+
+
+# -- the one writer --------------------------------------------------------------------------------
+
+
+_OWNER = re.compile(r"pid (\d{1,10}) on (.+)")
+_CLOCK_SLACK_S = 5.0
+"""Seconds by which the file system's clock and the kernel's may differ."""
+
+
+class Liveness(Enum):
+    ALIVE = "alive"
+    GONE = "gone"
+    ELSEWHERE = "elsewhere"
+    """It runs on another machine, which cannot be asked from here."""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """The process that holds, or held until it was killed, a run folder's lock."""
+
+    pid: int
+    host: str
+    since: float
+    """Time when it took the lock, in seconds since 1970."""
+
+    @classmethod
+    def of(cls, folder: RunFolder) -> Self | None:
+        """Return the process that holds a run's folder; None if no process does: a run that ends by
+        itself removes its name.
+        """
+        try:
+            text = folder.lock_owner.read_text(encoding="utf-8")
+            since = folder.lock_owner.stat().st_mtime
+        except (FileNotFoundError, IsADirectoryError, UnicodeDecodeError):
+            return None
+        match = _OWNER.fullmatch(text.strip())
+        if match:
+            return cls(int(match.group(1)), match.group(2), since)
+        return None
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.host}"
+
+    def liveness(self) -> Liveness:
+        if self.host != socket.gethostname():
+            return Liveness.ELSEWHERE
+        return Liveness.ALIVE if _runs(self.pid, self.since) else Liveness.GONE
+
+
+def _runs(pid: int, since: float) -> bool:
+    """Return True if `pid` is a process that already ran at `since`; a younger process only reuses
+    the number.
+    """
+    if not Path("/proc/self/stat").exists():
+        return _answers(pid)
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    fields = text.rpartition(")")[2].split()  # after the name, which may hold anything
+    state, start_ticks = fields[0], int(fields[19])
+    uptime = float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
+    started = time.time() - uptime + start_ticks / os.sysconf("SC_CLK_TCK")
+    return state not in "ZX" and started <= since + _CLOCK_SLACK_S
+
+
+def _answers(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # there, and another user's
+        return True
+    return True
+
+
+@contextmanager
+def writer_lock(folder: RunFolder) -> Iterator[None]:
+    """Hold the lock that makes this process the run's only writer. Raises ConfigurationError where
+    another process holds it.
+    """
+    owner = folder.lock_owner
+    lock = FileLock(folder.lock)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        who = "another process"
+        if owner.exists():
+            who = owner.read_text(encoding="utf-8").strip()
+        raise ConfigurationError(
+            f"{folder.path} is being written by {who}; wait for it, or choose another [logging]"
+            " log_dir."
+        ) from None
+    try:
+        owner.write_text(f"pid {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+        yield
+    finally:
+        owner.unlink(missing_ok=True)
+        lock.release()

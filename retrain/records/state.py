@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from retrain.errors import RunFailed
-from retrain.parsing import parse_json
+from retrain.system import parse_json
 from retrain.types import MachineChoices
 
 SCHEMA_VERSION = 1

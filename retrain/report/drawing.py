@@ -21,8 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from retrain.analysis.statistics import Floats
-from retrain.report.curves import window_for
-from retrain.report.data import ReportData
+from retrain.report.data import ReportData, window_for
 
 _WIDTH = 5.1
 _HEIGHT = 3.1

@@ -11,8 +11,7 @@ import numpy as np
 
 from retrain.analysis.compare import Comparison
 from retrain.analysis.verdict import Verdict
-from retrain.report.curves import PHASES, ConditionCurves
-from retrain.report.data import ReportData, SqueezeCurve
+from retrain.report.data import PHASES, ConditionCurves, ReportData, SqueezeCurve
 from retrain.report.drawing import (
     GRID,
     INK,

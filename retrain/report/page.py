@@ -1,5 +1,6 @@
-"""The report as one HTML file that loads nothing; text from a model is escaped and its invisible
-characters are shown.
+"""Pages as one HTML file that loads nothing: the report, with its token-credit viewer (every token
+with a shade per quantity and its numbers), and `retrain audit --output` in its style. Text from a
+model is escaped and its invisible characters are shown.
 """
 
 import base64
@@ -22,15 +23,147 @@ from retrain.analysis.explanation import caveats, explanation
 from retrain.analysis.headline import answer, name_of
 from retrain.analysis.measures import WINDOW
 from retrain.analysis.status import RunStatus
+from retrain.audit.run import Audit, Judged, Rate
+from retrain.audit.text import HEAD, judge_lines, milliseconds, rate_row, rate_rows
 from retrain.errors import EnvironmentFailure
+from retrain.inspect import Quantity
+from retrain.inspect.credit import CompletionCredit, StepCredit
+from retrain.inspect.shading import levels, scale_of, values_of
+from retrain.inspect.terminal import heading
 from retrain.records.disk import replace_file
 from retrain.records.redact import Redactor
 from retrain.records.terminal import duration, visible
-from retrain.report.curves import ConditionCurves
-from retrain.report.data import ReportData, ReportRequest, read_report_data
+from retrain.report.data import (
+    ConditionCurves,
+    InspectedRun,
+    ReportData,
+    ReportRequest,
+    read_report_data,
+)
 from retrain.report.drawing import Drawn, to_png, to_svg
 from retrain.report.figures import draw_figures
-from retrain.report.token_view import token_view
+
+# -- tokens ----------------------------------------------------------------------------------------
+
+
+_MAX_COMPLETIONS = 4
+_MAX_TOKENS = 1500
+_LETTERS = {
+    Quantity.ADVANTAGE: "a",
+    Quantity.SURPRISAL: "s",
+    Quantity.ENTROPY: "e",
+    Quantity.LOG_RATIO: "r",
+}
+
+
+@dataclass(frozen=True)
+class TokenSpan:
+    text: str
+    classes: str
+    """One shade per quantity (a-3: the third on the negative side), and `plan` inside a planning
+    phrase."""
+    numbers: str
+    ends_line: bool
+
+
+@dataclass(frozen=True)
+class CompletionView:
+    heading: str
+    columns: Sequence[tuple[str, Sequence[TokenSpan]]]
+    """(condition, tokens) for each transform shown."""
+    left_out: int
+    """Number of tokens not shown."""
+
+
+@dataclass(frozen=True)
+class TokenView:
+    run: InspectedRun
+    step: int
+    prompt: str
+    completions: Sequence[CompletionView]
+    scales: Sequence[tuple[str, str, str]]
+    """(letter, quantity, size that gets the strongest shade)."""
+    notes: Sequence[str]
+
+
+def token_view(run: InspectedRun) -> TokenView:
+    """Build the view of the prompt's completions with the largest advantages."""
+    credit = run.credit
+    slot = credit.liveliest_slot()
+    unknown = {
+        Quantity.ENTROPY: credit.table.entropies is None,
+        Quantity.LOG_RATIO: credit.table.log_ratios is None,
+    }
+    scales = {
+        quantity: scale_of(credit, quantity) for quantity in Quantity if not unknown.get(quantity)
+    }
+    return TokenView(
+        run=run,
+        step=credit.step,
+        prompt=credit.prompt(slot) or "(not stored)",
+        completions=[
+            _completion(credit, credit.completion(number), scales)
+            for number in credit.of_slot(slot)[:_MAX_COMPLETIONS]
+        ],
+        scales=[
+            (_LETTERS[quantity], quantity.value, f"{scale:.3g}")
+            for quantity, scale in scales.items()
+        ],
+        notes=credit.notes,
+    )
+
+
+def _completion(
+    credit: StepCredit, completion: CompletionCredit, scales: dict[Quantity, float]
+) -> CompletionView:
+    return CompletionView(
+        heading=heading(completion),
+        columns=[(label, _spans(completion, label, scales)) for label in credit.labels],
+        left_out=max(0, len(completion.pieces) - _MAX_TOKENS),
+    )
+
+
+def _spans(
+    completion: CompletionCredit, label: str, scales: dict[Quantity, float]
+) -> list[TokenSpan]:
+    count = len(completion.pieces)
+    shades = {
+        _LETTERS[quantity]: levels(values_of(completion, quantity, label), scale, count)
+        for quantity, scale in scales.items()
+    }
+    spans = []
+    for position, piece in enumerate(completion.pieces[:_MAX_TOKENS]):
+        planning = completion.planning is not None and bool(completion.planning[position])
+        classes = [
+            f"{letter}{levels[position]}" for letter, levels in shades.items() if levels[position]
+        ]
+        spans.append(
+            TokenSpan(
+                text=piece.replace("\n", "↵") or "◌",
+                classes=" ".join([*classes, "plan"] if planning else classes),
+                numbers=_numbers(completion, label, position, planning),
+                ends_line=piece.endswith("\n"),
+            )
+        )
+    return spans
+
+
+def _numbers(completion: CompletionCredit, label: str, position: int, planning: bool) -> str:
+    stages = " → ".join(
+        f"{stage} {values[position]:+.4f}" for stage, values in completion.stages[label].items()
+    )
+    parts = [f"token {position}", stages, f"surprisal {completion.surprisals[position]:.3f}"]
+    if completion.entropies is not None:
+        parts.append(f"entropy {completion.entropies[position]:.3f}")
+    if completion.log_ratios is not None:
+        parts.append(f"log-ratio {completion.log_ratios[position]:+.1e}")
+    if completion.kept is not None:
+        parts.append(f"one of {completion.kept[position]} tokens")
+    return ", ".join([*parts, "planning"] if planning else parts)
+
+
+# -- the report ------------------------------------------------------------------------------------
+
 
 _TEMPLATES = "templates"
 _RECENT = 10
@@ -310,3 +443,67 @@ def write_report(request: ReportRequest, output: Path) -> Written:
             " --output."
         ) from error
     return Written(output, pictures)
+
+
+# -- the page of an audit --------------------------------------------------------------------------
+
+
+_MAX_CHARACTERS = 200
+"""Characters of an answer or reason on the page."""
+
+
+def write_audit_page(audit: Audit, output: Path) -> None:
+    """Write the page. Raises EnvironmentFailure where it cannot be written."""
+    unjudged, everything = (
+        sum(item.could_not_judge for item in audit.judged),
+        Rate("", audit.judged),
+    )
+    tiles = [
+        (audit.false_negatives.name, _percent(audit.false_negatives.error_rate)),
+        (audit.false_positives.name, _percent(audit.false_positives.error_rate)),
+        ("could not judge", f"{unjudged / len(audit.judged):.1%}"),
+        ("time per completion, median", milliseconds(everything.seconds(0.5))),
+        ("99%", milliseconds(everything.seconds(0.99))),
+    ]
+    page = (
+        environment()
+        .get_template("audit.html")
+        .render(
+            audit=audit,
+            made=f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S}",
+            policy=content_policy("", live=False),
+            style=Markup(asset("report.css")),
+            tiles=tiles,
+            judge_lines=list(judge_lines(audit)),
+            head=HEAD,
+            rows=rate_rows(audit),
+            forms=[rate_row(rate) for rate in audit.forms],
+            example_head=("example", "form", "reference", "answer", "verdict", "time"),
+            errors=[_example_row(item) for item in audit.worst(20)],
+            slowest=[_example_row(item) for item in audit.slowest(5)],
+        )
+    )
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(output, page)
+    except OSError as error:
+        raise EnvironmentFailure(
+            f"{output} cannot be written: {error.strerror or error}; name another file with"
+            " --output."
+        ) from error
+
+
+def _percent(rate: float | None) -> str:
+    if rate is None:
+        return "–"
+    return f"{rate:.1%}"
+
+
+def _example_row(item: Judged) -> tuple[str, ...]:
+    case = item.case
+    verdict = item.score.reason or item.score.outcome.value
+    texts = (case.example.example_id, case.name, case.example.reference, case.answer, verdict)
+    return (
+        *(text if len(text) <= _MAX_CHARACTERS else text[:_MAX_CHARACTERS] + "…" for text in texts),
+        milliseconds(item.seconds),
+    )

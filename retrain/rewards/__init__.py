@@ -4,9 +4,8 @@ no symbolic mathematics.
 
 from retrain.rewards.answers import extract_boxed, hendrycks_is_equiv
 from retrain.rewards.groups import ScoreGroup
-from retrain.rewards.guard import FailureGuard
 from retrain.rewards.score import ScoreRequest
-from retrain.rewards.scoring import Scorer, box_reader, build_scorer, gold_response
+from retrain.rewards.scoring import FailureGuard, Scorer, box_reader, build_scorer, gold_response
 
 __all__ = [
     "FailureGuard",

@@ -23,7 +23,7 @@ from retrain.config.schema import Provenance
 from retrain.errors import RetrainError, RunFailed
 from retrain.plugins import inspect_call, load_plugin, user_code
 from retrain.records.redact import reason_of
-from retrain.rewards.channel import Message
+from retrain.rewards.worker import Message
 from retrain.types import Example
 
 

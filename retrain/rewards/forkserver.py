@@ -30,8 +30,8 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from retrain.processes import die_with_parent
-from retrain.rewards.channel import Channel
+from retrain.rewards.worker import Channel
+from retrain.system import die_with_parent
 
 STARTUP_LIMIT_S = 120.0
 """Seconds that a server may take to import its libraries."""

@@ -1,15 +1,134 @@
-"""The life of a reward worker: load what the set-up names, then answer one job after another until
-it is killed or left alone.
+"""A reward worker: messages over a connected socket between it and the trainer's process, and its
+life: load what the set-up names, then answer one job after another until it is killed or left
+alone.
 """
 
+import json
 import os
 import resource
+import socket
+import struct
 import sys
+import time
 from collections.abc import Callable, Mapping
+from datetime import date, datetime
+from typing import Any
+
+import numpy as np
 
 from retrain.errors import ConfigurationError
 from retrain.records.redact import note_values
-from retrain.rewards.channel import Channel, ChannelClosed, Message
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+Message = dict[str, Any]
+"""One JSON object. NaN and infinities are written as Python's json writes them, unpaired surrogates
+as escapes."""
+
+_HEADER = struct.Struct("<I")
+"""The length of the JSON text that follows, in bytes."""
+
+
+class ChannelClosed(EOFError):
+    """The other side closed the connection or ended."""
+
+
+class BadMessage(ValueError):
+    """The bytes received are not a message. Nothing that follows them can be understood either."""
+
+
+def encode(message: Message) -> bytes:
+    """Encode a message as bytes, header included. numpy values become plain ones; TypeError names
+    any other type that JSON lacks.
+    """
+    body = json.dumps(message, default=_plain).encode()
+    return _HEADER.pack(len(body)) + body
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, datetime | date):
+        return value.isoformat()
+    raise TypeError(f"a value of type {type(value).__name__} cannot be written as JSON")
+
+
+class Channel:
+    """A connected stream socket that carries messages; one thread on each side."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._received = bytearray()
+
+    def send(self, message: Message, timeout: float | None = None) -> None:
+        self.send_encoded(encode(message), timeout)
+
+    def send_encoded(self, message: bytes, timeout: float | None) -> None:
+        """Raises TimeoutError if the other side has not taken the whole message after `timeout`
+        seconds; the channel is useless then.
+        """
+        try:
+            self._socket.settimeout(timeout)
+            self._socket.sendall(message)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
+
+    def receive(self, timeout: float | None, longest: int = 1 << 32) -> Message:
+        """Return the next message, of at most `longest` bytes. Raises BadMessage for anything else.
+
+        Raises TimeoutError if the message is incomplete after `timeout` seconds; the next call
+        continues with what has arrived.
+        """
+        if timeout is None:
+            end = None
+        else:
+            end = time.monotonic() + timeout
+        while (message := self._take(longest)) is None:
+            if end is None:
+                left = None
+            else:
+                left = end - time.monotonic()
+            if left is not None and left <= 0:  # bytes that drip in must not extend the time
+                raise TimeoutError
+            self._socket.settimeout(left)
+            try:
+                chunk = self._socket.recv(1 << 16)
+            except TimeoutError:
+                raise
+            except OSError as error:
+                raise ChannelClosed(str(error)) from error
+            if not chunk:
+                raise ChannelClosed("end of stream")
+            self._received += chunk
+        return message
+
+    def _take(self, longest: int) -> Message | None:
+        """Remove the first message from the bytes that have arrived; None if it is incomplete."""
+        if len(self._received) < _HEADER.size:
+            return None
+        (length,) = _HEADER.unpack_from(self._received)
+        if length > longest:
+            raise BadMessage(f"it claims to have {length} bytes")
+        end = _HEADER.size + length
+        if len(self._received) < end:
+            return None
+        try:
+            message = json.loads(self._received[_HEADER.size : end])
+        except (ValueError, RecursionError) as error:
+            raise BadMessage("it is not JSON") from error
+        if not isinstance(message, dict):
+            raise BadMessage("it is not a JSON object")
+        del self._received[:end]
+        return message
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+# -- the worker's life -----------------------------------------------------------------------------
 
 
 def serve(channel: Channel) -> None:

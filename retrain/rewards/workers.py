@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from retrain.errors import ConfigurationError, EnvironmentFailure
-from retrain.processes import resident_bytes
-from retrain.rewards.channel import BadMessage, Channel, ChannelClosed, Message, encode
 from retrain.rewards.forkserver import STARTUP_LIMIT_S, ForkServer, ForkServerLost
 from retrain.rewards.score import PartScore
+from retrain.rewards.worker import BadMessage, Channel, ChannelClosed, Message, encode
+from retrain.system import resident_bytes
 
 MEMORY_LIMIT = 2 << 30
 """Most resident bytes of a verifying worker; the largest seen for an answer that ended in time is

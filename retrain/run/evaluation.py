@@ -9,7 +9,7 @@ import numpy as np
 
 from retrain.records.entries import EvaluationRecord
 from retrain.records.evaluation import Evaluation
-from retrain.rewards.guard import check_held_out
+from retrain.rewards.scoring import check_held_out
 from retrain.run.dialogues import SamplingPlan, Watcher
 from retrain.run.rollout import Sampler
 from retrain.run.step_record import judge_fields

@@ -10,10 +10,10 @@ from retrain.config import TrainConfig, unused_keys
 from retrain.config.effects import sharding_note
 from retrain.config.schema import DEFAULT_CLIPS, Inference, Lora, Loss, Model, Training
 from retrain.data.chat import PLAIN_TEMPLATE
-from retrain.parsing import toml_value
 from retrain.records.terminal import counted
 from retrain.records.untrained import ASKING, ASKING_TEMPLATE
 from retrain.rewards import box_reader
+from retrain.system import toml_value
 
 
 def preflight_lines(config: TrainConfig) -> list[str]:

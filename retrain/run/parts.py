@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from retrain.advantages.pipeline import CreditPipeline
-from retrain.advantages.semantic import Encoder
+from retrain.advantages.planning import Encoder
 from retrain.advantages.sepa import SEPAController
 from retrain.backends.base import BACKENDS, Backend, backend_kind
 from retrain.backends.declared import backend_class, capability_notes, engine_class, incapable

@@ -7,8 +7,7 @@ from itertools import chain
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from retrain.backpressure import BackpressureController, Roofline, roofline
-from retrain.backpressure.throughput import step_flops
+from retrain.backpressure import BackpressureController, Roofline, roofline, step_flops
 from retrain.records.jsonl import read_jsonl
 from retrain.records.run_folder import RunFolder
 

@@ -20,7 +20,6 @@ from retrain.errors import (
     NotReached,
     RetrainError,
 )
-from retrain.parsing import read_object
 from retrain.records.disk import replace_file
 from retrain.records.entries import EvaluationRecord, StepRecord
 from retrain.records.evaluation import Evaluation
@@ -54,6 +53,7 @@ from retrain.run.rollout import PrefetchedRollout, Rollout
 from retrain.run.saver import Saver, Schedule
 from retrain.run.start import RunStart, open_run, refuse_other_data
 from retrain.run.step_record import Step
+from retrain.system import read_object
 from retrain.tracking import Tracker, build_tracker
 from retrain.tracking.base import GroupScored, Progress, Started
 from retrain.types import Float32Array, Prompt, Row, RowKey, StepResult

@@ -16,16 +16,15 @@ from retrain.config import (
     with_drawn_seed,
 )
 from retrain.errors import ConfigurationError, RetrainError
-from retrain.parsing import expanded, read_object
 from retrain.records.checkpoint import Checkpoint, CheckpointStore
 from retrain.records.checkpoint_place import checkpoint_folder, sign, stored_checkpoints, take
 from retrain.records.disk import put_back, remove_empty
 from retrain.records.jsonl import aside_of
 from retrain.records.redact import Redactor
-from retrain.records.run_folder import MARKER, RunFolder
+from retrain.records.run_folder import MARKER, RunFolder, writer_lock
 from retrain.records.state import TrainerState
-from retrain.records.writer import writer_lock
 from retrain.run.pressure import decided_by
+from retrain.system import expanded, read_object
 
 
 @dataclass(frozen=True)

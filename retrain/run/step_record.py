@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from retrain.advantages.credit import Credit
-from retrain.processes import peak_resident_bytes
 from retrain.records.entries import GenerationRecord
 from retrain.records.token_table import TokenTable, TurnTable
 from retrain.run.identical import chance_of_identical
 from retrain.run.rollout import Rollout
+from retrain.system import peak_resident_bytes
 from retrain.types import (
     FinishReason,
     Float32Array,

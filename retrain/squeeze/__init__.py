@@ -16,10 +16,15 @@ if find_spec("torch") is None:  # retrain-core
     )
 
 from retrain.records.summary import TableRow
-from retrain.squeeze.analysis import Analysis, analyze_adapter, recommend_rank
+from retrain.squeeze.analysis import (
+    Analysis,
+    LayerSpectrum,
+    analyze_adapter,
+    layer_spectrum,
+    recommend_rank,
+)
 from retrain.squeeze.compression import Compression, compress_adapter, compressed_alpha
 from retrain.squeeze.job import Squeezed, run_squeeze, squeeze_adapter
-from retrain.squeeze.spectrum import LayerSpectrum, layer_spectrum
 
 __all__ = [
     "Analysis",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from retrain.errors import ConfigurationError
-from retrain.parsing import ParseError, parse_json
+from retrain.system import ParseError, parse_json
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"

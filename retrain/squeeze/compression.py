@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.parsing import read_object
 from retrain.records.disk import replacing_folder, write_synced
 from retrain.records.run_folder import MARKER, mark
 from retrain.squeeze.adapter import (
@@ -31,8 +30,8 @@ from retrain.squeeze.adapter import (
     read_adapter,
     weight_names,
 )
-from retrain.squeeze.analysis import svd_device
-from retrain.squeeze.spectrum import Factors, factorise, product_norm
+from retrain.squeeze.analysis import Factors, factorise, product_norm, svd_device
+from retrain.system import read_object
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed, fi
 from retrain.model import hub
 from retrain.model.load import load_weights, no_progress_bar
 from retrain.model.text import load_tokenizer, resolve_model
-from retrain.parsing import toml_value
 from retrain.records.checkpoint import Checkpoint, CheckpointStore
 from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.disk import is_disk, replacing_folder, sync_files
@@ -29,6 +28,7 @@ from retrain.records.run_folder import RunFolder
 from retrain.run.notes import trust_note
 from retrain.run.parts import Say
 from retrain.squeeze.adapter import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, read_adapter
+from retrain.system import toml_value
 from retrain.tracking.console import pass_at_1
 
 SETTINGS_FILE = "retrain.toml"

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retrain.parsing import read_object
 from retrain.records.disk import replace_file, sync_folder
 from retrain.records.entries import EMERGENCE_FIELDS, GenerationRecord, StepRecord
 from retrain.records.environment import code_of, describe_environment
@@ -17,6 +16,7 @@ from retrain.records.redact import Redactor
 from retrain.records.run_folder import RunFolder
 from retrain.records.summary import RunSummary
 from retrain.records.token_table import write_tokens
+from retrain.system import read_object
 from retrain.tracking.base import Event, Generations, Started, Tokens, Tracker
 
 if TYPE_CHECKING:

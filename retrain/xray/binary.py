@@ -18,7 +18,7 @@ from math import comb
 
 import numpy as np
 
-from retrain.advantages.ragged import Float64Array, Int64Array
+from retrain.advantages.step import Float64Array, Int64Array
 
 GroupAdvantages = Callable[[list[list[float]]], list[list[float]]]
 """[P][G] rewards of a step -> [P][G] advantages."""

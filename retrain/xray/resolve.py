@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from retrain.advantages.algorithms import NotInStep, recipe_of
-from retrain.advantages.ragged import Segments
 from retrain.advantages.resolve import ADVANTAGE, resolve
-from retrain.advantages.step import StepTokens
+from retrain.advantages.step import Segments, StepTokens
 from retrain.backends.losses import AGGREGATIONS
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.plugins import describe

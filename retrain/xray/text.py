@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from retrain.advantages.ragged import Float64Array
+from retrain.advantages.step import Float64Array
 from retrain.records.terminal import table_lines
 from retrain.xray.binary import RATES, Xray
 

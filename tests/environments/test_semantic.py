@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from retrain import train
-from retrain.advantages.semantic import SemanticDetector
+from retrain.advantages.planning import SemanticDetector
 from retrain.config import config_from_toml, load_config
 from retrain.config.overrides import parse_overrides
 from retrain.errors import EnvironmentFailure

@@ -42,12 +42,12 @@ from retrain.inference_engine.base import Truncation
 from retrain.model.adapter import Adapter
 from retrain.model.attention import Kernel, missing, plugged_in
 from retrain.model.devices import attention_of
+from retrain.model.functions import recomputed
 from retrain.model.fused import FusedDecoder
 from retrain.model.head import TokenScores, count_kept, score_tokens
 from retrain.model.load import BaseModel, layers
 from retrain.model.pool import Pool, in_order
 from retrain.model.precision import computed_in
-from retrain.model.recomputing import recomputed
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
 if TYPE_CHECKING:

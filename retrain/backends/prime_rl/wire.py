@@ -1,20 +1,42 @@
-"""A step's rows in the wire format of PRIME-RL's trainer: msgpack arrays whose entries stand in the
-order of its fields.
+"""What goes over the wire to PRIME-RL's trainer and comes back: rows in its format, ways of a
+batch, and the policies that it broadcasts.
 
-The format has no names and no version, so the order is all there is. The layout is the one of
-PRIME-RL v0.9.0 (24 August 2026) with `sampling_mask`, which later versions append (#3431), read up
-to commit 0f59b24: a decoder ignores what it does not know at the end and fills in what is missing,
-so one layout serves v0.9.0 and what came after it. Nothing here imports torch.
+A step's rows are msgpack arrays whose entries stand in the order of the format's fields. It has no
+names and no version, so the order is all there is. The layout is the one of PRIME-RL v0.9.0 (24
+August 2026) with `sampling_mask`, which later versions append (#3431), read up to commit 0f59b24: a
+decoder ignores what it does not know at the end and fills in what is missing, so one layout serves
+v0.9.0 and what came after it. Batches are numbered from 1 and travel as files that appear whole, or
+as ZMQ messages.
+
+Policies are received over a file system with the trainer's handshake of four files (v0.9.0, #3357).
+For each version the trainer writes `.sender_ready` and waits for `.receiver_ready`, which is this
+side's only file; then it writes `.started`, the weights, and `.finished`. Versions count from 0:
+version N is the policy after N batches. Nothing here imports torch.
 """
 
-from collections.abc import Iterator, Sequence
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from retrain.errors import (
+    ConfigurationError,
+    EnvironmentFailure,
+    NotReached,
+    ServerFailure,
+    first_line,
+)
+from retrain.system import read_object
 from retrain.types import Int32Array, Row
+
+if TYPE_CHECKING:
+    from retrain.config.schema import PrimeRLOptions
+
 
 ENVIRONMENT = "retrain"
 """Name under which the trainer groups its metrics; the format has one per token. "all" is reserved
@@ -161,3 +183,318 @@ def trained_samples(rows: Sequence[Row]) -> Iterator[Sample]:
     if not trained:
         empty = np.zeros(2, np.float32)
         yield Sample(np.ones(2, np.int32), np.zeros(2, np.bool_), empty, empty)
+
+
+# -- ways of a batch -------------------------------------------------------------------------------
+
+
+BATCHES, LATER_NAME = "rollouts", "batches"
+"""Where v0.9.0 looks for batches, and where versions since #3444 do."""
+_MARKER = ".made-by-retrain"
+_NEWS_S = 0.02
+"""ZMQ needs a moment to report that a subscriber has gone."""
+
+
+class Sender(ABC):
+    """One per run; a message per data rank of the trainer and step."""
+
+    @abstractmethod
+    def prepare(self, shipped: int) -> None:
+        """Prepare, once, before the first batch: `shipped` batches went out before."""
+
+    @abstractmethod
+    def wait_for_trainer(self) -> None:
+        """Raise NotReached where no trainer would receive a batch that is sent now."""
+
+    @abstractmethod
+    def send(self, batch: int, payloads: Sequence[bytes]) -> None:
+        """Send batch number `batch`, its payload for each rank. Raises NotReached where none of it
+        was sent.
+        """
+
+    def close(self) -> None:  # noqa: B027 - nothing to do unless overridden
+        """Close the transport; it is safe to call this twice."""
+
+
+class FileSystemSender(Sender):
+    """`<output_dir>/rollouts/step_<N>/rank_<R>.bin`, written beside its place and renamed, so that
+    a reader never sees a part.
+    """
+
+    def __init__(self, output_dir: Path) -> None:
+        self.folder = output_dir / BATCHES
+        self._later = output_dir / LATER_NAME
+
+    def prepare(self, shipped: int) -> None:
+        """Batches past `shipped` are left over from an interrupted session, and a trainer would
+        take them for new ones: they go.
+
+        Raises ConfigurationError for batches that another program wrote.
+        """
+        marker = self.folder / _MARKER
+        foreign = self.folder.exists() and any(self.folder.iterdir()) and not marker.exists()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self._later.exists():
+            self._later.symlink_to(BATCHES, target_is_directory=True)
+        if foreign or not self._later.samefile(self.folder):
+            raise ConfigurationError(
+                f"{self.folder if foreign else self._later} holds batches that this retrain did not"
+                " write, and a trainer would learn from them; give the trainer and"
+                " [backend.options] output_dir an empty folder."
+            )
+        marker.touch()
+        for file in self.folder.glob("step_*/rank_*.bin*"):
+            if _number(file.parent) > shipped:
+                file.unlink()
+
+    def wait_for_trainer(self) -> None:
+        """A file waits for its reader."""
+
+    def send(self, batch: int, payloads: Sequence[bytes]) -> None:
+        folder = self.folder / f"step_{batch}"
+        folder.mkdir(exist_ok=True)
+        for rank, payload in enumerate(payloads):
+            aside = folder / f"rank_{rank}.bin.tmp"
+            aside.write_bytes(payload)
+            aside.rename(folder / f"rank_{rank}.bin")
+
+
+class ZmqSender(Sender):
+    """Publishes on `zmq_port`, a topic per rank, and is told on the next port which ranks are
+    ready.
+
+    A publisher drops what nobody subscribes to, in silence. The socket is an XPUB, which a
+    subscriber cannot tell from a PUB and which reports subscriptions: a batch is sent only while
+    every rank has one, also after either side has started anew.
+    """
+
+    def __init__(
+        self, options: "PrimeRLOptions", clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        import zmq
+
+        self._options, self._clock = options, clock
+        self._topics = [f"data_rank|{rank}|".encode() for rank in range(options.trainer_ranks)]
+        self._missing = set(self._topics)
+        self._context = zmq.Context()
+        self._batches, self._ready = self._context.socket(zmq.XPUB), self._context.socket(zmq.PULL)
+        self._batches.set(zmq.SNDHWM, options.zmq_hwm)
+        self._ready.set(zmq.RCVHWM, options.zmq_hwm)
+        host = (
+            "127.0.0.1" if options.zmq_host == "localhost" else options.zmq_host
+        )  # ZMQ binds to addresses and interfaces, not names
+        try:
+            for socket, port in (
+                (self._batches, options.zmq_port),
+                (self._ready, options.zmq_port + 1),
+            ):
+                socket.bind(f"tcp://{host}:{port}")
+        except zmq.ZMQError as error:
+            self.close()
+            raise EnvironmentFailure(
+                f"[backend.options] zmq_host = {options.zmq_host!r}, zmq_port = {options.zmq_port}:"
+                f" {error}; batches are published on this port and the next one, so choose two that"
+                " are free on this machine."
+            ) from error
+
+    def prepare(self, shipped: int) -> None:
+        """A message that was not received is gone, so there is nothing to clear."""
+
+    def wait_for_trainer(self) -> None:
+        options, deadline = self._options, self._clock() + self._options.sync_wait_s
+        self._hear(_NEWS_S)
+        while self._missing and (left := deadline - self._clock()) > 0:
+            self._hear(min(left, options.sync_poll_s))
+        if self._missing:
+            raise NotReached(
+                f"PRIME-RL's trainer is not connected: {len(self._missing)} of"
+                f" {options.trainer_ranks} data ranks did not subscribe to"
+                f" tcp://{options.zmq_host}:{options.zmq_port} within sync_wait_s ="
+                f" {options.sync_wait_s:g} s; start the trainer with the same rollout_transport, or"
+                " check [backend.options] trainer_ranks."
+            )
+
+    def _hear(self, seconds: float) -> None:
+        """Take note of subscriptions that come and go within `seconds`."""
+        import zmq
+
+        while self._batches.poll(int(seconds * 1000)):
+            message = self._batches.recv()
+            (self._missing.discard if message[:1] == b"\x01" else self._missing.add)(message[1:])
+            self._missing &= set(self._topics)
+            seconds = 0
+        while self._ready.poll(0):
+            self._ready.recv(zmq.NOBLOCK)  # each rank's own greeting, sent once in its life
+
+    def send(self, batch: int, payloads: Sequence[bytes]) -> None:  # noqa: ARG002 - a trainer counts the messages
+        self.wait_for_trainer()
+        for topic, payload in zip(self._topics, payloads, strict=True):
+            self._batches.send_multipart([topic, payload])
+
+    def close(self) -> None:
+        for socket in (self._batches, self._ready):
+            socket.close(linger=2000)  # milliseconds: the last batch may still be on its way
+        self._context.term()
+
+
+def _number(folder: Path) -> int:
+    digits = folder.name.removeprefix("step_")
+    if digits.isdigit():
+        return int(digits)
+    return -1
+
+
+def build_sender(options: "PrimeRLOptions", output_dir: Path) -> Sender:
+    if options.transport == "zmq":
+        return ZmqSender(options)
+    return FileSystemSender(output_dir)
+
+
+# -- policies received -----------------------------------------------------------------------------
+
+
+OFFERED, ACKNOWLEDGED, STARTED, FINISHED = (
+    ".sender_ready",
+    ".receiver_ready",
+    ".started",
+    ".finished",
+)
+ADAPTER = "adapter_config.json"
+TARGET_LAG = 1
+"""Batch N may be sampled with version N - 1 - TARGET_LAG at the earliest: the trainer's own
+orchestrator works one batch ahead."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    version: int
+    folder: Path
+    """PEFT's files or a whole checkpoint, until the trainer has broadcast two more versions."""
+    receipt: int
+    """Counts what was received; a trainer that starts anew offers a version again."""
+
+    @property
+    def is_adapter(self) -> bool:
+        return (self.folder / ADAPTER).exists()
+
+
+class Broadcasts:
+    """Receives every version that the trainer offers, since it waits for each one."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        wait_s: float,
+        poll_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.folder, self.wait_s, self.poll_s = folder, wait_s, poll_s
+        self._clock, self._sleep = clock, sleep
+        self.newest: Policy | None = None
+        self._receipts = 0
+
+    def take(self, shipped: int) -> Policy:
+        """Return the policy after `shipped` batches; where it does not come within `wait_s`, the
+        one before.
+
+        Raises ServerFailure where neither came, or where a version is incomplete.
+        """
+        deadline = self._clock() + self.wait_s
+        while True:
+            self._receive_offers(shipped)
+            newest = self.newest
+            if newest is not None and newest.version == shipped:
+                return newest
+            if self._clock() > deadline:
+                break
+            self._sleep(self.poll_s)
+        if newest is not None and shipped - TARGET_LAG <= newest.version:
+            return newest
+        ahead = [version for version, _ in self._versions() if version > shipped]
+        if ahead:
+            raise ServerFailure(
+                f"PRIME-RL's trainer offers policy v{max(ahead)} in {self.folder}, and this run has"
+                f" sent {shipped} batches: resume the trainer at step {shipped}, or give both sides"
+                " an empty output_dir and start anew."
+            )
+        if newest is None:
+            have = "no policy has come yet"
+        else:
+            have = f"the newest is v{newest.version}"
+        raise ServerFailure(
+            f"PRIME-RL's trainer did not offer policy v{shipped} in {self.folder} within"
+            f" sync_wait_s = {self.wait_s:g} s ({have}): start it with that output_dir, read its"
+            " log, or raise [backend.options] sync_wait_s above the time of one of its steps."
+        )
+
+    def _receive_offers(self, shipped: int) -> None:
+        """Acknowledge every offer, also of a version that a restarted trainer offers again. None
+        past `shipped` can be of this run.
+        """
+        for version, folder in self._versions():
+            if version > shipped:
+                continue
+            if (folder / ACKNOWLEDGED).exists():
+                if self.newest is not None and version <= self.newest.version:
+                    continue
+            else:
+                try:
+                    (folder / ACKNOWLEDGED).touch()
+                except FileNotFoundError:  # a trainer that starts anew is emptying the folder
+                    continue
+            deadline = self._clock() + self.wait_s
+            while not (folder / FINISHED).exists():
+                if self._clock() > deadline:
+                    found = (
+                        "began to write it"
+                        if (folder / STARTED).exists()
+                        else "has not begun to write it"
+                    )
+                    raise ServerFailure(
+                        f"PRIME-RL's trainer offered policy v{version}, which was acknowledged, but"
+                        f" it {found} and did not finish within sync_wait_s = {self.wait_s:g} s"
+                        f" ({folder}): look at its log, or raise [backend.options] sync_wait_s."
+                    )
+                self._sleep(self.poll_s)
+            policy = Policy(version, folder, receipt=self._receipts)
+            check_weights(policy)
+            self.newest, self._receipts = policy, self._receipts + 1
+
+    def _versions(self) -> Iterator[tuple[int, Path]]:
+        """Return the policies that the trainer has offered, lowest version first."""
+        found = (
+            (folder.name.removeprefix("step_"), folder) for folder in self.folder.glob("step_*")
+        )
+        yield from sorted(
+            (int(digits), folder)
+            for digits, folder in found
+            if digits.isdigit() and (folder / OFFERED).exists()
+        )
+
+
+def check_weights(policy: Policy) -> None:
+    """Raise ServerFailure for a policy without weights, and for a file of which a part is
+    missing.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(policy.folder.glob("*.safetensors"))
+    try:
+        for file in files:
+            with safe_open(file, framework="numpy"):
+                pass
+        if policy.is_adapter:
+            read_object(policy.folder / ADAPTER)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ServerFailure(
+            f"Policy v{policy.version} of PRIME-RL's trainer is incomplete although it is marked as"
+            f" finished: {first_line(error)} in {policy.folder}; look at the trainer's disk, and"
+            " let it broadcast the version again."
+        ) from error
+    if not files:
+        raise ServerFailure(
+            f"Policy v{policy.version} of PRIME-RL's trainer holds no weights (no *.safetensors in"
+            f" {policy.folder})."
+        )

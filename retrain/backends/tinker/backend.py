@@ -28,7 +28,6 @@ from retrain.backends.rows import (
     row_weights,
     step_result,
 )
-from retrain.backends.tinker.archive import download_adapter
 from retrain.backends.tinker.datums import (
     ShiftedRow,
     Values,
@@ -41,11 +40,11 @@ from retrain.backends.tinker.datums import (
 )
 from retrain.backends.tinker.engine import TinkerEngine
 from retrain.backends.tinker.facts import TinkerFacts
-from retrain.backends.tinker.service import Service, without_deprecations
+from retrain.backends.tinker.service import Service, download_adapter, without_deprecations
 from retrain.distributed import ALONE, World
 from retrain.errors import EnvironmentFailure, RunFailed
 from retrain.model.text import resolve_model
-from retrain.parsing import read_object
+from retrain.system import read_object
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retrain.model.kernels.rounding import factors, rounded
+from retrain.model.kernels.products import factors, rounded
 
 PART = 1024
 """Tokens of a part; two rows of 16,384 tokens, 8 key heads, are 256 programs."""

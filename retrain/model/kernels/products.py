@@ -1,15 +1,81 @@
-"""A product with a weight in 8-bit floats (e4m3), which are widened on the way from memory. N rows,
-I inputs, O outputs.
+"""Parts of products within a Triton kernel: the dtypes of what is multiplied, the adapter's part,
+and a product with a weight in 8-bit floats (e4m3), which are widened on the way from memory.
 
-The bits are read as integers, so no GPU needs to know the format.
+Where intermediate values are float32 they are rounded to the dtype of a tensor. The bits of an
+8-bit float are read as integers, so no GPU needs to know the format. Shape letters: N rows, I
+inputs, O outputs, R ranks.
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from retrain.model.kernels.rounding import factors, rounded
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """`x` in float32, rounded to the nearest number of `dtype`, halves to even, so that its
+    conversion to `dtype` is exact.
+
+    bfloat16 by its bits: Triton's interpreter would cut them off, and kernel and test are to have
+    the same arithmetic.
+    """
+    if dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+        return tl.where(x != x, x, nearest)
+    return x.to(dtype).to(tl.float32)
+
+
+def factors(x: Tensor) -> Any:
+    """Return the dtype in which a kernel multiplies numbers of `x`: its own, for the matrix units,
+    or float32, where products are the same.
+
+    Triton's interpreter, on a CPU, multiplies no bfloat16.
+    """
+    own = {torch.float16: tl.float16} | ({torch.bfloat16: tl.bfloat16} if x.is_cuda else {})
+    return own.get(x.dtype, tl.float32)
+
+
+# -- the adapter's part ----------------------------------------------------------------------------
+
+
+ROWS = 16
+"""Rows of a program that adds a `low_rank` product, the fewest of a matrix product."""
+
+
+@triton.jit
+def low_rank(
+    reduced, up, row, at, rows, size, reduced_stride, up_stride, R: tl.constexpr,
+    RANKS: tl.constexpr, FACTORS: tl.constexpr
+):  # fmt: skip
+    """`reduced` [N, R] times `up` [R, O] in float32, of the rows `row` below `rows` and the outputs
+    `at` below `size`.
+    """
+    total = tl.zeros([row.shape[0], at.shape[0]], tl.float32)
+    for start in range(0, R, RANKS):
+        rank = start + tl.arange(0, RANKS)
+        source = reduced + row[:, None] * reduced_stride + rank[None, :]
+        left = tl.load(source, mask=(row < rows)[:, None] & (rank < R)[None, :], other=0.0)
+        right = tl.load(
+            up + rank[:, None] * up_stride + at[None, :],
+            mask=(rank < R)[:, None] & (at < size)[None, :],
+            other=0.0,
+        )
+        total += tl.dot(left.to(FACTORS), right.to(FACTORS), input_precision="ieee")
+    return total
+
+
+def ranks_at_once(up: Tensor) -> int:
+    """Return RANKS of `low_rank` for factors [R, O]."""
+    power: int = triton.next_power_of_2(len(up))
+    return min(64, max(16, power))
+
+
+# -- weights in 8 bits -----------------------------------------------------------------------------
+
 
 _INPUTS = 128
 

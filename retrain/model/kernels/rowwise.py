@@ -1,9 +1,11 @@
-"""The adapter's part of queries, keys and values, the norm of query and key heads, their rotary
-embedding and the write to the pages as one kernel for a step of decoding; norm and rotary
-embedding, and their gradient, for whole sequences.
+"""Kernels over the rows of a layer: the RMS norm with the residual sum before it, the norm and
+rotary embedding of queries and keys, and silu(gate) * up. Each but the write to the pages has its
+gradient.
 
-Shape letters: N rows with one token each, Q and K query and key-value heads, D head size, P pages,
-T tokens of a page, R ranks.
+For a step of decoding one kernel adds the adapter's part to queries, keys and values, norms and
+turns the heads, and writes to the pages. The activation adds the adapter's part to both of its
+operands. Shape letters: N rows with one token each, H hidden size, Q and K query and key-value
+heads, D head size, P pages, T tokens of a page, I inner size, R ranks.
 """
 
 from collections.abc import Sequence
@@ -13,8 +15,103 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retrain.model.kernels.adapters import ROWS, low_rank, ranks_at_once
-from retrain.model.kernels.rounding import factors, rounded
+from retrain.model.kernels.products import ROWS, factors, low_rank, ranks_at_once, rounded
+
+# -- norm ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _add_norm(
+    residual, update, weight, out, scales, update_stride, size, eps, HAS_UPDATE: tl.constexpr,
+    KEEPS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One row. The sum is rounded before its norm, the normed value before its weight, as where
+    each is an operator.
+
+    KEEPS: `scales` takes one over the root mean square.
+    """
+    dtype: tl.constexpr = residual.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < size
+    x = tl.load(residual + row * size + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_UPDATE:
+        x = rounded(
+            x + tl.load(update + row * update_stride + at, mask=inside, other=0.0).to(tl.float32),
+            dtype,
+        )
+        tl.store(residual + row * size + at, x.to(dtype), mask=inside)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / size + eps)
+    if KEEPS:
+        tl.store(scales + row, scale)
+    normed = rounded(x * scale, dtype) * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * size + at, rounded(normed, dtype).to(dtype), mask=inside)
+
+
+def add_norm(residual: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """The normed sum [N, H] of `residual` [N, H], which becomes the sum, and `update` [N, H], whose
+    rows may lie apart.
+    """
+    out = torch.empty_like(residual)
+    rows, size = residual.shape
+    added = residual if update is None else update
+    _add_norm[rows,](
+        residual, added, weight, out, out, added.stride(0), size, eps,
+        HAS_UPDATE=update is not None, KEEPS=False, BLOCK=triton.next_power_of_2(size), num_warps=8,
+    )  # fmt: skip
+    return out
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The normed x [N, H], and [N, 1] float32, one over the root mean square of each row."""
+    x = x.contiguous()
+    rows, size = x.shape
+    out, scales = torch.empty_like(x), x.new_empty(rows, 1, dtype=torch.float32)
+    _add_norm[rows,](
+        x, x, weight, out, scales, 0, size, eps, HAS_UPDATE=False, KEEPS=True,
+        BLOCK=triton.next_power_of_2(size), num_warps=8
+    )  # fmt: skip
+    return out, scales
+
+
+@triton.jit
+def _norm_gradient(grad, x, weight, scales, out, size, BLOCK: tl.constexpr):
+    """One row: s * (g w - x s^2 mean(x g w)), of which g w is rounded, as where it is an
+    operator.
+    """
+    dtype: tl.constexpr = x.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < size
+    value = tl.load(x + row * size + at, mask=inside, other=0.0).to(tl.float32)
+    weighted = tl.load(grad + row * size + at, mask=inside, other=0.0).to(tl.float32)
+    weighted = rounded(
+        weighted * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32), dtype
+    )
+    scale = tl.load(scales + row)
+    mean = tl.sum(value * weighted, axis=0) * scale * scale / size
+    tl.store(
+        out + row * size + at,
+        rounded((weighted - value * mean) * scale, dtype).to(dtype),
+        mask=inside,
+    )
+
+
+def norm_gradient(grad: Tensor, x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """The gradient of x [N, H], given that of the normed x and the `scales` of `norm`."""
+    grad, x, out = (
+        grad.contiguous(),
+        x.contiguous(),
+        torch.empty_like(x, memory_format=torch.contiguous_format),
+    )
+    rows, size = x.shape
+    _norm_gradient[rows,](
+        grad, x, weight, scales, out, size, BLOCK=triton.next_power_of_2(size), num_warps=8
+    )
+    return out
+
+
+# -- rotary embedding ------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -199,8 +296,8 @@ def _apply_rope_gradient(
     head_stride,
     HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of some rows, in two halves: rotated back, then the gradient of the norm as in
-    `norm.py`.
+    """One head of some rows, in two halves: rotated back, then the gradient of the norm as
+    above.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     size: tl.constexpr = 2 * HALF
@@ -251,4 +348,101 @@ def apply_rope_gradient(
         x.stride(1),
         HALF=size // 2, ROWS=ROWS, BLOCK=triton.next_power_of_2(size // 2),
     )  # fmt: skip
+    return out
+
+
+# -- activation ------------------------------------------------------------------------------------
+
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _gate(
+    gates, reduced, up, out, rows, row_stride, reduced_stride, size,
+    R: tl.constexpr, RANKS: tl.constexpr, FACTORS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A block of some rows. Sums and silu are rounded before what follows, as where each is an
+    operator.
+    """
+    dtype: tl.constexpr = gates.dtype.element_ty
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (at < size)[None, :]
+    source = gates + row[:, None] * row_stride + at[None, :]
+    gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(source + size, mask=inside, other=0.0).to(tl.float32)
+    if R:
+        gate = rounded(
+            gate
+            + low_rank(
+                reduced, up, row, at, rows, size, reduced_stride, 2 * size, R, RANKS, FACTORS
+            ),
+            dtype,
+        )
+        factor = rounded(
+            factor
+            + low_rank(
+                reduced, up + size, row, at, rows, size, reduced_stride, 2 * size, R, RANKS, FACTORS
+            ),
+            dtype,
+        )
+    active = rounded(gate / (1.0 + tl.exp(-gate)), dtype)
+    tl.store(
+        out + row[:, None] * size + at[None, :],
+        rounded(active * factor, dtype).to(dtype),
+        mask=inside,
+    )
+
+
+def gate(gates: Tensor, pending: tuple[Tensor, Tensor] | None) -> Tensor:
+    """[N, I] of gate and up side by side in [N, 2 I], whose rows may lie apart; `pending`: [N, R]
+    and [R, 2 I], whose product is added.
+    """
+    rows, size = len(gates), gates.shape[1] // 2
+    out = torch.empty(rows, size, dtype=gates.dtype, device=gates.device)
+    reduced, up = pending or (gates, gates[:0])
+    tall, wide = (ROWS, 64) if pending else (1, _BLOCK)
+    _gate[triton.cdiv(rows, tall), triton.cdiv(size, wide)](
+        gates, reduced, up, out, rows, gates.stride(0), reduced.stride(0), size,
+        R=len(up), RANKS=ranks_at_once(up), FACTORS=factors(gates), ROWS=tall, BLOCK=wide,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _gate_gradient(grad, gates, out, row_stride, size, BLOCK: tl.constexpr):
+    """A block of one row. silu and the gradient of its output are rounded, as where each is an
+    operator.
+    """
+    dtype: tl.constexpr = gates.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    source, target = gates + row * row_stride + at, out + row * 2 * size + at
+    gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(source + size, mask=inside, other=0.0).to(tl.float32)
+    of_inner = tl.load(grad + row * size + at, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    of_active = rounded(of_inner * factor, dtype)
+    tl.store(
+        target,
+        rounded(of_active * sigmoid * (1.0 + gate * (1.0 - sigmoid)), dtype).to(dtype),
+        mask=inside,
+    )
+    tl.store(
+        target + size,
+        rounded(of_inner * rounded(gate / (1.0 + tl.exp(-gate)), dtype), dtype).to(dtype),
+        mask=inside,
+    )
+
+
+def gate_gradient(grad: Tensor, gates: Tensor) -> Tensor:
+    """The gradient of `gates` [N, 2 I], given that of `gate`'s result [N, I]."""
+    rows, size = grad.shape
+    out = torch.empty(rows, 2 * size, dtype=gates.dtype, device=gates.device)
+    _gate_gradient[rows, triton.cdiv(size, _BLOCK)](
+        grad.contiguous(), gates, out, gates.stride(0), size, BLOCK=_BLOCK
+    )
     return out
