@@ -8,14 +8,12 @@ colons, hyphens and dashes, but not by the end of a sentence.
 The semantic detector embeds sentences as unit vectors. Two centroids, of phrases that plan and of
 phrases that execute, are its yardstick: a window plans iff cos(w, planning) > cos(w, execution) +
 threshold and cos(w, planning) > min_similarity. Windows have 12 words, and each begins 6 after the
-from itertools import chain
-from itertools import chain
 one before. All tokens of a planning window are marked.
 """
 
 import re
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Final, Protocol
 
 import numpy as np

@@ -10,8 +10,6 @@ Young.
 
 If an arm does not differ from its baseline, its difference at a seed is as likely as its negative.
 A flip turns the sign of a seed in every contrast at once, so the flips keep what the contrasts have
-from itertools import chain
-from itertools import chain
 in common, such as a lucky run of the baseline. Contrasts that hardly vary together with the winner
 cost it nothing: six seeds can suffice for a family of any size, where Holm's correction asks for
 more with each contrast. Source: Westfall and Young 1993, Resampling-Based Multiple Testing,
@@ -28,6 +26,7 @@ Variance Components, chapter 4; Satterthwaite 1946, doi 10.2307/3002019.
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
