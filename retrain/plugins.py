@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from retrain.config.names import PLUGIN_GROUP, is_data_location, is_dotted, nearest
+from retrain.config.names import OWN_PLUGINS, PLUGIN_GROUP, is_data_location, is_dotted, nearest
 from retrain.errors import ConfigurationError, RetrainError
 from retrain.system import toml_value
 
@@ -148,7 +148,7 @@ def load_plugin(
         with user_code(f"{where}: loading {places[0]}", ConfigurationError):
             plugin = points[0].load()
     elif "." in name:
-        if config._provenance.foreign:
+        if config._provenance.foreign and not name.startswith(OWN_PLUGINS):
             raise ConfigurationError(
                 f"{where} is code that a run's folder names, and looking at a run does not"
                 " execute it."
@@ -233,6 +233,8 @@ def _file_of(name: str, config: "TrainConfig") -> Path | None:
 def _modules_of(name: str, config: "TrainConfig") -> list[str]:
     """Return the modules that may hold a dotted name, in the order in which they are tried."""
     module = name.rpartition(".")[0]
+    if name.startswith(OWN_PLUGINS):
+        return [module]
     prefixes = [f"{prefix}." if prefix else "" for prefix in config.plugins.search_paths]
     return [f"{prefix}{module}" for prefix in [*prefixes, ""]]
 
@@ -260,7 +262,9 @@ def named_code(config: "TrainConfig") -> list[str]:
 
 def _code_of(config: "TrainConfig") -> list[str]:
     model, environment = config.model, config.environment
-    named = _dotted_names(config)
+    named = [
+        (path, name) for path, name in _dotted_names(config) if not name.startswith(OWN_PLUGINS)
+    ]
     # The id of a verifiers environment is a module's name, or what auto_install fetches from a hub.
     if environment.provider == "verifiers":
         named.append(("environment.id", environment.id))

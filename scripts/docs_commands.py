@@ -18,6 +18,7 @@ PAGES = {
     "audit": "audit.md",
     "power": "comparing.md",
     "xray": "xray.md",
+    "contrast": "contrast.md",
     "serve": "engines.md",
     "backends": "engines.md",
     "plugins": "plugins.md",

@@ -9,11 +9,10 @@ from pathlib import Path
 
 from retrain.advantages.algorithms import recipe_of
 from retrain.config import TrainConfig, load_config
+from retrain.config.recipes import METHOD
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "retrain" / "assets" / "papers"
-METHOD = ("updates_per_batch", "minibatches", "dynamic_sampling")
-"""Keys of [training] that belong to a method; the others are the lab's."""
 _TITLE = re.compile(r"(?P<name>.+) \(arXiv (?P<arxiv>\d{4}\.\d{5})\)\n(?P<title>.+)\n")
 _PART = re.compile(r"^(Formula|Not reproduced|At the paper's scale|Source):\n", re.MULTILINE)
 
@@ -26,7 +25,12 @@ written out in float64 (`tests/test_papers.py`):
 
 ```bash
 retrain examples/papers/dapo.toml
+retrain my.toml --algorithm-mode dapo      # the method alone, on your model and data
 ```
+
+`algorithm_mode = "dapo"` in a file of yours means the settings that are shown here, below those of
+the file ([recipes](credit.md#whole-algorithms-algorithm_mode)); `retrain help papers` lists the
+names.
 
 In the formulas oᵢ is a completion of |oᵢ| tokens with the reward Rᵢ, G the number of completions of
 a prompt, μ the policy that sampled, π the one that learns, ρᵢₜ = π(oᵢₜ)/μ(oᵢₜ) the ratio of a

@@ -26,7 +26,7 @@ from retrain.advantages.transforms import (
     sepa_pool,
 )
 from retrain.config import TrainConfig
-from retrain.config.names import builtin_names
+from retrain.config.names import builtin_names, recipe_names
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.types import (
     Completion,
@@ -236,8 +236,8 @@ def test_every_built_in_name_of_the_configuration_is_built() -> None:
     assert set(TRANSFORMS) == set(builtin_names("transform"))
     for advantage in builtin_names("advantage"):
         assert tokens_of(assign(config("none", advantage), [mixed()]))
-    for algorithm in builtin_names("algorithm"):
-        assert algorithm in RECIPES
+    assert set(builtin_names("algorithm")) == {*RECIPES, *recipe_names()}
+    for algorithm in RECIPES:
         assert tokens_of(assign(config(algorithm={"algorithm_mode": algorithm}), [mixed()]))
 
 

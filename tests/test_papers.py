@@ -44,8 +44,8 @@ from scripts.docs_papers import papers, papers_document
 
 ROOT = Path(__file__).resolve().parents[1]
 PAPERS = ROOT / "retrain" / "assets" / "papers"
-MAX_TOKENS, CACHE = 128, 32
-"""Of the files."""
+MAX_TOKENS, CACHE, BUFFER = 128, 0.2 * 128, 32
+"""Of the files: dapo's cache, and the buffer of the reward `overlong`."""
 EXAMPLE = Example("?", "4")
 
 
@@ -311,8 +311,8 @@ def gdpo(batch: Answers) -> Tensor:
 
     sums = []
     for prompt in batch:
-        over_by = [max(0, len(answer.new) - (MAX_TOKENS - CACHE)) for answer in prompt]
-        penalties = [-min(1.0, count / CACHE) for count in over_by]
+        over_by = [max(0, len(answer.new) - (MAX_TOKENS - BUFFER)) for answer in prompt]
+        penalties = [-min(1.0, count / BUFFER) for count in over_by]
         sums.append(norm([answer.reward for answer in prompt]) + 0.5 * norm(penalties))
     whole = np.concatenate(sums)
     terms = [

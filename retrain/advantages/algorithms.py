@@ -1,7 +1,7 @@
 """Whole algorithms, and what plugins of credit assignment may read.
 
 An `algorithm_mode` replaces the pair of advantage_mode and transform_mode. The built-in ones are
-recipes, i.e. names for such a pair; a plugin computes the token advantages of the whole step
+names for such a pair; a plugin computes the token advantages of the whole step
 itself.
 """
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
+from retrain.config.names import replaces_modes
 from retrain.errors import ConfigurationError
 from retrain.types import Example, FinishReason, Group
 
@@ -47,6 +48,8 @@ class AdvantageContext:
     """`[algorithm.advantage_params]`"""
     source: Group | None = field(default=None, repr=False, compare=False)
     """The judged group behind the properties; None where only rewards are known."""
+    max_tokens: int = 0
+    """`[training] max_tokens`, at which a completion is cut."""
 
     @property
     def example(self) -> Example:
@@ -186,6 +189,6 @@ def recipe_of(modes: "Algorithm | Condition") -> Recipe | None:
     """Return the advantage and the transform in use; None for an algorithm plugin, which has
     neither.
     """
-    if modes.algorithm_mode:
+    if replaces_modes(modes.algorithm_mode):
         return RECIPES.get(modes.algorithm_mode)
     return Recipe(modes.advantage_mode, modes.transform_mode)

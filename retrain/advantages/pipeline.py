@@ -43,6 +43,7 @@ from retrain.advantages.transforms import (
     inverted,
     top_rho,
 )
+from retrain.config.names import replaces_modes
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.plugins import refuse_unknown_params, user_code
 from retrain.types import Group, Int32Array
@@ -104,7 +105,7 @@ class CreditPipeline:
             spec = TransformSpec("algorithm", needs_planning=True, uses_sepa_controller=True)
             self._transform = TransformStage(spec, None, {})
         else:
-            if algorithm.algorithm_mode:
+            if replaces_modes(algorithm.algorithm_mode):
                 refuse_unknown_params("algorithm", algorithm.algorithm_mode, frozenset(), config)
                 # A recipe replaces advantage_mode and transform_mode, and with them the tables of
                 # their parameters.
@@ -306,7 +307,9 @@ class CreditPipeline:
             gtpo_beta=self.config.gtpo.beta,
             hicra_alpha=self.config.hicra.alpha,
             params=dict(self.config.algorithm.params),
-            groups=tokens.contexts(at.number, dict(self.config.algorithm.params)),
+            groups=tokens.contexts(
+                at.number, dict(self.config.algorithm.params), self.config.training.max_tokens
+            ),
         )
         advantages = step_tokens(
             self._algorithm(context), tokens, f'algorithm "{self.config.algorithm.algorithm_mode}"'

@@ -199,7 +199,7 @@ class PluginAdvantage:
     def __call__(self, tokens: StepTokens, step: int) -> list[list[float]]:
         checked_groups(tokens.rewards)
         what = f'advantage "{self.plugin.name}"'
-        contexts = tokens.contexts(step, self.plugin.params)
+        contexts = tokens.contexts(step, self.plugin.params, self.plugin.config.training.max_tokens)
         rows: Iterable[Any] = map(self._of_group, contexts)
         if getattr(self.plugin.function, "step_level", False):
             whole = StepAdvantageContext(contexts, step, self.plugin.params)
@@ -419,7 +419,9 @@ def _try_algorithm(algorithm: AlgorithmStage, plugin: PluginCall) -> None:
         gtpo_beta=plugin.config.gtpo.beta,
         hicra_alpha=plugin.config.hicra.alpha,
         params=plugin.params,
-        groups=_small(_REWARDS, len(plugin.config.reward.types)).contexts(0, plugin.params),
+        groups=_small(_REWARDS, len(plugin.config.reward.types)).contexts(
+            0, plugin.params, plugin.config.training.max_tokens
+        ),
     )
     step_tokens(algorithm(context), _SMALL, "its output")
 

@@ -184,12 +184,14 @@ class StepTokens:
         edges = np.cumsum([0, *(len(rewards) for rewards in self.rewards)]).tolist()
         return [list(per_completion[start:stop]) for start, stop in pairwise(edges)]
 
-    def contexts(self, step: int, params: dict[str, Any]) -> list[AdvantageContext]:
+    def contexts(
+        self, step: int, params: dict[str, Any], max_tokens: int
+    ) -> list[AdvantageContext]:
         """[P] each group as a plugin sees it."""
         sources: Sequence[Group | None] = self.sources or [None] * len(self.rewards)
         given = zip(self.rewards, self.token_counts, sources, strict=True)
         return [
-            AdvantageContext(list(rewards), counts, step, group, params, source)
+            AdvantageContext(list(rewards), counts, step, group, params, source, max_tokens)
             for group, (rewards, counts, source) in enumerate(given)
         ]
 

@@ -71,6 +71,22 @@ def shannon_entropy(entropies: Numbers, cap: float = CAP) -> Float64Array:
     return capped(_checked(entropies, "entropy"), cap)
 
 
+TOP = 0.05
+"""Share of the tokens that `top_share` takes."""
+
+
+def top_share(logprobs: Numbers) -> float:
+    """Return the part that the least likely `TOP` of the tokens [n] have in sum (1 - p)^2, the
+    squared gradients of their log-probs at their own logits; 0 where every token is certain.
+
+    Where it is near 1, credit for single tokens can only differ on that few of them.
+    """
+    energy = np.sort((1 - np.exp(np.minimum(_checked(logprobs, "log-prob"), 0.0))) ** 2)
+    total = float(energy.sum())
+    count = round(TOP * len(energy))
+    return float(energy[len(energy) - count :].sum()) / total if total else 0.0
+
+
 def capped(uncertainty: Float64Array, cap: float = CAP) -> Float64Array:
     """Clamp to [0, cap]. Raises ValueError on NaN, which a comparison would let pass, or a cap that
     is not positive.

@@ -16,7 +16,7 @@ from retrain.backends.declared import incapable
 from retrain.config import TrainConfig, config_from_mapping, replaced
 from retrain.config.judging import verifies
 from retrain.config.load import arms, given_values
-from retrain.config.schema import Campaign, Logging, Provenance
+from retrain.config.schema import Campaign, Condition, Logging, Provenance
 from retrain.data.prompts import load_examples
 from retrain.data.sources import NoHeldOutSplit
 from retrain.environments.loading import environment_name, load_environment, load_problems
@@ -90,7 +90,7 @@ def plan_campaign(config: TrainConfig, folder: Path) -> CampaignPlan:
     runs = [
         _run(
             view,
-            label=condition.label,
+            condition,
             seed=seed,
             steps=steps,
             folder=folder,
@@ -164,14 +164,20 @@ def _shared_evaluation(view: TrainConfig, base: TrainConfig) -> dict[str, Any]:
 
 
 def _run(
-    view: TrainConfig, *, label: str, seed: int, steps: int, folder: Path, shared: dict[str, Any]
+    view: TrainConfig,
+    condition: Condition,
+    *,
+    seed: int,
+    steps: int,
+    folder: Path,
+    shared: dict[str, Any],
 ) -> CampaignRun:
-    """One run; `view` is the campaign's configuration with this condition alone."""
+    """One run; `view` is the campaign's configuration with the keys of this condition."""
+    label = condition.label
     name = run_name(label, seed)
     data = given_values(view)
     for section in ("campaign", "squeeze", "resume"):
         data.pop(section, None)
-    (condition,) = view.conditions
     algorithm = {
         key: value for key, value in data.get("algorithm", {}).items() if key not in _MODES
     }

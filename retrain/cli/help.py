@@ -19,7 +19,14 @@ FOOTER = """\
 --flag VALUE and --flag=VALUE; --switch and --no-switch; lists as 1,2 or [1, 2];
 tables as repeated KEY=VALUE. --section.key VALUE works for every key, and
 RETRAIN_<SECTION>_<KEY> sets it from the environment.
-A later one wins: defaults, file, environment, flags.
+A later one wins: defaults, recipe, file, environment, flags.
+"""
+_PAPERS_FIRST = """\
+algorithm_mode = "NAME" takes the settings of a paper, below those of your file:
+"""
+_PAPERS_LAST = """\
+`retrain explain FILE --algorithm-mode NAME` shows what it sets; docs/papers.md has
+its formula, its source and what is not reproduced.
 """
 _ASK = """\
 `retrain help KEY` says what a key does, `retrain help SECTION` all keys of a
@@ -32,7 +39,8 @@ def command(
     topic: Annotated[
         str,
         typer.Argument(
-            metavar="NAME", help="A key, a section, a command, or config, for every key."
+            metavar="NAME",
+            help="A key, a section, a command, papers, or config, for every key.",
         ),
     ] = "",
     section: Annotated[
@@ -56,6 +64,8 @@ def command(
         print(usage() + "\n" + key_names(80), end="")
     elif topic == "config":
         print(reference(section), end="")
+    elif topic == "papers" and not section:
+        print(papers_page(), end="")
     elif section:
         raise ConfigurationError(
             f"retrain help takes one name, and {section!r} is one too many; `retrain help config"
@@ -80,6 +90,18 @@ def key_names(width: int) -> str:
             f"{f'[{section}]':<15} {names}", width, initial_indent="  ", subsequent_indent=" " * 18
         )
     return "\n".join(lines) + f"\n\n{_ASK}"
+
+
+def papers_page() -> str:
+    """The papers that `algorithm_mode` names, one line each."""
+    from retrain.config.names import PAPERS
+    from retrain.records.terminal import table_lines
+
+    rows = []
+    for file in sorted(PAPERS.glob("*.toml")):
+        with file.open(encoding="utf-8") as text:
+            rows.append((file.stem, text.readline().removeprefix("# ").rstrip()))
+    return "\n".join([_PAPERS_FIRST, *table_lines(rows, indent="  "), "", _PAPERS_LAST])
 
 
 def _page(name: str) -> str:

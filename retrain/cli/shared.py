@@ -10,6 +10,9 @@ from retrain.errors import ConfigurationError
 
 Alpha = Annotated[float, typer.Option(help="Family-wise error rate of all comparisons.")]
 AsJson = Annotated[bool, typer.Option("--json", help="The same as --format json.")]
+Figure = Annotated[
+    Path | None, typer.Option(help="Also draw it: a file that ends in .svg, .pdf or .png.")
+]
 Form = Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")]
 LowerIsBetter = Annotated[
     bool, typer.Option("--lower-is-better", help="A negative difference is the improvement.")
@@ -45,3 +48,21 @@ def print_progress(line: str) -> None:
     from retrain.records.terminal import clean
 
     print(clean(line), file=sys.stderr, flush=True)
+
+
+_PICTURES = (".svg", ".pdf", ".png")
+
+
+def check_figure(figure: Path | None) -> None:
+    """Raises ConfigurationError for a picture whose format is not known or whose folder is not
+    there.
+    """
+    if figure is not None and figure.suffix not in _PICTURES:
+        raise ConfigurationError(
+            f"--figure {figure} ends in none of {', '.join(_PICTURES)}; give one, such as"
+            f" {figure.stem}.svg."
+        )
+    if figure is not None and not figure.parent.is_dir():
+        raise ConfigurationError(
+            f"--figure {figure} lies in no folder; make {figure.parent} or name another."
+        )

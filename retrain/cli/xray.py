@@ -8,10 +8,8 @@ from typing import Annotated
 
 import typer
 
-from retrain.cli.shared import Trust, load_dotenv
+from retrain.cli.shared import Figure, Trust, check_figure, load_dotenv
 from retrain.errors import ConfigurationError
-
-_FORMATS = (".svg", ".pdf", ".png")
 
 
 def command(
@@ -31,9 +29,7 @@ def command(
     wrong_length: Annotated[
         float, typer.Option(help="Length of a wrong completion over a right one's.")
     ] = 1.0,
-    figure: Annotated[
-        Path | None, typer.Option(help="Also draw it: a file that ends in .svg, .pdf or .png.")
-    ] = None,
+    figure: Figure = None,
     trust: Trust = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
@@ -97,11 +93,4 @@ def _check(
             f"--wrong-length {wrong_length:g} is not a positive number; 2 says that wrong"
             " completions are twice as long as right ones."
         )
-    if figure is not None and figure.suffix not in _FORMATS:
-        raise ConfigurationError(
-            f"--figure {figure} ends in none of {', '.join(_FORMATS)}; give one, such as xray.svg."
-        )
-    if figure is not None and not figure.parent.is_dir():
-        raise ConfigurationError(
-            f"--figure {figure} lies in no folder; make {figure.parent} or name another."
-        )
+    check_figure(figure)

@@ -22,6 +22,7 @@ from retrain.config.names import (
     fixed_aggregation,
     is_data_location,
     part_class,
+    replaces_modes,
     table,
     transforms_with,
 )
@@ -360,12 +361,12 @@ _RUNS: Rows = (
         "algorithm.advantage_mode",
         "algorithm.transform_mode",
         because="algorithm_mode replaces it",
-        when=lambda c: bool(c.algorithm.algorithm_mode),
+        when=lambda c: replaces_modes(c.algorithm.algorithm_mode),
     ),
     unused(
         "algorithm.params",
         because="no algorithm_mode is set",
-        when=lambda c: not any(x.algorithm_mode for x in c.conditions),
+        when=lambda c: not any(replaces_modes(x.algorithm_mode) for x in c.conditions),
     ),
     unused(
         "algorithm.uncertainty_kind",

@@ -1,7 +1,7 @@
 """Loading: a file, environment variables and flags become a TrainConfig, or a list of all problems.
 
-Later sources win: defaults, file, RETRAIN_<SECTION>_<KEY>, flags. Nothing but the file is read, and
-no plugin is imported.
+Later sources win: defaults, the recipe that algorithm_mode names, file, RETRAIN_<SECTION>_<KEY>,
+flags. No plugin is imported.
 """
 
 import os
@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from retrain.config.effects import refusals
 from retrain.config.judging import judging_rewards, training_rewards
 from retrain.config.keys import CONDITION_KEYS, condition_homes, is_settable, section_models
-from retrain.config.names import ALIASES, moved_aliases
+from retrain.config.names import ALIASES, is_recipe, moved_aliases
 from retrain.config.overrides import (
     Override,
     Overrides,
@@ -25,6 +25,7 @@ from retrain.config.overrides import (
     parse_overrides,
     variable_overrides,
 )
+from retrain.config.recipes import above_recipe_of_condition, recipe_modes
 from retrain.config.rules import Violation
 from retrain.config.schema import Condition, Provenance, TrainConfig
 from retrain.config.sentences import Place, details_of, field_sentences, violations_of, wrong_paths
@@ -35,6 +36,11 @@ DEFAULT_FILE = "retrain.toml"
 _SECTIONS_OF_A_SQUEEZE_JOB = {"squeeze", "model", "logging", "plugins"}
 """A file of these alone trains nothing on purpose."""
 Sections = dict[str, Any]
+_MODE = "algorithm.algorithm_mode"
+_REPLACED = {
+    f"algorithm.{name}"
+    for name in ("advantage_mode", "advantage_params", "transform_mode", "transform_params")
+}
 _SHOWN = 100
 """Characters of a line that an error quotes."""
 
@@ -223,6 +229,8 @@ def _build(
                     " section; add one or drop the flag."
                 )
         given = [override for override in given if override not in of_campaign]
+    if any(override.path == _MODE and is_recipe(str(override.value)) for override in given):
+        data = _without(data, _REPLACED)  # by a recipe of the command line, as a whole
     origins = {
         f"{section}.{name}": "file"
         for section, keys in data.items()
@@ -268,7 +276,7 @@ def _validate(data: Sections, provenance: Provenance, *, rules: bool = True) -> 
         raise ConfigurationError(*_all_problems(error, data, Place(provenance))) from error
     config._provenance = provenance
     problems = _arm_problems(config)
-    if rules and not problems and not any(condition.sets for condition in config.conditions):
+    if rules and not problems and not any(condition.sets_keys for condition in config.conditions):
         place = Place(provenance or Provenance())
         problems = [place.sentence(Violation((key,), text)) for key, text in refusals(config)]
     if problems:
@@ -302,6 +310,7 @@ def _all_problems(error: ValidationError, data: Sections, place: Place) -> tuple
 
 
 def _without(data: Sections, paths: set[str]) -> Sections:
+    """The sections without some sections and keys."""
     kept: Sections = {}
     for section, keys in data.items():
         if section in paths:
@@ -338,6 +347,11 @@ def _arm(config: TrainConfig, condition: Condition) -> TrainConfig:
         for name, value in condition.model_dump(exclude_unset=True).items()
         if name in CONDITION_KEYS
     }
+    mode = condition.algorithm_mode
+    if is_recipe(mode):
+        data = above_recipe_of_condition(data, mode)
+        advantage, transform = recipe_modes(mode)
+        own |= {"algorithm_mode": "", "advantage_mode": advantage, "transform_mode": transform}
     alone = {"conditions": [own | {"label": condition.label}], "grid": {}}
     data["campaign"] = {**data["campaign"], **alone}
     return config_from_mapping(
@@ -349,7 +363,7 @@ def _arm_problems(config: TrainConfig) -> list[str]:
     """Return the problems of every condition that sets something wrong, with the condition's
     number; a problem that all conditions share is named once.
     """
-    if not any(condition.sets for condition in config.conditions):
+    if not any(condition.sets_keys for condition in config.conditions):
         return []
     found: dict[str, list[int]] = {}
     for number, condition in enumerate(config.conditions, start=1):

@@ -101,7 +101,34 @@ def part_class(kind: Literal["backend", "engine"], name: str) -> Any:
 
 
 def builtin_names(kind: str) -> tuple[str, ...]:
-    return tuple(table(kind))
+    names = tuple(table(kind))
+    if kind == "algorithm":
+        names += recipe_names()
+    return names
+
+
+PAPERS = Path(__file__).resolve().parents[1] / "assets" / "papers"
+"""One file for each paper, NAME.toml, and NAME.py with its plugins."""
+OWN_PLUGINS = "retrain.assets.papers."
+"""Where the plugins of recipes are; they come with retrain, so they are no foreign code."""
+
+
+@cache
+def recipe_names() -> tuple[str, ...]:
+    """The papers whose settings an `algorithm_mode` names, without the names in table("algorithm"),
+    which have a meaning of their own.
+    """
+    return tuple(sorted({file.stem for file in PAPERS.glob("*.toml")} - set(table("algorithm"))))
+
+
+def is_recipe(algorithm_mode: str) -> bool:
+    """True if the name means settings of many keys, the modes among them."""
+    return algorithm_mode in recipe_names()
+
+
+def replaces_modes(algorithm_mode: str) -> bool:
+    """True if `algorithm_mode` takes the place of advantage_mode and transform_mode."""
+    return bool(algorithm_mode) and not is_recipe(algorithm_mode)
 
 
 def transforms_with(trait: str) -> frozenset[str]:
@@ -139,7 +166,7 @@ def names_of(kind: str) -> tuple[str, ...]:
 
 def is_known(kind: str, name: str) -> bool:
     """True if the configuration accepts `name`."""
-    if name in table(kind) or name in _registered.get(kind, ()) or is_dotted(name):
+    if name in builtin_names(kind) or name in _registered.get(kind, ()) or is_dotted(name):
         return True
     if kind == "data" and is_data_location(name):
         return True

@@ -19,10 +19,12 @@ from retrain.config.learning_sections import BACKEND_OPTIONS
 from retrain.config.names import (
     builtin_names,
     fixed_aggregation,
+    is_recipe,
     nearest,
     table,
     transforms_with,
 )
+from retrain.config.recipes import recipe_modes
 from retrain.config.sections import AllSections, Condition
 from retrain.config.values import MAX_COMPLETIONS, MAX_SEED
 from retrain.errors import MAX_SENTENCES
@@ -82,7 +84,7 @@ def broken_rules(config: AllSections) -> list[Violation]:
     """Every violation once, in the order of the rules. Conditions that set keys of their own are
     judged one by one (`arm_problems`).
     """
-    own_keys = any(condition.sets for condition in config.conditions)
+    own_keys = any(condition.sets_keys for condition in config.conditions)
     rules = [*([] if own_keys else _RULES), *_CAMPAIGN_RULES]
     found = dict.fromkeys(chain.from_iterable(rule(config) for rule in rules))
     return [violation for violation in found if is_read(config, violation.keys[0])]
@@ -102,6 +104,8 @@ def is_read(config: AllSections, path: str) -> bool:
 
 def modes_of(condition: Condition) -> tuple[str, str]:
     """The advantage and the transform of a condition; a plugin algorithm has neither: ("", "")."""
+    if is_recipe(condition.algorithm_mode):
+        return recipe_modes(condition.algorithm_mode)
     if condition.algorithm_mode:
         recipe = table("algorithm").get(condition.algorithm_mode)
         if recipe:

@@ -34,9 +34,11 @@ from retrain.config.names import (
     ALIASES,
     bracketed,
     fixed_aggregation,
+    is_recipe,
     moved_aliases,
     part_class,
 )
+from retrain.config.recipes import above_recipe, recipe
 from retrain.config.rules import RuleViolations, Violation, broken_rules
 from retrain.config.run_sections import (
     Backpressure,
@@ -84,7 +86,7 @@ class TrainConfig(AllSections):
     @model_validator(mode="before")
     @classmethod
     def _canonical(cls, data: Any) -> Any:
-        """Move aliases to their canonical keys."""
+        """Move aliases to their canonical keys, and put the given keys above those of a recipe."""
         if not isinstance(data, dict):
             return data
         data, both_given = moved_aliases(data)
@@ -94,7 +96,7 @@ class TrainConfig(AllSections):
             raise RuleViolations(
                 [Violation(pair, sentence.format(*map(bracketed, pair))) for pair in pairs]
             )
-        return data
+        return above_recipe(data)
 
     @model_validator(mode="after")
     def _fill_in(self) -> "TrainConfig":
@@ -145,11 +147,14 @@ class TrainConfig(AllSections):
 
     @property
     def origins(self) -> dict[str, str]:
-        """The source of each value: "section.key" to "default", "file", "environment NAME", "flag
-        --name" or "implied by KEY".
+        """The source of each value: "section.key" to "default", "recipe NAME", "file", "environment
+        NAME", "flag --name" or "implied by KEY".
         """
         unset = {path: f"implied by {decides}" for path, (_, decides) in self._implied.items()}
         given = self._provenance.origins
+        mode = self.algorithm.algorithm_mode
+        if given and is_recipe(mode):
+            given = dict.fromkeys(recipe(mode), f"recipe {mode}") | dict(given)
         return {
             path: given.get(path, "file") if self.is_set(path) else unset.get(path, "default")
             for path in (k.path for k in all_keys())

@@ -32,7 +32,7 @@ from retrain.config.learning_sections import (
     Sepa,
     Training,
 )
-from retrain.config.names import condition_label
+from retrain.config.names import condition_label, is_recipe, replaces_modes
 from retrain.config.run_sections import (
     Backpressure,
     Data,
@@ -89,6 +89,11 @@ class Condition(Section):
             values["label"] = values.pop("given_label")
         sets: dict[str, Any] = values.pop("sets", {})
         return values | sets
+
+    @property
+    def sets_keys(self) -> bool:
+        """True if its runs differ from the base in other keys than the modes."""
+        return bool(self.sets) or is_recipe(self.algorithm_mode)
 
     @property
     def label(self) -> str:
@@ -294,7 +299,7 @@ class AllSections(Section):
     @property
     def _own_condition(self) -> Condition:
         """The algorithm of [algorithm] as a condition."""
-        if self.algorithm.algorithm_mode:
+        if replaces_modes(self.algorithm.algorithm_mode):
             return Condition(algorithm_mode=self.algorithm.algorithm_mode)
         return Condition(
             advantage_mode=self.algorithm.advantage_mode,

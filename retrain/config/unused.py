@@ -20,7 +20,7 @@ def unused_keys(config: TrainConfig) -> list[str]:
     Of keys that are written at their default, more than MAX_DEFAULTS_NAMED share one sentence,
     since a file may hold every key.
     """
-    if not any(condition.sets for condition in config.conditions):
+    if not any(condition.sets_keys for condition in config.conditions):
         return [sentence for _, sentence in _unused(config)]
     conditions = config.conditions
     found = [

@@ -23,7 +23,6 @@ from retrain.config.schema import Provenance
 from retrain.errors import RetrainError, RunFailed
 from retrain.plugins import inspect_call, load_plugin, user_code
 from retrain.records.redact import reason_of
-from retrain.rewards.worker import Message
 from retrain.types import Example
 
 
@@ -39,7 +38,7 @@ class UserReward:
     """Kept for the life of the worker, so that HTTP clients of async rewards outlive a call."""
     whole_group: bool
 
-    def __call__(self, job: Message) -> Message:
+    def __call__(self, job: dict[str, Any]) -> dict[str, Any]:
         optional = job | {"example": Example(**job["example"]), "params": dict(self.params)}
         keywords = {name: optional[name] for name in self.keywords}
         given = job["responses" if self.whole_group else "response"]
@@ -56,7 +55,7 @@ class UserReward:
             return self._of_group(value, len(given))
         return self._of_one(value)
 
-    def _of_group(self, value: object, size: int) -> Message:
+    def _of_group(self, value: object, size: int) -> dict[str, Any]:
         """A member that got None, or no number, leaves the others their rewards."""
         if value is None:
             return _no_reward(f"{self.name} returned None")
@@ -67,7 +66,7 @@ class UserReward:
             return _no_reward(f"{self.name} returned {what}, not a list of {size} rewards")
         return {"members": [self._of_one(reward) for reward in value]}
 
-    def _of_one(self, value: object) -> Message:
+    def _of_one(self, value: object) -> dict[str, Any]:
         if value is None:
             return _no_reward(f"{self.name} returned None")
         if not isinstance(value, (bool, Real, np.bool_)):
@@ -81,7 +80,7 @@ class UserReward:
         return {"value": number}
 
 
-def _no_reward(reason: str) -> Message:
+def _no_reward(reason: str) -> dict[str, Any]:
     return {"value": None, "reason": reason_of(reason)}
 
 

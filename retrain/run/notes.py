@@ -8,6 +8,8 @@ from retrain.advantages.sepa import maximal_lambda_note
 from retrain.backends.base import backend_kind
 from retrain.config import TrainConfig, unused_keys
 from retrain.config.effects import sharding_note
+from retrain.config.names import bracketed, is_recipe
+from retrain.config.recipes import departures, recipe
 from retrain.config.schema import DEFAULT_CLIPS, Inference, Lora, Loss, Model, Training
 from retrain.data.chat import PLAIN_TEMPLATE
 from retrain.records.terminal import counted
@@ -21,18 +23,43 @@ def preflight_lines(config: TrainConfig) -> list[str]:
     given = {
         path: origin
         for path, origin in config.origins.items()
-        if config.is_set(path) and origin != "file"
+        if config.is_set(path) and origin != "file" and not origin.startswith("recipe ")
     }
     overrides = [
         f"{path} = {config.value(path)!r} from {origin}" for path, origin in given.items()
     ]  # the file alone would mislead
-    return [*overrides, *unused_keys(config), *notes(config)]
+    return [*overrides, *_recipe_line(config), *unused_keys(config), *notes(config)]
+
+
+def _recipe_line(config: TrainConfig) -> list[str]:
+    """Say what the recipe of a single run sets; [] without one."""
+    name = config.algorithm.algorithm_mode
+    if not is_recipe(name):
+        return []
+    kept = [
+        f"{bracketed(path)} = {toml_value(value)}"
+        for path, value in recipe(name).items()
+        if config.value(path) == value
+    ]
+    return [f'algorithm_mode = "{name}" sets {", ".join(kept)}.']
+
+
+def departure_note(config: TrainConfig) -> str:
+    """Name the keys of the recipe that the user has set otherwise; "" if there are none."""
+    said = [
+        f"{path.partition('.')[2]} (yours: {toml_value(value)})"
+        for path, value in departures(config).items()
+    ]
+    if not said:
+        return ""
+    return f"{config.algorithm.algorithm_mode} without its {', '.join(said)}."
 
 
 def notes(config: TrainConfig) -> list[str]:
     """Return the effects of a single run that users may not expect, one sentence each."""
     found = [
         trust_note(config.model),
+        departure_note(config),
         maximal_lambda_note(config.algorithm, config.sepa, config.training.max_steps),
         _loss_note(config),
         _dropout_note(config.lora, config.loss),

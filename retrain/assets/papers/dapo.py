@@ -13,8 +13,8 @@ def overlong(ctx: AdvantageContext) -> list[float]:
     """
     if min(ctx.rewards) == max(ctx.rewards):
         return [0.0] * len(ctx.rewards)
-    cache = ctx.params["cache"]
-    free = ctx.params["max_tokens"] - cache
+    cache = ctx.params["cache"] * ctx.max_tokens
+    free = ctx.max_tokens - cache
     penalties = [min(1.0, max(0.0, (count - free) / cache)) for count in ctx.token_counts]
     shaped = [
         2 * reward - 1 - penalty for reward, penalty in zip(ctx.rewards, penalties, strict=True)

@@ -211,6 +211,30 @@ class Learner:
             joined |= part
         return joined
 
+    def gradients(
+        self, rows: Sequence[Row], step: int, cells: Sequence[Sequence[int]]
+    ) -> Iterator[Tensor]:
+        """Yield the gradient [D] of the first update that `train` would make of `rows` in one
+        minibatch, of the rows of each cell alone: their numbers in `rows`.
+
+        The weights are those of all rows, so that cells which share them out add up to the step's
+        gradient. Nothing is learned.
+        """
+        check_rows(rows)
+        batch = _learner_rows(rows, [row.trained for row in rows])
+        batch = self._with_passes_before(batch, step)
+        weights = self._weights(batch, num_completions(rows))
+        for cell in cells:
+            self.optimizer.zero_gradients()
+            own = [row for row in batch if row.number in set(cell)]
+            pieces = self._pieces(own, share=not self.adapter.drops) if own else ()
+            for piece in pieces:
+                weighted = [weights[row.number] for row in piece.rows]
+                for learned in self._learn(replace(piece, step=step, weights=weighted)):
+                    self.optimizer.add(learned.gradients)
+            yield torch.cat([part.flatten() for part in self.optimizer.gradients()])
+        self.optimizer.zero_gradients()
+
     def _with_passes_before(self, batch: list[LearnerRow], step: int) -> list[LearnerRow]:
         """Add what the loss needs of passes before the first update: the learner's own old
         log-probs, and the base model's.

@@ -1,0 +1,156 @@
+"""Recipes: `algorithm_mode = "dapo"` means the settings of a paper, below those of the file and
+above the defaults.
+
+A recipe is what its file of retrain/assets/papers says of the method. The model, the data, the
+budget and the folder of that file are the lab's, and no part of it.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel
+
+from retrain.config.names import OWN_PLUGINS, PAPERS, is_dotted, is_recipe
+from retrain.config.sections import AllSections
+
+METHOD = ("updates_per_batch", "minibatches", "dynamic_sampling")
+"""Keys of [training] that belong to a method."""
+_FRAME = ("model", "logging", "data.source", "loss.max_grad_norm")
+"""Sections and keys of a paper's file that are the lab's."""
+_FOLLOWS: dict[str, tuple[str, ...]] = {
+    "algorithm.advantage_mode": ("algorithm.advantage_params",),
+    "algorithm.transform_mode": ("algorithm.transform_params",),
+    "loss.mode": ("loss.params", "loss.clip_low", "loss.clip_high"),
+    "loss.correction": ("loss.correction_params",),
+    "loss.aggregation": ("loss.aggregation_params",),
+    "reward.type": ("reward.weights", "reward.combine", "reward.params", "reward.overlong_buffer"),
+    "data.sampler": ("data.sampler_params",),
+}
+"""A key -> keys that are for its value alone: they go when the user sets the key otherwise."""
+_MODES = ("algorithm.advantage_mode", "algorithm.transform_mode")
+Sections = dict[str, Any]
+
+
+@cache
+def recipe(name: str) -> dict[str, Any]:
+    """Map "section.key" to the value that the recipe `name` gives it. Plugins beside the file have
+    their full path, so that they are found from every folder.
+    """
+    with (PAPERS / f"{name}.toml").open("rb") as file:
+        sections = tomllib.load(file)
+    values = {
+        f"{section}.{key}": _full_path(value)
+        for section, keys in sections.items()
+        for key, value in keys.items()
+    }
+    return {path: value for path, value in values.items() if _belongs(path, value)}
+
+
+def _belongs(path: str, value: Any) -> bool:
+    section, _, key = path.partition(".")
+    if section in _FRAME or path in _FRAME or (path, value) == ("reward.type", "match"):
+        return False
+    return section != "training" or key in METHOD
+
+
+def _full_path(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_full_path(item) for item in value]
+    if isinstance(value, str) and is_dotted(value):
+        module = value.partition(".")[0]
+        if (PAPERS / f"{module}.py").is_file():
+            return OWN_PLUGINS + value
+    return value
+
+
+def recipe_modes(name: str) -> tuple[str, str]:
+    """The advantage and the transform of a recipe."""
+    advantage, transform = (recipe(name)[path] for path in _MODES)
+    return advantage, transform
+
+
+def above_recipe(data: Mapping[str, Any]) -> Sections:
+    """Return the sections with the keys of the recipe that [algorithm] algorithm_mode names added
+    where they are not given; `data` as it is without one.
+    """
+    name = str(_table(data.get("algorithm")).get("algorithm_mode", ""))
+    if not is_recipe(name):
+        return dict(data)
+    return _filled(data, _wanted(name, _given(data)))
+
+
+def above_recipe_of_condition(data: Mapping[str, Any], name: str) -> Sections:
+    """Return the sections of a campaign's base above the recipe that a condition names, but for the
+    modes, which are the condition's.
+    """
+    given = {path: value for path, value in _given(data).items() if path not in _MODES}
+    wanted = _wanted(name, given)
+    return _filled(data, {path: value for path, value in wanted.items() if path not in _MODES})
+
+
+def _given(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        f"{section}.{key}": value
+        for section, keys in data.items()
+        for key, value in _table(keys).items()
+    }
+
+
+def _filled(data: Mapping[str, Any], values: Mapping[str, Any]) -> Sections:
+    """A copy of the sections with more values."""
+    sections = dict(data)
+    for path, value in values.items():
+        section, _, key = path.partition(".")
+        below = sections.get(section, {})
+        if isinstance(below, dict | BaseModel):  # for anything else validation has a sentence
+            sections[section] = {**_table(below), key: value}
+    return sections
+
+
+def _wanted(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that a recipe fills in beside those that are given, and its tables with the given
+    entries on top.
+    """
+    values = recipe(name)
+    dropped = {
+        follower
+        for path, followers in _FOLLOWS.items()
+        if path in given and given[path] != values.get(path)
+        for follower in followers
+    }
+    wanted: dict[str, Any] = {}
+    for path, value in values.items():
+        if path in dropped:
+            continue
+        if path not in given:
+            wanted[path] = value
+        elif isinstance(value, dict) and isinstance(given[path], dict):
+            wanted[path] = {**value, **given[path]}
+    return wanted
+
+
+def _table(section: Any) -> dict[str, Any]:
+    """The given keys of a section, in whichever form it comes."""
+    if isinstance(section, BaseModel):
+        return section.model_dump(exclude_unset=True, by_alias=True)
+    if isinstance(section, dict):
+        return section
+    return {}
+
+
+def departures(config: AllSections) -> dict[str, Any]:
+    """Map the keys of the configuration's recipe that have another value to that value; {} without
+    a recipe. Keys that only go with one of them are left out.
+    """
+    name = config.algorithm.algorithm_mode
+    if not is_recipe(name):
+        return {}
+    other = {
+        path: config.value(path)
+        for path, value in recipe(name).items()
+        if config.value(path) != value
+    }
+    followers = {follower for path in other for follower in _FOLLOWS.get(path, ())}
+    return {path: value for path, value in other.items() if path not in followers}

@@ -1,0 +1,297 @@
+"""`retrain contrast`: identities between algorithms, the gradient that training takes, and what a
+user sees.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+
+from retrain.analysis.runs import StoredRun
+from retrain.backends.local.backend import LocalBackend
+from retrain.cli.main import main
+from retrain.config import config_from_mapping
+from retrain.contrast import batch as batches
+from retrain.contrast.batch import Arm, Batch, load_base, opened, read_arms, take_batch
+from retrain.contrast.gradients import Contrast, contrast, halves
+from retrain.contrast.text import sentences, sure_sentence
+from retrain.errors import ConfigurationError
+from retrain.run.parts import Parts
+from tests.runs import lines, small, small_run
+
+Captured = pytest.CaptureFixture[str]
+STEP = 1
+
+
+def quiet(_: str) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> StoredRun:
+    config = small(
+        tmp_path_factory.mktemp("logs") / "run",
+        algorithm={"advantage_mode": "grpo"},
+        training={"max_steps": 2, "batch_size": 3, "save_every": 1},
+        evaluation={"max_examples": 4, "at_end": True},
+        logging={"tokens_every": 1},
+    )
+    return StoredRun(small_run(config, quiet=True).folder)
+
+
+@pytest.fixture(scope="module")
+def loaded(run: StoredRun) -> Iterator[tuple[Parts, LocalBackend, Batch]]:
+    with opened(run.path, load_base(run.path, False), STEP, quiet) as (parts, backend, state):
+        batch = take_batch(run.path, parts, state, prompts=None, texts=False, say=quiet)
+        yield parts, backend, batch
+
+
+def measured(
+    loaded: tuple[Parts, LocalBackend, Batch], run: StoredRun, tmp_path: Path, *conditions: str
+) -> Contrast:
+    file = tmp_path / "arms.toml"
+    file.write_text(f"conditions = [{', '.join(conditions)}]\n")
+    arms = read_arms(run.config, file, trust=False, say=quiet)
+    return contrast(*loaded, arms, 8, quiet)
+
+
+def arm(advantage: str, transform: str = "none", **more: str | float) -> str:
+    """A condition as an inline table."""
+    keys = {"advantage_mode": advantage, "transform_mode": transform} | more
+    words = [f"{key.replace('__', '.')} = {json.dumps(value)}" for key, value in keys.items()]
+    return f"{{{', '.join(words)}}}"
+
+
+def test_the_gradient_is_the_one_that_training_took(
+    loaded: tuple[Parts, LocalBackend, Batch], run: StoredRun, tmp_path: Path
+) -> None:
+    assert loaded[2].source.startswith("recorded")
+    seen = measured(loaded, run, tmp_path, arm("grpo"), arm("grpo", "gtpo"))
+    taken = lines(run.folder.metrics)[STEP]["grad_norm"]
+    assert seen.arms[0].norm == pytest.approx(taken, rel=1e-5)
+
+
+def test_a_batch_that_was_not_recorded_is_drawn_again_as_the_run_drew_it(
+    loaded: tuple[Parts, LocalBackend, Batch], run: StoredRun
+) -> None:
+    with opened(run.path, run.config, STEP, quiet) as (parts, _, state):
+        drawn = take_batch(run.path, parts, state, prompts=None, texts=True, say=quiet)
+    assert drawn.source.startswith("drawn")
+    recorded = loaded[2].groups
+    for one, other in zip(drawn.groups, recorded, strict=True):
+        assert one.rewards == other.rewards
+        for own, stored in zip(one.trajectories, other.trajectories, strict=True):
+            assert own.token_ids.tolist() == stored.token_ids.tolist()
+            assert own.logprobs.tolist() == stored.logprobs.tolist()
+        assert one.prompt.token_ids.tolist() == other.prompt.token_ids.tolist()
+
+
+def test_identities_between_algorithms_come_out_exactly(
+    loaded: tuple[Parts, LocalBackend, Batch], run: StoredRun, tmp_path: Path
+) -> None:
+    seen = measured(
+        loaded,
+        run,
+        tmp_path,
+        arm("grpo"),
+        arm("grpo", label="itself"),
+        arm("rloo"),
+        arm("grpo", loss__mode="ppo", label="ppo"),
+        arm("grpo", loss__mode="gspo", label="gspo"),
+    )
+    base, itself, rloo, one, other = seen.arms
+    assert [one.cosine for one in seen.arms] == pytest.approx([1.0] * 5, abs=1e-6)
+    assert itself.norm == base.norm and itself.halves == base.halves
+    assert rloo.norm / base.norm == pytest.approx(4 / 3, rel=1e-5)
+    assert one.norm == pytest.approx(other.norm, rel=1e-5)
+    said = list(sentences(seen))
+    assert f"the baseline's gradient times {4 / 3:.4f}" in next(s for s in said if "rloo" in s)
+
+
+def test_the_parts_of_a_batch_share_out_its_update(
+    loaded: tuple[Parts, LocalBackend, Batch], run: StoredRun, tmp_path: Path
+) -> None:
+    """Every token in one part: its gradient is the whole's."""
+    conditions = (arm("grpo"), arm("grpo", loss__kl_coef=0.1, label="kl"))
+    whole = measured(loaded, run, tmp_path, *conditions)
+    with pytest.MonkeyPatch.context() as patch:
+        length = whole.tokens
+        mask = np.arange(length) % 3 == 0
+        patch.setattr("retrain.contrast.gradients._masks", lambda _: (mask, ~mask, mask | ~mask))
+        split = measured(loaded, run, tmp_path, *conditions)
+    for one in split.arms:
+        _, third, others, everything = one.shares.values()
+        assert third + others == pytest.approx(everything, abs=1e-5)
+    assert split.arms[0].shares["last quarter"] == pytest.approx(1.0, abs=1e-5)
+    # KL's own gradient is no token's advantage.
+    assert split.arms[1].shares["last quarter"] != pytest.approx(1.0, abs=1e-3)
+
+
+def test_the_predicted_change_of_held_out_answers_is_the_measured_one(
+    run: StoredRun, tmp_path: Path
+) -> None:
+    from retrain.contrast.gradients import _blocks, _credit, _gold_row
+
+    with opened(run.path, run.config, STEP, quiet) as (parts, backend, state):
+        batch = take_batch(run.path, parts, state, prompts=None, texts=False, say=quiet)
+        seen = measured((parts, backend, batch), run, tmp_path, arm("grpo"), arm("rloo"))
+        credit, _ = _credit(parts, batch, run.config)
+        gradient = _blocks(backend, run.config, credit, STEP).sum(axis=0)
+        assert parts.evaluator is not None
+        rows = [_gold_row(parts, *one) for one in enumerate(parts.evaluator.prompts)]
+
+        def logprob() -> float:
+            return float(np.mean([own.sum() for own in backend.logprobs(rows)]))
+
+        parameters = list(backend._adapter.parameters.values())
+        whole = torch.from_numpy(gradient / np.linalg.norm(gradient)).float()
+        length = run.config.training.lr * backend.num_trainable**0.5
+
+        def moved(share: float) -> float:
+            pieces = whole.split([one.numel() for one in parameters])
+            with torch.no_grad():
+                for one, step in zip(parameters, pieces, strict=True):
+                    one.sub_(step.view_as(one), alpha=share * length)
+            return logprob()
+
+        ahead = moved(1 / 32)
+        behind = moved(-1 / 16)
+    assert seen.arms[0].gold == pytest.approx(16 * (ahead - behind), rel=0.1)
+    assert seen.arms[1].gold == pytest.approx(seen.arms[0].gold, rel=1e-5)
+
+
+def test_an_arm_without_gradient_says_so(
+    loaded: tuple[Parts, LocalBackend, Batch],
+    run: StoredRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "contrast_plugin.py").write_text(
+        "def none(rewards):\n    return [0.0 for _ in rewards]\n"
+    )
+    seen = measured(loaded, run, tmp_path, arm("grpo"), arm("contrast_plugin.none"))
+    assert seen.arms[1].is_flat and seen.arms[1].cosine == 0
+    assert "none+none: no gradient on this batch." in list(sentences(seen))
+    turned = measured(loaded, run, tmp_path, arm("contrast_plugin.none"), arm("grpo"))
+    assert "has no gradient on this batch, so nothing" in next(sentences(turned))
+
+
+@pytest.mark.parametrize(("signal", "noise", "expected"), [(1.0, 0.0, 1.0), (0.0, 1.0, 0.0)])
+def test_halves_agree_by_signal_over_signal_and_noise(
+    signal: float, noise: float, expected: float
+) -> None:
+    blocks = signal + noise * np.random.default_rng(0).standard_normal((16, 20_000))
+    low, middle, high = halves(blocks @ blocks.T)
+    assert low <= middle <= high
+    assert middle == pytest.approx(expected, abs=0.02)
+    mixed = 1 + np.random.default_rng(1).standard_normal((16, 20_000)) * np.sqrt(8)
+    # Each half is a signal of 8 and a noise of sqrt(8 * 8) in every direction: S / (S + N) = 1/2.
+    assert halves(mixed @ mixed.T)[1] == pytest.approx(0.5, abs=0.02)
+
+
+def test_seeds_grow_as_arms_are_alike_and_noisy(
+    loaded: tuple[Parts, LocalBackend, Batch], run: StoredRun, tmp_path: Path
+) -> None:
+    seen = measured(loaded, run, tmp_path, arm("grpo"), arm("maxrl"))
+
+    def of(cosine: float, agrees: float) -> tuple[int | None, str]:
+        arms = [replace(seen.arms[0], halves=agrees)]
+        arms.append(replace(seen.arms[1], cosine=cosine, halves=agrees))
+        one = replace(seen, arms=arms, steps=30)
+        return one.seeds_for(arms[1]), next(sentences(one))
+
+    alike, said = of(0.999, 0.31)
+    assert alike is not None and alike > 100
+    assert "cosine 0.999, while one arm agrees with itself by 0.31: 8 seeds will not tell" in said
+    apart, said = of(0.3, 0.6)
+    assert apart is not None and apart <= 8 and "8 seeds can tell them apart" in said
+    assert of(0.9, -0.1)[0] is None and "noise alone" in of(0.9, -0.1)[1]
+
+
+def test_the_command_prints_draws_and_gives_json(
+    run: StoredRun, tmp_path: Path, capsys: Captured
+) -> None:
+    arms, picture = tmp_path / "arms.toml", tmp_path / "c.svg"
+    arms.write_text(
+        f"[campaign]\nconditions = [{arm('grpo')}, {arm('maxrl', training__lr=0.01)}]\n"
+    )
+    command = [
+        "contrast",
+        str(run.path),
+        "--step",
+        "1",
+        "--arms",
+        str(arms),
+        "--figure",
+        str(picture),
+    ]
+    assert main(command) == 0
+    said = capsys.readouterr()
+    assert "recorded at step 1" in said.out and "maxrl+none" in said.out
+    assert "training.lr is left out" in said.err
+    assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["label"] for one in found["arms"]] == ["grpo+none", "maxrl+none"]
+    assert found["cosines"][0][1] == pytest.approx(found["arms"][1]["cosine"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["empty.toml"], "empty.toml names no arms"),
+        (["one.toml"], "one.toml names one arm"),
+        (["two.toml", "--figure", "c.gif"], "ends in none of"),
+        (["two.toml", "--step", "7"], "checkpoints here: 1, 2"),
+        (["FOREIGN"], "names Python code that a contrast would execute"),
+    ],
+)
+def test_what_cannot_be_contrasted_is_refused_in_a_sentence(
+    run: StoredRun,
+    tmp_path: Path,
+    arguments: list[str],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Captured,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty.toml").write_text("[training]\nlr = 0.1\n")
+    Path("one.toml").write_text(f"conditions = [{arm('grpo')}]\n")
+    Path("two.toml").write_text(f"conditions = [{arm('grpo')}, {arm('maxrl')}]\n")
+    foreign = run.path / "foreign.toml"
+    foreign.write_text(f"conditions = [{arm('grpo')}, {arm('evil.run')}]\n")
+    given = [str(foreign) if one == "FOREIGN" else one for one in arguments]
+    assert main(["contrast", str(run.path), "--arms", *given]) != 0
+    error = capsys.readouterr().err
+    assert sentence in error and "Traceback" not in error
+
+
+def test_code_that_a_runs_own_config_names_waits_for_trust(run: StoredRun, tmp_path: Path) -> None:
+    folder = tmp_path / "foreign"
+    folder.mkdir()
+    text = run.folder.config.read_text().replace('type = "random"', 'type = "evil.reward"')
+    assert "evil.reward" in text
+    (folder / "config.toml").write_text(text)
+    with pytest.raises(ConfigurationError, match="add --trust"):
+        load_base(folder, False)
+    assert load_base(folder, True).reward.types == ["evil.reward"]
+
+
+def test_a_campaigns_file_brings_its_arms_and_its_seeds(tmp_path: Path) -> None:
+    arms = [{"advantage_mode": name, "transform_mode": "none"} for name in ("grpo", "rloo")]
+    config = config_from_mapping({"campaign": {"seeds": [5, 6, 7], "conditions": arms}})
+    found = read_arms(config, None, trust=False, say=quiet)
+    assert [one.label for one in found] == ["grpo+none", "rloo+none"]
+    assert isinstance(found[0], Arm) and found[0].config.training.seed == 5
+    assert batches.planned_seeds(config, tmp_path) == 3
+
+
+def test_a_sure_model_is_warned_of() -> None:
+    assert sure_sentence(0.95, 0.6).startswith(
+        "Warning: 95% of the gradient comes from 5% of the tokens"
+    )
