@@ -114,7 +114,10 @@ class Fit:
 
 def _parabola(x: Floats, y: Floats, weights: Weights) -> tuple[float, float, float]:
     """Fit y = a + b x + c x^2 with c >= 0, which is 0 where the parabola would bend down."""
-    weight = 1 / y if weights == "relative" else np.ones_like(y)
+    if weights == "relative":
+        weight = 1 / y
+    else:
+        weight = np.ones_like(y)
     largest = float(x.max())
     u = x / largest  # whose powers have the same magnitude
     a, b, c = _solve(np.stack([np.ones_like(u), u, u * u], axis=1), y, weight).tolist()

@@ -293,7 +293,10 @@ def inspect_call(kind: str, function: Callable[..., Any]) -> Call:
     own = [p for p in parameters if p.name not in expected.keywords]
     inputs = [p for p in own if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     takes_context = expected.context and bool(inputs) and _is_context(inputs[0])
-    wanted = 1 if takes_context else len(expected.inputs)
+    if takes_context:
+        wanted = 1
+    else:
+        wanted = len(expected.inputs)
     required = sum(p.default is p.empty for p in inputs)
     demands_keyword = any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in own)
     too_few = len(inputs) < wanted and inspect.Parameter.VAR_POSITIONAL not in kinds

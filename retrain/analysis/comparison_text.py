@@ -280,7 +280,9 @@ def contrast_table(comparison: Comparison) -> Table:
 
 
 def _sd_words(variance: float | None, metric: Metric) -> str:
-    return "" if variance is None else size_words(variance**0.5, metric)
+    if variance is None:
+        return ""
+    return size_words(variance**0.5, metric)
 
 
 def _contrast_columns(

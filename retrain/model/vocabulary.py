@@ -178,7 +178,9 @@ def _steps(decoder: dict[str, Any]) -> list[Callable[[str], str | bytes]] | None
 def _byte_of_name(token: str) -> str | bytes:
     """The byte that a token such as <0x0A> names; any other token as it is."""
     found = _BYTE_TOKEN.fullmatch(token)
-    return bytes([int(found[1], 16)]) if found else token
+    if found:
+        return bytes([int(found[1], 16)])
+    return token
 
 
 def _byte_level(token: str) -> str | bytes:

@@ -88,7 +88,9 @@ def export_run(
         say(note)
     model = config.model
     tokenizer = load_tokenizer(model.model, model.revision, model.trust_remote_code)
-    whole = _merged(config, base, found.folder) if merged else None
+    whole = None
+    if merged:
+        whole = _merged(config, base, found.folder)
     again = Redactor().config(replaced(config, {"logging.log_dir": "logs/reproduced"}))
     scores = _held_out(folder, config, found.step)
     with _writing(output), replacing_folder(output.resolve()) as aside, no_progress_bar():
