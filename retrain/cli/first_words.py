@@ -17,7 +17,6 @@ _MEANT = {
         "plan",
         "dry-run",
     ),
-    "`retrain compare` finds the differences between runs": ("diff",),
     "`retrain status logs --watch` follows runs": ("top", "watch", "monitor", "ps", "list", "ls"),
     "`retrain report logs` draws a page": ("plot", "dashboard", "view"),
     "`retrain init` writes a configuration": ("new", "create", "setup"),

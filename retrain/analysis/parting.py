@@ -1,0 +1,231 @@
+"""Where two runs part: the first step, prompt, completion and token in which their records differ,
+and what could have caused it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from retrain.analysis.arms import differing_environment, differing_keys
+from retrain.analysis.runs import StoredRun
+from retrain.records.checkpoint import CheckpointStore, step_folder
+from retrain.records.checkpoint_place import stored_checkpoints
+from retrain.records.entries import MEASURED
+from retrain.records.jsonl import read_jsonl
+from retrain.system import toml_value
+
+if TYPE_CHECKING:
+    from retrain.records.token_table import TokenTable
+
+Stage = Literal["prompts", "tokens", "log-probs", "rewards", "credit", "learning", "held-out"]
+ROUNDING = 1e-3
+"""Nats by which rounding alone moves a log-prob in 32-bit floats, and far more than it does in one
+step; half precision stays below it on most tokens."""
+_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class TokenPlace:
+    """The first token of a step that differs, in the order of prompts, samples and positions."""
+
+    slot: int
+    """The prompt's place in the step."""
+    sample: int
+    position: int
+    ids: tuple[int | None, int | None]
+    """The token in each run; None where a completion has ended."""
+    drift: float
+    """Largest |difference| of log-probs among the tokens before it, in nats."""
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first difference between two runs."""
+
+    step: int
+    """Steps completed before it."""
+    stage: Stage
+    fields: tuple[str, ...]
+    """What differs in the record: columns of metrics.jsonl, or the problem of an evaluation."""
+    token: TokenPlace | None = None
+    drift: float | None = None
+    """Largest |difference| of the log-probs of equal tokens, in nats; None where unrecorded."""
+
+
+def parting(one: StoredRun, other: StoredRun, steps: range) -> Parting | None:
+    """The first difference in `steps`; None if every record is equal but for what a clock measured.
+
+    A step's held-out answers come before its record, since they were made before it.
+    """
+    ours, theirs = _rows(one, steps), _rows(other, steps)
+    answers, others = _evaluations(one), _evaluations(other)
+    for step in steps:
+        held_out = _different(answers.get(step), others.get(step))
+        if held_out and step in answers and step in others:
+            return Parting(step, "held-out", held_out)
+        found = _different(ours.get(step), theirs.get(step))
+        if found:
+            return _in_step(one, other, step, found)
+    return None
+
+
+def _rows(run: StoredRun, steps: range) -> dict[int, dict[str, Any]]:
+    """Step -> its line of metrics.jsonl without what the clock and the machine decide."""
+    lines = read_jsonl(run.folder.metrics) if run.folder.metrics.is_file() else ()
+    return {
+        int(line["step"]): {name: value for name, value in line.items() if name not in MEASURED}
+        for line in lines
+        if line["step"] in steps
+    }
+
+
+def _evaluations(run: StoredRun) -> dict[int, dict[str, Any]]:
+    """Steps completed -> problem -> its line of evaluation.jsonl."""
+    found: dict[int, dict[str, Any]] = {}
+    if run.folder.evaluation.is_file():
+        for line in read_jsonl(run.folder.evaluation):
+            found.setdefault(int(line["step"]), {})[line["example_id"]] = line
+    return found
+
+
+def _different(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> tuple[str, ...]:
+    if one is None or other is None:
+        return () if one is other else ("step",)
+    names = dict.fromkeys((*one, *other))
+    return tuple(name for name in names if one.get(name) != other.get(name))
+
+
+def _in_step(one: StoredRun, other: StoredRun, step: int, fields: tuple[str, ...]) -> Parting:
+    """Look into the stored tokens of a step, where both runs have them."""
+    paths = [run.folder.step_tokens(step) for run in (one, other)]
+    if not all(path.is_file() for path in paths):
+        return Parting(step, _stage_of(fields), fields)
+    from retrain.records.token_table import read_tokens
+
+    ours, theirs = (read_tokens(path) for path in paths)
+    if not _equal(ours, theirs, "prompt_offsets", "prompt_token_ids"):
+        return Parting(step, "prompts", fields)
+    token = _first_token(ours, theirs)
+    if token:
+        return Parting(step, "tokens", fields, token, token.drift)
+    drift = float(abs(ours.logprobs - theirs.logprobs).max(initial=0.0))
+    if not _equal(ours, theirs, "rewards"):
+        return Parting(step, "rewards", fields, drift=drift)
+    if drift:
+        return Parting(step, "log-probs", fields, drift=drift)
+    stages = {*ours.advantages, *theirs.advantages}
+    same_credit = all(
+        stage in ours.advantages
+        and stage in theirs.advantages
+        and _same(ours.advantages[stage], theirs.advantages[stage])
+        for stage in stages
+    )
+    return Parting(step, "learning" if same_credit else "credit", fields, drift=drift)
+
+
+_SAMPLED = ("completion_tokens_mean", "num_datums", "max_token_hit_rate")
+_LEARNED = ("loss", "reported_loss", "grad_norm")
+
+
+def _stage_of(fields: Sequence[str]) -> Stage:
+    """What a record's columns alone tell of the stage; sampled tokens decide all that follows."""
+    if any(
+        name in _SAMPLED or name.endswith(("entropy_mean", "surprisal_mean")) for name in fields
+    ):
+        return "tokens"
+    if any("reward" in name or "correct" in name for name in fields):
+        return "rewards"
+    if "max_abs_advantage" in fields:
+        return "credit"
+    return "learning"
+
+
+def _equal(ours: "TokenTable", theirs: "TokenTable", *names: str) -> bool:
+    return all(_same(getattr(ours, name), getattr(theirs, name)) for name in names)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is None or other is None:
+        return one is other
+    return bool(one.shape == other.shape and one.tobytes() == other.tobytes())
+
+
+def _first_token(ours: "TokenTable", theirs: "TokenTable") -> TokenPlace | None:
+    drift = 0.0
+    for index in range(min(len(ours.slot), len(theirs.slot))):
+        rows = [
+            (table.token_ids[slice(*span)], table.logprobs[slice(*span)])
+            for table in (ours, theirs)
+            for span in [table.offsets[index : index + 2]]
+        ]
+        (ids, logprobs), (other_ids, other_logprobs) = rows
+        length = min(len(ids), len(other_ids))
+        unequal = (ids[:length] != other_ids[:length]).nonzero()[0]
+        position = int(unequal[0]) if len(unequal) else length
+        before = abs(logprobs[:position] - other_logprobs[:position])
+        drift = max(drift, float(before.max(initial=0.0)))
+        if position < max(len(ids), len(other_ids)):
+            tokens = tuple(
+                int(each[position]) if position < len(each) else None for each in (ids, other_ids)
+            )
+            place = (int(ours.slot[index]), int(ours.sample[index]), position)
+            return TokenPlace(*place, tokens, drift)  # type: ignore[arg-type]
+    return None
+
+
+# -- causes ----------------------------------------------------------------------------------------
+
+
+def causes(one: StoredRun, other: StoredRun, found: Parting | None) -> Iterator[str]:
+    """What could have made two runs part, the strongest first, each as a clause. Recorded
+    differences come first; where there is none, the place of the parting tells.
+    """
+    recorded = [*_recorded(one, other)]
+    yield from recorded
+    if found is None or recorded:
+        return
+    if found.stage == "rewards":
+        yield "a reward verdict: equal completions were judged otherwise"
+    elif found.stage == "prompts":
+        yield "the choice of prompts, which nothing recorded explains"
+    elif found.drift is not None and found.drift > ROUNDING:
+        yield (
+            f"other weights: log-probs of equal tokens differ by up to {found.drift:.2g} nats"
+            " (the model's or the first adapter's files)"
+        )
+    elif found.drift:
+        yield (
+            f"rounding, or the last bits of a weight: log-probs of equal tokens differ by up to"
+            f" {found.drift:.2g} nats"
+        )
+    else:
+        yield "nothing that was recorded: store tokens of the step with [logging] tokens_every"
+
+
+def _recorded(one: StoredRun, other: StoredRun) -> Iterator[str]:
+    pair = [(one, other)]
+    keys = ["training.seed"] if one.seed != other.seed else []
+    keys += differing_keys(pair)
+    if keys:
+        shown = [f"{key} ({_value(one, key)}, {_value(other, key)})" for key in keys[:_SHOWN]]
+        more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+        yield f"keys of the configuration: {', '.join(shown)}{more}"
+    yield from differing_environment(one, other)
+
+
+def _value(run: StoredRun, key: str) -> str:
+    value = run.config.value(key)
+    return "unset" if value is None else toml_value(value)
+
+
+def adapters_differ(one: StoredRun, other: StoredRun) -> int | None:
+    """The first step whose checkpoints exist in both runs and hold other bytes; None if all are
+    equal.
+    """
+    stores = [CheckpointStore(stored_checkpoints(run.folder)) for run in (one, other)]
+    for step in sorted(set(stores[0].steps()) & set(stores[1].steps())):
+        name = f"{step_folder(step)}/adapter_model.safetensors"
+        ours, theirs = (store.folder / name for store in stores)
+        if ours.is_file() and theirs.is_file() and ours.read_bytes() != theirs.read_bytes():
+            return step
+    return None

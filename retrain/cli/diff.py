@@ -1,0 +1,78 @@
+"""`retrain diff`: where two runs part, and why."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from retrain.cli.shared import AsJson
+
+if TYPE_CHECKING:
+    from retrain.analysis.parting import Parting
+    from retrain.analysis.runs import StoredRun
+
+_SHOWN = 6
+"""Columns of a record that a line names."""
+
+
+def command(
+    one: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    other: Annotated[Path, typer.Argument(metavar="OTHER", help="Another run's folder.")],
+    as_json: AsJson = False,
+) -> None:
+    """Find the first step, prompt, completion and token in which two runs differ, and name the
+    cause: a key, data, a version, a plugin, a verdict, rounding, or weights. Exits with 1 if they
+    differ.
+    """
+    from retrain.analysis.parting import parting
+    from retrain.analysis.runs import stored_run
+
+    ours, theirs = stored_run(one), stored_run(other)
+    found = parting(ours, theirs, range(max(ours.steps, theirs.steps) + 1))
+    if as_json:
+        print(json.dumps({"equal": found is None} | parting_json(ours, theirs, found), indent=2))
+    else:
+        print("\n".join(parting_lines(ours, theirs, found)))
+    if found:
+        raise typer.Exit(1)
+
+
+def parting_lines(one: "StoredRun", other: "StoredRun", found: "Parting | None") -> Iterator[str]:
+    """Where two runs part and what could have caused it, as lines."""
+    from retrain.analysis.parting import causes
+
+    reasons = list(causes(one, other, found))
+    if found is None:
+        yield f"The records of {one.path} and {other.path} are equal."
+        for reason in reasons:
+            yield f"  Recorded differently, without effect: {reason}."
+        return
+    names = ", ".join(found.fields[:_SHOWN])
+    more = f" and {len(found.fields) - _SHOWN} more" if len(found.fields) > _SHOWN else ""
+    yield f"They part at step {found.step}, in the {found.stage}: {names}{more}."
+    if found.token:
+        ours, theirs = map(_token, found.token.ids)
+        yield (
+            f"  First other token: prompt {found.token.slot}, sample {found.token.sample}, token"
+            f" {found.token.position}: {ours} and {theirs}; log-probs before it differ by at most"
+            f" {found.token.drift:.2g} nats."
+        )
+    for place, reason in enumerate(reasons):
+        yield f"  {'Also' if place else 'Cause'}: {reason}."
+
+
+def _token(number: int | None) -> str:
+    return "the end" if number is None else str(number)
+
+
+def parting_json(one: "StoredRun", other: "StoredRun", found: "Parting | None") -> dict[str, Any]:
+    """The same as JSON values."""
+    from retrain.analysis.parting import causes
+
+    return {
+        "parting": asdict(found) if found else None,
+        "causes": list(causes(one, other, found)),
+    }

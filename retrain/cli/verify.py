@@ -1,0 +1,101 @@
+"""`retrain verify`: takes recorded steps again and compares every number, token and adapter."""
+
+import json
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from retrain.cli.diff import parting_json, parting_lines
+from retrain.cli.shared import AsJson, Trust, load_dotenv, print_progress
+from retrain.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from retrain.analysis.runs import StoredRun
+
+
+def command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder; it is only read.")],
+    steps: Annotated[
+        str,
+        typer.Option(
+            metavar="A:B",
+            help="Verify the steps from A to before B; by default those since the last checkpoint"
+            " before the end.",
+        ),
+    ] = "",
+    trust: Trust = False,
+    as_json: AsJson = False,
+) -> None:
+    """Take steps of a run again, from the nearest sealed checkpoint, and compare records, answers,
+    stored tokens and adapters byte for byte. Exits with 1 at the first difference.
+    """
+    from retrain.analysis.parting import adapters_differ, parting
+    from retrain.analysis.runs import StoredRun, stored_run
+    from retrain.records.run_folder import refuse_foreign_code
+    from retrain.run.replay import nearest_checkpoint, replay
+
+    load_dotenv()
+    stored = stored_run(run)
+    if not trust:
+        refuse_foreign_code(stored.config, "verifying it")
+    _refuse_served(stored)
+    start, stop = _range(steps, stored)
+    begin = nearest_checkpoint(stored.folder, start)
+    print_progress(f"Taking steps {begin} to {stop - 1} of {run} again ...")
+    scratch = Path(tempfile.mkdtemp(prefix="retrain-verify-"))
+    try:
+        replay(stored.folder, stored.config, begin, stop, scratch / "run")
+        again = StoredRun(scratch / "run")
+        found = parting(stored, again, range(begin, stop))
+        other_adapter = adapters_differ(stored, again)
+        lines = list(parting_lines(stored, again, found))
+        content = parting_json(stored, again, found)
+    finally:
+        shutil.rmtree(scratch)
+    equal = found is None and other_adapter is None
+    if as_json:
+        span = {"steps": [begin, stop], "equal": equal, "other_adapter": other_adapter}
+        print(json.dumps(span | content, indent=2))
+    elif equal:
+        print(f"Verified: steps {begin} to {stop - 1} of {run} are the same, byte for byte.")
+    else:
+        if found is None:
+            lines = [f"Records are equal, and the adapter after {other_adapter} steps is another."]
+        print("\n".join(lines))
+    if not equal:
+        raise typer.Exit(1)
+
+
+def _refuse_served(run: "StoredRun") -> None:
+    """Raise ConfigurationError for a run whose sampler or learner was not in its own process."""
+    from retrain.backends.base import backend_kind
+
+    if not (backend_kind(run.config.backend.backend).in_process and run.has_counter_noise):
+        raise ConfigurationError(
+            f"{run.path} was sampled or trained by a service or a server, whose bytes are not the"
+            " same twice; runs that sample and learn in one process can be verified."
+        )
+
+
+def _range(text: str, run: "StoredRun") -> tuple[int, int]:
+    """The steps to verify. Raises ConfigurationError for a range that the run does not hold."""
+    from retrain.run.replay import nearest_checkpoint
+
+    taken = run.steps
+    if not taken:
+        raise ConfigurationError(f"{run.path} has no step yet; there is nothing to verify.")
+    if not text:
+        return nearest_checkpoint(run.folder, taken - 1), taken
+    parts = re.fullmatch(r"(\d*):(\d*)", text)
+    if parts:
+        start, stop = int(parts[1] or 0), int(parts[2] or taken)
+    if not parts or not 0 <= start < stop <= taken:
+        raise ConfigurationError(
+            f"--steps {text} is no range of steps that {run.path} has taken; give A:B with"
+            f" 0 <= A < B <= {taken}, such as 0:{taken}."
+        )
+    return start, stop

@@ -1,0 +1,64 @@
+"""Takes steps of a stored run again, from its nearest checkpoint, in another folder."""
+
+import shutil
+from pathlib import Path
+
+from retrain.config import TrainConfig, dump_toml, replaced
+from retrain.records.checkpoint import CheckpointStore, step_folder, verify
+from retrain.records.checkpoint_place import stored_checkpoints
+from retrain.records.run_folder import RunFolder
+from retrain.run.loop import take_step
+from retrain.run.session import Session
+from retrain.system import read_object
+
+
+def nearest_checkpoint(folder: RunFolder, step: int) -> int:
+    """The newest checkpoint that is sealed and not after `step`; 0 without one."""
+    store = CheckpointStore(stored_checkpoints(folder))
+    for saved in reversed(store.steps()):
+        if saved <= step and not verify(store.folder / step_folder(saved)):
+            return saved
+    return 0
+
+
+def replay(folder: RunFolder, config: TrainConfig, start: int, stop: int, scratch: Path) -> None:
+    """Take the steps from `start`, which is 0 or a checkpoint's, to before `stop` again in
+    `scratch`, an absent folder. The run in `folder`, which has `config`, is only read.
+    """
+    config = _in_scratch(config, scratch, resumed=start > 0)
+    if start:
+        _copy(folder, RunFolder(scratch), config, start)
+    skipped = read_object(folder.environment).get("parity_gate") is None
+    with Session.open(config, overwrite=False, quiet=True, skip_parity=skipped) as session:
+        while True:
+            session.evaluate_if_due()
+            session.save_if_due()
+            if session.state.step >= stop or session.is_finished:
+                return
+            take_step(session)
+
+
+def _in_scratch(config: TrainConfig, scratch: Path, *, resumed: bool) -> TrainConfig:
+    """The run's configuration in another folder, without trackers of its own."""
+    changes = {
+        "logging.log_dir": str(scratch),
+        "logging.trackers": [],
+        "logging.wandb_project": "",
+        "backend.adapter_path": "",
+        "training.keep_checkpoints": 0,
+        "resume.from": str(scratch) if resumed else "",
+    }
+    return replaced(config, changes)
+
+
+def _copy(source: RunFolder, target: RunFolder, config: TrainConfig, start: int) -> None:
+    """Copy what a resume reads: the records, and one checkpoint."""
+    target.create()
+    for path in (*source.lines(), source.environment, source.verdicts):
+        if path.is_file():
+            copy = target.path / path.relative_to(source.path)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
+    target.config.write_text(dump_toml(config), encoding="utf-8")
+    name = step_folder(start)
+    shutil.copytree(stored_checkpoints(source) / name, target.checkpoints / name)

@@ -1,0 +1,186 @@
+"""`retrain verify` and `retrain diff`: equal runs are equal, and what was changed is found and named."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import lines, small, small_run
+from safetensors.numpy import load_file, save_file
+
+from retrain.analysis.parting import ROUNDING, causes, parting
+from retrain.analysis.runs import StoredRun
+from retrain.cli.main import main
+from retrain.records.checkpoint import commit_folder
+
+EVERY_STEP = {
+    "logging": {"tokens_every": 1},
+    "evaluation": {"every": 2, "max_examples": 8, "max_tokens": 24, "reward": "match"},
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_run(
+        small(tmp_path_factory.mktemp("base") / "run", **EVERY_STEP), quiet=True
+    ).folder
+
+
+@pytest.fixture
+def copy(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    return Path(shutil.copytree(base, tmp_path / "copy"))
+
+
+def reasons(one: Path, other: Path) -> list[str]:
+    ours, theirs = StoredRun(one), StoredRun(other)
+    return list(causes(ours, theirs, parting(ours, theirs, range(10))))
+
+
+def change_tokens(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="numpy") as file:
+        metadata = file.metadata()
+    arrays = load_file(path)
+    change(arrays)
+    save_file(arrays, path, metadata=metadata)
+
+
+def change_row(path: Path, step: int, **values: Any) -> None:
+    rows = [row | values if row["step"] == step else row for row in lines(path)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+# -- verify ----------------------------------------------------------------------------------------
+
+
+def test_a_run_is_verified_from_its_checkpoint_and_left_as_it_was(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    assert main(["verify", str(copy)]) == 0
+    assert "steps 2 to 3" in capsys.readouterr().out
+    assert before == {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+
+
+def test_a_changed_number_a_changed_token_and_a_changed_adapter_are_found(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = copy / "checkpoints" / "step_000004"
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+
+    def flipped(folder: Path) -> None:
+        for path in checkpoint.iterdir():
+            if path.name != "manifest.json":
+                shutil.copyfile(path, folder / path.name)
+        arrays = load_file(folder / "adapter_model.safetensors")
+        first = next(iter(arrays.values())).reshape(-1)
+        first[0] += 1e-3
+        save_file(arrays, folder / "adapter_model.safetensors")
+
+    commit_folder(checkpoint, flipped, step=4, config_hash=state["config_hash"])
+    assert main(["verify", str(copy), "--steps", "2:4"]) == 1
+    assert "the adapter after 4 steps is another" in capsys.readouterr().out
+    change_row(copy / "metrics.jsonl", 3, loss=9.0)
+    assert main(["verify", str(copy), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["parting"]["step"] == 3 and found["parting"]["fields"] == ["loss"]
+
+
+@pytest.mark.parametrize("steps", ["4:2", "0:9", "x", "1", "2:2"])
+def test_steps_that_a_run_has_not_are_refused(
+    base: Path, steps: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(base), "--steps", steps]) == 2
+    assert "such as 0:4" in capsys.readouterr().err
+
+
+def test_code_that_the_runs_file_names_needs_trust(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = copy / "config.toml"
+    config.write_text(config.read_text().replace('"maxrl"', '"my_code.advantage"'))
+    assert main(["verify", str(copy)]) == 2
+    assert "--trust" in capsys.readouterr().err
+
+
+# -- diff ------------------------------------------------------------------------------------------
+
+
+def test_equal_runs_do_not_part(base: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change_row(copy / "metrics.jsonl", 1, step_time_s=99.0)  # what a clock says is no difference
+    assert main(["diff", str(base), str(copy)]) == 0
+    assert "are equal" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("sections", "cause", "step"),
+    [
+        ({"training": {"lr": 2e-3}}, "training.lr (0.001, 0.002)", 1),
+        ({"training": {"seed": 4}}, "training.seed (3, 4)", 0),
+        ({"training": {"temperature": 0.9}}, "training.temperature", 0),
+        ({"data": {"difficulty": 2}}, "data.difficulty", 0),
+    ],
+)
+def test_another_key_is_named_with_the_first_step_that_it_changes(
+    base: Path, tmp_path: Path, sections: dict[str, Any], cause: str, step: int
+) -> None:
+    other = small_run(small(tmp_path / "run", **EVERY_STEP, **sections), quiet=True).folder
+    ours, theirs = StoredRun(base), StoredRun(other)
+    found = parting(ours, theirs, range(10))
+    assert found is not None and found.step == step
+    assert cause in next(causes(ours, theirs, found))
+
+
+def test_the_first_other_token_is_placed(base: Path, copy: Path) -> None:
+    def change(arrays: dict[str, Any]) -> None:
+        arrays["token_ids"][arrays["offsets"][5] + 7] += 1
+
+    change_tokens(copy / "tokens" / "step_1.safetensors", change)
+    change_row(copy / "metrics.jsonl", 1, loss=1.0)
+    found = parting(StoredRun(base), StoredRun(copy), range(10))
+    assert found is not None and found.token is not None and found.stage == "tokens"
+    assert (found.step, found.token.slot, found.token.sample, found.token.position) == (1, 1, 1, 7)
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (lambda arrays: arrays["rewards"].__setitem__(0, 0.5), "a reward verdict"),
+        (lambda arrays: arrays["logprobs"].__iadd__(ROUNDING / 100), "rounding"),
+        (lambda arrays: arrays["logprobs"].__iadd__(0.1), "other weights"),
+        (lambda arrays: arrays["prompt_token_ids"].__iadd__(1), "the choice of prompts"),
+    ],
+)
+def test_the_stage_of_the_parting_names_the_cause(
+    base: Path, copy: Path, change: Callable[[dict[str, Any]], None], cause: str
+) -> None:
+    change_tokens(copy / "tokens" / "step_2.safetensors", change)
+    change_row(copy / "metrics.jsonl", 2, loss=1.0)
+    assert cause in reasons(base, copy)[0]
+
+
+def test_a_version_and_a_plugins_source_are_named(base: Path, copy: Path) -> None:
+    path = copy / "environment.json"
+    environment = json.loads(path.read_text())
+    environment["packages"]["numpy"] = "0.1"
+    environment["code"]["plugins"] = {"mine.advantage": "abc"}
+    path.write_text(json.dumps(environment))
+    change_row(copy / "metrics.jsonl", 0, loss=1.0)
+    assert any(reason.startswith("numpy (") for reason in reasons(base, copy))
+    assert "the plugin mine.advantage" in reasons(base, copy)
+
+
+def test_other_held_out_answers_come_before_the_step_that_they_precede(
+    base: Path, copy: Path
+) -> None:
+    rows = lines(copy / "evaluation.jsonl")
+    rows[0]["correct"] = 1 - rows[0]["correct"]
+    (copy / "evaluation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = parting(StoredRun(base), StoredRun(copy), range(10))
+    assert found is not None and (found.step, found.stage) == (2, "held-out")
+    assert found.fields == (rows[0]["example_id"],)
