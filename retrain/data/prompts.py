@@ -4,7 +4,7 @@ are first needed, in an order that is a pure function of (seed, cursor).
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from retrain import noise
 from retrain.data.chat import count_tokens, encode_texts, messages_of, render_text, token_bounds
 from retrain.data.readers import Split
-from retrain.data.sources import Query, ReadResult, dropped_words, read_source
+from retrain.data.sources import Query, ReadResult, dropped_words, read_source, source_key
 from retrain.errors import ConfigurationError
 from retrain.model.text import TextModel
 from retrain.types import Example, Prompt
@@ -38,13 +38,8 @@ def load_examples(config: "TrainConfig", split: Split = "train") -> ReadResult:
     Raises NoHeldOutSplit if nothing is held out, another ConfigurationError if no example is left
     or the source is not known, EnvironmentFailure if the hub is needed and cannot be reached.
     """
-    source = config.evaluation.source if split == "heldout" else ""
-    apart = source not in ("", config.data.source)
-    data = config.data
-    if apart:
-        data = data.model_copy(update={"source": source, "path": "", "params": {}})
-    query = Query(config, data, split, named_for_evaluation=apart)
-    result = read_source(query)
+    query = _query(config, split)
+    data, result = query.data, read_source(query)
     if not result.examples:
         details = "; ".join(filter(None, [result.dropped_rows(), *result.notes])) or "it is empty"
         kind = "training" if split == "train" else "held-out"
@@ -63,6 +58,25 @@ def load_examples(config: "TrainConfig", split: Split = "train") -> ReadResult:
             f" together: {repeated:,}"
         )
     return result
+
+
+def _query(config: "TrainConfig", split: Split) -> Query:
+    source = config.evaluation.source if split == "heldout" else ""
+    apart = source not in ("", config.data.source)
+    data = config.data
+    if apart:
+        data = data.model_copy(update={"source": source, "path": "", "params": {}})
+    return Query(config, data, split, named_for_evaluation=apart)
+
+
+def examples_key(config: "TrainConfig", split: Split) -> tuple[Hashable, ...] | None:
+    """Return what `load_examples` depends on, without reading it; None where code of the user's
+    reads.
+    """
+    key = source_key(_query(config, split))
+    if key is None:
+        return None
+    return *key, config.training.max_examples if split == "train" else 0
 
 
 def subset(examples: list[Example], limit: int) -> list[Example]:

@@ -5,7 +5,7 @@ rows that it cannot use.
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
@@ -157,6 +157,23 @@ def read_source(query: Query) -> ReadResult:
         update={"data": query.data}
     )  # an evaluation source does not take the training source's params
     return _call(query, load_plugin("data", source, config))
+
+
+def source_key(query: Query) -> tuple[Hashable, ...] | None:
+    """What `read_source` depends on, each file with its time and size; None where code of the
+    user's reads.
+    """
+    source, path = query.data.source, query.path
+    named = source in SOURCES or source.startswith("hub:")
+    if source in _registered or not (named or "/" in source or path.exists()):
+        return None
+    found = []
+    if path.is_dir():
+        found = sorted(file for file in path.rglob("*") if file.suffix in DATA_FILE_SUFFIXES)
+    elif path.exists():
+        found = [path]
+    files = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in found]
+    return query.data.model_dump_json(), query.split, query.named_for_evaluation, *files
 
 
 # ---- MATH and GSM8K ------------------------------------------------------------------------------

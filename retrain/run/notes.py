@@ -55,10 +55,21 @@ def departure_note(config: TrainConfig) -> str:
     return f"{config.algorithm.algorithm_mode} without its {', '.join(said)}."
 
 
+def _spent_rate_note(training: "Training") -> str:
+    horizon, steps = training.lr_horizon, training.max_steps
+    if training.lr_schedule == "constant" or not 0 < horizon < steps:
+        return ""
+    return (
+        f"From step {horizon} on the learning rate is 0, so {counted(steps - horizon, 'step')} of"
+        f" {steps} will learn nothing."
+    )
+
+
 def notes(config: TrainConfig) -> list[str]:
     """Return the effects of a single run that users may not expect, one sentence each."""
     found = [
         trust_note(config.model),
+        _spent_rate_note(config.training),
         departure_note(config),
         maximal_lambda_note(config.algorithm, config.sepa, config.training.max_steps),
         _loss_note(config),

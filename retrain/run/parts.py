@@ -23,6 +23,8 @@ from retrain.config.schema import Backend as BackendSettings
 from retrain.config.schema import Inference, Model, Training
 from retrain.data import PromptSet, contamination_note, encode_prompts, load_examples
 from retrain.data.chat import ChatRenderer, messages_of
+from retrain.data.prompts import examples_key
+from retrain.data.readers import Split
 from retrain.data.samplers import SAMPLERS, build_sampler
 from retrain.distributed import ALONE, World
 from retrain.environments.episodes import EpisodeHost
@@ -46,6 +48,7 @@ from retrain.run.gate import GateResult, adapter_check, environment_gold, parity
 from retrain.run.gate_fits import GateInputs
 from retrain.run.notes import unasked_note
 from retrain.run.rollout import Sampler
+from retrain.run.sharing import shared
 from retrain.tracking.build import check_packages as check_tracker_packages
 from retrain.types import Example, Int32Array, MachineChoices, Prompt
 
@@ -323,9 +326,14 @@ def load_encoder(backend: BackendSettings, name: str, world: World) -> Encoder:
     return load_sentence_encoder(name, str(choose_device(backend, world).device))
 
 
+def _text_key(model: Model) -> tuple[str, ...]:
+    return "text", model.model, model.revision
+
+
 def load_text(model: Model, say: Say) -> TextModel:
     say(f"Loading tokenizer for {model.model} ...")
-    text = load_text_model(model)
+    key = None if model.trust_remote_code else _text_key(model)
+    text = shared(key, lambda: load_text_model(model))
     say("Loading vocabulary table...")
     say(f"Vocabulary table: {len(text.vocabulary)} entries")
     return text
@@ -382,16 +390,34 @@ def load_stage(config: TrainConfig, text: TextModel, say: Say) -> Stage | None:
 
 def load_prompts(config: TrainConfig, text: TextModel, stage: Stage | None, say: Say) -> PromptSet:
     say("Loading dataset...")
-    if stage:
-        loaded = load_problems(stage.host.environment, config, "train")
-    else:
-        loaded = load_examples(config, "train")
-    say(f"Loaded {len(loaded)} examples")
-    prompts = encode_prompts(config.training, text, loaded)
+    count, prompts = _read_prompts(config, text, stage, "train")
+    say(f"Loaded {count} examples")
     say(f"Pre-encoded {len(prompts)} prompts")
     for note in prompts.notes:
         say(note)
     return prompts
+
+
+def _read_prompts(
+    config: TrainConfig, text: TextModel, stage: Stage | None, split: Split
+) -> tuple[int, PromptSet]:
+    """Return the number of examples, and the prompts of those that fit the context."""
+
+    def read() -> tuple[int, PromptSet]:
+        if stage is None:
+            loaded = load_examples(config, split)
+        else:
+            loaded = load_problems(
+                stage.host.environment, config, "train" if split == "train" else "evaluation"
+            )
+        return len(loaded), encode_prompts(config.training, text, loaded)
+
+    key = None
+    if stage is None and not config.model.trust_remote_code:
+        key = examples_key(config, split)
+    if key is not None:
+        key = (*_text_key(config.model), config.training.max_tokens, key)
+    return shared(key, read)
 
 
 def longest_prompt(training: PromptSet, held_out: Sequence[Prompt]) -> int:
@@ -405,15 +431,11 @@ def load_held_out(
     """Load `[evaluation] max_examples` of the held-out problems, the same ones in the same order
     for every run of a data set.
     """
-    if stage:
-        loaded = load_problems(stage.host.environment, config, "evaluation")
-    else:
-        loaded = load_examples(config, "heldout")
-    prompts = encode_prompts(config.training, text, loaded)
-    shared = contamination_note(training.examples, loaded.examples)
+    _, prompts = _read_prompts(config, text, stage, "heldout")
+    seen = contamination_note(training.examples, prompts.examples)
     count = min(config.evaluation.max_examples or len(prompts), len(prompts))
     say(f"Held-out evaluation on {count} of {len(prompts)} problems")
-    for note in filter(None, (*prompts.notes, shared)):
+    for note in filter(None, (*prompts.notes, seen)):
         say(note)
     return prompts.batch(0, count, _EVALUATION_ORDER_SEED)
 

@@ -205,6 +205,17 @@ class LocalBackend(LocalFacts):
         fused = FusedDecoder.of(copy.model, merge=self._choices.merge_adapter)
         return self._build_engine(eos_ids, copy, self._sampler_adapter, fused)
 
+    @classmethod
+    def prepare(cls, config: "TrainConfig") -> None:
+        """Load the base weights into `shared_models`, and lay them out as samplers read them."""
+        device, _, sampler_device = choose_device(config.backend)
+        if sampler_device is not None or config.backend.shard_base:
+            return
+        base = load_base_model(config, resolve_model(config.model.model), device)
+        fused = FusedDecoder.of(base.model, merge=budget_of(config, base).merges)
+        if fused is not None:
+            fused.keep_packs()
+
     def _build_engine(
         self,
         eos_ids: Sequence[int] | None,

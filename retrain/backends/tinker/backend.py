@@ -216,9 +216,7 @@ class TinkerBackend(TinkerFacts):
         own = [row.row for row in rows]
         counted = [row.num_counted for row in own]
         weights = row_weights(own, counted, self._aggregation, training.max_tokens, completions)
-        rate = learning_rate(
-            training.lr, step, training.lr_schedule, training.lr_warmup_steps, training.max_steps
-        )
+        rate = learning_rate(training, step)
         adam = types.AdamParams(
             learning_rate=rate,
             beta1=config.optimizer.beta1,
