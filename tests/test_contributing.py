@@ -165,7 +165,7 @@ def test_a_key_with_an_effect_is_a_field_and_a_row(tmp_path: Path) -> None:
     package = shutil.copytree(Path(retrain.__file__).parent, tmp_path / "retrain")
     for name, place, line in (
         ("learning_sections", r"class Optimizer\(.*\n    \"{3}.*\n", f"    {field}"),
-        ("effects", r"_TINKER: Rows = \(\n", f"    {row}"),
+        ("effects", r"_TINKER: Rows = \(\n", f"    {row.strip()},\n"),
     ):
         module = package / "config" / f"{name}.py"
         written, places = re.subn(place, rf"\g<0>{line}", module.read_text(encoding="utf-8"))
