@@ -316,7 +316,7 @@ _RUNS: Rows = (
     unused(
         "data.difficulty",
         because='it belongs to source = "lab"',
-        when=lambda c: c.data.source != "lab" and c.evaluation.source != "lab",
+        when=lambda c: c.data.source != "lab" and "lab" not in c.evaluation.sources,
     ),
     unused(
         "data.params",

@@ -16,6 +16,7 @@ from retrain.records.terminal import counted
 from retrain.records.untrained import ASKING, ASKING_TEMPLATE
 from retrain.rewards import box_reader
 from retrain.system import toml_value
+from retrain.types import LogLine
 
 
 def preflight_lines(config: TrainConfig) -> list[str]:
@@ -26,7 +27,7 @@ def preflight_lines(config: TrainConfig) -> list[str]:
         if config.is_set(path) and origin != "file" and not origin.startswith("recipe ")
     }
     overrides = [
-        f"{path} = {config.value(path)!r} from {origin}" for path, origin in given.items()
+        LogLine(f"{path} = {config.value(path)!r} from {origin}") for path, origin in given.items()
     ]  # the file alone would mislead
     return [*overrides, *_recipe_line(config), *unused_keys(config), *notes(config)]
 
