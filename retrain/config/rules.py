@@ -147,6 +147,29 @@ def _entropy_mask_needs_rho(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
+def _distilling_needs_a_teacher(config: AllSections) -> Iterator[Violation]:
+    algorithm = config.algorithm
+    distils = any(
+        modes_of(condition)[1] in transforms_with("distils") for condition in config.conditions
+    )
+    if distils and not algorithm.reference:
+        yield Violation(
+            ("algorithm.reference", "algorithm.transform_mode", "algorithm.algorithm_mode"),
+            '[algorithm] "distill" needs a teacher; set reference to "base", "gold" or the folder'
+            " of an adapter",
+        )
+    lacking = [
+        place for place in ("{prompt}", "{answer}") if place not in algorithm.reference_prompt
+    ]
+    if algorithm.reference == "gold" and lacking:
+        yield Violation(
+            ("algorithm.reference_prompt",),
+            f"[algorithm] reference_prompt has no {' and no '.join(lacking)}, so the teacher would"
+            " not see it; write it where it belongs",
+        )
+
+
+@_rule
 def _group_relative_advantages_need_two(config: AllSections) -> Iterator[Violation]:
     if config.training.group_size > 1:
         return

@@ -50,6 +50,7 @@ from retrain.run.gate_fits import GateInputs
 from retrain.run.notes import unasked_note
 from retrain.run.rollout import Sampler
 from retrain.run.sharing import shared
+from retrain.run.teacher import Teacher, check_answers, check_teacher
 from retrain.tracking.build import check_packages as check_tracker_packages
 from retrain.types import Example, Int32Array, LogLine, MachineChoices, Prompt
 
@@ -77,6 +78,8 @@ class Parts:
     guard: FailureGuard
     sampler: Sampler
     credit: CreditPipeline
+    teacher: Teacher | None
+    """Scores sampled tokens for stages of credit; None without [algorithm] reference."""
     sepa: SEPAController
     evaluator: Evaluator | None
 
@@ -136,15 +139,12 @@ def _load_rest(
     fails.
     """
     text = load_text(config.model, say)
-    credit = CreditPipeline(
-        config, text.vocabulary.pieces, lambda name: load_encoder(config.backend, name, world)
-    )
-    for note in credit.notes:
-        say(note)
+    credit = _load_credit(config, text, say, world)
     stage = load_stage(config, text, say)
     if stage:
         undo.callback(stage.host.close)
     prompts = load_prompts(config, text, stage, say)
+    check_answers(config, prompts.examples)
     note = "" if stage else unasked_note(config, prompts.texts)
     if note:
         say(note)
@@ -163,9 +163,7 @@ def _load_rest(
     undo.pop_all()
     decode = text.vocabulary.text
     sampler_of = partial(Sampler, backend.engine, text=decode, world=world, stage=stage)
-    evaluator = None
-    if held_out:
-        evaluator = build_evaluator(config, sampler_of(judge), held_out)
+    evaluator = build_evaluator(config, sampler_of(judge), held_out) if held_out else None
     return Parts(
         text,
         prompts,
@@ -176,9 +174,19 @@ def _load_rest(
         FailureGuard(config.reward.max_failure_rate),
         sampler_of(scorer),
         credit,
+        Teacher.of(config, text, backend),
         SEPAController(config.sepa),
         evaluator,
     )
+
+
+def _load_credit(config: TrainConfig, text: TextModel, say: Say, world: World) -> CreditPipeline:
+    credit = CreditPipeline(
+        config, text.vocabulary.pieces, lambda name: load_encoder(config.backend, name, world)
+    )
+    for note in credit.notes:
+        say(note)
+    return credit
 
 
 def _say_probes(scorers: Sequence[Scorer], say: Say) -> None:
@@ -202,6 +210,7 @@ def check_plugins(config: TrainConfig) -> None:
     for load in (
         lambda: CreditPipeline(regex, lambda ids: [""] * len(ids)),
         lambda: _load_sources(config),
+        lambda: check_teacher(config),
     ):
         try:
             load()
