@@ -17,6 +17,7 @@ Nothing that is done here may reach a run:
 A worker is refused with the reason where this cannot be kept; it is then a process of its own.
 """
 
+import atexit
 import gc
 import json
 import os
@@ -24,10 +25,12 @@ import select
 import signal
 import socket
 import sys
+import threading
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from retrain.system import die_with_parent, prepare_torch
 
@@ -207,6 +210,18 @@ def main() -> None:
 
         with os.fdopen(request.answer, "w", encoding="utf-8") as pipe:
             answer(request.config, request.path, pipe)
+    _end()
+
+
+def _end() -> NoReturn:
+    """End a worker as an interpreter ends, but for taking its modules apart, which would write to
+    all memory that it has in common.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, before what they may need ends
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
