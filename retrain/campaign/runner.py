@@ -18,15 +18,7 @@ from retrain.analysis.runs import StoredRun
 from retrain.backends.base import backend_kind
 from retrain.campaign.board import Board
 from retrain.campaign.evidence import EvidenceRule
-from retrain.campaign.launch import (
-    OUTPUT,
-    InProcess,
-    Job,
-    Launcher,
-    RunOutcome,
-    share_devices,
-    unwritable,
-)
+from retrain.campaign.launch import InProcess, Job, Launcher, RunOutcome, share_devices, unwritable
 from retrain.campaign.manifest import Manifest, Status, analysis_plan, open_campaign
 from retrain.campaign.plan import (
     CampaignPlan,
@@ -49,7 +41,7 @@ from retrain.records.checkpoint import FINAL
 from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.disk import writing_to
 from retrain.records.redact import note_secrets
-from retrain.records.run_folder import RunFolder
+from retrain.records.run_folder import OUTPUT, RunFolder
 from retrain.records.terminal import counted
 from retrain.run.interrupts import Interrupts
 from retrain.tracking.build import SQUEEZE_RUN, track_squeeze

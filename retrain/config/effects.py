@@ -627,7 +627,13 @@ _LOOP = (
     "training.keep_checkpoints",
     "training.max_hours",
 )
-_RATE = ("training.lr", "training.lr_schedule", "training.lr_warmup_steps", "training.weight_decay")
+_RATE = (
+    "training.lr",
+    "training.lr_schedule",
+    "training.lr_horizon",
+    "training.lr_warmup_steps",
+    "training.weight_decay",
+)
 _FILES = (
     "backend.backend",
     "backend.adapter_path",

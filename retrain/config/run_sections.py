@@ -464,6 +464,10 @@ class Logging(Section):
         applies_when="generations_every not in (0)",
     )
     tokens_every: int = key(0, "Steps between per-token files for inspect; 0 is off.", ge=0)
+    groups: bool = key(
+        False,
+        "Print a line per group in every step, also where a step has more than 8 of them.",
+    )
 
     @property
     def tags(self) -> list[str]:

@@ -41,6 +41,7 @@ from retrain.model.text import TextModel, load_model_config, load_text_model
 from retrain.noise import Stream
 from retrain.plugins import load_plugin, user_code
 from retrain.records.run_folder import RunFolder
+from retrain.records.terminal import counted
 from retrain.rewards import FailureGuard, Scorer, build_scorer, gold_response
 from retrain.run.dialogues import SamplingPlan, Stage
 from retrain.run.evaluation import Evaluator
@@ -50,7 +51,7 @@ from retrain.run.notes import unasked_note
 from retrain.run.rollout import Sampler
 from retrain.run.sharing import shared
 from retrain.tracking.build import check_packages as check_tracker_packages
-from retrain.types import Example, Int32Array, MachineChoices, Prompt
+from retrain.types import Example, Int32Array, LogLine, MachineChoices, Prompt
 
 Say = Callable[[str], None]
 
@@ -333,11 +334,11 @@ def _text_key(model: Model) -> tuple[str, ...]:
 
 
 def load_text(model: Model, say: Say) -> TextModel:
-    say(f"Loading tokenizer for {model.model} ...")
+    say(LogLine(f"Loading tokenizer for {model.model} ..."))
     key = None if model.trust_remote_code else _text_key(model)
     text = shared(key, lambda: load_text_model(model))
-    say("Loading vocabulary table...")
-    say(f"Vocabulary table: {len(text.vocabulary)} entries")
+    say(LogLine("Loading vocabulary table..."))
+    say(LogLine(f"Vocabulary table: {len(text.vocabulary)} entries"))
     return text
 
 
@@ -361,14 +362,13 @@ def say_memory(
     )  # torch, which other backends do without
 
     try:
-        say(
-            predict_memory(
-                config,
-                prompt_tokens=longest_prompt(prompts, held_out),
-                choices=choices,
-                shards=shards_of(config.backend, world),
-            ).line()
+        memory = predict_memory(
+            config,
+            prompt_tokens=longest_prompt(prompts, held_out),
+            choices=choices,
+            shards=shards_of(config.backend, world),
         )
+        say(LogLine(memory.line(), f"needs {memory.peak_words}"))
     except NotPredictable as error:
         say(str(error))
 
@@ -378,7 +378,7 @@ def load_stage(config: TrainConfig, text: TextModel, say: Say) -> Stage | None:
     settings = config.environment
     if not settings.provider:
         return None
-    say(f"Loading environment {environment_name(config.environment)} ...")
+    say(LogLine(f"Loading environment {environment_name(config.environment)} ..."))
     environment = load_environment(config)
     host = EpisodeHost(
         environment,
@@ -391,10 +391,10 @@ def load_stage(config: TrainConfig, text: TextModel, say: Say) -> Stage | None:
 
 
 def load_prompts(config: TrainConfig, text: TextModel, stage: Stage | None, say: Say) -> PromptSet:
-    say("Loading dataset...")
+    say(LogLine("Loading dataset..."))
     count, prompts = _read_prompts(config, text, stage, "train")
-    say(f"Loaded {count} examples")
-    say(f"Pre-encoded {len(prompts)} prompts")
+    say(LogLine(f"Loaded {count} examples"))
+    say(LogLine(f"Pre-encoded {len(prompts)} prompts", counted(len(prompts), "prompt")))
     for note in prompts.notes:
         say(note)
     return prompts
@@ -436,7 +436,8 @@ def load_held_out(
     _, prompts = _read_prompts(config, text, stage, "heldout")
     seen = contamination_note(training.examples, prompts.examples)
     count = min(config.evaluation.max_examples or len(prompts), len(prompts))
-    say(f"Held-out evaluation on {count} of {len(prompts)} problems")
+    line = f"Held-out evaluation on {count} of {len(prompts)} problems"
+    say(LogLine(line, f"{count:,} held-out"))
     for note in filter(None, (*prompts.notes, seen)):
         say(note)
     return prompts.batch(0, count, _EVALUATION_ORDER_SEED)
