@@ -21,6 +21,7 @@ from retrain.campaign import launch
 from retrain.campaign.plan import CampaignRun, plan_campaign
 from retrain.config import config_from_mapping
 from retrain.records.entries import MEASURED
+from retrain.records.run_folder import OUTPUT
 
 RUNS = 8
 _POLL_S = 0.02
@@ -62,8 +63,8 @@ def measure(
     folder: Path, model: str, steps: int, tokens: int = 64, *, forked: bool
 ) -> dict[str, Any]:
     runs = runs_in(folder, model, steps, tokens)
-    launcher = launch.Subprocesses([()] * RUNS)
-    launcher._forks = launcher._forks and forked
+    launcher = launch.Subprocesses([()] * RUNS, "" if forked else "it is measured")
+    launcher.notes.clear()
     began = time.monotonic()
     jobs = {run.name: launcher.start(run, slot) for slot, run in enumerate(runs)}
     at_step_0: dict[str, float] = {}
@@ -71,7 +72,7 @@ def measure(
     while jobs:
         now = time.monotonic() - began
         for run in runs:
-            log = run.folder / launch.OUTPUT
+            log = run.folder / OUTPUT
             if run.name not in at_step_0 and log.exists() and "Parity gate" in log.read_text():
                 at_step_0[run.name] = now
         if now - looked > _MEASURE_S:
@@ -84,7 +85,7 @@ def measure(
         time.sleep(_POLL_S)
     whole = time.monotonic() - began
     launcher.close()
-    assert not any("starts by itself" in note for note in launcher.notes), launcher.notes
+    assert not launcher.notes, launcher.notes  # no worker was refused
     return {
         "pss": peak[0],
         "private": peak[1],
@@ -131,13 +132,14 @@ def main() -> None:
     }
     rows = []
     for key, (words, unit) in names.items():
-        forked, apart = ([one[key] / unit for one in found[side]] for side in (True, False))
-        ratios = [a / b for a, b in zip(forked, apart, strict=True)]
+        shared = [float(one[key]) / unit for one in found[True]]
+        alone = [float(one[key]) / unit for one in found[False]]
+        ratios = [a / b for a, b in zip(shared, alone, strict=True)]
         rows.append(
             [
                 words,
-                f"{statistics.median(forked):.1f}",
-                f"{statistics.median(apart):.1f}",
+                f"{statistics.median(shared):.1f}",
+                f"{statistics.median(alone):.1f}",
                 f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
             ]
         )

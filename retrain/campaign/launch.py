@@ -171,8 +171,10 @@ class InProcess:
             self._shared.enter_context(shared_models())
 
     def start(self, run: CampaignRun, slot: int) -> EndedJob:
+        from retrain.run.common import common_results
+
         try:
-            with output_to(run.folder):
+            with output_to(run.folder), common_results(common_folder(run)):
                 outcome = perform(run.config)
         except OSError as error:
             outcome = unwritable(run, error)
@@ -186,6 +188,204 @@ class InProcess:
 # -- processes on this machine ---------------------------------------------------------------------
 
 
+COMMON = "common"
+"""The folder of what runs have in common, in the campaign's."""
+MAX_ANSWER = 1 << 24
+"""Bytes of an outcome; what a child that a plugin left writes there without end is not read."""
+_CHUNK = 1 << 16
+_END_S = 10.0
+"""Seconds to wait for a killed worker."""
+Devices = tuple[str, ...]
+"""Names as torch has them, for example ("cuda:0",); empty leaves the run's configuration
+unchanged."""
+
+
+def share_devices(plan: CampaignPlan) -> list[Devices]:
+    """The devices of each worker: groups of `devices_per_run` GPUs, assigned in turn.
+
+    The GPUs are those named by `[backend] devices`, or all of the machine. Without a GPU only
+    `max_workers` limits the workers (0: one for each run). Raises ConfigurationError for more
+    workers than the GPUs can hold.
+    """
+    settings = plan.settings
+    pool = _pool(plan)
+    room = room_on_gpus(plan)
+    if room is None:
+        return [()] * (settings.max_workers or len(plan.runs))
+    groups = _groups(pool, settings)
+    workers = settings.max_workers or min(room, len(plan.runs))
+    if workers > room:
+        raise ConfigurationError(
+            f"[campaign] max_workers = {workers} exceeds the {room} runs that fit on {len(pool)}"
+            f" GPUs (devices_per_run = {settings.devices_per_run}, workers_per_device ="
+            f" {settings.workers_per_device}); lower it, or set workers_per_device ="
+            f" {-(-workers // len(groups))} if the memory of one GPU is enough for that."
+        )
+    return [groups[number % len(groups)] for number in range(workers)]
+
+
+def room_on_gpus(plan: CampaignPlan) -> int | None:
+    """Number of runs that fit on the GPUs at once; None without a GPU. Raises ConfigurationError if
+    not even one fits.
+    """
+    pool = _pool(plan)
+    if pool:
+        return len(_groups(pool, plan.settings)) * plan.settings.workers_per_device
+    return None
+
+
+def _pool(plan: CampaignPlan) -> Devices:
+    if plan.config.is_set("backend.devices"):
+        named = plan.config.backend.device_list
+        return named if all(name.startswith("cuda") for name in named) else ()
+    if not backend_kind(plan.config.backend.backend).in_process:
+        return ()
+    import torch
+
+    return tuple(f"cuda:{index}" for index in range(torch.cuda.device_count()))
+
+
+def _groups(pool: Devices, settings: Campaign) -> Sequence[Devices]:
+    size = settings.devices_per_run
+    groups = [pool[start : start + size] for start in range(0, len(pool) - size + 1, size)]
+    if not groups:
+        raise ConfigurationError(
+            f"[campaign] devices_per_run = {size} exceeds the number of devices"
+            f" ({', '.join(pool)}); lower it."
+        )
+    return groups
+
+
+# -- workers ---------------------------------------------------------------------------------------
+
+
+class Subprocesses:
+    """One worker for each slot, on the slot's devices; on a CPU the workers share the cores.
+
+    Where that is safe, workers are forked from a parent that holds what they have in common.
+    """
+
+    def __init__(self, slots: Sequence[Devices], not_forked: str = "") -> None:
+        """`not_forked` is the reason where each worker is to start by itself."""
+        self._slots = slots
+        self.workers = len(slots)
+        self._parents: dict[str, ForkParent] = {}
+        """By what the base model is."""
+        self._forks = not not_forked
+        self.notes = [NOT_FORKED.format(reason=not_forked) if not_forked else FORKED]
+
+    def start(self, run: CampaignRun, slot: int) -> Job:
+        """Start a run. `slot`, from 0 to workers - 1, belongs to no other running run. Raises
+        OSError if its folder cannot be written.
+        """
+
+    def close(self) -> None:
+        """Release what the launcher holds."""
+
+
+def perform(config: TrainConfig) -> RunOutcome:
+    """Train a run in this process, from its checkpoint if it has been started before. A failed run
+    is an outcome, not an exception.
+    """
+    from retrain.run.loop import train
+
+    folder = RunFolder(Path(config.logging.log_dir))
+    try:
+        train(
+            replaced(config, {"resume.from": str(folder.path)}, origin="file")
+            if folder.marker.is_file()
+            else config
+        )
+    except Interrupted as error:
+        return RunOutcome(Status.INTERRUPTED, str(error), stopped_by=error.exit_code - 128)
+    except RetrainError as error:
+        print(harmless(f"retrain: {error}"), file=sys.stderr)
+        return RunOutcome(Status.FAILED, " ".join(str(error).split()))
+    except Exception as error:  # noqa: BLE001 - an unexpected error ends this run alone; its traceback is kept in the run's output
+        print(harmless(traceback.format_exc()), file=sys.stderr)
+        return RunOutcome(
+            Status.FAILED,
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300]} (the traceback is in"
+            f" {OUTPUT})",
+        )
+    return RunOutcome(Status.DONE)
+
+
+@contextmanager
+def output_to(folder: Path) -> Iterator[None]:
+    """Append everything that Python code prints to the run's output.log."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (
+        (folder / OUTPUT).open("a", encoding="utf-8", buffering=1) as file,
+        redirect_stdout(file),
+        redirect_stderr(file),
+    ):
+        yield
+
+
+@dataclass(frozen=True)
+class EndedJob:
+    """A run that has ended when `start` returns."""
+
+    outcome: RunOutcome
+
+    def poll(self) -> RunOutcome:
+        return self.outcome
+
+    def stop(self, signal_number: int) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+def unwritable(run: CampaignRun, error: OSError) -> RunOutcome:
+    """The outcome of a run whose output.log cannot be written."""
+    return RunOutcome(
+        Status.FAILED,
+        f"{run.folder / OUTPUT} cannot be written: {error.strerror}; free space there",
+    )
+
+
+class InProcess:
+    """Trains one run after the other in this process, and keeps the base model, the tokenizer and
+    the prompts loaded between them.
+    """
+
+    workers = 1
+
+    def __init__(self, *, loads_models: bool = True) -> None:
+        """`loads_models` is False where a remote service holds the model, so that no model library
+        is imported.
+        """
+        from retrain.run.sharing import shared_parts
+
+        self.notes: list[str] = []
+        self._shared = ExitStack()
+        self._shared.enter_context(shared_parts())
+        if loads_models:
+            from retrain.model.load import shared_models
+
+            self._shared.enter_context(shared_models())
+
+    def start(self, run: CampaignRun, slot: int) -> EndedJob:
+        from retrain.run.common import common_results
+
+        try:
+            with output_to(run.folder), common_results(common_folder(run)):
+                outcome = perform(run.config)
+        except OSError as error:
+            outcome = unwritable(run, error)
+        gc.collect()  # frees the optimizer and caches, which are in reference cycles
+        return EndedJob(outcome)
+
+    def close(self) -> None:
+        self._shared.close()
+
+
+# -- processes on this machine ---------------------------------------------------------------------
+
+
+COMMON = "common"
+"""The folder of what runs have in common, in the campaign's."""
 MAX_ANSWER = 1 << 24
 """Bytes of an outcome; what a child that a plugin left writes there without end is not read."""
 _CHUNK = 1 << 16
@@ -305,13 +505,13 @@ FORKED = (
 NOT_FORKED = "Each worker starts by itself, with its own libraries and model: {reason}."
 
 
-def no_fork_reason(slots: Sequence[Devices], *, in_process: bool) -> str:
-    """Why workers are not forked from one parent; "" if they are."""
-    if not in_process:
+def no_fork_reason(plan: CampaignPlan) -> str:
+    """Why parallel workers are not forked from one parent; "" if they are."""
+    if not all(backend_kind(run.config.backend.backend).in_process for run in plan.runs):
         return "the backend holds no model on this machine"
     if not sys.platform.startswith("linux"):
         return f"linear algebra does not survive a fork on {sys.platform}"
-    if any(slots):
+    if any(share_devices(plan)):
         return "a CUDA context does not survive a fork"
     return ""
 
@@ -346,7 +546,13 @@ def _environment(threads: int | None) -> dict[str, str]:
 
 def _request(run: CampaignRun) -> bytes:
     path = run.config.source_path
-    return json.dumps({"config": dump_toml(run.config), "path": str(path) if path else ""}).encode()
+    request = {"config": dump_toml(run.config), "path": str(path) if path else ""}
+    return json.dumps(request | {"common": str(common_folder(run))}).encode()
+
+
+def common_folder(run: CampaignRun) -> Path:
+    """The folder of the results that runs of the campaign have in common."""
+    return run.folder.parents[1] / COMMON
 
 
 class Worker:

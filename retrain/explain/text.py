@@ -300,3 +300,10 @@ def _time_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
             str(schedule.effective_parallelism),
             f"recommended max_workers: {best.count} ({best.because})",
         )
+    if schedule.forked:
+        yield (
+            "start",
+            "once",
+            "libraries, tokenizer, prompts and base weights, which workers forked from one process"
+            " share; evaluations before step 0 once for a seed",
+        )
