@@ -301,9 +301,5 @@ def _time_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
             f"recommended max_workers: {best.count} ({best.because})",
         )
     if schedule.forked:
-        yield (
-            "start",
-            "once",
-            "libraries, tokenizer, prompts and base weights, which workers forked from one process"
-            " share; evaluations before step 0 once for a seed",
-        )
+        common = "libraries, tokenizer, prompts and base weights, which forked workers share"
+        yield ("start", "once", f"{common}; evaluations before step 0 once for a seed")

@@ -427,8 +427,8 @@ class Session:
         ):
             return
         self._sync()
-        answers = len(evaluator.prompts) * evaluator.plan.group_size
-        evaluate = partial(evaluator.run, step, self._watch(f"Evaluation at step {step}", answers))
+        watcher = self._watch(f"Evaluation at step {step}", evaluator.completions)
+        evaluate = partial(evaluator.run, step, watcher)
         if step:
             result = evaluate()
         else:
