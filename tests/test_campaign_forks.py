@@ -300,7 +300,9 @@ def test_what_was_not_forked_is_told_with_its_reason(
 def test_workers_are_forked_on_a_processor_of_linux_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = plan_campaign(config_from_mapping(sections(tmp_path, {})), tmp_path)
+    unset = sections(tmp_path, {})
+    del unset["backend"]
+    plan = plan_campaign(config_from_mapping(unset), tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert no_fork_reason(plan) == ""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -105,10 +105,11 @@ def _inputs(config: TrainConfig, parts: Parts, evaluator: Evaluator) -> dict[str
         return None
     import torch
 
-    prompts = hashlib.sha256()
+    seen = hashlib.sha256()
     for prompt in evaluator.prompts:
-        prompts.update(json.dumps([prompt.prompt_id, prompt.example.reference]).encode())
-        prompts.update(np.asarray(prompt.token_ids, np.int64).tobytes())
+        example = prompt.example
+        seen.update(json.dumps([prompt.prompt_id, example.task, example.reference]).encode())
+        seen.update(np.asarray(prompt.token_ids, np.int64).tobytes())
     with TemporaryDirectory() as folder:
         backend.save_adapter(Path(folder))
         weights = hashlib.sha256((Path(folder) / "adapter_model.safetensors").read_bytes())
@@ -119,5 +120,6 @@ def _inputs(config: TrainConfig, parts: Parts, evaluator: Evaluator) -> dict[str
         "config": sections,
         "choices": asdict(backend.choices) if backend.choices else None,
         "adapter": weights.hexdigest(),
-        "prompts": prompts.hexdigest(),
+        "prompts": seen.hexdigest(),
+        "sampling": [[len(prompts), repr(plan)] for prompts, plan in evaluator.sets],
     }
