@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from retrain.cli.shared import (
+    PICTURES,
     Alpha,
     Contrast,
     Control,
@@ -63,6 +64,17 @@ def command(
     steps: Annotated[
         int, typer.Option(min=0, help="Number of steps of a run whose completions are shown.")
     ] = 4,
+    figures: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Also write the figures, the table and a methods sentence for a paper here.",
+        ),
+    ] = None,
+    form: Annotated[
+        str,
+        typer.Option("--format", help="Formats of --figures, with commas: svg, pdf, png."),
+    ] = "svg,pdf",
     serve: Annotated[
         bool,
         typer.Option(
@@ -99,14 +111,15 @@ def command(
     request = ReportRequest(
         folder, baseline, metric, test, against or (), steps, trust, control, pairs
     )
-    _check_output(output, serve=serve)
+    _check_output(output, figures, serve=serve)
+    formats = _formats(form)
     if serve:
         _serve(request, port, refresh)
         return
-    written = write_report(request, output or RunFolder(folder).report)
+    written = write_report(request, output or RunFolder(folder).report, figures, formats)
     print(clean(f"Report: {written.page}"))
     for picture in written.pictures:
-        print(clean(f"Picture: {picture}"))
+        print(clean(f"{'Picture' if picture.suffix in PICTURES else 'File'}: {picture}"))
 
 
 def _check_extra() -> None:
@@ -121,13 +134,35 @@ def _check_extra() -> None:
             ) from error
 
 
-def _check_output(output: Path | None, *, serve: bool) -> None:
-    """Raise ConfigurationError for an output beside --serve, and for a folder."""
+def _formats(text: str) -> list[str]:
+    """Raise ConfigurationError for a format that no figure has."""
+    from retrain.report.paper import FORMATS
+
+    formats = [name.strip() for name in text.split(",")]
+    for name in formats:
+        if name not in FORMATS:
+            raise ConfigurationError(
+                f"--format {text}: {name!r} is no format of a figure; name some of"
+                f" {', '.join(FORMATS)}, with commas between them."
+            )
+    return formats
+
+
+def _check_output(output: Path | None, figures: Path | None, *, serve: bool) -> None:
+    """Raise ConfigurationError for an output beside --serve, for a folder, and for a picture."""
+    for flag, path in (("--output", output), ("--figures", figures)):
+        if path is not None and serve:
+            raise ConfigurationError(
+                f"{flag} {path} and --serve are two ways to see a report; give one of them."
+            )
+    if figures is not None and figures.is_file():
+        raise ConfigurationError(f"--figures {figures} is a file; name a folder.")
     if output is None:
         return
-    if serve:
+    if output.suffix in PICTURES:
         raise ConfigurationError(
-            f"--output {output} and --serve are two ways to see a report; give one of them."
+            f"--output {output} would be a page of HTML; name it .html, and get pictures with"
+            f" --figures FOLDER --format {output.suffix[1:]}."
         )
     if output.is_dir():
         raise ConfigurationError(
