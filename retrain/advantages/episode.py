@@ -48,6 +48,11 @@ def maxrl(rewards: Sequence[float], eps: float = 1e-6) -> list[float]:
     return _listed(_centred(r) / (mean + eps))
 
 
+def none(rewards: Sequence[float]) -> list[float]:
+    """A_i = 0: rewards are recorded and teach nothing, as where a teacher gives all credit."""
+    return [0.0] * len(_checked(rewards))
+
+
 def rloo(rewards: Sequence[float]) -> list[float]:
     """A_i = r_i - mean of the others = G/(G-1) (r_i - mean(r)); zero for G = 1. Source: arXiv
     2402.14740.
@@ -130,6 +135,7 @@ ADVANTAGES: dict[str, BuiltinAdvantage] = {
     "maxrl": BuiltinAdvantage(maxrl, frozenset({"eps"})),
     "rloo": BuiltinAdvantage(rloo, frozenset()),
     "grpo_std": BuiltinAdvantage(grpo_std, frozenset({"ddof", "eps"})),
+    "none": BuiltinAdvantage(none, frozenset(), group_relative=False),
     "reinforce": BuiltinAdvantage(reinforce, frozenset({"baseline"}), group_relative=False),
     "reinforce_pp": BuiltinAdvantage(reinforce_pp, frozenset({"eps", "weight"}), batch_level=True),
 }

@@ -151,6 +151,16 @@ def _no_transform_with(trait: str) -> Test:
     return test
 
 
+def _reads_no_teacher(config: TrainConfig) -> bool:
+    """Return True if no condition distils, nor has a plugin, which may read a teacher."""
+    modes = [modes_of(condition) for condition in config.conditions]
+    plugins = any(
+        advantage not in builtin_names("advantage") or transform not in builtin_names("transform")
+        for advantage, transform in modes
+    )
+    return not plugins and _no_transform_with("distils")(config)
+
+
 def _rewards(config: TrainConfig) -> set[str]:
     """Return the rewards of training and of held-out evaluation, if there is any; "plugin" stands
     for each that is not built in.
@@ -315,7 +325,7 @@ _RUNS: Rows = (
     unused(
         "data.difficulty",
         because='it belongs to source = "lab"',
-        when=lambda c: c.data.source != "lab" and c.evaluation.source != "lab",
+        when=lambda c: c.data.source != "lab" and "lab" not in c.evaluation.sources,
     ),
     unused(
         "data.params",
@@ -366,6 +376,16 @@ _RUNS: Rows = (
         "algorithm.params",
         because="no algorithm_mode is set",
         when=lambda c: not any(replaces_modes(x.algorithm_mode) for x in c.conditions),
+    ),
+    unused(
+        "algorithm.reference",
+        because="no stage here reads a teacher's log-probs",
+        when=_reads_no_teacher,
+    ),
+    unused(
+        "algorithm.reference_coef",
+        because="no transform here distils",
+        when=_no_transform_with("distils"),
     ),
     unused(
         "algorithm.uncertainty_kind",
@@ -524,15 +544,23 @@ def _implied_by_backend(name: str, declared: Any, known: Reasons) -> Iterator[Ef
         )
     if not declared.entropy:
         yield row("loss.entropy_coef", "its learner has no entropies; leave it at 0")
+    if not declared.scores_reference:
+        yield row(
+            "algorithm.reference",
+            'its learner cannot score tokens as a teacher; leave it empty, or use "local"',
+        )
     if not declared.per_token_advantages:
         yield row(
             "algorithm.surprisal_mask_rho", "it takes one advantage per completion; leave it at 0"
         )
     if not declared.own_loss:
-        for kind, path in _PLUGIN_KEYS.items():
-            if kind != "loss" or declared.losses:  # else refused by any name
-                because = "it takes no plugin here; use a built-in name"
-                yield row(path, because, _names_plugin(kind))
+        yield from _no_plugins(declared, row)
+
+
+def _no_plugins(declared: Any, row: Callable[..., Effect]) -> Iterator[Effect]:
+    for kind, path in _PLUGIN_KEYS.items():
+        if kind != "loss" or declared.losses:  # else refused by any name
+            yield row(path, "it takes no plugin here; use a built-in name", _names_plugin(kind))
 
 
 def _implied_by_engine(name: str, declared: Any, known: Reasons) -> Iterator[Effect]:
@@ -557,6 +585,15 @@ def _implied_by_engine(name: str, declared: Any, known: Reasons) -> Iterator[Eff
             refuses_default=True,
         )
     yield from _without_entropies(declared, known)
+    if declared.logprobs == "raw":
+        yield refused(
+            "algorithm.reference",
+            because=(
+                "it returns log-probs before the temperature, and a teacher's are after it; leave"
+                " it empty, or set [training] temperature = 1"
+            ),
+            when=lambda config: config.training.temperature != 1,
+        )
     if not declared.kept_set:
         yield _no_cuts(known)
     if not part_class("engine", name).supports_split:

@@ -254,7 +254,7 @@ class _Estimate:
         limits = DecodeLimits(
             self.choices.decode_rows * self.choices.workers, self.choices.decode_tokens
         )
-        asked = evaluation.max_examples * evaluation.samples or limits.rows
+        asked = max(part.max_examples * part.samples or limits.rows for part in evaluation.parts)
         return limits.rows_together(
             self.budget.longest_sampled,
             max(self.completions, asked) if evaluation.asked_for else self.completions,

@@ -15,6 +15,7 @@ from retrain.distributed import World
 from retrain.records.terminal import counted
 from retrain.records.untrained import ASKING, ASKING_TEMPLATE
 from retrain.rewards import box_reader
+from retrain.run.teacher import teacher_note
 from retrain.system import toml_value
 from retrain.types import LogLine
 
@@ -87,6 +88,7 @@ def notes(config: TrainConfig) -> list[str]:
         _dropout_note(config.lora, config.loss),
         _truncation_note(config),
         _split_note(config),
+        teacher_note(config),
     ]
     if config.kind != "squeeze" and config.training.temperature == 1:
         found.append(backend_kind(config.backend.backend).temperature_note)

@@ -23,7 +23,7 @@ from retrain.config.schema import Backend as BackendSettings
 from retrain.config.schema import Evaluation, Inference, Model, Training
 from retrain.data import PromptSet, contamination_note, encode_prompts, load_examples
 from retrain.data.chat import ChatRenderer, messages_of
-from retrain.data.prompts import examples_key
+from retrain.data.prompts import each_source, examples_key, of_task
 from retrain.data.readers import Split
 from retrain.data.samplers import SAMPLERS, build_sampler
 from retrain.distributed import ALONE, World
@@ -50,6 +50,7 @@ from retrain.run.gate_fits import GateInputs
 from retrain.run.notes import unasked_note
 from retrain.run.rollout import Sampler
 from retrain.run.sharing import shared
+from retrain.run.teacher import Teacher, check_answers, check_teacher
 from retrain.tracking.build import check_packages as check_tracker_packages
 from retrain.types import Example, Int32Array, LogLine, MachineChoices, Prompt
 
@@ -77,6 +78,8 @@ class Parts:
     guard: FailureGuard
     sampler: Sampler
     credit: CreditPipeline
+    teacher: Teacher | None
+    """Scores sampled tokens for stages of credit; None without [algorithm] reference."""
     sepa: SEPAController
     evaluator: Evaluator | None
 
@@ -145,6 +148,7 @@ def _load_rest(
     if stage:
         undo.callback(stage.host.close)
     prompts = load_prompts(config, text, stage, say)
+    check_answers(config, prompts.examples)
     if stage is None and (note := unasked_note(config, prompts.texts)):
         say(note)
     held_out = (
@@ -155,7 +159,7 @@ def _load_rest(
         undo.callback(judge.close)
     _say_probes([asked for asked in (scorer, judge) if asked], say)
     if learns:
-        say_memory(config, choices, prompts, held_out or [], say, world)
+        say_memory(config, choices, prompts, prompts_of(held_out), say, world)
     backend = build_backend(config, text.eos_ids, choices, say, world)
     undo.callback(backend.close)
     backend.engine.say = say
@@ -165,8 +169,8 @@ def _load_rest(
     limit = config.reward.max_failure_rate
     evaluator = None
     if held_out:
-        plan = evaluation_plan(config.evaluation, config.training)
-        evaluator = Evaluator(examiner, held_out, plan, config.evaluation.k, limit)
+        sets = [(prompts, evaluation_plan(part, config.training)) for part, prompts in held_out]
+        evaluator = Evaluator(examiner, sets, config.evaluation.k, limit)
     guard = FailureGuard(limit)
     return Parts(
         text,
@@ -178,6 +182,7 @@ def _load_rest(
         guard,
         sampler,
         credit,
+        Teacher.of(config, text, backend),
         SEPAController(config.sepa),
         evaluator,
     )
@@ -204,6 +209,7 @@ def check_plugins(config: TrainConfig) -> None:
     for load in (
         lambda: CreditPipeline(regex, lambda ids: [""] * len(ids)),
         lambda: _load_sources(config),
+        lambda: check_teacher(config),
     ):
         try:
             load()
@@ -427,20 +433,40 @@ def longest_prompt(training: PromptSet, held_out: Sequence[Prompt]) -> int:
     return max(training.longest, *(len(prompt.token_ids) for prompt in held_out), 0)
 
 
+HeldOut = list[tuple[Evaluation, list[Prompt]]]
+"""The held-out prompts of each source of `[evaluation]`, with its settings."""
+
+
 def load_held_out(
     config: TrainConfig, text: TextModel, stage: Stage | None, training: PromptSet, say: Say
-) -> list[Prompt]:
-    """Load `[evaluation] max_examples` of the held-out problems, the same ones in the same order
-    for every run of a data set.
+) -> HeldOut:
+    """Load `[evaluation] max_examples` of the held-out problems of each source, the same ones in
+    the same order for every run of a data set.
     """
-    _, prompts = _read_prompts(config, text, stage, "heldout")
-    seen = contamination_note(training.examples, prompts.examples)
-    count = min(config.evaluation.max_examples or len(prompts), len(prompts))
-    line = f"Held-out evaluation on {count} of {len(prompts)} problems"
-    say(LogLine(line, f"{count:,} held-out"))
-    for note in filter(None, (*prompts.notes, seen)):
-        say(note)
-    return prompts.batch(0, count, _EVALUATION_ORDER_SEED)
+    if stage:
+        configs = [config]
+    else:
+        configs = each_source(config)
+    chosen = []
+    for own in configs:
+        (source, *_), name = own.evaluation.sources, ""
+        _, prompts = _read_prompts(own, text, stage, "heldout")
+        seen = contamination_note(training.examples, prompts.examples)
+        count = min(own.evaluation.max_examples or len(prompts), len(prompts))
+        drawn = prompts.batch(0, count, _EVALUATION_ORDER_SEED)
+        if len(configs) > 1:
+            drawn, name = of_task(drawn, source), f" of {source}"
+        line = f"Held-out evaluation on {count} of {len(prompts)} problems{name}"
+        say(LogLine(line, f"{count:,} held-out{name}"))
+        for note in filter(None, (*prompts.notes, seen)):
+            say(note)
+        chosen.append((own.evaluation, drawn))
+    return chosen
+
+
+def prompts_of(held_out: HeldOut | None) -> list[Prompt]:
+    """The held-out prompts of all sources."""
+    return [prompt for _, prompts in held_out or () for prompt in prompts]
 
 
 def load_judge(config: TrainConfig, scorer: Scorer, verdicts: Path | None, say: Say) -> Scorer:

@@ -427,9 +427,7 @@ class Session:
         self._sync()
         result = evaluator.run(
             step,
-            self._watch(
-                f"Evaluation at step {step}", len(evaluator.prompts) * evaluator.plan.group_size
-            ),
+            self._watch(f"Evaluation at step {step}", evaluator.completions),
         )
         self.tracker.emit(result)
         self.evaluations.append(result)

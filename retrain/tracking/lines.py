@@ -24,7 +24,7 @@ def lines_of(event: Event, folder: Path, *, all_groups: bool = False) -> list[st
         case StepRecord():
             return [step_line(event)]
         case Evaluation():
-            return [evaluation_line(event)]
+            return [evaluation_line(event), *task_lines(event)]
         case RunSummary():
             return summary_lines(event, folder)
     return []

@@ -13,7 +13,7 @@ from retrain.records.evaluation import Evaluation
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import counted, one_line
 from retrain.tracking.base import Event, GroupsScored, Message, Progress, Started
-from retrain.tracking.lines import group_lines, number, summary_lines
+from retrain.tracking.lines import group_lines, number, summary_lines, task_lines
 from retrain.types import LogLine
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Rows:
                 return [self._step(event)]
             case Evaluation():
                 self._held_out += [event.pass_at[1]] if 1 in event.pass_at else []
-                return [self._evaluation(event)]
+                return [self._evaluation(event), *([(line, "")] for line in task_lines(event))]
             case RunSummary():
                 return self._summary(event)
         return []

@@ -81,6 +81,8 @@ class _Piece:
     """The log-probs are wanted too."""
     reference: bool = False
     """Score by the frozen base, with the adapter off."""
+    whole: bool = False
+    """Score over the whole vocabulary, whatever the sampler kept."""
     masks_of: int | None = None
     """Score under the dropout masks of this step."""
     temperature: float | None = None
@@ -260,6 +262,10 @@ class Learner:
         """
         return self._looked_up(rows, temperature=temperature)
 
+    def reference_logprobs(self, rows: Sequence[Row], *, base: bool) -> list[Float32Array]:
+        """As `logprobs`, over the whole vocabulary; with `base` by the frozen base."""
+        return self._looked_up(rows, reference=base, whole=True)
+
     def logprobs_in(
         self, dtype: torch.dtype, rows: Sequence[Row], temperature: float | None = None
     ) -> list[Float32Array]:
@@ -285,6 +291,7 @@ class Learner:
         rows: Sequence[LearnerRow],
         *,
         reference: bool = False,
+        whole: bool = False,
         masks_of: int | None = None,
         temperature: float | None = None,
         dtype: torch.dtype | None = None,
@@ -304,6 +311,7 @@ class Learner:
             replace(
                 piece,
                 reference=reference,
+                whole=whole or reference,
                 masks_of=masks_of,
                 temperature=temperature,
                 dtype=dtype,
@@ -495,7 +503,7 @@ class Learner:
             states = self._hidden_states(micro).flatten(0, 1).index_select(0, micro.predictors)
             return count_kept(self.base.head, states, self.temperature, *astuple(piece.truncation))
         return self._forward(
-            micro, truncated=not piece.reference, temperature=piece.temperature
+            micro, truncated=not piece.whole, temperature=piece.temperature
         ).logprobs
 
     def _micro_batch(self, piece: _Piece) -> MicroBatch:
