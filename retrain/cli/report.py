@@ -31,6 +31,20 @@ if TYPE_CHECKING:
 _EXTRA = ("jinja2", "matplotlib")
 
 
+Figures = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Also write the figures, the table and a methods sentence for a paper here.",
+    ),
+]
+Formats = Annotated[
+    str, typer.Option("--format", help="Formats of --figures, with commas: svg, pdf, png.")
+]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port of --serve; 0 takes a free one.")]
+Refresh = Annotated[float, typer.Option(min=0.5, help="Seconds between updates, with --serve.")]
+
+
 def command(
     folder: Annotated[
         Path,
@@ -64,17 +78,8 @@ def command(
     steps: Annotated[
         int, typer.Option(min=0, help="Number of steps of a run whose completions are shown.")
     ] = 4,
-    figures: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Also write the figures, the table and a methods sentence for a paper here.",
-        ),
-    ] = None,
-    form: Annotated[
-        str,
-        typer.Option("--format", help="Formats of --figures, with commas: svg, pdf, png."),
-    ] = "svg,pdf",
+    figures: Figures = None,
+    form: Formats = "svg,pdf",
     serve: Annotated[
         bool,
         typer.Option(
@@ -82,12 +87,8 @@ def command(
             help="Serve the page at 127.0.0.1, updated while runs continue, until Ctrl-C.",
         ),
     ] = False,
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port of --serve; 0 takes a free one.")
-    ] = 0,
-    refresh: Annotated[
-        float, typer.Option(min=0.5, help="Seconds between updates, with --serve.")
-    ] = 5.0,
+    port: Port = 0,
+    refresh: Refresh = 5.0,
 ) -> None:
     """Make a page of curves, paired differences, verdicts, costs, completions and tokens; it needs
     no network and no server.
