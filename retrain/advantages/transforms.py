@@ -85,7 +85,9 @@ def top_share(logprobs: Numbers) -> float:
     energy = np.sort((1 - np.exp(np.minimum(_checked(logprobs, "log-prob"), 0.0))) ** 2)
     total = float(energy.sum())
     count = round(TOP * len(energy))
-    return float(energy[len(energy) - count :].sum()) / total if total else 0.0
+    if total:
+        return float(energy[len(energy) - count :].sum()) / total
+    return 0.0
 
 
 def capped(uncertainty: Float64Array, cap: float = CAP) -> Float64Array:

@@ -1,12 +1,14 @@
 """Compare conditions with a baseline: the runs of a campaign, or runs given by folder. With the
 notes on the comparison as a whole, one sentence each.
 
+from itertools import chain
 The unit is the run. A contrast is the list of differences between two runs of one seed; `verdict`
 draws the conclusion.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -65,7 +67,7 @@ def comparison_notes(
     asked: bool,
 ) -> Iterator[str]:
     base = arms[baseline]
-    runs = [run for arm in arms.values() for run in arm.runs.values()]
+    runs = list(chain.from_iterable(arm.runs.values() for arm in arms.values()))
     yield from (run.damage for run in runs if run.damage)
     if grouped.to_come:
         peeking = ""
@@ -279,7 +281,7 @@ def _check_contrasts(pairs: Sequence[PairOfLabels], grouped: RunsByCondition, fo
     condition.
     """
     labels = list(grouped.conditions)
-    for label in (label for pair in pairs for label in pair):
+    for label in chain.from_iterable(pairs):
         if label not in labels:
             raise ConfigurationError(
                 f"--contrast names {label}, which is no condition of {folder}; they are"
@@ -400,11 +402,8 @@ def _summary(arm: Arm, metric: Metric, confidence: float) -> ArmSummary:
 
 def _per_run(arm: Arm, name: str) -> float | None:
     """The mean of a number of summary.json; None if no run has it."""
-    found = [
-        value
-        for run in arm.runs.values()
-        if isinstance(value := run.summary.get(name), int | float)
-    ]
+    values = [run.summary.get(name) for run in arm.runs.values()]
+    found = [value for value in values if isinstance(value, int | float)]
     if found:
         return float(np.mean(found))
     return None

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from retrain.analysis.arms import (
     Arm,
@@ -69,14 +70,15 @@ def select(grouped: RunsByCondition, request: Request) -> Selection:
     # A metric that was asked for by name is compared however it was sampled; the notes say so.
     asked = request.metric is not None
     alike, apart, otherwise = _measured_alike(grouped, reference, metric, insist=asked)
-    named = [label for pair in request.pairs for label in pair] or alike
+    named = list(chain.from_iterable(request.pairs)) or alike
     arms = {
         label: arm_of(label, alike[label], metric, grouped.failed.get(label, ()))
         for label in dict.fromkeys((request.baseline, *named))
     }
-    left_out = [*grouped.left_out, *apart, *([] if asked else otherwise)]
-    left_out += [line for arm in arms.values() for line in arm.left_out]
     notes = otherwise if asked else []
+    left_out = [*grouped.left_out, *apart, *([] if asked else otherwise)]
+    for arm in arms.values():
+        left_out += arm.left_out
     wanted = request.pairs or [(label, request.baseline) for label in [*arms][1:]]
     family = _with_differences(arms, wanted, metric, test)
     record, differing = request.record, _deviations(request, wanted, metric)
@@ -161,7 +163,7 @@ def worst_value(arms: Iterable[Arm], metric: Metric, test: TestSettings) -> floa
         return None
     if metric.is_rate:
         return 0.0 if better == "higher" else 1.0
-    values = [value for arm in arms for value in arm.values.values()]
+    values = list(chain.from_iterable(arm.values.values() for arm in arms))
     if not values:
         return None
     if better == "higher":

@@ -4,6 +4,7 @@ machine.
 
 import importlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -96,9 +97,7 @@ def command(
     _check_extra()
     from retrain.analysis.verdict import TestSettings
     from retrain.records.run_folder import RunFolder
-    from retrain.records.terminal import clean
     from retrain.report.data import ReportRequest
-    from retrain.report.page import write_report
 
     refuse_two_baselines(control, baseline)
     test = TestSettings(
@@ -116,8 +115,17 @@ def command(
     formats = _formats(form)
     if serve:
         _serve(request, port, refresh)
-        return
-    written = write_report(request, output or RunFolder(folder).report, figures, formats)
+    else:
+        _write(request, output or RunFolder(folder).report, figures, formats)
+
+
+def _write(
+    request: "ReportRequest", output: Path, figures: Path | None, formats: Sequence[str]
+) -> None:
+    from retrain.records.terminal import clean
+    from retrain.report.page import write_report
+
+    written = write_report(request, output, figures, formats)
     print(clean(f"Report: {written.page}"))
     for picture in written.pictures:
         print(clean(f"{'Picture' if picture.suffix in PICTURES else 'File'}: {picture}"))
