@@ -381,11 +381,17 @@ def test_every_printed_command_continues_the_run_whatever_began_it(
 
 
 def test_resume_without_a_file_reads_the_runs_own_or_a_newer_retrain_toml(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     started: list[TrainConfig] = []
-    monkeypatch.setattr("retrain.run.loop.train", lambda config, **_: started.append(config))
+    told: list[str] = []
+
+    def started_with(config: TrainConfig, *, said: list[str], **_: bool) -> None:
+        started.append(config)
+        told[:] = said
+
+    monkeypatch.setattr("retrain.run.loop.train", started_with)
     run, beside = RunFolder(Path("logs/run")), Path("retrain.toml")
     run.create()
     run.config.write_text(dump_toml(small(run.path, training={"seed": 7, "lr": 3e-4})))
@@ -393,7 +399,7 @@ def test_resume_without_a_file_reads_the_runs_own_or_a_newer_retrain_toml(
 
     def resumed(*flags: str) -> str:
         assert main(["--resume", "logs/run", *flags]) == 0
-        (line,) = capsys.readouterr().out.splitlines()
+        (line,) = told
         return line
 
     assert resumed("--max-steps", "9") == "Read logs/run/config.toml."

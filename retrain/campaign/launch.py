@@ -39,10 +39,7 @@ from retrain.config.schema import Campaign, Provenance
 from retrain.errors import ConfigurationError, EnvironmentFailure, Interrupted, RetrainError
 from retrain.install import install_hint
 from retrain.records.redact import harmless
-from retrain.records.run_folder import RunFolder
-
-OUTPUT = "output.log"
-"""File in the run's folder that keeps what the run prints."""
+from retrain.records.run_folder import OUTPUT, RunFolder
 
 
 @dataclass(frozen=True)

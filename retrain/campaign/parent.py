@@ -169,7 +169,13 @@ def prepare(request: Request) -> None:
     from retrain.config import config_from_toml
     from retrain.errors import RetrainError
     from retrain.run import loop  # noqa: F401 - imported for the workers
-    from retrain.run.parts import load_held_out, load_prompts, load_text, say_memory
+    from retrain.run.parts import (
+        load_held_out,
+        load_prompts,
+        load_text,
+        prompts_of,
+        say_memory,
+    )
 
     config = config_from_toml(request.config, Path(request.path) if request.path else None)
     if config.model.trust_remote_code:
@@ -177,10 +183,10 @@ def prepare(request: Request) -> None:
     with suppress(RetrainError):
         text = load_text(config.model, _unsaid)
         if not config.environment.provider:
-            prompts, held_out = load_prompts(config, text, None, _unsaid), []
+            prompts, held_out = load_prompts(config, text, None, _unsaid), None
             if config.evaluation.asked_for:
                 held_out = load_held_out(config, text, None, prompts, _unsaid)
-            say_memory(config, None, prompts, held_out, _unsaid)
+            say_memory(config, None, prompts, prompts_of(held_out), _unsaid)
         backend_kind(config.backend.backend).prepare(config)
 
 

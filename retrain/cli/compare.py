@@ -7,15 +7,27 @@ import shutil
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer.core import TyperCommand
 
-from retrain.cli.shared import Alpha, AsJson, LowerIsBetter, Margin
+from retrain.cli.shared import (
+    Alpha,
+    AsJson,
+    Contrast,
+    Control,
+    Correction,
+    Failed,
+    LowerIsBetter,
+    Margin,
+    pair_of,
+    refuse_two_baselines,
+)
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from retrain.analysis.budget import Budget
     from retrain.analysis.compare import Comparison
     from retrain.analysis.verdict import TestSettings
 
@@ -68,10 +80,7 @@ def command(
             help="A campaign's condition (the first unless given), or the baseline's runs.",
         ),
     ] = None,
-    control: Annotated[
-        bool,
-        typer.Option("--control", help="The campaign's random-reward condition is the baseline."),
-    ] = False,
+    control: Control = False,
     metric: Annotated[
         str | None,
         typer.Option(
@@ -79,6 +88,13 @@ def command(
                 "pass@K, correct_rate, auc, or a column of metrics.jsonl; by default held-out"
                 " pass@1, if there is one."
             )
+        ),
+    ] = None,
+    at: Annotated[
+        str | None,
+        typer.Option(
+            metavar="tokens=N|updates=N",
+            help="Compare the runs where they had sampled N tokens or made N updates.",
         ),
     ] = None,
     alpha: Alpha = 0.05,
@@ -91,46 +107,34 @@ def command(
         float, typer.Option(help="Power for the detectable difference and the seeds needed.")
     ] = 0.8,
     lower_is_better: LowerIsBetter = False,
-    correction: Annotated[
-        Literal["maxt", "holm"] | None,
-        typer.Option(
-            help=(
-                "Adjust p by joint sign flips of whole seeds (maxt), or by Holm; by default as the"
-                " campaign planned, else maxt."
-            )
-        ),
-    ] = None,
-    contrast: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="A:B",
-            help="Compare condition A with condition B; repeat it for a family of pairs.",
-        ),
-    ] = None,
-    failed: Annotated[
-        Literal["exclude", "worst"],
-        typer.Option(
-            help="Leave pairs with a failed run out, or count that run as the worst result."
-        ),
-    ] = "exclude",
+    correction: Correction = None,
+    contrast: Contrast = None,
+    failed: Failed = "exclude",
     form: Annotated[Format, typer.Option("--format", help="How to print it.")] = Format.TEXT,
     as_json: AsJson = False,
 ) -> None:
     """Compare conditions across seeds: paired differences, intervals, exact p values adjusted over
     all of them, and a verdict.
     """
+    from retrain.analysis.budget import Budget
     from retrain.analysis.verdict import TestSettings
     from retrain.records.evaluation import is_evaluation
 
     if as_json:
         form = Format.JSON
     if any(map(is_evaluation, targets)):
+        if at is not None:
+            raise ConfigurationError(
+                f"--at {at} is for runs, and {targets[0]} is one evaluation; leave --at out."
+            )
         _print_evaluations(targets, baseline or [], metric, alpha, as_json=form is Format.JSON)
         return
     test = TestSettings(alpha, margin, effect, power, lower_is_better, correction, failed)
-    comparison = _compare(
-        targets, baseline or [], control, metric, test, [_pair(text) for text in contrast or []]
-    )
+    budget = None
+    if at is not None:
+        budget = Budget.parse(at)
+    pairs = [pair_of(text) for text in contrast or []]
+    comparison = _compare(targets, baseline or [], control, metric, test, pairs, budget)
     _print(comparison, form)
 
 
@@ -175,16 +179,6 @@ def _print_evaluations(
     )
 
 
-def _pair(text: str) -> tuple[str, str]:
-    """Raises ConfigurationError unless the text is two labels with a colon between them."""
-    candidate, colon, baseline = text.partition(":")
-    if not (candidate and colon and baseline) or candidate == baseline:
-        raise ConfigurationError(
-            f"--contrast {text} is not two conditions as A:B; A is compared with B."
-        )
-    return candidate, baseline
-
-
 def _compare(
     targets: list[Path],
     baseline: list[str],
@@ -192,14 +186,12 @@ def _compare(
     metric: str | None,
     test: "TestSettings",
     pairs: list[tuple[str, str]],
+    budget: "Budget | None",
 ) -> "Comparison":
     from retrain.analysis.compare import compare_campaign, compare_runs
     from retrain.analysis.runs import is_campaign, stored_run
 
-    if control and baseline:
-        raise ConfigurationError(
-            f"--control and --baseline {baseline[0]} both name the baseline; give one of them."
-        )
+    refuse_two_baselines(control, baseline[0] if baseline else None)
     for target in targets:
         if not target.is_dir():
             raise ConfigurationError(
@@ -219,6 +211,7 @@ def _compare(
             metric,
             control=control,
             pairs=pairs,
+            budget=budget,
         )
     if pairs:
         raise ConfigurationError(
@@ -239,4 +232,5 @@ def _compare(
         [stored_run(Path(run)) for run in baseline],
         test,
         metric,
+        budget,
     )

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from pydantic import BaseModel, ValidationError
 
@@ -20,6 +21,7 @@ from retrain.config.names import (
     fixed_aggregation,
     is_recipe,
     nearest,
+    source_task,
     table,
     transforms_with,
 )
@@ -85,7 +87,7 @@ def broken_rules(config: AllSections) -> list[Violation]:
     """
     own_keys = any(condition.sets_keys for condition in config.conditions)
     rules = [*([] if own_keys else _RULES), *_CAMPAIGN_RULES]
-    found = dict.fromkeys(violation for rule in rules for violation in rule(config))
+    found = dict.fromkeys(chain.from_iterable(rule(config) for rule in rules))
     return [violation for violation in found if is_read(config, violation.keys[0])]
 
 
@@ -141,6 +143,29 @@ def _entropy_mask_needs_rho(config: AllSections) -> Iterator[Violation]:
             ("algorithm.surprisal_mask_rho", "algorithm.transform_mode"),
             '[algorithm] transform_mode = "entropy_mask" needs surprisal_mask_rho above 0 and at'
             " most 1, since at 0 it would be plain gtpo",
+        )
+
+
+@_rule
+def _distilling_needs_a_teacher(config: AllSections) -> Iterator[Violation]:
+    algorithm = config.algorithm
+    distils = any(
+        modes_of(condition)[1] in transforms_with("distils") for condition in config.conditions
+    )
+    if distils and not algorithm.reference:
+        yield Violation(
+            ("algorithm.reference", "algorithm.transform_mode", "algorithm.algorithm_mode"),
+            '[algorithm] "distill" needs a teacher; set reference to "base", "gold" or the folder'
+            " of an adapter",
+        )
+    lacking = [
+        place for place in ("{prompt}", "{answer}") if place not in algorithm.reference_prompt
+    ]
+    if algorithm.reference == "gold" and lacking:
+        yield Violation(
+            ("algorithm.reference_prompt",),
+            f"[algorithm] reference_prompt has no {' and no '.join(lacking)}, so the teacher would"
+            " not see it; write it where it belongs",
         )
 
 
@@ -286,22 +311,47 @@ def _clip_below_one(config: AllSections) -> Iterator[Violation]:
 @_rule
 def _pass_at_k_needs_samples(config: AllSections) -> Iterator[Violation]:
     evaluation = config.evaluation
-    if max(evaluation.k) > evaluation.samples:
+    samples = max(part.samples for part in evaluation.parts)
+    if max(evaluation.k) > samples:
         yield Violation(
             ("evaluation.k", "evaluation.samples"),
             f"[evaluation] k = {evaluation.k} asks for pass@{max(evaluation.k)} of samples ="
-            f" {evaluation.samples}; give samples of {max(evaluation.k)} or more",
+            f" {samples}; give samples of {max(evaluation.k)} or more",
         )
 
 
 @_rule
 def _greedy_samples_are_equal(config: AllSections) -> Iterator[Violation]:
+    for part in config.evaluation.parts:
+        if part.temperature == 0 and part.samples > 1:
+            yield Violation(
+                ("evaluation.samples", "evaluation.temperature"),
+                f"[evaluation] samples = {part.samples} would be {part.samples} equal"
+                " completions at temperature = 0; give samples = 1 or a temperature above 0",
+            )
+
+
+@_rule
+def _evaluation_tasks_are_of_its_sources(config: AllSections) -> Iterator[Violation]:
     evaluation = config.evaluation
-    if evaluation.temperature == 0 and evaluation.samples > 1:
+    tasks = [source_task(source or config.data.source) for source in evaluation.sources]
+    if len(tasks) > 1 and "" in evaluation.sources:
         yield Violation(
-            ("evaluation.samples", "evaluation.temperature"),
-            f"[evaluation] samples = {evaluation.samples} would be {evaluation.samples} equal"
-            " completions at temperature = 0; give samples = 1 or a temperature above 0",
+            ("evaluation.source",),
+            '[evaluation] source = "" in a list is no source; name each of them',
+        )
+    repeated = [task for task, count in Counter(tasks).items() if count > 1]
+    if repeated:
+        yield Violation(
+            ("evaluation.source",),
+            f'[evaluation] source names the task "{repeated[0]}" twice; rename a file, or drop one',
+        )
+    unknown = [name for name in evaluation.tasks if name not in tasks]
+    if unknown:
+        yield Violation(
+            ("evaluation.tasks", "evaluation.source"),
+            f'[evaluation] tasks has "{unknown[0]}", and source gives {", ".join(tasks)}; name one'
+            " of them",
         )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from retrain import noise
+from retrain.config.names import source_task
 from retrain.data.chat import count_tokens, encode_texts, messages_of, render_text, token_bounds
 from retrain.data.readers import Split
 from retrain.data.sources import Query, ReadResult, dropped_words, read_source, source_key
@@ -60,12 +61,33 @@ def load_examples(config: "TrainConfig", split: Split = "train") -> ReadResult:
     return result
 
 
+def each_source(config: "TrainConfig") -> list["TrainConfig"]:
+    """The configuration with one source of `[evaluation]` at a time, at its own settings."""
+    return [config.model_copy(update={"evaluation": part}) for part in config.evaluation.parts]
+
+
+def of_task(prompts: Iterable[Prompt], source: str) -> list[Prompt]:
+    """The prompts of one of several evaluation sources: the task is its name, which the ids of the
+    examples carry too.
+    """
+    task = source_task(source)
+    named = []
+    for prompt in prompts:
+        own = replace(prompt.example, task=task, example_id=f"{task}/{prompt.example.example_id}")
+        named.append(replace(prompt, example=own))
+    return named
+
+
 def _query(config: "TrainConfig", split: Split) -> Query:
-    source = config.evaluation.source if split == "heldout" else ""
-    apart = source not in ("", config.data.source)
+    source, copy = "", ""
+    if split == "heldout":
+        (source,) = config.evaluation.sources
+        copy = config.evaluation.path_of(source)
+    apart = source not in ("", config.data.source) or bool(copy)
     data = config.data
     if apart:
-        data = data.model_copy(update={"source": source, "path": "", "params": {}})
+        changes = {"source": source or data.source, "path": copy, "params": {}}
+        data = data.model_copy(update=changes)
     return Query(config, data, split, named_for_evaluation=apart)
 
 

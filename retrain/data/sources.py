@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -206,8 +207,8 @@ def _math(query: Query) -> ReadResult:
         )
         return result
     names = ["train" if query.split == "train" else "test"]
-    rows = (
-        row for subject in MATH_SUBJECTS for row in read_hub(HubData(MATH_NAME, subject), names)
+    rows = chain.from_iterable(
+        read_hub(HubData(MATH_NAME, subject), names) for subject in MATH_SUBJECTS
     )
     return _read(query, rows, _math_row)
 
@@ -252,6 +253,59 @@ def _gsm8k_row(row: dict[str, Any], example_id: str) -> Example | Reason | None:
                 return Example(question, answer, "gsm8k", info | {"solution": solution}, example_id)
             return Reason.NO_ANSWER
     return Reason.MALFORMED
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A set of problems for evaluation alone."""
+
+    hub: HubData
+    read_row: RowReader
+
+    def __call__(self, query: Query) -> ReadResult:
+        if query.split == "train":
+            raise ConfigurationError(
+                f"{query.key} is an evaluation set and is not trained on; name it in [evaluation]"
+                " source."
+            )
+        if query.data.path:
+            train, heldout = find_files(query.path, query.key, prefer=query.data.source)
+            return _read(query, read_files(heldout or train), self.read_row)
+        return _read(query, read_hub(self.hub, [self.hub.split]), self.read_row)
+
+
+def _solved_row(row: dict[str, Any], example_id: str) -> Example | Reason:
+    """MATH-500 and AIME: `problem` and `answer`."""
+    match row:
+        case {"problem": str(problem), "answer": str() | int() as answer, **info} if (
+            problem.strip()
+        ):
+            reference = str(answer).strip()
+            if reference.isdecimal():  # AIME writes 33 as 033
+                reference = str(int(reference))
+            if reference:
+                return Example(problem, reference, "default", info, example_id)
+            return Reason.NO_ANSWER
+    return Reason.MALFORMED
+
+
+_OPTIONS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+
+
+def _gpqa_row(row: dict[str, Any], example_id: str) -> Example | Reason:
+    """Four options in the order of the hashes of their texts with the question's, so that every
+    copy of the set asks alike; the reference is the letter.
+    """
+    texts = [row.get(name) for name in ("Question", *_OPTIONS)]
+    if not all(isinstance(text, str) and text.strip() for text in texts):
+        return Reason.MALFORMED
+    question, *options = (str(text).strip() for text in texts)
+    hashes = [hashlib.sha256(f"{question}\n{option}".encode()).digest() for option in options]
+    order = sorted(range(4), key=hashes.__getitem__)
+    shown = [f"{letter}) {options[index]}" for letter, index in zip("ABCD", order, strict=True)]
+    asked = "\n".join([question, "", *shown, "", "Answer with the letter of the right option."])
+    info = {name: value for name, value in row.items() if name not in ("Question", *_OPTIONS)}
+    return Example(asked, "ABCD"[order.index(0)], "default", info, example_id)
 
 
 HELDOUT_SHARE = 10
@@ -500,6 +554,10 @@ def _checked(query: Query, examples: Iterable[Example]) -> ReadResult:
 SOURCES: dict[str, Callable[[Query], ReadResult]] = {
     "math": _math,
     "gsm8k": _gsm8k,
+    "math500": Benchmark(HubData("HuggingFaceH4/MATH-500", split="test"), _solved_row),
+    "aime24": Benchmark(HubData("HuggingFaceH4/aime_2024", split="train"), _solved_row),
+    "aime25": Benchmark(HubData("yentinglin/aime_2025", split="train"), _solved_row),
+    "gpqa_diamond": Benchmark(HubData("Idavidrein/gpqa", "gpqa_diamond", "train"), _gpqa_row),
     "lab": lambda query: ReadResult(query.data, lab.examples(query.split, query.data.difficulty)),
     "jsonl": lambda query: _local(query, [".jsonl"]),
     "parquet": lambda query: _local(query, [".parquet"]),

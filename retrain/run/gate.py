@@ -122,6 +122,15 @@ class GateResult:
     def to_json(self) -> dict[str, float | int | str | None]:
         return asdict(self)
 
+    @property
+    def brief(self) -> str:
+        """What a terminal shows of it."""
+        found = "engine and learner not compared"
+        if self.max_difference is not None:
+            apart = self.mean_difference if self.half_precision else self.max_difference
+            found = f"engine and learner agree to {apart:.1e} nats"
+        return f"gate: {found}, gold answers {self.gold}"
+
     def line(self) -> str:
         if self.max_difference is None:
             return (
@@ -691,11 +700,8 @@ def environment_gold(host: EpisodeHost, prompts: Sequence[Prompt]) -> str:
     right.
     """
     with environment_code("[environment] asking for its gold replies", host.timeout_s):
-        known = [
-            (prompt, replies)
-            for prompt in prompts
-            if (replies := host.environment.gold(prompt.example))
-        ]
+        asked = [(prompt, host.environment.gold(prompt.example)) for prompt in prompts]
+    known = [(prompt, replies) for prompt, replies in asked if replies]
     for prompt, replies in known:
         score = play(host, prompt.example, replies)
         if score.outcome is not Outcome.RIGHT:

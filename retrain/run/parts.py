@@ -4,7 +4,7 @@ that they must pass.
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from retrain.config.schema import Backend as BackendSettings
 from retrain.config.schema import Evaluation, Inference, Model, Training
 from retrain.data import PromptSet, contamination_note, encode_prompts, load_examples
 from retrain.data.chat import ChatRenderer, messages_of
-from retrain.data.prompts import examples_key
+from retrain.data.prompts import each_source, examples_key, of_task
 from retrain.data.readers import Split
 from retrain.data.samplers import SAMPLERS, build_sampler
 from retrain.distributed import ALONE, World
@@ -41,6 +41,7 @@ from retrain.model.text import TextModel, load_model_config, load_text_model
 from retrain.noise import Stream
 from retrain.plugins import load_plugin, user_code
 from retrain.records.run_folder import RunFolder
+from retrain.records.terminal import counted
 from retrain.rewards import FailureGuard, Scorer, build_scorer, gold_response
 from retrain.run.dialogues import SamplingPlan, Stage
 from retrain.run.evaluation import Evaluator
@@ -49,8 +50,9 @@ from retrain.run.gate_fits import GateInputs
 from retrain.run.notes import unasked_note
 from retrain.run.rollout import Sampler
 from retrain.run.sharing import shared
+from retrain.run.teacher import Teacher, check_answers, check_teacher
 from retrain.tracking.build import check_packages as check_tracker_packages
-from retrain.types import Example, Int32Array, MachineChoices, Prompt
+from retrain.types import Example, Int32Array, LogLine, MachineChoices, Prompt
 
 Say = Callable[[str], None]
 
@@ -76,6 +78,8 @@ class Parts:
     guard: FailureGuard
     sampler: Sampler
     credit: CreditPipeline
+    teacher: Teacher | None
+    """Scores sampled tokens for stages of credit; None without [algorithm] reference."""
     sepa: SEPAController
     evaluator: Evaluator | None
 
@@ -135,38 +139,31 @@ def _load_rest(
     fails.
     """
     text = load_text(config.model, say)
-    credit = CreditPipeline(
-        config, text.vocabulary.pieces, lambda name: load_encoder(config.backend, name, world)
-    )
-    for note in credit.notes:
-        say(note)
+    credit = _load_credit(config, text, say, world)
     stage = load_stage(config, text, say)
     if stage:
         undo.callback(stage.host.close)
     prompts = load_prompts(config, text, stage, say)
-    if stage is None and (note := unasked_note(config, prompts.texts)):
+    check_answers(config, prompts.examples)
+    note = "" if stage else unasked_note(config, prompts.texts)
+    if note:
         say(note)
-    held_out = (
-        load_held_out(config, text, stage, prompts, say) if config.evaluation.asked_for else None
-    )
+    held_out = None
+    if config.evaluation.asked_for:
+        held_out = load_held_out(config, text, stage, prompts, say)
     judge = load_judge(config, scorer, verdicts, say) if held_out and scorer else scorer
     if judge:
         undo.callback(judge.close)
     _say_probes([asked for asked in (scorer, judge) if asked], say)
     if learns:
-        say_memory(config, choices, prompts, held_out or [], say, world)
+        say_memory(config, choices, prompts, prompts_of(held_out), say, world)
     backend = build_backend(config, text.eos_ids, choices, say, world)
     undo.callback(backend.close)
     backend.engine.say = say
     undo.pop_all()
-    sampler = Sampler(backend.engine, scorer, text.vocabulary.text, world=world, stage=stage)
-    examiner = Sampler(backend.engine, judge, text.vocabulary.text, world=world, stage=stage)
-    limit = config.reward.max_failure_rate
-    evaluator = None
-    if held_out:
-        plan = evaluation_plan(config.evaluation, config.training)
-        evaluator = Evaluator(examiner, held_out, plan, config.evaluation.k, limit)
-    guard = FailureGuard(limit)
+    decode = text.vocabulary.text
+    sampler_of = partial(Sampler, backend.engine, text=decode, world=world, stage=stage)
+    evaluator = build_evaluator(config, sampler_of(judge), held_out) if held_out else None
     return Parts(
         text,
         prompts,
@@ -174,12 +171,22 @@ def _load_rest(
         scorer,
         judge,
         stage,
-        guard,
-        sampler,
+        FailureGuard(config.reward.max_failure_rate),
+        sampler_of(scorer),
         credit,
+        Teacher.of(config, text, backend),
         SEPAController(config.sepa),
         evaluator,
     )
+
+
+def _load_credit(config: TrainConfig, text: TextModel, say: Say, world: World) -> CreditPipeline:
+    credit = CreditPipeline(
+        config, text.vocabulary.pieces, lambda name: load_encoder(config.backend, name, world)
+    )
+    for note in credit.notes:
+        say(note)
+    return credit
 
 
 def _say_probes(scorers: Sequence[Scorer], say: Say) -> None:
@@ -203,6 +210,7 @@ def check_plugins(config: TrainConfig) -> None:
     for load in (
         lambda: CreditPipeline(regex, lambda ids: [""] * len(ids)),
         lambda: _load_sources(config),
+        lambda: check_teacher(config),
     ):
         try:
             load()
@@ -333,11 +341,11 @@ def _text_key(model: Model) -> tuple[str, ...]:
 
 
 def load_text(model: Model, say: Say) -> TextModel:
-    say(f"Loading tokenizer for {model.model} ...")
+    say(LogLine(f"Loading tokenizer for {model.model} ..."))
     key = None if model.trust_remote_code else _text_key(model)
     text = shared(key, lambda: load_text_model(model))
-    say("Loading vocabulary table...")
-    say(f"Vocabulary table: {len(text.vocabulary)} entries")
+    say(LogLine("Loading vocabulary table..."))
+    say(LogLine(f"Vocabulary table: {len(text.vocabulary)} entries"))
     return text
 
 
@@ -361,14 +369,13 @@ def say_memory(
     )  # torch, which other backends do without
 
     try:
-        say(
-            predict_memory(
-                config,
-                prompt_tokens=longest_prompt(prompts, held_out),
-                choices=choices,
-                shards=shards_of(config.backend, world),
-            ).line()
+        memory = predict_memory(
+            config,
+            prompt_tokens=longest_prompt(prompts, held_out),
+            choices=choices,
+            shards=shards_of(config.backend, world),
         )
+        say(LogLine(memory.line(), f"needs {memory.peak_words}"))
     except NotPredictable as error:
         say(str(error))
 
@@ -378,7 +385,7 @@ def load_stage(config: TrainConfig, text: TextModel, say: Say) -> Stage | None:
     settings = config.environment
     if not settings.provider:
         return None
-    say(f"Loading environment {environment_name(config.environment)} ...")
+    say(LogLine(f"Loading environment {environment_name(config.environment)} ..."))
     environment = load_environment(config)
     host = EpisodeHost(
         environment,
@@ -391,10 +398,10 @@ def load_stage(config: TrainConfig, text: TextModel, say: Say) -> Stage | None:
 
 
 def load_prompts(config: TrainConfig, text: TextModel, stage: Stage | None, say: Say) -> PromptSet:
-    say("Loading dataset...")
+    say(LogLine("Loading dataset..."))
     count, prompts = _read_prompts(config, text, stage, "train")
-    say(f"Loaded {count} examples")
-    say(f"Pre-encoded {len(prompts)} prompts")
+    say(LogLine(f"Loaded {count} examples"))
+    say(LogLine(f"Pre-encoded {len(prompts)} prompts", counted(len(prompts), "prompt")))
     for note in prompts.notes:
         say(note)
     return prompts
@@ -427,19 +434,40 @@ def longest_prompt(training: PromptSet, held_out: Sequence[Prompt]) -> int:
     return max(training.longest, *(len(prompt.token_ids) for prompt in held_out), 0)
 
 
+HeldOut = list[tuple[Evaluation, list[Prompt]]]
+"""The held-out prompts of each source of `[evaluation]`, with its settings."""
+
+
 def load_held_out(
     config: TrainConfig, text: TextModel, stage: Stage | None, training: PromptSet, say: Say
-) -> list[Prompt]:
-    """Load `[evaluation] max_examples` of the held-out problems, the same ones in the same order
-    for every run of a data set.
+) -> HeldOut:
+    """Load `[evaluation] max_examples` of the held-out problems of each source, the same ones in
+    the same order for every run of a data set.
     """
-    _, prompts = _read_prompts(config, text, stage, "heldout")
-    seen = contamination_note(training.examples, prompts.examples)
-    count = min(config.evaluation.max_examples or len(prompts), len(prompts))
-    say(f"Held-out evaluation on {count} of {len(prompts)} problems")
-    for note in filter(None, (*prompts.notes, seen)):
-        say(note)
-    return prompts.batch(0, count, _EVALUATION_ORDER_SEED)
+    if stage:
+        configs = [config]
+    else:
+        configs = each_source(config)
+    chosen = []
+    for own in configs:
+        (source, *_), name = own.evaluation.sources, ""
+        _, prompts = _read_prompts(own, text, stage, "heldout")
+        seen = contamination_note(training.examples, prompts.examples)
+        count = min(own.evaluation.max_examples or len(prompts), len(prompts))
+        drawn = prompts.batch(0, count, _EVALUATION_ORDER_SEED)
+        if len(configs) > 1:
+            drawn, name = of_task(drawn, source), f" of {source}"
+        line = f"Held-out evaluation on {count} of {len(prompts)} problems{name}"
+        say(LogLine(line, f"{count:,} held-out{name}"))
+        for note in filter(None, (*prompts.notes, seen)):
+            say(note)
+        chosen.append((own.evaluation, drawn))
+    return chosen
+
+
+def prompts_of(held_out: HeldOut | None) -> list[Prompt]:
+    """The held-out prompts of all sources."""
+    return [prompt for _, prompts in held_out or () for prompt in prompts]
 
 
 def load_judge(config: TrainConfig, scorer: Scorer, verdicts: Path | None, say: Say) -> Scorer:
@@ -467,20 +495,17 @@ def truncation(training: Training) -> Truncation:
     return Truncation(training.top_k, training.top_p, training.min_p)
 
 
+def build_evaluator(config: TrainConfig, sampler: Sampler, held_out: HeldOut) -> Evaluator:
+    sets = [(prompts, evaluation_plan(part, config.training)) for part, prompts in held_out]
+    return Evaluator(sampler, sets, config.evaluation.k, config.reward.max_failure_rate)
+
+
 def evaluation_plan(evaluation: Evaluation, training: Training) -> SamplingPlan:
-    return SamplingPlan(
+    return replace(
+        training_plan(evaluation.over(training)),
         group_size=evaluation.samples,
-        max_tokens=training.max_tokens if evaluation.max_tokens is None else evaluation.max_tokens,
-        temperature=(
-            training.temperature if evaluation.temperature is None else evaluation.temperature
-        ),
-        seed=training.seed,
         stream=Stream.EVALUATION,
-        truncation=Truncation(
-            training.top_k if evaluation.top_k is None else evaluation.top_k,
-            training.top_p if evaluation.top_p is None else evaluation.top_p,
-            training.min_p if evaluation.min_p is None else evaluation.min_p,
-        ),
+        redraws=0,
     )
 
 

@@ -45,7 +45,7 @@ from retrain.distributed import ALONE, World
 from retrain.errors import EnvironmentFailure, RunFailed
 from retrain.model.text import resolve_model
 from retrain.system import read_object
-from retrain.types import Float32Array, MachineChoices, Row, StepResult
+from retrain.types import Float32Array, LogLine, MachineChoices, Row, StepResult
 
 if TYPE_CHECKING:
     from retrain.backends.tinker.own import Computed
@@ -107,7 +107,7 @@ class TinkerBackend(TinkerFacts):
         """
         self.config = config
         self._say = say
-        say("Connecting to Tinker...")
+        say(LogLine("Connecting to Tinker..."))
         self._service = Service(config)
         self._own_loss, self._aggregation = own_loss(config), aggregation_of(config)
         self._trainer: Any = None
@@ -139,12 +139,15 @@ class TinkerBackend(TinkerFacts):
         if self._trainer is None:
             rank = self.config.model.lora_rank
             self._say(
-                f"Creating LoRA training client (model={self.config.model.model}, rank={rank})..."
+                LogLine(
+                    f"Creating LoRA training client (model={self.config.model.model},"
+                    f" rank={rank})..."
+                )
             )
             self._trainer = self._service.result(
                 f"a LoRA adapter of rank {rank} for {self.base_model}", self._create
             )
-            self._say("Training client ready.")
+            self._say(LogLine("Training client ready."))
         return self._trainer
 
     def _create(self) -> Any:
@@ -328,11 +331,8 @@ class TinkerBackend(TinkerFacts):
             found = self._service.result(
                 "a forward pass", lambda: self.trainer.forward(datums, "cross_entropy")
             ).loss_fn_outputs
-        values = [
-            values
-            for row, output in zip(shifted, found, strict=True)
-            if (values := action_logprobs(row, output)) is not None
-        ]
+        read = [action_logprobs(row, output) for row, output in zip(shifted, found, strict=True)]
+        values = [each for each in read if each is not None]
         if len(values) < len(shifted):
             raise RunFailed(
                 "Tinker returned no log-probs for a forward pass, so sampler and learner cannot be"
@@ -395,7 +395,7 @@ class TinkerBackend(TinkerFacts):
                 with without_deprecations():
                     trainer.load_state_with_optimizer(path).result(timeout=seconds)
             self._trainer = trainer
-        self._say("Training client ready.")
+        self._say(LogLine("Training client ready."))
 
     def close(self) -> None:
         self._service.close()
