@@ -113,7 +113,7 @@ def test_an_answer_that_a_repetition_would_not_change_is_not_asked_for_again(
     assert len(net.posts()) == 1
 
 
-def test_a_silent_server_has_longer_than_an_unfit_answer_and_the_rest_is_counted_down(
+def test_a_silent_server_has_longer_than_an_unfit_answer_counted_down(
     net: Net,
 ) -> None:
     threading.Timer(1.0, lambda: net.answers.update({A: {"done": 1}})).start()

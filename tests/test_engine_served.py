@@ -1109,7 +1109,7 @@ def test_completions_are_the_requests_own(tmp_path: Path, server: VLLMDouble) ->
     assert all(one.finish_reason in FinishReason and one.entropies is None for one in found)
 
 
-def test_a_signal_is_answered_while_a_server_is_gone_as_it_should_load_an_adapter(
+def test_a_signal_is_answered_while_a_lost_server_should_load_an_adapter(
     tmp_path: Path, server: VLLMDouble
 ) -> None:
     class Patient(HastyVLLM):
