@@ -24,6 +24,7 @@ from retrain.analysis.arms import (
     mixed_code,
     mixed_keys,
 )
+from retrain.analysis.budget import Budget
 from retrain.analysis.integrity import (
     absent_line,
     are_the_same,
@@ -229,6 +230,8 @@ class Comparison:
     recorded."""
     looks: Sequence[Look] = ()
     """The looks of the campaign; empty unless the comparison is as planned."""
+    budget: Budget | None = None
+    """Where in the runs it is; None: at their end."""
     grid: Sequence[str] = ()
     """The keys that [campaign.grid] varies, whose conditions are ranked."""
 
@@ -251,6 +254,7 @@ def compare_campaign(
     control: bool = False,
     pairs: Sequence[PairOfLabels] = (),
     record: CampaignRecord | None = None,
+    budget: Budget | None = None,
 ) -> Comparison:
     """Every condition of a campaign against `baseline`, by default its first; `control` takes the
     one trained on random rewards.
@@ -273,7 +277,8 @@ def compare_campaign(
     if record.plan and test.margin is None and metric in (None, record.plan.metric):
         test = replace(test, margin=record.plan.margin)
     absences = Absences.of(record, runs, grouped.not_counted, unlisted)
-    return _compared(grouped, Request(baseline, test, metric, pairs, record, absences))
+    request = Request(baseline, test, metric, pairs, record, absences, budget)
+    return _compared(grouped, request)
 
 
 def _check_contrasts(pairs: Sequence[PairOfLabels], grouped: RunsByCondition, folder: Path) -> None:
@@ -322,6 +327,7 @@ def compare_runs(
     baselines: Sequence[StoredRun],
     test: TestSettings,
     metric: str | None = None,
+    budget: Budget | None = None,
 ) -> Comparison:
     """The conditions of `candidates` against the one condition of `baselines`, paired by seed."""
     both = {run.path.resolve() for run in candidates} & {run.path.resolve() for run in baselines}
@@ -347,7 +353,7 @@ def compare_runs(
         base.to_come + grouped.to_come,
     )
     return replace(
-        _compared(both_sides, Request(label, test, metric)),
+        _compared(both_sides, Request(label, test, metric, budget=budget)),
         planned=absent_line([*candidates, *baselines], campaigns),
     )
 
@@ -373,18 +379,19 @@ def _compared(grouped: RunsByCondition, request: Request) -> Comparison:
         problems=max(problems, default=0),
         test=test,
         baseline=request.baseline,
-        arms=[_summary(arm, metric, 1 - test.alpha) for arm in arms.values()],
-        contrasts=_contrasts(selection, record),
+        arms=[_summary(arm, metric, 1 - test.alpha, request.budget) for arm in arms.values()],
+        contrasts=_contrasts(selection, record, by_task=request.budget is None),
         to_come=grouped.to_come,
         left_out=selection.left_out,
         notes=[*selection.notes, *notes],
         planned=planned_line(record, selection.differing, request.absences) if record else "",
         looks=record.looks if record and test.rule == "evidence" else (),
+        budget=request.budget,
         grid=record.grid if record else (),
     )
 
 
-def _summary(arm: Arm, metric: Metric, confidence: float) -> ArmSummary:
+def _summary(arm: Arm, metric: Metric, confidence: float, budget: Budget | None) -> ArmSummary:
     values = list(arm.values.values())
     return ArmSummary(
         label=arm.label,
@@ -396,7 +403,7 @@ def _summary(arm: Arm, metric: Metric, confidence: float) -> ArmSummary:
         answered=arm.answered if metric.k is not None else 0,
         tokens=_per_run(arm, "tokens"),
         hours=None if (seconds := _per_run(arm, "seconds")) is None else seconds / 3600,
-        tasks=aggregate_tasks(arm.runs, confidence) if metric.k == 1 else None,
+        tasks=aggregate_tasks(arm.runs, confidence) if metric.k == 1 and not budget else None,
     )
 
 
@@ -409,7 +416,9 @@ def _per_run(arm: Arm, name: str) -> float | None:
     return None
 
 
-def _contrasts(selection: Selection, record: CampaignRecord | None) -> list[Contrast]:
+def _contrasts(
+    selection: Selection, record: CampaignRecord | None, *, by_task: bool
+) -> list[Contrast]:
     """One contrast per candidate; the p values are adjusted over all of them."""
     family, metric, test = selection.family, selection.metric, selection.test
     worst = worst_value(selection.arms.values(), metric, test)
@@ -425,7 +434,7 @@ def _contrasts(selection: Selection, record: CampaignRecord | None) -> list[Cont
     if worst == 0 and any(conclusion.verdict in _CLAIMS for conclusion in conclusions):
         robust = _second_lines(selection, conclusions, record)
     rows = zip(family, conclusions, at_worst, robust, strict=True)
-    return [_contrast(*row, metric, test) for row in rows]
+    return [_contrast(*row, metric, test, by_task=by_task) for row in rows]
 
 
 def _second_lines(
@@ -450,9 +459,11 @@ def _contrast(
     robust: Robust | None,
     metric: Metric,
     test: TestSettings,
+    *,
+    by_task: bool,
 ) -> Contrast:
     confidence, losses = 1 - test.alpha, pairs.losses()
-    by_task = metric.k == 1 and len(pairs.runs) > 1
+    by_task = by_task and metric.k == 1 and len(pairs.runs) > 1
     return Contrast(
         condition=pairs.candidate.label,
         baseline=pairs.baseline.label,

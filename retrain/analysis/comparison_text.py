@@ -363,7 +363,10 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
     exist is null.
     """
     test = comparison.test
-    return {
+    at = {}
+    if comparison.budget:
+        at = {"at": {comparison.budget.unit: comparison.budget.size}}
+    return at | {
         "answer": answer(comparison),
         "metric": comparison.metric.name,
         "metric_description": comparison.metric.description,

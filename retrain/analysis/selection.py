@@ -14,6 +14,7 @@ from retrain.analysis.arms import (
     evaluated_as,
     judged_by,
 )
+from retrain.analysis.budget import Budget, at_budget
 from retrain.analysis.measures import Metric, choose_metric
 from retrain.analysis.pairs import Pairs, pair_up
 from retrain.analysis.planned import Absences, CampaignRecord, deviations, not_looked_at
@@ -40,6 +41,8 @@ class Request:
     """The family of contrasts; empty: every condition against the baseline."""
     record: CampaignRecord | None = None
     absences: Absences | None = None
+    budget: Budget | None = None
+    """Where in a run it is compared; None: at its end."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class Selection:
 def select(grouped: RunsByCondition, request: Request) -> Selection:
     """Raises ConfigurationError for runs that cannot be compared, and if there is no pair."""
     metric, test = choose_metric(request.metric, grouped.runs), request.test
+    if request.budget:
+        grouped, metric = at_budget(grouped, request.budget, metric)
     _check_comparable(grouped, metric, test)
     reference = next(iter(grouped.conditions[request.baseline].values()), None)
     # A metric that was asked for by name is compared however it was sampled; the notes say so.
@@ -124,6 +129,8 @@ def _with_differences(
 def _deviations(request: Request, wanted: Sequence[PairOfLabels], metric: Metric) -> list[str]:
     if request.record is None:
         return []
+    if request.budget:
+        return [f"where runs are compared (at {request.budget}, planned at their end)"]
     found = deviations(
         request.record,
         baseline=request.baseline,
