@@ -309,6 +309,9 @@ def test_seeds_that_cannot_conclude_are_said_with_the_number_that_could() -> Non
     assert few.power is not None and few.power.detectable is None and few.power.seeds_needed == 6
     (warning,) = [sentence for sentence in few.warnings if "conclude" in sentence]
     assert "4 seeds" in warning and "4 comparisons" in warning and "6 seeds" in warning
+    assert "plan 7" in warning
+    least = explain(campaign(campaign={"seeds": [1, 2, 3, 4, 5, 6]}))
+    assert [sentence for sentence in least.warnings if "one failed run voids it" in sentence]
     assert not [sentence for sentence in explain(campaign()).warnings if "conclude" in sentence]
 
 
