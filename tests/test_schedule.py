@@ -21,7 +21,7 @@ from retrain.errors import ConfigurationError, RunFailed
 from retrain.run.control import CONTROLS, AdaptiveEntropy
 from retrain.run.parts import check_plugins
 from tests.runs import small, small_run, timeless
-from tests.test_split_mode import two_devices
+from tests.split import two_devices
 
 WEIGHTS = "checkpoints/final/adapter_model.safetensors"
 

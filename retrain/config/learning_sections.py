@@ -528,8 +528,8 @@ class Schedule(Section):
 
     points: Annotated[dict[str, list[Any]], AfterValidator(check_table)] = key(
         {},
-        'The schedules: "section.key" -> points [step, value], linear between them. A file writes'
-        ' "loss.kl_coef" = [[0, 0.01], [200, 0.0]] in [schedule] itself.',
+        'The schedules, "section.key" -> points [step, value], linear between them; a file writes'
+        " them into [schedule] itself.",
     )
     control: Annotated[str, OpenName("control", may_be_empty=True)] = key(
         "", "What sets keys by the records of earlier steps, built in or a plugin."
