@@ -486,11 +486,9 @@ def token_lists(rows: Any, lengths: Sequence[int], what: str) -> list[Float64Arr
 def step_tokens(groups: Any, tokens: StepTokens, what: str) -> Float64Array:
     """Flatten token advantages, [P][G][T] -> [n]."""
     given = zip(_groups_of(groups, tokens, what), tokens.token_counts, strict=True)
-    rows = [
-        row
-        for index, (group, counts) in enumerate(given)
-        for row in token_lists(group, counts, f"{what}, group {index}")
-    ]
+    rows = []
+    for index, (group, counts) in enumerate(given):
+        rows += token_lists(group, counts, f"{what}, group {index}")
     return flatten(rows)
 
 

@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any, Literal
 
 from retrain.config.judging import judging_rewards
@@ -28,8 +28,9 @@ from retrain.config.names import (
     transforms_with,
 )
 from retrain.config.rules import EVALUATION_SECTIONS, is_read, modes_of
-from retrain.config.schema import TrainConfig
+from retrain.config.schema import Backend, TrainConfig
 from retrain.config.section import Applies
+from retrain.errors import ConfigurationError
 from retrain.system import toml_value
 
 Outcome = Literal["used", "served", "unused", "refused"]
@@ -66,7 +67,7 @@ class Effect:
     @cached_property
     def paths(self) -> frozenset[str]:
         """Every key that the row is about, written out."""
-        named = {path for name in self.keys for path in _keys_of(name)}
+        named = set(chain.from_iterable(_keys_of(name) for name in self.keys))
         return frozenset(named.difference(self.but))
 
     def covers(self, path: str) -> bool:
@@ -705,6 +706,37 @@ def _sharding_refused(because: str, when: Test) -> Effect:
     return refused("backend.shard_base", because=because, when=when, values=(True,))
 
 
+def splits_base(backend: Backend, processes: int) -> bool:
+    """Return True if `processes` hold the frozen weights in parts. Raises ConfigurationError where
+    there is one process alone.
+    """
+    if backend.shard_base and processes == 1:
+        raise ConfigurationError(
+            "[backend] shard_base = true splits the frozen weights over the processes of torchrun,"
+            " and this run has one process; start the run by torchrun --nproc-per-node N -m"
+            " retrain, or leave shard_base false."
+        )
+    return backend.shard_base
+
+
+def sharding_note(config: TrainConfig, *, evaluates: bool = False) -> str:
+    """What [backend] shard_base = true costs a run, or that `retrain eval` has no use for it; ""
+    where it is false.
+    """
+    if not config.backend.shard_base or config.kind == "squeeze":
+        return ""
+    if evaluates:
+        return (
+            "[backend] shard_base = true is unused here: retrain eval runs in one process, which"
+            " holds the whole model."
+        )
+    return (
+        "[backend] shard_base = true: every forward pass, also for each generated token, gathers"
+        " all layers from the other processes, so use it only where one GPU cannot hold the model;"
+        " the memory that explain predicts is for one process with the whole model."
+    )
+
+
 def _eight_bits_refused(because: str, when: Test) -> Effect:
     """Sampler and learner must read the same numbers."""
     return refused("model.dtype", because=because, when=when, values=("fp8",))
@@ -870,7 +902,13 @@ _PRIME_RL: Rows = (
     refused("loss.old_logprobs", "loss.correction", because=_TRAINERS_RATIO),
     unused(*_CORRECTION, because=_TRAINERS_OWN),
     used("loss.mask_truncated"),
-    used("inference.url", "inference.served_model", "inference.api_key_env", "inference.timeout_s"),
+    used(
+        "inference.url",
+        "inference.served_model",
+        "inference.api_key_env",
+        "inference.timeout_s",
+        "inference.patience_s",
+    ),
     unused("inference.mismatch_limit", because="PRIME-RL's trainer reports no log-ratios"),
     unused("inference.*", because="PRIME-RL's own inference server samples"),
 )
@@ -927,6 +965,7 @@ _SERVER = (
     "inference.served_model",
     "inference.api_key_env",
     "inference.timeout_s",
+    "inference.patience_s",
     "inference.adapter_dir",
 )
 _ROUNDING = ("inference.dtype", "inference.kv_cache_dtype")

@@ -528,8 +528,8 @@ class Schedule(Section):
 
     points: Annotated[dict[str, list[Any]], AfterValidator(check_table)] = key(
         {},
-        'The schedules, "section.key" -> points [step, value], linear between them; a file writes'
-        " them into [schedule] itself.",
+        'The schedules, "section.key" -> points [step, value], linear between them; a file may'
+        " write each as a key of the section.",
     )
     control: Annotated[str, OpenName("control", may_be_empty=True)] = key(
         "", "What sets keys by the records of earlier steps, built in or a plugin."

@@ -10,6 +10,7 @@ from itertools import groupby
 
 from retrain.backends.declared import incapable, loss_notes
 from retrain.config import TrainConfig
+from retrain.config.effects import splits_base
 from retrain.config.moving import with_values
 from retrain.data.samplers import PromptChoice
 from retrain.distributed import ALONE, World, joined
@@ -30,7 +31,7 @@ from retrain.records.terminal import clean
 from retrain.run.control import Moving
 from retrain.run.dialogues import SamplingPlan, Watcher
 from retrain.run.interrupts import Interrupts
-from retrain.run.notes import preflight_lines, refuse_lone_sharding, skipped_gate_line
+from retrain.run.notes import preflight_lines, skipped_gate_line
 from retrain.run.observer import (
     StepObserver,
     check_mismatch,
@@ -541,7 +542,7 @@ class Session:
 @contextmanager
 def _opened(config: TrainConfig, overwrite: bool, world: World) -> Iterator[RunStart]:
     """Open the folder on rank 0, which holds its lock, and tell the other ranks what it found."""
-    refuse_lone_sharding(config.backend, world)
+    splits_base(config.backend, world.size)
     if not world.is_rank_zero:
         found: RunStart | RetrainError | None = world.broadcast(None)
         if isinstance(found, RetrainError):

@@ -171,11 +171,7 @@ class LocalBackend(LocalFacts):
         if sampler_device is None:
             self.engine = self._build_engine(eos_ids, self._base, self._adapter, self._fused)
         else:
-            copy = load_base_model(config, path, sampler_device)
-            self._sampler_adapter = Adapter(copy, config.model, config.lora, config.training.seed)
-            fused = FusedDecoder.of(copy.model, merge=self._choices.merge_adapter)
-            self.engine = self._build_engine(eos_ids, copy, self._sampler_adapter, fused)
-            self.capabilities = replace(self.capabilities, samples_ahead=True)
+            self.engine = self._engine_of_copy(eos_ids, sampler_device)
 
     @classmethod
     def open(
@@ -207,6 +203,17 @@ class LocalBackend(LocalFacts):
             )
         )
         return backend
+
+    def _engine_of_copy(
+        self, eos_ids: Sequence[int] | None, device: torch.device
+    ) -> InferenceEngine:
+        """Load a second copy of the model on the sampler's device, and build its engine."""
+        config = self.config
+        copy = load_base_model(config, resolve_model(config.model.model), device)
+        self._sampler_adapter = Adapter(copy, config.model, config.lora, config.training.seed)
+        self.capabilities = replace(self.capabilities, samples_ahead=True)
+        fused = FusedDecoder.of(copy.model, merge=self._choices.merge_adapter)
+        return self._build_engine(eos_ids, copy, self._sampler_adapter, fused)
 
     @classmethod
     def prepare(cls, config: "TrainConfig") -> None:
