@@ -126,6 +126,27 @@ class TrainConfig(AllSections):
 
     __hash__ = None  # type: ignore[assignment]  # tables and lists are not hashable
 
+    def __repr__(self) -> str:
+        """One line: what is trained, on what, and for how long."""
+        training = self.training
+        if self.kind == "squeeze":
+            return f"TrainConfig(squeeze {self.squeeze.adapter_path})"
+        size = f"{training.max_steps} steps of {training.batch_size} x {training.group_size}"
+        source = self.environment.provider or self.data.path or self.data.source
+        names = self.condition_label
+        if self.campaign is not None:
+            names = f"{len(self.conditions)} conditions x {len(self.campaign.seeds)} seeds"
+        return f"TrainConfig({names}: {self.model.model} on {source}, {size})"
+
+    def with_(self, **values: Any) -> "TrainConfig":
+        """Return the configuration with other values, by the names of their flags:
+        `config.with_(lr=5e-4, reward_type="math")`. Raises ConfigurationError for an unknown name
+        and for a value that is not allowed.
+        """
+        from retrain.config.load import with_flags
+
+        return with_flags(self, values)
+
     @property
     def _implied(self) -> dict[str, tuple[Any, str]]:
         """The unset keys that another key decides: "section.key" -> (value, the key that
