@@ -107,6 +107,17 @@ reward.type = "evil_plugin.f"
 }
 
 
+@pytest.mark.parametrize("command", ["explain", "xray", "audit"])
+def test_a_runs_folder_that_lost_its_marker_is_still_a_runs(
+    foreign: Path, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (foreign / ".retrain.json").unlink()
+    with_plugin(foreign, 'advantage_mode = "maxrl"', 'advantage_mode = "evil_plugin.f"')
+    assert main([command, str(foreign / "config.toml")]) == 2
+    assert "--trust" in capsys.readouterr().err
+    assert not (tmp_path / "trace").exists()
+
+
 @pytest.mark.parametrize("where", PLUGINS)
 @pytest.mark.parametrize("command", ["explain", "xray", "audit"])
 def test_a_file_in_a_runs_folder_names_code_and_wants_to_be_told(
