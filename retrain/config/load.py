@@ -150,6 +150,9 @@ def with_flags(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     return replaced(config, {paths[name]: value for name, value in values.items()})
 
 
+TrainConfig._changed = with_flags
+
+
 def replaced(
     config: TrainConfig, values: Mapping[str, Any], origin: str = "set in Python"
 ) -> TrainConfig:

@@ -1,9 +1,9 @@
 """The whole configuration: every section, checked by the rules, with the source of each value."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import (
     PrivateAttr,
@@ -82,6 +82,8 @@ class TrainConfig(AllSections):
     """
 
     _provenance: Provenance = PrivateAttr(default_factory=Provenance)
+    _changed: ClassVar[Callable[["TrainConfig", Mapping[str, Any]], "TrainConfig"]]
+    """Set by the loader, which reads this module."""
 
     @model_validator(mode="before")
     @classmethod
@@ -143,9 +145,7 @@ class TrainConfig(AllSections):
         `config.with_(lr=5e-4, reward_type="math")`. Raises ConfigurationError for an unknown name
         and for a value that is not allowed.
         """
-        from retrain.config.load import with_flags
-
-        return with_flags(self, values)
+        return self._changed(values)
 
     @property
     def _implied(self) -> dict[str, tuple[Any, str]]:

@@ -10,10 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrain.analysis.runs import load_runs
 from retrain.backends.base import backend_kind
 from retrain.config import TrainConfig
-from retrain.errors import Interrupted, ResumableFailure, RunFailed, ServerFailure
+from retrain.errors import (
+    EnvironmentFailure,
+    Interrupted,
+    ResumableFailure,
+    RunFailed,
+    ServerFailure,
+)
 from retrain.records.disk import writing_to
 from retrain.records.entries import StepRecord
 from retrain.records.run_folder import RunFolder
@@ -44,8 +49,17 @@ class Run:
         return list(StepRecord.read(RunFolder(self.folder).metrics))
 
     def metrics(self) -> "pd.DataFrame":
-        """Return a row per step with the fields of a StepRecord as columns, as `load_runs` does."""
-        return load_runs(self.folder)
+        """Return a row per step with the fields of a StepRecord as columns; what a step lacks is
+        missing and never 0. Raises EnvironmentFailure without pandas.
+        """
+        try:
+            import pandas as pd
+        except ModuleNotFoundError as error:
+            raise EnvironmentFailure(
+                "Run.metrics() makes a pandas frame, and pandas is not installed; `pip install"
+                " pandas`, or take Run.records()."
+            ) from error
+        return pd.DataFrame([record.to_json() for record in self.records()]).convert_dtypes()
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r}: {self.summary!r})"
