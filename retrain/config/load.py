@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from retrain.config import moving
 from retrain.config.effects import refusals
 from retrain.config.judging import judging_rewards, training_rewards
 from retrain.config.keys import (
@@ -33,7 +34,7 @@ from retrain.config.overrides import (
 )
 from retrain.config.recipes import above_recipe_of_condition, recipe_modes
 from retrain.config.rules import Violation
-from retrain.config.schema import Condition, Provenance, TrainConfig
+from retrain.config.schema import Condition, Provenance, Schedule, TrainConfig
 from retrain.config.sentences import Place, details_of, field_sentences, violations_of, wrong_paths
 from retrain.errors import ConfigurationError
 from retrain.system import ParseError, parse_toml
@@ -307,13 +308,38 @@ def _validate(data: Sections, provenance: Provenance, *, rules: bool = True) -> 
     except ValidationError as error:
         raise ConfigurationError(*_all_problems(error, data, Place(provenance))) from error
     config._provenance = provenance
-    problems = _arm_problems(config)
+    problems = _arm_problems(config) or _schedule_problems(config, provenance)
     if rules and not problems and not any(condition.sets_keys for condition in config.conditions):
         place = Place(provenance or Provenance())
         problems = [place.sentence(Violation((key,), text)) for key, text in refusals(config)]
     if problems:
         raise ConfigurationError(problems)
     return config
+
+
+def _schedule_problems(config: TrainConfig, provenance: Provenance) -> list[str]:
+    """Return one sentence for each schedule that cannot be followed, or for the first of its points
+    at which the configuration would be refused.
+    """
+    place = Place(provenance)
+    found = [
+        place.sentence(Violation(("schedule.points",), problem.rstrip(".")))
+        for problem in moving.problems(config)
+    ]
+    if found or not config.schedule.points:
+        return found
+    fixed = config.model_copy(update={"schedule": Schedule()})
+    for step, values in moving.extremes(config):
+        data = given_values(moving.with_values(fixed, values))
+        data.pop("schedule")
+        try:
+            _validate(data, provenance)
+        except ConfigurationError as error:
+            return [
+                f"{problem.rstrip('.')}, by [schedule] at step {step}."
+                for problem in error.problems
+            ]
+    return []
 
 
 def _all_problems(error: ValidationError, data: Sections, place: Place) -> tuple[list[str], int]:

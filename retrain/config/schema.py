@@ -26,6 +26,7 @@ from retrain.config.learning_sections import (
     Planning,
     Plugins,
     PrimeRLOptions,
+    Schedule,
     Sepa,
     TinkerOptions,
     Training,
@@ -58,8 +59,8 @@ __all__ = [
     "Backpressure", "Campaign", "Condition", "Data",
     "Environment", "Evaluation", "Gtpo", "Hicra", "Inference", "Logging", "Lora", "Loss", "Model",
     "Optimizer", "Planning", "Plugins",
-    "PrimeRLOptions", "Provenance", "Resume", "Reward", "Sepa", "Squeeze", "TinkerOptions",
-    "TrainConfig", "Training",
+    "PrimeRLOptions", "Provenance", "Resume", "Reward", "Schedule", "Sepa", "Squeeze",
+    "TinkerOptions", "TrainConfig", "Training",
 ]  # fmt: skip
 
 
