@@ -4,7 +4,7 @@ and what a run says.
 
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ def test_the_scores_are_those_of_their_definition(truncation: Truncation) -> Non
         cut = order.values.cumsum(-1) - order.values >= truncation.top_p
         cut |= order.values < truncation.min_p * order.values[:, :1]
         z = z.masked_fill(torch.zeros_like(cut).scatter(-1, order.indices, cut), -torch.inf)
-    scores = tempered_scores(head, hidden, targets, 0.8, truncation, 0.03).double()
+    scores = tempered_scores(head, hidden, targets, 0.8, 0.03, *astuple(truncation)).double()
     logp = z.log_softmax(-1)
     own, kept, p = logp.gather(-1, targets[:, None])[:, 0], logp.isfinite(), logp.exp()
     finite = torch.where(kept, logp, 0.0)
@@ -82,7 +82,7 @@ def test_a_ratio_has_mean_one_at_the_tolerance_and_less_within_it() -> None:
     """
     head, hidden = logits_of(30, 12)
     z, every = hidden.repeat_interleave(12, 0), torch.arange(12).repeat(30)
-    ratios = tempered_scores(head, z, every, 1.0, Truncation(), 0.03)[:, 2:].double().exp()
+    ratios = tempered_scores(head, z, every, 1.0, 0.03, 0, 1.0, 0.0)[:, 2:].double().exp()
     flatter = ratios[:, : len(DISTANCES)]
     means = {
         tilt: (((1 - tilt) * hidden.double()).softmax(-1).flatten()[:, None] * flatter)
@@ -111,7 +111,7 @@ def test_streams_from_fixed_logits_keep_the_rate_of_false_warnings() -> None:
     for factor in (1.0, 0.8):
         tokens = drawn(hidden, factor, random)
         scores = np.stack(
-            [tempered_scores(head, hidden, one, 1.0, Truncation(), 0.03).numpy() for one in tokens]
+            [tempered_scores(head, hidden, one, 1.0, 0.03, 0, 1.0, 0.0).numpy() for one in tokens]
         )
         evidence = np.full(len(tokens), -np.inf)
         for number, stream in enumerate(scores):
@@ -151,7 +151,7 @@ def calibration_of(parts: Parts, engine: str, steps: int) -> Calibration:
     total = Calibration()
     for step in range(steps):
         rows = chosen_rows(rollout_of(parts, engine, step), 0, step)
-        scores = parts.backend.tempered_scores(rows, Truncation(), TOLERANCE)
+        scores = parts.backend.tempered_scores(rows, 1.5, Truncation(), TOLERANCE)
         assert scores is not None
         found = Calibration.of(scores)
         assert found is not None
@@ -167,7 +167,7 @@ def test_a_sound_engine_is_within_the_tolerance(parts: Parts) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "steps", "flat"),
-    [("Colder", 4, False), ("AnotherTopP", 2, False), ("Penalises", 2, True)],
+    [("Colder", 6, False), ("AnotherTopP", 2, False), ("Penalises", 2, True)],
 )
 def test_a_faulty_sampler_is_found_with_its_side(
     fault: str, steps: int, flat: bool, parts: Parts

@@ -11,6 +11,7 @@ Every function returns [] for an empty group, exact zeros for a group whose rewa
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -106,7 +107,7 @@ def reinforce_pp(
     if weight == "token":
         if token_counts is None:
             raise ValueError('weight="token" needs the number of tokens of every completion')
-        weights = np.array([count for counts in token_counts for count in counts], dtype=np.float64)
+        weights = np.array(list(chain.from_iterable(token_counts)), dtype=np.float64)
         if len(weights) != len(flat):
             raise ValueError(f"{len(weights)} token counts for {len(flat)} rewards")
     if weights.sum() == 0:

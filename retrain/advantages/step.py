@@ -7,7 +7,7 @@ Shape letters: N completions, n tokens of all of them together.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -155,7 +155,7 @@ class StepTokens:
         """Build the arrays from judged groups; without a planning mask [n] every token counts as
         execution.
         """
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        trajectories = list(chain.from_iterable(group.trajectories for group in groups))
         segments = Segments(len(trajectory.token_ids) for trajectory in trajectories)
         for index, trajectory in enumerate(trajectories):
             if len(trajectory.logprobs) != len(trajectory.token_ids):

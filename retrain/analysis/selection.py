@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from retrain.analysis.arms import (
     Arm,
@@ -13,6 +14,7 @@ from retrain.analysis.arms import (
     evaluated_as,
     judged_by,
 )
+from retrain.analysis.budget import Budget, at_budget
 from retrain.analysis.measures import Metric, choose_metric
 from retrain.analysis.pairs import Pairs, pair_up
 from retrain.analysis.planned import Absences, CampaignRecord, deviations, not_looked_at
@@ -39,6 +41,8 @@ class Request:
     """The family of contrasts; empty: every condition against the baseline."""
     record: CampaignRecord | None = None
     absences: Absences | None = None
+    budget: Budget | None = None
+    """Where in a run it is compared; None: at its end."""
 
 
 @dataclass(frozen=True)
@@ -63,20 +67,19 @@ class Selection:
 
 def select(grouped: RunsByCondition, request: Request) -> Selection:
     """Raises ConfigurationError for runs that cannot be compared, and if there is no pair."""
-    metric, test = choose_metric(request.metric, grouped.runs), request.test
+    test = request.test
+    grouped, metric = _where_asked(grouped, request)
     _check_comparable(grouped, metric, test)
     reference = next(iter(grouped.conditions[request.baseline].values()), None)
     # A metric that was asked for by name is compared however it was sampled; the notes say so.
     asked = request.metric is not None
     alike, apart, otherwise = _measured_alike(grouped, reference, metric, insist=asked)
-    named = [label for pair in request.pairs for label in pair] or alike
-    arms = {
-        label: arm_of(label, alike[label], metric, grouped.failed.get(label, ()))
-        for label in dict.fromkeys((request.baseline, *named))
-    }
-    left_out = [*grouped.left_out, *apart, *([] if asked else otherwise)]
-    left_out += [line for arm in arms.values() for line in arm.left_out]
+    named = list(chain.from_iterable(request.pairs)) or alike
+    arms = _arms(grouped, alike, dict.fromkeys((request.baseline, *named)), metric)
     notes = otherwise if asked else []
+    left_out = [*grouped.left_out, *apart, *([] if asked else otherwise)]
+    for arm in arms.values():
+        left_out += arm.left_out
     wanted = request.pairs or [(label, request.baseline) for label in [*arms][1:]]
     family = _with_differences(arms, wanted, metric, test)
     record, differing = request.record, _deviations(request, wanted, metric)
@@ -88,6 +91,26 @@ def select(grouped: RunsByCondition, request: Request) -> Selection:
         some_apart = sum(map(len, alike.values())) < len(grouped.runs)
         raise ConfigurationError(_no_pair(arms.values(), left_out, metric, some_apart=some_apart))
     return Selection(grouped, metric, test, reference, arms, family, differing, left_out, notes)
+
+
+def _arms(
+    grouped: RunsByCondition,
+    alike: Mapping[str, Mapping[int, StoredRun]],
+    labels: Iterable[str],
+    metric: Metric,
+) -> dict[str, Arm]:
+    return {
+        label: arm_of(label, alike[label], metric, grouped.failed.get(label, ()))
+        for label in labels
+    }
+
+
+def _where_asked(grouped: RunsByCondition, request: Request) -> tuple[RunsByCondition, Metric]:
+    """The runs and the metric, at the request's budget if it has one."""
+    metric = choose_metric(request.metric, grouped.runs)
+    if request.budget:
+        return at_budget(grouped, request.budget, metric)
+    return grouped, metric
 
 
 def _at_looks(family: Sequence[Pairs], record: CampaignRecord) -> tuple[list[Pairs], Sequence[str]]:
@@ -122,6 +145,8 @@ def _with_differences(
 def _deviations(request: Request, wanted: Sequence[PairOfLabels], metric: Metric) -> list[str]:
     if request.record is None:
         return []
+    if request.budget:
+        return [f"where runs are compared (at {request.budget}, planned at their end)"]
     found = deviations(
         request.record,
         baseline=request.baseline,
@@ -161,7 +186,7 @@ def worst_value(arms: Iterable[Arm], metric: Metric, test: TestSettings) -> floa
         return None
     if metric.is_rate:
         return 0.0 if better == "higher" else 1.0
-    values = [value for arm in arms for value in arm.values.values()]
+    values = list(chain.from_iterable(arm.values.values() for arm in arms))
     if not values:
         return None
     if better == "higher":

@@ -48,6 +48,8 @@ class BackendCapabilities:
     scores_rows: bool = True
     """`logprobs` works. False: the parity gate has nothing to compare the engine with, and no
     log-ratios are recorded."""
+    moves_settings: bool = False
+    """`use` works: the learner reads scheduled keys anew in each step."""
     scores_reference: bool = False
     """`reference_logprobs` works: the learner can score tokens as a teacher."""
     sampler: EngineCapabilities | None = None
@@ -203,6 +205,12 @@ class Backend(ABC):
         or log-prob never changes the weights: that update is skipped and counted.
         """
 
+    def use(self, config: "TrainConfig") -> None:
+        """Take the scheduled values of [loss] and [training] that the next call of `train` or
+        `logprobs` reads.
+        """
+        raise NotImplementedError
+
     def trial_adapter(self, seed: int) -> TrialAdapter | None:
         """Return an adapter for the parity gate to set; None where the adapter cannot be set, so
         that its effect stays unchecked.
@@ -246,11 +254,11 @@ class Backend(ABC):
         return None
 
     def tempered_scores(
-        self, rows: Sequence[Row], truncation: Truncation, tolerance: float
+        self, rows: Sequence[Row], temperature: float, truncation: Truncation, tolerance: float
     ) -> list[Float32Array] | None:
         """[T, 12] of each row: what [inference] calibration tests, by the learner's distribution
-        under `truncation` (`model.calibration.tempered_scores`); None where its logits are not to
-        be had.
+        at `temperature` under `truncation` (`model.calibration.tempered_scores`); None where its
+        logits are not to be had.
         """
         return None
 

@@ -11,11 +11,12 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any, Literal
 
 from retrain.config.judging import judging_rewards
 from retrain.config.keys import Key, all_keys
+from retrain.config.moving import moves_learner
 from retrain.config.names import (
     builtin_names,
     canonical_uncertainty,
@@ -27,8 +28,9 @@ from retrain.config.names import (
     transforms_with,
 )
 from retrain.config.rules import EVALUATION_SECTIONS, is_read, modes_of
-from retrain.config.schema import TrainConfig
+from retrain.config.schema import Backend, TrainConfig
 from retrain.config.section import Applies
+from retrain.errors import ConfigurationError
 from retrain.system import toml_value
 
 Outcome = Literal["used", "served", "unused", "refused"]
@@ -65,7 +67,7 @@ class Effect:
     @cached_property
     def paths(self) -> frozenset[str]:
         """Every key that the row is about, written out."""
-        named = {path for name in self.keys for path in _keys_of(name)}
+        named = set(chain.from_iterable(_keys_of(name) for name in self.keys))
         return frozenset(named.difference(self.but))
 
     def covers(self, path: str) -> bool:
@@ -333,6 +335,11 @@ _RUNS: Rows = (
         when=lambda c: c.data.source in builtin_names("data") or is_data_location(c.data.source),
     ),
     unused(
+        "schedule.control_params",
+        because="no control is set",
+        when=lambda c: not c.schedule.control,
+    ),
+    unused(
         "data.sampler_params",
         because="the shuffle has no parameters",
         when=lambda c: c.data.sampler == "shuffle",
@@ -544,6 +551,13 @@ def _implied_by_backend(name: str, declared: Any, known: Reasons) -> Iterator[Ef
         )
     if not declared.entropy:
         yield row("loss.entropy_coef", "its learner has no entropies; leave it at 0")
+    if not declared.moves_settings:
+        yield row(
+            "schedule.points",
+            "its learner keeps the settings of its start; schedule keys of [algorithm], [gtpo] and"
+            ' [hicra] alone, or use "local"',
+            moves_learner,
+        )
     if not declared.scores_reference:
         yield row(
             "algorithm.reference",
@@ -690,6 +704,37 @@ _MEMORY = ("training.micro_batch_tokens", "training.gradient_checkpointing")
 
 def _sharding_refused(because: str, when: Test) -> Effect:
     return refused("backend.shard_base", because=because, when=when, values=(True,))
+
+
+def splits_base(backend: Backend, processes: int) -> bool:
+    """Return True if `processes` hold the frozen weights in parts. Raises ConfigurationError where
+    there is one process alone.
+    """
+    if backend.shard_base and processes == 1:
+        raise ConfigurationError(
+            "[backend] shard_base = true splits the frozen weights over the processes of torchrun,"
+            " and this run has one process; start the run by torchrun --nproc-per-node N -m"
+            " retrain, or leave shard_base false."
+        )
+    return backend.shard_base
+
+
+def sharding_note(config: TrainConfig, *, evaluates: bool = False) -> str:
+    """What [backend] shard_base = true costs a run, or that `retrain eval` has no use for it; ""
+    where it is false.
+    """
+    if not config.backend.shard_base or config.kind == "squeeze":
+        return ""
+    if evaluates:
+        return (
+            "[backend] shard_base = true is unused here: retrain eval runs in one process, which"
+            " holds the whole model."
+        )
+    return (
+        "[backend] shard_base = true: every forward pass, also for each generated token, gathers"
+        " all layers from the other processes, so use it only where one GPU cannot hold the model;"
+        " the memory that explain predicts is for one process with the whole model."
+    )
 
 
 def _eight_bits_refused(because: str, when: Test) -> Effect:
@@ -857,7 +902,13 @@ _PRIME_RL: Rows = (
     refused("loss.old_logprobs", "loss.correction", because=_TRAINERS_RATIO),
     unused(*_CORRECTION, because=_TRAINERS_OWN),
     used("loss.mask_truncated"),
-    used("inference.url", "inference.served_model", "inference.api_key_env", "inference.timeout_s"),
+    used(
+        "inference.url",
+        "inference.served_model",
+        "inference.api_key_env",
+        "inference.timeout_s",
+        "inference.patience_s",
+    ),
     unused("inference.mismatch_limit", because="PRIME-RL's trainer reports no log-ratios"),
     unused("inference.*", because="PRIME-RL's own inference server samples"),
 )
@@ -914,6 +965,7 @@ _SERVER = (
     "inference.served_model",
     "inference.api_key_env",
     "inference.timeout_s",
+    "inference.patience_s",
     "inference.adapter_dir",
 )
 _CHECKS = ("inference.mismatch_limit", "inference.calibration")

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from pydantic import BaseModel, ValidationError
 
@@ -86,7 +87,7 @@ def broken_rules(config: AllSections) -> list[Violation]:
     """
     own_keys = any(condition.sets_keys for condition in config.conditions)
     rules = [*([] if own_keys else _RULES), *_CAMPAIGN_RULES]
-    found = dict.fromkeys(violation for rule in rules for violation in rule(config))
+    found = dict.fromkeys(chain.from_iterable(rule(config) for rule in rules))
     return [violation for violation in found if is_read(config, violation.keys[0])]
 
 

@@ -25,6 +25,7 @@ from retrain.contrast.batch import Arm, Batch, Say, flat_logprobs
 from retrain.distributed import ALONE
 from retrain.rewards import gold_response
 from retrain.run.parts import Parts, load_encoder
+from retrain.run.teacher import Teacher
 from retrain.types import Outcome, Prompt, Row
 
 PARTS = ("planning tokens", "right completions", "first quarter", "last quarter")
@@ -148,12 +149,11 @@ def contrast(
         )
         totals.append(total)
     assert credit is not None
-    scores = [member.score for group in batch.groups for member in group.members]
     return Contrast(
         batch.source,
         batch.step,
         len(batch.groups),
-        len(scores),
+        sum(len(group.members) for group in batch.groups),
         credit.tokens.segments.total,
         float(np.mean([group.correct / len(group) for group in batch.groups])),
         top_share(flat_logprobs(batch.groups)),
@@ -208,7 +208,9 @@ def _credit(parts: Parts, batch: Batch, config: TrainConfig) -> tuple[Credit, st
     if pipeline.uses_sepa_controller:
         sepa_lambda = linear_lambda(config.sepa, batch.step)
         note = f"SEPA's lambda is {sepa_lambda:g}, as on the linear ramp at step {batch.step}"
-    return pipeline.assign(batch.groups, batch.step, sepa_lambda), note
+    teacher = Teacher.of(config, parts.text, parts.backend)
+    scored = teacher.logprobs if teacher else None
+    return pipeline.assign(batch.groups, batch.step, sepa_lambda, scored), note
 
 
 def _blocks(backend: LocalBackend, config: TrainConfig, credit: Credit, step: int) -> Float64Array:

@@ -6,12 +6,9 @@ and variance V = sum p (log p + H)^2. A sampler at the temperature T / (1 - l) d
 q_l = p^(1 - l) / Z_l, Z_l = sum p^(1 - l); under it D has the mean l V + O(l^2).
 """
 
-from dataclasses import astuple
-
 import torch
 from torch import Tensor
 
-from retrain.inference_engine.base import Truncation
 from retrain.model.head import Head, chunk_bytes_on, chunk_rows, exponentials, kept_counts
 from retrain.model.truncation import keep_only
 
@@ -27,15 +24,18 @@ def tempered_scores(
     hidden: Tensor,
     targets: Tensor,
     temperature: float,
-    truncation: Truncation,
     tolerance: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
 ) -> Tensor:
     """[N, 12] float32 of the tokens `targets` [N] after `hidden` [N, H]: D, V, then
     log q_l(x) - log q_l0(x) for each of DISTANCES at l = l0 + d, and for each at l = -(l0 + d)
     against -l0; l0 is the `tolerance`.
 
-    The distribution is cut by `truncation` itself, whatever the sampler says that it kept: one that
-    cuts otherwise must not be believed. A token that is cut off takes the last place of the set.
+    The distribution is cut by `top_k`, `top_p` and `min_p` themselves, whatever the sampler says
+    that it kept: one that cuts otherwise must not be believed. A token that is cut off takes the
+    last place of the set.
     """
     rows = chunk_rows(head.weight.shape[0], chunk_bytes_on(hidden.device.type))
     scores = []
@@ -43,8 +43,8 @@ def tempered_scores(
         of_part = targets[start : start + rows]
         z = head.logits(hidden[start : start + rows]) / temperature
         z -= z.amax(-1, keepdim=True)
-        if truncation.active:
-            keep_only(z, of_part, kept_counts(z, *astuple(truncation)))
+        if top_k or top_p < 1 or min_p:
+            keep_only(z, of_part, kept_counts(z, top_k, top_p, min_p))
         scores.append(_of_chunk(z, of_part, tolerance))
     return torch.cat(scores)
 

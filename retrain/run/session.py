@@ -6,10 +6,14 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import groupby
+from typing import Any
 
 from retrain.backends.declared import incapable, loss_notes
 from retrain.config import TrainConfig
+from retrain.config.effects import splits_base
+from retrain.config.moving import with_values
 from retrain.data.samplers import PromptChoice
 from retrain.distributed import ALONE, World, joined
 from retrain.errors import (
@@ -27,9 +31,11 @@ from retrain.records.redact import note_secrets
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean
 from retrain.run.calibration import Calibration, chosen_rows, tolerance, warning
-from retrain.run.dialogues import Watcher
+from retrain.run.common import evaluated_once
+from retrain.run.control import Moving
+from retrain.run.dialogues import SamplingPlan, Watcher
 from retrain.run.interrupts import Interrupts
-from retrain.run.notes import preflight_lines, refuse_lone_sharding, skipped_gate_line
+from retrain.run.notes import preflight_lines, skipped_gate_line
 from retrain.run.observer import (
     StepObserver,
     check_mismatch,
@@ -47,6 +53,7 @@ from retrain.run.parts import (
     load_parts,
     run_parity_gate,
     training_plan,
+    truncation,
 )
 from retrain.run.pressure import Pressure
 from retrain.run.rollout import PrefetchedRollout, Rollout
@@ -81,7 +88,9 @@ class Session:
         self.interrupts = interrupts
         self.parts = parts
         self.world = world
-        self.plan = training_plan(self.config.training)
+        self.moving = Moving(self.config)
+        self._values: dict[int, dict[str, float]] = {}
+        """Step -> the values of its scheduled keys, from its sampling until it is recorded."""
         self.schedule = Schedule(self.config.training, self.config.evaluation)
         settings = self.config.backpressure
         self.pressure = None
@@ -93,11 +102,6 @@ class Session:
         self.choice = PromptChoice(self.config, parts.prompts)
         self.saver = Saver(self.folder, opened.store, parts.backend, tracker, saved_at)
         self.observer = StepObserver(self.config, parts, tracker)
-        self._tolerance = tolerance(
-            self.config.inference,
-            self.config.training.temperature,
-            in_process=parts.backend.engine.capabilities.in_process,
-        )
         self.evaluations: list[Evaluation] = []
         self.prefetched = None
         if parts.backend.capabilities.samples_ahead:
@@ -183,6 +187,7 @@ class Session:
             self.parts.guard.load_state_dict(self.state.rewards)
             self.choice.load_state_dict(self.state.sampler)
             self.parts.credit.load_state_dict(self.state.credit)
+            self.moving.load_state_dict(self.state.control)
             if self.pressure:
                 self.pressure.load_state_dict(self.state.backpressure)
             if self.world.is_rank_zero:
@@ -244,13 +249,15 @@ class Session:
         """Return the scored groups of this step, drawn now unless they were prefetched."""
         rollout = self.prefetched.take() if self.prefetched else None
         if rollout is None:
-            prompts = self._prompts(self.state.step)
+            prompts, plan = self._prompts(self.state.step), self._plan(self.state.step)
             self._sync()
             watcher = self._watch(
-                f"Step {self.state.step}: sampling", len(prompts) * self.plan.group_size
+                f"Step {self.state.step}: sampling", len(prompts) * plan.group_size
             )
-            rollout = self.parts.sampler.draw(prompts, self.state.step, self.plan, watcher)
+            rollout = self.parts.sampler.draw(prompts, self.state.step, plan, watcher)
             self._check_again()  # before anything is learned from what it sampled
+        if self.moving.moves:
+            self.parts.credit.use(self._settings)
         scores = [
             GroupScore(group.correct, len(group.rewards), group.prompt.example.reference)
             for group in rollout.groups
@@ -277,10 +284,22 @@ class Session:
         ):
             return
         self._sync()
-        prompts = self._prompts(step, after=used)
-        self.prefetched.start(
-            lambda watcher: self.parts.sampler.draw(prompts, step, self.plan, watcher)
-        )
+        prompts, plan = self._prompts(step, after=used), self._plan(step)
+        self.prefetched.start(lambda watcher: self.parts.sampler.draw(prompts, step, plan, watcher))
+
+    def _plan(self, step: int) -> SamplingPlan:
+        """Fix the values of a step's scheduled keys, and return how it samples. A control is asked
+        by rank 0, which tells the others.
+        """
+        if self.moving.moves:
+            values = self.moving.values(step) if self.world.is_rank_zero else {}
+            self._values[step] = self.world.broadcast(values)
+        return training_plan(with_values(self.config, self._values.get(step, {})).training)
+
+    @property
+    def _settings(self) -> TrainConfig:
+        """The configuration of this step."""
+        return with_values(self.config, self._values.get(self.state.step, {}))
 
     def learn(self, rows: list[Row]) -> tuple[dict[RowKey, Float32Array] | None, StepResult]:
         """Train on the rows. Return, for each trained row, [T] learner - sampler log-prob before
@@ -291,6 +310,9 @@ class Session:
         """
         backend, before = self.parts.backend, self.state
         log_ratios = None
+        moves = self.moving.moves and backend.capabilities.moves_settings
+        if moves:
+            backend.use(self._settings)
         # In a parallel run all processes score, or none.
         wanted = backend.capabilities.scores_rows and self.world.broadcast(
             self.tracker.wants_tokens(before.step)
@@ -305,6 +327,9 @@ class Session:
         except NotReached:
             self.state = before  # nothing has left this process
             raise
+        finally:
+            if moves:  # the gate and evaluations are at the settings of the file
+                backend.use(self.config)
 
     def calibrate(self, rollout: Rollout) -> Calibration | None:
         """Test the step's completions against the weights that sampled them, before they are
@@ -316,10 +341,34 @@ class Session:
         rows = chosen_rows(rollout.first_draws, self.state.seed, self.state.step)
         if not rows:
             return None
-        scores = backend.tempered_scores(rows, self.plan.truncation, self._tolerance)
+        training = self._settings.training
+        cuts = truncation(training)
+        scores = backend.tempered_scores(rows, training.temperature, cuts, self._tolerance)
         if scores is None:
             return None
         return Calibration.of(scores)
+
+    def _calibrated(self, step: Step) -> tuple[dict[str, Any], str]:
+        """Return the sums since the start, and what to say; "" unless this step is the first to
+        tell that the engine is not sound.
+        """
+        before, own = Calibration(**self.state.calibration), step.calibration
+        if own is None:
+            return self.state.calibration, ""
+        total, told = before.after(own), ""
+        if total.warned and not before.warned:
+            temperature = self._settings.training.temperature
+            told = warning(step.number, own, total, self._tolerance, temperature)
+        return asdict(total), told
+
+    @property
+    def _tolerance(self) -> float:
+        """The lambda of this step that counts as sound."""
+        return tolerance(
+            self.config.inference,
+            self._settings.training.temperature,
+            in_process=self.parts.backend.engine.capabilities.in_process,
+        )
 
     def record(self, step: Step) -> None:
         """Move the run past a step and write the step down. Raises RunFailed afterwards if the run
@@ -340,8 +389,7 @@ class Session:
             half_precision=is_rounded(config.inference, parts.backend),
             samples_ahead=parts.backend.capabilities.samples_ahead,
         )
-        before = Calibration(**self.state.calibration)
-        total = before.after(step.calibration) if step.calibration else before
+        calibration, told = self._calibrated(step)
         state = self.state.after_step(
             prompts=len(step.rollout.groups),
             next_batch_size=self._next_batch_size,
@@ -351,21 +399,15 @@ class Session:
             seconds=seconds,
             finite=result.updates > 0 or not result.nonfinite_updates,
             mismatched=is_above(limit, result.log_ratio_mean),
-            calibration=asdict(total) if step.calibration else self.state.calibration,
+            calibration=calibration,
         )
         self.choice.observe(step.number, step.rollout.first_draws)
-        self.observer.observe(step, rewards, state, decision)
+        self.observer.observe(step, rewards, state, decision, self._values.pop(step.number, None))
+        if self.observer.last and self.world.is_rank_zero:
+            self.moving.observe(self.observer.last)
         self.state = state
-        if step.calibration and total.warned and not before.warned:
-            self.tracker.message(
-                warning(
-                    step.number,
-                    step.calibration,
-                    total,
-                    self._tolerance,
-                    config.training.temperature,
-                )
-            )
+        if told:
+            self.tracker.message(told)
         check_updates(state, result)
         check_mismatch(state, result.log_ratio_mean, limit, self.folder.resume_command)
         parts.guard.observe(
@@ -459,10 +501,13 @@ class Session:
         ):
             return
         self._sync()
-        result = evaluator.run(
-            step,
-            self._watch(f"Evaluation at step {step}", evaluator.completions),
-        )
+        watcher = self._watch(f"Evaluation at step {step}", evaluator.completions)
+        evaluate = partial(evaluator.run, step, watcher)
+        if step:
+            result = evaluate()
+        else:
+            check = self.interrupts.check
+            result = evaluated_once(self.config, self.parts, evaluator, evaluate, check)
         self.tracker.emit(result)
         self.evaluations.append(result)
         self.state = self.state.after_evaluation(self.world.broadcast(result.seconds))
@@ -486,6 +531,7 @@ class Session:
             stored = replace(
                 self.state,
                 sampler=self.choice.state_dict(),
+                control=self.moving.state_dict(),
                 credit=self.parts.credit.state_dict(self.state.step),
                 sepa=self.parts.sepa.state_dict(),
                 rewards=self.parts.guard.state_dict(),
@@ -547,7 +593,7 @@ class Session:
 @contextmanager
 def _opened(config: TrainConfig, overwrite: bool, world: World) -> Iterator[RunStart]:
     """Open the folder on rank 0, which holds its lock, and tell the other ranks what it found."""
-    refuse_lone_sharding(config.backend, world)
+    splits_base(config.backend, world.size)
     if not world.is_rank_zero:
         found: RunStart | RetrainError | None = world.broadcast(None)
         if isinstance(found, RetrainError):

@@ -171,11 +171,7 @@ class LocalBackend(LocalFacts):
         if sampler_device is None:
             self.engine = self._build_engine(eos_ids, self._base, self._adapter, self._fused)
         else:
-            copy = load_base_model(config, path, sampler_device)
-            self._sampler_adapter = Adapter(copy, config.model, config.lora, config.training.seed)
-            fused = FusedDecoder.of(copy.model, merge=self._choices.merge_adapter)
-            self.engine = self._build_engine(eos_ids, copy, self._sampler_adapter, fused)
-            self.capabilities = replace(self.capabilities, samples_ahead=True)
+            self.engine = self._engine_of_copy(eos_ids, sampler_device)
 
     @classmethod
     def open(
@@ -207,6 +203,17 @@ class LocalBackend(LocalFacts):
             )
         )
         return backend
+
+    def _engine_of_copy(
+        self, eos_ids: Sequence[int] | None, device: torch.device
+    ) -> InferenceEngine:
+        """Load a second copy of the model on the sampler's device, and build its engine."""
+        config = self.config
+        copy = load_base_model(config, resolve_model(config.model.model), device)
+        self._sampler_adapter = Adapter(copy, config.model, config.lora, config.training.seed)
+        self.capabilities = replace(self.capabilities, samples_ahead=True)
+        fused = FusedDecoder.of(copy.model, merge=self._choices.merge_adapter)
+        return self._build_engine(eos_ids, copy, self._sampler_adapter, fused)
 
     @classmethod
     def prepare(cls, config: "TrainConfig") -> None:
@@ -331,6 +338,10 @@ class LocalBackend(LocalFacts):
 
     # -- learning ----------------------------------------------------------------------------------
 
+    def use(self, config: "TrainConfig") -> None:
+        self.config = config
+        self._learner.use(config)
+
     def train(self, rows: Sequence[Row], step: int) -> StepResult:
         raw = is_raw(self.engine.capabilities, self.config.training.temperature)
         self._make_room()
@@ -389,11 +400,11 @@ class LocalBackend(LocalFacts):
             return self._learner.kept(rows, truncation)
 
     def tempered_scores(
-        self, rows: Sequence[Row], truncation: Truncation, tolerance: float
+        self, rows: Sequence[Row], temperature: float, truncation: Truncation, tolerance: float
     ) -> list[Float32Array]:
         self._make_room()
         with _current(self._base.device), _deterministic(self._base.device):
-            return self._learner.tempered_scores(rows, truncation, tolerance)
+            return self._learner.tempered_scores(rows, temperature, truncation, tolerance)
 
     # -- files -------------------------------------------------------------------------------------
 

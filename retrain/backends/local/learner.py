@@ -66,6 +66,18 @@ class _Weights(NamedTuple):
 
 
 @dataclass(frozen=True)
+class _Settings:
+    """What the learner reads anew in each step; a piece carries it, since a worker process does not
+    see what changes in this one.
+    """
+
+    loss: "Loss"
+    temperature: float
+    entropy: bool
+    """The loss reads entropies."""
+
+
+@dataclass(frozen=True)
 class _Piece:
     """The rows of one micro-batch, and what to do with them."""
 
@@ -75,6 +87,7 @@ class _Piece:
     dummy: bool
     """Dummy micro-batch, for the collectives of the other processes: its loss is 0 and its scores
     are dropped."""
+    settings: _Settings
     step: int = 0
     weights: Sequence[_Weights] = ()
     """One for each row."""
@@ -135,21 +148,9 @@ class Learner:
         self.optimizer = AdapterOptimizer(
             adapter.parameters, config.optimizer, config.training, config.loss.max_grad_norm
         )
-        self.loss, self.max_tokens = config.loss, config.training.max_tokens
-        self._own_loss, self._own_correction = own_loss(config), own_correction(config)
-        self._aggregation = aggregation_of(config)
-        if self._own_loss:
-            self._metrics = metric_names(self._own_loss, base.device)
-        else:
-            self._metrics = ()
-        own = [function for function in (self._own_loss, self._own_correction) if function]
-        self._entropy = config.loss.entropy_coef != 0 or any(
-            function.declares("needs_entropy") for function in own
-        )
-        self._reference = config.loss.kl_coef != 0 or any(
-            function.declares("needs_reference") for function in own
-        )
-        self.temperature = config.training.temperature
+        self.max_tokens = config.training.max_tokens
+        self._read_loss(config)
+        self.use(config)
         self.seed = config.training.seed
         self._passes = config.training.updates_per_batch
         self._minibatches = config.training.minibatches
@@ -164,6 +165,31 @@ class Learner:
         self._learn_pieces = self._pool.shared(self._learn)
         self._score_pieces = self._pool.shared(self._score)
 
+    def use(self, config: "TrainConfig") -> None:
+        """Take over the values of [loss] and [training] that may differ from step to step."""
+        loss = config.loss
+        own = [function for function in (self._own_loss, self._own_correction) if function]
+        self._reference = loss.kl_coef != 0 or any(
+            function.declares("needs_reference") for function in own
+        )
+        entropy = loss.entropy_coef != 0 or any(
+            function.declares("needs_entropy") for function in own
+        )
+        self._settings = _Settings(loss, config.training.temperature, entropy)
+        self.optimizer.training, self.optimizer.max_grad_norm = config.training, loss.max_grad_norm
+
+    @property
+    def temperature(self) -> float:
+        return self._settings.temperature
+
+    def _read_loss(self, config: "TrainConfig") -> None:
+        """Set what the loss is: the built-in one or the user's own."""
+        self._own_loss, self._own_correction = own_loss(config), own_correction(config)
+        self._aggregation = aggregation_of(config)
+        self._metrics: tuple[str, ...] = ()
+        if self._own_loss:
+            self._metrics = metric_names(self._own_loss, self.base.device)
+
     def train(self, rows: Sequence[Row], step: int, *, sampler_is_raw: bool = False) -> StepResult:
         """Take one step.
 
@@ -172,20 +198,12 @@ class Learner:
         reported at 1.
         """
         check_rows(rows)
-        batch = [
-            LearnerRow(number, row, row.logprobs, row.logprobs)
-            for number, row in enumerate(rows)
-            if row.trained
-        ]
+        batch = _learner_rows(rows, [row.trained for row in rows])
         raw: dict[int, Float32Array] | None = None
         if sampler_is_raw:
             at_one = self.score(batch, temperature=1.0)
             raw = {row.number: own - row.sampler for row, own in zip(batch, at_one, strict=True)}
-            # Log-probs of the policy that sampled, which has no dropout.
-            policy = self.score(batch)
-            batch = [
-                replace(row, sampler=own, old=own) for row, own in zip(batch, policy, strict=True)
-            ]
+            batch = self._with_own_logprobs(batch)
         batch = self._with_passes_before(batch, step)
         updates: list[Update] = []
         measured: dict[int, Float32Array] = {}
@@ -199,17 +217,26 @@ class Learner:
         elif self._recompute:
             measured = {row.number: row.old - row.sampler for row in batch}
         else:
-            measured = {
-                number: ratios
-                for part in self.world.gather(measured)
-                for number, ratios in part.items()
-            }
-        first: set[int] = set()
+            measured = self._of_all_processes(measured)
+        # The rows of the first minibatch were measured before any update of this step.
+        before: list[Float32Array] = []
         if batch:
-            part = minibatch_split(batch, self._minibatches, self.seed, step, turn=0)[0]
-            first = {row.number for row in part}
-        before = [ratios for number, ratios in measured.items() if number in first]
+            first = minibatch_split(batch, self._minibatches, self.seed, step, turn=0)[0]
+            numbers = {row.number for row in first}
+            before = [ratios for number, ratios in measured.items() if number in numbers]
         return step_result(updates, list(measured.values()), before)
+
+    def _with_own_logprobs(self, batch: list[LearnerRow]) -> list[LearnerRow]:
+        """Replace the sampler's log-probs by those of the policy that sampled, without dropout."""
+        policy = self.score(batch)
+        return [replace(row, sampler=own, old=own) for row, own in zip(batch, policy, strict=True)]
+
+    def _of_all_processes(self, found: dict[int, Float32Array]) -> dict[int, Float32Array]:
+        """Join what every process has found of its own rows, by row number."""
+        joined: dict[int, Float32Array] = {}
+        for part in self.world.gather(found):
+            joined |= part
+        return joined
 
     def gradients(
         self, rows: Sequence[Row], step: int, cells: Sequence[Sequence[int]]
@@ -221,11 +248,7 @@ class Learner:
         gradient. Nothing is learned.
         """
         check_rows(rows)
-        batch = [
-            LearnerRow(number, row, row.logprobs, row.logprobs)
-            for number, row in enumerate(rows)
-            if row.trained
-        ]
+        batch = _learner_rows(rows, [row.trained for row in rows])
         batch = self._with_passes_before(batch, step)
         weights = self._weights(batch, num_completions(rows))
         for cell in cells:
@@ -280,18 +303,16 @@ class Learner:
         return self._looked_up(rows, truncation=truncation)
 
     def tempered_scores(
-        self, rows: Sequence[Row], truncation: Truncation, tolerance: float
+        self, rows: Sequence[Row], temperature: float, truncation: Truncation, tolerance: float
     ) -> list[Float32Array]:
         """[T, 12] of each row: `model.calibration.tempered_scores`."""
-        return self._looked_up(rows, truncation=truncation, tolerance=tolerance)
+        return self._looked_up(
+            rows, temperature=temperature, truncation=truncation, tolerance=tolerance
+        )
 
     def _looked_up(self, rows: Sequence[Row], **asked: Any) -> list[Float32Array]:
         check_rows(rows)
-        filled = [
-            LearnerRow(number, row, row.logprobs, row.logprobs)
-            for number, row in enumerate(rows)
-            if row.num_actions
-        ]
+        filled = _learner_rows(rows, [row.num_actions for row in rows])
         scores = iter(self.score(filled, **asked))
         return [next(scores) if row.num_actions else np.empty(0, np.float32) for row in rows]
 
@@ -332,8 +353,7 @@ class Learner:
         )
         for _, logprobs in self._score_pieces(asked):
             found |= logprobs
-        for part in self.world.gather(found):
-            found |= part
+        found = self._of_all_processes(found)
         return [found[row.number] for row in rows]
 
     # -- one update --------------------------------------------------------------------------------
@@ -359,15 +379,8 @@ class Learner:
         infinite = torch.zeros((), device=self.base.device)
         clip = torch.zeros(2, device=self.base.device)
         metrics = torch.zeros(len(self._metrics), 2, device=self.base.device)
-        pieces = (
-            replace(
-                piece,
-                step=step,
-                weights=[weights[row.number] for row in piece.rows],
-                measured=log_ratios is not None,
-            )
-            for piece in self._pieces(rows, share=not self.adapter.drops)
-        )
+        pieces = self._training_pieces(rows, step, weights, measured=log_ratios is not None)
+        # In the order of the pieces, whichever worker is done first: sums depend on the order.
         for learned in in_order(self._learn_pieces(pieces)):
             self.optimizer.add(learned.gradients)
             loss += learned.loss
@@ -381,17 +394,24 @@ class Learner:
         self.world.sum([*self.optimizer.gradients(), loss, infinite, metrics, clip])
         norm = self.optimizer.gradient_norm()
         clipped, clippable = clip.tolist()
-        if infinite:
-            nonfinite = "log-probs"
-        else:
-            nonfinite = self._nonfinite_result(loss, norm)
+        nonfinite = self._nonfinite_result(infinite, loss, norm)
         if not nonfinite:
             self.optimizer.step(step, norm)
         counted = dict(zip(self._metrics, map(tuple, metrics.tolist()), strict=True))
         return Update(loss.item(), norm.item(), clipped, clippable, counted, nonfinite)
 
-    def _nonfinite_result(self, loss: Tensor, norm: Tensor) -> str:
+    def _training_pieces(
+        self, rows: Sequence[LearnerRow], step: int, weights: dict[int, _Weights], *, measured: bool
+    ) -> Iterator[_Piece]:
+        """The micro-batches of one update, each with its rows' weights."""
+        for piece in self._pieces(rows, share=not self.adapter.drops):
+            own = [weights[row.number] for row in piece.rows]
+            yield replace(piece, step=step, weights=own, measured=measured)
+
+    def _nonfinite_result(self, infinite: Tensor, loss: Tensor, norm: Tensor) -> str:
         """Name what forbids an optimizer step; "" if nothing."""
+        if infinite:
+            return "log-probs"
         if not torch.isfinite(loss):
             return "loss"
         if not torch.isfinite(norm):
@@ -425,26 +445,30 @@ class Learner:
             share=share and self._packs,
         )
         for part in self.base.shards.in_lockstep(parts):
-            yield _Piece(part or [min(rows, key=lambda row: row.tokens)], share, dummy=not part)
+            own = part or [min(rows, key=lambda row: row.tokens)]
+            yield _Piece(own, share, not part, self._settings)
 
     def _learn(self, piece: _Piece) -> Iterator[_Learned]:
         """Add the piece's gradient to the parameters' own; a worker returns it instead."""
-        micro = self._micro_batch(piece)
+        micro, settings = self._micro_batch(piece), piece.settings
         if self._pool.in_worker:
+            self._settings = settings
             self.optimizer.zero_gradients()
         with self._training(micro, piece.step):
-            scores = self._forward(micro, entropy=self._entropy)
+            scores = self._forward(micro, entropy=settings.entropy)
             tokens = _action_tokens(
                 micro,
                 scores,
                 [_Weights(0.0, 0.0)] * len(piece.rows) if piece.dummy else piece.weights,
             )
-            own: Terms | None = self._own_loss(tokens) if self._own_loss else None
+            own: Terms | None = None
+            if self._own_loss:
+                own = replace(self._own_loss, params=settings.loss.params)(tokens)
             if self._own_correction:
                 correction = self._own_correction(tokens)
             else:
                 correction = None
-            loss = policy_loss(tokens, self.loss, own.values if own else None, correction)
+            loss = policy_loss(tokens, settings.loss, own.values if own else None, correction)
             loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
         new = scores.logprobs.detach()
         yield _Learned(
@@ -463,10 +487,10 @@ class Learner:
     def _clip_counts(self, tokens: ActionTokens, own: Terms | None) -> Tensor:
         """[2] `clip_counts`; zeros for a loss of one's own that gives no mask."""
         if own is None:
-            return clip_counts(tokens, self.loss)
+            return clip_counts(tokens, self._settings.loss)
         if own.clipped is None:
             return torch.zeros(2, device=self.base.device)
-        return clip_counts(tokens, self.loss, own.clipped)
+        return clip_counts(tokens, self._settings.loss, own.clipped)
 
     def _measured(self, own: Terms | None) -> Tensor:
         """[metrics, 2] (sum, number) of each metric; zeros for a dummy."""
@@ -474,7 +498,7 @@ class Learner:
             return torch.zeros(len(self._metrics), 2, device=self.base.device)
         if tuple(own.metrics) != self._metrics:
             raise RunFailed(
-                f'[loss] mode = "{self.loss.mode}" gave the metrics'
+                f'[loss] mode = "{self._settings.loss.mode}" gave the metrics'
                 f" {', '.join(own.metrics) or 'none'}, and {', '.join(self._metrics)} before; give"
                 " the same ones every time."
             )
@@ -487,6 +511,7 @@ class Learner:
 
     def _score(self, piece: _Piece) -> Iterator[dict[int, Float32Array]]:
         """Return the log-probs of the piece's rows, by row number."""
+        self._settings = piece.settings
         with (
             torch.no_grad(),
             self._attention(),
@@ -517,9 +542,9 @@ class Learner:
                     self.base.head,
                     states,
                     micro.targets,
-                    self.temperature,
-                    piece.truncation,
+                    piece.temperature or self.temperature,
                     piece.tolerance,
+                    *astuple(piece.truncation),
                 )
             return count_kept(self.base.head, states, self.temperature, *astuple(piece.truncation))
         return self._forward(
@@ -674,6 +699,15 @@ def _checkpointed_layers(base: BaseModel, choices: MachineChoices) -> list[nn.Mo
             " where memory is short."
         )
     return found
+
+
+def _learner_rows(rows: Sequence[Row], wanted: Sequence[bool | int]) -> list[LearnerRow]:
+    """The rows that are wanted, with their place among all."""
+    return [
+        LearnerRow(number, row, row.logprobs, row.logprobs)
+        for number, (row, counts) in enumerate(zip(rows, wanted, strict=True))
+        if counts
+    ]
 
 
 def _action_tokens(
