@@ -196,10 +196,8 @@ def _kept_bytes(base: BaseModel, fused: FusedDecoder | None, kernel: Kernel) -> 
     """Count the bytes of the storages that autograd keeps for the probe's tokens; each counts once,
     and parameters do not count.
     """
-    own = {
-        id(storage): storage
-        for storage in (parameter.untyped_storage() for parameter in base.model.parameters())
-    }
+    storages = [parameter.untyped_storage() for parameter in base.model.parameters()]
+    own = {id(storage): storage for storage in storages}
     kept: dict[int, torch.UntypedStorage] = {}
 
     def count(tensor: Tensor) -> Tensor:
