@@ -341,6 +341,7 @@ class CreditPipeline:
         transform left not finite.
         """
         spec, segments = self.spec, at.tokens.segments
+        # Over flat arrays a transform is called once a step, over lists once a completion.
         if spec.flat_entropy_transform is not None:
             with user_code(f'transform "{spec.name}"', RunFailed):
                 changed = spec.flat_entropy_transform(

@@ -263,6 +263,7 @@ def group_by_condition(
             )
         else:
             by_seed[run.seed] = run
+    # Copies show only among all runs.
     for same in repeated_numbers(grouped.runs):
         names = " and ".join(run.name for run in same)
         grouped.left_out.append(

@@ -224,6 +224,7 @@ class Board:
             for run in ordered
             if run.reason
         ]
+        # At most a quarter of the screen, so that the runs stay in sight.
         del reasons[max(1, room // 4) :]
         shown = ordered[: room - len(reasons)]
         rows = [self._cells(run) for run in shown]

@@ -87,6 +87,7 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
         config.inference.attention_kernel, device_type or base.device.type, base.dtype
     )
     four_bits, drops = config.model.load_in_4bit, config.lora.dropout > 0
+    # Neither weights in 4 bits nor parts of weights have a fused forward.
     if four_bits or base.shards.size > 1:
         fused = None
     else:

@@ -337,6 +337,8 @@ def _miscounted(sampled: Sampled) -> str:
     inputs, cuts = sampled.inputs, sampled.inputs.truncation
     if not cuts.active:
         return ""
+    # Rounding moves tokens across the boundary, so a count lies between those of a cut that is a
+    # little tighter and one that is a little wider.
     slack = 2 * agreement(sampled).tolerance
     fewest = inputs.backend.kept(sampled.rows, _moved(cuts, -slack))
     most = inputs.backend.kept(sampled.rows, _moved(cuts, slack))

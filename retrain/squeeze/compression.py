@@ -132,6 +132,7 @@ def compress(
             layer.scale * float(torch.linalg.vector_norm(factors.values[ranks[layer.name] :]))
         )
         whole.append(layer.scale * float(torch.linalg.vector_norm(factors.values)))
+    # The layers' updates are blocks of one matrix, whose norms add in squares.
     total = hypot(*whole)
     settings = _settings(adapter, ranks)
     error = 0.0
