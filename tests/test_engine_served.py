@@ -4,8 +4,10 @@ gate, runs that survive a server.
 
 import json
 import os
+import signal
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -16,12 +18,28 @@ from typing import Any
 import numpy as np
 import pytest
 from runs import lines, small
-from vllm_double import HastyVLLM, SleepyVLLM, VLLMDouble, doubles, first, lab, scripted, slow
+from vllm_double import (
+    HASTY,
+    HastyVLLM,
+    SleepyVLLM,
+    VLLMDouble,
+    doubles,
+    first,
+    lab,
+    scripted,
+    slow,
+)
 
 from retrain import train
 from retrain.cli.main import main
 from retrain.config import dump_toml, replaced
-from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed, ServerFailure
+from retrain.errors import (
+    ConfigurationError,
+    EnvironmentFailure,
+    Interrupted,
+    RunFailed,
+    ServerFailure,
+)
 from retrain.inference_engine.base import BASE_MODEL, NoiseKey, SampleRequest, Truncation
 from retrain.inference_engine.openai import OpenAIEngine
 from retrain.noise import Stream
@@ -121,7 +139,7 @@ def test_a_run_gives_every_version_a_name_and_a_folder_and_leaves_nothing_behind
     run = train(served(tmp_path / "run", server.url, training={"temperature": 0.8}), quiet=True)
     assert (
         run.summary.steps == 3
-        and max(record.log_ratio_mean or 0 for record in run.metrics()) < 1e-4
+        and max(record.log_ratio_mean or 0 for record in run.records()) < 1e-4
     )
     loads = [body for path, body in server.asked if path == LOAD]
     assert (
@@ -897,7 +915,7 @@ def test_a_run_whose_server_fails_is_saved_and_resumes(
         served(folder, server.url, resume={"from": str(folder)}, **rarely_saved),
         quiet=True,
     )
-    assert [record.step for record in run.metrics()] == [0, 1, 2]
+    assert [record.step for record in run.records()] == [0, 1, 2]
 
 
 def kills(server: VLLMDouble) -> Callable[[str, Any], Any]:
@@ -926,7 +944,7 @@ def test_a_killed_server_is_replaced_by_another_at_another_address(
             **rarely_saved,
         )
         run = small_run(config, quiet=True)
-    assert [record.step for record in run.metrics()] == [0, 1, 2]
+    assert [record.step for record in run.records()] == [0, 1, 2]
 
 
 def test_a_server_that_was_restarted_gets_the_adapter_before_any_request(
@@ -1053,7 +1071,7 @@ def test_a_server_that_returns_one_completion_n_times_is_named_as_the_cause(
     assert run.summary.untrained.startswith(
         "3 steps trained nothing: the completions of each group are the same, token by token"
     )
-    assert [record.groups_identical for record in run.metrics()] == [2] * 3
+    assert [record.groups_identical for record in run.records()] == [2] * 3
 
 
 def test_skipping_the_gate_is_said_loudly_and_recorded(
@@ -1089,3 +1107,23 @@ def test_completions_are_the_requests_own(tmp_path: Path, server: VLLMDouble) ->
         (1, 1),
     ]
     assert all(one.finish_reason in FinishReason and one.entropies is None for one in found)
+
+
+def test_a_signal_is_answered_while_a_lost_server_should_load_an_adapter(
+    tmp_path: Path, server: VLLMDouble
+) -> None:
+    class Patient(HastyVLLM):
+        patience = replace(HASTY, silent_s=60)
+
+    engine = engine_of(served(tmp_path, server.url), Patient)
+    server.kill()
+    started, gone = time.monotonic(), list[str]()
+
+    def stop() -> None:
+        if gone:
+            raise Interrupted("stopped", signal.SIGINT)
+
+    engine.check, engine.say = stop, gone.append
+    with closing(engine), pytest.raises(Interrupted):
+        engine.sync(lab().save_adapter, 0)
+    assert time.monotonic() - started < 30 and "it is tried again" in gone[0]

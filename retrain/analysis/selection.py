@@ -70,15 +70,15 @@ RunsBySeed = dict[int, StoredRun]
 
 def select(grouped: RunsByCondition, request: Request) -> Selection:
     """Raises ConfigurationError for runs that cannot be compared, and if there is no pair."""
-    metric, test = choose_metric(request.metric, grouped.runs), request.test
-    if request.budget:
-        grouped, metric = at_budget(grouped, request.budget, metric)
+    test = request.test
+    grouped, metric = _where_asked(grouped, request)
     _check_comparable(grouped, metric, test)
     reference = next(iter(grouped.conditions[request.baseline].values()), None)
     # A metric that was asked for by name is compared however it was sampled; the notes say so.
     asked = request.metric is not None
     alike, apart, otherwise = _measured_alike(grouped, reference, metric, insist=asked)
-    arms = _arms(grouped, request, alike, metric)
+    named = list(chain.from_iterable(request.pairs)) or alike
+    arms = _arms(grouped, alike, dict.fromkeys((request.baseline, *named)), metric)
     notes = otherwise if asked else []
     left_out = [*grouped.left_out, *apart, *([] if asked else otherwise)]
     for arm in arms.values():
@@ -97,14 +97,23 @@ def select(grouped: RunsByCondition, request: Request) -> Selection:
 
 
 def _arms(
-    grouped: RunsByCondition, request: Request, alike: Mapping[str, RunsBySeed], metric: Metric
+    grouped: RunsByCondition,
+    alike: Mapping[str, Mapping[int, StoredRun]],
+    labels: Iterable[str],
+    metric: Metric,
 ) -> dict[str, Arm]:
-    """The baseline and the conditions that the pairs name, or all that were measured as it was."""
-    named = list(chain.from_iterable(request.pairs)) or alike
     return {
         label: arm_of(label, alike[label], metric, grouped.failed.get(label, ()))
-        for label in dict.fromkeys((request.baseline, *named))
+        for label in labels
     }
+
+
+def _where_asked(grouped: RunsByCondition, request: Request) -> tuple[RunsByCondition, Metric]:
+    """The runs and the metric, at the request's budget if it has one."""
+    metric = choose_metric(request.metric, grouped.runs)
+    if request.budget:
+        return at_budget(grouped, request.budget, metric)
+    return grouped, metric
 
 
 def _at_looks(family: Sequence[Pairs], record: CampaignRecord) -> tuple[list[Pairs], Sequence[str]]:
