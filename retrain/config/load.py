@@ -17,8 +17,14 @@ from pydantic import ValidationError
 from retrain.config import moving
 from retrain.config.effects import refusals
 from retrain.config.judging import judging_rewards, training_rewards
-from retrain.config.keys import CONDITION_KEYS, condition_homes, is_settable, section_models
-from retrain.config.names import ALIASES, is_recipe, moved_aliases
+from retrain.config.keys import (
+    CONDITION_KEYS,
+    condition_homes,
+    flags,
+    is_settable,
+    section_models,
+)
+from retrain.config.names import ALIASES, is_recipe, moved_aliases, nearest
 from retrain.config.overrides import (
     Override,
     Overrides,
@@ -124,6 +130,28 @@ def trusted(config: TrainConfig) -> TrainConfig:
     config = replaced(config, {})
     config._provenance = replace(config._provenance, foreign=False)
     return config
+
+
+def with_flags(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
+    """Return a configuration with other values, each under its flag's name without dashes at its
+    front and with underscores inside.
+    """
+    paths = {flag.removeprefix("--").replace("-", "_"): path for flag, path in flags().items()}
+    problems = []
+    for name in values:
+        if name not in paths:
+            close = nearest(name, paths)
+            hint = f"; did you mean {close}?" if close else ""
+            problems.append(
+                f"with_({name}=...): no key of the configuration has the flag"
+                f" --{name.replace('_', '-')}{hint}"
+            )
+    if problems:
+        raise ConfigurationError(problems)
+    return replaced(config, {paths[name]: value for name, value in values.items()})
+
+
+TrainConfig._changed = with_flags
 
 
 def replaced(

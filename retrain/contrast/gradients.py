@@ -8,6 +8,7 @@ batch, which `seeds` reads.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from retrain.contrast.batch import Arm, Batch, Say, flat_logprobs
 from retrain.distributed import ALONE
 from retrain.rewards import gold_response
 from retrain.run.parts import Parts, load_encoder
+from retrain.run.teacher import Teacher
 from retrain.types import Outcome, Prompt, Row
 
 PARTS = ("planning tokens", "right completions", "first quarter", "last quarter")
@@ -207,7 +209,9 @@ def _credit(parts: Parts, batch: Batch, config: TrainConfig) -> tuple[Credit, st
     if pipeline.uses_sepa_controller:
         sepa_lambda = linear_lambda(config.sepa, batch.step)
         note = f"SEPA's lambda is {sepa_lambda:g}, as on the linear ramp at step {batch.step}"
-    return pipeline.assign(batch.groups, batch.step, sepa_lambda), note
+    teacher = Teacher.of(config, parts.text, parts.backend)
+    scored = teacher.logprobs if teacher else None
+    return pipeline.assign(batch.groups, batch.step, sepa_lambda, scored), note
 
 
 def _blocks(backend: LocalBackend, config: TrainConfig, credit: Credit, step: int) -> Float64Array:
@@ -249,7 +253,7 @@ def _shares(
 def _masks(credit: Credit) -> tuple[BoolArray, BoolArray, BoolArray]:
     """[n] tokens of right completions, of the first and of the last quarter of each completion."""
     segments = credit.tokens.segments
-    members = [member for group in credit.sources for member in group.members]
+    members = list(chain.from_iterable(group.members for group in credit.sources))
     verdicts = [member.score.outcome is Outcome.RIGHT for member in members]
     right = np.repeat(verdicts, segments.lengths)
     position = np.arange(segments.total) - np.repeat(segments.offsets[:-1], segments.lengths)
