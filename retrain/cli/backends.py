@@ -92,7 +92,7 @@ def _lines(entry: "Entry") -> Iterator[str]:
 
 
 def _markdown(entries: "Sequence[Entry]") -> Iterator[str]:
-    """Print two tables for docs/engines.md: what each can do, and the keys that it does not simply
+    """Print two tables for docs/dev/backend-keys.md: what each can do, and the keys that it does not simply
     use.
     """
     from retrain.config.names import bracketed
