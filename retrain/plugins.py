@@ -124,6 +124,10 @@ class Call:
     """It takes the completions of a whole group."""
 
 
+class ForeignCode(ConfigurationError):
+    """A run's folder names the code, and nobody said that it may be run."""
+
+
 def load_plugin(
     kind: str, name: str, config: "TrainConfig", builtins: Mapping[str, Any] | None = None
 ) -> Any:
@@ -148,9 +152,9 @@ def load_plugin(
             plugin = points[0].load()
     elif "." in name:
         if config._provenance.foreign and not name.startswith(OWN_PLUGINS):
-            raise ConfigurationError(
+            raise ForeignCode(
                 f"{where} is code that a run's folder names, and looking at a run does not"
-                " execute it."
+                " execute it. Read the code first, then add --trust."
             )
         plugin = _load_dotted(name, where, config)
     else:

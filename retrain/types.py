@@ -9,13 +9,24 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import chain, pairwise
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Self, TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
+
+
+class LogLine(str):
+    """A line of progress that a pipe and output.log show, and of which a terminal shows `brief`."""
+
+    brief: str
+
+    def __new__(cls, line: str, brief: str = "") -> Self:
+        self = super().__new__(cls, line)
+        self.brief = brief
+        return self
 
 
 class ChatMessage(TypedDict):

@@ -1,6 +1,8 @@
 """Whole runs on the lab, small enough for a test: seconds each, with every part of a real one."""
 
+import io
 import json
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +43,11 @@ def small(folder: Path, **sections: dict[str, Any]) -> TrainConfig:
 
 def small_run(config: TrainConfig, *, overwrite: bool = False, quiet: bool = False) -> Run:
     """`train` without the parity gate, which takes as long as all that follows it in a run this
-    small. A test whose subject is the gate, or what it says of a run, calls `train`.
+    small. A test whose subject is the gate, or what it says of a run, calls `train`. With `quiet` it
+    prints nothing at all.
     """
-    return train(config, overwrite=overwrite, quiet=quiet, skip_parity=True)
+    with redirect_stdout(io.StringIO()) if quiet else nullcontext():
+        return train(config, overwrite=overwrite, quiet=quiet, skip_parity=True)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -167,3 +167,25 @@ def test_an_environment_is_code_too(
     said = capsys.readouterr().err
     assert "[environment] " in said and "evil_plugin" in said and "--trust" in said
     assert not marker.exists()
+
+
+def test_against_loads_a_runs_plugin_with_trust_alone(
+    honest: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without it inspect refuses, and the page is written without the other transform."""
+    folder, marker = tmp_path / "run", tmp_path / "trace"
+    shutil.copytree(honest, folder)
+    (folder / "evil_plugin.py").write_text(
+        f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n"
+        "def f(rewards):\n    return [r - sum(rewards) / len(rewards) for r in rewards]\n"
+    )
+    with_plugin(folder, 'advantage_mode = "maxrl"', 'advantage_mode = "evil_plugin.f"')
+    assert main(["inspect", str(folder), "--against", "gtpo"]) == 2
+    assert "evil_plugin.f" in (said := capsys.readouterr().err) and "add --trust" in said
+    assert main(["report", str(folder), "--against", "gtpo"]) == 0
+    assert "Without gtpo" in (folder / "report.html").read_text() and not marker.exists()
+    assert main(["inspect", str(folder), "--against", "gtpo", "--trust"]) == 0
+    assert marker.exists() and "f+gtpo" in capsys.readouterr().out

@@ -15,6 +15,7 @@ from retrain.backends.local.backend import LocalBackend, _deterministic
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.micro_batches import LearnerRow, pack, split_rows
 from retrain.backends.rows import check_rows, learning_rate, minibatch_split, needed_tokens, shift
+from retrain.config.schema import Training
 from retrain.model.adapter import Adapter, DropoutKey, KeyedDropout
 from retrain.model.adapter import philox as torch_philox
 from retrain.model.attention import FusedAttention
@@ -249,6 +250,18 @@ def test_torch_and_numpy_draw_the_same_bits(seed: int, stream: int, a: int, d: i
 # --- learning rate, minibatches, rows -------------------------------------------------------------
 
 
+def rates(lr: float, schedule: str, warmup: int, steps: int, horizon: int = 0) -> Training:
+    return Training.model_validate(
+        {
+            "lr": lr,
+            "lr_schedule": schedule,
+            "lr_warmup_steps": warmup,
+            "lr_horizon": horizon,
+            "max_steps": steps,
+        }
+    )
+
+
 @given(
     st.sampled_from(["constant", "linear", "cosine"]),
     st.integers(0, 20),
@@ -258,7 +271,7 @@ def test_torch_and_numpy_draw_the_same_bits(seed: int, stream: int, a: int, d: i
 def test_learning_rate_is_positive_below_the_peak_and_a_function_of_the_step(
     schedule: Any, warmup: int, steps: int, step: int
 ) -> None:
-    rate = learning_rate(0.1, step, schedule, warmup, steps)
+    rate = learning_rate(rates(0.1, schedule, warmup, steps), step)
     assert 0 <= rate <= 0.1 + 1e-15
     assert step >= steps or rate > 0
     if step < warmup:
@@ -268,10 +281,12 @@ def test_learning_rate_is_positive_below_the_peak_and_a_function_of_the_step(
 
 
 def test_schedules_end_where_they_should() -> None:
-    assert learning_rate(1.0, 5, "linear", 0, 10) == pytest.approx(0.5)
-    assert learning_rate(1.0, 5, "cosine", 0, 10) == pytest.approx(0.5)
-    assert learning_rate(1.0, 10, "cosine", 2, 10) == pytest.approx(0)
-    assert learning_rate(1.0, 2, "linear", 2, 10) == 1.0
+    assert learning_rate(rates(1.0, "linear", 0, 10), 5) == pytest.approx(0.5)
+    assert learning_rate(rates(1.0, "cosine", 0, 10), 5) == pytest.approx(0.5)
+    assert learning_rate(rates(1.0, "cosine", 2, 10), 10) == pytest.approx(0)
+    assert learning_rate(rates(1.0, "linear", 2, 10), 2) == 1.0
+    assert learning_rate(rates(1.0, "linear", 0, 10, horizon=20), 10) == pytest.approx(0.5)
+    assert learning_rate(rates(1.0, "linear", 0, 10, horizon=5), 7) == 0
 
 
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(0, 5))

@@ -178,7 +178,7 @@ def test_a_given_adapter_path_is_honoured_and_another_runs_checkpoints_are_safe(
 
 def test_two_writers_of_one_folder_are_refused_and_the_owner_is_named(tmp_path: Path) -> None:
     with (
-        Session.open(small(tmp_path / "run"), overwrite=False, quiet=True),
+        Session.open(small(tmp_path / "run"), overwrite=False),
         pytest.raises(ConfigurationError, match=f"pid {os.getpid()}"),
     ):
         small_run(small(tmp_path / "run"), quiet=True)
@@ -403,7 +403,7 @@ def test_a_disk_that_fills_up_stops_the_run_in_a_sentence_and_room_lets_it_go_on
 
 
 def test_interrupting_twice_ends_at_once(tmp_path: Path) -> None:
-    with Session.open(small(tmp_path / "run"), overwrite=False, quiet=True) as session:
+    with Session.open(small(tmp_path / "run"), overwrite=False) as session:
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(Interrupted, match="SIGINT"):
             session.interrupts.check()

@@ -258,10 +258,41 @@ def test_a_run_without_a_step_left_says_so(
 ) -> None:
     small_run(small(tmp_path, training={"max_steps": 1}), quiet=True)
     small_run(small(tmp_path, training={"max_steps": 1}, resume={"from": str(tmp_path)}))
-    assert (
-        "No step is left: [training] max_steps = 1 is reached; raise it to train on."
-        in capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    assert "train on with `retrain " in said and f"--resume {tmp_path} --max-steps 2`" in said
+
+
+def falling(folder: Path, steps: int, **training: Any) -> TrainConfig:
+    """A resume of a run of one step with a falling rate, to another number of steps."""
+    begun = {"max_steps": 1, "lr_schedule": "linear"}
+    if not folder.exists():
+        small_run(small(folder, training=begun), quiet=True)
+    more = begun | {"max_steps": steps} | training
+    return small(folder, training=more, resume={"from": str(folder)})
+
+
+def test_more_steps_change_a_falling_rate_only_if_the_user_names_its_end(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(ConfigurationError) as refused:
+        small_run(falling(folder, 3), quiet=True)
+    assert "at steps 0, 1, 2" in str(refused.value)
+    assert "--lr-horizon 1 makes it 0.001, 0, 0" in str(refused.value)
+    assert "--lr-horizon 3 makes it 0.001, 0.000667, 0.000333" in str(refused.value)
+    assert small_run(falling(folder, 3, lr_horizon=3), quiet=True).summary.steps == 3
+
+
+@pytest.mark.parametrize("changes", [{"lr_schedule": "constant"}, {"lr_horizon": 1}])
+def test_another_schedule_or_the_old_horizon_may_be_named_with_more_steps(
+    tmp_path: Path, changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    small_run(falling(tmp_path / "run", 2, **changes))
+    spent = "From step 1 on the learning rate is 0, so 1 step of 2 will learn nothing."
+    assert (spent in capsys.readouterr().out) == ("lr_horizon" in changes)
+
+
+def test_the_schedule_alone_may_not_change_at_resume(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"lr_schedule = .* cannot change at resume"):
+        small_run(falling(tmp_path / "run", 1, lr_schedule="cosine"), quiet=True)
 
 
 def test_a_credential_in_a_url_is_stored_masked_and_is_no_difference_at_resume(
@@ -350,11 +381,17 @@ def test_every_printed_command_continues_the_run_whatever_began_it(
 
 
 def test_resume_without_a_file_reads_the_runs_own_or_a_newer_retrain_toml(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     started: list[TrainConfig] = []
-    monkeypatch.setattr("retrain.run.loop.train", lambda config, **_: started.append(config))
+    told: list[str] = []
+
+    def started_with(config: TrainConfig, *, said: list[str], **_: bool) -> None:
+        started.append(config)
+        told[:] = said
+
+    monkeypatch.setattr("retrain.run.loop.train", started_with)
     run, beside = RunFolder(Path("logs/run")), Path("retrain.toml")
     run.create()
     run.config.write_text(dump_toml(small(run.path, training={"seed": 7, "lr": 3e-4})))
@@ -362,7 +399,7 @@ def test_resume_without_a_file_reads_the_runs_own_or_a_newer_retrain_toml(
 
     def resumed(*flags: str) -> str:
         assert main(["--resume", "logs/run", *flags]) == 0
-        (line,) = capsys.readouterr().out.splitlines()
+        (line,) = told
         return line
 
     assert resumed("--max-steps", "9") == "Read logs/run/config.toml."

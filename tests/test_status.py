@@ -212,7 +212,7 @@ def test_whatever_ends_a_session_is_in_its_summary(
 ) -> None:
     with (
         pytest.raises(type(error)),
-        Session.open(small(tmp_path / "run"), overwrite=False, quiet=True),
+        Session.open(small(tmp_path / "run"), overwrite=False),
     ):
         raise error
     (status,) = overview(tmp_path).runs

@@ -18,8 +18,11 @@ from retrain.records.evaluation import Evaluation
 from retrain.records.redact import Redactor
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import encodable, one_line
-from retrain.tracking.base import GroupScored, Progress
-from retrain.tracking.console import Console, evaluation_line, group_line, step_line, summary_lines
+from retrain.tracking.base import GroupScore, GroupsScored, Progress, Started, Verbosity
+from retrain.tracking.console import Console
+from retrain.tracking.lines import evaluation_line, group_lines, step_line, summary_lines
+from retrain.tracking.screen import sparkline
+from retrain.types import LogLine
 
 STEP = StepRecord(
     step=0, condition="maxrl+gtpo_sepa", loss=-0.0012, mean_reward=0.1875, correct_rate=0.1875,
@@ -42,11 +45,19 @@ def problem(samples: int, correct: int, could_not_judge: int = 0) -> EvaluationR
 
 
 def console(
-    out: io.StringIO, error: io.StringIO | None = None, *, quiet: bool = False, clock: Any = None
+    out: io.StringIO,
+    error: io.StringIO | None = None,
+    *,
+    verbosity: Verbosity = Verbosity.NORMAL,
+    clock: Any = None,
+    all_groups: bool = False,
 ) -> Console:
     arguments = {"clock": clock} if clock else {}
     return Console(
-        quiet=quiet,
+        verbosity,
+        title="grpo+none  lab",
+        max_steps=50,
+        all_groups=all_groups,
         redactor=Redactor({"MY_TOKEN": "s3cr3t-value"}),
         out=out,
         error=error or io.StringIO(),
@@ -55,11 +66,9 @@ def console(
 
 
 def test_lines_are_those_of_the_documentation() -> None:
-    assert group_line(GroupScored(3, 8, "120")) == "  group: 3/8 correct | answer=120"
-    assert (
-        group_line(GroupScored(0, 8, r"\frac{1}{4}"))
-        == r"  group: 0/8 correct | answer=\frac{1}{4}"
-    )
+    assert group_lines(
+        [GroupScore(3, 8, "120"), GroupScore(0, 8, r"\frac{1}{4}")], all_groups=False
+    ) == ["  group: 3/8 correct | answer=120", r"  group: 0/8 correct | answer=\frac{1}{4}"]
     assert (
         step_line(STEP)
         == "Step 0 [maxrl+gtpo_sepa] | loss=-0.0012 | reward=0.188 | correct=18.8% | datums=16 |"
@@ -97,18 +106,95 @@ def test_the_end_compares_before_and_after() -> None:
     assert "adapter: logs/lab/checkpoints/final" in text
 
 
-def test_quiet_prints_nothing() -> None:
+MANY = [GroupScore(count, 4, "7") for count in (0, 0, 1, 2, 3, 4, 4, 4)] + [GroupScore(0, 0, "7")]
+
+
+def test_nine_groups_take_one_line_and_eight_take_eight() -> None:
+    assert len(group_lines(MANY[:8], all_groups=False)) == 8
+    assert group_lines(MANY, all_groups=False) == [
+        "  groups: 3 all right, 3 mixed, 2 all wrong, 1 could not be judged"
+    ]
+    assert len(group_lines(MANY, all_groups=True)) == 9
+
+
+def story(sink: Console) -> None:
+    """Emit what a run emits, in its order."""
+    sink.message(LogLine("Loading dataset..."))
+    sink.message(LogLine("Pre-encoded 4096 prompts", "4,096 prompts"))
+    sink.message("[reward] note")
+    sink.emit(Started("cpu"))
+    sink.message(LogLine("Parity gate passed: all of it.", "gate: passed"))
+    sink.emit(evaluation(0, problem(4, 1), problem(4, 2)))
+    sink.emit(GroupsScored(MANY))
+    sink.emit(Progress("Step 0: sampling", 1, 10))
+    sink.emit(replace(STEP, informative_fraction=0.5, exec_entropy_mean=0.042))
+    sink.emit(evaluation(1, problem(4, 3), problem(4, 2)))
+    sink.emit(RunSummary("done", "a+b", 0, 1, 1.0, 10, None, None, STEP, "checkpoints/final"))
+    sink.close()
+
+
+def test_quiet_leaves_the_start_the_evaluations_and_the_end() -> None:
+    for out in (io.StringIO(), Terminal()):
+        error = Terminal()
+        story(console(out, error, verbosity=Verbosity.QUIET))
+        start, facts, gate, *rest = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()).splitlines()
+        assert "grpo+none  lab  cpu" in start and "4,096 prompts" in facts and "gate" in gate
+        assert re.search("at (step )?0", rest[0]) and len(rest) == 4
+        assert error.getvalue() == "" and "note" not in out.getvalue()
+
+
+def test_silent_prints_nothing() -> None:
     out, error = io.StringIO(), Terminal()
-    sink = console(out, error, quiet=True)
-    sink.message("hello")
-    sink.emit(STEP)
-    sink.emit(Progress("sampling", 1, 10))
+    story(console(out, error, verbosity=Verbosity.SILENT))
     assert out.getvalue() == "" and error.getvalue() == ""
+
+
+def test_a_pipe_gets_every_line_and_so_does_verbose(monkeypatch: Any) -> None:
+    piped, verbose = io.StringIO(), Terminal()
+    story(console(piped))
+    story(console(verbose, verbosity=Verbosity.VERBOSE))
+    assert piped.getvalue() == verbose.getvalue()
+    lines = piped.getvalue().splitlines()
+    assert lines[:2] == ["Loading dataset...", "Pre-encoded 4096 prompts"]
+    assert "Step 0 [maxrl+gtpo_sepa] | loss=-0.0012" in piped.getvalue()
+    assert "\x1b" not in piped.getvalue()
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 140, 200])
+def test_a_row_fits_the_terminal(width: int, monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    out = Terminal()
+    story(console(out))
+    rows = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()).splitlines()
+    assert max(map(len, rows)) < width or width == 40  # one word may be longer than 40
+    (step,) = [row for row in rows if row.startswith(" 1/50")]
+    assert len(step) < width and "reward  .19" in step
+    assert ("H  .042" in step) == (width >= 80) and ("loss" in step) == (width >= 100)
+    assert any("held-out at 1  62.5% [" in row and "▁█" in row for row in rows) or width == 40
+
+
+def test_no_color_and_a_dumb_terminal_have_no_colours(monkeypatch: Any) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    coloured, plain = Terminal(), Terminal()
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    story(console(coloured))
+    monkeypatch.setenv("NO_COLOR", "1")
+    story(console(plain))
+    colour = re.compile(r"\x1b\[[0-9;]*3[0-9]m")
+    assert colour.search(coloured.getvalue()) and not colour.search(plain.getvalue())
+
+
+def test_a_sparkline_rises_with_its_values() -> None:
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([0.3, 0.3]) == "▁▁"
+    assert len(sparkline([*map(float, range(100))])) == 40
 
 
 def test_markup_of_a_model_is_printed_as_it_is() -> None:
     out = io.StringIO()
-    console(out).emit(GroupScored(1, 2, "[bold red]x[/bold red]"))
+    console(out).emit(GroupsScored([GroupScore(1, 2, "[bold red]x[/bold red]")]))
     assert "answer=[bold red]x[/bold red]" in out.getvalue()
 
 

@@ -5,6 +5,7 @@ reach the disk.
 import hashlib
 import json
 import math
+import re
 import resource
 from pathlib import Path
 
@@ -13,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.config import TrainConfig
+from retrain import train
+from retrain.config import TrainConfig, replaced
 from retrain.errors import RunFailed
 from retrain.records.entries import EMERGENCE_FIELDS, EvaluationRecord, GenerationRecord, StepRecord
 from retrain.records.evaluation import Evaluation
@@ -25,6 +27,7 @@ from retrain.records.summary import RunSummary
 from retrain.records.token_table import TokenTable, read_tokens, write_tokens
 from retrain.tracking.base import Generations, Started
 from retrain.tracking.files import RunFiles, spread
+from tests.runs import small
 
 CONTRACT_NAMES = """step condition loss reported_loss loss_is_placeholder mean_reward correct_rate running_correct_rate sepa_lambda
 sepa_gate_open num_datums informative_fraction max_token_hit_rate batch_size next_batch_size group_size ratio_max mismatch_k1
@@ -366,3 +369,61 @@ def test_token_tables_read_back_in_the_order_of_their_stages(tmp_path: Path) -> 
     np.testing.assert_array_equal(back.mask, table.mask)
     np.testing.assert_array_equal(back.advantages["gtpo"], stages["gtpo"])
     assert [path.name for path in (tmp_path / "tokens").iterdir()] == ["step_3.safetensors"]
+
+
+KINDS = (
+    r"Loaded \.env",
+    r"Loading tokenizer for lab \.\.\.",
+    r"Loading vocabulary table\.\.\.",
+    r"Vocabulary table: \d+ entries",
+    r"Loading dataset\.\.\.",
+    r"Loaded \d+ examples",
+    r"Pre-encoded \d+ prompts",
+    r"Loading train model: lab on cpu\.\.\.",
+    r"trainable params: [\d,]+ \|\| all params: [\d,]+ \|\| trainable%: [\d.]+",
+    r"LocalTrainHelper ready \(engine=pytorch, split_mode=False\)\.",
+    r"  group: \d/4 correct \| answer=\d+",
+    (
+        r"Step 0 \[\*\*\*\] \| loss=\S+ \| reward=\S+ \| correct=\S+ \| datums=\d+ \| bs=2 \| gs=4"
+        r" \| sepa_l=- \| time=\S+s"
+    ),
+)
+"""The kinds of lines that getting-started shows for the local backend, in their order."""
+
+
+def test_output_log_keeps_the_lines_of_a_pipe_over_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MY_API_KEY", "open-sesame-12")
+    config = small(Path("run"), training={"max_steps": 1}, logging={"label": "open-sesame-12"})
+    train(config, said=["Loaded .env"], skip_parity=True)
+    printed, output = capsys.readouterr().out, Path("run/output.log")
+    lines = output.read_text(encoding="utf-8").splitlines()
+    assert printed.splitlines() == lines and "open-sesame" not in printed
+    found = [
+        next((number for number, line in enumerate(lines) if re.fullmatch(kind, line)), -1)
+        for kind in KINDS
+    ]
+    assert -1 not in found and found == sorted(found)
+    with output.open("a", encoding="utf-8") as file:
+        file.write("torn by a ki")
+    train(replaced(config, {"resume.from": "run", "training.max_steps": 2}), skip_parity=True)
+    grown = output.read_text(encoding="utf-8").splitlines()
+    assert grown == lines + capsys.readouterr().out.splitlines()
+    assert "Resuming run after 1 steps." in grown and "Step 1 [" in "\n".join(grown)
+
+
+def test_a_run_whose_output_is_its_log_writes_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path)
+    with folder.output.open("w", encoding="utf-8") as file:
+        monkeypatch.setattr("sys.stdout", file)
+        assert folder.output not in folder.written()
+        files = run_files(tmp_path)
+        files.message("a line")
+        files.emit(Started("cpu"))
+        files.close()
+    assert folder.output.read_text(encoding="utf-8") == ""
+    assert folder.output in folder.written()

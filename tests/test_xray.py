@@ -8,12 +8,22 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.advantages.episode import grpo, grpo_std, maxrl, reinforce, reinforce_pp, rloo
+from retrain.advantages.episode import (
+    ADVANTAGES,
+    grpo,
+    grpo_std,
+    maxrl,
+    reinforce,
+    reinforce_pp,
+    rloo,
+)
 from retrain.cli.main import main
 from retrain.xray import Xray, xray
+from retrain.xray.resolve import read_exact
 from retrain.xray.text import objective_name, sentences
 
 P = np.array([0.01, 0.1, 0.3, 0.5, 0.8, 0.99])
@@ -110,6 +120,27 @@ def test_sequence_means_weigh_longer_wrong_answers_less() -> None:
     assert of(grpo, wrong_length=2.0).coefficients == pytest.approx(of(grpo).coefficients)
 
 
+def test_a_token_mean_couples_length_and_reward_by_one_part_in_its_prompts() -> None:
+    """By sampled steps of two prompts, whose own gradient is divided by the tokens of both."""
+    one = of(rloo, 4, wrong_length=3.0, prompts=2)
+    rng = np.random.default_rng(0)
+    for p in (0.2, 0.8):
+        right = (rng.random((200_000, 4)) < p).astype(float)
+        mean = right.sum(axis=1, keepdims=True)
+        advantages = right - (mean - right) / 3
+        own = right + (1 - right) * 3.0
+        # The other prompt has the mean length of one that is right half of the time.
+        divisor = (own.sum(axis=1) + 4 * 2.0) / (2 * 4 * 2.0)
+        gains = (advantages * (right - p)).mean(axis=1) / divisor
+        margin = 5 * gains.std() / np.sqrt(len(gains))
+        assert gains.mean() / (p * (1 - p)) == pytest.approx(
+            one.weight([p])[0], abs=margin / (p * (1 - p))
+        )
+    assert one.coupling > 0.1 > of(rloo, 4, wrong_length=3.0, prompts=32).coupling > 0
+    assert of(rloo, 4, prompts=2).coupling == of(rloo, 4, wrong_length=3.0).coupling == 0
+    assert any("token_mean's divisor holds" in said for said in sentences(one))
+
+
 @pytest.mark.parametrize(("group", "length"), [(1, 1.0), (8, 0.0), (8, float("inf"))])
 def test_what_has_no_xray_is_refused(group: int, length: float) -> None:
     with pytest.raises(ValueError):
@@ -152,6 +183,125 @@ def test_wrong_words_are_answered_in_a_sentence(
 ) -> None:
     assert main(["xray", *arguments]) == 2
     assert sentence in capsys.readouterr().err
+
+
+# -- the exact lab ---------------------------------------------------------------------------------
+
+EXACT_PLUGIN = """
+from math import comb
+import torch
+
+def pkpo(k):
+    def advantage(rewards):
+        n, right = len(rewards), int(sum(rewards))
+        fails = comb(n - 1 - right, k - 1) / comb(n - 1, k - 1) if n - 1 - right >= k - 1 else 0.0
+        values = [k / n if reward else k / n * (1 - fails) for reward in rewards]
+        return [value - sum(values) / n for value in values]
+    return advantage
+
+pass_at_2, pass_at_3 = pkpo(2), pkpo(3)
+
+def plain(tokens):
+    return -tokens.advantages * (tokens.new - tokens.old).exp()
+
+def second_token(tokens):
+    place = torch.arange(len(tokens.new)) % 2
+    return plain(tokens) * place
+
+def longer_where_sure(tokens):
+    return plain(tokens) * (1 + tokens.old.exp())
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict"),
+    [
+        ("rloo", "unbiased for pass@1."),
+        ("grpo", "unbiased for pass@1, times 0.75."),
+        ("maxrl", "unbiased for log p, expanded to order 3."),
+        ("grpo_std", "biased for pass@1 and every pass@k: it climbs a function of its own"),
+        ("exact_plugin.pass_at_2", "unbiased for pass@2"),
+        ("exact_plugin.pass_at_3", "unbiased for pass@3"),
+        ("ppo", "unbiased for pass@1."),
+        ("gmpo", "unbiased for pass@1."),
+        ("exact_plugin.plain", "unbiased for pass@1."),
+        ("exact_plugin.second_token", "biased for every objective of the pass rate: at worst"),
+        ("exact_plugin.longer_where_sure", "biased for every objective of the pass rate: at worst"),
+    ],
+)
+def test_the_exact_lab_says_what_an_advantage_or_a_loss_is_unbiased_for(
+    name: str, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("exact_plugin.py").write_text(EXACT_PLUGIN)
+    (one,) = read_exact(name, 4)
+    assert one.sentence().startswith(verdict)
+
+
+@pytest.mark.parametrize("function", [grpo, grpo_std, maxrl, reinforce, rloo])
+def test_the_exact_gradient_has_the_weight_of_the_xray(
+    function: Callable[[list[float]], list[float]],
+) -> None:
+    (one,) = read_exact(function.__name__, 3)
+    assert one.weights == pytest.approx(of(function, 3).weight(one.rates), rel=1e-9)
+    assert one.elsewhere < 1e-9 and one.rates.min() < 0.1 and one.rates.max() > 0.9
+
+
+def test_the_exact_gradient_is_that_of_sampled_groups() -> None:
+    """An off-policy step of ppo, by Monte Carlo: what the sum over all groups must agree with."""
+    from retrain.config import config_from_mapping
+    from retrain.xray.exact import _ANSWERS, _RIGHT, _Lab
+
+    config = config_from_mapping(
+        {
+            "algorithm": {"advantage_mode": "rloo", "transform_mode": "none"},
+            "loss": {"mode": "ppo", "clip_low": 0.1, "clip_high": 0.1},
+        }
+    )
+    rng = np.random.default_rng(0)
+    logits = torch.from_numpy(rng.standard_normal((4, 3)))
+    sampled = logits + 0.2 * torch.from_numpy(rng.standard_normal((4, 3)))
+    lab = _Lab(config, 3)
+    summed = lab._gradient(logits, sampled)
+    chances = lab._logprobs(sampled).sum(dim=1).exp().numpy()
+    drawn = rng.choice(9, size=(60_000, 3), p=chances / chances.sum())
+    right = np.isin(drawn, [_ANSWERS.index(answer) for answer in _RIGHT]).astype(float)
+    advantages = right - (right.sum(axis=1, keepdims=True) - right) / 2
+    at = logits.clone().requires_grad_()
+    ratios = (lab._logprobs(at) - lab._logprobs(sampled)).exp()[torch.from_numpy(drawn)]
+    values = torch.from_numpy(advantages)[..., None]
+    gains = torch.minimum(ratios * values, ratios.clamp(0.9, 1.1) * values).mean(dim=1).sum(dim=1)
+    (estimate,) = torch.autograd.grad(gains.mean(), at)
+    assert (estimate - summed).abs().max() < 0.01 * summed.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("grpo --group 9", "counts all groups of 2 to 8 completions, not of 9"),
+        ("reinforce_pp", "compares over the whole step"),
+        ("grpo --figure x.svg", "--exact counts answers of equal length"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused(
+    arguments: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["xray", "--exact", *arguments.split()]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_the_exact_command_prints_and_gives_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["xray", "--exact", "grpo", "cispo", "--group", "2"]) == 0
+    assert "grpo (G = 2): unbiased for pass@1, times 0.5." in capsys.readouterr().out
+    assert main(["xray", "--exact", "grpo", "--json"]) == 0
+    (one,) = json.loads(capsys.readouterr().out)["exact"]
+    assert one["verdict"].startswith("unbiased for pass@1, times 0.75")
+
+
+def test_the_page_shows_the_table_of_today(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs/xray.md").read_text(encoding="utf-8")
+    assert main(["xray", *ADVANTAGES, "--group", "8"]) == 0
+    assert capsys.readouterr().out.strip() in page
 
 
 PLUGIN = """

@@ -12,6 +12,7 @@ from retrain.analysis.integrity import repeated_numbers
 from retrain.analysis.measures import Metric, trained_on_chance
 from retrain.analysis.runs import StoredRun, seeds_words
 from retrain.config.keys import all_keys
+from retrain.config.names import source_task
 from retrain.config.schema import Evaluation, Training
 from retrain.errors import ConfigurationError
 
@@ -336,8 +337,18 @@ def evaluated_as(run: StoredRun) -> str:
 
 def evaluation_words(evaluation: Evaluation, training: Training) -> str:
     """The way in which held-out answers are sampled, such as: temperature 1, 4 samples, at most
-    1,024 tokens.
+    1,024 tokens; of several tasks each after its name where they differ.
     """
+    parts = {
+        source_task(source): _words_of(part, training)
+        for source, part in zip(evaluation.sources, evaluation.parts, strict=True)
+    }
+    if len(set(parts.values())) == 1:
+        return next(iter(parts.values()))
+    return "; ".join(f"{task}: {words}" for task, words in parts.items())
+
+
+def _words_of(evaluation: Evaluation, training: Training) -> str:
     temperature = training.temperature if evaluation.temperature is None else evaluation.temperature
     kept = []  # what truncates the sampled distribution
     for name, off in {"top_k": 0.0, "top_p": 1.0, "min_p": 0.0}.items():

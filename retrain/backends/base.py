@@ -152,6 +152,11 @@ class Backend(ABC):
         """Build a built-in backend. `log` is told what the start of a run prints about it."""
         return cls(config, choices, eos_ids=eos_ids)  # type: ignore[call-arg]
 
+    @classmethod
+    def prepare(cls, config: "TrainConfig") -> None:  # noqa: ARG003 - part of the interface
+        """Load what forked runs have in common; most backends have nothing."""
+        return
+
     @property
     @abstractmethod
     def choices(self) -> MachineChoices | None:

@@ -7,7 +7,7 @@ Nothing here needs torch, so a backend whose service computes elsewhere installs
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +15,14 @@ import numpy.typing as npt
 from retrain.noise import Stream, uniform
 from retrain.types import Float32Array, Int32Array, Row, StepResult
 
+if TYPE_CHECKING:
+    from retrain.config.schema import Training
+
 Aggregation = str
 """A name of `retrain.backends.losses.AGGREGATIONS`."""
 TokenWeights = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64]], Sequence[float]]
 """([completions] tokens that count, at least one each; [completions] group) -> the weight of one
 token of each completion."""
-Schedule = Literal["constant", "linear", "cosine"]
 
 
 class Numbered(Protocol):
@@ -198,20 +200,20 @@ def minibatch_split(
     ]
 
 
-def learning_rate(
-    peak: float, step: int, schedule: Schedule, warmup_steps: int, max_steps: int
-) -> float:
+def learning_rate(training: "Training", step: int) -> float:
     """Return the rate of training step `step`, counted from 0.
 
-    It rises linearly to `peak` over the warm-up's steps (the first step is not 0), then stays, or
-    falls to 0 at `max_steps`.
+    It rises linearly to `lr` over the warm-up's steps (the first step is not 0), then stays, or
+    falls to 0 at the horizon.
     """
+    peak, warmup_steps = training.lr, training.lr_warmup_steps
+    horizon = training.lr_horizon or training.max_steps
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
-    progress = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
-    if schedule == "linear":
+    progress = min(1.0, (step - warmup_steps) / max(1, horizon - warmup_steps))
+    if training.lr_schedule == "linear":
         return peak * (1 - progress)
-    if schedule == "cosine":
+    if training.lr_schedule == "cosine":
         return peak * (1 + math.cos(math.pi * progress)) / 2
     return peak
 

@@ -14,11 +14,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
 from retrain.analysis.runs import StoredRun
-from retrain.campaign.launch import OUTPUT
 from retrain.campaign.manifest import Manifest, RunEntry, Status
 from retrain.campaign.plan import CampaignPlan
 from retrain.errors import RetrainError
 from retrain.records.redact import Redactor
+from retrain.records.run_folder import OUTPUT
 from retrain.records.terminal import clean, duration, encodable, one_line
 
 if TYPE_CHECKING:

@@ -18,11 +18,10 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import (
-    AbstractContextManager,
+    ExitStack,
     contextmanager,
-    nullcontext,
     redirect_stderr,
     redirect_stdout,
 )
@@ -40,10 +39,7 @@ from retrain.config.schema import Campaign, Provenance
 from retrain.errors import ConfigurationError, EnvironmentFailure, Interrupted, RetrainError
 from retrain.install import install_hint
 from retrain.records.redact import harmless
-from retrain.records.run_folder import RunFolder
-
-OUTPUT = "output.log"
-"""File in the run's folder that keeps what the run prints."""
+from retrain.records.run_folder import OUTPUT, RunFolder
 
 
 @dataclass(frozen=True)
@@ -79,6 +75,8 @@ class Launcher(Protocol):
     """Starts runs, at most `workers` at a time."""
 
     workers: int
+    notes: list[str]
+    """Sentences about how runs are started; who has said one removes it."""
 
     def start(self, run: CampaignRun, slot: int) -> Job:
         """Start a run. `slot`, from 0 to workers - 1, belongs to no other running run. Raises
@@ -152,8 +150,8 @@ def unwritable(run: CampaignRun, error: OSError) -> RunOutcome:
 
 
 class InProcess:
-    """Trains one run after the other in this process, and keeps the base model loaded between
-    them.
+    """Trains one run after the other in this process, and keeps the base model, the tokenizer and
+    the prompts loaded between them.
     """
 
     workers = 1
@@ -162,12 +160,15 @@ class InProcess:
         """`loads_models` is False where a remote service holds the model, so that no model library
         is imported.
         """
-        self._models: AbstractContextManager[None] = nullcontext()
+        from retrain.run.sharing import shared_parts
+
+        self.notes: list[str] = []
+        self._shared = ExitStack()
+        self._shared.enter_context(shared_parts())
         if loads_models:
             from retrain.model.load import shared_models
 
-            self._models = shared_models()
-        self._models.__enter__()
+            self._shared.enter_context(shared_models())
 
     def start(self, run: CampaignRun, slot: int) -> EndedJob:
         try:
@@ -179,7 +180,7 @@ class InProcess:
         return EndedJob(outcome)
 
     def close(self) -> None:
-        self._models.__exit__(None, None, None)
+        self._shared.close()
 
 
 # -- processes on this machine ---------------------------------------------------------------------
@@ -188,6 +189,8 @@ class InProcess:
 MAX_ANSWER = 1 << 24
 """Bytes of an outcome; what a child that a plugin left writes there without end is not read."""
 _CHUNK = 1 << 16
+_END_S = 10.0
+"""Seconds to wait for a killed worker."""
 Devices = tuple[str, ...]
 """Names as torch has them, for example ("cuda:0",); empty leaves the run's configuration
 unchanged."""
@@ -253,24 +256,64 @@ def _groups(pool: Devices, settings: Campaign) -> Sequence[Devices]:
 
 
 class Subprocesses:
-    """One worker for each slot, on the slot's devices; on a CPU the workers share the cores."""
+    """One worker for each slot, on the slot's devices; on a CPU the workers share the cores.
 
-    def __init__(self, slots: Sequence[Devices]) -> None:
+    Where that is safe, workers are forked from a parent that holds what they have in common.
+    """
+
+    def __init__(self, slots: Sequence[Devices], *, in_process: bool = True) -> None:
+        """`in_process`: the runs hold their model on this machine, so that they have one in
+        common.
+        """
         self._slots = slots
         self.workers = len(slots)
+        self._parents: dict[str, ForkParent] = {}
+        """By what the base model is."""
+        reason = no_fork_reason(slots, in_process=in_process)
+        self._forks = not reason
+        self.notes = [NOT_FORKED.format(reason=reason) if reason else FORKED]
 
-    def start(self, run: CampaignRun, slot: int) -> "Worker":
+    def start(self, run: CampaignRun, slot: int) -> Job:
         """Start a worker on the devices of `slot`."""
-        devices = self._slots[slot]
+        devices, threads = self._slots[slot], max(1, (os.cpu_count() or 1) // self.workers)
         if devices:
             run = replace(
                 run,
                 config=replaced(run.config, {"backend.devices": ",".join(devices)}, origin="file"),
             )
-        return start_worker(run, threads=max(1, (os.cpu_count() or 1) // self.workers))
+        if self._forks:
+            return ForkedRun(run, threads, self._parent(run, threads), self.notes.append)
+        return start_worker(run, threads)
+
+    def _parent(self, run: CampaignRun, threads: int) -> "ForkParent":
+        """The parent that holds the run's base model, started anew where it was lost."""
+        model = run.config.model
+        base = model.model_dump_json(include={"model", "revision", "dtype", "load_in_4bit"})
+        if base not in self._parents or self._parents[base].lost:
+            self._parents[base] = ForkParent(threads)
+        return self._parents[base]
 
     def close(self) -> None:
-        """Nothing is held between runs."""
+        for parent in self._parents.values():
+            parent.close()
+
+
+FORKED = (
+    "Workers are forked from one process, which loads what they have in common once: libraries,"
+    " tokenizer, prompts and the base weights, which all of them read in one memory."
+)
+NOT_FORKED = "Each worker starts by itself, with its own libraries and model: {reason}."
+
+
+def no_fork_reason(slots: Sequence[Devices], *, in_process: bool) -> str:
+    """Why workers are not forked from one parent; "" if they are."""
+    if not in_process:
+        return "the backend holds no model on this machine"
+    if not sys.platform.startswith("linux"):
+        return f"linear algebra does not survive a fork on {sys.platform}"
+    if any(slots):
+        return "a CUDA context does not survive a fork"
+    return ""
 
 
 def start_worker(run: CampaignRun, threads: int | None) -> "Worker":
@@ -279,7 +322,31 @@ def start_worker(run: CampaignRun, threads: int | None) -> "Worker":
     """
     run.folder.mkdir(parents=True, exist_ok=True)
     with (run.folder / OUTPUT).open("ab") as log:
-        return Worker(run, log, {"OMP_NUM_THREADS": str(threads)} if threads else {})
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "retrain.campaign.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+            env=_environment(threads),
+        )
+    assert process.stdin is not None
+    with contextlib.suppress(
+        BrokenPipeError
+    ):  # the process has already ended, which `poll` reports
+        process.stdin.write(_request(run) + b"\n")
+        process.stdin.flush()
+    return Worker(process)
+
+
+def _environment(threads: int | None) -> dict[str, str]:
+    """The variables of a worker: those that are set here, and the number of threads."""
+    return {**({"OMP_NUM_THREADS": str(threads)} if threads else {}), **os.environ}
+
+
+def _request(run: CampaignRun) -> bytes:
+    path = run.config.source_path
+    return json.dumps({"config": dump_toml(run.config), "path": str(path) if path else ""}).encode()
 
 
 class Worker:
@@ -287,28 +354,13 @@ class Worker:
     forwards it.
     """
 
-    def __init__(self, run: CampaignRun, log: IO[bytes], environment: Mapping[str, str]) -> None:
-        """`environment` gives variables that are not set here already."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "retrain.campaign.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            start_new_session=True,
-            env={**environment, **os.environ},
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
+    def __init__(self, process: "subprocess.Popen[bytes] | ForkedProcess") -> None:
+        self._process = process
+        assert self._process.stdout is not None
         # A child that a plugin forked and left may hold the pipe for ever, so its end says nothing
         # and a read must not wait for it.
         os.set_blocking(self._process.stdout.fileno(), False)
         self._answer = bytearray()
-        path = run.config.source_path
-        request = {"config": dump_toml(run.config), "path": str(path) if path else ""}
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # the process has already ended, which `poll` reports
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
 
     def poll(self) -> RunOutcome | None:
         """The run's outcome; None while it is running."""
@@ -356,6 +408,146 @@ class Worker:
                     pipe.close()
 
 
+# -- forked workers --------------------------------------------------------------------------------
+
+
+class ForkParent:
+    """The process that forks workers (`parent`), as the campaign sees it."""
+
+    def __init__(self, threads: int) -> None:
+        """`threads` is its workers' OMP_NUM_THREADS unless that is set."""
+        self._control, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                "-u",
+                "-m",
+                "retrain.campaign.parent",
+                str(theirs.fileno()),
+                str(os.getpid()),
+            ],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+            env=_environment(threads),
+        )
+        theirs.close()
+
+    @property
+    def lost(self) -> bool:
+        """True if the process has ended, and its workers with it."""
+        return self._process.poll() is not None
+
+    def fork(self, run: CampaignRun) -> "ForkedProcess":
+        """Ask for the worker of a run, and return at once. Raises OSError where that cannot be
+        asked.
+        """
+        link, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        receiving, sending = os.pipe()
+        run.folder.mkdir(parents=True, exist_ok=True)
+        with theirs, os.fdopen(sending, "wb") as answer, (run.folder / OUTPUT).open("ab") as log:
+            descriptors = [part.fileno() for part in (theirs, answer, log)]
+            try:
+                socket.send_fds(self._control, [_request(run)], descriptors)
+            except OSError:
+                link.close()
+                os.close(receiving)
+                raise
+        return ForkedProcess(link, os.fdopen(receiving, "rb", buffering=0))
+
+    def close(self) -> None:
+        """End the process and its workers."""
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+
+
+class NotForked(Exception):
+    """The parent refused to fork; the message says why."""
+
+
+class ForkedProcess:
+    """A worker that is another process's child, with the part of Popen's interface that `Worker`
+    uses.
+    """
+
+    stdin = None
+
+    def __init__(self, link: socket.socket, stdout: IO[bytes]) -> None:
+        """`link` takes a signal's number as a byte, and gives the worker's end as JSON."""
+        self._link = link
+        self.stdout = stdout
+        self._forked = False
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs. Raises NotForked."""
+        self._receive(timeout=0.0)
+        return self._code
+
+    def wait(self) -> None:
+        """Wait for its end, or until its parent is too busy to tell of it."""
+        self._receive(timeout=_END_S)
+
+    def _receive(self, timeout: float) -> None:
+        """Take what the parent says until the worker has ended or nothing more comes."""
+        self._link.settimeout(timeout)
+        with contextlib.suppress(BlockingIOError, TimeoutError):
+            while self._code is None:
+                try:
+                    told = json.loads(self._link.recv(1 << 12) or b"{}")
+                except ConnectionError:
+                    told = {}
+                if "forked" in told:
+                    self._forked = True
+                elif "code" in told or self._forked:
+                    # without a word its parent was lost, and the worker was killed with it
+                    self._code = told.get("code", -signal.SIGKILL)
+                else:
+                    raise NotForked(told.get("refused", "the process that forks workers was lost"))
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(OSError):  # it has ended, which `poll` reports
+            self._link.send(bytes([number]))
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class ForkedRun:
+    """A run in a forked worker, or in a process of its own where its parent refuses."""
+
+    def __init__(
+        self, run: CampaignRun, threads: int, parent: ForkParent, say: Callable[[str], None]
+    ) -> None:
+        self._run, self._threads, self._say = run, threads, say
+        try:
+            self._worker = Worker(parent.fork(run))
+        except OSError as error:
+            self._start_apart(str(error))
+
+    def _start_apart(self, reason: str) -> None:
+        self._say(f"{self._run.name}: {NOT_FORKED.format(reason=reason)}")
+        self._worker = start_worker(self._run, self._threads)
+
+    def poll(self) -> RunOutcome | None:
+        """The run's outcome; None while it is running."""
+        try:
+            return self._worker.poll()
+        except NotForked as refused:
+            self._start_apart(str(refused))
+            return None
+
+    def stop(self, signal_number: int) -> None:
+        """Ask the run to save a checkpoint and end."""
+        self._worker.stop(signal_number)
+
+    def kill(self) -> None:
+        """End the process at once."""
+        with contextlib.suppress(NotForked):
+            self._worker.kill()
+
+
 # -- tasks of a Ray cluster ------------------------------------------------------------------------
 
 
@@ -374,6 +566,7 @@ class RayLauncher:
     """
 
     def __init__(self, plan: CampaignPlan) -> None:
+        self.notes: list[str] = []
         self._settings = plan.settings
         self._share = gpu_share(plan.settings)
         if plan.config.is_set("backend.devices"):

@@ -17,7 +17,7 @@ from retrain.config import TrainConfig, config_from_mapping, replaced
 from retrain.config.judging import verifies
 from retrain.config.load import arms, given_values
 from retrain.config.schema import Campaign, Condition, Logging, Provenance
-from retrain.data.prompts import load_examples
+from retrain.data.prompts import each_source, load_examples
 from retrain.data.sources import NoHeldOutSplit
 from retrain.environments.loading import environment_name, load_environment, load_problems
 from retrain.errors import ConfigurationError
@@ -252,7 +252,9 @@ def check(plan: CampaignPlan) -> Checked:
         from retrain.analysis.power import Correction, design_line
 
         evaluation = plan.runs[0].config.evaluation
-        problems = evaluation.max_examples if evaluation.asked_for else 0
+        problems = 0
+        if evaluation.asked_for:
+            problems = sum(part.max_examples for part in evaluation.parts)
         correction: Correction = "evidence" if plan.settings.stop == "evidence" else "maxt"
         design = [
             design_line(
@@ -322,7 +324,8 @@ def _has_held_out(config: TrainConfig, campaign: TrainConfig) -> bool:
             with closing(load_environment(config)) as environment:
                 load_problems(environment, config, "evaluation")
         else:
-            load_examples(config, "heldout")
+            for own in each_source(config):
+                load_examples(own, "heldout")
     except NoHeldOutSplit:
         if (
             campaign.is_set("evaluation.at_end")

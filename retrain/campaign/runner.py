@@ -18,15 +18,7 @@ from retrain.analysis.runs import StoredRun
 from retrain.backends.base import backend_kind
 from retrain.campaign.board import Board
 from retrain.campaign.evidence import EvidenceRule
-from retrain.campaign.launch import (
-    OUTPUT,
-    InProcess,
-    Job,
-    Launcher,
-    RunOutcome,
-    share_devices,
-    unwritable,
-)
+from retrain.campaign.launch import InProcess, Job, Launcher, RunOutcome, share_devices, unwritable
 from retrain.campaign.manifest import Manifest, Status, analysis_plan, open_campaign
 from retrain.campaign.plan import (
     CampaignPlan,
@@ -49,7 +41,7 @@ from retrain.records.checkpoint import FINAL
 from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.disk import writing_to
 from retrain.records.redact import note_secrets
-from retrain.records.run_folder import RunFolder
+from retrain.records.run_folder import OUTPUT, RunFolder
 from retrain.records.terminal import counted
 from retrain.run.interrupts import Interrupts
 from retrain.tracking.build import SQUEEZE_RUN, track_squeeze
@@ -119,6 +111,7 @@ def _size(plan: CampaignPlan) -> str:
 
 
 def _launcher(plan: CampaignPlan) -> Launcher:
+    kinds = [backend_kind(run.config.backend.backend) for run in plan.runs]
     if plan.settings.launcher == "ray":
         from retrain.campaign.launch import RayLauncher
 
@@ -126,8 +119,8 @@ def _launcher(plan: CampaignPlan) -> Launcher:
     if plan.settings.parallel:
         from retrain.campaign.launch import Subprocesses
 
-        return Subprocesses(share_devices(plan))
-    kinds = [backend_kind(run.config.backend.backend) for run in plan.runs]
+        in_process = all(kind.in_process for kind in kinds)
+        return Subprocesses(share_devices(plan), in_process=in_process)
     return InProcess(loads_models=any(kind.loads_model for kind in kinds))
 
 
@@ -186,6 +179,8 @@ class _Execution:
         )
         try:
             while self._waiting or self._jobs:
+                while self._launcher.notes:
+                    self._board.say(self._launcher.notes.pop(0))
                 if self._interrupts.stopped_by is not None and not self._stopping:
                     self._stop(self._interrupts.stopped_by)
                 if len(self._jobs) < self._launcher.workers and time.monotonic() >= next_start:

@@ -13,6 +13,7 @@ import sys
 import threading
 from dataclasses import asdict
 from pathlib import Path
+from typing import IO
 
 from retrain.system import prepare_torch
 
@@ -20,7 +21,7 @@ from retrain.system import prepare_torch
 def main() -> None:
     """Train the run and answer with its outcome."""
     prepare_torch()
-    answer = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    pipe = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     request = json.loads(sys.stdin.buffer.readline())
 
@@ -32,14 +33,18 @@ def main() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=end_with_campaign, daemon=True).start()
+    with pipe:
+        answer(request["config"], request["path"], pipe)
+
+
+def answer(config: str, path: str, pipe: IO[str]) -> None:
+    """Train the run of a configuration in TOML, which came from a file at `path` ("" for none), and
+    write its outcome.
+    """
     from retrain.campaign.launch import perform
     from retrain.config import config_from_toml
 
-    outcome = perform(
-        config_from_toml(request["config"], Path(request["path"]) if request["path"] else None)
-    )
-    json.dump(asdict(outcome), answer)
-    answer.close()
+    json.dump(asdict(perform(config_from_toml(config, Path(path) if path else None))), pipe)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,23 @@ import shutil
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer.core import TyperCommand
 
-from retrain.cli.shared import Alpha, AsJson, LowerIsBetter, Margin
+from retrain.cli.shared import (
+    Alpha,
+    AsJson,
+    Contrast,
+    Control,
+    Correction,
+    Failed,
+    LowerIsBetter,
+    Margin,
+    pair_of,
+    refuse_two_baselines,
+)
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -68,10 +79,7 @@ def command(
             help="A campaign's condition (the first unless given), or the baseline's runs.",
         ),
     ] = None,
-    control: Annotated[
-        bool,
-        typer.Option("--control", help="The campaign's random-reward condition is the baseline."),
-    ] = False,
+    control: Control = False,
     metric: Annotated[
         str | None,
         typer.Option(
@@ -91,28 +99,9 @@ def command(
         float, typer.Option(help="Power for the detectable difference and the seeds needed.")
     ] = 0.8,
     lower_is_better: LowerIsBetter = False,
-    correction: Annotated[
-        Literal["maxt", "holm"] | None,
-        typer.Option(
-            help=(
-                "Adjust p by joint sign flips of whole seeds (maxt), or by Holm; by default as the"
-                " campaign planned, else maxt."
-            )
-        ),
-    ] = None,
-    contrast: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="A:B",
-            help="Compare condition A with condition B; repeat it for a family of pairs.",
-        ),
-    ] = None,
-    failed: Annotated[
-        Literal["exclude", "worst"],
-        typer.Option(
-            help="Leave pairs with a failed run out, or count that run as the worst result."
-        ),
-    ] = "exclude",
+    correction: Correction = None,
+    contrast: Contrast = None,
+    failed: Failed = "exclude",
     form: Annotated[Format, typer.Option("--format", help="How to print it.")] = Format.TEXT,
     as_json: AsJson = False,
 ) -> None:
@@ -129,7 +118,7 @@ def command(
         return
     test = TestSettings(alpha, margin, effect, power, lower_is_better, correction, failed)
     comparison = _compare(
-        targets, baseline or [], control, metric, test, [_pair(text) for text in contrast or []]
+        targets, baseline or [], control, metric, test, [pair_of(text) for text in contrast or []]
     )
     _print(comparison, form)
 
@@ -175,16 +164,6 @@ def _print_evaluations(
     )
 
 
-def _pair(text: str) -> tuple[str, str]:
-    """Raises ConfigurationError unless the text is two labels with a colon between them."""
-    candidate, colon, baseline = text.partition(":")
-    if not (candidate and colon and baseline) or candidate == baseline:
-        raise ConfigurationError(
-            f"--contrast {text} is not two conditions as A:B; A is compared with B."
-        )
-    return candidate, baseline
-
-
 def _compare(
     targets: list[Path],
     baseline: list[str],
@@ -196,10 +175,7 @@ def _compare(
     from retrain.analysis.compare import compare_campaign, compare_runs
     from retrain.analysis.runs import is_campaign, stored_run
 
-    if control and baseline:
-        raise ConfigurationError(
-            f"--control and --baseline {baseline[0]} both name the baseline; give one of them."
-        )
+    refuse_two_baselines(control, baseline[0] if baseline else None)
     for target in targets:
         if not target.is_dir():
             raise ConfigurationError(

@@ -203,12 +203,13 @@ def _self_test() -> Finding:
         return Finding("self-test", "lacks", "not run without torch", f"`{install_hint()}`")
     from retrain.config import config_from_mapping
     from retrain.run.loop import train
+    from retrain.tracking.base import Verbosity
 
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         config = config_from_mapping({**_SELF_TEST, "logging": {"log_dir": f"{folder}/run"}})
         try:
-            train(config, quiet=True)
+            train(config, verbosity=Verbosity.SILENT)
         except RetrainError as error:
             return Finding("self-test", "lacks", f"a step of the lab failed: {error}")
     seconds = time.perf_counter() - started

@@ -60,7 +60,7 @@ def command(
     from retrain.records.jsonl import finite
     from retrain.records.terminal import clean
     from retrain.run.evaluate import evaluate_run
-    from retrain.tracking.console import evaluation_line, task_lines
+    from retrain.tracking.lines import evaluation_line, task_lines
 
     folder = EvaluationFolder.new(output, target)
     result = evaluate_run(

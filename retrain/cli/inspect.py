@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from retrain.cli.shared import AsJson
+from retrain.cli.shared import AsJson, Trust
 from retrain.errors import ConfigurationError
 from retrain.inspect import Quantity
 
@@ -60,6 +60,7 @@ def command(
         bool,
         typer.Option("--table", help="One line per token; the default where there is no colour."),
     ] = False,
+    trust: Trust = False,
     form: Annotated[Format, typer.Option("--format", help="How to print it.")] = Format.TEXT,
     as_json: AsJson = False,
 ) -> None:
@@ -73,7 +74,12 @@ def command(
     from retrain.inspect.terminal import show
 
     credit = read_step(
-        stored_run(run), step, against or [], detectors=detectors, planning_model=planning_model
+        stored_run(run),
+        step,
+        against or [],
+        detectors=detectors,
+        planning_model=planning_model,
+        trust=trust,
     )
     numbers = _chosen(credit, prompt, sample)
     if as_json or form is Format.JSON:

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from retrain.cli.shared import Alpha, LowerIsBetter, Margin
+from retrain.cli.shared import (
+    Alpha,
+    Contrast,
+    Control,
+    Correction,
+    Failed,
+    LowerIsBetter,
+    Margin,
+    Trust,
+    pair_of,
+    refuse_two_baselines,
+)
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.install import install_hint
 
@@ -37,6 +48,10 @@ def command(
     metric: Annotated[
         str | None, typer.Option(help="Metric to compare, as in `retrain compare`.")
     ] = None,
+    control: Control = False,
+    contrast: Contrast = None,
+    correction: Correction = None,
+    failed: Failed = "exclude",
     alpha: Alpha = 0.05,
     margin: Margin = None,
     lower_is_better: LowerIsBetter = False,
@@ -44,6 +59,7 @@ def command(
         list[str] | None,
         typer.Option(help="Another transform beside the run's own in the token viewer."),
     ] = None,
+    trust: Trust = False,
     steps: Annotated[
         int, typer.Option(min=0, help="Number of steps of a run whose completions are shown.")
     ] = 4,
@@ -71,8 +87,18 @@ def command(
     from retrain.report.data import ReportRequest
     from retrain.report.page import write_report
 
-    test = TestSettings(alpha=alpha, margin=margin, lower_is_better=lower_is_better)
-    request = ReportRequest(folder, baseline, metric, test, against or (), steps)
+    refuse_two_baselines(control, baseline)
+    test = TestSettings(
+        alpha=alpha,
+        margin=margin,
+        lower_is_better=lower_is_better,
+        correction=correction,
+        failed=failed,
+    )
+    pairs = [pair_of(text) for text in contrast or []]
+    request = ReportRequest(
+        folder, baseline, metric, test, against or (), steps, trust, control, pairs
+    )
     _check_output(output, serve=serve)
     if serve:
         _serve(request, port, refresh)

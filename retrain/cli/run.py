@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retrain.cli.shared import load_dotenv
-from retrain.errors import ConfigurationError
+from retrain.errors import ConfigurationError, RetrainError
 from retrain.install import install_hint
 from retrain.system import expanded
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from retrain.config.schema import Squeeze, TrainConfig
     from retrain.squeeze.job import Squeezed
 
-_SWITCHES = {"--overwrite": False, "--quiet": False, "--skip-parity": False}
+_SWITCHES = {"--overwrite": False, "--quiet": False, "--verbose": False, "--skip-parity": False}
 """Flags besides those of the schema; none takes a value."""
 
 
@@ -28,24 +28,23 @@ class RunArguments:
     """The configuration file; None means ./retrain.toml."""
     overwrite: bool
     quiet: bool
+    verbose: bool
     skip_parity: bool
     overrides: "Overrides"
 
 
 def run_file(arguments: Sequence[str]) -> int:
     parsed = parse_arguments(arguments)
-    if load_dotenv() and not parsed.quiet:
-        print("Loaded .env", flush=True)
-    from retrain.config import load_config
-
-    _refuse_run_as_file(parsed)
-    config, note = _continued(parsed) or (
-        load_config(parsed.path, parsed.overrides),
-        "",
-    )  # a typo is answered before seconds of imports
-    _refuse_two_intents(parsed, config)
-    if note and not parsed.quiet:
-        print(note, flush=True)
+    loaded = "Loaded .env" if load_dotenv() else ""
+    try:
+        config, note = _configuration(parsed)
+    except RetrainError:
+        if loaded and not parsed.quiet:  # its variables may be the mistake
+            print(loaded, flush=True)
+        raise
+    said = [line for line in (loaded, note) if line]
+    if config.kind != "run" and said and not parsed.quiet:
+        print("\n".join(said), flush=True)
     if config.kind == "squeeze":
         from retrain.records.terminal import clean
         from retrain.squeeze import run_squeeze
@@ -70,11 +69,31 @@ def run_file(arguments: Sequence[str]) -> int:
         run_campaign(config, quiet=parsed.quiet)
     else:
         from retrain.run.loop import train
+        from retrain.tracking.base import Verbosity
+        from retrain.types import LogLine
 
         train(
-            config, overwrite=parsed.overwrite, quiet=parsed.quiet, skip_parity=parsed.skip_parity
+            config,
+            overwrite=parsed.overwrite,
+            quiet=parsed.quiet,
+            verbosity=Verbosity.VERBOSE if parsed.verbose else Verbosity.NORMAL,
+            skip_parity=parsed.skip_parity,
+            said=[LogLine(line) if line is loaded else line for line in said],
         )
     return 0
+
+
+def _configuration(parsed: RunArguments) -> "tuple[TrainConfig, str]":
+    """Load what the command line asks for, and a line that names the file of a resumed run."""
+    from retrain.config import load_config
+
+    _refuse_run_as_file(parsed)
+    config, note = _continued(parsed) or (
+        load_config(parsed.path, parsed.overrides),
+        "",
+    )  # a typo is answered before seconds of imports
+    _refuse_two_intents(parsed, config)
+    return config, note
 
 
 def _refuse_run_as_file(parsed: RunArguments) -> None:
@@ -230,6 +249,7 @@ def parse_arguments(arguments: Sequence[str]) -> RunArguments:
         path=Path(files[0]) if files else None,
         overwrite="--overwrite" in switches,
         quiet="--quiet" in switches,
+        verbose="--verbose" in switches,
         skip_parity="--skip-parity" in switches,
         overrides=overrides,
     )

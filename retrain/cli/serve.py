@@ -132,14 +132,21 @@ def _longest_prompt(config: "TrainConfig") -> int:
     """Return the number of tokens of the longest prompt, over the training and the held-out
     prompts.
     """
-    from retrain.run.parts import load_held_out, load_prompts, load_stage, load_text, longest_prompt
+    from retrain.run.parts import (
+        load_held_out,
+        load_prompts,
+        load_stage,
+        load_text,
+        longest_prompt,
+        prompts_of,
+    )
 
     text = load_text(config.model, print_progress)
     stage = load_stage(config, text, print_progress)
     try:
         prompts = load_prompts(config, text, stage, print_progress)
         if config.evaluation.asked_for:
-            held_out = load_held_out(config, text, stage, prompts, print_progress)
+            held_out = prompts_of(load_held_out(config, text, stage, prompts, print_progress))
         else:
             held_out = []
     finally:

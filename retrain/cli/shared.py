@@ -10,6 +10,30 @@ from retrain.errors import ConfigurationError
 
 Alpha = Annotated[float, typer.Option(help="Family-wise error rate of all comparisons.")]
 AsJson = Annotated[bool, typer.Option("--json", help="The same as --format json.")]
+Contrast = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="A:B",
+        help="Compare condition A with condition B; repeat it for a family of pairs.",
+    ),
+]
+Control = Annotated[
+    bool,
+    typer.Option("--control", help="The campaign's random-reward condition is the baseline."),
+]
+Correction = Annotated[
+    Literal["maxt", "holm"] | None,
+    typer.Option(
+        help=(
+            "Adjust p by joint sign flips of whole seeds (maxt), or by Holm; by default as the"
+            " campaign planned, else maxt."
+        )
+    ),
+]
+Failed = Annotated[
+    Literal["exclude", "worst"],
+    typer.Option(help="Leave pairs with a failed run out, or count that run as the worst result."),
+]
 Figure = Annotated[
     Path | None, typer.Option(help="Also draw it: a file that ends in .svg, .pdf or .png.")
 ]
@@ -41,6 +65,26 @@ def load_dotenv() -> bool:
             " remove it."
         ) from error
     return True
+
+
+def pair_of(text: str) -> tuple[str, str]:
+    """Split a --contrast. Raises ConfigurationError unless it is two labels with a colon between
+    them.
+    """
+    candidate, colon, baseline = text.partition(":")
+    if not (candidate and colon and baseline) or candidate == baseline:
+        raise ConfigurationError(
+            f"--contrast {text} is not two conditions as A:B; A is compared with B."
+        )
+    return candidate, baseline
+
+
+def refuse_two_baselines(control: bool, baseline: str | None) -> None:
+    """Raise ConfigurationError for --control beside --baseline."""
+    if control and baseline:
+        raise ConfigurationError(
+            f"--control and --baseline {baseline} both name the baseline; give one of them."
+        )
 
 
 def print_progress(line: str) -> None:

@@ -77,7 +77,8 @@ FLAGS = {
 
 SWITCHES = {
     "--overwrite": "empty the run's folder first, if retrain made it",
-    "--quiet": "print nothing on standard output",
+    "--quiet": "print the start, the evaluations and the end alone",
+    "--verbose": "print every line, on a terminal too",
     "--skip-parity": "do not check that the engine samples what is trained",
 }
 

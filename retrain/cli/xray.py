@@ -30,6 +30,14 @@ def command(
         float, typer.Option(help="Length of a wrong completion over a right one's.")
     ] = 1.0,
     figure: Figure = None,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact",
+            help="Sum the gradient over all groups of a policy that can be counted; takes losses"
+            " too, such as ppo or my_module.my_loss.",
+        ),
+    ] = False,
     trust: Trust = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
@@ -43,6 +51,14 @@ def command(
 
     load_dotenv()
     _check(group, aggregation, wrong_length, figure)
+    if exact:
+        if aggregation or figure or wrong_length != 1:
+            raise ConfigurationError(
+                "--exact counts answers of equal length and draws nothing; leave --aggregation,"
+                " --wrong-length and --figure out."
+            )
+        _print_exact(names, group, trust=trust, as_json=as_json)
+        return
     with redirect_stdout(sys.stderr):  # what a plugin prints is no part of the result
         found = [
             one
@@ -72,6 +88,23 @@ def command(
     print("\n".join(text_lines(found)))
     if figure:
         print(f"Figure: {figure}")
+
+
+def _print_exact(names: list[str], group: int | None, *, trust: bool, as_json: bool) -> None:
+    from retrain.records.jsonl import finite
+    from retrain.xray.resolve import read_exact
+
+    with redirect_stdout(sys.stderr):
+        found = [one for name in names for one in read_exact(name, group, trust=trust)]
+    if as_json:
+        rows = [one.to_json() for one in found]
+        print(json.dumps(finite({"exact": rows}), indent=2))
+        return
+    print(
+        "Expected gradients over all groups of two-token answers, beside that of the pass rate p."
+    )
+    for one in found:
+        print(f"{one.name} (G = {one.group}): {one.sentence()}")
 
 
 def _check(

@@ -315,7 +315,7 @@ _RUNS: Rows = (
     unused(
         "data.difficulty",
         because='it belongs to source = "lab"',
-        when=lambda c: c.data.source != "lab" and c.evaluation.source != "lab",
+        when=lambda c: c.data.source != "lab" and "lab" not in c.evaluation.sources,
     ),
     unused(
         "data.params",
@@ -627,7 +627,13 @@ _LOOP = (
     "training.keep_checkpoints",
     "training.max_hours",
 )
-_RATE = ("training.lr", "training.lr_schedule", "training.lr_warmup_steps", "training.weight_decay")
+_RATE = (
+    "training.lr",
+    "training.lr_schedule",
+    "training.lr_horizon",
+    "training.lr_warmup_steps",
+    "training.weight_decay",
+)
 _FILES = (
     "backend.backend",
     "backend.adapter_path",

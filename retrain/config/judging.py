@@ -9,7 +9,10 @@ from retrain.config.names import builtin_names, table
 from retrain.config.schema import Reward, TrainConfig
 from retrain.system import toml_value
 
-_VERIFIABLE = {"lab": "match", "gsm8k": "math", "math": "math"}
+_VERIFIABLE = {
+    "lab": "match",
+    **dict.fromkeys(("gsm8k", "math", "math500", "aime24", "aime25"), "math"),
+}
 """Data source -> the reward that verifies its answers."""
 _ANY_SOURCE = "match"
 
@@ -29,8 +32,12 @@ def judging_rewards(config: TrainConfig) -> list[tuple[str, float]]:
     if config.evaluation.reward:
         return [(config.evaluation.reward, 1.0)]
     kept = [(kind, weight) for kind, weight in training_rewards(config) if verifies(kind)]
-    source = config.evaluation.source or config.data.source
-    return kept or [(_VERIFIABLE.get(source, _ANY_SOURCE), 1.0)]
+    judges = {
+        _VERIFIABLE.get(source or config.data.source, _ANY_SOURCE)
+        for source in config.evaluation.sources
+    }
+    judge = judges.pop() if len(judges) == 1 else "math"  # which compares letters and words too
+    return kept or [(judge, 1.0)]
 
 
 def verifies(kind: str) -> bool:

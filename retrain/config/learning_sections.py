@@ -288,7 +288,14 @@ class Training(Section):
     )
     lr: float = key(4e-5, "Learning rate.", ge=0)
     lr_schedule: Literal["constant", "linear", "cosine"] = key(
-        "constant", "Learning rate after warm-up: constant, or falling to 0 at max_steps."
+        "constant", "Learning rate after warm-up: constant, or falling to 0 at lr_horizon."
+    )
+    lr_horizon: int = key(
+        0,
+        "Step at which a falling learning rate reaches 0; 0 is max_steps. A resume that raises"
+        " max_steps names it.",
+        ge=0,
+        applies_when="lr_schedule in (linear, cosine)",
     )
     lr_warmup_steps: int = key(0, "Steps over which the learning rate rises from 0.", ge=0)
     weight_decay: float = key(0.0, "AdamW weight decay.", ge=0)

@@ -195,6 +195,16 @@ def is_data_location(source: str) -> bool:
     return "/" in source or source.endswith(DATA_FILE_SUFFIXES)
 
 
+def source_task(source: str) -> str:
+    """The task that the problems of an evaluation source are, where there are several: the last
+    part of its name, without a file's suffix.
+    """
+    name = source.removeprefix("hub:").rpartition("/")[2]
+    for suffix in DATA_FILE_SUFFIXES:
+        name = name.removesuffix(suffix)
+    return name.rpartition(".")[2] if is_dotted(name) else name
+
+
 def condition_label(advantage_mode: str, transform_mode: str, algorithm_mode: str = "") -> str:
     """Name a condition: `{advantage}+{transform}`, or the algorithm. Of a dotted path only the last
     part is used.

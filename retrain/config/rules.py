@@ -20,6 +20,7 @@ from retrain.config.names import (
     fixed_aggregation,
     is_recipe,
     nearest,
+    source_task,
     table,
     transforms_with,
 )
@@ -286,22 +287,47 @@ def _clip_below_one(config: AllSections) -> Iterator[Violation]:
 @_rule
 def _pass_at_k_needs_samples(config: AllSections) -> Iterator[Violation]:
     evaluation = config.evaluation
-    if max(evaluation.k) > evaluation.samples:
+    samples = max(part.samples for part in evaluation.parts)
+    if max(evaluation.k) > samples:
         yield Violation(
             ("evaluation.k", "evaluation.samples"),
             f"[evaluation] k = {evaluation.k} asks for pass@{max(evaluation.k)} of samples ="
-            f" {evaluation.samples}; give samples of {max(evaluation.k)} or more",
+            f" {samples}; give samples of {max(evaluation.k)} or more",
         )
 
 
 @_rule
 def _greedy_samples_are_equal(config: AllSections) -> Iterator[Violation]:
+    for part in config.evaluation.parts:
+        if part.temperature == 0 and part.samples > 1:
+            yield Violation(
+                ("evaluation.samples", "evaluation.temperature"),
+                f"[evaluation] samples = {part.samples} would be {part.samples} equal"
+                " completions at temperature = 0; give samples = 1 or a temperature above 0",
+            )
+
+
+@_rule
+def _evaluation_tasks_are_of_its_sources(config: AllSections) -> Iterator[Violation]:
     evaluation = config.evaluation
-    if evaluation.temperature == 0 and evaluation.samples > 1:
+    tasks = [source_task(source or config.data.source) for source in evaluation.sources]
+    if len(tasks) > 1 and "" in evaluation.sources:
         yield Violation(
-            ("evaluation.samples", "evaluation.temperature"),
-            f"[evaluation] samples = {evaluation.samples} would be {evaluation.samples} equal"
-            " completions at temperature = 0; give samples = 1 or a temperature above 0",
+            ("evaluation.source",),
+            '[evaluation] source = "" in a list is no source; name each of them',
+        )
+    repeated = [task for task, count in Counter(tasks).items() if count > 1]
+    if repeated:
+        yield Violation(
+            ("evaluation.source",),
+            f'[evaluation] source names the task "{repeated[0]}" twice; rename a file, or drop one',
+        )
+    unknown = [name for name in evaluation.tasks if name not in tasks]
+    if unknown:
+        yield Violation(
+            ("evaluation.tasks", "evaluation.source"),
+            f'[evaluation] tasks has "{unknown[0]}", and source gives {", ".join(tasks)}; name one'
+            " of them",
         )
 
 

@@ -7,8 +7,9 @@ does not.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from retrain.config.names import source_task
 from retrain.config.section import PathText, Positive, Section, Table, Traits, key
 from retrain.config.values import (
     MAX_COMPLETIONS,
@@ -18,9 +19,39 @@ from retrain.config.values import (
     check_prices,
     check_server_url,
     check_svd_device,
+    check_table,
     check_variable,
+    refuse,
     table_from_json,
 )
+
+SourceName = Annotated[str, OpenName("data", may_be_empty=True)]
+
+
+class TaskSettings(BaseModel):
+    """A table of [evaluation.tasks]: what differs for the problems of one source."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    samples: int | None = Field(None, ge=1, le=MAX_COMPLETIONS)
+    temperature: float | None = Field(None, ge=0)
+    max_examples: int | None = Field(None, ge=0)
+    path: str = ""
+    """A local copy of the source's data."""
+
+
+def check_tasks(tasks: dict[str, Any]) -> dict[str, Any]:
+    """Refuse a table of tasks that holds something else than settings."""
+    for name, settings in check_table(tasks).items():
+        try:
+            TaskSettings.model_validate(settings)
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            key = ".".join([name, *map(str, problem["loc"])])
+            known = ", ".join(TaskSettings.model_fields)
+            cause = problem["msg"].lower()
+            raise refuse(f"is wrong at {key} ({cause}); a task takes {known}") from error
+    return tasks
 
 
 class Evaluation(Section):
@@ -33,8 +64,16 @@ class Evaluation(Section):
     at_end: bool = key(
         False, "Evaluate after the last step; unset is true in campaigns.", meaningful_unset=True
     )
-    source: Annotated[str, OpenName("data", may_be_empty=True)] = key(
-        "", "Data source; empty means the training source's held-out split."
+    source: SourceName | Annotated[list[SourceName], Field(min_length=1)] = key(
+        "",
+        "Data source of the problems, or a list of them, each a task of its own; empty means the"
+        " training source's held-out split.",
+    )
+    tasks: Annotated[dict[str, Any], AfterValidator(check_tasks)] = key(
+        {},
+        "What differs for a source of the list, by its name: samples, temperature, max_examples,"
+        " and path, a local copy of its data.",
+        example={"aime24": {"samples": 32}},
     )
     reward: Annotated[str, OpenName("reward", may_be_empty=True)] = key(
         "",
@@ -92,6 +131,28 @@ class Evaluation(Section):
         "Use the base model's pass rate per problem at step 0 in the interval for new problems"
         " where it narrows it.",
     )
+
+    @property
+    def sources(self) -> list[str]:
+        if isinstance(self.source, str):
+            return [self.source]
+        return list(self.source)
+
+    @property
+    def parts(self) -> list["Evaluation"]:
+        """The evaluation of each source, with its own settings; itself where there is one source
+        without any.
+        """
+        return [self._part(source) for source in self.sources]
+
+    def _part(self, source: str) -> "Evaluation":
+        settings = self.tasks.get(source_task(source), {})
+        own = {name: value for name, value in settings.items() if name != "path"}
+        return self.model_copy(update={"source": source, **own})
+
+    def path_of(self, source: str) -> str:
+        """The local copy of a source's data; "" where there is none."""
+        return str(self.tasks.get(source_task(source), {}).get("path", ""))
 
     @property
     def asked_for(self) -> bool:
@@ -464,6 +525,10 @@ class Logging(Section):
         applies_when="generations_every not in (0)",
     )
     tokens_every: int = key(0, "Steps between per-token files for inspect; 0 is off.", ge=0)
+    groups: bool = key(
+        False,
+        "Print a line per group in every step, also where a step has more than 8 of them.",
+    )
 
     @property
     def tags(self) -> list[str]:

@@ -95,16 +95,23 @@ def config_hash(config: TrainConfig) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
+WITH_OTHER_STEPS = ("training.lr_schedule", "training.lr_horizon")
+"""Keys that may change at a resume that changes max_steps, by which a falling rate is planned."""
+
+
 def resume_differences(stored: TrainConfig, current: TrainConfig) -> list[str]:
     """One sentence for each value that a resumed run may not change, with both values; empty when
     it may be resumed.
     """
+    differing = differing_keys(stored, current)
+    other_steps = any(key.path == "training.max_steps" for key in differing)
     return [
         f"[{key.section}] {key.name} = {shown_value(current, key.path)} differs from"
         f" {shown_value(stored, key.path)}, the run's own value, and cannot change at resume;"
         " restore it, or start a new run."
-        for key in differing_keys(stored, current)
+        for key in differing
         if not key.traits.may_change_at_resume
+        and not (other_steps and key.path in WITH_OTHER_STEPS)
     ]
 
 

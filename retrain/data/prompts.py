@@ -4,7 +4,7 @@ are first needed, in an order that is a pure function of (seed, cursor).
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from retrain import noise
+from retrain.config.names import source_task
 from retrain.data.chat import count_tokens, encode_texts, messages_of, render_text, token_bounds
 from retrain.data.readers import Split
-from retrain.data.sources import Query, ReadResult, dropped_words, read_source
+from retrain.data.sources import Query, ReadResult, dropped_words, read_source, source_key
 from retrain.errors import ConfigurationError
 from retrain.model.text import TextModel
 from retrain.types import Example, Prompt
@@ -38,13 +39,8 @@ def load_examples(config: "TrainConfig", split: Split = "train") -> ReadResult:
     Raises NoHeldOutSplit if nothing is held out, another ConfigurationError if no example is left
     or the source is not known, EnvironmentFailure if the hub is needed and cannot be reached.
     """
-    source = config.evaluation.source if split == "heldout" else ""
-    apart = source not in ("", config.data.source)
-    data = config.data
-    if apart:
-        data = data.model_copy(update={"source": source, "path": "", "params": {}})
-    query = Query(config, data, split, named_for_evaluation=apart)
-    result = read_source(query)
+    query = _query(config, split)
+    data, result = query.data, read_source(query)
     if not result.examples:
         details = "; ".join(filter(None, [result.dropped_rows(), *result.notes])) or "it is empty"
         kind = "training" if split == "train" else "held-out"
@@ -63,6 +59,46 @@ def load_examples(config: "TrainConfig", split: Split = "train") -> ReadResult:
             f" together: {repeated:,}"
         )
     return result
+
+
+def each_source(config: "TrainConfig") -> list["TrainConfig"]:
+    """The configuration with one source of `[evaluation]` at a time, at its own settings."""
+    return [config.model_copy(update={"evaluation": part}) for part in config.evaluation.parts]
+
+
+def of_task(prompts: Iterable[Prompt], source: str) -> list[Prompt]:
+    """The prompts of one of several evaluation sources: the task is its name, which the ids of the
+    examples carry too.
+    """
+    task = source_task(source)
+    named = []
+    for prompt in prompts:
+        own = replace(prompt.example, task=task, example_id=f"{task}/{prompt.example.example_id}")
+        named.append(replace(prompt, example=own))
+    return named
+
+
+def _query(config: "TrainConfig", split: Split) -> Query:
+    source, copy = "", ""
+    if split == "heldout":
+        (source,) = config.evaluation.sources
+        copy = config.evaluation.path_of(source)
+    apart = source not in ("", config.data.source) or bool(copy)
+    data = config.data
+    if apart:
+        changes = {"source": source or data.source, "path": copy, "params": {}}
+        data = data.model_copy(update=changes)
+    return Query(config, data, split, named_for_evaluation=apart)
+
+
+def examples_key(config: "TrainConfig", split: Split) -> tuple[Hashable, ...] | None:
+    """Return what `load_examples` depends on, without reading it; None where code of the user's
+    reads.
+    """
+    key = source_key(_query(config, split))
+    if key is None:
+        return None
+    return *key, config.training.max_examples if split == "train" else 0
 
 
 def subset(examples: list[Example], limit: int) -> list[Example]:

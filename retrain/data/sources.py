@@ -5,7 +5,7 @@ rows that it cannot use.
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -158,6 +158,23 @@ def read_source(query: Query) -> ReadResult:
     return _call(query, load_plugin("data", source, config))
 
 
+def source_key(query: Query) -> tuple[Hashable, ...] | None:
+    """What `read_source` depends on, each file with its time and size; None where code of the
+    user's reads.
+    """
+    source, path = query.data.source, query.path
+    named = source in SOURCES or source.startswith("hub:")
+    if source in _registered or not (named or "/" in source or path.exists()):
+        return None
+    found = []
+    if path.is_dir():
+        found = sorted(file for file in path.rglob("*") if file.suffix in DATA_FILE_SUFFIXES)
+    elif path.exists():
+        found = [path]
+    files = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in found]
+    return query.data.model_dump_json(), query.split, query.named_for_evaluation, *files
+
+
 # ---- MATH and GSM8K ------------------------------------------------------------------------------
 
 RowReader = Callable[[dict[str, Any], str], Example | Reason | None]
@@ -235,6 +252,59 @@ def _gsm8k_row(row: dict[str, Any], example_id: str) -> Example | Reason | None:
                 return Example(question, answer, "gsm8k", info | {"solution": solution}, example_id)
             return Reason.NO_ANSWER
     return Reason.MALFORMED
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A set of problems for evaluation alone."""
+
+    hub: HubData
+    read_row: RowReader
+
+    def __call__(self, query: Query) -> ReadResult:
+        if query.split == "train":
+            raise ConfigurationError(
+                f"{query.key} is an evaluation set and is not trained on; name it in [evaluation]"
+                " source."
+            )
+        if query.data.path:
+            train, heldout = find_files(query.path, query.key, prefer=query.data.source)
+            return _read(query, read_files(heldout or train), self.read_row)
+        return _read(query, read_hub(self.hub, [self.hub.split]), self.read_row)
+
+
+def _solved_row(row: dict[str, Any], example_id: str) -> Example | Reason:
+    """MATH-500 and AIME: `problem` and `answer`."""
+    match row:
+        case {"problem": str(problem), "answer": str() | int() as answer, **info} if (
+            problem.strip()
+        ):
+            reference = str(answer).strip()
+            if reference.isdecimal():  # AIME writes 33 as 033
+                reference = str(int(reference))
+            if reference:
+                return Example(problem, reference, "default", info, example_id)
+            return Reason.NO_ANSWER
+    return Reason.MALFORMED
+
+
+_OPTIONS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+
+
+def _gpqa_row(row: dict[str, Any], example_id: str) -> Example | Reason:
+    """Four options in the order of the hashes of their texts with the question's, so that every
+    copy of the set asks alike; the reference is the letter.
+    """
+    texts = [row.get(name) for name in ("Question", *_OPTIONS)]
+    if not all(isinstance(text, str) and text.strip() for text in texts):
+        return Reason.MALFORMED
+    question, *options = (str(text).strip() for text in texts)
+    hashes = [hashlib.sha256(f"{question}\n{option}".encode()).digest() for option in options]
+    order = sorted(range(4), key=hashes.__getitem__)
+    shown = [f"{letter}) {options[index]}" for letter, index in zip("ABCD", order, strict=True)]
+    asked = "\n".join([question, "", *shown, "", "Answer with the letter of the right option."])
+    info = {name: value for name, value in row.items() if name not in ("Question", *_OPTIONS)}
+    return Example(asked, "ABCD"[order.index(0)], "default", info, example_id)
 
 
 HELDOUT_SHARE = 10
@@ -483,6 +553,10 @@ def _checked(query: Query, examples: Iterable[Example]) -> ReadResult:
 SOURCES: dict[str, Callable[[Query], ReadResult]] = {
     "math": _math,
     "gsm8k": _gsm8k,
+    "math500": Benchmark(HubData("HuggingFaceH4/MATH-500", split="test"), _solved_row),
+    "aime24": Benchmark(HubData("HuggingFaceH4/aime_2024", split="train"), _solved_row),
+    "aime25": Benchmark(HubData("yentinglin/aime_2025", split="train"), _solved_row),
+    "gpqa_diamond": Benchmark(HubData("Idavidrein/gpqa", "gpqa_diamond", "train"), _gpqa_row),
     "lab": lambda query: ReadResult(query.data, lab.examples(query.split, query.data.difficulty)),
     "jsonl": lambda query: _local(query, [".jsonl"]),
     "parquet": lambda query: _local(query, [".parquet"]),

@@ -94,11 +94,12 @@ def from_probe(config: "TrainConfig", say: Callable[[str], None]) -> StepTime:
     from retrain.records.entries import StepRecord
     from retrain.run.loop import take_step
     from retrain.run.session import Session
+    from retrain.tracking.base import Verbosity
 
     with tempfile.TemporaryDirectory(prefix="retrain-probe-") as folder:
         say(f"Measuring one step of {config.condition_label} ...")
         probe = replaced(config, _NO_TRACE | {"logging.log_dir": str(Path(folder) / "run")})
-        with Session.open(probe, overwrite=False, quiet=True) as session:
+        with Session.open(probe, overwrite=False, verbosity=Verbosity.SILENT) as session:
             take_step(session)
         (record,) = StepRecord.read(session.folder.metrics)
     assert record.step_time_s is not None

@@ -21,6 +21,7 @@ from retrain.advantages.sepa import linear_lambda
 from retrain.advantages.transforms import surprisal
 from retrain.analysis.runs import StoredRun, read_metrics
 from retrain.config import TrainConfig, replaced
+from retrain.config.load import trusted
 from retrain.config.names import condition_label
 from retrain.errors import ConfigurationError
 from retrain.model.sentences import load_sentence_encoder
@@ -232,13 +233,14 @@ def read_step(
     *,
     detectors: bool = False,
     planning_model: str = "",
+    trust: bool = False,
 ) -> StepCredit:
     """A step of `run`, by default the last one stored, under its own condition and those of
     `against`.
 
     Each of `against` is a transform or "advantage+transform". With `detectors` the masks of both
     planning detectors are computed, with the sentence encoder `planning_model` in place of the
-    run's own where it is given.
+    run's own where it is given. With `trust` the plugins that the run names are loaded.
 
     Raises ConfigurationError for an unknown step or condition, EnvironmentFailure if the model's
     tokenizer cannot be loaded.
@@ -256,8 +258,9 @@ def read_step(
     if table.mask is not None:
         planning = table.mask.astype(np.bool_)
     notes: list[str] = []
+    own = trusted(run.config) if trust else run.config
     for name in against:
-        config = _under(run.config, name)
+        config = _under(own, name)
         pipeline = CreditPipeline(config, pieces.vocabulary.pieces, load_sentence_encoder)
         if pipeline.uses_sepa_controller:
             sepa_lambda = _sepa_lambda(run, step, notes)

@@ -14,6 +14,7 @@ from retrain.model.attention import FusedAttention, Kernel, VarlenAttention
 from retrain.model.budget import PAGE_TOKENS
 from retrain.model.packed import computes_bf16
 from retrain.model.varlen import has_flash, reads_pages
+from retrain.types import LogLine
 
 if TYPE_CHECKING:
     from retrain.config.schema import Backend, Inference, Model
@@ -160,7 +161,10 @@ def choose_device(backend: "Backend", world: World = ALONE) -> DeviceChoice:
         )
     return DeviceChoice(
         torch.device("cpu"),
-        f'No device "{backend.devices}" here, and [backend] devices is not set: using cpu.',
+        LogLine(
+            f'No device "{backend.devices}" here, and [backend] devices is not set: using cpu.',
+            "no GPU here",
+        ),
     )
 
 

@@ -26,7 +26,7 @@ from retrain.model.functions import (
     recomputed,
 )
 from retrain.model.layer_kernels import layer_kernels
-from retrain.model.packed import FrozenProduct, prepack
+from retrain.model.packed import FrozenProduct, kept_pack
 from retrain.model.projection import Projection, fusable
 from retrain.model.step_kernels import (
     TRITON_DEVICES,
@@ -314,8 +314,20 @@ class FusedDecoder:
         if copy == "none" or type(self._head) is not nn.Linear:
             self._packed_head = None
         elif self._packed_head is None:
-            self._packed_head = prepack(self._head.weight, self._head.bias)
+            self._packed_head = kept_pack(self._head.weight, self._head.weight, self._head.bias)
         self._version = version
+
+    def keep_packs(self) -> None:
+        """Make the copies that hold no adapter, for the sampler of every run inside
+        `shared_packs`.
+        """
+        if not self.merge:
+            return
+        for projection in self._projections:
+            if projection.dtype != torch.float32 or projection.fits_half:
+                projection.refresh("plain")
+        if type(self._head) is nn.Linear:
+            self._packed_head = kept_pack(self._head.weight, self._head.weight, self._head.bias)
 
     @property
     def kv_heads(self) -> list[tuple[int, int]]:

@@ -119,13 +119,17 @@ class Memory:
     def line(self) -> str:
         """Return one line for the start of a run."""
         parts = ", ".join(f"{part.name} {byte_words(part.bytes)}" for part in self.parts)
-        peaks = " and ".join(
+        return (
+            f"Predicted memory of tensors: {parts}; peak {self.peak_words}; Python and the"
+            " allocator take more."
+        )
+
+    @property
+    def peak_words(self) -> str:
+        """The peak of each device, and what the device holds."""
+        return " and ".join(
             f"{byte_words(peak)} of {byte_words(self.machine.memory)} on {device}"
             for device, peak in self.peaks.items()
-        )
-        return (
-            f"Predicted memory of tensors: {parts}; peak {peaks}; Python and the allocator take"
-            " more."
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -250,7 +254,7 @@ class _Estimate:
         limits = DecodeLimits(
             self.choices.decode_rows * self.choices.workers, self.choices.decode_tokens
         )
-        asked = evaluation.max_examples * evaluation.samples or limits.rows
+        asked = max(part.max_examples * part.samples or limits.rows for part in evaluation.parts)
         return limits.rows_together(
             self.budget.longest_sampled,
             max(self.completions, asked) if evaluation.asked_for else self.completions,

@@ -13,6 +13,8 @@ float format loses nothing by a coarse scale. Shape letters: N tokens, I inputs,
 """
 
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
 
@@ -20,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakIdKeyDictionary
 
 from retrain.errors import ConfigurationError
 
@@ -36,6 +39,11 @@ _FARTHEST = 100
 """Largest exponent of a scale, so that it and its reciprocal are normal numbers of float32."""
 _ROWS_LOOKED_AT = 4096
 """The rows of a weight that are looked at together for whether they fit 16 bits."""
+
+
+_kept: "tuple[WeakIdKeyDictionary, WeakIdKeyDictionary] | None" = None
+"""Inside `shared_packs`: the packed copies, and whether 16 bits hold a weight, by frozen parameter.
+"""
 
 
 class FrozenProduct(Protocol):
@@ -97,6 +105,42 @@ class HalfWeight:
         if self._bias is None:
             return product
         return product.add_(self._bias)
+
+
+@contextmanager
+def shared_packs() -> Iterator[None]:
+    """Keep, inside, what is found out and laid out about a model's frozen weights for as long as
+    the model lives, so that every run reads one copy.
+    """
+    global _kept  # noqa: PLW0603 - one store per process, which the parent of forked runs opens
+    before, _kept = _kept, (WeakIdKeyDictionary(), WeakIdKeyDictionary())
+    try:
+        yield
+    finally:
+        _kept = before
+
+
+def kept_pack(layer: Tensor, weight: Tensor, bias: Tensor | None) -> FrozenProduct:
+    """Return `prepack`; `layer` is the frozen parameter, the first of those whose weights lie
+    together.
+    """
+    if _kept is None:
+        return prepack(weight, bias)
+    packs, _ = _kept
+    if layer not in packs:
+        packs[layer] = prepack(weight, bias)
+    pack: FrozenProduct = packs[layer]
+    return pack
+
+
+def kept_fit(layer: Tensor, weight: Tensor) -> bool:
+    """Return `fits_half`."""
+    if _kept is None:
+        return fits_half(weight)
+    _, fits = _kept
+    if layer not in fits:
+        fits[layer] = fits_half(weight)
+    return bool(fits[layer])
 
 
 def prepack(weight: Tensor, bias: Tensor | None) -> FrozenProduct:

@@ -22,8 +22,8 @@ from retrain.model.packed import (
     FrozenProduct,
     PackedWeight,
     dequantised,
-    fits_half,
-    prepack,
+    kept_fit,
+    kept_pack,
     scaled_product,
 )
 
@@ -147,7 +147,7 @@ class Projection:
         if self.downs:
             updates = zip(self.downs, self.ups, self.scales, self.slices, strict=True)
             self.factors = self._stacked(list(updates), self.factors)
-        if copy == "merged" and self._fits_half:
+        if copy == "merged" and self.fits_half:
             copy = "plain"
         if copy != "plain" or self._merged:
             self.copy, self._merged = None, False
@@ -157,11 +157,12 @@ class Projection:
             )
             self._merged = True
         elif copy != "none" and self.copy is None:
-            self.copy = prepack(self.wide_weight, self.bias)
+            self.copy = kept_pack(self._weights[0], self.wide_weight, self.bias)
 
     @cached_property
-    def _fits_half(self) -> bool:
-        return fits_half(self.wide_weight)
+    def fits_half(self) -> bool:
+        """True if 16 bits hold the weight."""
+        return kept_fit(self._weights[0], self.wide_weight)
 
     @torch.no_grad()
     def append_lora_a_to_weight(self) -> None:

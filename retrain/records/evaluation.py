@@ -286,7 +286,7 @@ class EvaluationFolder:
             records,
             evaluation,
             model=shown.model.model,
-            samples=shown.evaluation.samples,
+            samples=max(part.samples for part in shown.evaluation.parts),
             task=shown.data.source,
         )
         mark(self.path, KIND)

@@ -123,7 +123,10 @@ class JsonlWriter:
         return bool(self._unwritten)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._unwritten += encode_line(record)
+        self.append(encode_line(record))
+
+    def append(self, line: bytes) -> None:
+        self._unwritten += line
         with suppress(OSError):  # is_behind tells, and sync raises it
             self._write_out()
 

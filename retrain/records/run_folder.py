@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from retrain.records.jsonl import Extent, aside_of, truncate_to_size, truncate_t
 from retrain.records.state import TrainerState
 from retrain.system import read_object
 
+OUTPUT = "output.log"
+"""Name of the file that keeps what a run prints."""
 MARKER = ".retrain.json"
 """Name of the file that says that retrain made a folder; it holds the kind of folder and the
 format."""
@@ -118,6 +121,19 @@ class RunFolder:
         return self.path / "evaluations"
 
     @property
+    def output(self) -> Path:
+        """Every line that the run prints without a terminal, of all its sessions."""
+        return self.path / OUTPUT
+
+    @property
+    def prints_to_output(self) -> bool:
+        """True if this process's standard output is already `output`, as in a campaign."""
+        try:
+            return os.path.samestat(os.fstat(sys.stdout.fileno()), self.output.stat())
+        except (OSError, ValueError):  # no such file, or an output without a descriptor
+            return False
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
@@ -156,6 +172,7 @@ class RunFolder:
             self.curve,
             self.summary,
         )
+        own_output = () if self.prints_to_output else (self.output,)
         asides = (aside_of(self.metrics), aside_of(self.evaluation))
         pictures = self.path.glob(f"{self.report.stem}-*.png")
         return (
@@ -164,6 +181,7 @@ class RunFolder:
             self.checkpoint_pointer,
             self.verdicts,
             self.report,
+            *own_output,
             *asides,
             *pictures,
         )
@@ -185,6 +203,7 @@ class RunFolder:
             self.checkpoints,
             *self.lines(),
             self.verdicts,
+            self.output,
         )
         return [path for path in places if path.is_symlink()]
 

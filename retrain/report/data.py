@@ -25,13 +25,14 @@ from retrain.analysis.runs import (
     is_run,
     read_metrics,
 )
-from retrain.analysis.selection import check_sizes
+from retrain.analysis.selection import PairOfLabels, check_sizes
 from retrain.analysis.statistics import Floats
 from retrain.analysis.status import RunStatus, run_status
 from retrain.analysis.verdict import TestSettings
 from retrain.config.schema import Squeeze
 from retrain.errors import ConfigurationError, RetrainError
 from retrain.inspect.credit import NothingJudged, StepCredit, read_step, stored_steps
+from retrain.plugins import ForeignCode
 from retrain.records.entries import EvaluationRecord, GenerationRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.jsonl import read_jsonl
@@ -241,6 +242,12 @@ class ReportRequest:
     """Transforms shown in the token viewer beside the run's own."""
     sampled_steps: int = 4
     """Number of steps per run that show their completions."""
+    trust: bool = False
+    """The plugins that a run names may be loaded, for `against`."""
+    control: bool = False
+    """The campaign's random-reward condition is the baseline."""
+    pairs: Sequence[PairOfLabels] = ()
+    """The contrasts, in place of every condition against the baseline."""
 
 
 @dataclass(frozen=True)
@@ -377,7 +384,7 @@ def read_report_data(request: ReportRequest) -> ReportData:
         comparison=_comparison(planned, arms, request, notes),
         squeeze=_squeeze(folder, begun, notes),
         samples=sampled_runs(arms, request.sampled_steps),
-        tokens=_tokens(arms, request.against, notes),
+        tokens=_tokens(arms, request, notes),
         config=begun[0].folder.config.read_text(encoding="utf-8") if kind == "run" else "",
         notes=notes,
     )
@@ -415,6 +422,11 @@ def _comparison(
     check_sizes(
         request.test, choose_metric(request.metric, [run for arm in arms for run in arm.runs])
     )
+    if (request.pairs or request.control) and not is_campaign(request.folder):
+        flag = "--contrast" if request.pairs else "--control"
+        raise ConfigurationError(
+            f"{flag} takes a campaign, and {request.folder} is none; name a campaign's folder."
+        )
     if len(conditions) < 2:
         return None
     if len(arms) > len(conditions) or any(": " in arm.label for arm in arms):
@@ -427,12 +439,19 @@ def _comparison(
     base = [run for run in runs if run.condition == baseline]
     try:
         if is_campaign(request.folder):
-            return compare_campaign(request.folder, request.test, request.baseline, request.metric)
+            return compare_campaign(
+                request.folder,
+                request.test,
+                request.baseline,
+                request.metric,
+                control=request.control,
+                pairs=request.pairs,
+            )
         return compare_runs(
             [run for run in runs if run.condition != baseline], base, request.test, request.metric
         )
     except ConfigurationError as error:
-        if request.metric is not None or request.baseline is not None:
+        if request.metric or request.baseline or request.pairs or request.control:
             raise
         notes.append(f"No comparison: {error}")
         return None
@@ -474,16 +493,22 @@ def _squeeze(folder: Path, runs: Sequence[StoredRun], notes: list[str]) -> Squee
 
 
 def _tokens(
-    arms: Sequence[ConditionCurves], against: Sequence[str], notes: list[str]
+    arms: Sequence[ConditionCurves], request: ReportRequest, notes: list[str]
 ) -> list[InspectedRun]:
     """Return the last stored step of the first run of each condition that stored tokens."""
     found: list[InspectedRun] = []
+    against = request.against
     for arm in arms:
         run = next((run for run in arm.runs if stored_steps(run.folder)), None)
         if run is None or len(found) == _MAX_TOKEN_RUNS:
             continue
         try:
-            found.append(InspectedRun(arm.label, run.name, read_step(run, against=against)))
+            try:
+                credit = read_step(run, against=against, trust=request.trust)
+            except ForeignCode as error:
+                notes.append(f"Without {' and '.join(against)}: {error}")
+                credit = read_step(run)
+            found.append(InspectedRun(arm.label, run.name, credit))
         except NothingJudged as error:
             notes.append(f"No tokens of {run.name}: {error}")
         except ConfigurationError:

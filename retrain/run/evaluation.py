@@ -22,16 +22,25 @@ class Evaluator:
     def __init__(
         self,
         sampler: Sampler,
-        prompts: Sequence[Prompt],
-        plan: SamplingPlan,
+        sets: Sequence[tuple[Sequence[Prompt], SamplingPlan]],
         ks: Sequence[int],
         max_failure_rate: float = 1.0,
     ) -> None:
         self.sampler = sampler
-        self.prompts = list(prompts)
-        self.plan = plan
+        self.sets = sets
+        """The prompts of each task, and how their answers are sampled."""
         self.ks = sorted({1, *ks})
         self.max_failure_rate = max_failure_rate
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The prompts of all tasks."""
+        return [prompt for prompts, _ in self.sets for prompt in prompts]
+
+    @property
+    def completions(self) -> int:
+        """Completions of one evaluation."""
+        return sum(len(prompts) * plan.group_size for prompts, plan in self.sets)
 
     def run(self, step: int, watcher: Watcher) -> Evaluation:
         """Evaluate the current weights. Raises RunFailed if too many answers could not be
@@ -43,19 +52,19 @@ class Evaluator:
         """Evaluate as `run` does, and return the answers too, one group per problem."""
         # Step 0 of the noise's coordinates at every training step: common random numbers over the
         # run.
-        rollout = self.sampler.draw(self.prompts, 0, self.plan, watcher)
+        rollouts = [self.sampler.draw(prompts, 0, plan, watcher) for prompts, plan in self.sets]
+        groups = [group for rollout in rollouts for group in rollout.groups]
         check_held_out(
-            (member.score for group in rollout.groups for member in group.members),
-            self.max_failure_rate,
+            (member.score for group in groups for member in group.members), self.max_failure_rate
         )
         evaluation = Evaluation(
             step=step,
-            problems=[_problem(group, step) for group in rollout.groups],
+            problems=[_problem(group, step) for group in groups],
             ks=self.ks,
-            seconds=rollout.sample_seconds + rollout.reward_seconds,
-            tokens=rollout.tokens,
+            seconds=sum(rollout.sample_seconds + rollout.reward_seconds for rollout in rollouts),
+            tokens=sum(rollout.tokens for rollout in rollouts),
         )
-        return evaluation, rollout.groups
+        return evaluation, groups
 
 
 def _problem(group: Group, step: int) -> EvaluationRecord:

@@ -122,6 +122,15 @@ class GateResult:
     def to_json(self) -> dict[str, float | int | str | None]:
         return asdict(self)
 
+    @property
+    def brief(self) -> str:
+        """What a terminal shows of it."""
+        found = "engine and learner not compared"
+        if self.max_difference is not None:
+            apart = self.mean_difference if self.half_precision else self.max_difference
+            found = f"engine and learner agree to {apart:.1e} nats"
+        return f"gate: {found}, gold answers {self.gold}"
+
     def line(self) -> str:
         if self.max_difference is None:
             return (

@@ -5,6 +5,7 @@ samples, learns and holds the run's state, `advantages` turns rewards into token
 writes the step down, and `saver` says what is due and writes checkpoints.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from retrain.records.run_folder import RunFolder
 from retrain.records.summary import RunSummary
 from retrain.run.session import Session
 from retrain.run.step_record import Step, StepClock
+from retrain.tracking.base import Verbosity
 
 
 @dataclass(frozen=True)
@@ -37,17 +39,30 @@ class Run:
 
 
 def train(
-    config: TrainConfig, *, overwrite: bool = False, quiet: bool = False, skip_parity: bool = False
+    config: TrainConfig,
+    *,
+    overwrite: bool = False,
+    quiet: bool = False,
+    verbosity: Verbosity = Verbosity.NORMAL,
+    skip_parity: bool = False,
+    said: Sequence[str] = (),
 ) -> Run:
     """Run `config` to its last step, or resume the run that `[resume] from` names.
 
-    `overwrite` empties a run folder that carries our marker; `quiet` silences standard output;
-    `skip_parity` trusts the engine unseen. Raises ConfigurationError, EnvironmentFailure, RunFailed
-    or Interrupted, with the steps completed so far saved. A second signal raises StoppedAtOnce,
-    which saves nothing.
+    `overwrite` empties a run folder that carries our marker; `quiet` prints the start, the
+    evaluations and the end alone, as `Verbosity.QUIET` does; `skip_parity` trusts the engine
+    unseen; the lines `said` are printed first. Raises ConfigurationError,
+    EnvironmentFailure, RunFailed or Interrupted, with the steps completed so far saved. A second
+    signal raises StoppedAtOnce, which saves nothing.
     """
     folder = Path(config.resume.from_ or config.logging.log_dir)
-    opening = Session.open(config, overwrite=overwrite, quiet=quiet, skip_parity=skip_parity)
+    opening = Session.open(
+        config,
+        overwrite=overwrite,
+        verbosity=Verbosity.QUIET if quiet else verbosity,
+        skip_parity=skip_parity,
+        said=said,
+    )
     again = RunFolder(folder)
     with (
         writing_to(

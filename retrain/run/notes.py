@@ -16,6 +16,7 @@ from retrain.records.terminal import counted
 from retrain.records.untrained import ASKING, ASKING_TEMPLATE
 from retrain.rewards import box_reader
 from retrain.system import toml_value
+from retrain.types import LogLine
 
 
 def refuse_lone_sharding(backend: Backend, world: World) -> None:
@@ -36,7 +37,7 @@ def preflight_lines(config: TrainConfig) -> list[str]:
         if config.is_set(path) and origin != "file" and not origin.startswith("recipe ")
     }
     overrides = [
-        f"{path} = {config.value(path)!r} from {origin}" for path, origin in given.items()
+        LogLine(f"{path} = {config.value(path)!r} from {origin}") for path, origin in given.items()
     ]  # the file alone would mislead
     return [*overrides, *_recipe_line(config), *unused_keys(config), *notes(config)]
 
@@ -65,10 +66,21 @@ def departure_note(config: TrainConfig) -> str:
     return f"{config.algorithm.algorithm_mode} without its {', '.join(said)}."
 
 
+def _spent_rate_note(training: "Training") -> str:
+    horizon, steps = training.lr_horizon, training.max_steps
+    if training.lr_schedule == "constant" or not 0 < horizon < steps:
+        return ""
+    return (
+        f"From step {horizon} on the learning rate is 0, so {counted(steps - horizon, 'step')} of"
+        f" {steps} will learn nothing."
+    )
+
+
 def notes(config: TrainConfig) -> list[str]:
     """Return the effects of a single run that users may not expect, one sentence each."""
     found = [
         trust_note(config.model),
+        _spent_rate_note(config.training),
         departure_note(config),
         maximal_lambda_note(config.algorithm, config.sepa, config.training.max_steps),
         _loss_note(config),

@@ -23,6 +23,8 @@ from retrain.config.schema import Backend as BackendSettings
 from retrain.config.schema import Evaluation, Inference, Model, Training
 from retrain.data import PromptSet, contamination_note, encode_prompts, load_examples
 from retrain.data.chat import ChatRenderer, messages_of
+from retrain.data.prompts import each_source, examples_key, of_task
+from retrain.data.readers import Split
 from retrain.data.samplers import SAMPLERS, build_sampler
 from retrain.distributed import ALONE, World
 from retrain.environments.episodes import EpisodeHost
@@ -39,6 +41,7 @@ from retrain.model.text import TextModel, load_model_config, load_text_model
 from retrain.noise import Stream
 from retrain.plugins import load_plugin, user_code
 from retrain.records.run_folder import RunFolder
+from retrain.records.terminal import counted
 from retrain.rewards import FailureGuard, Scorer, build_scorer, gold_response
 from retrain.run.dialogues import SamplingPlan, Stage
 from retrain.run.evaluation import Evaluator
@@ -46,8 +49,9 @@ from retrain.run.gate import GateResult, adapter_check, environment_gold, parity
 from retrain.run.gate_fits import GateInputs
 from retrain.run.notes import unasked_note
 from retrain.run.rollout import Sampler
+from retrain.run.sharing import shared
 from retrain.tracking.build import check_packages as check_tracker_packages
-from retrain.types import Example, Int32Array, MachineChoices, Prompt
+from retrain.types import Example, Int32Array, LogLine, MachineChoices, Prompt
 
 Say = Callable[[str], None]
 
@@ -151,7 +155,7 @@ def _load_rest(
         undo.callback(judge.close)
     _say_probes([asked for asked in (scorer, judge) if asked], say)
     if learns:
-        say_memory(config, choices, prompts, held_out or [], say, world)
+        say_memory(config, choices, prompts, prompts_of(held_out), say, world)
     backend = build_backend(config, text.eos_ids, choices, say, world)
     undo.callback(backend.close)
     backend.engine.say = say
@@ -161,8 +165,8 @@ def _load_rest(
     limit = config.reward.max_failure_rate
     evaluator = None
     if held_out:
-        plan = evaluation_plan(config.evaluation, config.training)
-        evaluator = Evaluator(examiner, held_out, plan, config.evaluation.k, limit)
+        sets = [(prompts, evaluation_plan(part, config.training)) for part, prompts in held_out]
+        evaluator = Evaluator(examiner, sets, config.evaluation.k, limit)
     guard = FailureGuard(limit)
     return Parts(
         text,
@@ -325,11 +329,16 @@ def load_encoder(backend: BackendSettings, name: str, world: World) -> Encoder:
     return load_sentence_encoder(name, str(choose_device(backend, world).device))
 
 
+def _text_key(model: Model) -> tuple[str, ...]:
+    return "text", model.model, model.revision
+
+
 def load_text(model: Model, say: Say) -> TextModel:
-    say(f"Loading tokenizer for {model.model} ...")
-    text = load_text_model(model)
-    say("Loading vocabulary table...")
-    say(f"Vocabulary table: {len(text.vocabulary)} entries")
+    say(LogLine(f"Loading tokenizer for {model.model} ..."))
+    key = None if model.trust_remote_code else _text_key(model)
+    text = shared(key, lambda: load_text_model(model))
+    say(LogLine("Loading vocabulary table..."))
+    say(LogLine(f"Vocabulary table: {len(text.vocabulary)} entries"))
     return text
 
 
@@ -353,14 +362,13 @@ def say_memory(
     )  # torch, which other backends do without
 
     try:
-        say(
-            predict_memory(
-                config,
-                prompt_tokens=longest_prompt(prompts, held_out),
-                choices=choices,
-                shards=shards_of(config.backend, world),
-            ).line()
+        memory = predict_memory(
+            config,
+            prompt_tokens=longest_prompt(prompts, held_out),
+            choices=choices,
+            shards=shards_of(config.backend, world),
         )
+        say(LogLine(memory.line(), f"needs {memory.peak_words}"))
     except NotPredictable as error:
         say(str(error))
 
@@ -370,7 +378,7 @@ def load_stage(config: TrainConfig, text: TextModel, say: Say) -> Stage | None:
     settings = config.environment
     if not settings.provider:
         return None
-    say(f"Loading environment {environment_name(config.environment)} ...")
+    say(LogLine(f"Loading environment {environment_name(config.environment)} ..."))
     environment = load_environment(config)
     host = EpisodeHost(
         environment,
@@ -383,17 +391,35 @@ def load_stage(config: TrainConfig, text: TextModel, say: Say) -> Stage | None:
 
 
 def load_prompts(config: TrainConfig, text: TextModel, stage: Stage | None, say: Say) -> PromptSet:
-    say("Loading dataset...")
-    if stage:
-        loaded = load_problems(stage.host.environment, config, "train")
-    else:
-        loaded = load_examples(config, "train")
-    say(f"Loaded {len(loaded)} examples")
-    prompts = encode_prompts(config.training, text, loaded)
-    say(f"Pre-encoded {len(prompts)} prompts")
+    say(LogLine("Loading dataset..."))
+    count, prompts = _read_prompts(config, text, stage, "train")
+    say(LogLine(f"Loaded {count} examples"))
+    say(LogLine(f"Pre-encoded {len(prompts)} prompts", counted(len(prompts), "prompt")))
     for note in prompts.notes:
         say(note)
     return prompts
+
+
+def _read_prompts(
+    config: TrainConfig, text: TextModel, stage: Stage | None, split: Split
+) -> tuple[int, PromptSet]:
+    """Return the number of examples, and the prompts of those that fit the context."""
+
+    def read() -> tuple[int, PromptSet]:
+        if stage is None:
+            loaded = load_examples(config, split)
+        else:
+            loaded = load_problems(
+                stage.host.environment, config, "train" if split == "train" else "evaluation"
+            )
+        return len(loaded), encode_prompts(config.training, text, loaded)
+
+    key = None
+    if stage is None and not config.model.trust_remote_code:
+        key = examples_key(config, split)
+    if key is not None:
+        key = (*_text_key(config.model), config.training.max_tokens, key)
+    return shared(key, read)
 
 
 def longest_prompt(training: PromptSet, held_out: Sequence[Prompt]) -> int:
@@ -401,23 +427,40 @@ def longest_prompt(training: PromptSet, held_out: Sequence[Prompt]) -> int:
     return max(training.longest, *(len(prompt.token_ids) for prompt in held_out), 0)
 
 
+HeldOut = list[tuple[Evaluation, list[Prompt]]]
+"""The held-out prompts of each source of `[evaluation]`, with its settings."""
+
+
 def load_held_out(
     config: TrainConfig, text: TextModel, stage: Stage | None, training: PromptSet, say: Say
-) -> list[Prompt]:
-    """Load `[evaluation] max_examples` of the held-out problems, the same ones in the same order
-    for every run of a data set.
+) -> HeldOut:
+    """Load `[evaluation] max_examples` of the held-out problems of each source, the same ones in
+    the same order for every run of a data set.
     """
     if stage:
-        loaded = load_problems(stage.host.environment, config, "evaluation")
+        configs = [config]
     else:
-        loaded = load_examples(config, "heldout")
-    prompts = encode_prompts(config.training, text, loaded)
-    shared = contamination_note(training.examples, loaded.examples)
-    count = min(config.evaluation.max_examples or len(prompts), len(prompts))
-    say(f"Held-out evaluation on {count} of {len(prompts)} problems")
-    for note in filter(None, (*prompts.notes, shared)):
-        say(note)
-    return prompts.batch(0, count, _EVALUATION_ORDER_SEED)
+        configs = each_source(config)
+    chosen = []
+    for own in configs:
+        (source, *_), name = own.evaluation.sources, ""
+        _, prompts = _read_prompts(own, text, stage, "heldout")
+        seen = contamination_note(training.examples, prompts.examples)
+        count = min(own.evaluation.max_examples or len(prompts), len(prompts))
+        drawn = prompts.batch(0, count, _EVALUATION_ORDER_SEED)
+        if len(configs) > 1:
+            drawn, name = of_task(drawn, source), f" of {source}"
+        line = f"Held-out evaluation on {count} of {len(prompts)} problems{name}"
+        say(LogLine(line, f"{count:,} held-out{name}"))
+        for note in filter(None, (*prompts.notes, seen)):
+            say(note)
+        chosen.append((own.evaluation, drawn))
+    return chosen
+
+
+def prompts_of(held_out: HeldOut | None) -> list[Prompt]:
+    """The held-out prompts of all sources."""
+    return [prompt for _, prompts in held_out or () for prompt in prompts]
 
 
 def load_judge(config: TrainConfig, scorer: Scorer, verdicts: Path | None, say: Say) -> Scorer:

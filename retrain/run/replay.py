@@ -10,6 +10,7 @@ from retrain.records.run_folder import RunFolder
 from retrain.run.loop import take_step
 from retrain.run.session import Session
 from retrain.system import read_object
+from retrain.tracking.base import Verbosity
 
 
 def nearest_checkpoint(folder: RunFolder, step: int) -> int:
@@ -29,7 +30,9 @@ def replay(folder: RunFolder, config: TrainConfig, start: int, stop: int, scratc
     if start:
         _copy(folder, RunFolder(scratch), config, start)
     skipped = read_object(folder.environment).get("parity_gate") is None
-    with Session.open(config, overwrite=False, quiet=True, skip_parity=skipped) as session:
+    with Session.open(
+        config, overwrite=False, verbosity=Verbosity.SILENT, skip_parity=skipped
+    ) as session:
         while True:
             session.evaluate_if_due()
             session.save_if_due()

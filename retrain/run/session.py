@@ -3,7 +3,7 @@
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from itertools import groupby
@@ -54,8 +54,8 @@ from retrain.run.start import RunStart, open_run, refuse_other_data
 from retrain.run.step_record import Step
 from retrain.system import read_object
 from retrain.tracking import Tracker, build_tracker
-from retrain.tracking.base import GroupScored, Progress, Started
-from retrain.types import Float32Array, Prompt, Row, RowKey, StepResult
+from retrain.tracking.base import GroupScore, GroupsScored, Progress, Started, Verbosity
+from retrain.types import Float32Array, LogLine, Prompt, Row, RowKey, StepResult
 
 
 class Session:
@@ -109,10 +109,16 @@ class Session:
     @classmethod
     @contextmanager
     def open(
-        cls, config: TrainConfig, *, overwrite: bool, quiet: bool, skip_parity: bool = False
+        cls,
+        config: TrainConfig,
+        *,
+        overwrite: bool,
+        verbosity: Verbosity = Verbosity.NORMAL,
+        skip_parity: bool = False,
+        said: Sequence[str] = (),
     ) -> Iterator["Session"]:
         """Load, restore and check everything, so that the next thing to do is a step; close it at
-        the end of the block.
+        the end of the block. The lines `said` come first.
         """
         note_secrets(config)
         with (
@@ -126,12 +132,12 @@ class Session:
                     opened.config,
                     opened.folder,
                     condition=opened.config.condition_label,
-                    quiet=quiet,
+                    verbosity=verbosity,
                     resumed=opened.state.tracking,
                     first_step=opened.state.step,
                 )
             try:
-                for line in (*preflight_lines(opened.config), *opened.notes):
+                for line in (*said, *preflight_lines(opened.config), *opened.notes):
                     tracker.message(line)
                 if world.size > 1:
                     tracker.message(
@@ -209,11 +215,10 @@ class Session:
             self.state = replace(self.state, gate_mismatch=result.mean_difference)
         if not self.world.is_rank_zero:
             return
-        self.tracker.message(
-            result.line()
-            if result
-            else skipped_gate_line(self.config.inference, self.config.training)
-        )
+        line = skipped_gate_line(self.config.inference, self.config.training)
+        if result:
+            line = LogLine(result.line(), result.brief)
+        self.tracker.message(line)
         environment = read_object(self.folder.environment)
         environment |= {
             "parity_gate": result and result.to_json(),
@@ -240,10 +245,11 @@ class Session:
             )
             rollout = self.parts.sampler.draw(prompts, self.state.step, self.plan, watcher)
             self._check_again()  # before anything is learned from what it sampled
-        for group in rollout.groups:
-            self.tracker.emit(
-                GroupScored(group.correct, len(group.rewards), group.prompt.example.reference)
-            )
+        scores = [
+            GroupScore(group.correct, len(group.rewards), group.prompt.example.reference)
+            for group in rollout.groups
+        ]
+        self.tracker.emit(GroupsScored(scores))
         return rollout
 
     def turn_to_learning(self, used: int) -> None:
@@ -421,9 +427,7 @@ class Session:
         self._sync()
         result = evaluator.run(
             step,
-            self._watch(
-                f"Evaluation at step {step}", len(evaluator.prompts) * evaluator.plan.group_size
-            ),
+            self._watch(f"Evaluation at step {step}", evaluator.completions),
         )
         self.tracker.emit(result)
         self.evaluations.append(result)

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from retrain.backends.rows import learning_rate
 from retrain.config import (
     TrainConfig,
     config_from_toml,
@@ -15,6 +16,7 @@ from retrain.config import (
     resume_differences,
     with_drawn_seed,
 )
+from retrain.config.stored import WITH_OTHER_STEPS
 from retrain.errors import ConfigurationError, RetrainError
 from retrain.records.checkpoint import Checkpoint, CheckpointStore
 from retrain.records.checkpoint_place import checkpoint_folder, sign, stored_checkpoints, take
@@ -159,6 +161,7 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> RunStart:
         state = checkpoint.state()
     else:
         state = _first_state(config)
+    refuse_other_schedule(load_stored(folder.config), config, state.step)
     replayed = {}
     if config.backpressure.enabled:
         replayed = decided_by(folder, state.step)
@@ -168,9 +171,7 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> RunStart:
     if checkpoint:
         notes.append(f"Resuming {folder.path} after {state.step} steps.")
         if state.step >= (steps := config.training.max_steps):
-            notes.append(
-                f"No step is left: [training] max_steps = {steps} is reached; raise it to train on."
-            )
+            notes.append(_no_step_left(config, folder, steps))
         folder.cut_to(state, notes.append)
     else:
         notes.append(_no_checkpoint_line(folder))
@@ -222,6 +223,40 @@ def _resumed_config(config: TrainConfig, folder: RunFolder) -> TrainConfig:
     if differences:
         raise ConfigurationError(differences)
     return config
+
+
+def refuse_other_schedule(stored: TrainConfig, config: TrainConfig, step: int) -> None:
+    """Raise ConfigurationError where other max_steps would move the end of a falling learning rate
+    that nobody named: `config` goes on after `step` steps.
+    """
+    before, after = stored.training, config.training
+    if before.max_steps == after.max_steps or before.lr_schedule == "constant":
+        return
+    if any(stored.value(key) != config.value(key) for key in WITH_OTHER_STEPS):
+        return
+    if after.lr_horizon:
+        return
+    steps = sorted({step, before.max_steps - 1, after.max_steps - 1})
+    choices = []
+    for horizon in (before.max_steps, after.max_steps):
+        training = replaced(config, {"training.lr_horizon": horizon}).training
+        rates = ", ".join(f"{learning_rate(training, each):.3g}" for each in steps)
+        choices.append(f"--lr-horizon {horizon} makes it {rates}")
+    raise ConfigurationError(
+        f"[training] max_steps = {after.max_steps} in place of {before.max_steps} would change the"
+        f" learning rate, which is {before.lr_schedule}: at steps {', '.join(map(str, steps))}"
+        f" {' and '.join(choices)}; say one of the two, or another --lr-schedule."
+    )
+
+
+def _no_step_left(config: TrainConfig, folder: RunFolder, steps: int) -> str:
+    more = f"--max-steps {2 * steps}"
+    if config.training.lr_schedule != "constant":
+        more += f" --lr-horizon {2 * steps}"
+    return (
+        f"No step is left: [training] max_steps = {steps} is reached; train on with"
+        f" `{folder.resume_command} {more}`."
+    )
 
 
 def refuse_other_data(opened: RunStart, fingerprint: str) -> None:

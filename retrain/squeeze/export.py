@@ -29,7 +29,7 @@ from retrain.run.notes import trust_note
 from retrain.run.parts import Say
 from retrain.squeeze.adapter import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from retrain.system import toml_value
-from retrain.tracking.console import pass_at_1
+from retrain.tracking.lines import pass_at_1
 
 SETTINGS_FILE = "retrain.toml"
 """The run's configuration beside the exported weights."""

@@ -38,7 +38,7 @@ from retrain.squeeze.analysis import Analysis, analyze, svd_device
 from retrain.squeeze.compression import Compression, check_output, compress
 from retrain.system import expanded
 from retrain.tracking.build import SQUEEZE_RUN, track_squeeze
-from retrain.tracking.console import pass_at_1
+from retrain.tracking.lines import pass_at_1
 
 if TYPE_CHECKING:
     from retrain.config.schema import Squeeze

@@ -5,12 +5,25 @@ for.
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 from retrain.records.entries import GenerationRecord, StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.summary import RunSummary, SqueezeSummary
 from retrain.records.token_table import TokenTable
+
+
+class Verbosity(IntEnum):
+    """How much a run prints."""
+
+    SILENT = 0
+    QUIET = 1
+    """The start, the evaluations and the end."""
+    NORMAL = 2
+    """On a terminal a row per step; elsewhere every line."""
+    VERBOSE = 3
+    """Every line on a terminal too."""
 
 
 @dataclass(frozen=True)
@@ -23,18 +36,25 @@ class Started:
 
 @dataclass(frozen=True)
 class Message:
-    """A line for the person at the screen."""
+    """A line for the person at the screen; of a `LogLine` a terminal shows the short form."""
 
     line: str
 
 
 @dataclass(frozen=True)
-class GroupScored:
-    """One group of the current step has been scored."""
+class GroupScore:
+    """The rewards of one group."""
 
     correct: int
     judged: int
     reference: str
+
+
+@dataclass(frozen=True)
+class GroupsScored:
+    """The groups of the current step have been scored."""
+
+    groups: Sequence[GroupScore]
 
 
 @dataclass(frozen=True)
@@ -65,7 +85,7 @@ class Tokens:
 Event = (
     Started
     | Message
-    | GroupScored
+    | GroupsScored
     | Progress
     | Generations
     | Tokens

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import RunFolder
 from retrain.records.summary import RunSummary, SqueezeSummary
-from retrain.tracking.base import Started, Tracker, Trackers
+from retrain.tracking.base import Started, Tracker, Trackers, Verbosity
 from retrain.tracking.console import Console
 from retrain.tracking.external import Background, ExternalSettings, ExternalTracker, check_extra
 from retrain.tracking.files import RunFiles
+from retrain.tracking.screen import title_of
 from retrain.tracking.tensorboard import TensorboardTracker
 from retrain.tracking.trackio import TrackioTracker
 from retrain.tracking.wandb import WandbTracker
@@ -35,7 +36,7 @@ def build_tracker(
     folder: RunFolder,
     *,
     condition: str,
-    quiet: bool = False,
+    verbosity: Verbosity = Verbosity.NORMAL,
     resumed: Mapping[str, str] | None = None,
     first_step: int = 0,
 ) -> Tracker:
@@ -45,7 +46,14 @@ def build_tracker(
     Raises EnvironmentFailure, naming the extra, for a tracker whose package is not installed.
     """
     redactor = Redactor()
-    console = Console(quiet=quiet, redactor=redactor, folder=folder.path)
+    console = Console(
+        verbosity,
+        title=title_of(config, condition),
+        max_steps=config.training.max_steps,
+        all_groups=config.logging.groups,
+        redactor=redactor,
+        folder=folder.path,
+    )
     run_name = redactor.text(config.logging.wandb_run_name or condition)
     settings = ExternalSettings(config, folder, run_name, redactor, resumed or {}, first_step)
     return Trackers(

@@ -123,6 +123,13 @@ def metric_name(field: str) -> str:
 def evaluation_metrics(result: Evaluation) -> dict[str, float]:
     low, high = result.interval
     values = {f"eval/pass@{k}": value for k, value in sorted(result.pass_at.items())}
+    tasks = result.by_task
+    if len(tasks) > 1:
+        values |= {
+            f"eval/{task}/pass@{k}": value
+            for task, part in tasks.items()
+            for k, value in sorted(part.pass_at.items())
+        }
     return values | {"eval/pass@1_low": low, "eval/pass@1_high": high}
 
 

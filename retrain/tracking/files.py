@@ -15,9 +15,11 @@ from retrain.records.jsonl import Json, JsonlWriter, finite
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import RunFolder
 from retrain.records.summary import RunSummary
+from retrain.records.terminal import clean
 from retrain.records.token_table import write_tokens
 from retrain.system import read_object
 from retrain.tracking.base import Event, Generations, Started, Tokens, Tracker
+from retrain.tracking.lines import lines_of
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -30,8 +32,13 @@ class RunFiles(Tracker):
         self._folder = folder
         self._redactor = redactor
         self._writers: dict[Path, JsonlWriter] = {}
+        self._output = Output(folder, redactor, all_groups=config.logging.groups)
 
     def emit(self, event: Event) -> None:
+        self._write(event)
+        self._output.emit(event)
+
+    def _write(self, event: Event) -> None:
         match event:
             case Started(device):
                 self._start(device)
@@ -84,6 +91,7 @@ class RunFiles(Tracker):
         return every > 0 and step % every == 0
 
     def close(self) -> None:
+        self._output.close()
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
@@ -109,6 +117,40 @@ class RunFiles(Tracker):
         if path not in self._writers:
             self._writers[path] = JsonlWriter(path)
         return self._writers[path]
+
+
+class Output:
+    """Keeps the lines that a pipe would get in output.log, from all sessions of a run.
+
+    Lines before the start wait for it, since until then the folder may be refused. A line that the
+    disk refuses is tried again with the next one.
+    """
+
+    def __init__(self, folder: RunFolder, redactor: Redactor, *, all_groups: bool) -> None:
+        self._folder = folder
+        self._mask = redactor.text
+        self._all_groups = all_groups
+        self._waiting: list[str] = []
+        self._writer: JsonlWriter | None = None
+        self._printed = folder.prints_to_output
+
+    def emit(self, event: Event) -> None:
+        if self._printed:
+            return
+        if isinstance(event, Started):
+            self._writer = JsonlWriter(self._folder.output)
+        lines = lines_of(event, self._folder.path, all_groups=self._all_groups)
+        if isinstance(event, RunSummary) and event.reason:
+            lines.insert(0, event.reason)
+        self._waiting += [clean(self._mask(line)) for line in lines]
+        if self._writer is not None:
+            for line in self._waiting:
+                self._writer.append(line.encode("utf-8", "backslashreplace") + b"\n")
+            self._waiting.clear()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
 
 
 def kept_generations(

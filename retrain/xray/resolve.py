@@ -1,5 +1,6 @@
 """The advantage of a configuration or of a name, as a function of a step's rewards alone."""
 
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,16 +9,20 @@ import numpy as np
 from retrain.advantages.algorithms import NotInStep, recipe_of
 from retrain.advantages.resolve import ADVANTAGE, resolve
 from retrain.advantages.step import Segments, StepTokens
-from retrain.backends.losses import AGGREGATIONS
+from retrain.backends.losses import AGGREGATIONS, LOSSES
+from retrain.config.names import is_dotted
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.plugins import describe
+from retrain.plugins import describe, load_plugin
 from retrain.records.run_folder import refuse_foreign_code
 from retrain.xray.binary import MAX_GROUP, Xray, xray
 from retrain.xray.text import headline
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
+    from retrain.xray.exact import Exact
 
+_PLAIN = {"transform_mode": "none"}
+_EXACT_GROUP = 4
 _TOKENS = 8
 """Tokens of every completion that a plugin's context shows; all are equally likely and equally
 long."""
@@ -38,14 +43,7 @@ def read_xray(
     algorithm plugin, whose token advantages follow from more than rewards. Code that a file in a
     run's folder names is executed only with `trust`.
     """
-    from retrain.config import config_from_mapping, load_config
-
-    if name.endswith(".toml") or Path(name).is_file():
-        config = load_config(Path(name))
-        if not trust:
-            refuse_foreign_code(config, "its X-ray")
-    else:
-        config = config_from_mapping({"algorithm": {"advantage_mode": name}})
+    config = _named(name, trust)
     size = group or config.training.group_size
     if size < 2:
         raise ConfigurationError(
@@ -61,6 +59,51 @@ def read_xray(
         _read(label, arm, size, aggregation or arm.loss.aggregation, wrong_length)
         for label, arm in _arms(config)
     ]
+
+
+def read_exact(name: str, group: int | None, *, trust: bool = False) -> "list[Exact]":
+    """Return what the exact lab finds of a TOML file (one a condition), of an advantage's name or
+    of a loss's. A loss has the advantage `rloo`, which is unbiased. Raises ConfigurationError.
+    """
+    from retrain.config import config_from_mapping
+    from retrain.xray.exact import exact
+
+    if not _is_loss(name):
+        arms = _arms(_named(name, trust))
+    else:
+        loss = {"loss": {"mode": name}, "algorithm": {"advantage_mode": "rloo"} | _PLAIN}
+        arms = [(name, config_from_mapping(loss))]
+    return [
+        exact(label, arm, group or min(arm.training.group_size, _EXACT_GROUP))
+        for label, arm in arms
+    ]
+
+
+def _is_loss(name: str) -> bool:
+    """True for a built-in loss, and for a plugin whose first argument is `tokens`."""
+    if name in LOSSES:
+        return True
+    if not is_dotted(name) or name.endswith(".toml"):
+        return False
+    from retrain.config import config_from_mapping
+
+    try:
+        function = load_plugin("loss", name, config_from_mapping({}))
+    except ConfigurationError:  # which says more about it as an advantage
+        return False
+    return next(iter(signature(function).parameters), "") == "tokens"
+
+
+def _named(name: str, trust: bool) -> "TrainConfig":
+    """The configuration of a file, or one in which `name` is the advantage."""
+    from retrain.config import config_from_mapping, load_config
+
+    if name.endswith(".toml") or Path(name).is_file():
+        config = load_config(Path(name))
+        if not trust:
+            refuse_foreign_code(config, "its X-ray")
+        return config
+    return config_from_mapping({"algorithm": {"advantage_mode": name} | _PLAIN})
 
 
 def _arms(config: "TrainConfig") -> list[tuple[str, "TrainConfig"]]:
@@ -110,7 +153,8 @@ def _read(
             f" {', '.join(AGGREGATIONS)}."
         )
     try:
-        return xray(label, advantages, group, aggregation, wrong_length)
+        prompts = config.training.batch_size
+        return xray(label, advantages, group, aggregation, wrong_length, prompts)
     except ValueError as error:
         raise ConfigurationError(
             f'[algorithm] advantage_mode = "{recipe.advantage}" fails on right-or-wrong rewards'

@@ -36,7 +36,7 @@ from retrain.model.precision import other_precision
 from retrain.model.text import eos_token_ids, load_tokenizer, resolve_model
 from retrain.noise import Stream
 from retrain.plugins import user_code
-from retrain.types import Float32Array, MachineChoices, Row, StepResult
+from retrain.types import Float32Array, LogLine, MachineChoices, Row, StepResult
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -188,15 +188,33 @@ class LocalBackend(LocalFacts):
         precision = half_precision_note(config.model, config.inference, device)
         for line in filter(None, (note, precision)):
             log(line)
-        log(f"Loading train model: {config.model.model} on {device}...")
+        log(LogLine(f"Loading train model: {config.model.model} on {device}..."))
         backend = cls(config, choices, eos_ids=eos_ids, world=world)
-        for line in (*backend.notes, backend.trainable_parameters_line()):
+        for line in backend.notes:
             log(line)
         log(
-            f"LocalTrainHelper ready (engine={config.inference.engine},"
-            f" split_mode={sampler is not None})."
+            LogLine(
+                backend.trainable_parameters_line(), f"{backend.num_trainable:,} weights trained"
+            )
+        )
+        log(
+            LogLine(
+                f"LocalTrainHelper ready (engine={config.inference.engine},"
+                f" split_mode={sampler is not None})."
+            )
         )
         return backend
+
+    @classmethod
+    def prepare(cls, config: "TrainConfig") -> None:
+        """Load the base weights into `shared_models`, and lay them out as samplers read them."""
+        device, _, sampler_device = choose_device(config.backend)
+        if sampler_device is not None or config.backend.shard_base:
+            return
+        base = load_base_model(config, resolve_model(config.model.model), device)
+        fused = FusedDecoder.of(base.model, merge=budget_of(config, base).merges)
+        if fused is not None:
+            fused.keep_packs()
 
     def _build_engine(
         self,

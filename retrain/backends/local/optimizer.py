@@ -35,8 +35,7 @@ class AdapterOptimizer:
         self.parameters = parameters
         self.steps = 0
         """Optimizer steps taken."""
-        self._schedule = (training.lr_schedule, training.lr_warmup_steps, training.max_steps)
-        self._peak = training.lr
+        self._training = training
         self._max_grad_norm = max_grad_norm
         self._adamw = torch.optim.AdamW(
             parameters.values(),
@@ -83,9 +82,7 @@ class AdapterOptimizer:
             torch.nn.utils.clip_grads_with_norm_(
                 list(self.parameters.values()), self._max_grad_norm, norm
             )
-        self._adamw.param_groups[0]["lr"] = learning_rate(
-            self._peak, training_step, *self._schedule
-        )
+        self._adamw.param_groups[0]["lr"] = learning_rate(self._training, training_step)
         self._adamw.step()
         torch.autograd.graph.increment_version(
             self.parameters.values()

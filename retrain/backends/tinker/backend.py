@@ -45,7 +45,7 @@ from retrain.distributed import ALONE, World
 from retrain.errors import EnvironmentFailure, RunFailed
 from retrain.model.text import resolve_model
 from retrain.system import read_object
-from retrain.types import Float32Array, MachineChoices, Row, StepResult
+from retrain.types import Float32Array, LogLine, MachineChoices, Row, StepResult
 
 if TYPE_CHECKING:
     from retrain.backends.tinker.own import Computed
@@ -107,7 +107,7 @@ class TinkerBackend(TinkerFacts):
         """
         self.config = config
         self._say = say
-        say("Connecting to Tinker...")
+        say(LogLine("Connecting to Tinker..."))
         self._service = Service(config)
         self._own_loss, self._aggregation = own_loss(config), aggregation_of(config)
         self._trainer: Any = None
@@ -139,12 +139,15 @@ class TinkerBackend(TinkerFacts):
         if self._trainer is None:
             rank = self.config.model.lora_rank
             self._say(
-                f"Creating LoRA training client (model={self.config.model.model}, rank={rank})..."
+                LogLine(
+                    f"Creating LoRA training client (model={self.config.model.model},"
+                    f" rank={rank})..."
+                )
             )
             self._trainer = self._service.result(
                 f"a LoRA adapter of rank {rank} for {self.base_model}", self._create
             )
-            self._say("Training client ready.")
+            self._say(LogLine("Training client ready."))
         return self._trainer
 
     def _create(self) -> Any:
@@ -216,9 +219,7 @@ class TinkerBackend(TinkerFacts):
         own = [row.row for row in rows]
         counted = [row.num_counted for row in own]
         weights = row_weights(own, counted, self._aggregation, training.max_tokens, completions)
-        rate = learning_rate(
-            training.lr, step, training.lr_schedule, training.lr_warmup_steps, training.max_steps
-        )
+        rate = learning_rate(training, step)
         adam = types.AdamParams(
             learning_rate=rate,
             beta1=config.optimizer.beta1,
@@ -397,7 +398,7 @@ class TinkerBackend(TinkerFacts):
                 with without_deprecations():
                     trainer.load_state_with_optimizer(path).result(timeout=seconds)
             self._trainer = trainer
-        self._say("Training client ready.")
+        self._say(LogLine("Training client ready."))
 
     def close(self) -> None:
         self._service.close()

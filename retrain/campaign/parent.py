@@ -1,0 +1,219 @@
+"""The process that the workers of a campaign are forked from, `python -m retrain.campaign.parent`,
+started by `launch`.
+
+It loads what the runs of one base model have in common: libraries, tokenizer, prompts, base weights
+and their packed copies. A worker has this memory until it writes there, and starts in the time of a
+fork.
+
+Nothing that is done here may reach a run:
+
+- Threads do not survive a fork, and OpenMP waits for those of a parallel region that its parent
+  has run. So products have one thread here, tokenizers none of their own, and no worker is forked
+  beside a thread. A worker gets its own number of threads, and OpenMP makes its own pool.
+- Generators of random numbers, which a process seeds at its start, are seeded anew in each worker.
+- Code that a run names (plugins, rewards, a model's own) is loaded by the run alone.
+- Files and sockets are closed in a worker, but for its log and its answer.
+
+A worker is refused with the reason where this cannot be kept; it is then a process of its own.
+"""
+
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from retrain.system import die_with_parent, prepare_torch
+
+REQUEST_BYTES = 1 << 20
+_POLL_S = 0.05
+_TOKENIZER_THREADS = "TOKENIZERS_PARALLELISM"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A run to be trained, in the process that was forked for it."""
+
+    config: str
+    """As TOML."""
+    path: str
+    """Of the file that it came from; "" for none."""
+    answer: int
+    """Descriptor of the pipe that takes the outcome as JSON."""
+
+
+class Parent:
+    """Prepares runs and forks their workers until the campaign is gone."""
+
+    def __init__(self, control: socket.socket) -> None:
+        import numpy as np  # noqa: F401 - whose own threads stop around a fork
+        import torch
+
+        self._control = control
+        self._workers: dict[int, socket.socket] = {}
+        """By process id; each socket takes signals for it and gives its exit code."""
+        self._own_threads = _count_threads()
+        self._threads = torch.get_num_threads()
+        """That a run has alone."""
+        torch.set_num_threads(1)
+        self._asked = os.environ.get(_TOKENIZER_THREADS)
+        os.environ[_TOKENIZER_THREADS] = "false"
+
+    def serve(self) -> Request | None:
+        """Return a request in each worker, and None here when the campaign is gone."""
+        while True:
+            links = {link: pid for pid, link in self._workers.items()}
+            for ready in select.select([self._control, *links], [], [], _POLL_S)[0]:
+                if ready is self._control:
+                    text, descriptors, _, _ = socket.recv_fds(ready, REQUEST_BYTES, 3)
+                    if not text:
+                        for pid in self._workers:
+                            os.kill(pid, signal.SIGKILL)
+                        return None
+                    request = self._fork(text, *descriptors)
+                    if request is not None:
+                        return request
+                elif number := ready.recv(1):
+                    os.kill(links[ready], number[0])
+                else:  # the campaign has dropped the run
+                    os.kill(links[ready], signal.SIGKILL)
+            self._reap()
+
+    def _reap(self) -> None:
+        """Tell the campaign of the workers that have ended."""
+        for pid in [*self._workers]:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                with self._workers.pop(pid) as link, suppress(ConnectionError):
+                    link.send(json.dumps({"code": os.waitstatus_to_exitcode(status)}).encode())
+
+    def _fork(self, text: bytes, link: int, answer: int, log: int) -> Request | None:
+        """Fork the worker of a request; return it in the worker, None here."""
+        request = Request(**json.loads(text), answer=answer)
+        for number in (1, 2):
+            os.dup2(log, number)  # a warning of the preparation is the run's
+        os.close(log)
+        channel = socket.socket(fileno=link)
+        reason = self._reason_against(request)
+        if reason:
+            with suppress(ConnectionError):
+                channel.send(json.dumps({"refused": reason}).encode())
+            channel.close()
+            os.close(answer)
+            return None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        with warnings.catch_warnings():  # from Python 3.12 on of numpy's threads
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid:
+            os.close(answer)
+            self._workers[pid] = channel
+            with suppress(ConnectionError):
+                channel.send(json.dumps({"forked": pid}).encode())
+            return None
+        os.setsid()
+        die_with_parent(parent)
+        for other in (self._control, channel, *self._workers.values()):
+            other.close()
+        self._forget()
+        return request
+
+    def _reason_against(self, request: Request) -> str:
+        """Prepare the run. Return why no worker can be forked for it, or ""."""
+        import torch
+
+        try:
+            prepare(request)
+        except Exception as error:  # noqa: BLE001 - the run meets it in a process of its own, and says it
+            return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        gc.collect()
+        gc.freeze()  # a collection in a worker would write to all that it has in common
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch does not annotate it
+            return "CUDA is in use"
+        more = _count_threads() - self._own_threads
+        if more > 0:
+            return f"loading it left {more} threads"
+        return ""
+
+    def _forget(self) -> None:
+        """In a worker: be as a process that has just started."""
+        import numpy as np
+        import torch
+
+        torch.set_num_threads(self._threads)
+        del os.environ[_TOKENIZER_THREADS]
+        if self._asked is not None:
+            os.environ[_TOKENIZER_THREADS] = self._asked
+        np.random.seed()  # Python's own generator is seeded at every fork
+        torch.default_generator.seed()
+        del sys.argv[1:]
+
+
+def _count_threads() -> int:
+    return len([*Path("/proc/self/task").iterdir()])
+
+
+def prepare(request: Request) -> None:
+    """Load what the run has in common with others, into the stores that `main` opened. What the run
+    itself would refuse is left to it.
+    """
+    from retrain.backends.base import backend_kind
+    from retrain.config import config_from_toml
+    from retrain.errors import RetrainError
+    from retrain.run import loop  # noqa: F401 - imported for the workers
+    from retrain.run.parts import (
+        load_held_out,
+        load_prompts,
+        load_text,
+        prompts_of,
+        say_memory,
+    )
+
+    config = config_from_toml(request.config, Path(request.path) if request.path else None)
+    if config.model.trust_remote_code:
+        return
+    with suppress(RetrainError):
+        text = load_text(config.model, _unsaid)
+        if not config.environment.provider:
+            prompts, held_out = load_prompts(config, text, None, _unsaid), None
+            if config.evaluation.asked_for:
+                held_out = load_held_out(config, text, None, prompts, _unsaid)
+            say_memory(config, None, prompts, prompts_of(held_out), _unsaid)
+        backend_kind(config.backend.backend).prepare(config)
+
+
+def _unsaid(line: str) -> None:
+    """The run says it."""
+
+
+def main() -> None:
+    """Serve the campaign; in a worker train the run, answer with its outcome, and end as a process
+    of its own would.
+    """
+    descriptor, campaign = map(int, sys.argv[1:])
+    die_with_parent(campaign)
+    prepare_torch()
+    from retrain.model.load import shared_models
+    from retrain.model.packed import shared_packs
+    from retrain.run.sharing import shared_parts
+
+    with shared_parts(), shared_models(), shared_packs():
+        request = Parent(socket.socket(fileno=descriptor)).serve()
+        if request is None:
+            return
+        from retrain.campaign.worker import answer
+
+        with os.fdopen(request.answer, "w", encoding="utf-8") as pipe:
+            answer(request.config, request.path, pipe)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""The lines of a run where no terminal shows it: in a pipe, in a file, and in output.log."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from retrain.records.entries import StepRecord
+from retrain.records.evaluation import Evaluation
+from retrain.records.run_folder import RunFolder
+from retrain.records.summary import RunSummary
+from retrain.records.terminal import one_line
+from retrain.tracking.base import Event, GroupScore, GroupsScored, Message
+
+MAX_GROUP_LINES = 8
+"""Groups of a step that are printed one by one; of more groups their outcomes are counted."""
+
+
+def lines_of(event: Event, folder: Path, *, all_groups: bool = False) -> list[str]:
+    """Return what is printed of an event; `folder` is the run's."""
+    match event:
+        case Message(line):
+            return [line]
+        case GroupsScored(groups):
+            return group_lines(groups, all_groups=all_groups)
+        case StepRecord():
+            return [step_line(event)]
+        case Evaluation():
+            return [evaluation_line(event), *task_lines(event)]
+        case RunSummary():
+            return summary_lines(event, folder)
+    return []
+
+
+def group_lines(groups: Sequence[GroupScore], *, all_groups: bool) -> list[str]:
+    """Return a line per group; one line with their outcomes where a step has more than
+    MAX_GROUP_LINES, unless `all_groups`.
+    """
+    if all_groups or len(groups) <= MAX_GROUP_LINES:
+        return [
+            f"  group: {group.correct}/{group.judged} correct | answer={one_line(group.reference)}"
+            for group in groups
+        ]
+    right, mixed, wrong, unjudged = outcomes(groups)
+    line = f"  groups: {right} all right, {mixed} mixed, {wrong} all wrong"
+    return [line + (f", {unjudged} could not be judged" if unjudged else "")]
+
+
+def outcomes(groups: Sequence[GroupScore]) -> tuple[int, int, int, int]:
+    """Count the groups that are all right, mixed, all wrong, and without a judged completion."""
+    judged = [group for group in groups if group.judged]
+    right = sum(group.correct == group.judged for group in judged)
+    wrong = sum(group.correct == 0 for group in judged)
+    return right, len(judged) - right - wrong, wrong, len(groups) - len(judged)
+
+
+def step_line(record: StepRecord) -> str:
+    loss = number(record.loss, ".4f")
+    if record.loss_is_placeholder:
+        loss = f"{number(record.reported_loss, '.4f')} (asynchronous backend: placeholder)"
+    fields = [
+        f"Step {record.step} [{record.condition}]",
+        f"loss={loss}",
+        f"reward={number(record.mean_reward, '.3f')}",
+        f"correct={number(record.correct_rate, '.1%')}",
+        f"datums={number(record.num_datums, 'd')}",
+        f"bs={number(record.batch_size, 'd')}",
+        f"gs={number(record.group_size, 'd')}",
+        f"sepa_l={number(record.sepa_lambda, '.4f')}",
+        f"time={number(record.step_time_s, '.1f')}s",
+    ]
+    return " | ".join(fields)
+
+
+def number(value: float | None, form: str) -> str:
+    """Format a number that may be missing, as a dash."""
+    if value is None:
+        return "-"
+    return format(value, form)
+
+
+def evaluation_line(result: Evaluation) -> str:
+    samples = sum(problem.samples for problem in result.problems)
+    skipped = sum(problem.could_not_judge for problem in result.problems)
+    fields = [f"Evaluation at step {result.step} | {pass_at_1(result)}"]
+    fields += [
+        f"pass@{k}={value:.1%} {_ends(result.interval_at(k))}"
+        for k, value in sorted(result.pass_at.items())
+        if k != 1
+    ]
+    fields += [f"problems={len(result.problems)}", f"samples={samples}"]
+    fields += [f"could_not_judge={skipped}"] if skipped else []
+    return " | ".join([*fields, f"time={result.seconds:.1f}s"])
+
+
+def pass_at_1(result: Evaluation) -> str:
+    return f"pass@1={number(result.pass_at.get(1), '.1%')} {_ends(result.interval)}"
+
+
+def task_lines(result: Evaluation) -> list[str]:
+    """Lines with the pass@1 of each task and its interval; none if there is only one task."""
+    tasks = result.by_task
+    if len(tasks) < 2:
+        return []
+    return [
+        f"  {task} | {pass_at_1(part)} | problems={len(part.problems)}"
+        for task, part in tasks.items()
+    ]
+
+
+def _ends(interval: tuple[float, float]) -> str:
+    return f"[{interval[0]:.1%}, {interval[1]:.1%}]"
+
+
+def summary_lines(summary: RunSummary, folder: Path) -> list[str]:
+    lines = [
+        (
+            f"Run {summary.status}: {summary.steps} steps, {summary.tokens:,} tokens,"
+            f" {summary.seconds:.1f}s."
+        )
+    ]
+    lines += [summary.untrained] if summary.untrained else []
+    if summary.status != "done":  # the reason is printed on standard error
+        return [
+            *lines,
+            f"Run folder: {folder} | continue with `{RunFolder(folder).resume_command}`",
+        ]
+    if (
+        summary.before is not None
+        and summary.after is not None
+        and summary.before.step != summary.after.step
+    ):
+        before, after = summary.before, summary.after
+        gain = ""
+        found = after.difference_from(before)
+        if found is not None:
+            mean, (low, high) = found
+            gain = (
+                f": {100 * mean:+.1f} pp [{100 * low:+.1f}, {100 * high:+.1f}], paired by problem"
+            )
+        lines.append(
+            f"Held-out {pass_at_1(before)} at step {before.step} -> {pass_at_1(after)}{gain}."
+        )
+    elif summary.after is not None:
+        lines.append(f"Held-out {pass_at_1(summary.after)}.")
+    return [*lines, f"Run folder: {folder} | adapter: {folder / summary.adapter}"]

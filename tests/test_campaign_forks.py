@@ -1,0 +1,296 @@
+"""Workers that are forked from one parent: each trains the run that `retrain` trains alone."""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from retrain.campaign import plan_campaign
+from retrain.campaign.launch import (
+    ForkedProcess,
+    ForkParent,
+    Job,
+    NotForked,
+    RunOutcome,
+    Subprocesses,
+    Worker,
+    no_fork_reason,
+    start_worker,
+)
+from retrain.campaign.manifest import Status
+from retrain.campaign.plan import CampaignRun
+from retrain.config import config_from_mapping, dump_toml
+from retrain.model.packed import kept_fit, kept_pack, shared_packs
+from retrain.run.loop import train
+from retrain.run.sharing import shared, shared_parts
+from tests.campaigns import sections
+from tests.runs import timeless
+
+LOOKING = '''
+"""An advantage that writes down all that a process may have from its parent."""
+import gc, json, os, random, signal, sys, threading
+import numpy as np
+import torch
+
+def advantage(rewards):
+    kinds = [os.readlink(f"/proc/self/fd/{n}").partition(":")[0] for n in os.listdir("/proc/self/fd")
+             if os.path.exists(f"/proc/self/fd/{n}") or n in "012"]
+    seen = {
+        "environ": dict(os.environ),
+        "folder": os.getcwd(),
+        "path": sys.path,
+        "arguments": len(sys.argv),
+        "signals": {s.name: str(signal.getsignal(s)).split(" at ")[0] for s in signal.Signals},
+        "mask": [int(s) for s in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+        "umask": os.umask(0o022),
+        "torch": [
+            torch.get_num_threads(), torch.get_num_interop_threads(), str(torch.get_default_dtype()),
+            torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(),
+            torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled,
+            torch.is_inference_mode_enabled(), torch.backends.cuda.flash_sdp_enabled(),
+        ],
+        "numpy": [np.geterr(), np.get_printoptions()["precision"]],
+        "limits": [sys.getrecursionlimit(), gc.get_threshold(), gc.isenabled()],
+        "sockets": kinds.count("socket"),
+        "leads": os.getsid(0) == os.getpid(),
+        "tracing": [sys.gettrace() is None, threading.active_count() < 9],
+    }
+    drawn = [random.random(), float(np.random.random()), float(torch.rand(1))]
+    target = os.environ["SEEN"]
+    with open(os.path.join(target, str(os.getpid())), "w") as file:
+        json.dump([seen, drawn], file)
+    mean = sum(rewards) / len(rewards)
+    return [reward - mean for reward in rewards]
+'''
+
+
+def runs_of(folder: Path, **others: Any) -> list[CampaignRun]:
+    config = config_from_mapping(sections(folder, others.pop("campaign", {}), **others))
+    return list(plan_campaign(config, folder).runs)
+
+
+def outcome_of(job: Job, seconds: float = 240) -> RunOutcome:
+    deadline = time.monotonic() + seconds
+    while (outcome := job.poll()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return outcome
+
+
+def the_same(folder: Path, other: Path) -> None:
+    assert timeless(folder / "metrics.jsonl") == timeless(other / "metrics.jsonl"), folder.name
+    for file in ("evaluation.jsonl", "checkpoints/final/adapter_model.safetensors"):
+        assert (folder / file).read_bytes() == (other / file).read_bytes(), (folder.name, file)
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last bits of a sum depend on the number of threads, so workers have as many as this
+    process.
+    """
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
+
+
+@pytest.mark.slow
+def test_a_forked_worker_has_nothing_of_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("looking.py").write_text(LOOKING)
+    looking = [
+        {"advantage_mode": "looking.advantage", "transform_mode": transform}
+        for transform in ("none", "gtpo")
+    ]
+    seen = {}
+    for name in ("forked", "apart"):
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv("SEEN", str(tmp_path / name))
+        runs = runs_of(tmp_path / f"c_{name}", campaign={"conditions": looking, "seeds": [1]})
+        launcher = Subprocesses([(), ()])
+        if name == "forked":
+            jobs: list[Job] = [launcher.start(run, slot) for slot, run in enumerate(runs)]
+        else:
+            jobs = [start_worker(run, threads=1) for run in runs]
+        assert [outcome_of(job).status for job in jobs] == [Status.DONE] * 2
+        if name == "forked":
+            assert [note for note in launcher.notes if "starts by itself" in note] == []
+        launcher.close()
+        seen[name] = [json.loads(file.read_text()) for file in (tmp_path / name).iterdir()]
+    everything = [record for name in seen for record, _ in seen[name]]
+    for record in everything:
+        record["environ"].pop("SEEN")
+    assert everything[0] == everything[1] == everything[2] == everything[3]
+    drawn = [number for name in seen for _, numbers in seen[name] for number in numbers]
+    assert len(set(drawn)) == len(drawn) == 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("conditions", "seeds"),
+    [
+        pytest.param(2, 2, id="small"),
+        pytest.param(5, 4, id="big", marks=pytest.mark.slow),
+    ],
+)
+def test_a_forked_run_is_the_run_alone(
+    conditions: int, seeds: int, tmp_path: Path, threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that was killed and goes on, and beside one that fails."""
+    monkeypatch.chdir(tmp_path)
+    Path("failing.py").write_text("def advantage(rewards):\n    raise RuntimeError('on purpose')\n")
+    modes = [
+        {"advantage_mode": "grpo", "transform_mode": "none"},
+        {"advantage_mode": "maxrl", "transform_mode": "gtpo"},
+        {"advantage_mode": "maxrl", "transform_mode": "none"},
+        {"advantage_mode": "maxrl", "transform_mode": "gtpo_hicra"},
+        {"advantage_mode": "maxrl", "transform_mode": "gtpo_sepa"},
+    ][:conditions]
+    campaign = {"conditions": modes, "seeds": list(range(1, seeds + 1))}
+    runs = runs_of(tmp_path / "forked", campaign=campaign)
+    failing = [{"advantage_mode": "failing.advantage", "transform_mode": "none"}]
+    bad = runs_of(tmp_path / "failing", campaign={"conditions": failing, "seeds": [1]})[0]
+    launcher = Subprocesses([()] * 4)
+    jobs = {0: (bad, launcher.start(bad, 0))}
+    waiting, killed, statuses = list(runs), False, {}
+    deadline = time.monotonic() + 900
+    while waiting or jobs:
+        assert time.monotonic() < deadline
+        free = next((slot for slot in range(4) if slot not in jobs), None)
+        if waiting and free is not None:
+            run = waiting.pop(0)
+            jobs[free] = run, launcher.start(run, free)
+        for slot, (run, job) in list(jobs.items()):
+            if not killed and run is runs[0] and (run.folder / "metrics.jsonl").exists():
+                owner = (run.folder / ".lock.owner").read_text().split()
+                os.kill(int(owner[1]), signal.SIGKILL)
+                killed = True
+            if (outcome := job.poll()) is not None:
+                del jobs[slot]
+                statuses[run.folder] = outcome
+                if outcome.lost and run is runs[0]:
+                    assert outcome.reason == "its process was killed by SIGKILL"
+                    waiting.append(run)
+        time.sleep(0.02)
+    launcher.close()
+    assert killed and statuses.pop(bad.folder).status is Status.FAILED
+    assert {outcome.status for outcome in statuses.values()} == {Status.DONE}
+    for run in runs:
+        alone = runs_of(tmp_path / "alone", campaign=campaign)
+        (same,) = [other for other in alone if other.name == run.name]
+        train(same.config, quiet=True)
+        the_same(run.folder, same.folder)
+
+
+@pytest.mark.slow
+def test_forked_workers_end_with_their_parent(tmp_path: Path) -> None:
+    run = runs_of(tmp_path, campaign={"max_steps": 500})[0]
+    parent = ForkParent(threads=1)
+    worker = Worker(parent.fork(run))
+    deadline = time.monotonic() + 120
+    while not (run.folder / "metrics.jsonl").exists():
+        assert worker.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    pid = int((run.folder / ".lock.owner").read_text().split()[1])
+    parent._process.kill()
+    outcome = outcome_of(worker, 10)
+    assert outcome.lost and parent.lost
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):
+            os.kill(pid, 0)
+            time.sleep(0.05)
+
+
+# -- its parts, without a process ------------------------------------------------------------------
+
+
+def linked() -> tuple[socket.socket, ForkedProcess]:
+    link, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    receiving, sending = os.pipe()
+    os.close(sending)
+    return theirs, ForkedProcess(link, os.fdopen(receiving, "rb", buffering=0))
+
+
+def test_a_forked_process_tells_its_end_once_and_takes_signals() -> None:
+    theirs, process = linked()
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert theirs.recv(10) == bytes([signal.SIGTERM])
+    theirs.send(json.dumps({"code": -11}).encode())
+    assert process.poll() == process.poll() == -11
+    process.send_signal(signal.SIGTERM)  # it has ended
+    process.stdout.close()
+
+
+def test_a_worker_whose_parent_is_lost_was_killed_with_it() -> None:
+    theirs, process = linked()
+    theirs.send(json.dumps({"forked": 1}).encode())
+    theirs.close()
+    outcome = Worker(process).poll()
+    assert outcome is not None and outcome.lost and "SIGKILL" in outcome.reason
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [({"refused": "it left 2 threads"}, "it left 2 threads"), (None, "was lost")],
+)
+def test_what_was_not_forked_is_told_with_its_reason(
+    said: dict[str, str] | None, reason: str
+) -> None:
+    theirs, process = linked()
+    if said:
+        theirs.send(json.dumps(said).encode())
+    theirs.close()
+    with pytest.raises(NotForked, match=reason):
+        process.poll()
+    process.stdout.close()
+
+
+def test_workers_are_forked_on_a_processor_of_linux_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ("fork" in no_fork_reason([()], in_process=True)) is (sys.platform != "linux")
+    assert "CUDA" in no_fork_reason([("cuda:0",)], in_process=True)
+    assert "no model" in no_fork_reason([()], in_process=False)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert "darwin" in no_fork_reason([()], in_process=True)
+
+
+def test_parts_are_kept_for_an_equal_key_while_they_are_shared() -> None:
+    assert shared("key", list) is not shared("key", list)
+    with shared_parts():
+        kept = shared("key", list)
+        assert shared("key", list) is kept
+        assert shared("other", list) is not kept
+        assert shared(None, list) is not shared(None, list)
+    assert shared("key", list) is not kept
+
+
+def test_packed_copies_are_kept_for_a_weight_while_they_are_shared() -> None:
+    weight, other = (torch.nn.Parameter(torch.randn(4, 4)) for _ in range(2))
+    assert kept_pack(weight, weight, None) is not kept_pack(weight, weight, None)
+    with shared_packs():
+        pack = kept_pack(weight, weight, None)
+        assert kept_pack(weight, weight, None) is pack
+        assert kept_pack(other, other, None) is not pack
+        assert kept_fit(weight, weight) is kept_fit(weight, weight) is False
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+    from retrain.data.prompts import examples_key
+
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"prompt": "1 + 1?", "answer": "2"}\n')
+    config = config_from_mapping({"data": {"source": str(file)}})
+    key = examples_key(config, "train")
+    assert key is not None and key == examples_key(config, "train")
+    assert key != examples_key(config, "heldout")
+    file.write_text(file.read_text() * 2)
+    assert examples_key(config, "train") != key
+    own = config_from_mapping({"data": {"source": "mine.examples"}})
+    assert examples_key(own, "train") is None
+    assert dump_toml(own)
