@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from retrain.backends.declared import catalogue
+from retrain.cli.backends import markdown_of
 from retrain.cli.main import command_named, is_path
 from retrain.cli.manual import read_source, source_path, synced
 from retrain.cli.run import parse_arguments
@@ -26,7 +28,7 @@ from retrain.config.keys import all_keys, flags
 from retrain.errors import ConfigurationError
 from scripts.docs_api import api_document
 from scripts.docs_commands import commands_document
-from scripts.docs_environment import environment_document, unnamed_variables
+from scripts.docs_environment import environment_document
 from scripts.docs_keys import artefacts
 from scripts.docs_metrics import metrics_document
 from scripts.docs_papers import papers_document
@@ -36,6 +38,17 @@ FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>[\w-]*)[^\n]*\n(?P<body>.*?)^ *```", re.MULTILINE | re.DOTALL
 )
 _LINK = re.compile(r"\]\((?!https?://|mailto:|#)([^)\s]+)")
+BACKEND_KEYS = """\
+# What each backend and engine does with each key
+
+You get "unused" or "refused" for a key and want the whole list. `retrain backends NAME` prints it for
+one backend or engine, and `retrain explain FILE` for your configuration.
+
+Keys that are not listed are used. If an "unused" key is set to another value than its default, a
+line at the start and `explain` say so; "refused" ends with exit code 2 before anything is loaded.
+Made by `make docs` from `retrain backends --format markdown`.
+
+"""
 SHELL = {"bash", "sh", "shell", "console"}
 
 
@@ -60,7 +73,6 @@ def main(arguments: list[str]) -> int:
         *_drifted(),
         *unlinked_pages(),
         *unexplained_keys(),
-        *unnamed(),
         *(problem for path in documents() for problem in check_document(path)),
     ]
     for problem in problems:
@@ -93,6 +105,7 @@ def generated() -> dict[str, str]:
         "docs/commands.md": commands_document(),
         "docs/papers.md": papers_document(),
         "docs/api.md": api_document(),
+        "docs/dev/backend-keys.md": BACKEND_KEYS + "\n".join(markdown_of(list(catalogue()))) + "\n",
         "docs/environment-variables.md": environment_document(),
         "llms.txt": llms_document(),
         str(source_path().relative_to(ROOT)): synced(read_source()),
@@ -129,12 +142,6 @@ def _first_paragraph(path: Path) -> str:
     paragraphs = path.read_text(encoding="utf-8").split("\n\n")[1:]
     prose = next(text for text in paragraphs if not text.startswith(("```", "|", "#", "!")))
     return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(prose.split()))
-
-
-def unnamed() -> Iterator[Problem]:
-    """Environment variables that the package reads and the manual does not name."""
-    for name, file in unnamed_variables().items():
-        yield Problem(source_path(), 1, f"the topic `variables` lacks {name}, which {file} reads")
 
 
 def unlinked_pages() -> Iterator[Problem]:

@@ -1,18 +1,14 @@
 """docs/environment-variables.md: the variables that a run reads, from the topic `variables` of the
-manual, held against what the package's source reads, and the variable of every key.
+manual, and the prefix of every section.
 """
 
-import ast
 import re
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 
 from retrain.cli.manual import read_source, topics_of
 from retrain.config.keys import section_models
 
-PACKAGE = Path(__file__).resolve().parents[1] / "retrain"
-_NAME = re.compile(r"^[A-Z][A-Z0-9]*_[A-Z0-9_]+$")
 _ENTRY = re.compile(
     r"^  (?P<names>[A-Z(][^\n]*?)(?:  +|\n +)(?P<what>\S[^\n]*(?:\n {10,}[^\n]*)*)", re.MULTILINE
 )
@@ -28,8 +24,8 @@ WANDB_API_KEY=...
 RETRAIN_LOGGING_WANDB_PROJECT=sums
 ```
 
-Made by `make docs` from the manual (`retrain man variables`), which must name every variable that
-the package reads.
+Made by `make docs` from the manual (`retrain man variables`); a test holds it against what the
+package reads.
 """
 
 
@@ -61,27 +57,3 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
 
 def _names(names: str) -> str:
     return names if names.startswith("(") else ", ".join(f"`{one}`" for one in names.split(", "))
-
-
-def unnamed_variables() -> dict[str, str]:
-    """Variable -> file, of those that the source reads and the manual does not name."""
-    named = topics_of(read_source())["variables"].text
-    return {
-        name: str(path.relative_to(PACKAGE))
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for name in _read_in(path.read_text(encoding="utf-8"))
-        if name not in named and not name.startswith("RETRAIN_")
-    }
-
-
-def _read_in(source: str) -> Iterator[str]:
-    """Names of variables that are constants beside `environ`, `getenv` or `setdefault`."""
-    if "environ" not in source and "getenv" not in source:
-        return
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.Call, ast.Subscript, ast.Compare)):
-            text = ast.unparse(node)
-            if "environ" in text or "getenv" in text:
-                for part in ast.walk(node):
-                    if isinstance(part, ast.Constant) and _NAME.match(str(part.value)):
-                        yield str(part.value)
