@@ -112,6 +112,20 @@ class Fit:
     """sigma came out below 0 and was set to 0."""
 
 
+def _parabola(x: Floats, y: Floats, weights: Weights) -> tuple[float, float, float]:
+    """Fit y = a + b x + c x^2 with c >= 0, which is 0 where the parabola would bend down."""
+    if weights == "relative":
+        weight = 1 / y
+    else:
+        weight = np.ones_like(y)
+    largest = float(x.max())
+    u = x / largest  # whose powers have the same magnitude
+    a, b, c = _solve(np.stack([np.ones_like(u), u, u * u], axis=1), y, weight).tolist()
+    if c <= _NO_COHERENCY * y.max():
+        (a, b), c = _solve(np.stack([np.ones_like(u), u], axis=1), y, weight).tolist(), 0.0
+    return a, b / largest, c / largest**2
+
+
 def fit_scaling_law(
     p: Sequence[float],
     throughput: Sequence[float],
@@ -128,17 +142,7 @@ def fit_scaling_law(
     x, measured = _checked(p, throughput)
     if len(np.unique(x)) < MIN_CONCURRENCIES:
         return Fit("insufficient")
-    y = x / measured
-    if weights == "relative":
-        weight = 1 / y
-    else:
-        weight = np.ones_like(y)
-    u = x / x.max()  # whose powers have the same magnitude
-    a, b, c = _solve(np.stack([np.ones_like(u), u, u * u], axis=1), y, weight).tolist()
-    if c <= _NO_COHERENCY * y.max():
-        (a, b), c = _solve(np.stack([np.ones_like(u), u], axis=1), y, weight).tolist(), 0.0
-    largest = float(x.max())
-    b, c = b / largest, c / largest**2
+    a, b, c = _parabola(x, x / measured, weights)
     if not (math.isfinite(a + b + c) and a + b + c > 0):
         return Fit("rejected")
     sigma = (b + c) / (a + b + c)

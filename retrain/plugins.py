@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint, entry_points
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -258,7 +259,9 @@ def named_code(config: "TrainConfig") -> list[str]:
     """
     from retrain.config.load import arms
 
-    return list(dict.fromkeys(place for one in (config, *arms(config)) for place in _code_of(one)))
+    return list(
+        dict.fromkeys(chain.from_iterable(_code_of(one) for one in (config, *arms(config))))
+    )
 
 
 def _code_of(config: "TrainConfig") -> list[str]:
@@ -282,12 +285,14 @@ def inspect_call(kind: str, function: Callable[..., Any]) -> Call:
     parameters = _parameters(function)
     if parameters is None:  # a function written in C tells nothing
         return Call(takes_context=False, keywords=frozenset())
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    kinds = {p.kind for p in parameters}
     names = [p.name for p in parameters]
+    # What the first parameter is called decides between one completion and a group of them.
     group = expected.group
     if group is not None and names[:1] != [group.inputs[0]]:
         group = None
     expected = group or expected
+    takes_any = inspect.Parameter.VAR_KEYWORD in kinds
     keywords = frozenset(key for key in expected.keywords if takes_any or key in names)
     own = [p for p in parameters if p.name not in expected.keywords]
     inputs = [p for p in own if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -297,9 +302,9 @@ def inspect_call(kind: str, function: Callable[..., Any]) -> Call:
     else:
         wanted = len(expected.inputs)
     required = sum(p.default is p.empty for p in inputs)
-    star = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     demands_keyword = any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in own)
-    if demands_keyword or required > wanted or (len(inputs) < wanted and not star):
+    too_few = len(inputs) < wanted and inspect.Parameter.VAR_POSITIONAL not in kinds
+    if demands_keyword or required > wanted or too_few:
         raise ValueError(
             f"its signature is ({', '.join(names)}), and a plugin of this kind must be"
             f" {KINDS[kind].forms}"

@@ -35,7 +35,8 @@ from scripts.docs_papers import papers_document
 
 ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(
-    r"^(?P<indent> *)```(?P<language>[\w-]*)[^\n]*\n(?P<body>.*?)^ *```", re.MULTILINE | re.DOTALL
+    r"^(?P<indent> *)```(?P<language>[\w-]*)(?P<marks>[^\n]*)\n(?P<body>.*?)^ *```",
+    re.MULTILINE | re.DOTALL,
 )
 _LINK = re.compile(r"\]\((?!https?://|mailto:|#)([^)\s]+)")
 BACKEND_KEYS = """\
@@ -72,7 +73,7 @@ def main(arguments: list[str]) -> int:
     problems = [
         *_drifted(),
         *unlinked_pages(),
-        *unexplained_keys(),
+        *unexplained_keys({*generated(), "docs/errors.md"}),
         *(problem for path in documents() for problem in check_document(path)),
     ]
     for problem in problems:
@@ -160,12 +161,9 @@ def _linked(path: Path) -> set[Path]:
     return {(path.parent / match.group(1).partition("#")[0]).resolve() for match in found}
 
 
-def unexplained_keys() -> Iterator[Problem]:
-    """Keys that no page written by hand names."""
-    made = {ROOT / name for name in generated()} | {ROOT / "docs" / "errors.md"}
-    pages = [
-        path for path in documents() if path.is_relative_to(ROOT / "docs") and path not in made
-    ]
+def unexplained_keys(made: set[str]) -> Iterator[Problem]:
+    """Keys that no page written by hand names; `made` are the pages that are not."""
+    pages = [path for path in documents() if str(path.relative_to(ROOT)) not in made]
     words = {
         word for path in pages for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))
     }

@@ -2,6 +2,7 @@
 condition.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -55,6 +56,7 @@ def config(
     algorithm = {
         "transform_mode": transform,
         "advantage_mode": advantage,
+        "reference": "base",
         **sections.pop("algorithm", {}),
     }
     return TrainConfig.model_validate({"algorithm": algorithm, **sections})
@@ -110,7 +112,13 @@ def mixed() -> Group:
 
 
 def assign(configuration: TrainConfig, groups: list[Group], lam: float = 0.5) -> Credit:
-    return CreditPipeline(configuration, pieces).assign(groups, 3, lam)
+    return CreditPipeline(configuration, pieces).assign(groups, 3, lam, taught)
+
+
+def taught(groups: Sequence[Group]) -> Float64Array:
+    """Log-probs by a teacher who is surer of what the policy is sure of."""
+    rows = [one.logprobs for group in groups for one in group.trajectories]
+    return 0.9 * flatten(rows) - 0.2
 
 
 def tokens_of(credit: Credit) -> list[list[list[float]]]:
@@ -529,6 +537,7 @@ def test_the_inputs_are_never_edited() -> None:
         np.ones(3),
         np.array([True, False, True]),
         np.ones(2, np.bool_),
+        teacher=lambda: -np.ones(3),
     )
     copies = [array.copy() for array in (tokens.logprobs, tokens.planning)]
     for name in TRANSFORMS:

@@ -35,7 +35,7 @@ HEAVY = {
     "httpx",
     "ray",
 }
-MAX_NODES = 290
+MAX_NODES = house.MAX_NODES
 
 LAYERS: tuple[set[str], ...] = (
     {"distributed", "errors", "install", "noise", "system", "types", "web"},

@@ -4,6 +4,8 @@ takes a step of a real run.
 
 import json
 import re
+import shutil
+import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 from runs import lines, small
 
+import retrain
 from retrain import train
 from retrain.advantages import episode
 from retrain.advantages.pipeline import CreditPipeline
@@ -154,3 +157,26 @@ def test_a_built_in_advantage_is_a_function_and_its_line_in_the_table(
     assert CreditPipeline(config, lambda ids: [""] * len(ids)).notes == []
     with pytest.raises(ConfigurationError, match='did you mean "best_of"'):
         config_from_toml('[algorithm]\nadvantage_mode = "best_off"')
+
+
+def test_a_key_with_an_effect_is_a_field_and_a_row(tmp_path: Path) -> None:
+    text = TEXT.partition("A **key with an effect**")[2].partition("\n### ")[0]
+    field, row = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    package = shutil.copytree(Path(retrain.__file__).parent, tmp_path / "retrain")
+    for name, place, line in (
+        ("learning_sections", r"class Optimizer\(.*\n    \"{3}.*\n", f"    {field}"),
+        ("effects", r"_TINKER: Rows = \(\n", f"    {row.strip()},\n"),
+    ):
+        module = package / "config" / f"{name}.py"
+        written, places = re.subn(place, rf"\g<0>{line}", module.read_text(encoding="utf-8"))
+        assert places == 1
+        module.write_text(written, encoding="utf-8")
+    (tmp_path / "my.toml").write_text("")
+
+    command = [sys.executable, "-m", "retrain", "my.toml", "--backend", "tinker"]
+    ended = subprocess.run(
+        [*command, "--ema-decay", "0.5"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    (because,) = re.findall(r'because="(.+?)"', row)
+    assert ended.returncode == 2
+    assert "[optimizer] ema_decay = 0.5" in ended.stderr and because in ended.stderr

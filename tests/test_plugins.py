@@ -312,7 +312,10 @@ def test_a_factory_must_return_a_spec(write: Callable[..., str]) -> None:
         ("{good}.NUMBER", "of type int, and must be a function"),
         ("{good}.three", "its signature is (a, b, c)"),
         ("{good}.keyword", "its signature is (rewards, needed)"),
-        ("maxlr", "is not known; it can be grpo, grpo_std, maxrl, reinforce, reinforce_pp, rloo"),
+        (
+            "maxlr",
+            "is not known; it can be grpo, grpo_std, maxrl, none, reinforce, reinforce_pp, rloo",
+        ),
     ],
 )
 def test_a_plugin_that_cannot_be_loaded_is_one_sentence_even_when_not_strict(

@@ -5,7 +5,7 @@ names for such a pair; a plugin computes the token advantages of the whole step
 itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,22 @@ class NotInStep(ConfigurationError):
         """`name` is the property that it reads."""
         self.name = name
         super().__init__(f"A plugin reads `{name}`, which a made-up step does not have.")
+
+
+class NoTeacher(ConfigurationError):
+    """A plugin reads the log-probs of a teacher, and there is none."""
+
+
+Reference = Callable[[], Any]
+"""Computes the log-probs of the teacher of `[algorithm] reference`; raises NoTeacher if there is
+none."""
+
+
+def no_reference() -> Any:
+    raise NoTeacher(
+        "`reference_logprobs` is read, and there is no teacher: set [algorithm] reference to"
+        ' "base", "gold" or the folder of an adapter.'
+    )
 
 
 MADE_UP: dict[str, Any] = {}
@@ -50,6 +66,15 @@ class AdvantageContext:
     """The judged group behind the properties; None where only rewards are known."""
     max_tokens: int = 0
     """`[training] max_tokens`, at which a completion is cut."""
+    reference: Reference = field(default=no_reference, repr=False, compare=False)
+
+    @property
+    def reference_logprobs(self) -> list[list[float]]:
+        """[G][T] natural log-probs of the sampled tokens by the teacher of `[algorithm]
+        reference`, at the training temperature.
+        """
+        logprobs: list[list[float]] = self.reference()
+        return logprobs
 
     @property
     def example(self) -> Example:
@@ -156,6 +181,15 @@ class AlgorithmContext:
     """`[algorithm.params]`"""
     groups: Sequence[AdvantageContext] = field(default=(), repr=False)
     """[P] what else each group has: texts, token ids, finish reasons and so on."""
+    reference: Reference = field(default=no_reference, repr=False, compare=False)
+
+    @property
+    def reference_logprobs(self) -> list[list[list[float]]]:
+        """[P][G][T] natural log-probs of the sampled tokens by the teacher of `[algorithm]
+        reference`, at the training temperature.
+        """
+        logprobs: list[list[list[float]]] = self.reference()
+        return logprobs
 
 
 @dataclass(frozen=True)
@@ -182,6 +216,7 @@ RECIPES: dict[str, Recipe] = {
     "maxrl_gtpo_hicra": Recipe("maxrl", "gtpo_hicra"),
     "maxrl_gtpo_sepa": Recipe("maxrl", "gtpo_sepa"),
     "dr_grpo": Recipe("grpo", "none", aggregation="constant"),
+    "distill": Recipe("none", "distill"),
 }
 
 

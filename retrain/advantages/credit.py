@@ -185,11 +185,10 @@ class Credit:
             self.assigned.trained.tolist(),
             strict=True,
         )
-        return [
-            row
-            for (prompt, trajectory), own, counts, number, trained in given
-            for row in Row.of(prompt, trajectory, own, group=number, counts=counts, trained=trained)
-        ]
+        rows: list[Row] = []
+        for (prompt, trajectory), own, counts, number, trained in given:
+            rows += Row.of(prompt, trajectory, own, group=number, counts=counts, trained=trained)
+        return rows
 
     def stages_float32(self) -> dict[str, Float32Array]:
         """Return the token advantages [n] after each stage, as the token table stores them."""

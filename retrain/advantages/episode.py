@@ -11,6 +11,7 @@ Every function returns [] for an empty group, exact zeros for a group whose rewa
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -46,6 +47,11 @@ def maxrl(rewards: Sequence[float], eps: float = 1e-6) -> list[float]:
     if mean <= eps:
         return [0.0] * len(r)
     return _listed(_centred(r) / (mean + eps))
+
+
+def none(rewards: Sequence[float]) -> list[float]:
+    """A_i = 0: rewards are recorded and teach nothing, as where a teacher gives all credit."""
+    return [0.0] * len(_checked(rewards))
 
 
 def rloo(rewards: Sequence[float]) -> list[float]:
@@ -101,7 +107,7 @@ def reinforce_pp(
     if weight == "token":
         if token_counts is None:
             raise ValueError('weight="token" needs the number of tokens of every completion')
-        weights = np.array([count for counts in token_counts for count in counts], dtype=np.float64)
+        weights = np.array(list(chain.from_iterable(token_counts)), dtype=np.float64)
         if len(weights) != len(flat):
             raise ValueError(f"{len(weights)} token counts for {len(flat)} rewards")
     if weights.sum() == 0:
@@ -130,6 +136,7 @@ ADVANTAGES: dict[str, BuiltinAdvantage] = {
     "maxrl": BuiltinAdvantage(maxrl, frozenset({"eps"})),
     "rloo": BuiltinAdvantage(rloo, frozenset()),
     "grpo_std": BuiltinAdvantage(grpo_std, frozenset({"ddof", "eps"})),
+    "none": BuiltinAdvantage(none, frozenset(), group_relative=False),
     "reinforce": BuiltinAdvantage(reinforce, frozenset({"baseline"}), group_relative=False),
     "reinforce_pp": BuiltinAdvantage(reinforce_pp, frozenset({"eps", "weight"}), batch_level=True),
 }

@@ -1,17 +1,19 @@
 """Credit assignment of one step, vectorised over flat ragged float64 arrays.
 
 The order is fixed: episode advantage; uncertainty, capped; SEPA on the uncertainty; GTPO weights
-from it; HICRA; the top-rho mask on the raw uncertainty; the check that every number is finite.
+from it; HICRA; the teacher's log-ratio; the top-rho mask on the raw uncertainty; the check that
+every number is finite.
 Batch normalisation is part of the episode advantage (`reinforce_pp`).
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from retrain.advantages.algorithms import AlgorithmContext, recipe_of
+from retrain.advantages.algorithms import AlgorithmContext, no_reference, recipe_of
 from retrain.advantages.credit import Assigned, Credit
 from retrain.advantages.planning import Encoder, RegexDetector, SemanticDetector
 from retrain.advantages.resolve import (
@@ -31,7 +33,14 @@ from retrain.advantages.resolve import (
     token_lists,
 )
 from retrain.advantages.sepa import check_ramp
-from retrain.advantages.step import BoolArray, Float64Array, Int64Array, StepTokens, flatten
+from retrain.advantages.step import (
+    BoolArray,
+    Float64Array,
+    Int64Array,
+    StepTokens,
+    Teacher,
+    flatten,
+)
 from retrain.advantages.transforms import (
     TransformContext,
     TransformSpec,
@@ -174,10 +183,20 @@ class CreditPipeline:
         if isinstance(self._episode, PluginAdvantage):
             self._episode.load(state)
 
-    def assign(self, groups: Sequence[Group], step: int, sepa_lambda: float) -> Credit:
-        """Assign credit to judged groups. Raises RunFailed naming group, completion and position of
-        a number that is not finite.
+    def assign(
+        self,
+        groups: Sequence[Group],
+        step: int,
+        sepa_lambda: float,
+        teacher: Callable[[Sequence[Group]], Float64Array] | None = None,
+    ) -> Credit:
+        """Assign credit to judged groups; `teacher` computes [n] log-probs of their tokens where a
+        stage reads them. Raises RunFailed naming group, completion and position of a number that is
+        not finite.
         """
+        scored: Teacher = no_reference
+        if teacher is not None:
+            scored = partial(teacher, groups)
         if isinstance(self._episode, PluginAdvantage):
             self._before = (step, self._episode.state())
         try:
@@ -191,7 +210,7 @@ class CreditPipeline:
                 ]
                 masks = self._detector.detect_all([self._pieces(turn.token_ids) for turn in turns])
                 planning = np.concatenate([np.zeros(0, dtype=np.uint8), *masks]).astype(np.bool_)
-            tokens = StepTokens.of(groups, planning, self.config.loss.mask_truncated)
+            tokens = StepTokens.of(groups, planning, self.config.loss.mask_truncated, scored)
             assigned = self.compute(tokens, step, sepa_lambda)
         except ValueError as error:
             raise RunFailed(f"Credit assignment of step {step}: {error}.") from error
@@ -277,6 +296,9 @@ class CreditPipeline:
             )
         if self.spec.apply_hicra:
             stages["hicra"] = hicra(_last(stages), at.tokens.planning, self.config.hicra.alpha)
+        if self.spec.distils:
+            gap = at.tokens.reference_logprobs - at.tokens.logprobs
+            stages["distill"] = _last(stages) + self.config.algorithm.reference_coef * gap
         own = self.spec.post_process
         if own is not None:
             so_far = at.tokens.nested(_last(stages))  # [P][G][T]
@@ -310,6 +332,7 @@ class CreditPipeline:
             groups=tokens.contexts(
                 at.number, dict(self.config.algorithm.params), self.config.training.max_tokens
             ),
+            reference=lambda: tokens.nested_reference,
         )
         advantages = step_tokens(
             self._algorithm(context), tokens, f'algorithm "{self.config.algorithm.algorithm_mode}"'
@@ -391,6 +414,7 @@ class CreditPipeline:
                 gtpo_beta=self.config.gtpo.beta,
                 hicra_alpha=self.config.hicra.alpha,
                 params=dict(self._transform.params),
+                reference=partial(tokens.reference_of, group),
             )
             rows.extend(
                 token_lists(

@@ -13,7 +13,7 @@ one before. All tokens of a planning window are marked.
 
 import re
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Final, Protocol
 
 import numpy as np
@@ -57,7 +57,8 @@ def normalised(text: str) -> str:
     lowered = text.lower()
     if len(lowered) == len(text):
         return lowered
-    return "".join(low if len(low := character.lower()) == 1 else character for character in text)
+    # A character whose lower case is two would move every offset after it, so it stays.
+    return "".join(each.lower() if len(each.lower()) == 1 else each for each in text)
 
 
 def _collapsed(text: str) -> str:
@@ -247,7 +248,7 @@ class SemanticDetector:
             for text, words, starts in zip(texts, spans, windows, strict=True)
         ]
         plans: dict[str, bool] = {}
-        different = list(dict.fromkeys(sentence for own in sentences for sentence in own))
+        different = list(dict.fromkeys(chain.from_iterable(sentences)))
         if different:
             to_planning, to_execution = (
                 np.asarray(self._encode(different), np.float64) @ self._centroids

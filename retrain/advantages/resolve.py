@@ -23,9 +23,12 @@ from retrain.advantages.algorithms import (
     AdvantageContext,
     AlgorithmContext,
     AlgorithmOutput,
+    NoTeacher,
     NotInStep,
+    Reference,
     StepAdvantageContext,
     UncertaintyContext,
+    no_reference,
 )
 from retrain.advantages.episode import ADVANTAGES, BuiltinAdvantage, checked_groups
 from retrain.advantages.step import Float64Array, Segments, StepTokens, flatten
@@ -146,6 +149,8 @@ def resolve(kind: StageKind[Stage], name: str, config: "TrainConfig", notes: lis
         cause = failure.__cause__ or failure
         problem = f"fails on a small example ({describe(cause)})"
         note = report_probe(kind.name, name, problem, config)
+    except NoTeacher as missing:
+        raise ConfigurationError(f'{KINDS[kind.name].key} = "{name}": {missing}') from missing
     except NotInStep as missing:
         note = (
             f'{KINDS[kind.name].key} = "{name}" reads `{missing.name}`, so it could not be tried on'
@@ -235,16 +240,17 @@ def _try_advantage(_: EpisodeStage, plugin: PluginCall) -> str | None:
     advantages, resumed = (
         PluginAdvantage(replace(plugin, function=deepcopy(plugin.function))) for _ in range(2)
     )
-    parts = len(plugin.config.reward.types)
-    advantages(_small(_REWARDS, parts), 0)
-    equal = _small([[0.0, 0.0, 0.0], [1.0, 1.0]], parts)
+    small, equal = (
+        _small(rewards, plugin.config) for rewards in (_REWARDS, [[0.0, 0.0, 0.0], [1.0, 1.0]])
+    )
+    advantages(small, 0)
     means = {
         group[0]: float(np.mean(values))
         for group, values in zip(equal.rewards, advantages(equal, 0), strict=True)
     }
     if not inspect.isroutine(plugin.function):
         resumed.load(advantages.state())
-        if resumed(_SMALL, 1) != advantages(_SMALL, 1):
+        if resumed(small, 1) != advantages(small, 1):
             raise ValueError("load() does not restore what state() returned, or nothing does")
     uncentred = [
         f"{mean:.3g} where all rewards are {reward:g}"
@@ -355,7 +361,7 @@ def _made_spec(factory: PluginCall) -> TransformSpec:
 
 
 def _try_transform(transform: TransformStage, plugin: PluginCall) -> None:
-    context = _small_context(transform.params)
+    context = _small_context(transform.params, plugin.config)
     lengths = [len(row) for row in context.logprobs]
     spec = transform.spec
     if transform.function is not None:
@@ -409,6 +415,7 @@ def _plugin_algorithm(plugin: PluginCall) -> AlgorithmStage:
 
 
 def _try_algorithm(algorithm: AlgorithmStage, plugin: PluginCall) -> None:
+    small = _small(_REWARDS, plugin.config)
     context = AlgorithmContext(
         rewards=_SMALL.rewards,
         logprobs=_SMALL.nested(_SMALL.logprobs),
@@ -419,9 +426,8 @@ def _try_algorithm(algorithm: AlgorithmStage, plugin: PluginCall) -> None:
         gtpo_beta=plugin.config.gtpo.beta,
         hicra_alpha=plugin.config.hicra.alpha,
         params=plugin.params,
-        groups=_small(_REWARDS, len(plugin.config.reward.types)).contexts(
-            0, plugin.params, plugin.config.training.max_tokens
-        ),
+        groups=small.contexts(0, plugin.params, plugin.config.training.max_tokens),
+        reference=lambda: small.nested_reference,
     )
     step_tokens(algorithm(context), _SMALL, "its output")
 
@@ -470,11 +476,9 @@ def token_lists(rows: Any, lengths: Sequence[int], what: str) -> list[Float64Arr
 def step_tokens(groups: Any, tokens: StepTokens, what: str) -> Float64Array:
     """Flatten token advantages, [P][G][T] -> [n]."""
     given = zip(_groups_of(groups, tokens, what), tokens.token_counts, strict=True)
-    rows = [
-        row
-        for index, (group, counts) in enumerate(given)
-        for row in token_lists(group, counts, f"{what}, group {index}")
-    ]
+    rows = []
+    for index, (group, counts) in enumerate(given):
+        rows += token_lists(group, counts, f"{what}, group {index}")
     return flatten(rows)
 
 
@@ -498,10 +502,15 @@ _LOGPROBS = -np.array([0.1, 2.5, 0.01, 1.0, 0.2, 3.0, 0.5, 0.7, 1.5, 0.3, 0.05, 
 _ENTROPIES = np.array([0.2, 2.0, 0.05, 1.1, 0.4, 2.5, 0.6, 0.8, 1.2, 0.4, 0.1, 1.9])
 
 
-def _small(rewards: list[list[float]], parts: int = 1) -> StepTokens:
-    """A made-up step of five completions with these rewards, as the sum of `parts` and as the
-    reward of their only turn.
+def _small(rewards: list[list[float]], config: "TrainConfig | None" = None) -> StepTokens:
+    """A made-up step of five completions with these rewards, as the sum of their parts and as the
+    reward of their only turn; with a teacher if the configuration names one.
     """
+    parts, teacher = 1, no_reference
+    if config is not None:
+        parts = len(config.reward.types)
+        if config.algorithm.reference:
+            teacher = _made_up_teacher
     segments = Segments(_LENGTHS)
     logprobs = iter(segments.split(_LOGPROBS.astype(np.float32)))
     groups = []
@@ -523,13 +532,21 @@ def _small(rewards: list[list[float]], parts: int = 1) -> StepTokens:
         planning=np.array([0, 1, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0], dtype=np.bool_),
         in_loss=np.ones(5, dtype=np.bool_),
         sources=groups,
+        teacher=teacher,
     )
+
+
+def _made_up_teacher() -> Float64Array:
+    return 0.7 * _LOGPROBS - 0.1
 
 
 _SMALL = _small(_REWARDS)
 
 
-def _small_context(params: dict[str, Any]) -> TransformContext:
+def _small_context(params: dict[str, Any], config: "TrainConfig") -> TransformContext:
+    reference: Reference = no_reference
+    if config.algorithm.reference:
+        reference = partial(list, ([-0.2, -1.0, -0.4], [-0.5]))
     return TransformContext(
         rewards=[1.0, 0.0],
         advantages=[0.5, -0.5],
@@ -542,4 +559,5 @@ def _small_context(params: dict[str, Any]) -> TransformContext:
         gtpo_beta=0.1,
         hicra_alpha=0.2,
         params=params,
+        reference=reference,
     )

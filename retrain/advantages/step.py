@@ -4,15 +4,16 @@ array, so that credit is a few passes over it.
 Shape letters: N completions, n tokens of all of them together.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from functools import cached_property, partial
+from itertools import chain, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from retrain.advantages.algorithms import AdvantageContext
+from retrain.advantages.algorithms import AdvantageContext, no_reference
 from retrain.types import FinishReason, Group
 
 # -- flat ragged arrays ----------------------------------------------------------------------------
@@ -101,6 +102,8 @@ def flatten(rows: Iterable[Sequence[float] | npt.NDArray[np.floating]]) -> Float
 
 
 Item = TypeVar("Item")
+Teacher = Callable[[], Float64Array]
+"""Computes [n] log-probs of the step's tokens by the teacher of `[algorithm] reference`."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,7 @@ class StepTokens:
     """[N] False for a completion that the loss leaves out."""
     sources: Sequence[Group] | None = field(default=None, repr=False)
     """[P] the judged groups; None for a step that is made up."""
+    teacher: Teacher = field(default=no_reference, repr=False)
     group_of: Int64Array = field(init=False)
     """[N] number of each completion's group."""
 
@@ -142,12 +146,16 @@ class StepTokens:
 
     @classmethod
     def of(
-        cls, groups: Sequence[Group], planning: BoolArray | None, mask_truncated: bool
+        cls,
+        groups: Sequence[Group],
+        planning: BoolArray | None,
+        mask_truncated: bool,
+        teacher: Teacher = no_reference,
     ) -> "StepTokens":
         """Build the arrays from judged groups; without a planning mask [n] every token counts as
         execution.
         """
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        trajectories = list(chain.from_iterable(group.trajectories for group in groups))
         segments = Segments(len(trajectory.token_ids) for trajectory in trajectories)
         for index, trajectory in enumerate(trajectories):
             if len(trajectory.logprobs) != len(trajectory.token_ids):
@@ -172,7 +180,22 @@ class StepTokens:
                 dtype=np.bool_,
             ),
             sources=groups,
+            teacher=teacher,
         )
+
+    @cached_property
+    def reference_logprobs(self) -> Float64Array:
+        """[n] log-probs by the teacher, computed when they are first read. Raises NoTeacher, and
+        ValueError for one that is not finite.
+        """
+        logprobs = np.asarray(self.teacher(), dtype=np.float64)
+        self._check(logprobs, "the teacher's log-prob")
+        return logprobs
+
+    @cached_property
+    def nested_reference(self) -> list[list[list[float]]]:
+        """The same as plain lists [P][G][T]."""
+        return self.nested(self.reference_logprobs)
 
     @property
     def token_counts(self) -> list[list[int]]:
@@ -191,9 +214,22 @@ class StepTokens:
         sources: Sequence[Group | None] = self.sources or [None] * len(self.rewards)
         given = zip(self.rewards, self.token_counts, sources, strict=True)
         return [
-            AdvantageContext(list(rewards), counts, step, group, params, source, max_tokens)
+            AdvantageContext(
+                list(rewards),
+                counts,
+                step,
+                group,
+                params,
+                source,
+                max_tokens,
+                partial(self.reference_of, group),
+            )
             for group, (rewards, counts, source) in enumerate(given)
         ]
+
+    def reference_of(self, group: int) -> list[list[float]]:
+        """[G][T] the teacher's log-probs of one group."""
+        return self.nested_reference[group]
 
     def place(self, completion: int) -> str:
         """Name a completion by its flat index: group 3, completion 1."""

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from retrain.advantages.algorithms import Reference, no_reference
 from retrain.advantages.step import BoolArray, Float64Array, Int64Array, Segments
 
 # -- uncertainty -----------------------------------------------------------------------------------
@@ -84,7 +85,9 @@ def top_share(logprobs: Numbers) -> float:
     energy = np.sort((1 - np.exp(np.minimum(_checked(logprobs, "log-prob"), 0.0))) ** 2)
     total = float(energy.sum())
     count = round(TOP * len(energy))
-    return float(energy[len(energy) - count :].sum()) / total if total else 0.0
+    if total:
+        return float(energy[len(energy) - count :].sum()) / total
+    return 0.0
 
 
 def capped(uncertainty: Float64Array, cap: float = CAP) -> Float64Array:
@@ -143,6 +146,15 @@ class TransformContext:
     hicra_alpha: float
     params: dict[str, Any] = field(default_factory=dict)
     """`[algorithm.transform_params]`"""
+    reference: Reference = field(default=no_reference, repr=False, compare=False)
+
+    @property
+    def reference_logprobs(self) -> list[list[float]]:
+        """[G][T] natural log-probs of the sampled tokens by the teacher of `[algorithm]
+        reference`, at the training temperature.
+        """
+        logprobs: list[list[float]] = self.reference()
+        return logprobs
 
 
 @dataclass(frozen=True)
@@ -172,6 +184,8 @@ class TransformSpec:
     """(token advantages [G][T], context) -> [G][T], after HICRA, for one group."""
     flat_entropy_transform: FlatEntropyTransform | None = None
     """Changes the uncertainty of all completions at once; it is used where both are given."""
+    distils: bool = False
+    """Add the log-ratio of the teacher to the policy, after HICRA."""
     needs_rho: bool = False
     """Has no effect of its own unless surprisal_mask_rho > 0, so a run without that is refused."""
 
@@ -403,5 +417,6 @@ TRANSFORMS: dict[str, TransformSpec] = {
         _sepa("gtpo_sepa_amp", sepa_amplify),
         _sepa("gtpo_sepa_amp_c", sepa_amplify_clamped),
         TransformSpec("entropy_mask", use_gtpo=True, needs_rho=True),
+        TransformSpec("distill", distils=True),
     )
 }

@@ -5,6 +5,7 @@ configuration keys, and the recorded environments (environment.json).
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ class Shared:
             differing_keys=tuple(differing_keys(pairs)),
             environment=tuple(
                 dict.fromkeys(
-                    words for one, other in pairs for words in differing_environment(one, other)
+                    chain.from_iterable(differing_environment(one, other) for one, other in pairs)
                 )
             ),
         )
@@ -142,7 +143,7 @@ def mixed_code(label: str, runs: Mapping[int, StoredRun]) -> Iterator[str]:
     seeds = mixed_values(runs, lambda run: run.code.revision)
     if seeds:
         yield f"{label} ran on different revisions of retrain: {seeds} differ."
-    for name in sorted({name for run in runs.values() for name in run.code.plugins}):
+    for name in sorted(set(chain.from_iterable(run.code.plugins for run in runs.values()))):
         if seeds := mixed_values(runs, lambda run, name=name: run.code.plugins.get(name)):  # type: ignore[misc]
             yield f"{label} ran with different files of the plugin {name}: {seeds} differ."
 
@@ -230,7 +231,7 @@ class RunsByCondition:
 
     @property
     def runs(self) -> list[StoredRun]:
-        return [run for by_seed in self.conditions.values() for run in by_seed.values()]
+        return list(chain.from_iterable(by_seed.values() for by_seed in self.conditions.values()))
 
 
 def group_by_condition(
@@ -349,16 +350,13 @@ def evaluation_words(evaluation: Evaluation, training: Training) -> str:
 
 
 def _words_of(evaluation: Evaluation, training: Training) -> str:
-    temperature = training.temperature if evaluation.temperature is None else evaluation.temperature
+    way = evaluation.over(training)
+    temperature, tokens = way.temperature, way.max_tokens
     kept = []  # what truncates the sampled distribution
     for name, off in {"top_k": 0.0, "top_p": 1.0, "min_p": 0.0}.items():
-        own = getattr(evaluation, name)
-        value = own
-        if own is None:
-            value = getattr(training, name)
+        value = getattr(way, name)
         if temperature and value != off:
             kept.append(f"{name} {value:g}")
-    tokens = training.max_tokens if evaluation.max_tokens is None else evaluation.max_tokens
     samples = f"{evaluation.samples} sample{'' if evaluation.samples == 1 else 's'}"
     return ", ".join([f"temperature {temperature:g}", *kept, samples, f"at most {tokens:,} tokens"])
 

@@ -1,12 +1,14 @@
 """Compare conditions with a baseline: the runs of a campaign, or runs given by folder. With the
 notes on the comparison as a whole, one sentence each.
 
+from itertools import chain
 The unit is the run. A contrast is the list of differences between two runs of one seed; `verdict`
 draws the conclusion.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,7 @@ from retrain.analysis.arms import (
     mixed_code,
     mixed_keys,
 )
+from retrain.analysis.budget import Budget
 from retrain.analysis.integrity import (
     absent_line,
     are_the_same,
@@ -65,7 +68,7 @@ def comparison_notes(
     asked: bool,
 ) -> Iterator[str]:
     base = arms[baseline]
-    runs = [run for arm in arms.values() for run in arm.runs.values()]
+    runs = list(chain.from_iterable(arm.runs.values() for arm in arms.values()))
     yield from (run.damage for run in runs if run.damage)
     if grouped.to_come:
         peeking = ""
@@ -227,6 +230,8 @@ class Comparison:
     recorded."""
     looks: Sequence[Look] = ()
     """The looks of the campaign; empty unless the comparison is as planned."""
+    budget: Budget | None = None
+    """Where in the runs it is; None: at their end."""
     grid: Sequence[str] = ()
     """The keys that [campaign.grid] varies, whose conditions are ranked."""
 
@@ -249,6 +254,7 @@ def compare_campaign(
     control: bool = False,
     pairs: Sequence[PairOfLabels] = (),
     record: CampaignRecord | None = None,
+    budget: Budget | None = None,
 ) -> Comparison:
     """Every condition of a campaign against `baseline`, by default its first; `control` takes the
     one trained on random rewards.
@@ -271,7 +277,8 @@ def compare_campaign(
     if record.plan and test.margin is None and metric in (None, record.plan.metric):
         test = replace(test, margin=record.plan.margin)
     absences = Absences.of(record, runs, grouped.not_counted, unlisted)
-    return _compared(grouped, Request(baseline, test, metric, pairs, record, absences))
+    request = Request(baseline, test, metric, pairs, record, absences, budget)
+    return _compared(grouped, request)
 
 
 def _check_contrasts(pairs: Sequence[PairOfLabels], grouped: RunsByCondition, folder: Path) -> None:
@@ -279,7 +286,7 @@ def _check_contrasts(pairs: Sequence[PairOfLabels], grouped: RunsByCondition, fo
     condition.
     """
     labels = list(grouped.conditions)
-    for label in (label for pair in pairs for label in pair):
+    for label in chain.from_iterable(pairs):
         if label not in labels:
             raise ConfigurationError(
                 f"--contrast names {label}, which is no condition of {folder}; they are"
@@ -320,6 +327,7 @@ def compare_runs(
     baselines: Sequence[StoredRun],
     test: TestSettings,
     metric: str | None = None,
+    budget: Budget | None = None,
 ) -> Comparison:
     """The conditions of `candidates` against the one condition of `baselines`, paired by seed."""
     both = {run.path.resolve() for run in candidates} & {run.path.resolve() for run in baselines}
@@ -345,7 +353,7 @@ def compare_runs(
         base.to_come + grouped.to_come,
     )
     return replace(
-        _compared(both_sides, Request(label, test, metric)),
+        _compared(both_sides, Request(label, test, metric, budget=budget)),
         planned=absent_line([*candidates, *baselines], campaigns),
     )
 
@@ -371,18 +379,19 @@ def _compared(grouped: RunsByCondition, request: Request) -> Comparison:
         problems=max(problems, default=0),
         test=test,
         baseline=request.baseline,
-        arms=[_summary(arm, metric, 1 - test.alpha) for arm in arms.values()],
-        contrasts=_contrasts(selection, record),
+        arms=[_summary(arm, metric, 1 - test.alpha, request.budget) for arm in arms.values()],
+        contrasts=_contrasts(selection, record, by_task=request.budget is None),
         to_come=grouped.to_come,
         left_out=selection.left_out,
         notes=[*selection.notes, *notes],
         planned=planned_line(record, selection.differing, request.absences) if record else "",
         looks=record.looks if record and test.rule == "evidence" else (),
+        budget=request.budget,
         grid=record.grid if record else (),
     )
 
 
-def _summary(arm: Arm, metric: Metric, confidence: float) -> ArmSummary:
+def _summary(arm: Arm, metric: Metric, confidence: float, budget: Budget | None) -> ArmSummary:
     values = list(arm.values.values())
     return ArmSummary(
         label=arm.label,
@@ -394,23 +403,22 @@ def _summary(arm: Arm, metric: Metric, confidence: float) -> ArmSummary:
         answered=arm.answered if metric.k is not None else 0,
         tokens=_per_run(arm, "tokens"),
         hours=None if (seconds := _per_run(arm, "seconds")) is None else seconds / 3600,
-        tasks=aggregate_tasks(arm.runs, confidence) if metric.k == 1 else None,
+        tasks=aggregate_tasks(arm.runs, confidence) if metric.k == 1 and not budget else None,
     )
 
 
 def _per_run(arm: Arm, name: str) -> float | None:
     """The mean of a number of summary.json; None if no run has it."""
-    found = [
-        value
-        for run in arm.runs.values()
-        if isinstance(value := run.summary.get(name), int | float)
-    ]
+    values = [run.summary.get(name) for run in arm.runs.values()]
+    found = [value for value in values if isinstance(value, int | float)]
     if found:
         return float(np.mean(found))
     return None
 
 
-def _contrasts(selection: Selection, record: CampaignRecord | None) -> list[Contrast]:
+def _contrasts(
+    selection: Selection, record: CampaignRecord | None, *, by_task: bool
+) -> list[Contrast]:
     """One contrast per candidate; the p values are adjusted over all of them."""
     family, metric, test = selection.family, selection.metric, selection.test
     worst = worst_value(selection.arms.values(), metric, test)
@@ -426,7 +434,7 @@ def _contrasts(selection: Selection, record: CampaignRecord | None) -> list[Cont
     if worst == 0 and any(conclusion.verdict in _CLAIMS for conclusion in conclusions):
         robust = _second_lines(selection, conclusions, record)
     rows = zip(family, conclusions, at_worst, robust, strict=True)
-    return [_contrast(*row, metric, test) for row in rows]
+    return [_contrast(*row, metric, test, by_task=by_task) for row in rows]
 
 
 def _second_lines(
@@ -451,9 +459,11 @@ def _contrast(
     robust: Robust | None,
     metric: Metric,
     test: TestSettings,
+    *,
+    by_task: bool,
 ) -> Contrast:
     confidence, losses = 1 - test.alpha, pairs.losses()
-    by_task = metric.k == 1 and len(pairs.runs) > 1
+    by_task = by_task and metric.k == 1 and len(pairs.runs) > 1
     return Contrast(
         condition=pairs.candidate.label,
         baseline=pairs.baseline.label,

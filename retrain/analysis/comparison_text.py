@@ -279,17 +279,17 @@ def contrast_table(comparison: Comparison) -> Table:
     return list(columns), rows
 
 
+def _sd_words(variance: float | None, metric: Metric) -> str:
+    if variance is None:
+        return ""
+    return size_words(variance**0.5, metric)
+
+
 def _contrast_columns(
     comparison: Comparison,
 ) -> Iterator[tuple[str, Callable[[Contrast], str]]]:
     """Head and cell of each column; one that no contrast fills is left out."""
     metric, test, contrasts = comparison.metric, comparison.test, comparison.contrasts
-
-    def sd(variance: float | None) -> str:
-        if variance is None:
-            return ""
-        return size_words(variance**0.5, metric)
-
     label = "condition" if comparison.one_baseline else "contrast"
     yield label, lambda one: name_of(one, comparison)
     yield "pairs", lambda one: str(one.conclusion.pairs)
@@ -301,8 +301,14 @@ def _contrast_columns(
     if any(one.wide for one in contrasts):
         yield "for new problems", lambda one: _wide_words(one, metric)
     if any(one.parts for one in contrasts):
-        yield "eval sd", lambda one: sd(one.parts.noise_variance if one.parts else None)
-        yield "seed sd", lambda one: sd(one.parts.luck_variance if one.parts else None)
+        yield (
+            "eval sd",
+            lambda one: _sd_words(one.parts.noise_variance if one.parts else None, metric),
+        )
+        yield (
+            "seed sd",
+            lambda one: _sd_words(one.parts.luck_variance if one.parts else None, metric),
+        )
     yield "p", lambda one: p_words(one.conclusion.p)
     yield "adjusted p", lambda one: p_words(one.conclusion.p_adjusted)
     if test.margin is not None:
@@ -357,7 +363,10 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
     exist is null.
     """
     test = comparison.test
-    return {
+    at = {}
+    if comparison.budget:
+        at = {"at": {comparison.budget.unit: comparison.budget.size}}
+    return at | {
         "answer": answer(comparison),
         "metric": comparison.metric.name,
         "metric_description": comparison.metric.description,

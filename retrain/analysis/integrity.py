@@ -48,7 +48,8 @@ def problem_of(run: StoredRun, given: Mapping[str, Any]) -> str:
 def problems_of(campaign: Path, runs: Iterable[StoredRun]) -> dict[Path, str]:
     """Folder -> `problem_of` its run, for the runs of a campaign that have one."""
     given = given_keys(campaign)
-    return {run.path: problem for run in runs if (problem := problem_of(run, given))}
+    problems = {run.path: problem_of(run, given) for run in runs}
+    return {path: problem for path, problem in problems.items() if problem}
 
 
 def _contradiction(run: StoredRun) -> str:
@@ -204,12 +205,12 @@ def as_planned(
         )
         for run in runs
     ]
-    problems = {run.path: problem for run in known if (problem := problem_of(run, {}))}
+    problems = {run.path: problem_of(run, {}) for run in known}
     for folder in campaigns:
         problems |= problems_of(
             folder, [run for run in known if run.path.resolve().parent.parent == folder]
         )
-    return known, problems
+    return known, {path: problem for path, problem in problems.items() if problem}
 
 
 def absent_line(runs: Sequence[StoredRun], campaigns: Mapping[Path, Sequence[StoredRun]]) -> str:

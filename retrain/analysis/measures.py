@@ -69,11 +69,8 @@ class Metric:
         run.check_metrics()
         if self.name == "auc":
             return learning_curve_mean(run.curve("correct_rate"))
-        values = [
-            value
-            for record in run.last_metrics(WINDOW)
-            if (value := getattr(record, self.name)) is not None
-        ]
+        recorded = [getattr(record, self.name) for record in run.last_metrics(WINDOW)]
+        values = [value for value in recorded if value is not None]
         if values:
             return float(np.mean(values))
         return None

@@ -9,6 +9,7 @@ et al. 2021, arXiv 2108.13264.
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import comb
 
 import numpy as np
@@ -145,7 +146,7 @@ def contrast_tasks(
     """Compare two arms over their tasks. `pairs` are (candidate, baseline), two or more; None
     unless all runs share two tasks or more.
     """
-    tasks, scores = _scores([run for pair in pairs for run in pair])
+    tasks, scores = _scores(list(chain.from_iterable(pairs)))
     if len(tasks) < 2:
         return None
     candidate, baseline = scores[0::2], scores[1::2]
@@ -305,7 +306,7 @@ class Pairs:
         """[problems] pass rate of the untrained model, over all runs that were evaluated before
         their first step.
         """
-        runs = [run for pair in self.runs for run in pair]
+        runs = list(chain.from_iterable(self.runs))
         if any(run.config.evaluation.covariate == "off" for run in runs):
             return None
         ids = next((run.answers.ids for run in runs if run.answers), ())

@@ -10,7 +10,7 @@ an answer next to nothing.
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 import numpy as np
@@ -66,11 +66,10 @@ class Spread:
         """The spread, averaged over contrasts; None without held-out answers to several samples, or
         where the runs did not record their times.
         """
-        parts = [part for pairs in family if (part := _parts(pairs))]
+        parts = list(filter(None, map(_parts, family)))
         runs = [run for pairs in family for pair in pairs.runs for run in pair]
-        seconds = [
-            value for run in runs if isinstance(value := run.summary.get("seconds"), int | float)
-        ]
+        times = [run.summary.get("seconds") for run in runs]
+        seconds = [time for time in times if isinstance(time, int | float)]
         # per run that recorded it, the median time to sample an answer in the last steps
         # of training
         answers = []
@@ -93,18 +92,14 @@ def _parts(pairs: Pairs) -> tuple[float, float, float] | None:
     problem, which cannot tell the last two apart.
     """
     table = pairs.two_way()
-    counts = [answers.judged for pair in pairs.runs for run in pair if (answers := run.answers)]
+    found = [run.answers for run in chain.from_iterable(pairs.runs)]
+    evaluated = [answers for answers in found if answers]
     samples = 0
-    if counts:
-        samples = int(np.median(np.concatenate(counts)))
+    if evaluated:
+        samples = int(np.median(np.concatenate([answers.judged for answers in evaluated])))
     if table is None or samples < 2:
         return None
-    rates = [
-        answers.rates()[answers.judged > 1]
-        for pair in pairs.runs
-        for run in pair
-        if (answers := run.answers)
-    ]
+    rates = [answers.rates()[answers.judged > 1] for answers in evaluated]
     variances = [
         float(np.mean(rate * (1 - rate))) * samples / (samples - 1) for rate in rates if len(rate)
     ]
@@ -133,15 +128,13 @@ def cheapest(
     """The design that finds `effect` in the least time; None if none of at most _MAX_SEEDS seeds
     does.
     """
-    found = [
-        design
-        for problems, samples in product(PROBLEMS, SAMPLES)
-        if (
-            design := _with_fewest_seeds(
-                spread, problems, samples, effect, comparisons, alpha, power, correction
-            )
+    found = []
+    for problems, samples in product(PROBLEMS, SAMPLES):
+        design = _with_fewest_seeds(
+            spread, problems, samples, effect, comparisons, alpha, power, correction
         )
-    ]
+        if design:
+            found.append(design)
     return min(found, key=lambda design: design.hours, default=None)
 
 
@@ -296,7 +289,7 @@ def read_pilot(folder: Path, metric_name: str | None = None) -> Pilot:
         return _pilot_of_pairs(base, paired, metric)
     largest = max(arms, key=lambda arm: len(arm.values))
     if len(largest.values) < 2:
-        left_out = [*grouped.left_out, *(line for arm in arms for line in arm.left_out)]
+        left_out = [*grouped.left_out, *chain.from_iterable(arm.left_out for arm in arms)]
         because = ""
         if left_out:
             because = f" Left out: {' '.join(left_out)}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from retrain.analysis.arms import (
     Arm,
@@ -13,6 +14,7 @@ from retrain.analysis.arms import (
     evaluated_as,
     judged_by,
 )
+from retrain.analysis.budget import Budget, at_budget
 from retrain.analysis.measures import Metric, choose_metric
 from retrain.analysis.pairs import Pairs, pair_up
 from retrain.analysis.planned import Absences, CampaignRecord, deviations, not_looked_at
@@ -39,6 +41,8 @@ class Request:
     """The family of contrasts; empty: every condition against the baseline."""
     record: CampaignRecord | None = None
     absences: Absences | None = None
+    budget: Budget | None = None
+    """Where in a run it is compared; None: at its end."""
 
 
 @dataclass(frozen=True)
@@ -64,19 +68,22 @@ class Selection:
 def select(grouped: RunsByCondition, request: Request) -> Selection:
     """Raises ConfigurationError for runs that cannot be compared, and if there is no pair."""
     metric, test = choose_metric(request.metric, grouped.runs), request.test
+    if request.budget:
+        grouped, metric = at_budget(grouped, request.budget, metric)
     _check_comparable(grouped, metric, test)
     reference = next(iter(grouped.conditions[request.baseline].values()), None)
     # A metric that was asked for by name is compared however it was sampled; the notes say so.
     asked = request.metric is not None
     alike, apart, otherwise = _measured_alike(grouped, reference, metric, insist=asked)
-    named = [label for pair in request.pairs for label in pair] or alike
+    named = list(chain.from_iterable(request.pairs)) or alike
     arms = {
         label: arm_of(label, alike[label], metric, grouped.failed.get(label, ()))
         for label in dict.fromkeys((request.baseline, *named))
     }
-    left_out = [*grouped.left_out, *apart, *([] if asked else otherwise)]
-    left_out += [line for arm in arms.values() for line in arm.left_out]
     notes = otherwise if asked else []
+    left_out = [*grouped.left_out, *apart, *([] if asked else otherwise)]
+    for arm in arms.values():
+        left_out += arm.left_out
     wanted = request.pairs or [(label, request.baseline) for label in [*arms][1:]]
     family = _with_differences(arms, wanted, metric, test)
     record, differing = request.record, _deviations(request, wanted, metric)
@@ -122,6 +129,8 @@ def _with_differences(
 def _deviations(request: Request, wanted: Sequence[PairOfLabels], metric: Metric) -> list[str]:
     if request.record is None:
         return []
+    if request.budget:
+        return [f"where runs are compared (at {request.budget}, planned at their end)"]
     found = deviations(
         request.record,
         baseline=request.baseline,
@@ -161,7 +170,7 @@ def worst_value(arms: Iterable[Arm], metric: Metric, test: TestSettings) -> floa
         return None
     if metric.is_rate:
         return 0.0 if better == "higher" else 1.0
-    values = [value for arm in arms for value in arm.values.values()]
+    values = list(chain.from_iterable(arm.values.values() for arm in arms))
     if not values:
         return None
     if better == "higher":

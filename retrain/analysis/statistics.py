@@ -26,6 +26,7 @@ Variance Components, chapter 4; Satterthwaite 1946, doi 10.2307/3002019.
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -260,7 +261,7 @@ def max_t(family: Sequence[Mapping[int, float]]) -> list[float]:
 
 def _unit_columns(family: Sequence[Mapping[int, float]]) -> Floats:
     """[seeds, contrasts] differences, each contrast of unit length; 0 where it lacks the seed."""
-    seeds = list(dict.fromkeys(seed for contrast in family for seed in contrast))
+    seeds = list(dict.fromkeys(chain.from_iterable(family)))
     columns = np.array([[contrast.get(seed, 0.0) for contrast in family] for seed in seeds])
     if not np.isfinite(columns).all():
         raise ValueError("expected finite differences")

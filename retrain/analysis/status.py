@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -158,7 +159,9 @@ class Overview:
 
     @property
     def all_runs(self) -> list[RunStatus]:
-        return [run for campaign in self.campaigns for run in campaign.runs] + list(self.runs)
+        return list(chain.from_iterable(campaign.runs for campaign in self.campaigns)) + list(
+            self.runs
+        )
 
     @property
     def is_live(self) -> bool:

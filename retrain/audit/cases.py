@@ -136,6 +136,10 @@ def _of(pattern: re.Pattern[str], rewrite: Callable[[re.Match[str]], str | None]
     return rewriting
 
 
+def _where(applies: Callable[[str], object], rewrite: Rewriting) -> Rewriting:
+    return lambda answer: rewrite(answer) if applies(answer) else None
+
+
 def _of_fraction(rewrite: Callable[[Fraction], str | None]) -> Rewriting:
     def rewritten(answer: str) -> str | None:
         match = _FRACTION.fullmatch(answer)
@@ -150,7 +154,7 @@ def _of_fraction(rewrite: Callable[[Fraction], str | None]) -> Rewriting:
 
 
 def _of_decimal(rewrite: Callable[[Fraction], str | None]) -> Rewriting:
-    return lambda answer: rewrite(Fraction(answer)) if _DECIMAL.fullmatch(answer) else None
+    return _where(_DECIMAL.fullmatch, lambda answer: rewrite(Fraction(answer)))
 
 
 def _grouped(separator: str) -> Rewriting:
@@ -166,10 +170,12 @@ def _items(text: str) -> list[str]:
     return [item.strip() for item in text.split(",")]
 
 
-def _list_of(answer: str) -> list[str] | None:
-    if _LIST.fullmatch(answer) and not _GROUPED.fullmatch(answer):
-        return _items(answer)
-    return None
+def _is_list(answer: str) -> bool:
+    return bool(_LIST.fullmatch(answer) and not _GROUPED.fullmatch(answer))
+
+
+def _is_number(answer: str) -> bool:
+    return bool(_INTEGER.fullmatch(answer) or _FRACTION.fullmatch(answer))
 
 
 def _interval(answer: str) -> re.Match[str] | None:
@@ -215,44 +221,34 @@ EQUIVALENT: dict[str, Rewriting] = {
     ),
     "a decimal for a fraction": _of_fraction(_finite_decimal),
     "a fraction for a decimal": _of_decimal(_latex),
-    "a decimal without its leading zero": lambda answer: (
-        re.sub(r"^(-?)0\.", r"\1.", answer) if _DECIMAL.fullmatch(answer) else None
+    "a decimal without its leading zero": _where(
+        _DECIMAL.fullmatch, lambda answer: re.sub(r"^(-?)0\.", r"\1.", answer)
     ),
-    "a decimal with a trailing zero": lambda answer: (
-        f"{answer}0" if _DECIMAL.fullmatch(answer) else None
-    ),
-    "an integer with .0": lambda answer: f"{answer}.0" if _INTEGER.fullmatch(answer) else None,
-    "a plus sign": lambda answer: (
-        f"+{answer}" if _INTEGER.fullmatch(answer) and answer[0] not in "-0" else None
+    "a decimal with a trailing zero": _where(_DECIMAL.fullmatch, lambda answer: f"{answer}0"),
+    "an integer with .0": _where(_INTEGER.fullmatch, lambda answer: f"{answer}.0"),
+    "a plus sign": _where(
+        lambda answer: _INTEGER.fullmatch(answer) and answer[0] not in "-0",
+        lambda answer: f"+{answer}",
     ),
     "1,000 for 1000": _grouped(","),
     "1{,}000 for 1000": _grouped("{,}"),
     r"1\,000 for 1000": _grouped(r"\,"),
-    "1000 for 1,000": lambda answer: (
-        re.sub(r",(\\!)?", "", answer) if _GROUPED.fullmatch(answer) else None
-    ),
+    "1000 for 1,000": _where(_GROUPED.fullmatch, lambda answer: re.sub(r",(\\!)?", "", answer)),
     "spaces around operators": lambda answer: _BARE_OPERATOR.sub(r" \1 ", answer),
-    "no spaces": lambda answer: None if "\\" in answer else answer.replace(" ", ""),
-    r"\left and \right": lambda answer: (
-        None
-        if r"\left" in answer
-        else re.sub(r"([(\[])", r"\\left\1", re.sub(r"([)\]])", r"\\right\1", answer))
+    "no spaces": _where(lambda answer: "\\" not in answer, lambda answer: answer.replace(" ", "")),
+    r"\left and \right": _where(
+        lambda answer: r"\left" not in answer,
+        lambda answer: re.sub(r"([(\[])", r"\\left\1", re.sub(r"([)\]])", r"\\right\1", answer)),
     ),
     "brackets without \\left and \\right": (
         lambda answer: answer.replace(r"\left", "").replace(r"\right", "")
     ),
     "dollars inside the box": lambda answer: f"${answer}$",
-    "a final full stop": lambda answer: (
-        f"{answer}." if answer[-1:].isalnum() or answer[-1:] == "}" else None
+    "a final full stop": _where(
+        lambda answer: answer[-1:].isalnum() or answer[-1:] == "}", lambda answer: f"{answer}."
     ),
-    "x = in front": lambda answer: (
-        f"x = {answer}" if _INTEGER.fullmatch(answer) or _FRACTION.fullmatch(answer) else None
-    ),
-    "a unit": lambda answer: (
-        rf"{answer}\text{{ units}}"
-        if _INTEGER.fullmatch(answer) or _FRACTION.fullmatch(answer)
-        else None
-    ),
+    "x = in front": _where(_is_number, lambda answer: f"x = {answer}"),
+    "a unit": _where(_is_number, lambda answer: rf"{answer}\text{{ units}}"),
     "without its unit": _of(_UNIT, lambda match: match["value"]),
     "without the percent sign": _of(_PERCENT, lambda match: match["number"]),
     "percent in words": _of(_PERCENT, lambda match: rf"{match['number']}\text{{ percent}}"),
@@ -261,16 +257,15 @@ EQUIVALENT: dict[str, Rewriting] = {
     "without the degree sign": _of(_DEGREES, lambda match: match["number"]),
     r"^{\circ} for ^\circ": lambda answer: answer.replace(r"^\circ", r"^{\circ}"),
     "degrees in words": _of(_DEGREES, lambda match: rf"{match['number']}\text{{ degrees}}"),
-    "a list in another order": lambda answer: (
-        ", ".join(reversed(items))
-        if (items := _list_of(answer)) and len(set(items)) == len(items)
-        else None
+    "a list in another order": _where(
+        lambda answer: _is_list(answer) and len({*_items(answer)}) == len(_items(answer)),
+        lambda answer: ", ".join(reversed(_items(answer))),
     ),
-    "a list as a set": lambda answer: rf"\{{{answer}\}}" if _list_of(answer) else None,
+    "a list as a set": _where(_is_list, lambda answer: rf"\{{{answer}\}}"),
     "a set in another order": _of(
         _SET, lambda match: rf"\{{{', '.join(reversed(_items(match['items'])))}\}}"
     ),
-    "x in an interval": lambda answer: rf"x \in {answer}" if _interval(answer) else None,
+    "x in an interval": _where(_interval, lambda answer: rf"x \in {answer}"),
     "an inequality for an interval": _inequality,
     "a sum in another order": _of(
         _TWO_TERMS,  # whose plus sign stands in no braces
@@ -304,7 +299,7 @@ PRESENTED: dict[str, Callable[[str], str]] = {
 
 
 def _plus(step: int) -> Rewriting:
-    return lambda answer: str(int(answer) + step) if _INTEGER.fullmatch(answer) else None
+    return _where(_INTEGER.fullmatch, lambda answer: str(int(answer) + step))
 
 
 def _another_bracket(answer: str) -> str | None:
@@ -334,10 +329,10 @@ NEAR_MISSES: dict[str, Rewriting] = {
     "one more": _plus(1),
     "one less": _plus(-1),
     "another sign": _other_sign,
-    "a digit more": lambda answer: (
-        f"{answer}0" if _INTEGER.fullmatch(answer) and answer != "0" else None
+    "a digit more": _where(
+        lambda answer: _INTEGER.fullmatch(answer) and answer != "0", lambda answer: f"{answer}0"
     ),
-    "a digit less": lambda answer: answer[:-1] if re.fullmatch(r"[1-9]\d+", answer) else None,
+    "a digit less": _where(re.compile(r"[1-9]\d+").fullmatch, lambda answer: answer[:-1]),
     "a fraction upside down": _of_fraction(
         lambda value: _latex(1 / value) if value and abs(value) != 1 else None
     ),
@@ -359,20 +354,15 @@ NEAR_MISSES: dict[str, Rewriting] = {
         ),
     ),
     "a round for a square bracket": _another_bracket,
-    "a list without its last item": lambda answer: (
-        ", ".join(items[:-1]) if (items := _list_of(answer)) else None
+    "a list without its last item": _where(_is_list, lambda answer: ", ".join(_items(answer)[:-1])),
+    "a list with one more item": _where(_is_list, lambda answer: f"{answer}, 98765"),
+    "minus for plus": _where(_TWO_TERMS.fullmatch, lambda answer: answer.replace("+", "-", 1)),
+    "another exponent": _where(
+        re.compile(r"[a-z]\^2(?!\d)").search, lambda answer: answer.replace("^2", "^3", 1)
     ),
-    "a list with one more item": lambda answer: f"{answer}, 98765" if _list_of(answer) else None,
-    "minus for plus": lambda answer: (
-        answer.replace("+", "-", 1) if _TWO_TERMS.fullmatch(answer) else None
-    ),
-    "another exponent": lambda answer: (
-        answer.replace("^2", "^3", 1) if re.search(r"[a-z]\^2(?!\d)", answer) else None
-    ),
-    "without the root": lambda answer: (
-        _ROOT.sub(r"\g<inside>", answer)
-        if _ROOT.search(answer) and r"\sqrt{1}" not in answer
-        else None
+    "without the root": _where(
+        lambda answer: _ROOT.search(answer) and r"\sqrt{1}" not in answer,
+        lambda answer: _ROOT.sub(r"\g<inside>", answer),
     ),
     "another word": _of(_WORDS, lambda _: r"\text{none of these}"),
 }

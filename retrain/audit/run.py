@@ -219,11 +219,9 @@ def audit_reward(config: TrainConfig, examples: int, say: Callable[[str], None])
     cannot work here.
     """
     loaded = load_examples(replaced(config, {"training.max_examples": examples}), "train")
-    cases = [
-        case
-        for index, example in enumerate(loaded.examples)
-        for case in cases_of(example, hostile=index < _HOSTILE_EXAMPLES)
-    ]
+    cases: list[Case] = []
+    for index, example in enumerate(loaded.examples):
+        cases += cases_of(example, hostile=index < _HOSTILE_EXAMPLES)
     say(f"{len(cases):,} completions for {len(loaded):,} examples of {loaded.data.source}")
     with build_scorer(config) as scorer:
         if scorer.judges_groups:

@@ -48,6 +48,8 @@ class BackendCapabilities:
     scores_rows: bool = True
     """`logprobs` works. False: the parity gate has nothing to compare the engine with, and no
     log-ratios are recorded."""
+    scores_reference: bool = False
+    """`reference_logprobs` works: the learner can score tokens as a teacher."""
     sampler: EngineCapabilities | None = None
     """Capabilities of the sampler that a backend brings along; None: [inference] engine samples, or
     it is not known."""
@@ -221,6 +223,12 @@ class Backend(ABC):
 
         Another temperature is asked for only where the engine's log-probs are raw: theirs is 1.
         """
+
+    def reference_logprobs(self, rows: Sequence[Row]) -> list[Float32Array]:
+        """As `logprobs`, by the teacher of [algorithm] reference over the whole vocabulary. "gold"
+        is the learner itself: the rows then hold the teacher's prompt.
+        """
+        raise NotImplementedError
 
     def rounded_logprobs(
         self, rows: Sequence[Row], temperature: float | None = None

@@ -283,6 +283,7 @@ def backend_words(backend: BackendCapabilities) -> str:
         "entropy": backend.entropy,
         f"losses {', '.join(backend.losses)}": bool(backend.losses),
         "a loss of one's own": backend.own_loss,
+        "teachers": backend.scores_reference,
         "samples a step ahead": backend.samples_ahead,
     }
     return ", ".join(words for words, is_given in given.items() if is_given)

@@ -38,10 +38,9 @@ class Batch:
 
     def part(self, index: Sequence[int], lengths: Sequence[int]) -> ActionTokens:
         """Return some of the tokens as a batch of their own, as a micro-batch has them."""
+        values = {field.name: getattr(self.tokens, field.name) for field in fields(self.tokens)}
         chosen = {
-            field.name: value[list(index)]
-            for field in fields(self.tokens)
-            if isinstance(value := getattr(self.tokens, field.name), Tensor)
+            name: value[list(index)] for name, value in values.items() if isinstance(value, Tensor)
         }
         return replace(self.tokens, **chosen, lengths=tuple(lengths))
 

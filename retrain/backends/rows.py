@@ -7,6 +7,7 @@ Nothing here needs torch, so a backend whose service computes elsewhere installs
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -248,7 +249,7 @@ def step_result(
     done = [update for update in updates if not update.nonfinite]
     skipped = [update for update in updates if update.nonfinite]
     clippable = sum(update.clippable for update in done)
-    names = dict.fromkeys(name for update in done for name in update.metrics)
+    names = dict.fromkeys(chain.from_iterable(update.metrics for update in done))
     sums = {
         name: np.sum([update.metrics[name] for update in done if name in update.metrics], axis=0)
         for name in names

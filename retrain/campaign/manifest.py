@@ -209,11 +209,9 @@ class Manifest:
                 f"{plan.folder} holds the run {lost[0]}{more}, which the file no longer plans; "
                 "restore its condition and seed (you may add others), or start a new campaign."
             )
-        differences = [
-            problem
-            for name, run in before.items()
-            for problem in resume_differences(run.config, now[name].config)
-        ]
+        differences = []
+        for name, run in before.items():
+            differences += resume_differences(run.config, now[name].config)
         if differences:
             raise ConfigurationError(list(dict.fromkeys(differences)))
         self._check_looks(plan)

@@ -183,22 +183,11 @@ class _Execution:
                     self._board.say(self._launcher.notes.pop(0))
                 if self._interrupts.stopped_by is not None and not self._stopping:
                     self._stop(self._interrupts.stopped_by)
-                if len(self._jobs) < self._launcher.workers and time.monotonic() >= next_start:
-                    startable = (
-                        run
-                        for run in self._waiting
-                        if self._rule is None or self._rule.may_start(run)
-                    )
-                    run = next(startable, None)
-                    if run is not None:
-                        self._waiting.remove(run)
-                        self._start(run)
-                        next_start = time.monotonic() + stagger
-                ended = [
-                    (slot, outcome)
-                    for slot, (_, job) in self._jobs.items()
-                    if (outcome := job.poll()) is not None
-                ]
+                has_room = len(self._jobs) < self._launcher.workers
+                if has_room and time.monotonic() >= next_start and self._start_next():
+                    next_start = time.monotonic() + stagger
+                polled = [(slot, job.poll()) for slot, (_, job) in self._jobs.items()]
+                ended = [(slot, outcome) for slot, outcome in polled if outcome is not None]
                 for slot, outcome in ended:
                     run, _ = self._jobs.pop(slot)
                     self._record(run, outcome)
@@ -213,6 +202,15 @@ class _Execution:
             raise Interrupted(
                 f"Interrupted by {Signals(number).name}; continue with `{again}`.", number
             )
+
+    def _start_next(self) -> bool:
+        """Start the first waiting run that may start; False if there is none."""
+        for run in self._waiting:
+            if self._rule is None or self._rule.may_start(run):
+                self._waiting.remove(run)
+                self._start(run)
+                return True
+        return False
 
     def _stop(self, number: int) -> None:
         """Start no more runs, and pass the signal on to those that run."""

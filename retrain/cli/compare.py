@@ -27,6 +27,7 @@ from retrain.cli.shared import (
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from retrain.analysis.budget import Budget
     from retrain.analysis.compare import Comparison
     from retrain.analysis.verdict import TestSettings
 
@@ -89,6 +90,13 @@ def command(
             )
         ),
     ] = None,
+    at: Annotated[
+        str | None,
+        typer.Option(
+            metavar="tokens=N|updates=N",
+            help="Compare the runs where they had sampled N tokens or made N updates.",
+        ),
+    ] = None,
     alpha: Alpha = 0.05,
     margin: Margin = None,
     effect: Annotated[
@@ -108,18 +116,25 @@ def command(
     """Compare conditions across seeds: paired differences, intervals, exact p values adjusted over
     all of them, and a verdict.
     """
+    from retrain.analysis.budget import Budget
     from retrain.analysis.verdict import TestSettings
     from retrain.records.evaluation import is_evaluation
 
     if as_json:
         form = Format.JSON
     if any(map(is_evaluation, targets)):
+        if at is not None:
+            raise ConfigurationError(
+                f"--at {at} is for runs, and {targets[0]} is one evaluation; leave --at out."
+            )
         _print_evaluations(targets, baseline or [], metric, alpha, as_json=form is Format.JSON)
         return
     test = TestSettings(alpha, margin, effect, power, lower_is_better, correction, failed)
-    comparison = _compare(
-        targets, baseline or [], control, metric, test, [pair_of(text) for text in contrast or []]
-    )
+    budget = None
+    if at is not None:
+        budget = Budget.parse(at)
+    pairs = [pair_of(text) for text in contrast or []]
+    comparison = _compare(targets, baseline or [], control, metric, test, pairs, budget)
     _print(comparison, form)
 
 
@@ -171,6 +186,7 @@ def _compare(
     metric: str | None,
     test: "TestSettings",
     pairs: list[tuple[str, str]],
+    budget: "Budget | None",
 ) -> "Comparison":
     from retrain.analysis.compare import compare_campaign, compare_runs
     from retrain.analysis.runs import is_campaign, stored_run
@@ -195,6 +211,7 @@ def _compare(
             metric,
             control=control,
             pairs=pairs,
+            budget=budget,
         )
     if pairs:
         raise ConfigurationError(
@@ -215,4 +232,5 @@ def _compare(
         [stored_run(Path(run)) for run in baseline],
         test,
         metric,
+        budget,
     )

@@ -67,24 +67,18 @@ def command(
             f"the differences between the runs of {pilot} are all equal, so they show no spread;"
             " give --sd, or run a pilot of more seeds."
         )
-    sd = found.sd if found else sd
-    assert sd is not None
-    plan = SeedPlan(
-        effect, sd, alpha, power, comparisons or (found.comparisons if found else 1), correction
-    )
-    _check(plan, comparisons)
-    if found and found.metric.is_rate and effect is not None and effect >= 1:
-        raise ConfigurationError(
-            f"--effect {effect:g} is not a possible difference in {found.metric.name}; two points"
-            " are 0.02."
-        )
+    spread = found.sd if found else sd
+    assert spread is not None
+    shown = found.comparisons if found else 1
+    plan = SeedPlan(effect, spread, alpha, power, comparisons or shown, correction)
+    _check(plan, comparisons, found)
     if as_json or form == "json":
         print(json.dumps(_as_json(plan, found), indent=2))
     else:
         print("\n".join(_lines(plan, found)))
 
 
-def _check(plan: "SeedPlan", comparisons: int | None) -> None:
+def _check(plan: "SeedPlan", comparisons: int | None, pilot: "Pilot | None") -> None:
     """Raises ConfigurationError for a value outside its range."""
     for name, value, example in (("alpha", plan.alpha, 0.05), ("power", plan.power, 0.8)):
         if not 0 < value < 1:
@@ -102,6 +96,11 @@ def _check(plan: "SeedPlan", comparisons: int | None) -> None:
     if comparisons is not None and comparisons < 1:
         raise ConfigurationError(
             f"--comparisons {comparisons} is not a number of comparisons; give 1 or more."
+        )
+    if pilot and pilot.metric.is_rate and plan.effect is not None and plan.effect >= 1:
+        raise ConfigurationError(
+            f"--effect {plan.effect:g} is not a possible difference in {pilot.metric.name}; two"
+            " points are 0.02."
         )
 
 

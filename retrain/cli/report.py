@@ -83,9 +83,7 @@ def command(
     _check_extra()
     from retrain.analysis.verdict import TestSettings
     from retrain.records.run_folder import RunFolder
-    from retrain.records.terminal import clean
     from retrain.report.data import ReportRequest
-    from retrain.report.page import write_report
 
     refuse_two_baselines(control, baseline)
     test = TestSettings(
@@ -102,8 +100,15 @@ def command(
     _check_output(output, serve=serve)
     if serve:
         _serve(request, port, refresh)
-        return
-    written = write_report(request, output or RunFolder(folder).report)
+    else:
+        _write(request, output or RunFolder(folder).report)
+
+
+def _write(request: "ReportRequest", output: Path) -> None:
+    from retrain.records.terminal import clean
+    from retrain.report.page import write_report
+
+    written = write_report(request, output)
     print(clean(f"Report: {written.page}"))
     for picture in written.pictures:
         print(clean(f"Picture: {picture}"))

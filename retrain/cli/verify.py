@@ -2,9 +2,8 @@
 
 import json
 import re
-import shutil
-import tempfile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -46,16 +45,13 @@ def command(
     start, stop = _range(steps, stored)
     begin = nearest_checkpoint(stored.folder, start)
     print_progress(f"Taking steps {begin} to {stop - 1} of {run} again ...")
-    scratch = Path(tempfile.mkdtemp(prefix="retrain-verify-"))
-    try:
-        replay(stored.folder, stored.config, begin, stop, scratch / "run")
-        again = StoredRun(scratch / "run")
+    with TemporaryDirectory(prefix="retrain-verify-") as scratch:
+        again = StoredRun(Path(scratch) / "run")
+        replay(stored.folder, stored.config, begin, stop, again.path)
         found = parting(stored, again, range(begin, stop))
         other_adapter = adapters_differ(stored, again)
         lines = list(parting_lines(stored, again, found))
         content = parting_json(stored, again, found)
-    finally:
-        shutil.rmtree(scratch)
     equal = found is None and other_adapter is None
     if as_json:
         span = {"steps": [begin, stop], "equal": equal, "other_adapter": other_adapter}

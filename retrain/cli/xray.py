@@ -52,19 +52,13 @@ def command(
     load_dotenv()
     _check(group, aggregation, wrong_length, figure)
     if exact:
-        if aggregation or figure or wrong_length != 1:
-            raise ConfigurationError(
-                "--exact counts answers of equal length and draws nothing; leave --aggregation,"
-                " --wrong-length and --figure out."
-            )
+        _check_exact(aggregation, wrong_length, figure)
         _print_exact(names, group, trust=trust, as_json=as_json)
         return
     with redirect_stdout(sys.stderr):  # what a plugin prints is no part of the result
-        found = [
-            one
-            for name in names
-            for one in read_xray(name, group, aggregation, wrong_length, trust=trust)
-        ]
+        found = []
+        for name in names:
+            found += read_xray(name, group, aggregation, wrong_length, trust=trust)
     if figure:
         from retrain.xray.figure import write_figure
 
@@ -88,6 +82,14 @@ def command(
     print("\n".join(text_lines(found)))
     if figure:
         print(f"Figure: {figure}")
+
+
+def _check_exact(aggregation: str | None, wrong_length: float, figure: Path | None) -> None:
+    if aggregation or figure or wrong_length != 1:
+        raise ConfigurationError(
+            "--exact counts answers of equal length and draws nothing; leave --aggregation,"
+            " --wrong-length and --figure out."
+        )
 
 
 def _print_exact(names: list[str], group: int | None, *, trust: bool, as_json: bool) -> None:

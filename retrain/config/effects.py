@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any, Literal
 
 from retrain.config.judging import judging_rewards
@@ -27,8 +27,9 @@ from retrain.config.names import (
     transforms_with,
 )
 from retrain.config.rules import EVALUATION_SECTIONS, is_read, modes_of
-from retrain.config.schema import TrainConfig
+from retrain.config.schema import Backend, TrainConfig
 from retrain.config.section import Applies
+from retrain.errors import ConfigurationError
 from retrain.system import toml_value
 
 Outcome = Literal["used", "served", "unused", "refused"]
@@ -65,7 +66,7 @@ class Effect:
     @cached_property
     def paths(self) -> frozenset[str]:
         """Every key that the row is about, written out."""
-        named = {path for name in self.keys for path in _keys_of(name)}
+        named = set(chain.from_iterable(_keys_of(name) for name in self.keys))
         return frozenset(named.difference(self.but))
 
     def covers(self, path: str) -> bool:
@@ -149,6 +150,16 @@ def _no_transform_with(trait: str) -> Test:
         )
 
     return test
+
+
+def _reads_no_teacher(config: TrainConfig) -> bool:
+    """Return True if no condition distils, nor has a plugin, which may read a teacher."""
+    modes = [modes_of(condition) for condition in config.conditions]
+    plugins = any(
+        advantage not in builtin_names("advantage") or transform not in builtin_names("transform")
+        for advantage, transform in modes
+    )
+    return not plugins and _no_transform_with("distils")(config)
 
 
 def _rewards(config: TrainConfig) -> set[str]:
@@ -368,6 +379,16 @@ _RUNS: Rows = (
         when=lambda c: not any(replaces_modes(x.algorithm_mode) for x in c.conditions),
     ),
     unused(
+        "algorithm.reference",
+        because="no stage here reads a teacher's log-probs",
+        when=_reads_no_teacher,
+    ),
+    unused(
+        "algorithm.reference_coef",
+        because="no transform here distils",
+        when=_no_transform_with("distils"),
+    ),
+    unused(
         "algorithm.uncertainty_kind",
         "algorithm.uncertainty_params",
         because="nothing here weighs or masks by uncertainty",
@@ -524,15 +545,23 @@ def _implied_by_backend(name: str, declared: Any, known: Reasons) -> Iterator[Ef
         )
     if not declared.entropy:
         yield row("loss.entropy_coef", "its learner has no entropies; leave it at 0")
+    if not declared.scores_reference:
+        yield row(
+            "algorithm.reference",
+            'its learner cannot score tokens as a teacher; leave it empty, or use "local"',
+        )
     if not declared.per_token_advantages:
         yield row(
             "algorithm.surprisal_mask_rho", "it takes one advantage per completion; leave it at 0"
         )
     if not declared.own_loss:
-        for kind, path in _PLUGIN_KEYS.items():
-            if kind != "loss" or declared.losses:  # else refused by any name
-                because = "it takes no plugin here; use a built-in name"
-                yield row(path, because, _names_plugin(kind))
+        yield from _no_plugins(declared, row)
+
+
+def _no_plugins(declared: Any, row: Callable[..., Effect]) -> Iterator[Effect]:
+    for kind, path in _PLUGIN_KEYS.items():
+        if kind != "loss" or declared.losses:  # else refused by any name
+            yield row(path, "it takes no plugin here; use a built-in name", _names_plugin(kind))
 
 
 def _implied_by_engine(name: str, declared: Any, known: Reasons) -> Iterator[Effect]:
@@ -557,6 +586,15 @@ def _implied_by_engine(name: str, declared: Any, known: Reasons) -> Iterator[Eff
             refuses_default=True,
         )
     yield from _without_entropies(declared, known)
+    if declared.logprobs == "raw":
+        yield refused(
+            "algorithm.reference",
+            because=(
+                "it returns log-probs before the temperature, and a teacher's are after it; leave"
+                " it empty, or set [training] temperature = 1"
+            ),
+            when=lambda config: config.training.temperature != 1,
+        )
     if not declared.kept_set:
         yield _no_cuts(known)
     if not part_class("engine", name).supports_split:
@@ -653,6 +691,37 @@ _MEMORY = ("training.micro_batch_tokens", "training.gradient_checkpointing")
 
 def _sharding_refused(because: str, when: Test) -> Effect:
     return refused("backend.shard_base", because=because, when=when, values=(True,))
+
+
+def splits_base(backend: Backend, processes: int) -> bool:
+    """Return True if `processes` hold the frozen weights in parts. Raises ConfigurationError where
+    there is one process alone.
+    """
+    if backend.shard_base and processes == 1:
+        raise ConfigurationError(
+            "[backend] shard_base = true splits the frozen weights over the processes of torchrun,"
+            " and this run has one process; start the run by torchrun --nproc-per-node N -m"
+            " retrain, or leave shard_base false."
+        )
+    return backend.shard_base
+
+
+def sharding_note(config: TrainConfig, *, evaluates: bool = False) -> str:
+    """What [backend] shard_base = true costs a run, or that `retrain eval` has no use for it; ""
+    where it is false.
+    """
+    if not config.backend.shard_base or config.kind == "squeeze":
+        return ""
+    if evaluates:
+        return (
+            "[backend] shard_base = true is unused here: retrain eval runs in one process, which"
+            " holds the whole model."
+        )
+    return (
+        "[backend] shard_base = true: every forward pass, also for each generated token, gathers"
+        " all layers from the other processes, so use it only where one GPU cannot hold the model;"
+        " the memory that explain predicts is for one process with the whole model."
+    )
 
 
 def _eight_bits_refused(because: str, when: Test) -> Effect:

@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
@@ -215,7 +216,7 @@ def _flatten(annotation: Any) -> list[Any]:
     if get_origin(annotation) is Annotated:
         return _flatten(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
-        return [part for member in get_args(annotation) for part in _flatten(member)]
+        return list(chain.from_iterable(_flatten(member) for member in get_args(annotation)))
     return [annotation]
 
 

@@ -211,6 +211,21 @@ class Algorithm(Section):
         " the kept ones of each update.",
         applies_when="surprisal_mask_rho not in (0)",
     )
+    reference: PathText = key(
+        "",
+        'Teacher whose log-probs of the sampled tokens a stage may read: "base" (the frozen model),'
+        ' "gold" (the policy itself with the answer in its prompt), or the folder of an adapter of'
+        " this model; empty is none.",
+    )
+    reference_prompt: str = key(
+        "{prompt}\n\nThe correct answer is {answer}.",
+        'The last user message of the teacher with reference = "gold"; {prompt} is what the policy'
+        " was given, {answer} the reference answer.",
+        applies_when="reference in (gold)",
+    )
+    reference_coef: float = key(
+        1.0, "Weight of the teacher's log-ratio in transform_mode distill.", ge=0
+    )
     params: Table = key({}, "Parameters of an algorithm_mode plugin.")
     advantage_params: Table = key({}, "Parameters of the advantage.")
     transform_params: Table = key(

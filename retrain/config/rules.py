@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from pydantic import BaseModel, ValidationError
 
@@ -86,7 +87,7 @@ def broken_rules(config: AllSections) -> list[Violation]:
     """
     own_keys = any(condition.sets_keys for condition in config.conditions)
     rules = [*([] if own_keys else _RULES), *_CAMPAIGN_RULES]
-    found = dict.fromkeys(violation for rule in rules for violation in rule(config))
+    found = dict.fromkeys(chain.from_iterable(rule(config) for rule in rules))
     return [violation for violation in found if is_read(config, violation.keys[0])]
 
 
@@ -142,6 +143,29 @@ def _entropy_mask_needs_rho(config: AllSections) -> Iterator[Violation]:
             ("algorithm.surprisal_mask_rho", "algorithm.transform_mode"),
             '[algorithm] transform_mode = "entropy_mask" needs surprisal_mask_rho above 0 and at'
             " most 1, since at 0 it would be plain gtpo",
+        )
+
+
+@_rule
+def _distilling_needs_a_teacher(config: AllSections) -> Iterator[Violation]:
+    algorithm = config.algorithm
+    distils = any(
+        modes_of(condition)[1] in transforms_with("distils") for condition in config.conditions
+    )
+    if distils and not algorithm.reference:
+        yield Violation(
+            ("algorithm.reference", "algorithm.transform_mode", "algorithm.algorithm_mode"),
+            '[algorithm] "distill" needs a teacher; set reference to "base", "gold" or the folder'
+            " of an adapter",
+        )
+    lacking = [
+        place for place in ("{prompt}", "{answer}") if place not in algorithm.reference_prompt
+    ]
+    if algorithm.reference == "gold" and lacking:
+        yield Violation(
+            ("algorithm.reference_prompt",),
+            f"[algorithm] reference_prompt has no {' and no '.join(lacking)}, so the teacher would"
+            " not see it; write it where it belongs",
         )
 
 

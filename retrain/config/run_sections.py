@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from retrain.config.learning_sections import Training
 from retrain.config.names import source_task
 from retrain.config.section import PathText, Positive, Section, Table, Traits, key
 from retrain.config.values import (
@@ -157,6 +158,14 @@ class Evaluation(Section):
     @property
     def asked_for(self) -> bool:
         return self.every > 0 or self.at_start or self.at_end
+
+    def over(self, training: Training) -> Training:
+        """[training] with the settings by which held-out answers are sampled; what is unset here
+        is training's.
+        """
+        names = ("temperature", "max_tokens", "top_k", "top_p", "min_p")
+        own = {name: getattr(self, name) for name in names}
+        return training.model_copy(update={k: v for k, v in own.items() if v is not None})
 
 
 ServerURL = Annotated[str, AfterValidator(check_server_url)]

@@ -148,12 +148,11 @@ def contrast(
         )
         totals.append(total)
     assert credit is not None
-    scores = [member.score for group in batch.groups for member in group.members]
     return Contrast(
         batch.source,
         batch.step,
         len(batch.groups),
-        len(scores),
+        sum(len(group.members) for group in batch.groups),
         credit.tokens.segments.total,
         float(np.mean([group.correct / len(group) for group in batch.groups])),
         top_share(flat_logprobs(batch.groups)),

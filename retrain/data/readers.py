@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -78,7 +79,7 @@ def _split_word(relative: Path) -> str:
     """Return the word that names a file's split, in its own name or in the nearest folder's; "" if
     there is none.
     """
-    known = {"train", *(word for kind in HELDOUT_WORDS for word in kind)}
+    known = {"train", *chain.from_iterable(HELDOUT_WORDS)}
     for part in (relative.stem, *reversed(relative.parent.parts)):
         found = [word for word in re.split(r"[^a-z]+", part.lower()) if word in known]
         if found:
@@ -120,7 +121,7 @@ def _read_parquet(file: Path) -> Iterator[RawRow]:
         ) from error
     try:
         table = parquet.ParquetFile(file)
-        rows = (row for batch in table.iter_batches() for row in batch.to_pylist())
+        rows = chain.from_iterable(batch.to_pylist() for batch in table.iter_batches())
         for index, row in enumerate(rows):
             yield RawRow(f"{file.name} row {index}", f"{file.stem}-{index}", row)
     except (ArrowException, OSError) as error:

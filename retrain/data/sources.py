@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -206,8 +207,8 @@ def _math(query: Query) -> ReadResult:
         )
         return result
     names = ["train" if query.split == "train" else "test"]
-    rows = (
-        row for subject in MATH_SUBJECTS for row in read_hub(HubData(MATH_NAME, subject), names)
+    rows = chain.from_iterable(
+        read_hub(HubData(MATH_NAME, subject), names) for subject in MATH_SUBJECTS
     )
     return _read(query, rows, _math_row)
 

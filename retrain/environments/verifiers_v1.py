@@ -9,7 +9,7 @@ addresses; there is no public hook for it.
 import sys
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from itertools import count
+from itertools import chain, count
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -162,7 +162,7 @@ class VerifiersV1(Environment):
 
 def _result(played: Any) -> Result:
     """Return the result. Raises RuntimeError with the first error of an episode that failed."""
-    errors = [error for trace in played.traces for error in trace.errors]
+    errors = list(chain.from_iterable(trace.errors for trace in played.traces))
     if errors:
         raise RuntimeError(str(errors[0])[:300])
     if len(played.traces) != 1:

@@ -2,9 +2,10 @@
 conclude anything, more workers than recommended, shared device memory.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -41,7 +42,7 @@ from retrain.explain.timing import (
 from retrain.inference_engine.base import EngineCapabilities
 from retrain.records.redact import Redactor, note_secrets
 from retrain.run.notes import notes
-from retrain.run.parts import check_device, check_inputs, check_model, check_packages
+from retrain.run.parts import Say, check_device, check_inputs, check_model, check_packages
 from retrain.system import expanded
 from retrain.xray.resolve import headline_of
 
@@ -184,7 +185,6 @@ class ExplainedCondition:
 
 @dataclass(frozen=True)
 class Explanation:
-    kind: Literal["run", "campaign", "squeeze"]
     config: TrainConfig
     settings: tuple[Setting, ...]
     unused: tuple[str, ...]
@@ -210,6 +210,10 @@ class Explanation:
     backend: BackendCapabilities | None = None
     losses: tuple[str, ...] = ()
     """One sentence on each plugin of [loss]: what was proved of it, and what it declares."""
+
+    @property
+    def kind(self) -> Literal["run", "campaign", "squeeze"]:
+        return self.config.kind
 
     def to_json(self) -> dict[str, Any]:
         training, adapter = (self.runs[0].config.training if self.runs else None), self.adapter
@@ -260,7 +264,7 @@ def explain(
     probe: bool = False,
     price_per_hour: float | None = None,
     memory_gib: float | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
 ) -> Explanation:
     """Predict what `config` would do. Nothing is started except the one step of `probe`, and
     nothing is written.
@@ -273,49 +277,53 @@ def explain(
     settings, unused = tuple(_settings(config)), tuple(unused_keys(config))
     if config.kind == "squeeze":
         adapter, problems = _adapter_of(config.squeeze)
-        return Explanation("squeeze", config, settings, unused, tuple(problems), adapter=adapter)
+        return Explanation(config, settings, unused, tuple(problems), adapter=adapter)
     runs, plan = _runs(config)
     # A campaign starts with all conditions of its first seed.
     first_runs = runs[: len(config.conditions)]
     configs = [run.config for run in first_runs]
     memory, unknown = _memory(configs, memory_gib)
-    step_time = None
-    differences: Iterable[str] = ()
-    if probe:
-        step_time = from_probe(configs[0], say)
-    elif pilot:
-        step_time, differences = from_pilot(pilot), pilot_differences(pilot, configs[0])
+    step_time, differences = _step_time(configs[0], pilot, say, probe=probe)
     schedule, problems = _schedule(config, plan, memory, step_time, price_per_hour)
     engine, backend, incapacities, losses = _capabilities(configs)
     inputs = InputProblems.of(configs, here=memory_gib is None)
-    if plan is None:
-        run_notes = notes(config)
-    else:
-        run_notes = condition_notes(plan)
     power = campaign_power(config.campaign, len(config.conditions), pilot)
+    warnings = [*(notes(config) if plan is None else condition_notes(plan))]
+    warnings += _unique(inputs.warnings)
+    warnings += [*campaign_caveats(config, schedule, memory, power), *differences]
     return Explanation(
-        kind=config.kind,
-        config=config,
-        settings=settings,
-        unused=unused,
-        refused=tuple(dict.fromkeys((*problems, *incapacities, *inputs.refused))),
-        unavailable=tuple(dict.fromkeys(inputs.lacking)),
+        config,
+        settings,
+        unused,
+        _unique([*problems, *incapacities, *inputs.refused]),
+        unavailable=_unique(inputs.lacking),
         conditions=tuple(_conditions(config.conditions, first_runs)),
         runs=runs,
         schedule=schedule,
         memory=memory,
         memory_unknown=unknown,
         power=power,
-        warnings=(
-            *run_notes,
-            *dict.fromkeys(inputs.warnings),
-            *campaign_caveats(config, schedule, memory, power),
-            *differences,
-        ),
+        warnings=tuple(warnings),
         engine=engine,
         backend=backend,
         losses=losses,
     )
+
+
+def _unique(sentences: Iterable[str]) -> tuple[str, ...]:
+    """What several runs say, once."""
+    return tuple(dict.fromkeys(sentences))
+
+
+def _step_time(
+    config: TrainConfig, pilot: Path | None, say: Say, *, probe: bool
+) -> tuple[StepTime | None, Iterable[str]]:
+    """Return the time of a step where it can be known, and how the pilot differs from `config`."""
+    if probe:
+        return from_probe(config, say), ()
+    if pilot:
+        return from_pilot(pilot), pilot_differences(pilot, config)
+    return None, ()
 
 
 def _capabilities(
@@ -325,11 +333,11 @@ def _capabilities(
     beyond them, and one for each plugin of [loss].
     """
     try:
-        problems = [problem for config in configs for problem in incapable(config)]
+        problems = list(chain.from_iterable(incapable(config) for config in configs))
         losses = (
             ()
             if problems
-            else tuple(dict.fromkeys(note for config in configs for note in loss_notes(config)))
+            else _unique(chain.from_iterable(loss_notes(config) for config in configs))
         )
         return declared_engine(configs[0]), declared_backend(configs[0]), problems, losses
     except ConfigurationError as error:  # a plugin that cannot be loaded
@@ -373,12 +381,11 @@ class InputProblems:
 def _settings(config: TrainConfig) -> list[Setting]:
     origins = config.origins
     config = Redactor().config(config)
+    values = [(key, config.value(key.path)) for key in all_keys()]
     return [
         Setting(key.path, value, origins[key.path])
-        for key in all_keys()
-        if key.path != "campaign.conditions"
-        and (value := config.value(key.path)) is not None
-        and value != key.default
+        for key, value in values
+        if key.path != "campaign.conditions" and value is not None and value != key.default
     ]
 
 

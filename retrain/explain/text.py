@@ -33,11 +33,8 @@ def to_text(seen: "Explanation") -> str:
         ("Unused here", _sentences(seen.unused)),
         ("Warnings", _sentences(seen.warnings)),
     )
-    blocks = [
-        "\n".join([title] * bool(title) + content)
-        for title, lines in sections
-        if (content := list(lines))
-    ]
+    filled = [(title, list(lines)) for title, lines in sections]
+    blocks = ["\n".join([title] * bool(title) + lines) for title, lines in filled if lines]
     return "\n\n".join(blocks) + "\n"
 
 

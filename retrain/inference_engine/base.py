@@ -47,7 +47,7 @@ class Truncation:
 
     @property
     def active(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return self != WHOLE_VOCABULARY
 
 
 WHOLE_VOCABULARY = Truncation()

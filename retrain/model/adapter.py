@@ -265,22 +265,40 @@ class Adapter:
 
     def load(self, folder: Path) -> None:
         """Load the weights that `save` wrote; ValueError where they are another adapter's."""
+        self._set(self._read(folder))
+
+    def _read(self, folder: Path) -> dict[str, Tensor]:
         from safetensors.torch import load_file
 
         weights = load_file(folder / WEIGHTS_FILE)
-        parameters = self.parameters
-        problem = _difference(weights, parameters)
+        problem = _difference(weights, self.parameters)
         if problem:
             raise ValueError(f"{folder / WEIGHTS_FILE}: {problem}")
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(weights[name])
+        return weights
+
+    @torch.no_grad()
+    def _set(self, weights: dict[str, Tensor]) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.copy_(weights[name])
+
+    @contextmanager
+    def holding(self, weights: dict[str, Tensor]) -> Iterator[None]:
+        """Hold other weights inside, and the bytes of before afterwards."""
+        before = {name: own.detach().clone() for name, own in self.parameters.items()}
+        self._set(weights)
+        try:
+            yield
+        finally:
+            self._set(before)
 
     def start_from(self, folder: Path) -> None:
-        """Start from the weights of `[lora] init_from`. The adapter there must be of this rank,
-        scale and set of layers.
+        """Start from the weights of `[lora] init_from`."""
+        self._set(self.fitting(folder, f'[lora] init_from = "{folder}"'))
+
+    def fitting(self, folder: Path, where: str) -> dict[str, Tensor]:
+        """Read the weights of a folder. The adapter there must be of this rank, scale and set of
+        layers; a ConfigurationError begins with `where`.
         """
-        where = f'[lora] init_from = "{folder}"'
         try:
             settings = read_object(folder / CONFIG_FILE)
             ours = self._settings()
@@ -290,7 +308,7 @@ class Adapter:
                         f"{where} has {key} = {settings.get(key)}, but [model] lora_rank and [lora]"
                         f" give {ours[key]}; make them the same."
                     )
-            self.load(folder)
+            return self._read(folder)
         except FileNotFoundError as error:
             raise ConfigurationError(
                 f"{where}: no {Path(str(error.filename)).name} there; name a PEFT adapter folder."

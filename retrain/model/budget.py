@@ -95,7 +95,7 @@ def longest_sampled(
 def most_new_tokens(training: "Training", evaluation: "Evaluation") -> int:
     """Tokens of the longest completion that the run samples."""
     if evaluation.asked_for:
-        return max(training.max_tokens, evaluation.max_tokens or 0)
+        return max(training.max_tokens, evaluation.over(training).max_tokens)
     return training.max_tokens
 
 

@@ -93,19 +93,7 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
         fused = FusedDecoder.of(base.model, merge=False)
     if fused is not None:
         fused.refresh()
-    try:
-        with (
-            _dropping(base.model) if drops else nullcontext()
-        ):  # then the model's own forward learns
-            kept = max(1, _kept_bytes(base, None if drops else fused, kernel) // _PROBE_TOKENS)
-    except RuntimeError as error:
-        if base.device != _META:
-            raise
-        # torch's grouped product, as of experts, knows no other dtype than bfloat16 there
-        raise NotPredictable(
-            f'[model] model = "{config.model.model}" cannot be run without its weights'
-            f" ({type(error).__name__}), so its memory is not predicted."
-        ) from error
+    kept = _kept_per_token(base, fused, kernel, config.model.model, drops=drops)
     frozen = [parameter for parameter in base.model.parameters() if not parameter.requires_grad]
     saved = 0
     if four_bits:
@@ -182,6 +170,26 @@ def weightless_model(
             f" ({type(error).__name__}), so its memory is not predicted."
         ) from error
     return base
+
+
+def _kept_per_token(
+    base: BaseModel, fused: FusedDecoder | None, kernel: Kernel, name: str, *, drops: bool
+) -> int:
+    """Count the bytes that a forward pass keeps of a token, under dropout if the adapter `drops`.
+    Raises NotPredictable where a model without weights cannot run.
+    """
+    try:
+        # Under dropout the model's own forward learns, not the fused one.
+        with _dropping(base.model) if drops else nullcontext():
+            return max(1, _kept_bytes(base, None if drops else fused, kernel) // _PROBE_TOKENS)
+    except RuntimeError as error:
+        if base.device != _META:
+            raise
+        # torch's grouped product, as of experts, knows no other dtype than bfloat16 there
+        raise NotPredictable(
+            f'[model] model = "{name}" cannot be run without its weights'
+            f" ({type(error).__name__}), so its memory is not predicted."
+        ) from error
 
 
 def _kept_bytes(base: BaseModel, fused: FusedDecoder | None, kernel: Kernel) -> int:

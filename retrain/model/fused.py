@@ -10,6 +10,7 @@ rows, T tokens of a row, N = B T, H hidden size, Hq and Hk heads, D head size.
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
+from itertools import chain
 from typing import Any, Literal, Protocol
 
 import torch
@@ -192,13 +193,11 @@ class FusedDecoder:
             Norm(decoder.norm),
         )
         self._layers = [_Layer(layer) for layer in decoder.layers]
-        self._projections = [
-            projection for layer in self._layers for projection in layer.projections
-        ]
+        self._projections = list(chain.from_iterable(layer.projections for layer in self._layers))
         self._head: nn.Module = model.get_output_embeddings()
-        self._parameters = [
-            parameter for projection in self._projections for parameter in projection.parameters
-        ]
+        self._parameters = list(
+            chain.from_iterable(projection.parameters for projection in self._projections)
+        )
         self.merge = merge
         self.kernels: StepKernels = TorchKernels()
         """The kernels of decoding steps."""
@@ -279,7 +278,7 @@ class FusedDecoder:
     @property
     def norms(self) -> list[Norm]:
         """All norms, the last one first."""
-        return [self._norm, *(norm for layer in self._layers for norm in layer.norms)]
+        return [self._norm, *chain.from_iterable(layer.norms for layer in self._layers)]
 
     @property
     def adapter_copy_bytes(self) -> int:

@@ -2,7 +2,7 @@
 head, and no generation settings.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from retrain.config.effects import splits_base
 from retrain.config.names import part_class
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
@@ -276,13 +277,9 @@ def find_head(model: "PreTrainedModel", decoder: nn.Module, name: str) -> Head:
         )
     weight, bias = output.weight, getattr(output, "bias", None)
     probe = torch.arange(min(_PROBE_TOKENS, weight.shape[0]), device=weight.device).unsqueeze(0)
-    softcaps = [
-        float(cap)
-        for key in ("final_logit_softcapping", "softcap")
-        if (cap := getattr(model.config, key, None))
-    ]
+    softcaps = _numbers(model.config, ("final_logit_softcapping", "softcap"))
     names = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
-    mentioned = [float(scale) for key in names if (scale := getattr(model.config, key, None))]
+    mentioned = _numbers(model.config, names)
     with torch.no_grad():
         expected = model(input_ids=probe, use_cache=False).logits[0].float()
         hidden = decoder(input_ids=probe, use_cache=False).last_hidden_state[0]
@@ -302,6 +299,12 @@ def find_head(model: "PreTrainedModel", decoder: nn.Module, name: str) -> Head:
     )
 
 
+def _numbers(settings: Any, names: Sequence[str]) -> list[float]:
+    """The attributes of these names that are there and not 0."""
+    values = [getattr(settings, name, None) for name in names]
+    return [float(value) for value in values if value]
+
+
 def _matches(logits: Tensor, expected: Tensor) -> bool:
     return logits.shape == expected.shape and bool(
         (logits - expected).abs().max() <= _PROBE_TOLERANCE * expected.abs().max()
@@ -319,15 +322,7 @@ def _matches(logits: Tensor, expected: Tensor) -> bool:
 
 def shards_of(backend: "Backend", world: World) -> World:
     """Return the ranks that hold the base in parts; ALONE if each holds all of it."""
-    if not backend.shard_base:
-        return ALONE
-    if world.size == 1:
-        raise ConfigurationError(
-            "[backend] shard_base = true splits the frozen weights over the processes of torchrun,"
-            " and this run has one process; start the run by torchrun --nproc-per-node N -m"
-            " retrain, or leave shard_base false."
-        )
-    return world
+    return world if splits_base(backend, world.size) else ALONE
 
 
 def shard(

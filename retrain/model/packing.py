@@ -123,41 +123,25 @@ class _Attend(torch.autograd.Function):
         dot = (grad * output).sum(-1, keepdim=True)
         grad_tokens, prompt_grads = [], []
         for block, normaliser in zip(ctx.blocks, normalisers, strict=True):
-            queries, sources = (
-                block.gather(query).mul_(ctx.scaling),
-                _sources(block, key, value, gradients=True),
-            )
-            grad_output, dots, grad_queries = (
-                block.gather(grad),
-                block.gather(dot),
-                torch.zeros_like(queries),
-            )
+            queries = block.gather(query).mul_(ctx.scaling)
+            own, *prompt = sources = _sources(block, key, value, gradients=True)
+            grad_queries = torch.zeros_like(queries)
+            per_query = queries, block.gather(grad), normaliser, block.gather(dot)
             for turn in block.turns(query.shape[1] * query.shape[2]):
                 seen = [source.until(turn) for source in sources]
-                grad_queries[:, :, :, turn] = _gradients(
-                    _turn(queries, turn),
-                    _turn(grad_output, turn),
-                    _turn(normaliser, turn),
-                    _turn(dots, turn),
-                    seen,
-                )
-            own, *prompt = sources
-            shape = key.shape[1], block.rows, 1, -1, key.shape[-1]
-            parts = (
-                grad_queries.mul_(ctx.scaling),
-                own.grad_keys.view(shape),
-                own.grad_values.view(shape),
+                parts = [_turn(tensor, turn) for tensor in per_query]
+                grad_queries[:, :, :, turn] = _gradients(seen, *parts)
+            grad_tokens.append(
+                [_flat(grad_queries.mul_(ctx.scaling)), *own.flat_gradients(block.rows)]
             )
-            grad_tokens.append([_flat(part) for part in parts])
-            prompt_grads += [
-                (block.prompt, source.grad_keys, source.grad_values) for source in prompt
-            ]
+            prompt_grads += [(block.prompt, each.grad_keys, each.grad_values) for each in prompt]
         grad_query, grad_key, grad_value = (
             torch.cat(parts).index_select(0, ctx.order) for parts in zip(*grad_tokens, strict=True)
         )
-        for tokens, grad_keys, grad_values in prompt_grads:
-            grad_key[tokens, :, 0] += grad_keys.transpose(0, 1)
-            grad_value[tokens, :, 0] += grad_values.transpose(0, 1)
+        # A prompt's keys and values serve its own tokens and those of all rows that continue it.
+        for tokens, *grads in prompt_grads:
+            for total, more in zip((grad_key, grad_value), grads, strict=True):
+                total[tokens, :, 0] += more.transpose(0, 1)
         return grad_query, grad_key, grad_value, None, None, None
 
 
@@ -174,6 +158,12 @@ class _Source:
     """[b, L, D] gradients, to which each turn adds."""
     grad_values: Tensor
     own: bool
+
+    def flat_gradients(self, rows: int) -> list[Tensor]:
+        """The gradients of a block's own keys and values, as `_flat` gives them."""
+        heads, size = len(self.keys) // rows, self.keys.shape[-1]
+        grads = self.grad_keys, self.grad_values
+        return [_flat(grad.view(heads, rows, 1, -1, size)) for grad in grads]
 
     def until(self, turn: slice) -> "_Source":
         """The part that the queries of a turn see."""
@@ -233,11 +223,11 @@ def _output(queries: Tensor, sources: Sequence[_Source]) -> tuple[Tensor, Tensor
 
 
 def _gradients(
+    sources: Sequence[_Source],
     queries: Tensor,
     grad_output: Tensor,
     normaliser: Tensor,
     dots: Tensor,
-    sources: Sequence[_Source],
 ) -> Tensor:
     """Return the gradient of the queries [Hk, B, G, t, D]; adds to the gradients of the sources.
     `dots` [.., 1] = sum(grad_output * output).

@@ -8,6 +8,7 @@ model itself does.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def computed_in(base: BaseModel, dtype: torch.dtype) -> Iterator[BaseModel]:
     second table.
     """
     embedding, blocks = base.model.get_input_embeddings(), layers(base.decoder)
-    inside = {module for block in blocks for module in block.modules()}
+    inside = set(chain.from_iterable(block.modules() for block in blocks))
     units = [
         *blocks,
         *(

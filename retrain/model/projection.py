@@ -10,7 +10,7 @@ R ranks of an adapter's parts together.
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -95,6 +95,20 @@ class Projection:
         """Dtype of the products."""
         self.bias = _joined_bias(bases)
         """[O] or None"""
+        self._read_adapters()
+        self.copy: FrozenProduct | None = None
+        """[O, I] for products without gradient, while a sampler reads it."""
+        self._merged = False
+        """True if the copy contains the adapter."""
+        self.factors: _Factors | None = None
+        """The model's own adapter, as of the last `refresh`."""
+        self.scaled_product = scaled_product
+        """Or a kernel that does the same."""
+        self._joined: tuple[Tensor, Tensor | None] | None = None
+        """Weight [O + R', I] and bias of one product that gives both y and what the adapter's up
+        factors take."""
+
+    def _read_adapters(self) -> None:
         adapters = [(lora, next(iter(lora.lora_A))) for lora in self._loras if lora is not None]
         self.downs: list[nn.Parameter] = [lora.lora_A[name].weight for lora, name in adapters]
         """[r, I] each."""
@@ -108,17 +122,6 @@ class Projection:
             if lora is not None
         ]
         """The place of each adapter's outputs in O."""
-        self.copy: FrozenProduct | None = None
-        """[O, I] for products without gradient, while a sampler reads it."""
-        self._merged = False
-        """True if the copy contains the adapter."""
-        self.factors: _Factors | None = None
-        """The model's own adapter, as of the last `refresh`."""
-        self.scaled_product = scaled_product
-        """Or a kernel that does the same."""
-        self._joined: tuple[Tensor, Tensor | None] | None = None
-        """Weight [O + R', I] and bias of one product that gives both y and what the adapter's up
-        factors take."""
 
     @property
     def adapted(self) -> bool:
@@ -278,7 +281,7 @@ class Projection:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """A and B of each adapter in turn."""
-        return [parameter for pair in zip(self.downs, self.ups, strict=True) for parameter in pair]
+        return list(chain.from_iterable(zip(self.downs, self.ups, strict=True)))
 
 
 @torch.no_grad()

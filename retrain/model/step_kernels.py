@@ -324,8 +324,8 @@ def _draws_right(draw: Draw, logits: Tensor) -> bool:
     ]
     cuts = (
         torch.tensor(top_k, device=logits.device),
-        torch.tensor(top_p, dtype=halves.dtype, device=logits.device),
-        torch.tensor(min_p, dtype=halves.dtype, device=logits.device),
+        halves.new_tensor(top_p),
+        halves.new_tensor(min_p),
     )
     truncated = draw(logits, ones, halves, cuts).double()
     for row, found in enumerate(truncated.tolist()):

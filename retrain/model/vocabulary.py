@@ -15,6 +15,7 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -155,15 +156,12 @@ def _steps(decoder: dict[str, Any]) -> list[Callable[[str], str | bytes]] | None
     match decoder:
         case {"type": "Sequence", "decoders": list(decoders)}:
             parts = [_steps(part) for part in decoders]
-            return None if None in parts else [step for part in parts if part for step in part]
+            known = [part for part in parts if part is not None]
+            return list(chain.from_iterable(known)) if len(known) == len(parts) else None
         case {"type": "ByteLevel"}:
             return [_byte_level]
         case {"type": "ByteFallback"}:
-            return [
-                lambda token: (
-                    bytes([int(found[1], 16)]) if (found := _BYTE_TOKEN.fullmatch(token)) else token
-                )
-            ]
+            return [_byte_of_name]
         case {"type": "Metaspace", "replacement": str(mark)}:
             return [lambda token: token.replace(mark, " ")]
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
@@ -175,6 +173,14 @@ def _steps(decoder: dict[str, Any]) -> list[Callable[[str], str | bytes]] | None
             # after its prompt
             return []
     return None
+
+
+def _byte_of_name(token: str) -> str | bytes:
+    """The byte that a token such as <0x0A> names; any other token as it is."""
+    found = _BYTE_TOKEN.fullmatch(token)
+    if found:
+        return bytes([int(found[1], 16)])
+    return token
 
 
 def _byte_level(token: str) -> str | bytes:

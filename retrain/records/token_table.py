@@ -97,7 +97,8 @@ def write_tokens(path: Path, table: TokenTable, step: int) -> None:
         "token_ids": table.token_ids,
         "logprobs": table.logprobs,
     }
-    arrays |= {name: values for name in _OPTIONAL if (values := getattr(table, name)) is not None}
+    optional = {name: getattr(table, name) for name in _OPTIONAL}
+    arrays |= {name: values for name, values in optional.items() if values is not None}
     if table.turns is not None:
         arrays |= {f"{_TURNS}{name}": getattr(table.turns, name) for name in _TURN_FIELDS}
     arrays |= {f"{_STAGE}{stage}": values for stage, values in table.advantages.items()}

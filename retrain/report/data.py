@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -420,7 +420,8 @@ def _comparison(
             f" are {', '.join(conditions)}."
         )
     check_sizes(
-        request.test, choose_metric(request.metric, [run for arm in arms for run in arm.runs])
+        request.test,
+        choose_metric(request.metric, list(chain.from_iterable(arm.runs for arm in arms))),
     )
     if (request.pairs or request.control) and not is_campaign(request.folder):
         flag = "--contrast" if request.pairs else "--control"

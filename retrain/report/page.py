@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import resources
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -330,7 +331,7 @@ def _campaign_tiles(data: ReportData) -> Iterator[tuple[str, str]]:
     if data.kind == "campaign":
         planned = runs * max((status.max_steps or 0 for status in data.statuses), default=0)
     yield "steps", f"{steps:,} of {planned:,}" if planned > steps else f"{steps:,}"
-    curves = (curves for arm in data.arms for curves in arm.curves)
+    curves = chain.from_iterable(arm.curves for arm in data.arms)
     seconds = sum(float(np.nansum(one.values["step_time_s"])) for one in curves)
     yield "time in steps", duration(seconds)
 

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -122,7 +123,11 @@ class Dialogue:
     def token_ids(self) -> Int32Array:
         """Tokens of all turns; if the history was rewritten, as they were at each turn."""
         return np.concatenate(
-            [tokens for turn in self._turns for tokens in (turn.context, turn.completion.token_ids)]
+            list(
+                chain.from_iterable(
+                    (turn.context, turn.completion.token_ids) for turn in self._turns
+                )
+            )
         )
 
     @property

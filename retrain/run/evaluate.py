@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from retrain.config import TrainConfig, load_config, replaced
+from retrain.config.effects import sharding_note
 from retrain.config.overrides import Overrides
 from retrain.errors import ConfigurationError
 from retrain.plugins import named_code
@@ -61,13 +62,7 @@ def evaluate_run(
             f" {'; '.join(named)}. Read the code first, then add --trust."
         )
     note_secrets(given)
-    if given.backend.shard_base:
-        say(
-            "[backend] shard_base = true is unused here: retrain eval runs in one process, which"
-            " holds the whole model."
-        )
-    note = trust_note(given.model)
-    if note:
+    for note in filter(None, (sharding_note(given, evaluates=True), trust_note(given.model))):
         say(note)
     config = replaced(given, {"evaluation.at_end": True, "backend.shard_base": False})
     found = None

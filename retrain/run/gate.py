@@ -700,11 +700,8 @@ def environment_gold(host: EpisodeHost, prompts: Sequence[Prompt]) -> str:
     right.
     """
     with environment_code("[environment] asking for its gold replies", host.timeout_s):
-        known = [
-            (prompt, replies)
-            for prompt in prompts
-            if (replies := host.environment.gold(prompt.example))
-        ]
+        asked = [(prompt, host.environment.gold(prompt.example)) for prompt in prompts]
+    known = [(prompt, replies) for prompt, replies in asked if replies]
     for prompt, replies in known:
         score = play(host, prompt.example, replies)
         if score.outcome is not Outcome.RIGHT:

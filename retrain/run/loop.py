@@ -105,7 +105,8 @@ def take_step(session: Session) -> None:
     rollout = session.sample()
     clock.mark("credit")
     sepa_lambda = parts.sepa.resolve(number)
-    credit = parts.credit.assign(rollout.usable_groups, number, sepa_lambda)
+    teacher = parts.teacher.logprobs if parts.teacher else None
+    credit = parts.credit.assign(rollout.usable_groups, number, sepa_lambda, teacher)
     rows = credit.rows()
     session.turn_to_learning(used=len(rollout.groups))
     clock.mark("learn")

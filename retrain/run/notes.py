@@ -7,26 +7,17 @@ from collections.abc import Sequence
 from retrain.advantages.sepa import maximal_lambda_note
 from retrain.backends.base import backend_kind
 from retrain.config import TrainConfig, unused_keys
+from retrain.config.effects import sharding_note
 from retrain.config.names import bracketed, is_recipe
 from retrain.config.recipes import departures, recipe
-from retrain.config.schema import DEFAULT_CLIPS, Backend, Inference, Lora, Loss, Model, Training
+from retrain.config.schema import DEFAULT_CLIPS, Inference, Lora, Loss, Model, Training
 from retrain.data.chat import PLAIN_TEMPLATE
-from retrain.distributed import World
 from retrain.records.terminal import counted
 from retrain.records.untrained import ASKING, ASKING_TEMPLATE
 from retrain.rewards import box_reader
+from retrain.run.teacher import teacher_note
 from retrain.system import toml_value
 from retrain.types import LogLine
-
-
-def refuse_lone_sharding(backend: Backend, world: World) -> None:
-    """Raise ConfigurationError if [backend] shard_base is set and this process has no other to
-    share the base with.
-    """
-    if backend.shard_base:
-        from retrain.model.load import shards_of  # torch comes with it
-
-        shards_of(backend, world)
 
 
 def preflight_lines(config: TrainConfig) -> list[str]:
@@ -87,15 +78,11 @@ def notes(config: TrainConfig) -> list[str]:
         _dropout_note(config.lora, config.loss),
         _truncation_note(config),
         _split_note(config),
+        teacher_note(config),
     ]
     if config.kind != "squeeze" and config.training.temperature == 1:
         found.append(backend_kind(config.backend.backend).temperature_note)
-    if config.backend.shard_base and config.kind != "squeeze":
-        found.append(
-            "[backend] shard_base = true: every forward pass, also for each generated token,"
-            " gathers all layers from the other processes, so use it only where one GPU cannot hold"
-            " the model; the memory that explain predicts is for one process with the whole model."
-        )
+    found.append(sharding_note(config))
     pressure = config.backpressure
     if pressure.enabled:
         found.append(

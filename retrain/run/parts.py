@@ -4,7 +4,7 @@ that they must pass.
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -50,6 +50,7 @@ from retrain.run.gate_fits import GateInputs
 from retrain.run.notes import unasked_note
 from retrain.run.rollout import Sampler
 from retrain.run.sharing import shared
+from retrain.run.teacher import Teacher, check_answers, check_teacher
 from retrain.tracking.build import check_packages as check_tracker_packages
 from retrain.types import Example, Int32Array, LogLine, MachineChoices, Prompt
 
@@ -77,6 +78,8 @@ class Parts:
     guard: FailureGuard
     sampler: Sampler
     credit: CreditPipeline
+    teacher: Teacher | None
+    """Scores sampled tokens for stages of credit; None without [algorithm] reference."""
     sepa: SEPAController
     evaluator: Evaluator | None
 
@@ -136,20 +139,18 @@ def _load_rest(
     fails.
     """
     text = load_text(config.model, say)
-    credit = CreditPipeline(
-        config, text.vocabulary.pieces, lambda name: load_encoder(config.backend, name, world)
-    )
-    for note in credit.notes:
-        say(note)
+    credit = _load_credit(config, text, say, world)
     stage = load_stage(config, text, say)
     if stage:
         undo.callback(stage.host.close)
     prompts = load_prompts(config, text, stage, say)
-    if stage is None and (note := unasked_note(config, prompts.texts)):
+    check_answers(config, prompts.examples)
+    note = "" if stage else unasked_note(config, prompts.texts)
+    if note:
         say(note)
-    held_out = (
-        load_held_out(config, text, stage, prompts, say) if config.evaluation.asked_for else None
-    )
+    held_out = None
+    if config.evaluation.asked_for:
+        held_out = load_held_out(config, text, stage, prompts, say)
     judge = load_judge(config, scorer, verdicts, say) if held_out and scorer else scorer
     if judge:
         undo.callback(judge.close)
@@ -160,14 +161,9 @@ def _load_rest(
     undo.callback(backend.close)
     backend.engine.say = say
     undo.pop_all()
-    sampler = Sampler(backend.engine, scorer, text.vocabulary.text, world=world, stage=stage)
-    examiner = Sampler(backend.engine, judge, text.vocabulary.text, world=world, stage=stage)
-    limit = config.reward.max_failure_rate
-    evaluator = None
-    if held_out:
-        sets = [(prompts, evaluation_plan(part, config.training)) for part, prompts in held_out]
-        evaluator = Evaluator(examiner, sets, config.evaluation.k, limit)
-    guard = FailureGuard(limit)
+    decode = text.vocabulary.text
+    sampler_of = partial(Sampler, backend.engine, text=decode, world=world, stage=stage)
+    evaluator = build_evaluator(config, sampler_of(judge), held_out) if held_out else None
     return Parts(
         text,
         prompts,
@@ -175,12 +171,22 @@ def _load_rest(
         scorer,
         judge,
         stage,
-        guard,
-        sampler,
+        FailureGuard(config.reward.max_failure_rate),
+        sampler_of(scorer),
         credit,
+        Teacher.of(config, text, backend),
         SEPAController(config.sepa),
         evaluator,
     )
+
+
+def _load_credit(config: TrainConfig, text: TextModel, say: Say, world: World) -> CreditPipeline:
+    credit = CreditPipeline(
+        config, text.vocabulary.pieces, lambda name: load_encoder(config.backend, name, world)
+    )
+    for note in credit.notes:
+        say(note)
+    return credit
 
 
 def _say_probes(scorers: Sequence[Scorer], say: Say) -> None:
@@ -204,6 +210,7 @@ def check_plugins(config: TrainConfig) -> None:
     for load in (
         lambda: CreditPipeline(regex, lambda ids: [""] * len(ids)),
         lambda: _load_sources(config),
+        lambda: check_teacher(config),
     ):
         try:
             load()
@@ -488,20 +495,17 @@ def truncation(training: Training) -> Truncation:
     return Truncation(training.top_k, training.top_p, training.min_p)
 
 
+def build_evaluator(config: TrainConfig, sampler: Sampler, held_out: HeldOut) -> Evaluator:
+    sets = [(prompts, evaluation_plan(part, config.training)) for part, prompts in held_out]
+    return Evaluator(sampler, sets, config.evaluation.k, config.reward.max_failure_rate)
+
+
 def evaluation_plan(evaluation: Evaluation, training: Training) -> SamplingPlan:
-    return SamplingPlan(
+    return replace(
+        training_plan(evaluation.over(training)),
         group_size=evaluation.samples,
-        max_tokens=training.max_tokens if evaluation.max_tokens is None else evaluation.max_tokens,
-        temperature=(
-            training.temperature if evaluation.temperature is None else evaluation.temperature
-        ),
-        seed=training.seed,
         stream=Stream.EVALUATION,
-        truncation=Truncation(
-            training.top_k if evaluation.top_k is None else evaluation.top_k,
-            training.top_p if evaluation.top_p is None else evaluation.top_p,
-            training.min_p if evaluation.min_p is None else evaluation.min_p,
-        ),
+        redraws=0,
     )
 
 

@@ -3,6 +3,7 @@ next, and replays both after a resume.
 """
 
 from collections.abc import Mapping
+from itertools import chain
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -78,9 +79,7 @@ class Pressure:
 
         KV traffic is left out, so memory-bound steps are rather more so.
         """
-        trajectories = [
-            trajectory for group in step.rollout.drawn for trajectory in group.trajectories
-        ]
+        trajectories = list(chain.from_iterable(group.trajectories for group in step.rollout.drawn))
         lengths = [
             len(completion.token_ids)
             for trajectory in trajectories

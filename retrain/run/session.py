@@ -10,6 +10,7 @@ from itertools import groupby
 
 from retrain.backends.declared import incapable, loss_notes
 from retrain.config import TrainConfig
+from retrain.config.effects import splits_base
 from retrain.data.samplers import PromptChoice
 from retrain.distributed import ALONE, World, joined
 from retrain.errors import (
@@ -28,7 +29,7 @@ from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean
 from retrain.run.dialogues import Watcher
 from retrain.run.interrupts import Interrupts
-from retrain.run.notes import preflight_lines, refuse_lone_sharding, skipped_gate_line
+from retrain.run.notes import preflight_lines, skipped_gate_line
 from retrain.run.observer import (
     StepObserver,
     check_mismatch,
@@ -513,7 +514,7 @@ class Session:
 @contextmanager
 def _opened(config: TrainConfig, overwrite: bool, world: World) -> Iterator[RunStart]:
     """Open the folder on rank 0, which holds its lock, and tell the other ranks what it found."""
-    refuse_lone_sharding(config.backend, world)
+    splits_base(config.backend, world.size)
     if not world.is_rank_zero:
         found: RunStart | RetrainError | None = world.broadcast(None)
         if isinstance(found, RetrainError):

@@ -267,7 +267,10 @@ def refuse_other_data(opened: RunStart, fingerprint: str) -> None:
         return
     if read_object(opened.folder.environment).get("data_sha256") not in (None, fingerprint):
         data = opened.config.data
-        key = f'path = "{data.path}"' if data.path else f'source = "{data.source}"'
+        if data.path:
+            key = f'path = "{data.path}"'
+        else:
+            key = f'source = "{data.source}"'
         raise ConfigurationError(
             f"[data] {key} holds other examples than those that {opened.folder.path} began with,"
             " which cannot change at resume; restore them, or start a new run."

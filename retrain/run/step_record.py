@@ -103,7 +103,7 @@ class RewardStatistics:
 
 def reward_statistics(rollout: Rollout, boxes: BoxReader | None = None) -> RewardStatistics:
     """`boxes` finds the answer in a completion; None if the reward does not."""
-    members = [member for group in rollout.first_draws for member in group.members]
+    members = list(chain.from_iterable(group.members for group in rollout.first_draws))
     rewards = [member.score.reward for member in members if member.score.reward is not None]
     truncated = [
         member.score.reward
@@ -199,7 +199,7 @@ def judge_fields(groups: Iterable[Group]) -> dict[str, Any]:
 
 def environment_fields(rollout: Rollout) -> dict[str, Any]:
     """Return what the environment reports, over the first draw of every prompt."""
-    members = [member for group in rollout.first_draws for member in group.members]
+    members = list(chain.from_iterable(group.members for group in rollout.first_draws))
     measured: dict[str, list[float]] = {}
     for member in members:
         by_turn = {
@@ -257,7 +257,7 @@ def token_table(
     tokens, entropies = credit.tokens, credit.tokens.entropies
     prompts = [group.prompt.token_ids for group in credit.sources]
     slots = [group.slot for group in credit.sources for _ in group.trajectories]
-    trajectories = [trajectory for group in credit.sources for trajectory in group.trajectories]
+    trajectories = list(chain.from_iterable(group.trajectories for group in credit.sources))
     truncated = [one.finish_reason is FinishReason.LENGTH for one in trajectories]
     kept = [one.kept for one in trajectories if one.kept is not None]
     return TokenTable(
@@ -302,7 +302,7 @@ def _joined_ids(pieces: Sequence[Int32Array]) -> Int32Array:
 
 def _turn_table(trajectories: Sequence[Trajectory]) -> TurnTable | None:
     """Return the turns of the trajectories; None if every trajectory is one reply to its prompt."""
-    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    turns = list(chain.from_iterable(trajectory.turns for trajectory in trajectories))
     if len(turns) == len(trajectories) and not any(turn.restarts for turn in turns):
         return None
     return TurnTable(

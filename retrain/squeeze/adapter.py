@@ -3,6 +3,7 @@
 """
 
 from dataclasses import dataclass
+from itertools import chain
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,7 @@ def read_adapter(folder: Path) -> LoraAdapter:
             f"{path} holds no LoRA factors (…{_A}, …{_B}); name a LoRA adapter."
         )
     layers = tuple(_layer(path, name, tensors, settings) for name in sorted(names))
-    used = {key for name in names for key in weight_names(name)}
+    used = set(chain.from_iterable(weight_names(name) for name in names))
     return LoraAdapter(
         folder,
         settings,

@@ -75,11 +75,9 @@ def export_run(
         _refuse_code(config, folder.config)
     note_secrets(config)
     found = _checkpoint(folder, checkpoint)
-    settings = read_adapter(found.folder).settings
-    base = resolve_model(config.model.model)
-    is_local = Path(base).is_dir()
-    if is_local:
-        base = str(Path(base).resolve())
+    # Refused before anything large is loaded.
+    read_adapter(found.folder)
+    base, is_local = _resolved_base(config.model.model)
     if is_local and uploads and not merged:
         raise ConfigurationError(
             f"--hub: the adapter's base is a folder of this machine, {base}, which nobody who"
@@ -90,7 +88,9 @@ def export_run(
         say(note)
     model = config.model
     tokenizer = load_tokenizer(model.model, model.revision, model.trust_remote_code)
-    whole = _merged(config, base, found.folder) if merged else None
+    whole = None
+    if merged:
+        whole = _merged(config, base, found.folder)
     again = Redactor().config(replaced(config, {"logging.log_dir": "logs/reproduced"}))
     scores = _held_out(folder, config, found.step)
     with _writing(output), replacing_folder(output.resolve()) as aside, no_progress_bar():
@@ -98,15 +98,20 @@ def export_run(
         if whole is not None:
             whole.save_pretrained(aside)
         else:
-            shutil.copyfile(found.folder / WEIGHTS_FILE, aside / WEIGHTS_FILE)
-            settings |= {"base_model_name_or_path": base}
-            _write(aside / CONFIG_FILE, json.dumps(settings, indent=2, sort_keys=True) + "\n")
+            _write_adapter(found.folder, aside, base)
         # as text too: a masked value that the schema refuses stays in the configuration
         _write(aside / SETTINGS_FILE, Redactor().text(dump_toml(again)))
         card = _card(again, "" if is_local else base, found, scores, merged)
         _write(aside / CARD_FILE, Redactor().text(card))
         sync_files(aside)
     return Exported(output, base, is_local)
+
+
+def _resolved_base(model: str) -> tuple[str, bool]:
+    """The base as the adapter names it, and True if that is a folder of this machine."""
+    base = resolve_model(model)
+    is_local = Path(base).is_dir()
+    return str(Path(base).resolve()) if is_local else base, is_local
 
 
 def _refuse_code(config: TrainConfig, path: Path) -> None:
@@ -198,6 +203,13 @@ def _does_not_fit(adapter: Path, base: str, problem: str) -> ConfigurationError:
         f"{adapter} does not fit its base model {base} ({problem}); put back the model and the"
         f" {CONFIG_FILE} that the run was trained with."
     )
+
+
+def _write_adapter(adapter: Path, output: Path, base: str) -> None:
+    """Copy an adapter, with `base` as the name of its base model."""
+    shutil.copyfile(adapter / WEIGHTS_FILE, output / WEIGHTS_FILE)
+    settings = read_adapter(adapter).settings | {"base_model_name_or_path": base}
+    _write(output / CONFIG_FILE, json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
 def _held_out(folder: RunFolder, config: TrainConfig, step: int) -> list[Evaluation]:

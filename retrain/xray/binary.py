@@ -128,17 +128,25 @@ def xray(
         raise ValueError(f"gave {np.abs(values).max():g}; give numbers below {_MAX_ADVANTAGE:g}")
     k = np.arange(group + 1, dtype=np.int64)
     right_weight, wrong_weight = _length_weights(k, group, aggregation, wrong_length, prompts)
-    right = np.zeros(group + 1)
-    wrong = np.zeros(group + 1)
-    for count in range(group + 1):
-        if count > 0:
-            right[count] = values[count, :count].mean()
-        if count < group:
-            wrong[count] = values[count, count:].mean()
+    right, wrong = _means(values)
     found = Xray(name, group, right * right_weight, wrong * wrong_weight)
     if aggregation != "token_mean" or prompts is None:
         return found
     return replace(found, coupling=_change(found, Xray(name, group, right, wrong)))
+
+
+def _means(values: Float64Array) -> tuple[Float64Array, Float64Array]:
+    """[G+1] mean advantage of the right and of the wrong completions; 0 where there is none.
+    `values` [G+1, G] has the right ones of group k first.
+    """
+    groups, group = values.shape
+    right, wrong = np.zeros(groups), np.zeros(groups)
+    for count in range(groups):
+        if count > 0:
+            right[count] = values[count, :count].mean()
+        if count < group:
+            wrong[count] = values[count, count:].mean()
+    return right, wrong
 
 
 def _change(one: Xray, other: Xray) -> float:

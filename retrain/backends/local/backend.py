@@ -128,6 +128,9 @@ class LocalBackend(LocalFacts):
     `trainable_parameters_line`.
     """
 
+    _sampler_adapter: Adapter | None = None
+    """The sampler's own copy in split mode."""
+
     def __init__(
         self,
         config: "TrainConfig",
@@ -142,7 +145,8 @@ class LocalBackend(LocalFacts):
         self.config = config
         device, _, sampler_device = choose_device(config.backend, world)
         _choose_kernels(config.inference.attention_kernel)
-        self._base = load_base_model(config, resolve_model(config.model.model), device, world)
+        path = resolve_model(config.model.model)
+        self._base = load_base_model(config, path, device, world)
         if engine_class(config) is PyTorchEngine:
             # Before peft may refuse its layers: the first reason is the one that counts.
             refuse_undecodable(self._base.model)
@@ -163,16 +167,11 @@ class LocalBackend(LocalFacts):
         self._learner = Learner(
             self._base, self._adapter, config, self._choices, self._fused, world, self._pool
         )
-        self._sampler_adapter: Adapter | None = None
-        """Bytes that a learning pass leaves to the sampler's pages; None while nobody asked."""
+        self._teacher = self._teaching_weights()
         if sampler_device is None:
             self.engine = self._build_engine(eos_ids, self._base, self._adapter, self._fused)
         else:
-            copy = load_base_model(config, resolve_model(config.model.model), sampler_device)
-            self._sampler_adapter = Adapter(copy, config.model, config.lora, config.training.seed)
-            fused = FusedDecoder.of(copy.model, merge=self._choices.merge_adapter)
-            self.engine = self._build_engine(eos_ids, copy, self._sampler_adapter, fused)
-            self.capabilities = replace(self.capabilities, samples_ahead=True)
+            self.engine = self._engine_of_copy(eos_ids, sampler_device)
 
     @classmethod
     def open(
@@ -204,6 +203,17 @@ class LocalBackend(LocalFacts):
             )
         )
         return backend
+
+    def _engine_of_copy(
+        self, eos_ids: Sequence[int] | None, device: torch.device
+    ) -> InferenceEngine:
+        """Load a second copy of the model on the sampler's device, and build its engine."""
+        config = self.config
+        copy = load_base_model(config, resolve_model(config.model.model), device)
+        self._sampler_adapter = Adapter(copy, config.model, config.lora, config.training.seed)
+        self.capabilities = replace(self.capabilities, samples_ahead=True)
+        fused = FusedDecoder.of(copy.model, merge=self._choices.merge_adapter)
+        return self._build_engine(eos_ids, copy, self._sampler_adapter, fused)
 
     @classmethod
     def prepare(cls, config: "TrainConfig") -> None:
@@ -285,6 +295,13 @@ class LocalBackend(LocalFacts):
     def recomputes(self) -> bool:
         return self._choices.gradient_checkpointing
 
+    def _teaching_weights(self) -> dict[str, torch.Tensor] | None:
+        """Read the adapter that teaches; None where none does."""
+        reference = self.config.algorithm.reference
+        if reference in ("", "base", "gold"):
+            return None
+        return self._adapter.fitting(Path(reference), f'[algorithm] reference = "{reference}"')
+
     def trainable_parameters_line(self) -> str:
         """Return peft's line: "trainable params: 41,943,040 || all params: 3,951,079,424 ||
         trainable%: 1.0616".
@@ -322,9 +339,14 @@ class LocalBackend(LocalFacts):
     # -- learning ----------------------------------------------------------------------------------
 
     def train(self, rows: Sequence[Row], step: int) -> StepResult:
+        raw = is_raw(self.engine.capabilities, self.config.training.temperature)
+        self._make_room()
+        with _current(self._base.device), _deterministic(self._base.device):
+            return self._learner.train(rows, step, sampler_is_raw=raw)
+
+    def _make_room(self) -> None:
         from retrain.inference_engine.torch_engine import TorchEngine
 
-        raw = is_raw(self.engine.capabilities, self.config.training.temperature)
         if (
             isinstance(self.engine, TorchEngine)
             and self._sampler_adapter is None
@@ -333,8 +355,6 @@ class LocalBackend(LocalFacts):
             # The sampler's pages go where activations do not fit beside them; their contents are of
             # the weights before this step.
             self.engine.free_pages()
-        with _current(self._base.device), _deterministic(self._base.device):
-            return self._learner.train(rows, step, sampler_is_raw=raw)
 
     def gradients(
         self, config: "TrainConfig", rows: Sequence[Row], step: int, cells: Sequence[Sequence[int]]
@@ -352,6 +372,15 @@ class LocalBackend(LocalFacts):
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
         with _current(self._base.device):
             return self._learner.logprobs(rows, temperature)
+
+    def reference_logprobs(self, rows: Sequence[Row]) -> list[Float32Array]:
+        self._make_room()
+        is_base = self.config.algorithm.reference == "base"
+        teaching: AbstractContextManager[None] = nullcontext()
+        if self._teacher is not None:
+            teaching = self._adapter.holding(self._teacher)
+        with _current(self._base.device), _deterministic(self._base.device), teaching:
+            return self._learner.reference_logprobs(rows, base=is_base)
 
     def rounded_logprobs(
         self, rows: Sequence[Row], temperature: float | None = None

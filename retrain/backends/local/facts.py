@@ -6,7 +6,11 @@ from retrain.inference_engine.base import About
 
 class LocalFacts(Backend):
     capabilities = BackendCapabilities(
-        per_token_advantages=True, synchronous_loss=True, exact_resume=True, own_loss=True
+        per_token_advantages=True,
+        synchronous_loss=True,
+        exact_resume=True,
+        own_loss=True,
+        scores_reference=True,
     )
     about = About(
         "PyTorch and PEFT on this machine", "this machine", ("torch", "transformers", "peft")

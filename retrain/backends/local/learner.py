@@ -81,6 +81,8 @@ class _Piece:
     """The log-probs are wanted too."""
     reference: bool = False
     """Score by the frozen base, with the adapter off."""
+    whole: bool = False
+    """Score over the whole vocabulary, whatever the sampler kept."""
     masks_of: int | None = None
     """Score under the dropout masks of this step."""
     temperature: float | None = None
@@ -130,20 +132,8 @@ class Learner:
         self.optimizer = AdapterOptimizer(
             adapter.parameters, config.optimizer, config.training, config.loss.max_grad_norm
         )
-        self.loss, self.max_tokens = config.loss, config.training.max_tokens
-        self._own_loss, self._own_correction = own_loss(config), own_correction(config)
-        self._aggregation = aggregation_of(config)
-        if self._own_loss:
-            self._metrics = metric_names(self._own_loss, base.device)
-        else:
-            self._metrics = ()
-        own = [function for function in (self._own_loss, self._own_correction) if function]
-        self._entropy = config.loss.entropy_coef != 0 or any(
-            function.declares("needs_entropy") for function in own
-        )
-        self._reference = config.loss.kl_coef != 0 or any(
-            function.declares("needs_reference") for function in own
-        )
+        self.max_tokens = config.training.max_tokens
+        self._read_loss(config)
         self.temperature = config.training.temperature
         self.seed = config.training.seed
         self._passes = config.training.updates_per_batch
@@ -159,6 +149,22 @@ class Learner:
         self._learn_pieces = self._pool.shared(self._learn)
         self._score_pieces = self._pool.shared(self._score)
 
+    def _read_loss(self, config: "TrainConfig") -> None:
+        """Set what the loss is: the built-in one or the user's own, and what it needs."""
+        self.loss = config.loss
+        self._own_loss, self._own_correction = own_loss(config), own_correction(config)
+        self._aggregation = aggregation_of(config)
+        self._metrics: tuple[str, ...] = ()
+        if self._own_loss:
+            self._metrics = metric_names(self._own_loss, self.base.device)
+        own = [function for function in (self._own_loss, self._own_correction) if function]
+        self._entropy = config.loss.entropy_coef != 0 or any(
+            function.declares("needs_entropy") for function in own
+        )
+        self._reference = config.loss.kl_coef != 0 or any(
+            function.declares("needs_reference") for function in own
+        )
+
     def train(self, rows: Sequence[Row], step: int, *, sampler_is_raw: bool = False) -> StepResult:
         """Take one step.
 
@@ -167,20 +173,12 @@ class Learner:
         reported at 1.
         """
         check_rows(rows)
-        batch = [
-            LearnerRow(number, row, row.logprobs, row.logprobs)
-            for number, row in enumerate(rows)
-            if row.trained
-        ]
+        batch = _learner_rows(rows, [row.trained for row in rows])
         raw: dict[int, Float32Array] | None = None
         if sampler_is_raw:
             at_one = self.score(batch, temperature=1.0)
             raw = {row.number: own - row.sampler for row, own in zip(batch, at_one, strict=True)}
-            # Log-probs of the policy that sampled, which has no dropout.
-            policy = self.score(batch)
-            batch = [
-                replace(row, sampler=own, old=own) for row, own in zip(batch, policy, strict=True)
-            ]
+            batch = self._with_own_logprobs(batch)
         batch = self._with_passes_before(batch, step)
         updates: list[Update] = []
         measured: dict[int, Float32Array] = {}
@@ -194,17 +192,26 @@ class Learner:
         elif self._recompute:
             measured = {row.number: row.old - row.sampler for row in batch}
         else:
-            measured = {
-                number: ratios
-                for part in self.world.gather(measured)
-                for number, ratios in part.items()
-            }
-        first: set[int] = set()
+            measured = self._of_all_processes(measured)
+        # The rows of the first minibatch were measured before any update of this step.
+        before: list[Float32Array] = []
         if batch:
-            part = minibatch_split(batch, self._minibatches, self.seed, step, turn=0)[0]
-            first = {row.number for row in part}
-        before = [ratios for number, ratios in measured.items() if number in first]
+            first = minibatch_split(batch, self._minibatches, self.seed, step, turn=0)[0]
+            numbers = {row.number for row in first}
+            before = [ratios for number, ratios in measured.items() if number in numbers]
         return step_result(updates, list(measured.values()), before)
+
+    def _with_own_logprobs(self, batch: list[LearnerRow]) -> list[LearnerRow]:
+        """Replace the sampler's log-probs by those of the policy that sampled, without dropout."""
+        policy = self.score(batch)
+        return [replace(row, sampler=own, old=own) for row, own in zip(batch, policy, strict=True)]
+
+    def _of_all_processes(self, found: dict[int, Float32Array]) -> dict[int, Float32Array]:
+        """Join what every process has found of its own rows, by row number."""
+        joined: dict[int, Float32Array] = {}
+        for part in self.world.gather(found):
+            joined |= part
+        return joined
 
     def gradients(
         self, rows: Sequence[Row], step: int, cells: Sequence[Sequence[int]]
@@ -216,11 +223,7 @@ class Learner:
         gradient. Nothing is learned.
         """
         check_rows(rows)
-        batch = [
-            LearnerRow(number, row, row.logprobs, row.logprobs)
-            for number, row in enumerate(rows)
-            if row.trained
-        ]
+        batch = _learner_rows(rows, [row.trained for row in rows])
         batch = self._with_passes_before(batch, step)
         weights = self._weights(batch, num_completions(rows))
         for cell in cells:
@@ -260,6 +263,10 @@ class Learner:
         """
         return self._looked_up(rows, temperature=temperature)
 
+    def reference_logprobs(self, rows: Sequence[Row], *, base: bool) -> list[Float32Array]:
+        """As `logprobs`, over the whole vocabulary; with `base` by the frozen base."""
+        return self._looked_up(rows, reference=base, whole=True)
+
     def logprobs_in(
         self, dtype: torch.dtype, rows: Sequence[Row], temperature: float | None = None
     ) -> list[Float32Array]:
@@ -272,11 +279,7 @@ class Learner:
 
     def _looked_up(self, rows: Sequence[Row], **asked: Any) -> list[Float32Array]:
         check_rows(rows)
-        filled = [
-            LearnerRow(number, row, row.logprobs, row.logprobs)
-            for number, row in enumerate(rows)
-            if row.num_actions
-        ]
+        filled = _learner_rows(rows, [row.num_actions for row in rows])
         scores = iter(self.score(filled, **asked))
         return [next(scores) if row.num_actions else np.empty(0, np.float32) for row in rows]
 
@@ -285,6 +288,7 @@ class Learner:
         rows: Sequence[LearnerRow],
         *,
         reference: bool = False,
+        whole: bool = False,
         masks_of: int | None = None,
         temperature: float | None = None,
         dtype: torch.dtype | None = None,
@@ -304,6 +308,7 @@ class Learner:
             replace(
                 piece,
                 reference=reference,
+                whole=whole or reference,
                 masks_of=masks_of,
                 temperature=temperature,
                 dtype=dtype,
@@ -313,8 +318,7 @@ class Learner:
         )
         for _, logprobs in self._score_pieces(asked):
             found |= logprobs
-        for part in self.world.gather(found):
-            found |= part
+        found = self._of_all_processes(found)
         return [found[row.number] for row in rows]
 
     # -- one update --------------------------------------------------------------------------------
@@ -340,15 +344,8 @@ class Learner:
         infinite = torch.zeros((), device=self.base.device)
         clip = torch.zeros(2, device=self.base.device)
         metrics = torch.zeros(len(self._metrics), 2, device=self.base.device)
-        pieces = (
-            replace(
-                piece,
-                step=step,
-                weights=[weights[row.number] for row in piece.rows],
-                measured=log_ratios is not None,
-            )
-            for piece in self._pieces(rows, share=not self.adapter.drops)
-        )
+        pieces = self._training_pieces(rows, step, weights, measured=log_ratios is not None)
+        # In the order of the pieces, whichever worker is done first: sums depend on the order.
         for learned in in_order(self._learn_pieces(pieces)):
             self.optimizer.add(learned.gradients)
             loss += learned.loss
@@ -362,17 +359,24 @@ class Learner:
         self.world.sum([*self.optimizer.gradients(), loss, infinite, metrics, clip])
         norm = self.optimizer.gradient_norm()
         clipped, clippable = clip.tolist()
-        if infinite:
-            nonfinite = "log-probs"
-        else:
-            nonfinite = self._nonfinite_result(loss, norm)
+        nonfinite = self._nonfinite_result(infinite, loss, norm)
         if not nonfinite:
             self.optimizer.step(step, norm)
         counted = dict(zip(self._metrics, map(tuple, metrics.tolist()), strict=True))
         return Update(loss.item(), norm.item(), clipped, clippable, counted, nonfinite)
 
-    def _nonfinite_result(self, loss: Tensor, norm: Tensor) -> str:
+    def _training_pieces(
+        self, rows: Sequence[LearnerRow], step: int, weights: dict[int, _Weights], *, measured: bool
+    ) -> Iterator[_Piece]:
+        """The micro-batches of one update, each with its rows' weights."""
+        for piece in self._pieces(rows, share=not self.adapter.drops):
+            own = [weights[row.number] for row in piece.rows]
+            yield replace(piece, step=step, weights=own, measured=measured)
+
+    def _nonfinite_result(self, infinite: Tensor, loss: Tensor, norm: Tensor) -> str:
         """Name what forbids an optimizer step; "" if nothing."""
+        if infinite:
+            return "log-probs"
         if not torch.isfinite(loss):
             return "loss"
         if not torch.isfinite(norm):
@@ -495,7 +499,7 @@ class Learner:
             states = self._hidden_states(micro).flatten(0, 1).index_select(0, micro.predictors)
             return count_kept(self.base.head, states, self.temperature, *astuple(piece.truncation))
         return self._forward(
-            micro, truncated=not piece.reference, temperature=piece.temperature
+            micro, truncated=not piece.whole, temperature=piece.temperature
         ).logprobs
 
     def _micro_batch(self, piece: _Piece) -> MicroBatch:
@@ -646,6 +650,15 @@ def _checkpointed_layers(base: BaseModel, choices: MachineChoices) -> list[nn.Mo
             " where memory is short."
         )
     return found
+
+
+def _learner_rows(rows: Sequence[Row], wanted: Sequence[bool | int]) -> list[LearnerRow]:
+    """The rows that are wanted, with their place among all."""
+    return [
+        LearnerRow(number, row, row.logprobs, row.logprobs)
+        for number, (row, counts) in enumerate(zip(rows, wanted, strict=True))
+        if counts
+    ]
 
 
 def _action_tokens(

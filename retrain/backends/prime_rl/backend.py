@@ -33,7 +33,7 @@ from retrain.backends.prime_rl.wire import (
 from retrain.config.load import replaced
 from retrain.distributed import ALONE, World
 from retrain.errors import Interrupted, RunFailed, ServerFailure
-from retrain.inference_engine.base import SampleRequest, Truncation
+from retrain.inference_engine.base import SampleRequest
 from retrain.inference_engine.http import Json, Refused, Server, Unavailable
 from retrain.inference_engine.served import ServedAdapter, ServedEngine
 from retrain.inference_engine.vllm import NEUTRAL, VLLMDialect
@@ -309,7 +309,7 @@ class PrimeRLBackend(PrimeRLFacts):
                 " which its servers must see too."
             )
         ]
-        if Truncation(training.top_k, training.top_p, training.min_p).active:
+        if training.truncated:
             lines.append(
                 "PRIME-RL: kept sets are sent as sampling_mask, which trainers read since September"
                 " 2026 (#3431); v0.9.0 itself ignores them, and its ratios would be wrong."

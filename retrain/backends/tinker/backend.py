@@ -331,11 +331,8 @@ class TinkerBackend(TinkerFacts):
             found = self._service.result(
                 "a forward pass", lambda: self.trainer.forward(datums, "cross_entropy")
             ).loss_fn_outputs
-        values = [
-            values
-            for row, output in zip(shifted, found, strict=True)
-            if (values := action_logprobs(row, output)) is not None
-        ]
+        read = [action_logprobs(row, output) for row, output in zip(shifted, found, strict=True)]
+        values = [each for each in read if each is not None]
         if len(values) < len(shifted):
             raise RunFailed(
                 "Tinker returned no log-probs for a forward pass, so sampler and learner cannot be"

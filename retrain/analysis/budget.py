@@ -1,0 +1,183 @@
+"""Runs at an equal budget other than steps: `retrain compare --at tokens=N | updates=N`.
+
+A run's answers at N are between those of the evaluation before and of the one after: the rate of
+each problem is interpolated linearly in tokens or updates. A training metric is averaged over the
+last steps that N pays for.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from typing import Literal, cast
+
+import numpy as np
+
+from retrain.analysis.arms import RunsByCondition
+from retrain.analysis.held_out import Answers, Unjudged
+from retrain.analysis.measures import Metric
+from retrain.analysis.runs import StoredRun
+from retrain.analysis.statistics import Floats
+from retrain.errors import ConfigurationError
+from retrain.records.entries import EvaluationRecord, StepRecord
+
+_FORM = re.compile(r"(tokens|updates)=(\d[\d_]*(?:\.\d+)?(?:e\d+)?)")
+_UNIT = {"tokens": "prompt and completion tokens sampled in training", "updates": "updates"}
+
+
+@dataclass(frozen=True)
+class Budget:
+    unit: Literal["tokens", "updates"]
+    size: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Budget":
+        """Raises ConfigurationError for a text that is not of the form tokens=N or updates=N."""
+        found = _FORM.fullmatch(text.strip())
+        size = int(float(found[2].replace("_", ""))) if found else 0
+        if found is None or size < 1:
+            raise ConfigurationError(
+                f"--at {text!r} is no budget; give tokens=N or updates=N, such as --at"
+                " tokens=2_000_000."
+            )
+        return cls(cast(Literal["tokens", "updates"], found[1]), size)
+
+    def __str__(self) -> str:
+        return f"{self.size:,} {_UNIT[self.unit]}"
+
+    def rule(self, metric: Metric) -> str:
+        """What the number of a run is, as the end of a sentence."""
+        if metric.k is None:
+            return f"up to the last whole step within {self}"
+        return (
+            f"at {self}: the rate of each problem lies on the line between the evaluations before"
+            " and after"
+        )
+
+
+@dataclass(frozen=True)
+class Between(Answers):
+    """Answers at a budget between two evaluations of one run. The counts are those of the nearer
+    evaluation.
+    """
+
+    before: Answers
+    after: Answers
+    weight: float
+    """Of `after`, from 0 to 1."""
+
+    def rates(self, k: int = 1, unjudged: Unjudged = Unjudged.NOTHING) -> Floats:
+        """[problems] the two rates, weighed."""
+        rates = (one.rates(k, unjudged) for one in (self.before, self.after))
+        first, second = rates
+        weighed: Floats = (1 - self.weight) * first + self.weight * second
+        return weighed
+
+
+@dataclass(frozen=True)
+class RunAtBudget(StoredRun):
+    """A run as it was when it had used up a budget."""
+
+    budget: Budget = Budget("tokens", 0)
+
+    @cached_property
+    def costs(self) -> Floats:
+        """[steps + 1] what the first n steps took, from n = 0. Raises ConfigurationError where the
+        records do not tell.
+        """
+        records = list(StepRecord.read(self.folder.metrics))
+        if self.budget.unit == "tokens":
+            spent = [_tokens(record) for record in records]
+        else:
+            spent = [_updates(record, self) for record in records]
+        for record, cost in zip(records, spent, strict=True):
+            if cost is None:
+                raise ConfigurationError(
+                    f"{self.folder.metrics}, step {record.step}, does not tell its"
+                    f" {self.budget.unit}, so --at {self.budget.unit} cannot be used; leave it out."
+                )
+        return np.cumsum([0, *spent])
+
+    @cached_property
+    def steps(self) -> int:
+        """The number of whole steps within the budget."""
+        if self.costs[-1] < self.budget.size:
+            raise self._short(int(self.costs[-1]), "has")
+        return int(np.searchsorted(self.costs, self.budget.size, side="right")) - 1
+
+    @cached_property
+    def answers(self) -> Answers | None:
+        """The held-out answers at the budget; None without evaluations."""
+        if not self.held_out_file.is_file():
+            return None
+        stored = groupby(EvaluationRecord.read(self.held_out_file), key=lambda one: one.step)
+        points = [(float(self.costs[step]), Answers.of(list(records))) for step, records in stored]
+        if not points:
+            return None
+        size = self.budget.size
+        if points[-1][0] < size:
+            raise self._short(int(points[-1][0]), "was evaluated for the last time at")
+        later = next(index for index, (cost, _) in enumerate(points) if cost >= size)
+        cost, after = points[later]
+        if later == 0 and cost > size:
+            raise ConfigurationError(
+                f"{self.path} was evaluated for the first time at {int(cost):,} {self.budget.unit},"
+                f" after --at {self.budget.unit}={size}; name a larger budget, or train with"
+                " [evaluation] at_start = true."
+            )
+        if cost == size:
+            return after
+        earlier, before = points[later - 1]
+        if before.ids != after.ids:
+            raise ConfigurationError(
+                f"{self.path} answered other problems in the evaluations before and after"
+                f" {size:,} {self.budget.unit}; leave --at out."
+            )
+        weight = (size - earlier) / (cost - earlier)
+        nearer = after if weight > 0.5 else before
+        counts = (nearer.right, nearer.judged, nearer.unjudged)
+        return Between(after.ids, *counts, before, after, weight)
+
+    def curve(self, name: str) -> Floats:
+        points = super().curve(name)
+        kept: Floats = points[:, points[0] < self.steps]
+        return kept
+
+    def last_metrics(self, window: int) -> list[StepRecord]:
+        records = StepRecord.read(self.folder.metrics)
+        return [one for one in records if self.steps - window <= one.step < self.steps][::-1]
+
+    def _short(self, reached: int, how: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"{self.path} {how} {reached:,} {self.budget.unit}, short of --at"
+            f" {self.budget.unit}={self.budget.size}; name a smaller budget."
+        )
+
+
+def _tokens(record: StepRecord) -> float | None:
+    """Recorded as a rate over the step's seconds, so the product is whole but for its rounding."""
+    if record.tokens_per_s is None or record.step_time_s is None:
+        return None
+    return round(record.tokens_per_s * record.step_time_s)
+
+
+def _updates(record: StepRecord, run: StoredRun) -> float | None:
+    """The passes over as many minibatches as the step's completions fill, less those skipped."""
+    if record.num_datums is None:
+        return None
+    training = run.config.training
+    asked = training.updates_per_batch * min(training.minibatches, record.num_datums)
+    return max(0, asked - (record.nonfinite_updates or 0))
+
+
+def at_budget(
+    grouped: RunsByCondition, budget: Budget, metric: Metric
+) -> tuple[RunsByCondition, Metric]:
+    """The same runs at the budget, and the metric with the rule in its words."""
+    what = metric.description.removesuffix(" at the last evaluation")
+    metric = replace(metric, description=f"{what} {budget.rule(metric)}")
+    conditions: dict[str, dict[int, StoredRun]] = {
+        label: {seed: RunAtBudget(run.path, run.planned, budget) for seed, run in runs.items()}
+        for label, runs in grouped.conditions.items()
+    }
+    return replace(grouped, conditions=conditions), metric

@@ -1,0 +1,159 @@
+"""The teacher of `[algorithm] reference`: log-probs of a step's sampled tokens by the frozen base,
+by another adapter, or by the policy itself with the answer in its prompt. No second model is held.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from retrain.advantages.step import Float64Array, flatten
+from retrain.backends.base import Backend
+from retrain.data.chat import encode_texts
+from retrain.errors import ConfigurationError, RunFailed
+from retrain.model.text import TextModel
+from retrain.system import read_object
+from retrain.types import Example, Group, Prompt, Row
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
+    from retrain.config.schema import Algorithm
+
+TEACHERS = ("base", "gold")
+"""`[algorithm] reference` apart from the folder of an adapter."""
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """Scores the tokens of judged groups when a stage of credit assignment reads them."""
+
+    algorithm: "Algorithm"
+    text: TextModel
+    backend: Backend
+
+    @classmethod
+    def of(cls, config: "TrainConfig", text: TextModel, backend: Backend) -> "Teacher | None":
+        """Return the teacher of a run; None if none is named."""
+        if config.algorithm.reference:
+            return cls(config.algorithm, text, backend)
+        return None
+
+    def logprobs(self, groups: Sequence[Group]) -> Float64Array:
+        """[n] log-probs of the groups' action tokens, in order. Raises RunFailed for a prompt that
+        cannot be given the answer.
+        """
+        rows = [row for number, group in enumerate(groups) for row in self._rows(group, number)]
+        self.backend.engine.sleep()  # sampling has ended; its memory is the learner's
+        return flatten(self.backend.reference_logprobs(rows))
+
+    def _rows(self, group: Group, number: int) -> Iterator[Row]:
+        for one in group.trajectories:
+            nothing = np.zeros(one.num_actions, np.float32)
+            for row in Row.of(group.prompt, one, nothing, number):
+                if self.algorithm.reference == "gold" and row.num_actions:
+                    yield self._with_answer(row, group.prompt)
+                else:
+                    yield row
+
+    def _with_answer(self, row: Row, prompt: Prompt) -> Row:
+        """Put the answer into the row's prompt: all tokens before its first action. The sampled
+        tokens stay what they are.
+        """
+        start = row.spans[0][0]
+        given = self.text.decode(row.token_ids[:start])
+        if np.array_equal(row.token_ids[:start], prompt.token_ids):
+            given = prompt.text
+        question = _question(prompt)
+        before, found, after = given.rpartition(question)
+        if not found:
+            raise RunFailed(
+                f'[algorithm] reference = "gold": the question of {prompt.prompt_id} does not stand'
+                " in its prompt word for word, so the answer cannot be put beside it; use another"
+                " teacher, or another [data] prompt_template."
+            )
+        hint = _filled(self.algorithm.reference_prompt, question, prompt.example.reference)
+        told = encode_texts(self.text.tokenizer, [f"{before}{hint}{after}"])[0]
+        ids = np.concatenate([told, row.token_ids[start:]])
+        if len(ids) > self.text.context:
+            raise RunFailed(
+                f'[algorithm] reference = "gold": the prompt of {prompt.prompt_id} with the answer,'
+                f" and a completion, have {len(ids):,} tokens, and the model's context has"
+                f" {self.text.context:,}; lower [training] max_tokens, or shorten reference_prompt."
+            )
+        moved = len(told) - start
+        spans = tuple((first + moved, stop + moved) for first, stop in row.spans)
+        return replace(row, token_ids=ids, spans=spans)
+
+
+def _question(prompt: Prompt) -> str:
+    """The last user message, as the chat template writes it."""
+    said = [message["content"] for message in prompt.messages if message["role"] == "user"]
+    if said:
+        return said[-1].strip()
+    return prompt.text
+
+
+def _filled(template: str, question: str, answer: str) -> str:
+    """Fill the places by plain replacement; what is put into one is not looked at for the other."""
+    parts = template.split("{prompt}")
+    return question.join(part.replace("{answer}", answer) for part in parts)
+
+
+def check_teacher(config: "TrainConfig") -> None:
+    """Raise ConfigurationError for an adapter that cannot teach this run, as far as its settings
+    tell; its weights are looked at when the model is loaded.
+    """
+    reference = config.algorithm.reference
+    if not reference or reference in TEACHERS:
+        return
+    where, folder = f'[algorithm] reference = "{reference}"', Path(reference)
+    if not (folder / "adapter_config.json").is_file():
+        raise ConfigurationError(
+            f'{where}: no adapter_config.json there; use "base", "gold" or a PEFT adapter folder,'
+            " such as logs/lab/checkpoints/final."
+        )
+    try:
+        settings = read_object(folder / "adapter_config.json")
+    except RunFailed as error:
+        raise ConfigurationError(f"{where}: {error}") from error
+    rank = config.model.lora_rank
+    wanted = {
+        "base_model_name_or_path": ("[model] model", config.model.model),
+        "r": ("[model] lora_rank", rank),
+        "lora_alpha": ("[lora] alpha", config.lora.alpha or 2 * rank),
+        "use_rslora": ("[lora] use_rslora", config.lora.use_rslora),
+    }
+    for name, (key, own) in wanted.items():
+        if settings.get(name, False) != own:
+            raise ConfigurationError(
+                f"{where} has {name} = {settings.get(name)}, and {key} gives {own}: the teacher is"
+                " held in this run's adapter, so it must be of the same model, rank and scale; name"
+                " another folder, or make the key the same."
+            )
+
+
+def check_answers(config: "TrainConfig", examples: Sequence[Example]) -> None:
+    """Raise ConfigurationError where a teacher needs the answer of a problem that has none."""
+    if config.algorithm.reference != "gold":
+        return
+    for example in examples:
+        if not example.reference:
+            raise ConfigurationError(
+                f'[algorithm] reference = "gold" needs the answer of every problem, and'
+                f" {example.example_id} has none; use another teacher, or problems with answers."
+            )
+
+
+def teacher_note(config: "TrainConfig") -> str:
+    """Say at the start what a teacher costs; "" without one."""
+    reference = config.algorithm.reference
+    if not reference:
+        return ""
+    who = {"base": "the frozen base model", "gold": "the policy with the answer in its prompt"}
+    return (
+        f'[algorithm] reference = "{reference}":'
+        f" {who.get(reference, 'the adapter of that folder')} scores a step's tokens where a stage"
+        " reads them, in one more forward pass; no second model is held."
+    )

@@ -1,0 +1,141 @@
+"""compare --at: runs where they had used up an equal number of tokens or updates."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from campaigns import problems, write_run
+
+from retrain.analysis.budget import Budget
+from retrain.cli.main import main
+from retrain.errors import ConfigurationError
+
+STEPS, ASKED = 4, 100
+EVERY = (0, 2, 4)
+"""Steps of the evaluations."""
+
+
+def run_of(
+    folder: Path, seed: int, arm: str, step_tokens: int, right: tuple[int, ...], **fields: Any
+) -> Path:
+    """A run of four steps of so many tokens each, with right answers of 100 at each evaluation."""
+    write_run(
+        folder, seed, [0.1, 0.2, 0.3, 0.4], algorithm={"advantage_mode": arm}, training=MINIBATCHES
+    )
+    metrics = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rate = {"tokens_per_s": step_tokens / 0.37, "step_time_s": 0.37, "num_datums": 8}
+    metrics.write_text("".join(json.dumps(line | rate | fields) + "\n" for line in lines))
+    answers = [
+        json.dumps(record.to_json() | {"step": step})
+        for step, count in zip(EVERY, right, strict=True)
+        for record in problems([1] * count + [0] * (ASKED - count))
+    ]
+    (folder / "evaluation.jsonl").write_text("\n".join(answers) + "\n")
+    return folder
+
+
+MINIBATCHES = {"minibatches": 4, "updates_per_batch": 2}
+
+
+@pytest.fixture
+def arms(tmp_path: Path) -> list[str]:
+    """Eight seeds of two arms: the candidate is 8 points better after as many steps, and takes
+    twice the tokens.
+    """
+    candidates, baselines = [], []
+    for seed in range(1, 9):
+        extra = seed % 3
+        candidates.append(
+            run_of(tmp_path / f"c{seed}", seed, "maxrl", 200, (30, 48 + extra, 58 + extra))
+        )
+        baselines.append(run_of(tmp_path / f"b{seed}", seed, "grpo", 100, (30, 40, 50 + extra)))
+    return [*map(str, candidates), "--baseline", *map(str, baselines)]
+
+
+def compared(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["compare", *arguments, "--json"]) == 0, capsys.readouterr().err
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def means(comparison: dict[str, Any]) -> list[float]:
+    return [round(100 * arm["mean"], 6) for arm in comparison["arms"]]
+
+
+def test_a_rate_is_on_the_line_between_two_evaluations(
+    arms: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """300 tokens: the baseline is between its second evaluation (200) and its third (400), the
+    candidate between its first (0) and its second (400).
+    """
+    extra = sum(seed % 3 for seed in range(1, 9)) / 8
+    found = compared(capsys, *arms, "--at", "tokens=300")
+    baseline, candidate = (40 + 50 + extra) / 2, 30 / 4 + 3 / 4 * (48 + extra)
+    assert means(found) == pytest.approx([baseline, candidate], abs=1e-4)
+    assert found["at"] == {"tokens": 300}
+    assert "at 300 prompt and completion tokens" in found["metric_description"]
+    assert "at" not in compared(capsys, *arms)
+
+
+def test_an_evaluation_at_the_budget_is_taken_as_it_is(
+    arms: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """8 updates a step, so 16 are two steps of both arms."""
+    extra = sum(seed % 3 for seed in range(1, 9)) / 8
+    assert means(compared(capsys, *arms, "--at", "updates=16")) == pytest.approx([40, 48 + extra])
+
+
+def test_a_training_metric_ends_at_the_last_step_within_the_budget(
+    arms: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = compared(capsys, *arms, "--at", "tokens=400", "--metric", "correct_rate")
+    assert means(found) == pytest.approx([25, 15])  # four steps of 100 tokens, two of 200
+    found = compared(capsys, *arms, "--at", "tokens=250", "--metric", "auc")
+    assert means(found) == pytest.approx([15, 10])
+
+
+@pytest.mark.parametrize(
+    ("change", "at", "sentence"),
+    [
+        ({}, "tokens=500", "c1 has 400 tokens, short of --at tokens=500"),
+        ({"tokens_per_s": None}, "tokens=100", "step 0, does not tell its tokens"),
+        ({"num_datums": None}, "updates=8", "step 0, does not tell its updates"),
+    ],
+)
+def test_a_run_that_does_not_reach_the_budget_is_refused(
+    change: dict[str, Any],
+    at: str,
+    sentence: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    one = run_of(tmp_path / "c1", 1, "maxrl", 100, (30, 40, 50), **change)
+    other = run_of(tmp_path / "b1", 1, "grpo", 200, (30, 40, 50))
+    assert main(["compare", str(one), "--baseline", str(other), "--at", at]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert sentence in error
+
+
+def test_a_run_without_an_evaluation_before_the_budget_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [run_of(tmp_path / arm, 1, arm, 100, (30, 40, 50)) for arm in ("maxrl", "grpo")]
+    for folder in folders:
+        file = folder / "evaluation.jsonl"
+        later = [line for line in file.read_text().splitlines() if '"step": 0' not in line]
+        file.write_text("\n".join(later) + "\n")
+    first, second = map(str, folders)
+    assert main(["compare", first, "--baseline", second, "--at", "tokens=50"]) == 2
+    assert "[evaluation] at_start = true" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["tokens", "steps=3", "tokens=0", "tokens=-1", "tokens=x"])
+def test_what_is_no_budget_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="is no budget"):
+        Budget.parse(text)
+
+
+def test_a_budget_may_be_written_with_underscores_and_powers() -> None:
+    assert Budget.parse("tokens=2_000_000") == Budget.parse("tokens=2e6")

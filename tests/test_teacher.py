@@ -1,0 +1,439 @@
+"""Teachers of `[algorithm] reference`: their log-probs against an independent forward in float64,
+what distilling climbs, and what is refused.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from retrain.advantages.pipeline import CreditPipeline
+from retrain.advantages.step import Segments, StepTokens
+from retrain.backends.local.backend import LocalBackend
+from retrain.config import TrainConfig, config_from_mapping, replaced
+from retrain.errors import ConfigurationError, RunFailed
+from retrain.records.evaluation import Evaluation
+from retrain.run import teacher as teachers
+from retrain.run.dialogues import Watcher
+from retrain.run.parts import Parts, load_parts, training_plan
+from retrain.run.rollout import Rollout
+from retrain.types import Example, Group, Row
+from tests.runs import lines, small, small_run, timeless
+
+GUESSING: dict[str, Any] = {
+    "environment": {
+        "provider": "retrain.environments.lab.NumberGuessing",
+        "args": {"largest": 10, "turns": 3},
+    },
+    "training": {"max_tokens": 72},
+}
+LAB_KEYS = {"model": {"model": "lab", "lora_rank": 4}, "backend": {"devices": "cpu"}}
+
+
+def distilling(folder: Path, reference: str = "base", **sections: dict[str, Any]) -> TrainConfig:
+    modes = {"algorithm_mode": "distill", "reference": reference}
+    return small(folder, **{**sections, "algorithm": {**modes, **sections.get("algorithm", {})}})
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an adapter that differs from the base at every layer."""
+    folder = tmp_path_factory.mktemp("teacher")
+    backend = LocalBackend(small(folder / "run"))
+    with backend.trial_adapter(7) as trial:
+        trial.set(0.3)
+        backend.save_adapter(folder / "adapter")
+    backend.close()
+    return folder / "adapter"
+
+
+def quiet(_: str) -> None:
+    """Say nothing."""
+
+
+def drawn(parts: Parts, config: TrainConfig) -> Rollout:
+    """The first step of a run, sampled."""
+    engine = parts.backend.engine
+    engine.sync(parts.backend.save_adapter, 0)
+    prompts = parts.prompts.batch(0, config.training.batch_size, config.training.seed)
+    watcher = Watcher(lambda: None, lambda _: None)
+    return parts.sampler.draw(prompts, 0, training_plan(config.training), watcher)
+
+
+def in_float64(backend: LocalBackend, rows: Sequence[Row], temperature: float) -> list[float]:
+    """Log-probs of the rows' actions by the adapted model as it stands, one row at a time."""
+    model: Any = backend._adapter.peft_model.double()
+    found: list[float] = []
+    for row in rows:
+        ids = torch.from_numpy(row.token_ids.astype(np.int64))[None]
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits[0] / temperature
+        distribution = torch.log_softmax(logits, -1)
+        found += [
+            float(distribution[place - 1, int(row.token_ids[place])])
+            for place in row.action_positions()
+        ]
+    return found
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "micro-batches": {"training": {"micro_batch_tokens": 64}},
+    "truncated": {"training": {"top_p": 0.9, "temperature": 1.3}},
+    "turns": GUESSING,
+}
+
+
+@pytest.mark.parametrize("reference", ["base", "gold", "adapter"])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_log_probs_are_those_of_an_independent_forward(
+    reference: str, settings: str, trained: Path, tmp_path: Path
+) -> None:
+    named = str(trained) if reference == "adapter" else reference
+    config = distilling(tmp_path, named, **SETTINGS[settings])
+    parts = load_parts(config, None, quiet)
+    backend = parts.backend
+    assert isinstance(backend, LocalBackend) and parts.teacher
+    with backend.trial_adapter(11) as trial:  # the policy is no longer the base
+        trial.set(0.2)
+        groups = drawn(parts, config).usable_groups
+        ours = parts.teacher.logprobs(groups)
+        if reference == "gold":  # the policy itself
+            rows = [
+                row
+                for number, group in enumerate(groups)
+                for row in parts.teacher._rows(group, number)
+            ]
+            theirs = in_float64(backend, rows, config.training.temperature)
+    if reference != "gold":
+        rows = [row for group in groups for row in rows_of(group)]
+        if reference == "adapter":
+            backend._adapter.load(trained)
+        theirs = in_float64(backend, rows, config.training.temperature)
+    parts.close()
+    assert len(ours) == sum(one.num_actions for group in groups for one in group.trajectories) > 50
+    assert np.abs(ours - theirs).max() < 2e-4
+
+
+def rows_of(group: Group) -> list[Row]:
+    return [
+        row
+        for one in group.trajectories
+        for row in Row.of(group.prompt, one, np.zeros(one.num_actions, np.float32), 0)
+    ]
+
+
+@pytest.mark.parametrize("settings", ["plain", "turns"])
+def test_the_answer_stands_in_the_prompt_and_the_sampled_tokens_stay(
+    settings: str, tmp_path: Path
+) -> None:
+    hint = {"reference_prompt": "{prompt} [{answer}] {prompt}"}
+    config = distilling(tmp_path, "gold", **{**SETTINGS[settings], "algorithm": hint})
+    parts = load_parts(config, None, quiet)
+    assert parts.teacher
+    for group in drawn(parts, config).usable_groups:
+        given, told = rows_of(group), list(parts.teacher._rows(group, 0))
+        question = group.prompt.messages[-1]["content"]
+        for before, after in zip(given, told, strict=True):
+            own, new = before.spans[0][0], after.spans[0][0]
+            assert (before.token_ids[own:] == after.token_ids[new:]).all()
+            assert [stop - start for start, stop in before.spans] == [
+                stop - start for start, stop in after.spans
+            ]
+            text = parts.text.decode(after.token_ids[:new])
+            wanted = f"{question} [{group.prompt.example.reference}] {question}"
+            assert text == parts.text.decode(before.token_ids[:own]).replace(question, wanted)
+    parts.close()
+
+
+def test_a_teacher_leaves_the_policy_as_it_was(trained: Path, tmp_path: Path) -> None:
+    config = distilling(tmp_path, str(trained))
+    parts = load_parts(config, None, quiet)
+    groups = drawn(parts, config).usable_groups
+    parts.backend.save_adapter(tmp_path / "before")
+    assert parts.teacher
+    parts.teacher.logprobs(groups)
+    parts.backend.save_adapter(tmp_path / "after")
+    parts.close()
+    first, second = (
+        (tmp_path / when / "adapter_model.safetensors").read_bytes() for when in ("before", "after")
+    )
+    assert first == second
+
+
+# -- distilling ------------------------------------------------------------------------------------
+
+
+def step_of(policy: torch.Tensor, tokens: Sequence[int], teacher: torch.Tensor) -> StepTokens:
+    """Completions of one token each, of one group."""
+    place = torch.tensor(tokens)
+    return StepTokens(
+        rewards=[[float(token % 2) for token in tokens]],
+        segments=Segments([1] * len(tokens)),
+        logprobs=policy[place].detach().numpy(),
+        entropies=None,
+        planning=np.zeros(len(tokens), np.bool_),
+        in_loss=np.ones(len(tokens), np.bool_),
+        teacher=teacher[place].numpy,
+    )
+
+
+def credit(**algorithm: Any) -> CreditPipeline:
+    config = config_from_mapping({"algorithm": {"reference": "base", **algorithm}})
+    return CreditPipeline(config, lambda ids: [""] * len(ids))
+
+
+def test_distilling_follows_the_gradient_of_the_reverse_kl_divergence() -> None:
+    """Expected over all tokens of a distribution, A grad log p is -grad KL(policy || teacher)."""
+    torch.manual_seed(0)
+    logits = torch.randn(17, dtype=torch.float64, requires_grad=True)
+    teacher = torch.log_softmax(torch.randn(17, dtype=torch.float64), -1)
+    policy = torch.log_softmax(logits, -1)
+    tokens = range(17)
+    found = credit(algorithm_mode="distill").compute(step_of(policy, tokens, teacher), 0, 0.0).final
+    chance = policy.exp().detach()
+    (ours,) = torch.autograd.grad(
+        (chance * torch.from_numpy(found) * policy).sum(), logits, retain_graph=True
+    )
+    divergence = (policy.exp() * (policy - teacher)).sum()
+    (theirs,) = torch.autograd.grad(-divergence, logits)
+    assert torch.allclose(ours, theirs, atol=1e-14)
+
+
+def test_the_log_ratio_is_added_to_an_advantage_with_its_weight() -> None:
+    policy, teacher = (torch.log_softmax(torch.arange(6.0) * slope, -1) for slope in (0.1, -0.3))
+    step = step_of(policy, range(6), teacher)
+    pure = credit(algorithm_mode="distill").compute(step, 0, 0.0)
+    both = credit(advantage_mode="grpo", transform_mode="distill", reference_coef=0.25)
+    assigned = both.compute(step, 0, 0.0)
+    assert pure.final == pytest.approx((teacher - policy).numpy())
+    assert assigned.final == pytest.approx(assigned.stages["episode"] + 0.25 * pure.final)
+    assert pure.informative.all()
+
+
+def test_the_trained_gradient_is_that_of_the_reverse_kl_estimate(
+    trained: Path, tmp_path: Path
+) -> None:
+    """One step of a run against autograd through float64 logits: the mean over tokens of
+    (log p_teacher - log p) grad log p.
+    """
+    config = distilling(tmp_path, str(trained), training={"lr": 0.0, "batch_size": 1})
+    parts = load_parts(config, None, quiet)
+    backend = parts.backend
+    assert isinstance(backend, LocalBackend) and parts.teacher
+    groups = drawn(parts, config).usable_groups
+    rows = parts.credit.assign(groups, 0, 0.0, parts.teacher.logprobs).rows()
+    backend.train(rows, 0)
+    ours = torch.cat([gradient.flatten() for gradient in backend._learner.optimizer.gradients()])
+    own = {name: value.detach().clone() for name, value in backend._adapter.parameters.items()}
+    backend._adapter.load(trained)
+    teacher = torch.tensor(in_float64(backend, rows, 1.0), dtype=torch.float64)
+    backend._adapter._set(own)
+    backend._learner.optimizer.zero_gradients()
+    model: Any = backend._adapter.peft_model
+    logprobs = []
+    for row in rows:
+        ids = torch.from_numpy(row.token_ids.astype(np.int64))[None]
+        distribution = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0], -1)
+        logprobs += [
+            distribution[place - 1, int(row.token_ids[place])] for place in row.action_positions()
+        ]
+    policy = torch.stack(logprobs)
+    loss = -((teacher - policy.detach()) * policy).mean()
+    theirs = torch.cat(
+        [
+            part.flatten()
+            for part in torch.autograd.grad(loss, list(backend._adapter.parameters.values()))
+        ]
+    )
+    parts.close()
+    assert float((ours - theirs).norm() / theirs.norm()) < 1e-4
+
+
+# -- a run -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", ["plain", "turns"])
+def test_a_distilling_run_resumes_byte_for_byte(settings: str, tmp_path: Path) -> None:
+    sections = SETTINGS[settings]
+    straight = small_run(distilling(tmp_path / "straight", "gold", **sections), quiet=True)
+    cut = distilling(tmp_path / "cut", "gold", **sections)
+    small_run(replaced(cut, {"training.max_steps": 2}), quiet=True)
+    small_run(replaced(cut, {"resume.from": str(tmp_path / "cut")}), quiet=True)
+    assert timeless(straight.folder / "metrics.jsonl") == timeless(tmp_path / "cut/metrics.jsonl")
+    for folder in (straight.folder, tmp_path / "cut"):
+        assert all(line["informative_fraction"] == 1 for line in lines(folder / "metrics.jsonl"))
+    weights = "checkpoints/final/adapter_model.safetensors"
+    assert (straight.folder / weights).read_bytes() == (tmp_path / "cut" / weights).read_bytes()
+
+
+READERS = """
+def reads(ctx):
+    for own, theirs in zip(ctx.token_ids, ctx.reference_logprobs):
+        assert len(own) == len(theirs) and max(theirs) <= 0
+    return [0.0] * len(ctx.rewards)
+
+def blind(ctx):
+    return [0.0] * len(ctx.rewards)
+
+def transform(ctx):
+    from retrain.advantages import TransformOutput
+    gaps = [[t - p for t, p in zip(*row)] for row in zip(ctx.reference_logprobs, ctx.logprobs)]
+    return TransformOutput(gaps)
+
+def algorithm(ctx):
+    from retrain.advantages import AlgorithmOutput
+    assert [group.reference_logprobs for group in ctx.groups] == ctx.reference_logprobs
+    return AlgorithmOutput([
+        [[t - p for t, p in zip(*row)] for row in zip(*group)]
+        for group in zip(ctx.reference_logprobs, ctx.logprobs)
+    ])
+"""
+
+
+@pytest.fixture
+def readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "readers.py").write_text(READERS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield
+    sys.modules.pop("readers", None)
+
+
+@pytest.mark.usefixtures("readers")
+@pytest.mark.parametrize(
+    ("modes", "calls"),
+    [
+        ({"advantage_mode": "readers.blind"}, 0),
+        ({"advantage_mode": "readers.reads"}, 1),
+        ({"advantage_mode": "none", "transform_mode": "readers.transform"}, 1),
+        ({"algorithm_mode": "readers.algorithm"}, 1),
+    ],
+    ids=str,
+)
+def test_a_step_is_scored_once_and_only_where_a_stage_reads_it(
+    modes: dict[str, str], calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = 0
+    real = LocalBackend.reference_logprobs
+
+    def counted(self: LocalBackend, rows: Sequence[Row]) -> Any:
+        nonlocal count
+        count += 1
+        return real(self, rows)
+
+    monkeypatch.setattr(LocalBackend, "reference_logprobs", counted)
+    algorithm = {"reference": "gold", **modes}
+    sections = {"training": {"max_steps": 2}, "algorithm": algorithm}
+    one = small_run(small(tmp_path / "run", **sections), quiet=True)
+    assert count == 2 * calls
+    if modes.get("transform_mode") or modes.get("algorithm_mode"):
+        built_in = distilling(tmp_path / "built_in", "gold", training={"max_steps": 2})
+        other = small_run(built_in, quiet=True)
+        weights = "checkpoints/final/adapter_model.safetensors"
+        assert (one.folder / weights).read_bytes() == (other.folder / weights).read_bytes()
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("readers")
+@pytest.mark.parametrize(
+    "modes",
+    [
+        {"advantage_mode": "readers.reads"},
+        {"transform_mode": "readers.transform"},
+        {"algorithm_mode": "readers.algorithm"},
+    ],
+    ids=str,
+)
+def test_a_plugin_that_reads_a_teacher_where_there_is_none_is_named(
+    modes: dict[str, str], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=r"readers.*there is no teacher: set .* reference"):
+        small_run(small(tmp_path / "run", algorithm=modes), quiet=True)
+
+
+def settings_of(folder: Path, trained: Path, **changes: Any) -> Path:
+    """A copy of the teacher whose settings differ."""
+    import json
+    import shutil
+
+    shutil.copytree(trained, folder)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"base_model_name_or_path": "Qwen/Qwen3-4B"},
+            "= Qwen/Qwen3-4B, and .model. model gives lab",
+        ),
+        ({"r": 8}, "has r = 8, and .model. lora_rank gives 4"),
+        ({"lora_alpha": 32}, "has lora_alpha = 32, and .lora. alpha gives 8"),
+    ],
+)
+def test_an_adapter_that_cannot_teach_is_refused_before_the_model_is_loaded(
+    changes: dict[str, Any], sentence: str, trained: Path, tmp_path: Path
+) -> None:
+    folder = settings_of(tmp_path / "other", trained, **changes)
+    with pytest.raises(ConfigurationError, match=sentence):
+        teachers.check_teacher(distilling(tmp_path, str(folder)))
+
+
+def test_the_weights_of_another_shape_are_refused_too(trained: Path, tmp_path: Path) -> None:
+    folder = settings_of(tmp_path / "other", trained, r=2, lora_alpha=4)
+    config = distilling(tmp_path / "run", str(folder), model={"lora_rank": 2})
+    with pytest.raises(ConfigurationError, match=r"\[algorithm\] reference = .* does not fit"):
+        small_run(config, quiet=True)
+
+
+def test_a_problem_without_an_answer_has_no_gold_teacher(tmp_path: Path) -> None:
+    examples = [Example("1+1=?", "2", example_id="one"), Example("1+2=?", "", example_id="two")]
+    check = teachers.check_answers
+    with pytest.raises(ConfigurationError, match="answer of every problem, and two has none"):
+        check(distilling(tmp_path, "gold"), examples)
+    check(distilling(tmp_path, "base"), examples)
+
+
+def test_a_prompt_that_grows_past_the_context_is_a_sentence(tmp_path: Path) -> None:
+    config = distilling(
+        tmp_path, "gold", algorithm={"reference_prompt": "{prompt} {answer}" + 9999 * "1 "}
+    )
+    parts = load_parts(config, None, quiet)
+    groups = drawn(parts, config).usable_groups
+    assert parts.teacher
+    with pytest.raises(
+        RunFailed, match=r"lower .training. max_tokens, or shorten reference_prompt"
+    ):
+        parts.teacher.logprobs(groups)
+    parts.close()
+
+
+@pytest.mark.slow
+def test_distilling_from_a_trained_adapter_raises_the_held_out_accuracy(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {
+        "model": {"lora_rank": 16},
+        "reward": {"type": "match"},
+        "training": {
+            "max_steps": 20, "batch_size": 16, "max_tokens": 128, "max_examples": 0,
+            "lr": 2e-3, "save_every": 0,
+        },
+        "loss": {"max_grad_norm": 1.0},
+        "evaluation": {"at_start": True, "at_end": True, "max_examples": 256},
+    }  # fmt: skip
+    taught = small_run(small(tmp_path / "teacher", **sections), quiet=True)
+    student = small_run(
+        distilling(tmp_path / "student", str(taught.adapter), **sections), quiet=True
+    )
+    before, after = student.summary.before, student.summary.after
+    assert isinstance(before, Evaluation) and isinstance(after, Evaluation)
+    assert after.pass_at[1] > before.pass_at[1] + 0.1
