@@ -13,8 +13,22 @@ from retrain.config.recipes import METHOD
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "retrain" / "assets" / "papers"
-_TITLE = re.compile(r"(?P<name>.+) \(arXiv (?P<arxiv>\d{4}\.\d{5})\)\n(?P<title>.+)\n")
+_TITLE = re.compile(
+    r"(?P<name>.+) \(arXiv (?P<arxiv>\d{4}\.\d{5})\)\n(?P<title>.+)\n(Changes: (?P<changes>.+)\n)?"
+)
 _PART = re.compile(r"^(Formula|Not reproduced|At the paper's scale|Source):\n", re.MULTILINE)
+
+GROUPS = {
+    "advantage": "Advantage: what a completion is worth beside the others of its prompt",
+    "credit": "Credit: how that is spread over its tokens",
+    "loss": "Loss: ratio, clip and weight of a token or a completion",
+    "correction": "Correction: samplers that are not the policy that learns",
+    "aggregation": "Aggregation: what is divided by what",
+    "prompts": "Prompts: which are drawn",
+    "rewards": "Rewards: what is right, and how several become one",
+    "distillation": "Distillation: a teacher's log-probs",
+}
+"""What a paper changes -> the heading of its group."""
 
 INTRODUCTION = """\
 # Papers
@@ -44,6 +58,10 @@ token, and Aᵢ the advantage. J is maximised. What holds for all of them:
   Papers without a filter count it, which makes their steps smaller by the fraction of such prompts.
   `constant` counts it too.
 - The learning rate, the clip of the gradient's norm and the number of steps are the lab's.
+
+No two files have the same gradient on that batch, to 1e-6. On policy, where every ratio is 1, many
+losses are one: `gspo`, `gmpo`, `sapo` and `ppo` with the same advantage and mean
+(the clip has nothing to do there).
 
 A paper that is not here is often one function away:
 [from a paper to a run](#a-loss-of-ones-own-from-a-paper-to-a-run).
@@ -89,6 +107,8 @@ class Paper:
     name: str
     arxiv: str
     title: str
+    changes: str
+    """What it changes, as names of GROUPS with commas between; the first is its group."""
     formula: str
     missing: str
     """A Markdown list of what is not reproduced."""
@@ -117,11 +137,21 @@ def papers_document() -> str:
             INTRODUCTION,
             *_table(found),
             "",
-            *(line for paper in found for line in _section(paper)),
+            *_groups(found),
             FROM_A_PAPER.rstrip(),
             "",
         ]
     )
+
+
+def _groups(found: list[Paper]) -> Iterator[str]:
+    """The sections of the papers, under the heading of what each changes first."""
+    for group, heading in GROUPS.items():
+        members = [paper for paper in found if paper.changes.split(", ")[0] == group]
+        if members:
+            yield from (f"## {heading}", "")
+        for paper in members:
+            yield from _section(paper)
 
 
 def _paper(path: Path) -> Paper:
@@ -139,7 +169,7 @@ def _paper(path: Path) -> Paper:
     plugin = path.with_suffix(".py")
     return Paper(
         stem=path.stem,
-        **title.groupdict(),
+        **{name: text or "loss" for name, text in title.groupdict().items()},
         formula=parts["Formula"],
         missing=parts["Not reproduced"],
         scale=parts.get("At the paper's scale", ""),
@@ -151,39 +181,40 @@ def _paper(path: Path) -> Paper:
 
 
 def _settings(text: str) -> Iterator[str]:
-    """Yield [algorithm], [loss] and their tables, [reward] where it is the method's, and of
-    [training] the keys in METHOD, as the file has them.
+    """Yield [algorithm], [loss] and their tables, a sampler of [data], [reward] where it is the
+    method's, and of [training] the keys in METHOD, as the file has them.
     """
     for table in re.findall(r"^\[.+?(?=^\[|\Z)", text, re.MULTILINE | re.DOTALL):
         header, *lines = table.splitlines()
         section = header.strip("[]").partition(".")[0]
-        keys = [line for line in lines if line and not line.startswith("max_grad_norm")]
+        keys = [line for line in lines if line and not line.startswith(("max_grad_norm", "source"))]
         if section == "training":
             keys = [line for line in keys if line.startswith(METHOD)]
         if keys == ['type = "match"']:
             continue
-        if keys and section in ("reward", "algorithm", "training", "loss"):
+        if keys and section in ("data", "reward", "algorithm", "training", "loss"):
             yield "\n".join([header, *keys])
 
 
 def _table(found: list[Paper]) -> Iterator[str]:
-    yield "| paper | advantage | `[loss] mode` | `aggregation` | file |"
-    yield "|---|---|---|---|---|"
-    for paper in found:
+    yield "| paper | changes | advantage | `[loss] mode` | `aggregation` | file |"
+    yield "|---|---|---|---|---|---|"
+    places = {group: place for place, group in enumerate(GROUPS)}
+    for paper in sorted(found, key=lambda paper: places[paper.changes.split(", ")[0]]):
         algorithm, loss = paper.config.algorithm, paper.config.loss
         recipe = recipe_of(algorithm)
         advantage = recipe.advantage if recipe else algorithm.algorithm_mode
         anchor = re.sub(r"[^\w -]", "", paper.name).lower().replace(" ", "-")
         cells = f"`{advantage}` | `{loss.mode}` | `{loss.aggregation}`"
         yield (
-            f"| [{paper.name}](#{anchor}) | {cells} |"
+            f"| [{paper.name}](#{anchor}) | {paper.changes} | {cells} |"
             f" [{paper.stem}.toml](../retrain/assets/papers/{paper.stem}.toml) |"
         )
 
 
 def _section(paper: Paper) -> Iterator[str]:
     yield from (
-        f"## {paper.name}",
+        f"### {paper.name}",
         "",
         f"{paper.title}, [arXiv {paper.arxiv}](https://arxiv.org/abs/{paper.arxiv}).",
         "",

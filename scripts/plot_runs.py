@@ -82,7 +82,10 @@ def draw(runs: list[Path], output: Path, title: str = "", metric: str = "") -> N
                 linestyle="--",
                 label=f"{label}, {metric}",
             )
-    axes.set(xlabel="step", ylabel="correct", ylim=(0, 1), title=title or None)
+    aside = ""
+    if len(runs) > 1:
+        aside = f"; points of the runs are {_SHIFT:g} steps apart, so that they do not overlap"
+    axes.set(xlabel=f"step{aside}", ylabel="right completions", ylim=(0, 1), title=title or None)
     axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

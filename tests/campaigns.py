@@ -73,6 +73,7 @@ def write_run(
     files = RunFolder(folder)
     files.create()
     files.metrics.unlink(missing_ok=True)
+    files.evaluation.unlink(missing_ok=True)
     files.config.write_text(dump_toml(config), encoding="utf-8")
     files.environment.write_text(
         json.dumps({"data_sha256": "the lab's"} | (environment or {})), encoding="utf-8"

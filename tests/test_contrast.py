@@ -2,9 +2,9 @@
 user sees.
 """
 
+import dataclasses
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,15 +12,18 @@ import numpy as np
 import pytest
 import torch
 
+from retrain.advantages.transforms import sure_sentence, top_share
 from retrain.analysis.runs import StoredRun
 from retrain.backends.local.backend import LocalBackend
 from retrain.cli.main import main
-from retrain.config import config_from_mapping
+from retrain.config import TrainConfig, config_from_mapping, replaced
 from retrain.contrast import batch as batches
 from retrain.contrast.batch import Arm, Batch, load_base, opened, read_arms, take_batch
 from retrain.contrast.gradients import Contrast, contrast, halves
-from retrain.contrast.text import sentences, sure_sentence
+from retrain.contrast.text import sentences
 from retrain.errors import ConfigurationError
+from retrain.records.token_table import read_tokens
+from retrain.run.notes import notes
 from retrain.run.parts import Parts
 from tests.runs import lines, small, small_run
 
@@ -200,9 +203,9 @@ def test_seeds_grow_as_arms_are_alike_and_noisy(
     seen = measured(loaded, run, tmp_path, arm("grpo"), arm("maxrl"))
 
     def of(cosine: float, agrees: float) -> tuple[int | None, str]:
-        arms = [replace(seen.arms[0], halves=agrees)]
-        arms.append(replace(seen.arms[1], cosine=cosine, halves=agrees))
-        one = replace(seen, arms=arms, steps=30)
+        arms = [dataclasses.replace(seen.arms[0], halves=agrees)]
+        arms.append(dataclasses.replace(seen.arms[1], cosine=cosine, halves=agrees))
+        one = dataclasses.replace(seen, arms=arms, steps=30)
         return one.seeds_for(arms[1]), next(sentences(one))
 
     alike, said = of(0.999, 0.31)
@@ -291,7 +294,30 @@ def test_a_campaigns_file_brings_its_arms_and_its_seeds(tmp_path: Path) -> None:
     assert batches.planned_seeds(config, tmp_path) == 3
 
 
-def test_a_sure_model_is_warned_of() -> None:
-    assert sure_sentence(0.95, 0.6).startswith(
-        "Warning: 95% of the gradient comes from 5% of the tokens"
+def warnings_of(config: TrainConfig) -> list[str]:
+    return [note for note in notes(config) if "of the gradient comes from" in note]
+
+
+def test_a_run_whose_transform_weighs_the_tokens_of_a_sure_model_is_warned(
+    run: StoredRun, tmp_path: Path
+) -> None:
+    """By the tokens that the run has stored, else by what the lab's folder says of it."""
+    new = {"logging.log_dir": str(tmp_path)}
+    (packaged,) = warnings_of(replaced(run.config, new | {"algorithm.transform_mode": "gtpo"}))
+    assert packaged.startswith("92% of the gradient") and "agree by 0.15" in packaged
+    (stored,) = warnings_of(replaced(run.config, {"algorithm.transform_mode": "gtpo"}))
+    table = read_tokens(run.folder.step_tokens(STEP))
+    assert stored.startswith(f"{top_share(table.logprobs):.0%} of the gradient")
+    assert not warnings_of(run.config)
+    assert not warnings_of(
+        replaced(run.config, new | {"algorithm.transform_mode": "gtpo", "model.model": "a/b"})
     )
+
+
+def test_a_sure_model_is_warned_of() -> None:
+    assert sure_sentence(0.95, 0.6).startswith("95% of the gradient comes from 5% of the tokens")
+    assert "agree by 0.60" in sure_sentence(0.95, 0.6) and not sure_sentence(0.4)
+    sure, unsure = np.log(np.full(95, 1.0 - 1e-6)), np.log(np.full(5, 0.5))
+    assert top_share(np.concatenate([sure, unsure])) == pytest.approx(1.0)
+    assert top_share(np.log(np.full(100, 0.5))) == pytest.approx(0.05)
+    assert top_share(np.zeros(10)) == 0

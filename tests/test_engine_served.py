@@ -4,8 +4,10 @@ gate, runs that survive a server.
 
 import json
 import os
+import signal
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -16,12 +18,28 @@ from typing import Any
 import numpy as np
 import pytest
 from runs import lines, small
-from vllm_double import HastyVLLM, SleepyVLLM, VLLMDouble, doubles, first, lab, scripted, slow
+from vllm_double import (
+    HASTY,
+    HastyVLLM,
+    SleepyVLLM,
+    VLLMDouble,
+    doubles,
+    first,
+    lab,
+    scripted,
+    slow,
+)
 
 from retrain import train
 from retrain.cli.main import main
 from retrain.config import dump_toml, replaced
-from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed, ServerFailure
+from retrain.errors import (
+    ConfigurationError,
+    EnvironmentFailure,
+    Interrupted,
+    RunFailed,
+    ServerFailure,
+)
 from retrain.inference_engine.base import BASE_MODEL, NoiseKey, SampleRequest, Truncation
 from retrain.inference_engine.openai import OpenAIEngine
 from retrain.noise import Stream
@@ -1089,3 +1107,23 @@ def test_completions_are_the_requests_own(tmp_path: Path, server: VLLMDouble) ->
         (1, 1),
     ]
     assert all(one.finish_reason in FinishReason and one.entropies is None for one in found)
+
+
+def test_a_signal_is_answered_while_a_lost_server_should_load_an_adapter(
+    tmp_path: Path, server: VLLMDouble
+) -> None:
+    class Patient(HastyVLLM):
+        patience = replace(HASTY, silent_s=60)
+
+    engine = engine_of(served(tmp_path, server.url), Patient)
+    server.kill()
+    started, gone = time.monotonic(), list[str]()
+
+    def stop() -> None:
+        if gone:
+            raise Interrupted("stopped", signal.SIGINT)
+
+    engine.check, engine.say = stop, gone.append
+    with closing(engine), pytest.raises(Interrupted):
+        engine.sync(lab().save_adapter, 0)
+    assert time.monotonic() - started < 30 and "it is tried again" in gone[0]

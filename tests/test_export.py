@@ -5,6 +5,7 @@ transformers alone.
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -233,6 +234,21 @@ def test_the_card_names_no_folder_of_this_machine(run: Path, tmp_path: Path) -> 
     assert main(["export", str(foreign)]) == 0
     card = (tmp_path / "run-adapter/README.md").read_text(encoding="utf-8")
     assert "private" not in card and '`"base"`' in card
+
+
+def test_a_label_that_looks_like_a_secret_is_left_out_of_what_is_trained_again(
+    run: Path, tmp_path: Path
+) -> None:
+    foreign, secret = tmp_path / "run", f"sk-{'a' * 20}"
+    shutil.copytree(run, foreign)
+    config = (foreign / "config.toml").read_text(encoding="utf-8")
+    (foreign / "config.toml").write_text(
+        re.sub(r'^label = ""$', f'label = "{secret}"', config, flags=re.MULTILINE)
+    )
+    assert main(["export", str(foreign)]) == 0
+    written = tmp_path / "run-adapter/retrain.toml"
+    assert load_config(written, [], {}).logging.label == ""
+    assert secret not in written.read_text(encoding="utf-8")
 
 
 def test_a_models_own_code_is_not_run_unless_it_is_trusted(

@@ -107,6 +107,17 @@ reward.type = "evil_plugin.f"
 }
 
 
+@pytest.mark.parametrize("command", ["explain", "xray", "audit"])
+def test_a_runs_folder_that_lost_its_marker_is_still_a_runs(
+    foreign: Path, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (foreign / ".retrain.json").unlink()
+    with_plugin(foreign, 'advantage_mode = "maxrl"', 'advantage_mode = "evil_plugin.f"')
+    assert main([command, str(foreign / "config.toml")]) == 2
+    assert "--trust" in capsys.readouterr().err
+    assert not (tmp_path / "trace").exists()
+
+
 @pytest.mark.parametrize("where", PLUGINS)
 @pytest.mark.parametrize("command", ["explain", "xray", "audit"])
 def test_a_file_in_a_runs_folder_names_code_and_wants_to_be_told(
@@ -178,13 +189,13 @@ def test_against_loads_a_runs_plugin_with_trust_alone(
     """Without it inspect refuses, and the page is written without the other transform."""
     folder, marker = tmp_path / "run", tmp_path / "trace"
     shutil.copytree(honest, folder)
-    (folder / "evil_plugin.py").write_text(
+    (folder / "trusted_plugin.py").write_text(
         f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n"
         "def f(rewards):\n    return [r - sum(rewards) / len(rewards) for r in rewards]\n"
     )
-    with_plugin(folder, 'advantage_mode = "maxrl"', 'advantage_mode = "evil_plugin.f"')
+    with_plugin(folder, 'advantage_mode = "maxrl"', 'advantage_mode = "trusted_plugin.f"')
     assert main(["inspect", str(folder), "--against", "gtpo"]) == 2
-    assert "evil_plugin.f" in (said := capsys.readouterr().err) and "add --trust" in said
+    assert "trusted_plugin.f" in (said := capsys.readouterr().err) and "add --trust" in said
     assert main(["report", str(folder), "--against", "gtpo"]) == 0
     assert "Without gtpo" in (folder / "report.html").read_text() and not marker.exists()
     assert main(["inspect", str(folder), "--against", "gtpo", "--trust"]) == 0

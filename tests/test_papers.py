@@ -78,9 +78,15 @@ SPREADS = (
     (0.1, 0.2, 0.1, 2e-3),
     (0.5, 0.1, 0.0, 2e-3),
 )
-SHIFTS = ((4.5e-4, 0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0), (0, 0, -3.3e-4, 0))
-"""Of a completion's log-ratios: from just outside of gspo's clip of 3e-4 and 4e-4, on both sides,
-to beyond cispo's bound of 4."""
+SHIFTS = (
+    (4.5e-4, 0, 0.05, 0),
+    (0, 0, 0, 2.0e-3),
+    (0, 0, 0, 0),
+    (0, 0, 0, 0),
+    (0, -0.0293, -3.3e-4, 0),
+)
+"""Of a completion's log-ratios: from just outside of gspo's clip of 3e-4 and 4e-4 and luspo's of
+2e-3 and 2.5e-3, on both sides, to beyond cispo's bound of 4."""
 
 
 def answers(*, on_policy: bool = False) -> Answers:
@@ -345,7 +351,63 @@ def maxrl(batch: Answers) -> Tensor:
     return reinforce(batch, advantage)
 
 
+def plain_grpo(batch: Answers) -> Tensor:
+    terms = [clipped(answer.ratios, a, 0.2, 0.2).mean() for answer, a in over(mixed(batch), grpo)]
+    return torch.stack(terms).mean()
+
+
+def luspo(batch: Answers) -> Tensor:
+    terms = []
+    for answer, a in over(batch, lambda prompt: grpo(prompt) if mixed([prompt]) else [0.0] * 4):
+        s = (answer.new - answer.old).mean().exp()
+        terms.append(len(answer.new) * clipped(s, a, 2e-3, 2.5e-3))
+    return torch.stack(terms).mean() / MAX_TOKENS
+
+
+def intellect2(batch: Answers) -> Tensor:
+    terms = []
+    for answer, a in over(mixed(batch), grpo):
+        bounded = answer.ratios.clamp(max=4.0) * a
+        terms.append(torch.minimum(bounded, answer.ratios.clamp(0.8, 1.2) * a).mean())
+    return torch.stack(terms).mean()
+
+
+def scalerl(batch: Answers) -> Tensor:
+    std = float(np.std([value for prompt in batch for value in centred(prompt)]))
+    of_prompts = []
+    for prompt in mixed(batch):
+        terms = [
+            (answer.ratios.clamp(max=5.0).detach() * a / std * answer.new).sum()
+            for answer, a in over([prompt], centred)
+        ]
+        of_prompts.append(torch.stack(terms).sum() / num_tokens([prompt]))
+    return torch.stack(of_prompts).mean()
+
+
+def deepseek_v32(batch: Answers) -> Tensor:
+    terms = []
+    for answer, a in over(mixed(batch), grpo):
+        drift = (answer.old - answer.new).mean().item()
+        kept = 0.0 if a < 0 and drift > 1.0 else 1.0
+        terms.append(kept * clipped(answer.ratios, a, 0.2, 0.2).mean())
+    return torch.stack(terms).mean()
+
+
+def simple_po(batch: Answers) -> Tensor:
+    terms = []
+    for answer, a in over(mixed(batch), grpo):
+        penalty = abs(a) / 0.4 * (answer.ratios - 1) ** 2
+        terms.append((answer.ratios * a - penalty).mean())
+    return torch.stack(terms).mean()
+
+
 OBJECTIVES: dict[str, Objective] = {
+    "grpo": plain_grpo,
+    "luspo": luspo,
+    "intellect2": intellect2,
+    "scalerl": scalerl,
+    "deepseek_v32": deepseek_v32,
+    "simple_po": simple_po,
     "dapo": dapo,
     "dr_grpo": dr_grpo,
     "lite_ppo": lite_ppo,
@@ -492,6 +554,21 @@ def test_every_setting_of_a_file_matters_to_its_gradient(name: str) -> None:
         change for section in ("reward", "algorithm", "loss") for change in changed(section, config)
     ]
     assert changes and not [change for change in changes if not is_noticed(change)]
+
+
+def test_no_two_files_have_one_gradient() -> None:
+    """To 1e-6, on the same batch: such files would be one with two names."""
+    found = {}
+    for name in OBJECTIVES:
+        batch = answers()
+        descend(config_of(name), batch)
+        found[name] = -gradients(batch)
+    alike = [
+        (one, other)
+        for one, other in combinations(found, 2)
+        if distance(found[one], found[other]) < 1e-6
+    ]
+    assert alike == []
 
 
 def changed(section: str, config: TrainConfig) -> Iterator[dict[str, Any]]:

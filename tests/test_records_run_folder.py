@@ -16,6 +16,7 @@ import pytest
 from retrain import train
 from retrain.config import dump_toml
 from retrain.errors import ConfigurationError, Interrupted, RetrainError, RunFailed, StoppedAtOnce
+from retrain.records.run_folder import RunFolder
 from retrain.run.interrupts import Interrupts
 from retrain.run.session import Session
 from tests.commands import Command
@@ -142,6 +143,15 @@ def test_what_is_refused_does_not_empty_the_folder_that_it_would_overwrite(
     assert {
         path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
     } == before
+
+
+def test_a_folder_in_a_newer_format_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    marker = json.loads(folder.marker.read_text())
+    folder.marker.write_text(json.dumps(marker | {"format": 99}))
+    with pytest.raises(RunFailed, match="format 99, and this retrain reads formats up to 1"):
+        folder.claim()
 
 
 def test_nothing_without_our_marker_is_ever_deleted(tmp_path: Path) -> None:

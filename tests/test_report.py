@@ -2,6 +2,7 @@
 model wrote is only text.
 """
 
+import csv
 import json
 import re
 import shutil
@@ -20,7 +21,9 @@ from campaigns import write_campaign, write_manifest, write_run
 from runs import small
 from showcase import HOSTILE, write_showcase
 
+from retrain.analysis.compare import compare_campaign
 from retrain.analysis.runs import find_runs
+from retrain.analysis.verdict import TestSettings
 from retrain.cli.main import main
 from retrain.install import install_hint
 from retrain.records.terminal import visible
@@ -369,7 +372,7 @@ def test_one_evaluation_a_run_is_a_row_for_each_condition_and_comes_first(tmp_pa
     assert (
         first.name == "held-out"
         and "After 2 steps" in first.caption
-        and "one standard deviation" in first.caption
+        and "95% interval" in first.caption
     )
     assert {text.get_text() for text in axes.texts} == {"grpo+none: 63.3%", "maxrl+none: 80.0%"}
     dots = [sorted(line.get_xdata()) for line in axes.lines if line.get_marker() == "o"]
@@ -429,9 +432,54 @@ def test_the_command_writes_page_and_pictures(
     )
 
 
+def test_a_paper_gets_its_figures_its_table_and_a_sentence(
+    campaign: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    paper, page = tmp_path / "paper", str(tmp_path / "page.html")
+    command = ["report", str(campaign), "--output", page, "--figures", str(paper)]
+    assert main([*command, "--format", "svg,pdf"]) == 0
+    names = {path.stem for path in Path(tmp_path).glob("page-*.png")}
+    for form, start in (("svg", b"<?xml"), ("pdf", b"%PDF")):
+        files = {path.stem: path for path in paper.glob(f"*.{form}")}
+        assert {f"page-{name}" for name in files} == names
+        assert all(path.read_bytes().startswith(start) for path in files.values())
+    rows = list(csv.DictReader((paper / "table.csv").open()))
+    comparison = compare_campaign(campaign, TestSettings())
+    assert [row["condition"] for row in rows] == [arm.label for arm in comparison.arms]
+    found = comparison.contrasts[0].conclusion
+    assert found.interval is not None
+    assert [float(rows[1][name]) for name in ("difference", "low", "high")] == [
+        found.mean, *found.interval
+    ]  # fmt: skip
+    assert "| verdict" in (paper / "table.md").read_text()
+    sentence = (paper / "methods.md").read_text().splitlines()[0]
+    assert "paired by seed" in sentence and "LoRA adapters of rank" in sentence
+    again = tmp_path / "again"
+    assert main([*command[:-1], str(again), "--format", "svg,pdf"]) == 0
+    assert all((again / path.name).read_bytes() == path.read_bytes() for path in paper.iterdir())
+
+
+def test_every_axis_has_its_name_and_a_bar_is_a_95_percent_interval(
+    campaign: Path, run: Path
+) -> None:
+    for folder in (campaign, run):
+        for drawn in draw_figures(read_report_data(ReportRequest(folder))):
+            for axes in drawn.figure.axes:
+                assert axes.get_xlabel(), drawn.name
+                assert axes.get_ylabel() or not axes.spines["left"].get_visible(), drawn.name
+            if "standard deviation" in drawn.caption:  # a band, and never a bar
+                assert "band: one standard deviation" in drawn.caption
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--output", "x.svg"], "--figures FOLDER --format svg"),
+        (["--figures", "x", "--format", "eps"], "'eps' is no format of a figure"),
+        (["--figures", "x", "--serve"], "give one of them"),
+        (["--contrast", "nobody"], "is not two conditions as A:B"),
+        (["--contrast", "a:b"], "--contrast names a"),
+        (["--control", "--baseline", "a"], "both name the baseline"),
         (["--baseline", "nobody"], "--baseline nobody is not a condition"),
         (["--metric", "luck"], "--metric luck is no metric"),
         (["--alpha", "2"], "--alpha 2 is not between 0 and 1"),

@@ -27,7 +27,9 @@ from retrain.model.text import load_tokenizer
 from retrain.types import Completion, FinishReason, Row
 
 Answer = tuple[int, Any]
-HASTY = Patience(total_s=1.5, attempts=4, first_s=0.02, most_s=0.2, health_s=1.0, recheck_s=0.1)
+HASTY = Patience(
+    silent_s=1.5, total_s=1.5, attempts=4, first_s=0.02, most_s=0.2, health_s=1.0, recheck_s=0.1
+)
 """So that a test need not wait as a run does."""
 
 

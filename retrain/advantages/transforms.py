@@ -90,6 +90,25 @@ def top_share(logprobs: Numbers) -> float:
     return 0.0
 
 
+MAX_TOP_SHARE = 0.9
+"""Beyond it `sure_sentence` warns."""
+
+
+def sure_sentence(share: float, halves: float | None = None) -> str:
+    """The warning of a model so sure of its tokens that credit for single ones can hardly differ;
+    "" of any other. `halves` is the cosine between one arm's gradients on halves of a batch.
+    """
+    if share < MAX_TOP_SHARE:
+        return ""
+    agrees = ""
+    if halves is not None:
+        agrees = f"; one arm's gradients on two halves of a batch agree by {halves:.2f}"
+    return (
+        f"{share:.0%} of the gradient comes from {TOP:.0%} of the tokens, so transforms that weigh"
+        f" tokens can hardly differ on this model{agrees}."
+    )
+
+
 def capped(uncertainty: Float64Array, cap: float = CAP) -> Float64Array:
     """Clamp to [0, cap]. Raises ValueError on NaN, which a comparison would let pass, or a cap that
     is not positive.

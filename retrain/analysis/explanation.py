@@ -14,6 +14,8 @@ from retrain.analysis.runs import seeds_words
 from retrain.analysis.verdict import FEW_PROBLEMS, Verdict
 from retrain.records.terminal import counted
 
+_MIN_CORRELATED = 6
+"""Pairs whose correlation is shown; that of three may be anything."""
 _DIFFERENCES = (Verdict.IMPROVEMENT, Verdict.WORSE, Verdict.DIFFERENT)
 
 
@@ -68,10 +70,11 @@ def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
     if found.detectable is None:
         return interval_alone
     # At both ends of the sd's interval: at the observed sd alone the power would be overstated.
-    low, high = (size_words(end, metric) for end in found.detectable)
+    low, high = (size_words(end, metric).removesuffix(" pp") for end in found.detectable)
+    unit = " points" if metric.is_rate else ""
     return (
-        f"{interval_alone}Such a campaign finds a true difference of {low} to {high} (over the sd's"
-        f" interval) in {100 * test.power:g}% of cases."
+        f"{interval_alone}So many pairs could have found a difference of about"
+        f" {low} to {high}{unit} (in {100 * test.power:g}% of such campaigns)."
     )
 
 
@@ -127,7 +130,7 @@ def caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
             f" {found.seeds_needed} seeds are needed at the sd of the differences seen here"
             f" ({size_words(found.sd, metric)})."
         )
-    if contrast.pairing and found.sd:
+    if contrast.pairing and found.sd and found.pairs >= _MIN_CORRELATED:
         yield (
             f"Pairing: the runs of a seed correlate by {contrast.pairing.correlation:.2f}; sd of"
             f" the differences {size_words(found.sd, metric)}, for independent runs"

@@ -296,17 +296,21 @@ def design_line(
     """
     family = counted(comparisons, "comparison")
     units = minimal_detectable_effect(seeds, 1.0, alpha, power, comparisons, correction)
+    fewest = seeds_to_conclude(alpha, comparisons, correction)
+    spare = f"{fewest} is the least that concludes, and one failed run voids it: plan {fewest + 1}."
     if units is None:
         return (
             f"Cannot conclude by design: {counted(seeds, 'seed')} cannot show a difference, however"
             f" large; {family} at {alpha:g} need{'s' if comparisons == 1 else ''} at least"
-            f" {seeds_to_conclude(alpha, comparisons, correction)} seeds."
+            f" {fewest} seeds. {spare}"
         )
     looked = ", looked at one by one," if correction == "evidence" else ""
     found = (
         f"{counted(seeds, 'seed')}{looked} and {family} find a true difference of {units:.2g}"
         f" standard deviations of the paired differences in {100 * power:g}% of cases."
     )
+    if seeds == fewest:
+        found += f" {spare}"
     if not problems:
         return found
     sd = 100 * float(

@@ -76,10 +76,7 @@ def select(grouped: RunsByCondition, request: Request) -> Selection:
     asked = request.metric is not None
     alike, apart, otherwise = _measured_alike(grouped, reference, metric, insist=asked)
     named = list(chain.from_iterable(request.pairs)) or alike
-    arms = {
-        label: arm_of(label, alike[label], metric, grouped.failed.get(label, ()))
-        for label in dict.fromkeys((request.baseline, *named))
-    }
+    arms = _arms(grouped, alike, dict.fromkeys((request.baseline, *named)), metric)
     notes = otherwise if asked else []
     left_out = [*grouped.left_out, *apart, *([] if asked else otherwise)]
     for arm in arms.values():
@@ -95,6 +92,18 @@ def select(grouped: RunsByCondition, request: Request) -> Selection:
         some_apart = sum(map(len, alike.values())) < len(grouped.runs)
         raise ConfigurationError(_no_pair(arms.values(), left_out, metric, some_apart=some_apart))
     return Selection(grouped, metric, test, reference, arms, family, differing, left_out, notes)
+
+
+def _arms(
+    grouped: RunsByCondition,
+    alike: Mapping[str, Mapping[int, StoredRun]],
+    labels: Iterable[str],
+    metric: Metric,
+) -> dict[str, Arm]:
+    return {
+        label: arm_of(label, alike[label], metric, grouped.failed.get(label, ()))
+        for label in labels
+    }
 
 
 def _at_looks(family: Sequence[Pairs], record: CampaignRecord) -> tuple[list[Pairs], Sequence[str]]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from retrain import __version__
 from retrain.analysis.planned import ALPHA, AnalysisPlan
+from retrain.analysis.runs import MANIFEST
 from retrain.campaign.plan import RUNS, CampaignPlan, plan_campaign
 from retrain.config import TrainConfig, config_from_mapping, resume_differences
 from retrain.config.load import given_values
@@ -28,7 +29,6 @@ from retrain.records.terminal import clean
 from retrain.system import toml_value
 
 LOGS = Path("logs")
-MANIFEST = "manifest.json"
 TIMESTAMP = "%Y%m%d_%H%M%S"
 
 

@@ -4,12 +4,14 @@ machine.
 
 import importlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from retrain.cli.shared import (
+    PICTURES,
     Alpha,
     Contrast,
     Control,
@@ -28,6 +30,20 @@ if TYPE_CHECKING:
     from retrain.report.data import ReportRequest
 
 _EXTRA = ("jinja2", "matplotlib")
+
+
+Figures = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Also write the figures, the table and a methods sentence for a paper here.",
+    ),
+]
+Formats = Annotated[
+    str, typer.Option("--format", help="Formats of --figures, with commas: svg, pdf, png.")
+]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port of --serve; 0 takes a free one.")]
+Refresh = Annotated[float, typer.Option(min=0.5, help="Seconds between updates, with --serve.")]
 
 
 def command(
@@ -63,6 +79,8 @@ def command(
     steps: Annotated[
         int, typer.Option(min=0, help="Number of steps of a run whose completions are shown.")
     ] = 4,
+    figures: Figures = None,
+    form: Formats = "svg,pdf",
     serve: Annotated[
         bool,
         typer.Option(
@@ -70,12 +88,8 @@ def command(
             help="Serve the page at 127.0.0.1, updated while runs continue, until Ctrl-C.",
         ),
     ] = False,
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port of --serve; 0 takes a free one.")
-    ] = 0,
-    refresh: Annotated[
-        float, typer.Option(min=0.5, help="Seconds between updates, with --serve.")
-    ] = 5.0,
+    port: Port = 0,
+    refresh: Refresh = 5.0,
 ) -> None:
     """Make a page of curves, paired differences, verdicts, costs, completions and tokens; it needs
     no network and no server.
@@ -97,21 +111,24 @@ def command(
     request = ReportRequest(
         folder, baseline, metric, test, against or (), steps, trust, control, pairs
     )
-    _check_output(output, serve=serve)
+    _check_output(output, figures, serve=serve)
+    formats = _formats(form)
     if serve:
         _serve(request, port, refresh)
     else:
-        _write(request, output or RunFolder(folder).report)
+        _write(request, output or RunFolder(folder).report, figures, formats)
 
 
-def _write(request: "ReportRequest", output: Path) -> None:
+def _write(
+    request: "ReportRequest", output: Path, figures: Path | None, formats: Sequence[str]
+) -> None:
     from retrain.records.terminal import clean
     from retrain.report.page import write_report
 
-    written = write_report(request, output)
+    written = write_report(request, output, figures, formats)
     print(clean(f"Report: {written.page}"))
     for picture in written.pictures:
-        print(clean(f"Picture: {picture}"))
+        print(clean(f"{'Picture' if picture.suffix in PICTURES else 'File'}: {picture}"))
 
 
 def _check_extra() -> None:
@@ -126,13 +143,35 @@ def _check_extra() -> None:
             ) from error
 
 
-def _check_output(output: Path | None, *, serve: bool) -> None:
-    """Raise ConfigurationError for an output beside --serve, and for a folder."""
+def _formats(text: str) -> list[str]:
+    """Raise ConfigurationError for a format that no figure has."""
+    from retrain.report.paper import FORMATS
+
+    formats = [name.strip() for name in text.split(",")]
+    for name in formats:
+        if name not in FORMATS:
+            raise ConfigurationError(
+                f"--format {text}: {name!r} is no format of a figure; name some of"
+                f" {', '.join(FORMATS)}, with commas between them."
+            )
+    return formats
+
+
+def _check_output(output: Path | None, figures: Path | None, *, serve: bool) -> None:
+    """Raise ConfigurationError for an output beside --serve, for a folder, and for a picture."""
+    for flag, path in (("--output", output), ("--figures", figures)):
+        if path is not None and serve:
+            raise ConfigurationError(
+                f"{flag} {path} and --serve are two ways to see a report; give one of them."
+            )
+    if figures is not None and figures.is_file():
+        raise ConfigurationError(f"--figures {figures} is a file; name a folder.")
     if output is None:
         return
-    if serve:
+    if output.suffix in PICTURES:
         raise ConfigurationError(
-            f"--output {output} and --serve are two ways to see a report; give one of them."
+            f"--output {output} would be a page of HTML; name it .html, and get pictures with"
+            f" --figures FOLDER --format {output.suffix[1:]}."
         )
     if output.is_dir():
         raise ConfigurationError(

@@ -94,16 +94,16 @@ def print_progress(line: str) -> None:
     print(clean(line), file=sys.stderr, flush=True)
 
 
-_PICTURES = (".svg", ".pdf", ".png")
+PICTURES = (".svg", ".pdf", ".png")
 
 
 def check_figure(figure: Path | None) -> None:
     """Raises ConfigurationError for a picture whose format is not known or whose folder is not
     there.
     """
-    if figure is not None and figure.suffix not in _PICTURES:
+    if figure is not None and figure.suffix not in PICTURES:
         raise ConfigurationError(
-            f"--figure {figure} ends in none of {', '.join(_PICTURES)}; give one, such as"
+            f"--figure {figure} ends in none of {', '.join(PICTURES)}; give one, such as"
             f" {figure.stem}.svg."
         )
     if figure is not None and not figure.parent.is_dir():

@@ -889,7 +889,13 @@ _PRIME_RL: Rows = (
     refused("loss.old_logprobs", "loss.correction", because=_TRAINERS_RATIO),
     unused(*_CORRECTION, because=_TRAINERS_OWN),
     used("loss.mask_truncated"),
-    used("inference.url", "inference.served_model", "inference.api_key_env", "inference.timeout_s"),
+    used(
+        "inference.url",
+        "inference.served_model",
+        "inference.api_key_env",
+        "inference.timeout_s",
+        "inference.patience_s",
+    ),
     unused("inference.mismatch_limit", because="PRIME-RL's trainer reports no log-ratios"),
     unused("inference.*", because="PRIME-RL's own inference server samples"),
 )
@@ -946,6 +952,7 @@ _SERVER = (
     "inference.served_model",
     "inference.api_key_env",
     "inference.timeout_s",
+    "inference.patience_s",
     "inference.adapter_dir",
 )
 _ROUNDING = ("inference.dtype", "inference.kv_cache_dtype")

@@ -202,6 +202,14 @@ class Inference(Section):
         may_change_at_resume=True,
         own_to_a_run=True,
     )
+    patience_s: float = key(
+        600.0,
+        "Seconds for which a server that is busy or gone is asked again before the run stops; it is"
+        " saved, and can be resumed.",
+        gt=0,
+        may_change_at_resume=True,
+        own_to_a_run=True,
+    )
     adapter_dir: PathText = key(
         "",
         "Folder in which a server reads each step's adapter, seen by both under this path; empty is"

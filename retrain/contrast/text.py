@@ -2,12 +2,9 @@
 
 from collections.abc import Iterator
 
-from retrain.advantages.transforms import TOP
+from retrain.advantages.transforms import sure_sentence
 from retrain.contrast.gradients import SAME, ArmGradient, Contrast
 from retrain.records.terminal import counted, table_lines
-
-SURE = 0.9
-"""Share of the gradient in few tokens from which on a warning is given."""
 
 
 def text_lines(seen: Contrast) -> Iterator[str]:
@@ -60,8 +57,8 @@ def sentences(seen: Contrast) -> Iterator[str]:
     else:
         yield from (f"{arm.label}: {_sentence(seen, arm)}" for arm in seen.arms[1:])
     yield from (f"{arm.label}: {arm.note}." for arm in seen.arms if arm.note)
-    if seen.top_share >= SURE:
-        yield sure_sentence(seen.top_share, base.halves)
+    if warning := sure_sentence(seen.top_share, base.halves):
+        yield f"Warning: {warning}"
 
 
 def _sentence(seen: Contrast, arm: ArmGradient) -> str:
@@ -89,15 +86,4 @@ def _sentence(seen: Contrast, arm: ArmGradient) -> str:
     return (
         f"{agreement}: {seeds} can tell them apart, if the difference lasts for {seen.steps} steps"
         f" (in {seen.power(arm):.0%} of campaigns at best)."
-    )
-
-
-def sure_sentence(share: float, halves: float | None = None) -> str:
-    """The warning of a model so sure of its tokens that credit for single tokens hardly differs."""
-    agrees = ""
-    if halves is not None:
-        agrees = f"; halves of a batch agree by {halves:.2f}"
-    return (
-        f"Warning: {share:.0%} of the gradient comes from {TOP:.0%} of the tokens, so transforms"
-        f" that weigh tokens can hardly differ on this model{agrees}."
     )

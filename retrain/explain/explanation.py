@@ -118,7 +118,7 @@ def campaign_caveats(
 ) -> Iterator[str]:
     if config.campaign is None:
         return
-    if power and power.detectable is None:
+    if power and power.seeds <= power.seeds_needed:
         correction: Correction = "evidence" if config.campaign.stop == "evidence" else "maxt"
         yield design_line(power.seeds, power.comparisons, 0, 1, ALPHA, POWER, correction)
     if config.is_set("evaluation.at_end") and not config.evaluation.asked_for:

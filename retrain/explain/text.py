@@ -297,3 +297,6 @@ def _time_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
             str(schedule.effective_parallelism),
             f"recommended max_workers: {best.count} ({best.because})",
         )
+    if schedule.forked:
+        common = "libraries, tokenizer, prompts and base weights, which forked workers share"
+        yield ("start", "once", f"{common}; evaluations before step 0 once for a seed")

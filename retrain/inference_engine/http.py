@@ -7,6 +7,7 @@ the others, and it is taken back once its health answers.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -43,8 +44,13 @@ class Patience:
     `most_s`.
     """
 
+    silent_s: float = math.inf
+    """Seconds for which a busy or silent server is asked again: `[inference] patience_s`."""
     total_s: float = 60.0
+    """Seconds for which an answer that is unfit is asked for again, and `attempts` its limit."""
     attempts: int = 10
+    word_s: float = 30.0
+    """Seconds between two lines on how much patience is left."""
     slow_tries: int = 3
     """Times that a request may outlast `[inference] timeout_s` while its server is healthy."""
     look_attempts: int = 3
@@ -228,6 +234,8 @@ class ServerPool:
         self.came_back = False
         """Set when a server was taken back; cleared by the caller that checks the servers."""
         self._turns = 0
+        self._told = -math.inf
+        """When the last line on patience was said."""
         self._loop = EventLoop("requests to servers")
         self._looks: set[asyncio.Task[None]] = set()
 
@@ -282,6 +290,7 @@ class ServerPool:
             async for attempt in self._attempts():
                 with attempt:
                     tries += 1
+                    self._tell_patience(started)
                     server = await self._choose(tried)
                     tried.add(server.url)
                     try:
@@ -301,15 +310,16 @@ class ServerPool:
         raise AssertionError("stamina returns or raises")
 
     async def on_each(self, request: Callable[[Server], Awaitable[T]]) -> dict[str, T]:
-        """Make `request` on every live server, by URL; one that does not answer is left out. Raises
-        ServerFailure where none is left.
+        """Make `request` on every live server, by URL; one that does not answer is left out. Where
+        none is left it waits for one. Raises ServerFailure at the end of patience.
         """
+        started = time.monotonic()
         results: dict[str, T] = {}
         problems: list[Unavailable | TooSlow] = []
 
         async def one(server: Server) -> None:
             try:
-                async for attempt in self._attempts():
+                async for attempt in self._attempts(self._patience.attempts):
                     with attempt, self._understood(server):
                         results[server.url] = await request(server)
             except (Unavailable, TooSlow) as error:
@@ -318,13 +328,15 @@ class ServerPool:
             except Refused as error:
                 raise self.refusal(error, server) from error
 
-        if not self.alive:
-            await self.ask(
-                lambda _: asyncio.sleep(0)
-            )  # any live server fulfils this: it waits for one
-        await asyncio.gather(*(one(server) for server in self.alive))
-        if not results:
-            raise self._gave_up(problems[-1] if problems else None)
+        while not results:
+            if not self.alive:
+                await self.ask(
+                    lambda _: asyncio.sleep(0)
+                )  # any live server fulfils this: it waits for one
+            await asyncio.gather(*(one(server) for server in self.alive))
+            is_unfit = bool(problems) and isinstance(problems[-1], Unfit)
+            if not results and (is_unfit or time.monotonic() - started > self._patience.silent_s):
+                raise self._gave_up(problems[-1] if problems else None)
         return results
 
     async def connect(self, look: Callable[[Server], Awaitable[None]]) -> None:
@@ -355,13 +367,37 @@ class ServerPool:
                 self._say(f"{self._what} {server.problem}; left out until it answers.")
 
     def _attempts(self, attempts: int | None = None) -> Any:
-        patience = self._patience
+        """The tries of one request. An unfit answer has `attempts`; without that number a server
+        that is busy or silent has until the end of patience.
+        """
+        patience, started, unfit = self._patience, time.monotonic(), 0
+
+        def is_worth_another(error: Exception) -> bool:
+            nonlocal unfit
+            if not isinstance(error, Unfit):
+                return isinstance(error, Unavailable)
+            unfit += 1
+            return unfit < patience.attempts and time.monotonic() - started < patience.total_s
+
         return stamina.retry_context(
-            on=Unavailable,
-            attempts=attempts or patience.attempts,
-            timeout=patience.total_s,
+            on=is_worth_another,
+            attempts=attempts,
+            timeout=patience.silent_s if attempts is None else patience.total_s,
             wait_initial=patience.first_s,
             wait_max=patience.most_s,
+        )
+
+    def _tell_patience(self, started: float) -> None:
+        """Say now and then how long a silent server is still waited for."""
+        now = time.monotonic()
+        left = self._patience.silent_s - (now - started)
+        if self.alive or min(now - started, now - self._told) < self._patience.word_s:
+            return
+        self._told = now
+        problems = "; ".join(server.problem for server in self.servers)
+        self._say(
+            f"{self._what} does not answer ({problems}); it is asked for another {left:.0f} s"
+            " ([inference] patience_s)."
         )
 
     async def _choose(self, tried: Collection[str] = ()) -> Server:

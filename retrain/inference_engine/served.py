@@ -14,8 +14,8 @@ import shutil
 import socket
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
@@ -23,7 +23,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from secrets import token_hex
 from tempfile import gettempdir, mkdtemp
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import psutil
@@ -66,6 +66,7 @@ _UNSEEN = (
 )
 """What vLLM and SGLang (through peft and the hub's client) say of an adapter's folder that they
 cannot read."""
+T = TypeVar("T")
 _LOOK_S = 0.05
 """Seconds between two looks, while servers are at work, at whether an environment has answered or a
 signal asked the run to stop."""
@@ -370,6 +371,19 @@ class ServedEngine(InferenceEngine):
             return "does not say how many tokens top_k, top_p and min_p kept; leave the three off"
         return ""
 
+    def _await(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for requests, with an ear for signals and for what is said meanwhile."""
+        future = self._pool.start(work)
+        try:
+            while True:
+                self._speak()
+                self.check()
+                wait([future], timeout=_LOOK_S)
+                if future.done():
+                    return future.result()
+        finally:
+            future.cancel()
+
     def _speak(self) -> None:
         """Pass on the lines of the other thread."""
         while self._lines:
@@ -385,7 +399,7 @@ class ServedEngine(InferenceEngine):
         save_adapter(fresh.folder)
         make_readable(fresh.folder)
         old, self._adapter = self._adapter, fresh
-        self._pool.run(self._pool.on_each(self._prepare))
+        self._await(self._pool.on_each(self._prepare))
         self.unchecked |= self._asleep or self._pool.came_back
         self._asleep = self._pool.came_back = False
         gone = old
@@ -395,7 +409,7 @@ class ServedEngine(InferenceEngine):
                 with suppress(Refused):  # it does not know the adapter, having been restarted
                     await self._dialect.unload(server, gone)
 
-            self._pool.run(self._pool.on_each(unload))
+            self._await(self._pool.on_each(unload))
             shutil.rmtree(gone.folder, ignore_errors=True)
         self._speak()
 
@@ -537,7 +551,7 @@ def _pool(
         lost=dialect.lost,
         prepare=prepare,
         say=say,
-        patience=patience,
+        patience=replace(patience, silent_s=min(patience.silent_s, inference.patience_s)),
     )
 
 

@@ -34,6 +34,7 @@ MARKER = ".retrain.json"
 """Name of the file that says that retrain made a folder; it holds the kind of folder and the
 format."""
 _FORMAT = 1
+"""Raised when an older retrain could no longer read a folder that is written now."""
 
 
 @dataclass(frozen=True)
@@ -385,12 +386,19 @@ class Claim:
 
 def read_marker(folder: Path) -> dict[str, Any]:
     """Read the content of our marker; empty if there is none. Raises RunFailed for a marker that is
-    no JSON object.
+    no JSON object, and for a folder that a newer retrain wrote in a format of its own.
     """
     marker = folder / MARKER
-    if marker.is_file():
-        return read_object(marker)
-    return {}
+    if not marker.is_file():
+        return {}
+    content = read_object(marker)
+    written = content.get("format")
+    if isinstance(written, int) and written > _FORMAT:
+        raise RunFailed(
+            f"{marker} has format {written}, and this retrain reads formats up to {_FORMAT}; use"
+            " the retrain that wrote the folder, or a newer one."
+        )
+    return content
 
 
 def kind_of(folder: Path) -> str:
@@ -424,13 +432,22 @@ def refuse_foreign_code(config: TrainConfig, doing: str) -> None:
     which anyone may have made, and names code. `doing` is what would execute it.
     """
     path = config.source_path
-    if path is None or not any(map(kind_of, path.resolve().parents)):
+    if path is None or not any(map(_is_a_runs, path.resolve().parents)):
         return
     if named := named_code(config):
         raise ConfigurationError(
             f"{path} is a run's and names Python code that {doing} would execute:"
             f" {'; '.join(named)}. Read the code first, then add --trust."
         )
+
+
+def _is_a_runs(folder: Path) -> bool:
+    """True if the folder has our marker, or lost it and still has a run's configuration beside its
+    records.
+    """
+    run = RunFolder(folder)
+    records = (run.metrics, run.evaluation, run.trainer_state, run.summary)
+    return bool(kind_of(folder)) or (run.config.is_file() and any(map(os.path.lexists, records)))
 
 
 # -- the one writer --------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""How a report draws: colours and sizes, figures as SVG and PNG, curves with bands, rates as
+"""How a report draws: colours and sizes, figures as SVG, PDF and PNG, curves with bands, rates as
 percentages, rows of dots, legends.
 
 In the page every colour is a CSS variable, so one drawing serves the light and the dark theme; a
@@ -35,6 +35,8 @@ INK = "#1d2530"
 MUTED = "#5d6877"
 GRID = "#dfe3e9"
 PAPER = "#ffffff"
+MARKERS = ("o", "s", "^", "v", "P", "X", "p", "*")
+"""Marks of the series, for a reader who does not see their colours; a diamond is a mean."""
 SERIES = ("#0069a8", "#cc4e00", "#007a57", "#a63d84", "#8a6500", "#3b3fb6", "#5f6670", "#b3261e")
 """Colours of the series, after Okabe and Ito, but darker: nearly everyone can tell them apart, and
 their contrast with white is at least 4.5:1."""
@@ -67,8 +69,15 @@ _STYLE: dict[str, Any] = {
     "figure.facecolor": "none",
     "axes.facecolor": "none",
     "svg.fonttype": "none",
+    "pdf.fonttype": 42,  # TrueType, since journals refuse Type 3
 }
 _PNG_DPI = 200
+_FILE_METADATA: dict[str, dict[str, None]] = {
+    "png": {"Software": None},
+    "svg": {"Creator": None, "Date": None},
+    "pdf": {"Creator": None, "Producer": None, "CreationDate": None},
+}
+"""Format -> what its file would otherwise say of the day and the library."""
 _NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
 
 
@@ -106,11 +115,12 @@ def to_svg(figure: Figure, name: str, description: str) -> str:
     return text.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
 
 
-def to_png(figure: Figure, name: str) -> bytes:
+def to_picture(figure: Figure, name: str, form: str = "png") -> bytes:
+    """Return the bytes of a png, svg or pdf file on white; the same data give the same bytes."""
     out = BytesIO()
     with drawing(name):
         figure.savefig(
-            out, format="png", dpi=_PNG_DPI, facecolor=PAPER, metadata={"Software": None}
+            out, format=form, dpi=_PNG_DPI, facecolor=PAPER, metadata=_FILE_METADATA[form]
         )
     return out.getvalue()
 

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from retrain.analysis.compare import Comparison
+from retrain.analysis.statistics import t_interval
 from retrain.analysis.verdict import Verdict
 from retrain.report.data import PHASES, ConditionCurves, ReportData, SqueezeCurve
 from retrain.report.drawing import (
     GRID,
     INK,
+    MARKERS,
     MUTED,
     ROW_HEIGHT,
     Drawn,
@@ -29,26 +31,39 @@ from retrain.report.drawing import (
     row_label,
     sd_words,
     series,
-    to_png,
+    to_picture,
     without_scale,
 )
 
 _SQUEEZE = "squeeze"
 _TRAINING = Lines(
-    "training", "Training accuracy", {"correct_rate": ""}, percent=True, single_label="training"
+    "training",
+    "Training accuracy",
+    {"correct_rate": ""},
+    ylabel="right completions",
+    percent=True,
+    single_label="training",
 )
-_LAMBDA = Lines("sepa", "SEPA's lambda", {"sepa_lambda": ""}, smooth=False, limits=(-0.03, 1.03))
+_LAMBDA = Lines(
+    "sepa",
+    "SEPA's lambda",
+    {"sepa_lambda": ""},
+    ylabel="lambda",
+    smooth=False,
+    limits=(-0.03, 1.03),
+)
 _LENGTH = Lines(
     "lengths",
     "Length of the completions",
     {"completion_tokens_mean": ""},
-    ylabel="tokens",
+    ylabel="tokens per completion",
     from_zero=True,
 )
 _INFORMATIVE = Lines(
     "signal",
     "Informative groups",
     {"informative_fraction": ""},
+    ylabel="groups with an advantage",
     percent=True,
     note=(
         "The fraction of groups in which some token has an advantage; the others add nothing to the"
@@ -110,7 +125,7 @@ def _training(data: ReportData) -> Drawn | None:
         return Drawn(
             "training",
             "Training and held-out accuracy",
-            f"{drawn.caption} Dots: held-out problems.",
+            f"{drawn.caption} Dots: held-out pass@1 with its 95% interval over the problems.",
             drawn.figure,
         )
     return drawn
@@ -133,11 +148,11 @@ def _held_out(data: ReportData) -> Drawn | None:
                 band.sd,
                 series(index),
                 label=arm.label,
-                marker="o",
-                markersize=4.5,
+                marker=MARKERS[index % len(MARKERS)],
+                markersize=5,
             )
     as_percentages(axes)
-    axes.set(xlabel="steps completed", ylabel="pass@1")
+    axes.set(xlabel="steps completed", ylabel="held-out pass@1")
     caption = f"Mean over the runs{sd_words(data)}, on problems that were not trained on."
     return Drawn("held-out", "Held-out accuracy", caption, figure)
 
@@ -148,22 +163,20 @@ def _held_out_once(data: ReportData, step: int) -> Drawn:
     figure, axes = empty_figure(height=0.9 + ROW_HEIGHT * len(arms))
     for row, (index, arm) in enumerate(arms):
         values = 100 * np.array([points[-1].accuracy for points in arm.held_out if points])
-        mean, several = float(values.mean()), len(values) > 1
+        mean = float(values.mean())
         bounds = None
-        if several:
-            bounds = mean + np.std(values, ddof=1) * np.array([-1.0, 1.0])
+        if len(values) > 1:
+            bounds = np.clip(t_interval(values), 0.0, 100.0)
         draw_row(axes, -float(row), values, mean, bounds, series(index))
         row_label(axes, -row + 0.26, f"{arm.label}: {mean:.1f}%")
-    axes.set(ylim=(-len(arms) + 0.5, 0.75), xlabel="pass@1 (%)")
+    axes.set(ylim=(-len(arms) + 0.5, 0.75), xlabel="held-out pass@1 (%)")
     without_scale(axes)
-    bars = (
-        "; line: one standard deviation between runs to either side"
-        if any(len(arm.held_out) > 1 for _, arm in arms)
-        else ""
-    )
+    bars = ""
+    if any(len(arm.held_out) > 1 for _, arm in arms):
+        bars = " with its 95% interval over the runs"
     caption = (
-        f"After {step} steps, on problems that were not trained on. Dots: one run each; diamond:"
-        f" their mean{bars}."
+        f"After {step} steps, on problems that were not trained on. Dots: one run each. Diamond and"
+        f" line: their mean{bars}."
     )
     return Drawn("held-out", "Held-out accuracy", caption, figure)
 
@@ -330,4 +343,4 @@ def write_squeeze_picture(curve: SqueezeCurve, path: Path) -> None:
     with drawing(_SQUEEZE):
         drawn = squeeze_figure(curve)
         add_legend(drawn.figure, 1)
-    path.write_bytes(to_png(drawn.figure, _SQUEEZE))
+    path.write_bytes(to_picture(drawn.figure, _SQUEEZE))

@@ -21,7 +21,6 @@ from retrain.analysis.compare import Comparison
 from retrain.analysis.comparison_text import arm_table, contrast_table, sections, seed_line
 from retrain.analysis.explanation import caveats, explanation
 from retrain.analysis.headline import answer, name_of
-from retrain.analysis.measures import WINDOW
 from retrain.analysis.status import RunStatus
 from retrain.audit.run import Audit, Judged, Rate
 from retrain.audit.text import HEAD, judge_lines, milliseconds, rate_row, rate_rows
@@ -32,7 +31,7 @@ from retrain.inspect.shading import levels, scale_of, values_of
 from retrain.inspect.terminal import heading
 from retrain.records.disk import replace_file
 from retrain.records.redact import Redactor
-from retrain.records.terminal import duration, visible
+from retrain.records.terminal import counted, duration, visible
 from retrain.report.data import (
     ConditionCurves,
     InspectedRun,
@@ -40,8 +39,9 @@ from retrain.report.data import (
     ReportRequest,
     read_report_data,
 )
-from retrain.report.drawing import Drawn, to_png, to_svg
+from retrain.report.drawing import Drawn, to_picture, to_svg
 from retrain.report.figures import draw_figures
+from retrain.report.paper import write_paper
 
 # -- tokens ----------------------------------------------------------------------------------------
 
@@ -166,8 +166,6 @@ def _numbers(completion: CompletionCredit, label: str, position: int, planning: 
 
 
 _TEMPLATES = "templates"
-_RECENT = 10
-"""Steps at the end of training over which the table of conditions averages."""
 _FEW_RUNS = 12
 """Up to this number of runs their table is open at first."""
 
@@ -226,7 +224,7 @@ def render(
                 "runs",
                 "steps",
                 "held-out",
-                f"training, last {_RECENT} steps",
+                "training, last tenth",
                 "tokens/s",
                 "s/step",
             ),
@@ -347,10 +345,10 @@ def _run_tiles(data: ReportData) -> Iterator[tuple[str, str]]:
             before = f"{points[0].accuracy:.1%} → "
         last = points[-1]
         yield f"held-out pass@1, step {last.step}", f"{before}{last.accuracy:.1%}"
-    curves = arm.curves[0]
+    curves, tenth = arm.curves[0], last_tenth(arm)
     yield (
-        f"training accuracy, last {min(WINDOW, arm.longest)} steps",
-        _number(curves.last("correct_rate", WINDOW), ".1%"),
+        f"training accuracy, last tenth ({counted(tenth, 'step')})",
+        _number(curves.last("correct_rate", tenth), ".1%"),
     )
     yield "tokens per second", _number(curves.median("tokens_per_s"), ",.0f")
     yield "seconds per step", _number(curves.median("step_time_s"))
@@ -373,7 +371,7 @@ def _arm_rows(arms: Sequence[ConditionCurves]) -> list[tuple[str, ...]]:
             _number(
                 _mean(
                     [
-                        curves.last("correct_rate", _RECENT)
+                        curves.last("correct_rate", last_tenth(arm))
                         for curves in arm.curves
                         if len(curves.steps) == arm.longest
                     ]
@@ -385,6 +383,11 @@ def _arm_rows(arms: Sequence[ConditionCurves]) -> list[tuple[str, ...]]:
         )
         for arm in arms
     ]
+
+
+def last_tenth(arm: ConditionCurves) -> int:
+    """Return the number of steps that the last tenth of a run has, at least 1."""
+    return max(1, arm.longest // 10)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -421,9 +424,14 @@ def build_page(request: ReportRequest, live: LiveReload | None = None) -> str:
     return render(data, draw_figures(data), datetime.now().astimezone(), live)
 
 
-def write_report(request: ReportRequest, output: Path) -> Written:
-    """Write the page to `output` and every figure to <its stem>-<figure>.png beside it. Each file
-    is replaced atomically.
+def write_report(
+    request: ReportRequest,
+    output: Path,
+    figures_to: Path | None = None,
+    formats: Sequence[str] = (),
+) -> Written:
+    """Write the page to `output` and every figure to <its stem>-<figure>.png beside it; what a
+    paper takes goes into the folder `figures_to`. Each file is replaced atomically.
 
     Raises EnvironmentFailure if they cannot be written.
     """
@@ -434,7 +442,7 @@ def write_report(request: ReportRequest, output: Path) -> Written:
         output.parent.mkdir(parents=True, exist_ok=True)
         for drawn in figures:
             picture = output.with_name(f"{output.stem}-{drawn.name}.png")
-            replace_file(picture, to_png(drawn.figure, drawn.name))
+            replace_file(picture, to_picture(drawn.figure, drawn.name))
             pictures.append(picture)
         replace_file(output, render(data, figures, datetime.now().astimezone()))
     except OSError as error:
@@ -442,6 +450,8 @@ def write_report(request: ReportRequest, output: Path) -> Written:
             f"{output} cannot be written: {error.strerror or error}; name another file with"
             " --output."
         ) from error
+    if figures_to is not None:
+        pictures += write_paper(data, figures, figures_to, formats)
     return Written(output, pictures)
 
 

@@ -3,8 +3,11 @@ surprise.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
+from retrain.advantages.algorithms import recipe_of
 from retrain.advantages.sepa import maximal_lambda_note
+from retrain.advantages.transforms import sure_sentence, top_share
 from retrain.backends.base import backend_kind
 from retrain.config import TrainConfig, unused_keys
 from retrain.config.effects import sharding_note
@@ -12,11 +15,14 @@ from retrain.config.names import bracketed, is_recipe
 from retrain.config.recipes import departures, recipe
 from retrain.config.schema import DEFAULT_CLIPS, Inference, Lora, Loss, Model, Training
 from retrain.data.chat import PLAIN_TEMPLATE
+from retrain.model.text import resolve_model
+from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import counted
+from retrain.records.token_table import damage_of, read_tokens
 from retrain.records.untrained import ASKING, ASKING_TEMPLATE
 from retrain.rewards import box_reader
 from retrain.run.teacher import teacher_note
-from retrain.system import toml_value
+from retrain.system import read_object, toml_value
 from retrain.types import LogLine
 
 
@@ -75,6 +81,7 @@ def notes(config: TrainConfig) -> list[str]:
         departure_note(config),
         maximal_lambda_note(config.algorithm, config.sepa, config.training.max_steps),
         _loss_note(config),
+        _certainty_note(config),
         _dropout_note(config.lora, config.loss),
         _truncation_note(config),
         _split_note(config),
@@ -141,6 +148,32 @@ def trust_note(model: Model) -> str:
         f"[model] trust_remote_code = true: Python code that comes with {model.model} runs as this"
         " user."
     )
+
+
+CERTAINTY = "certainty.json"
+"""A file in a model's folder: its `top_share` at temperature 1, and the `halves` of a batch."""
+
+
+def _certainty_note(config: TrainConfig) -> str:
+    """Warn of a transform that weighs tokens on a model that is sure of nearly all of them, as the
+    newest tokens that the run has stored tell, or else the model's own folder.
+    """
+    algorithm = config.algorithm
+    recipe = recipe_of(algorithm)
+    if config.kind == "squeeze" or recipe is None:
+        return ""
+    if recipe.transform == "none" and not algorithm.surprisal_mask_rho:
+        return ""
+    folder = RunFolder(Path(config.resume.from_ or config.logging.log_dir))
+    files = folder.tokens.glob("step_*.safetensors")
+    stored = sorted(files, key=lambda path: (len(path.name), path.name))
+    if stored and not damage_of(stored[-1]):
+        return sure_sentence(top_share(read_tokens(stored[-1]).logprobs))
+    known = Path(resolve_model(config.model.model)) / CERTAINTY
+    if not known.is_file():
+        return ""
+    found = read_object(known)
+    return sure_sentence(found["top_share"], found["halves"])
 
 
 def _loss_note(config: TrainConfig) -> str:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import groupby
 
 from retrain.backends.declared import incapable, loss_notes
@@ -27,6 +28,7 @@ from retrain.records.jsonl import read_jsonl
 from retrain.records.redact import note_secrets
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean
+from retrain.run.common import evaluated_once
 from retrain.run.dialogues import Watcher
 from retrain.run.interrupts import Interrupts
 from retrain.run.notes import preflight_lines, skipped_gate_line
@@ -426,10 +428,13 @@ class Session:
         ):
             return
         self._sync()
-        result = evaluator.run(
-            step,
-            self._watch(f"Evaluation at step {step}", evaluator.completions),
-        )
+        watcher = self._watch(f"Evaluation at step {step}", evaluator.completions)
+        evaluate = partial(evaluator.run, step, watcher)
+        if step:
+            result = evaluate()
+        else:
+            check = self.interrupts.check
+            result = evaluated_once(self.config, self.parts, evaluator, evaluate, check)
         self.tracker.emit(result)
         self.evaluations.append(result)
         self.state = self.state.after_evaluation(self.world.broadcast(result.seconds))

@@ -91,7 +91,7 @@ def export_run(
     whole = None
     if merged:
         whole = _merged(config, base, found.folder)
-    again = Redactor().config(replaced(config, {"logging.log_dir": "logs/reproduced"}))
+    again = Redactor().config(replaced(config, _own_settings(config)))
     scores = _held_out(folder, config, found.step)
     with _writing(output), replacing_folder(output.resolve()) as aside, no_progress_bar():
         tokenizer.save_pretrained(aside)
@@ -105,6 +105,16 @@ def export_run(
         _write(aside / CARD_FILE, Redactor().text(card))
         sync_files(aside)
     return Exported(output, base, is_local)
+
+
+def _own_settings(config: TrainConfig) -> dict[str, str]:
+    """What the exported configuration says in place of the run's own folder, and of a label that
+    has the form of a secret: masked, it would be no label.
+    """
+    settings = {"logging.log_dir": "logs/reproduced"}
+    if Redactor().text(config.logging.label) != config.logging.label:
+        settings["logging.label"] = ""
+    return settings
 
 
 def _resolved_base(model: str) -> tuple[str, bool]:

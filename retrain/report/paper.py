@@ -1,0 +1,161 @@
+"""What a paper takes from a report: every figure as vector graphics, the table as CSV and Markdown,
+and a sentence for the section on methods.
+"""
+
+import csv
+from collections.abc import Iterator, Sequence
+from io import StringIO
+from pathlib import Path
+
+from retrain import __version__
+from retrain.analysis.compare import Comparison
+from retrain.analysis.comparison_text import contrast_table
+from retrain.analysis.runs import seeds_words
+from retrain.errors import EnvironmentFailure
+from retrain.records.disk import replace_file
+from retrain.records.redact import Redactor
+from retrain.records.terminal import clean, counted, markdown_lines
+from retrain.report.data import ConditionCurves, ReportData
+from retrain.report.drawing import Drawn, to_picture
+
+FORMATS = ("svg", "pdf", "png")
+Table = tuple[Sequence[str], list[list[str]]]
+"""(head, rows)"""
+
+
+def write_paper(
+    data: ReportData, figures: Sequence[Drawn], folder: Path, formats: Sequence[str]
+) -> list[Path]:
+    """Write <figure>.<format>, table.csv, table.md and methods.md into `folder`. Raises
+    EnvironmentFailure if they cannot be written.
+    """
+    masked = Redactor().text
+    head, rows = _table(data)
+    sheet = StringIO()
+    csv.writer(sheet, lineterminator="\n").writerows([head, *rows])
+    texts = {"table.csv": sheet.getvalue(), "table.md": "\n".join(_shown_table(data)) + "\n"}
+    captions = [f"- **{drawn.name}** ({drawn.title}): {drawn.caption}" for drawn in figures]
+    texts["methods.md"] = "\n".join([methods(data), "", *captions]) + "\n"
+    written = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for drawn in figures:
+            for form in formats:
+                path = folder / f"{drawn.name}.{form}"
+                replace_file(path, to_picture(drawn.figure, drawn.name, form))
+                written.append(path)
+        for name, text in texts.items():
+            replace_file(folder / name, clean(masked(text)))
+            written.append(folder / name)
+    except OSError as error:
+        raise EnvironmentFailure(
+            f"{folder} cannot be written: {error.strerror or error}; name another folder with"
+            " --figures."
+        ) from error
+    return written
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+def _table(data: ReportData) -> Table:
+    """The numbers as they are, in the metric's own units: a row per condition, or per evaluation of
+    a single run.
+    """
+    comparison = data.comparison
+    if comparison is None:
+        rows = [
+            [arm.label, *map(str, (run.seed, point.step, point.accuracy, *point.interval))]
+            for arm in data.arms
+            for run, points in zip(arm.runs, arm.held_out, strict=True)
+            for point in points
+        ]
+        return ("condition", "seed", "step", "pass@1", "low", "high"), rows
+    return _COMPARED, [_compared_row(comparison, number) for number in range(len(comparison.arms))]
+
+
+_COMPARED = (
+    *("condition", "runs", "failed", "mean", "sd between runs", "baseline", "pairs"),
+    *("difference", "low", "high", "p", "adjusted p", "verdict"),
+)
+
+
+def _compared_row(comparison: Comparison, number: int) -> list[str]:
+    arm = comparison.arms[number]
+    row: list[object] = [arm.label, arm.runs, arm.failed, arm.mean, arm.sd]
+    contrast = next((one for one in comparison.contrasts if one.condition == arm.label), None)
+    if contrast is not None:
+        found = contrast.conclusion
+        row += [contrast.baseline, found.pairs, found.mean, *(found.interval or (None, None))]
+        row += [found.p, found.p_adjusted, found.word(comparison.test.alpha)]
+    cells = ["" if value is None else str(value) for value in row]
+    return cells + [""] * (len(_COMPARED) - len(cells))
+
+
+def _shown_table(data: ReportData) -> Iterator[str]:
+    """The table in Markdown, rounded, with the condition, its result and its verdict."""
+    if data.comparison is None:
+        points = [
+            (arm.label, str(run.seed), str(point.step), _rate(point.accuracy, point.interval))
+            for arm in data.arms
+            for run, held_out in zip(arm.runs, arm.held_out, strict=True)
+            for point in held_out
+        ]
+        yield from markdown_lines(("condition", "seed", "step", "held-out pass@1"), points)
+        return
+    head, rows = contrast_table(data.comparison)
+    kept = [head.index(name) for name in head if name in _SHOWN or name.endswith("% interval")]
+    yield from markdown_lines(
+        [head[column] for column in kept], [[row[column] for column in kept] for row in rows]
+    )
+
+
+_SHOWN = ("condition", "contrast", "difference", "adjusted p", "verdict")
+
+
+def _rate(value: float, interval: tuple[float, float]) -> str:
+    low, high = interval
+    return f"{value:.1%} [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+# -- in words --------------------------------------------------------------------------------------
+
+
+def methods(data: ReportData) -> str:
+    """A sentence on what was trained, and one on how it was compared."""
+    if not data.arms:
+        return "No run has begun."
+    first = data.arms[0].runs[0]
+    training, model = first.config.training, first.config.model
+    version = first.environment.get("retrain") or __version__
+    size = f"{counted(training.batch_size, 'prompt')} with {training.group_size} completions"
+    trained = (
+        f"{_conditions(data.arms)} trained with retrain {version} from {model.model} with LoRA"
+        f" adapters of rank {model.lora_rank} for {counted(training.max_steps, 'step')} of {size}"
+        f" each (learning rate {training.lr:g}, temperature {training.temperature:g})."
+    )
+    comparison = data.comparison
+    if comparison is None:
+        return f"{trained} Intervals of held-out pass@1 are 95% intervals over the problems."
+    level = f"{100 * (1 - comparison.test.alpha):g}%"
+    problems = f" on {counted(comparison.problems, 'problem')}" if comparison.problems else ""
+    against = f" with {comparison.baseline}" if comparison.one_baseline else ""
+    tested = "exact sign-flip tests"
+    if comparison.test.rule == "evidence":
+        tested = "an e-process that is looked at after every seed"
+    family = ""
+    if len(comparison.contrasts) > 1:
+        family = f", adjusted over {counted(len(comparison.contrasts), 'comparison')}"
+    return (
+        f"{trained} Runs were compared{against} as wholes, paired by seed, by"
+        f" {comparison.metric.name}{problems}; intervals are {level} intervals of the mean"
+        f" difference over the seeds, and p values come from {tested}{family}."
+    )
+
+
+def _conditions(arms: Sequence[ConditionCurves]) -> str:
+    labels = [arm.label for arm in arms]
+    seeds = seeds_words(sorted({run.seed for arm in arms for run in arm.runs}))
+    if len(labels) == 1:
+        return f"{labels[0]} ({seeds}) was"
+    return f"{', '.join(labels[:-1])} and {labels[-1]} ({seeds}) were"
