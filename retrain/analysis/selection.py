@@ -67,9 +67,8 @@ class Selection:
 
 def select(grouped: RunsByCondition, request: Request) -> Selection:
     """Raises ConfigurationError for runs that cannot be compared, and if there is no pair."""
-    metric, test = choose_metric(request.metric, grouped.runs), request.test
-    if request.budget:
-        grouped, metric = at_budget(grouped, request.budget, metric)
+    test = request.test
+    grouped, metric = _where_asked(grouped, request)
     _check_comparable(grouped, metric, test)
     reference = next(iter(grouped.conditions[request.baseline].values()), None)
     # A metric that was asked for by name is compared however it was sampled; the notes say so.
@@ -104,6 +103,14 @@ def _arms(
         label: arm_of(label, alike[label], metric, grouped.failed.get(label, ()))
         for label in labels
     }
+
+
+def _where_asked(grouped: RunsByCondition, request: Request) -> tuple[RunsByCondition, Metric]:
+    """The runs and the metric, at the request's budget if it has one."""
+    metric = choose_metric(request.metric, grouped.runs)
+    if request.budget:
+        return at_budget(grouped, request.budget, metric)
+    return grouped, metric
 
 
 def _at_looks(family: Sequence[Pairs], record: CampaignRecord) -> tuple[list[Pairs], Sequence[str]]:
