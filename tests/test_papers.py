@@ -59,6 +59,8 @@ class Answer:
     reward: float
     new: Tensor
     old: Tensor
+    entropies: np.ndarray[Any, Any]
+    """[T] of the distributions that the tokens were drawn from; higher near the clip's bounds."""
 
     @property
     def ratios(self) -> Tensor:
@@ -93,13 +95,18 @@ def answers(*, on_policy: bool = False) -> Answers:
     """Two prompts are solved or hopeless; three completions lie in the cache of the soft overlong
     penalty.
     """
-    draw = np.random.default_rng(0)
+    draw, other = np.random.default_rng(0), np.random.default_rng(1)
 
     def answer(reward: float, length: int, spread: float, shift: float) -> Answer:
         old = -draw.exponential(1.5, length).astype(np.float32).astype(np.float64)
         new = np.minimum(old + shift + spread * draw.standard_normal(length), -1e-3)
         return Answer(
-            reward, torch.tensor(old if on_policy else new).requires_grad_(), torch.tensor(old)
+            reward,
+            torch.tensor(old if on_policy else new).requires_grad_(),
+            torch.tensor(old),
+            (other.exponential(0.5, length) + (abs(abs(new - old) - 0.25) < 0.05)).astype(
+                np.float32
+            ),
         )
 
     shapes = zip(REWARDS, LENGTHS, SPREADS, SHIFTS, strict=True)
@@ -401,7 +408,19 @@ def simple_po(batch: Answers) -> Tensor:
     return torch.stack(terms).mean()
 
 
+def forking_tokens(batch: Answers) -> Tensor:
+    chosen = mixed(batch)
+    everything = np.concatenate([answer.entropies for prompt in chosen for answer in prompt])
+    threshold = np.sort(everything)[::-1][int(0.2 * len(everything)) - 1]
+    terms = []
+    for answer, a in over(chosen, grpo):
+        kept = torch.tensor(answer.entropies >= threshold)
+        terms.append((kept * clipped(answer.ratios, a, 0.2, 0.28)).sum())
+    return torch.stack(terms).sum() / num_tokens(chosen)
+
+
 OBJECTIVES: dict[str, Objective] = {
+    "forking_tokens": forking_tokens,
     "grpo": plain_grpo,
     "luspo": luspo,
     "intellect2": intellect2,
@@ -470,7 +489,7 @@ def groups_of(scorer: Scorer, batch: Answers) -> list[Group]:
                 sample,
                 np.zeros(length, np.int32),
                 answer.old.numpy().astype(np.float32),
-                None,
+                answer.entropies,
                 reason,
             )
             text = r"\boxed{4}" if answer.reward else r"\boxed{5}"

@@ -483,6 +483,31 @@ CASES = [
         ("run.toml", "--log-dir", "old"),
         {"old/.retrain.json": CAMPAIGN_MARK},
     ),
+    # -- a report ----------------------------------------------------------------------------------
+    Case(
+        "a report written into a picture",
+        2,
+        "--figures FOLDER --format svg",
+        "",
+        ("report", "old", "--output", "x.svg"),
+        {"old/notes.txt": ""},
+    ),
+    Case(
+        "a figure of a format that there is not",
+        2,
+        "'eps' is no format of a figure",
+        "",
+        ("report", "old", "--figures", "x", "--format", "eps"),
+        {"old/notes.txt": ""},
+    ),
+    Case(
+        "a report of runs with a contrast of conditions",
+        2,
+        "is not two conditions as A:B",
+        "",
+        ("report", "old", "--contrast", "grpo+none"),
+        {"old/notes.txt": ""},
+    ),
     # -- comparing ---------------------------------------------------------------------------------
     Case(
         "comparing a folder that is not a campaign",
