@@ -43,7 +43,7 @@ retrain my.toml --algorithm-mode dapo      # the method alone, on your model and
 ```
 
 `algorithm_mode = "dapo"` in a file of yours means the settings that are shown here, below those of
-the file ([recipes](credit.md#whole-algorithms-algorithm_mode)); `retrain help papers` lists the
+the file ([recipes](advantages.md#whole-algorithms-algorithm_mode)); `retrain help papers` lists the
 names.
 
 In the formulas oᵢ is a completion of |oᵢ| tokens with the reward Rᵢ, G the number of completions of
