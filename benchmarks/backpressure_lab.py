@@ -65,7 +65,7 @@ def fixed_rates(folder: Path, rounds: int) -> dict[int, list[float]]:
                 quiet=True,
             )
             if turn:
-                rates[size].append(rate(run.metrics()[-1:]))
+                rates[size].append(rate(run.records()[-1:]))
     return rates
 
 
@@ -86,7 +86,7 @@ def main() -> None:
         fixed = fixed_rates(Path(place), chosen.rounds)
         records = train(
             configuration(Path(place) / "pressed", chosen.steps, 4, True), quiet=True
-        ).metrics()
+        ).records()
     swept = [record for record in records if record.bp_regime != "warmup"]
     best = max(median(rates) for rates in fixed.values())
     rows = [

@@ -1,5 +1,6 @@
 """Workers that are forked from one parent: each trains the run that `retrain` trains alone."""
 
+import hashlib
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from retrain.campaign import plan_campaign
 from retrain.campaign.launch import (
     ForkedProcess,
     ForkParent,
+    InProcess,
     Job,
     NotForked,
     RunOutcome,
@@ -28,6 +30,7 @@ from retrain.campaign.manifest import Status
 from retrain.campaign.plan import CampaignRun
 from retrain.config import config_from_mapping, dump_toml
 from retrain.model.packed import kept_fit, kept_pack, shared_packs
+from retrain.run.evaluation import Evaluator
 from retrain.run.loop import train
 from retrain.run.sharing import shared, shared_parts
 from tests.campaigns import sections
@@ -207,6 +210,47 @@ def test_forked_workers_end_with_their_parent(tmp_path: Path) -> None:
             time.sleep(0.05)
 
 
+def test_runs_of_a_seed_are_evaluated_once_before_step_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those of another seed, and each has the bytes of the run alone."""
+    campaign = {
+        "conditions": [
+            {"advantage_mode": mode, "transform_mode": "none"} for mode in ("grpo", "maxrl")
+        ],
+        "seeds": [1, 2],
+        "max_steps": 1,
+    }
+    evaluated: list[int] = []
+    run_evaluator = Evaluator.run
+
+    def counting(evaluator: Evaluator, step: int, watcher: Any) -> Any:
+        evaluated.append(step)
+        return run_evaluator(evaluator, step, watcher)
+
+    monkeypatch.setattr(Evaluator, "run", counting)
+    settings = {"reward": {"type": "match"}, "evaluation": {"at_start": True, "max_examples": 8}}
+    runs = runs_of(tmp_path / "together", campaign=campaign, **settings)
+    launcher = InProcess()
+    try:
+        assert [launcher.start(run, 0).poll().status for run in runs] == [Status.DONE] * 4
+    finally:
+        launcher.close()
+    assert evaluated.count(0) == 2 and evaluated.count(1) == 4
+    stored = sorted((tmp_path / "together" / "common").glob("*.json"))
+    assert len(stored) == 2
+    for file in stored:
+        inputs = json.loads(file.read_text())["inputs"]
+        assert file.stem == hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+    (alone,) = [
+        run
+        for run in runs_of(tmp_path / "alone", campaign=campaign, **settings)
+        if run.name == runs[1].name
+    ]
+    train(alone.config, quiet=True)
+    the_same(runs[1].folder, alone.folder)
+
+
 # -- its parts, without a process ------------------------------------------------------------------
 
 
@@ -252,12 +296,19 @@ def test_what_was_not_forked_is_told_with_its_reason(
     process.stdout.close()
 
 
-def test_workers_are_forked_on_a_processor_of_linux_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ("fork" in no_fork_reason([()], in_process=True)) is (sys.platform != "linux")
-    assert "CUDA" in no_fork_reason([("cuda:0",)], in_process=True)
-    assert "no model" in no_fork_reason([()], in_process=False)
+@pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux alone")
+def test_workers_are_forked_on_a_processor_of_linux_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unset = sections(tmp_path, {})
+    del unset["backend"]
+    plan = plan_campaign(config_from_mapping(unset), tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert no_fork_reason(plan) == ""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert "CUDA" in no_fork_reason(plan)
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert "darwin" in no_fork_reason([()], in_process=True)
+    assert "darwin" in no_fork_reason(plan)
 
 
 def test_parts_are_kept_for_an_equal_key_while_they_are_shared() -> None:

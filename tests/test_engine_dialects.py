@@ -105,7 +105,7 @@ def test_a_run_at_another_temperature_than_1_passes_the_gate_and_stays_on_policy
     assert run.summary.steps == steps
     assert all(
         record.log_ratio_mean is not None and record.log_ratio_mean < 1e-4
-        for record in run.metrics()
+        for record in run.records()
     )
     gate = json.loads((tmp_path / "run" / "environment.json").read_text())["parity_gate"]
     assert gate["max_difference"] < 1e-3 and gate["adapter_effect"] > 5 * gate["max_difference"]

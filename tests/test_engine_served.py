@@ -139,7 +139,7 @@ def test_a_run_gives_every_version_a_name_and_a_folder_and_leaves_nothing_behind
     run = train(served(tmp_path / "run", server.url, training={"temperature": 0.8}), quiet=True)
     assert (
         run.summary.steps == 3
-        and max(record.log_ratio_mean or 0 for record in run.metrics()) < 1e-4
+        and max(record.log_ratio_mean or 0 for record in run.records()) < 1e-4
     )
     loads = [body for path, body in server.asked if path == LOAD]
     assert (
@@ -915,7 +915,7 @@ def test_a_run_whose_server_fails_is_saved_and_resumes(
         served(folder, server.url, resume={"from": str(folder)}, **rarely_saved),
         quiet=True,
     )
-    assert [record.step for record in run.metrics()] == [0, 1, 2]
+    assert [record.step for record in run.records()] == [0, 1, 2]
 
 
 def kills(server: VLLMDouble) -> Callable[[str, Any], Any]:
@@ -944,7 +944,7 @@ def test_a_killed_server_is_replaced_by_another_at_another_address(
             **rarely_saved,
         )
         run = small_run(config, quiet=True)
-    assert [record.step for record in run.metrics()] == [0, 1, 2]
+    assert [record.step for record in run.records()] == [0, 1, 2]
 
 
 def test_a_server_that_was_restarted_gets_the_adapter_before_any_request(
@@ -1071,7 +1071,7 @@ def test_a_server_that_returns_one_completion_n_times_is_named_as_the_cause(
     assert run.summary.untrained.startswith(
         "3 steps trained nothing: the completions of each group are the same, token by token"
     )
-    assert [record.groups_identical for record in run.metrics()] == [2] * 3
+    assert [record.groups_identical for record in run.records()] == [2] * 3
 
 
 def test_skipping_the_gate_is_said_loudly_and_recorded(

@@ -47,7 +47,7 @@ def test_a_frame_holds_what_the_runs_recorded(trained: Path) -> None:
     records = [
         record
         for seed in (1, 2)
-        for record in retrain.Run(trained / f"run_s{seed}", None).metrics()
+        for record in retrain.Run(trained / f"run_s{seed}", None).records()
     ]  # type: ignore[arg-type]
     for name in ("loss", "mean_reward", "step_time_s", "num_datums"):
         assert frame[name].tolist() == [getattr(record, name) for record in records]

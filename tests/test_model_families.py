@@ -150,7 +150,7 @@ def test_a_run_trains_a_mixture_of_experts_in_float32(tmp_path: Path) -> None:
         ),
         quiet=True,
     )
-    (record,) = run.metrics()
+    (record,) = run.records()
     assert record.ratio_mean == pytest.approx(1, abs=1e-4)
 
 

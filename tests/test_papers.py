@@ -605,7 +605,7 @@ def test_a_file_with_a_plugin_beside_it_takes_a_lab_step_that_starts_on_policy(
         "logging.log_dir": str(tmp_path / "run"),
     }
     run = train(replaced(config_of(name), changes | paid_at_random), quiet=True, skip_parity=True)
-    (step,) = run.metrics()
+    (step,) = run.records()
     assert step.loss is not None and math.isfinite(step.loss)
     assert (
         step.log_ratio_mean is not None and step.log_ratio_mean < 1e-4

@@ -356,7 +356,7 @@ def test_updates_within_a_step_are_no_mismatch(tmp_path: Path, loss: dict[str, A
     the first minibatch alone.
     """
     training = {"max_steps": 3, "minibatches": 2, "lr": 1e-2}
-    records = train(small(tmp_path / "run", training=training, loss=loss), quiet=True).metrics()
+    records = train(small(tmp_path / "run", training=training, loss=loss), quiet=True).records()
     assert max(record.log_ratio_mean or 0 for record in records) < 1e-5
     assert (max(record.mismatch_k3 or 0 for record in records) > 1e-2) is (not loss)
     assert [record.log_ratio_tokens for record in records] == [
@@ -376,7 +376,7 @@ def test_dropout_moves_the_ratio_by_itself_and_stops_nothing(tmp_path: Path) -> 
         small(tmp_path / "run", lora={"dropout": 0.5}, training={"max_steps": 5, "lr": 3e-2}),
         quiet=True,
     )
-    assert max(record.log_ratio_mean or 0 for record in run.metrics()) > 1e-3
+    assert max(record.log_ratio_mean or 0 for record in run.records()) > 1e-3
 
 
 def test_rounding_of_a_few_tokens_is_no_missing_group() -> None:

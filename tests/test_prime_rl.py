@@ -392,7 +392,7 @@ def test_a_run_trains_through_the_wire(
         run = train(config, quiet=True)
         trainer.join(timeout=20)
     assert trainer.error is None and sorted(trainer.batches) == [1, 2, 3, 4]
-    records = run.metrics()
+    records = run.records()
     assert [record.loss for record in records] == [None] * 4 and all(
         record.loss_is_placeholder for record in records
     )
@@ -436,7 +436,7 @@ def test_a_run_whose_trainer_dies_while_a_step_is_sampled_is_saved_and_goes_on(
     ]
     with trainer_of(config, learner, first=3) as trainer:
         again = small_run(replaced(config, {"resume.from": str(tmp_path / "run")}), quiet=True)
-    assert trainer.error is None and [record.step for record in again.metrics()] == [0, 1, 2, 3]
+    assert trainer.error is None and [record.step for record in again.records()] == [0, 1, 2, 3]
 
 
 def test_a_step_that_was_sent_in_part_is_not_called_saved(
@@ -513,7 +513,7 @@ def test_the_documented_block_runs_with_a_later_trainer_and_is_resumed(
         )
         trainer.join(timeout=20)
     assert trainer.error is None and sorted(trainer.batches) == [3, 4, 5, 6]
-    assert [record.step for record in run.metrics()] == [0, 1, 2, 3, 4, 5]
+    assert [record.step for record in run.records()] == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("refused", [False, True])

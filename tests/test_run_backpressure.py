@@ -53,7 +53,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_the_batch_is_the_one_that_the_step_before_announced(run: Run) -> None:
-    records = run.metrics()
+    records = run.records()
     assert [record.batch_size for record in records[:7]] == [
         1,
         2,
@@ -107,7 +107,7 @@ def test_a_resumed_run_decides_by_the_recorded_times(run: Run, tmp_path: Path) -
 
 
 def test_the_roofline_names_the_bound_where_the_batch_may_grow(run: Run) -> None:
-    regimes = {record.bp_regime for record in run.metrics()}
+    regimes = {record.bp_regime for record in run.records()}
     assert regimes <= {
         "warmup",
         "memory_bound",
@@ -133,7 +133,7 @@ devices = "cpu"
 [logging]
 log_dir = "{tmp_path / "run"}"
 {BLOCK}"""
-    records = small_run(config_from_toml(text), quiet=True).metrics()
+    records = small_run(config_from_toml(text), quiet=True).records()
     assert [(record.batch_size, record.next_batch_size) for record in records] == [(1, 2), (2, 4)]
 
 

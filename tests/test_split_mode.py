@@ -2,31 +2,14 @@
 and the copies are real.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import retrain.backends.local.backend
-import retrain.model.devices
-import retrain.model.memory
 from retrain import train
-from retrain.model.devices import DeviceChoice
 from tests.runs import lines, small, timeless
-
-
-@contextmanager
-def two_devices() -> Iterator[None]:
-    cpu = torch.device("cpu")
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (retrain.model.devices, retrain.backends.local.backend, retrain.model.memory):
-            patch.setattr(
-                module, "choose_device", lambda config, world=None: DeviceChoice(cpu, "", cpu)
-            )
-        yield
+from tests.split import two_devices
 
 
 @pytest.fixture(scope="module")

@@ -573,14 +573,14 @@ def test_a_run_saves_places_at_the_service_and_resumes_from_them(
         "Parity gate passed" in shown
         and "stays with the service as tinker://run-1/sampler_weights/" in shown
     )
-    assert [record.loss_is_placeholder for record in run.metrics()] == [False] * 4
+    assert [record.loss_is_placeholder for record in run.records()] == [False] * 4
     resumed = train(
         tinker_config(
             tmp_path / "run", resume={"from": str(tmp_path / "run")}, training={"max_steps": 6}
         )
     )
     assert "Creating training client from tinker://run-1/weights/" in capsys.readouterr().out
-    assert [record.step for record in resumed.metrics()] == list(range(6))
+    assert [record.step for record in resumed.records()] == list(range(6))
     assert (
         double.keys == [KEY, KEY]
         and KEY

@@ -99,7 +99,7 @@ def test_a_run_in_wandb_holds_its_names_its_numbers_and_every_completion(tmp_pat
     history = list(wandb_history(log))
     steps = [item for item in history if "train/loss" in item]
     assert [item["trainer/step"] for item in steps] == [0, 1, 2]
-    for item, record in zip(steps, run.metrics(), strict=True):
+    for item, record in zip(steps, run.records(), strict=True):
         assert {name: item[name] for name in metrics(record)} == pytest.approx(metrics(record))
     assert {"train/entropy/exec_mean", "train/surprisal/exec_mean"} <= steps[0].keys()
     (evaluation,) = [item for item in history if "eval/pass@1" in item]
@@ -202,9 +202,9 @@ def test_tensorboard_shows_the_metrics_the_evaluations_and_the_completions(tmp_p
         quiet=True,
     )
     folder = RunFolder(run.folder).tensorboard
-    for tag in metrics(run.metrics()[0]):
+    for tag in metrics(run.records()[0]):
         assert points(folder, tag) == [
-            (record.step, pytest.approx(metrics(record)[tag])) for record in run.metrics()
+            (record.step, pytest.approx(metrics(record)[tag])) for record in run.records()
         ]
     after = run.summary.after
     assert after is not None and points(folder / "eval", "eval/pass@1") == [
@@ -293,7 +293,7 @@ def test_trackio_holds_the_numbers_and_the_completions_of_a_run(
     (logged,) = trackio_read("sums").values()
     steps = [item for item in logged if "train/loss" in item]
     assert [item["step"] for item in steps] == [0, 1]
-    for item, record in zip(steps, run.metrics(), strict=True):
+    for item, record in zip(steps, run.records(), strict=True):
         assert {name: item[name] for name in metrics(record)} == pytest.approx(metrics(record))
     assert [item["step"] for item in logged if "eval/pass@1" in item] == [2]
     tables = [item["completions"]["_value"] for item in logged if "completions" in item]

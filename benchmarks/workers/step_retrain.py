@@ -60,7 +60,7 @@ def setup(settings: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]
                     "mean_tokens": record.completion_tokens_mean,
                     "ratio_max": record.ratio_max,
                 }
-                for record in run.metrics()
+                for record in run.records()
             ]
         return {"steps": steps, "peak_gib": measure.peak_gib}
 

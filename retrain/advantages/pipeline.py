@@ -25,6 +25,8 @@ from retrain.advantages.resolve import (
     EpisodeStage,
     GroupTransform,
     PluginAdvantage,
+    Stage,
+    StageKind,
     TransformStage,
     UncertaintyStage,
     numbers,
@@ -54,7 +56,7 @@ from retrain.advantages.transforms import (
 )
 from retrain.config.names import replaces_modes
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.plugins import refuse_unknown_params, user_code
+from retrain.plugins import params_of, refuse_unknown_params, user_code
 from retrain.types import Group, Int32Array
 
 if TYPE_CHECKING:
@@ -101,6 +103,8 @@ class CreditPipeline:
         self.notes: list[str] = []
         """Sentences to print at the start of the run."""
         self._pieces = pieces
+        self._params: dict[str, dict[str, Any]] = {}
+        """Kind -> the parameters that its stage reads at every call."""
         self._algorithm: AlgorithmStage | None = None
         self._episode: EpisodeStage | None = None
         self._before: tuple[int, dict[str, Any]] = (-1, {})
@@ -110,7 +114,7 @@ class CreditPipeline:
         algorithm = config.algorithm
         recipe = recipe_of(algorithm)
         if recipe is None:
-            self._algorithm = resolve(ALGORITHM, algorithm.algorithm_mode, config, self.notes)
+            self._algorithm = self._resolve(ALGORITHM, algorithm.algorithm_mode, config)
             spec = TransformSpec("algorithm", needs_planning=True, uses_sepa_controller=True)
             self._transform = TransformStage(spec, None, {})
         else:
@@ -120,15 +124,26 @@ class CreditPipeline:
                 # their parameters.
                 bare = algorithm.model_copy(update={"advantage_params": {}, "transform_params": {}})
                 config = config.model_copy(update={"algorithm": bare})
-            self._episode = resolve(ADVANTAGE, recipe.advantage, config, self.notes)
-            self._transform = resolve(TRANSFORM, recipe.transform, config, self.notes)
+            self._episode = self._resolve(ADVANTAGE, recipe.advantage, config)
+            self._transform = self._resolve(TRANSFORM, recipe.transform, config)
         self.spec = self._transform.spec
         self.uncertainty_kind = canonical_kind(config.algorithm.uncertainty)
         if self.needs_uncertainty:
-            self._uncertainty = resolve(UNCERTAINTY, self.uncertainty_kind, config, self.notes)
+            self._uncertainty = self._resolve(UNCERTAINTY, self.uncertainty_kind, config)
         if self.needs_planning:
             self._detector = _detector(config.planning, load_encoder)
         self._check_values(config)
+
+    def _resolve(self, kind: StageKind[Stage], name: str, config: "TrainConfig") -> Stage:
+        params = self._params[kind.name] = params_of(kind.name, config)
+        return resolve(kind, name, config, self.notes, params)
+
+    def use(self, config: "TrainConfig") -> None:
+        """Take over the values of a step that may differ from those of another one."""
+        self.config = config
+        for kind, params in self._params.items():
+            now = params_of(kind, config)
+            params.update({name: now[name] for name in params})
 
     def _check_values(self, config: "TrainConfig") -> None:
         """Raise ConfigurationError for values with which the transform in use does nothing; note

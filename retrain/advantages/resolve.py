@@ -121,22 +121,31 @@ class StageKind(Generic[Stage]):
     trial: Callable[[Stage, PluginCall], str | None]
     """Uses a plugin's stage on a small example; returns a note for the start of the run. Raises
     what the plugin raises, and ValueError for an output of another shape."""
-    of_builtin: Callable[[str, Any, "TrainConfig"], Stage] | None = None
-    """(name, built-in object, configuration) -> the stage; None where the built-in objects are the
-    stages, without parameters."""
+    of_builtin: Callable[[str, Any, "TrainConfig", dict[str, Any]], Stage] | None = None
+    """(name, built-in object, configuration, parameters) -> the stage; None where the built-in
+    objects are the stages, without parameters."""
 
 
-def resolve(kind: StageKind[Stage], name: str, config: "TrainConfig", notes: list[str]) -> Stage:
+def resolve(
+    kind: StageKind[Stage],
+    name: str,
+    config: "TrainConfig",
+    notes: list[str],
+    params: dict[str, Any] | None = None,
+) -> Stage:
     """Return the stage that `name` means. Notes for the start of the run are added to `notes`.
+    `params` stand in for the configured ones; the stage reads them at every call.
     Raises ConfigurationError for a name, a parameter or a plugin that cannot be used.
     """
     found = load_plugin(kind.name, name, config, kind.builtins)
+    if params is None:
+        params = params_of(kind.name, config)
     if name in kind.builtins and found is kind.builtins[name]:
         if kind.of_builtin:
-            return kind.of_builtin(name, found, config)
+            return kind.of_builtin(name, found, config, params)
         refuse_unknown_params(kind.name, name, frozenset(), config)
         return cast(Stage, found)
-    params, form = params_of(kind.name, config), inspect_call(kind.name, found)
+    form = inspect_call(kind.name, found)
     plugin = PluginCall(kind.name, name, found, params, form, config)
     stage = kind.of_plugin(plugin)
     try:
@@ -171,9 +180,10 @@ _CENTRED = 1e-6
 """Largest mean of a group's advantages that counts as 0, for plugins that compute in float32."""
 
 
-def _builtin_advantage(name: str, builtin: BuiltinAdvantage, config: "TrainConfig") -> EpisodeStage:
+def _builtin_advantage(
+    name: str, builtin: BuiltinAdvantage, config: "TrainConfig", params: dict[str, Any]
+) -> EpisodeStage:
     refuse_unknown_params("advantage", name, builtin.parameters, config)
-    params = params_of("advantage", config)
 
     def advantages(tokens: StepTokens, step: int) -> list[list[float]]:
         if builtin.batch_level:  # which tells the form to us and not to mypy

@@ -48,6 +48,8 @@ class BackendCapabilities:
     scores_rows: bool = True
     """`logprobs` works. False: the parity gate has nothing to compare the engine with, and no
     log-ratios are recorded."""
+    moves_settings: bool = False
+    """`use` works: the learner reads scheduled keys anew in each step."""
     scores_reference: bool = False
     """`reference_logprobs` works: the learner can score tokens as a teacher."""
     sampler: EngineCapabilities | None = None
@@ -202,6 +204,12 @@ class Backend(ABC):
         their number; only those that are `trained` need a forward pass. A non-finite loss, gradient
         or log-prob never changes the weights: that update is skipped and counted.
         """
+
+    def use(self, config: "TrainConfig") -> None:
+        """Take the scheduled values of [loss] and [training] that the next call of `train` or
+        `logprobs` reads.
+        """
+        raise NotImplementedError
 
     def trial_adapter(self, seed: int) -> TrialAdapter | None:
         """Return an adapter for the parity gate to set; None where the adapter cannot be set, so

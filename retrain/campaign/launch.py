@@ -171,8 +171,10 @@ class InProcess:
             self._shared.enter_context(shared_models())
 
     def start(self, run: CampaignRun, slot: int) -> EndedJob:
+        from retrain.run.common import common_results
+
         try:
-            with output_to(run.folder):
+            with output_to(run.folder), common_results(common_folder(run)):
                 outcome = perform(run.config)
         except OSError as error:
             outcome = unwritable(run, error)
@@ -186,6 +188,8 @@ class InProcess:
 # -- processes on this machine ---------------------------------------------------------------------
 
 
+COMMON = "common"
+"""The folder of what runs have in common, in the campaign's."""
 MAX_ANSWER = 1 << 24
 """Bytes of an outcome; what a child that a plugin left writes there without end is not read."""
 _CHUNK = 1 << 16
@@ -261,17 +265,14 @@ class Subprocesses:
     Where that is safe, workers are forked from a parent that holds what they have in common.
     """
 
-    def __init__(self, slots: Sequence[Devices], *, in_process: bool = True) -> None:
-        """`in_process`: the runs hold their model on this machine, so that they have one in
-        common.
-        """
+    def __init__(self, slots: Sequence[Devices], not_forked: str = "") -> None:
+        """`not_forked` is the reason where each worker is to start by itself."""
         self._slots = slots
         self.workers = len(slots)
         self._parents: dict[str, ForkParent] = {}
         """By what the base model is."""
-        reason = no_fork_reason(slots, in_process=in_process)
-        self._forks = not reason
-        self.notes = [NOT_FORKED.format(reason=reason) if reason else FORKED]
+        self._forks = not not_forked
+        self.notes = [NOT_FORKED.format(reason=not_forked) if not_forked else FORKED]
 
     def start(self, run: CampaignRun, slot: int) -> Job:
         """Start a worker on the devices of `slot`."""
@@ -305,13 +306,13 @@ FORKED = (
 NOT_FORKED = "Each worker starts by itself, with its own libraries and model: {reason}."
 
 
-def no_fork_reason(slots: Sequence[Devices], *, in_process: bool) -> str:
-    """Why workers are not forked from one parent; "" if they are."""
-    if not in_process:
+def no_fork_reason(plan: CampaignPlan) -> str:
+    """Why parallel workers are not forked from one parent; "" if they are."""
+    if not all(backend_kind(run.config.backend.backend).in_process for run in plan.runs):
         return "the backend holds no model on this machine"
     if not sys.platform.startswith("linux"):
         return f"linear algebra does not survive a fork on {sys.platform}"
-    if any(slots):
+    if any(share_devices(plan)):
         return "a CUDA context does not survive a fork"
     return ""
 
@@ -346,7 +347,13 @@ def _environment(threads: int | None) -> dict[str, str]:
 
 def _request(run: CampaignRun) -> bytes:
     path = run.config.source_path
-    return json.dumps({"config": dump_toml(run.config), "path": str(path) if path else ""}).encode()
+    request = {"config": dump_toml(run.config), "path": str(path) if path else ""}
+    return json.dumps(request | {"common": str(common_folder(run))}).encode()
+
+
+def common_folder(run: CampaignRun) -> Path:
+    """The folder of the results that runs of the campaign have in common."""
+    return run.folder.parents[1] / COMMON
 
 
 class Worker:

@@ -17,6 +17,7 @@ Nothing that is done here may reach a run:
 A worker is refused with the reason where this cannot be kept; it is then a process of its own.
 """
 
+import atexit
 import gc
 import json
 import os
@@ -24,28 +25,17 @@ import select
 import signal
 import socket
 import sys
+import threading
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from retrain.system import die_with_parent, prepare_torch
 
 REQUEST_BYTES = 1 << 20
 _POLL_S = 0.05
 _TOKENIZER_THREADS = "TOKENIZERS_PARALLELISM"
-
-
-@dataclass(frozen=True)
-class Request:
-    """A run to be trained, in the process that was forked for it."""
-
-    config: str
-    """As TOML."""
-    path: str
-    """Of the file that it came from; "" for none."""
-    answer: int
-    """Descriptor of the pipe that takes the outcome as JSON."""
 
 
 class Parent:
@@ -65,8 +55,10 @@ class Parent:
         self._asked = os.environ.get(_TOKENIZER_THREADS)
         os.environ[_TOKENIZER_THREADS] = "false"
 
-    def serve(self) -> Request | None:
-        """Return a request in each worker, and None here when the campaign is gone."""
+    def serve(self) -> tuple[dict[str, str], int] | None:
+        """Return, in each worker, its request and the descriptor that takes its answer; None here
+        when the campaign is gone.
+        """
         while True:
             links = {link: pid for pid, link in self._workers.items()}
             for ready in select.select([self._control, *links], [], [], _POLL_S)[0]:
@@ -76,9 +68,10 @@ class Parent:
                         for pid in self._workers:
                             os.kill(pid, signal.SIGKILL)
                         return None
-                    request = self._fork(text, *descriptors)
-                    if request is not None:
-                        return request
+                    link, answer, log = descriptors
+                    request = json.loads(text)
+                    if self._fork(request, link, answer, log):
+                        return request, answer
                 elif number := ready.recv(1):
                     os.kill(links[ready], number[0])
                 else:  # the campaign has dropped the run
@@ -93,9 +86,8 @@ class Parent:
                 with self._workers.pop(pid) as link, suppress(ConnectionError):
                     link.send(json.dumps({"code": os.waitstatus_to_exitcode(status)}).encode())
 
-    def _fork(self, text: bytes, link: int, answer: int, log: int) -> Request | None:
-        """Fork the worker of a request; return it in the worker, None here."""
-        request = Request(**json.loads(text), answer=answer)
+    def _fork(self, request: dict[str, str], link: int, answer: int, log: int) -> bool:
+        """Fork the worker of a request; True in the worker."""
         for number in (1, 2):
             os.dup2(log, number)  # a warning of the preparation is the run's
         os.close(log)
@@ -106,7 +98,7 @@ class Parent:
                 channel.send(json.dumps({"refused": reason}).encode())
             channel.close()
             os.close(answer)
-            return None
+            return False
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
@@ -118,15 +110,15 @@ class Parent:
             self._workers[pid] = channel
             with suppress(ConnectionError):
                 channel.send(json.dumps({"forked": pid}).encode())
-            return None
+            return False
         os.setsid()
         die_with_parent(parent)
         for other in (self._control, channel, *self._workers.values()):
             other.close()
         self._forget()
-        return request
+        return True
 
-    def _reason_against(self, request: Request) -> str:
+    def _reason_against(self, request: dict[str, str]) -> str:
         """Prepare the run. Return why no worker can be forked for it, or ""."""
         import torch
 
@@ -161,7 +153,7 @@ def _count_threads() -> int:
     return len([*Path("/proc/self/task").iterdir()])
 
 
-def prepare(request: Request) -> None:
+def prepare(request: dict[str, str]) -> None:
     """Load what the run has in common with others, into the stores that `main` opened. What the run
     itself would refuse is left to it.
     """
@@ -177,7 +169,8 @@ def prepare(request: Request) -> None:
         say_memory,
     )
 
-    config = config_from_toml(request.config, Path(request.path) if request.path else None)
+    path = request["path"]
+    config = config_from_toml(request["config"], Path(path) if path else None)
     if config.model.trust_remote_code:
         return
     with suppress(RetrainError):
@@ -206,13 +199,26 @@ def main() -> None:
     from retrain.run.sharing import shared_parts
 
     with shared_parts(), shared_models(), shared_packs():
-        request = Parent(socket.socket(fileno=descriptor)).serve()
-        if request is None:
+        served = Parent(socket.socket(fileno=descriptor)).serve()
+        if served is None:
             return
+        request, descriptor = served
         from retrain.campaign.worker import answer
 
-        with os.fdopen(request.answer, "w", encoding="utf-8") as pipe:
-            answer(request.config, request.path, pipe)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as pipe:
+            answer(request, pipe)
+    _end()
+
+
+def _end() -> NoReturn:
+    """End a worker as an interpreter ends, but for taking its modules apart, which would write to
+    all memory that it has in common.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, before what they may need ends
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -111,16 +111,15 @@ def _size(plan: CampaignPlan) -> str:
 
 
 def _launcher(plan: CampaignPlan) -> Launcher:
-    kinds = [backend_kind(run.config.backend.backend) for run in plan.runs]
     if plan.settings.launcher == "ray":
         from retrain.campaign.launch import RayLauncher
 
         return RayLauncher(plan)
     if plan.settings.parallel:
-        from retrain.campaign.launch import Subprocesses
+        from retrain.campaign.launch import Subprocesses, no_fork_reason
 
-        in_process = all(kind.in_process for kind in kinds)
-        return Subprocesses(share_devices(plan), in_process=in_process)
+        return Subprocesses(share_devices(plan), no_fork_reason(plan))
+    kinds = [backend_kind(run.config.backend.backend) for run in plan.runs]
     return InProcess(loads_models=any(kind.loads_model for kind in kinds))
 
 

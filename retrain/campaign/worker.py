@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO
@@ -34,17 +35,21 @@ def main() -> None:
 
     threading.Thread(target=end_with_campaign, daemon=True).start()
     with pipe:
-        answer(request["config"], request["path"], pipe)
+        answer(request, pipe)
 
 
-def answer(config: str, path: str, pipe: IO[str]) -> None:
-    """Train the run of a configuration in TOML, which came from a file at `path` ("" for none), and
-    write its outcome.
+def answer(request: Mapping[str, str], pipe: IO[str]) -> None:
+    """Train the run of a request and write its outcome: `config` in TOML, which came from the file
+    `path` ("" for none), with results in `common`.
     """
     from retrain.campaign.launch import perform
     from retrain.config import config_from_toml
+    from retrain.run.common import common_results
 
-    json.dump(asdict(perform(config_from_toml(config, Path(path) if path else None))), pipe)
+    path = request["path"]
+    config = config_from_toml(request["config"], Path(path) if path else None)
+    with common_results(Path(request["common"])):
+        json.dump(asdict(perform(config)), pipe)
 
 
 if __name__ == "__main__":

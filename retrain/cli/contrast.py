@@ -48,8 +48,8 @@ def command(
         opened,
         planned_seeds,
         read_arms,
+        reads_texts,
         take_batch,
-        uses_code,
     )
     from retrain.contrast.gradients import contrast
     from retrain.contrast.text import text_lines
@@ -65,7 +65,7 @@ def command(
         config = chosen[0].config if base.campaign else base
         with opened(target, config, step, print_progress) as (parts, backend, state):
             batch = take_batch(
-                target, parts, state, prompts=prompts, texts=uses_code(chosen), say=print_progress
+                target, parts, state, prompts=prompts, texts=reads_texts(chosen), say=print_progress
             )
             seeds = planned_seeds(base, target)
             found = contrast(parts, backend, batch, chosen, seeds, print_progress)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from retrain.config.judging import judging_rewards
 from retrain.config.keys import Key, all_keys
+from retrain.config.moving import moves_learner
 from retrain.config.names import (
     builtin_names,
     canonical_uncertainty,
@@ -334,6 +335,11 @@ _RUNS: Rows = (
         when=lambda c: c.data.source in builtin_names("data") or is_data_location(c.data.source),
     ),
     unused(
+        "schedule.control_params",
+        because="no control is set",
+        when=lambda c: not c.schedule.control,
+    ),
+    unused(
         "data.sampler_params",
         because="the shuffle has no parameters",
         when=lambda c: c.data.sampler == "shuffle",
@@ -545,6 +551,13 @@ def _implied_by_backend(name: str, declared: Any, known: Reasons) -> Iterator[Ef
         )
     if not declared.entropy:
         yield row("loss.entropy_coef", "its learner has no entropies; leave it at 0")
+    if not declared.moves_settings:
+        yield row(
+            "schedule.points",
+            "its learner keeps the settings of its start; schedule keys of [algorithm], [gtpo] and"
+            ' [hicra] alone, or use "local"',
+            moves_learner,
+        )
     if not declared.scores_reference:
         yield row(
             "algorithm.reference",

@@ -5,9 +5,10 @@ A key's documentation says what it does; its type and range say what is allowed,
 does not.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, ConfigDict, model_validator
 
 from retrain.config.section import PathText, Section, Strings, Table, Traits, key
 from retrain.config.values import (
@@ -16,6 +17,7 @@ from retrain.config.values import (
     OpenName,
     check_devices,
     check_grams,
+    check_table,
     parse_devices,
     parse_grams,
 )
@@ -199,6 +201,7 @@ class Algorithm(Section):
         " 2506.01939); 0 is off.",
         ge=0,
         le=1,
+        movable=True,
     )
     surprisal_mask_scope: Literal["batch", "group", "completion"] = key(
         "batch",
@@ -224,7 +227,7 @@ class Algorithm(Section):
         applies_when="reference in (gold)",
     )
     reference_coef: float = key(
-        1.0, "Weight of the teacher's log-ratio in transform_mode distill.", ge=0
+        1.0, "Weight of the teacher's log-ratio in transform_mode distill.", ge=0, movable=True
     )
     params: Table = key({}, "Parameters of an algorithm_mode plugin.")
     advantage_params: Table = key({}, "Parameters of the advantage.")
@@ -280,6 +283,7 @@ class Training(Section):
         "Sampling temperature; the trained policy is the model at this temperature. Unset with"
         " backend tinker it is 1.",
         gt=0,
+        movable=True,
     )
     top_k: int = key(
         0,
@@ -301,7 +305,12 @@ class Training(Section):
         ge=0,
         lt=1,
     )
-    lr: float = key(4e-5, "Learning rate.", ge=0)
+    lr: float = key(
+        4e-5,
+        "Learning rate.",
+        ge=0,
+        movable=True,
+    )
     lr_schedule: Literal["constant", "linear", "cosine"] = key(
         "constant", "Learning rate after warm-up: constant, or falling to 0 at lr_horizon."
     )
@@ -408,6 +417,7 @@ class Loss(Section):
         meaningful_unset=True,
         example=0.2,
         applies_when="mode in (ppo, gspo, cispo, gmpo, dppo)",
+        movable=True,
     )
     clip_high: float | None = key(
         None,
@@ -417,12 +427,14 @@ class Loss(Section):
         meaningful_unset=True,
         example=0.2,
         applies_when="mode in (ppo, gspo, cispo, gmpo, dppo)",
+        movable=True,
     )
     dual_clip: float = key(
         0.0,
         "Bound above 1 on the ratio of tokens with negative advantage (ppo); 0 is off.",
         ge=0,
         applies_when="mode in (ppo)",
+        movable=True,
     )
     correction: Annotated[str, OpenName("correction")] = key(
         "none",
@@ -430,19 +442,24 @@ class Loss(Section):
         ' old_logprobs = "recomputed".',
     )
     correction_cap: float = key(
-        2.0, "Largest correction weight of a token (tis) or a completion (seq_tis).", gt=0
+        2.0,
+        "Largest correction weight of a token (tis) or a completion (seq_tis).",
+        gt=0,
+        movable=True,
     )
     correction_low: float = key(
         0.5,
         "Tokens (icepop) or completions (seq_mask, geometric) with a correction weight below this"
         " are dropped.",
         ge=0,
+        movable=True,
     )
     correction_high: float = key(
         5.0,
         "Tokens (icepop) or completions (seq_mask, geometric) with a correction weight above this"
         " are dropped.",
         gt=0,
+        movable=True,
     )
     correction_params: Table = key({}, "Parameters of a correction plugin.")
     aggregation: Annotated[str, OpenName("aggregation")] = key(
@@ -459,6 +476,7 @@ class Loss(Section):
         "Weight of the KL divergence to the frozen base model, aggregated over all judged"
         " completions, including groups with equal rewards; 0 skips the base model's forward pass.",
         ge=0,
+        movable=True,
     )
     kl_estimator: Literal["k1", "k2", "k3"] = key(
         "k3",
@@ -467,10 +485,14 @@ class Loss(Section):
         applies_when="kl_coef not in (0)",
     )
     entropy_coef: float = key(
-        0.0, "Weight of the entropy bonus, aggregated like the KL divergence.", ge=0
+        0.0, "Weight of the entropy bonus, aggregated like the KL divergence.", ge=0, movable=True
     )
-    max_grad_norm: float = key(0.0, "Clip the gradient norm at this value; 0 is off.", ge=0)
-    log_ratio_clamp: float = key(20.0, "Clamp log-ratios to this magnitude before exp.", gt=0)
+    max_grad_norm: float = key(
+        0.0, "Clip the gradient norm at this value; 0 is off.", ge=0, movable=True
+    )
+    log_ratio_clamp: float = key(
+        20.0, "Clamp log-ratios to this magnitude before exp.", gt=0, movable=True
+    )
     old_logprobs: Literal["sampler", "recomputed"] = key(
         "sampler",
         "Log-probs in the ratio's denominator: the sampler's, or recomputed by the learner before"
@@ -494,11 +516,69 @@ class Loss(Section):
         )
 
 
+def _open_schedule(schema: dict[str, Any]) -> None:
+    """Let the JSON Schema accept any "section.key", for editors."""
+    schema["additionalProperties"] = True
+
+
+class Schedule(Section):
+    """Keys that move with the step, each as "section.key" = [[step, value], ...]."""
+
+    model_config = ConfigDict(json_schema_extra=_open_schedule)
+
+    points: Annotated[dict[str, list[Any]], AfterValidator(check_table)] = key(
+        {},
+        'The schedules, "section.key" -> points [step, value], linear between them; a file may'
+        " write each as a key of the section.",
+    )
+    control: Annotated[str, OpenName("control", may_be_empty=True)] = key(
+        "", "What sets keys by the records of earlier steps, built in or a plugin."
+    )
+    control_params: Table = key(
+        {},
+        "Parameters of the control: target, delta and start (adaptive_entropy), or those of a"
+        " plugin.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather(cls, data: Any) -> Any:
+        """Move what is named "section.key", quoted or not, under `points`."""
+        if not isinstance(data, dict):
+            return data
+        moved: dict[str, Any] = {}
+        own = {}
+        for name, value in data.items():
+            if name in cls.model_fields:
+                own[name] = value
+            elif "." in name:
+                moved[name] = value
+            elif isinstance(value, dict):
+                moved |= {f"{name}.{rest}": points for rest, points in _flat(value)}
+            else:
+                own[name] = value
+        if moved and isinstance(own.get("points", {}), dict):
+            own["points"] = {**own.get("points", {}), **moved}
+        return own
+
+
+def _flat(table: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The values of nested tables by their dotted names."""
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{rest}", inner) for rest, inner in _flat(value))
+        else:
+            yield name, value
+
+
 class Gtpo(Section):
     """Entropy-weighted credit."""
 
     beta: float = key(
-        0.1, "Strength of the weighting; 0 disables it, above 1 clips weights at 0.", ge=0
+        0.1,
+        "Strength of the weighting; 0 disables it, above 1 clips weights at 0.",
+        ge=0,
+        movable=True,
     )
     norm: Literal["completion", "group"] = key(
         "completion",
@@ -515,7 +595,9 @@ class Gtpo(Section):
 class Hicra(Section):
     """Planning-token amplification."""
 
-    alpha: float = key(0.2, "Amplification of planning tokens; 0 disables it.", ge=0, le=1)
+    alpha: float = key(
+        0.2, "Amplification of planning tokens; 0 disables it.", ge=0, le=1, movable=True
+    )
 
 
 class Sepa(Section):

@@ -14,10 +14,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from retrain.config import moving
 from retrain.config.effects import refusals
 from retrain.config.judging import judging_rewards, training_rewards
-from retrain.config.keys import CONDITION_KEYS, condition_homes, is_settable, section_models
-from retrain.config.names import ALIASES, is_recipe, moved_aliases
+from retrain.config.keys import (
+    CONDITION_KEYS,
+    condition_homes,
+    flags,
+    is_settable,
+    section_models,
+)
+from retrain.config.names import ALIASES, is_recipe, moved_aliases, nearest
 from retrain.config.overrides import (
     Override,
     Overrides,
@@ -27,7 +34,7 @@ from retrain.config.overrides import (
 )
 from retrain.config.recipes import above_recipe_of_condition, recipe_modes
 from retrain.config.rules import Violation
-from retrain.config.schema import Condition, Provenance, TrainConfig
+from retrain.config.schema import Condition, Provenance, Schedule, TrainConfig
 from retrain.config.sentences import Place, details_of, field_sentences, violations_of, wrong_paths
 from retrain.errors import ConfigurationError
 from retrain.system import ParseError, parse_toml
@@ -123,6 +130,28 @@ def trusted(config: TrainConfig) -> TrainConfig:
     config = replaced(config, {})
     config._provenance = replace(config._provenance, foreign=False)
     return config
+
+
+def with_flags(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
+    """Return a configuration with other values, each under its flag's name without dashes at its
+    front and with underscores inside.
+    """
+    paths = {flag.removeprefix("--").replace("-", "_"): path for flag, path in flags().items()}
+    problems = []
+    for name in values:
+        if name not in paths:
+            close = nearest(name, paths)
+            hint = f"; did you mean {close}?" if close else ""
+            problems.append(
+                f"with_({name}=...): no key of the configuration has the flag"
+                f" --{name.replace('_', '-')}{hint}"
+            )
+    if problems:
+        raise ConfigurationError(problems)
+    return replaced(config, {paths[name]: value for name, value in values.items()})
+
+
+TrainConfig._changed = with_flags
 
 
 def replaced(
@@ -279,13 +308,38 @@ def _validate(data: Sections, provenance: Provenance, *, rules: bool = True) -> 
     except ValidationError as error:
         raise ConfigurationError(*_all_problems(error, data, Place(provenance))) from error
     config._provenance = provenance
-    problems = _arm_problems(config)
+    problems = _arm_problems(config) or _schedule_problems(config, provenance)
     if rules and not problems and not any(condition.sets_keys for condition in config.conditions):
         place = Place(provenance or Provenance())
         problems = [place.sentence(Violation((key,), text)) for key, text in refusals(config)]
     if problems:
         raise ConfigurationError(problems)
     return config
+
+
+def _schedule_problems(config: TrainConfig, provenance: Provenance) -> list[str]:
+    """Return one sentence for each schedule that cannot be followed, or for the first of its points
+    at which the configuration would be refused.
+    """
+    place = Place(provenance)
+    found = [
+        place.sentence(Violation(("schedule.points",), problem.rstrip(".")))
+        for problem in moving.problems(config)
+    ]
+    if found or not config.schedule.points:
+        return found
+    fixed = config.model_copy(update={"schedule": Schedule()})
+    for step, values in moving.extremes(config):
+        data = given_values(moving.with_values(fixed, values))
+        data.pop("schedule")
+        try:
+            _validate(data, provenance)
+        except ConfigurationError as error:
+            return [
+                f"{problem.rstrip('.')}, by [schedule] at step {step}."
+                for problem in error.problems
+            ]
+    return []
 
 
 def _all_problems(error: ValidationError, data: Sections, place: Place) -> tuple[list[str], int]:

@@ -1,9 +1,9 @@
 """The whole configuration: every section, checked by the rules, with the source of each value."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import (
     PrivateAttr,
@@ -26,6 +26,7 @@ from retrain.config.learning_sections import (
     Planning,
     Plugins,
     PrimeRLOptions,
+    Schedule,
     Sepa,
     TinkerOptions,
     Training,
@@ -58,8 +59,8 @@ __all__ = [
     "Backpressure", "Campaign", "Condition", "Data",
     "Environment", "Evaluation", "Gtpo", "Hicra", "Inference", "Logging", "Lora", "Loss", "Model",
     "Optimizer", "Planning", "Plugins",
-    "PrimeRLOptions", "Provenance", "Resume", "Reward", "Sepa", "Squeeze", "TinkerOptions",
-    "TrainConfig", "Training",
+    "PrimeRLOptions", "Provenance", "Resume", "Reward", "Schedule", "Sepa", "Squeeze",
+    "TinkerOptions", "TrainConfig", "Training",
 ]  # fmt: skip
 
 
@@ -82,6 +83,8 @@ class TrainConfig(AllSections):
     """
 
     _provenance: Provenance = PrivateAttr(default_factory=Provenance)
+    _changed: ClassVar[Callable[["TrainConfig", Mapping[str, Any]], "TrainConfig"]]
+    """Set by the loader, which reads this module."""
 
     @model_validator(mode="before")
     @classmethod
@@ -125,6 +128,25 @@ class TrainConfig(AllSections):
         return isinstance(other, TrainConfig) and self.model_dump() == other.model_dump()
 
     __hash__ = None  # type: ignore[assignment]  # tables and lists are not hashable
+
+    def __repr__(self) -> str:
+        """One line: what is trained, on what, and for how long."""
+        training = self.training
+        if self.kind == "squeeze":
+            return f"TrainConfig(squeeze {self.squeeze.adapter_path})"
+        size = f"{training.max_steps} steps of {training.batch_size} x {training.group_size}"
+        source = self.environment.provider or self.data.path or self.data.source
+        names = self.condition_label
+        if self.campaign is not None:
+            names = f"{len(self.conditions)} conditions x {len(self.campaign.seeds)} seeds"
+        return f"TrainConfig({names}: {self.model.model} on {source}, {size})"
+
+    def with_(self, **values: Any) -> "TrainConfig":
+        """Return the configuration with other values, by the names of their flags:
+        `config.with_(lr=5e-4, reward_type="math")`. Raises ConfigurationError for an unknown name
+        and for a value that is not allowed.
+        """
+        return self._changed(values)
 
     @property
     def _implied(self) -> dict[str, tuple[Any, str]]:

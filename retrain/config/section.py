@@ -38,6 +38,8 @@ class Traits:
     applies_when: str = ""
     """The values of another key of its section with which it has an effect, as "mode in (ppo)" or
     "kl_coef not in (0)"."""
+    movable: bool = False
+    """It is read anew in each step, so `[schedule]` may move it."""
     parameter_of: tuple[str, ...] = ()
     """The rewards whose judgement depends on it; "plugin" stands for every plugin."""
 

@@ -29,6 +29,7 @@ from retrain.config.learning_sections import (
     Optimizer,
     Planning,
     Plugins,
+    Schedule,
     Sepa,
     Training,
 )
@@ -242,6 +243,7 @@ class AllSections(Section):
     optimizer: Optimizer = Field(default_factory=Optimizer)
     lora: Lora = Field(default_factory=Lora)
     loss: Loss = Field(default_factory=Loss)
+    schedule: Schedule = Field(default_factory=Schedule)
     evaluation: Evaluation = Field(default_factory=Evaluation)
     gtpo: Gtpo = Field(default_factory=Gtpo)
     hicra: Hicra = Field(default_factory=Hicra)

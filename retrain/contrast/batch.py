@@ -232,9 +232,9 @@ def take_batch(
     return Batch(drawn, step, f"drawn for step {step} of {target}")
 
 
-def uses_code(arms: Sequence[Arm]) -> bool:
-    """True if some arm names a plugin, which may read what no record has."""
-    return any(named_code(arm.config) for arm in arms)
+def reads_texts(arms: Sequence[Arm]) -> bool:
+    """True if some arm names a plugin or a teacher, which may read what no record has."""
+    return any(named_code(arm.config) or arm.config.algorithm.reference for arm in arms)
 
 
 def flat_logprobs(groups: Sequence[Group]) -> np.ndarray[Any, np.dtype[np.float64]]:

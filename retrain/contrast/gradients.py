@@ -25,6 +25,7 @@ from retrain.contrast.batch import Arm, Batch, Say, flat_logprobs
 from retrain.distributed import ALONE
 from retrain.rewards import gold_response
 from retrain.run.parts import Parts, load_encoder
+from retrain.run.teacher import Teacher
 from retrain.types import Outcome, Prompt, Row
 
 PARTS = ("planning tokens", "right completions", "first quarter", "last quarter")
@@ -207,7 +208,9 @@ def _credit(parts: Parts, batch: Batch, config: TrainConfig) -> tuple[Credit, st
     if pipeline.uses_sepa_controller:
         sepa_lambda = linear_lambda(config.sepa, batch.step)
         note = f"SEPA's lambda is {sepa_lambda:g}, as on the linear ramp at step {batch.step}"
-    return pipeline.assign(batch.groups, batch.step, sepa_lambda), note
+    teacher = Teacher.of(config, parts.text, parts.backend)
+    scored = teacher.logprobs if teacher else None
+    return pipeline.assign(batch.groups, batch.step, sepa_lambda, scored), note
 
 
 def _blocks(backend: LocalBackend, config: TrainConfig, credit: Credit, step: int) -> Float64Array:

@@ -5,8 +5,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from retrain.backends.declared import backend_words, engine_words
+from retrain.config import moving
 from retrain.explain.explanation import POWER
 from retrain.records.terminal import GAP, counted, duration, table_lines
+from retrain.run.control import control_words
 from retrain.system import toml_value
 from retrain.xray.text import WEIGHTS
 
@@ -109,6 +111,10 @@ def _facts(seen: "Explanation") -> Iterator[tuple[str, str]]:
         yield "backend", f"{config.backend.backend}: {backend_words(seen.backend)}"
     for words in seen.losses:
         yield "loss", words
+    for words in moving.words(config):
+        yield "schedule", words
+    if config.schedule.control:
+        yield "control", control_words(config)
     if weights:
         yield "x-ray", f"{WEIGHTS}: {weights}"
 
@@ -297,3 +303,6 @@ def _time_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
             str(schedule.effective_parallelism),
             f"recommended max_workers: {best.count} ({best.because})",
         )
+    if schedule.forked:
+        common = "libraries, tokenizer, prompts and base weights, which forked workers share"
+        yield ("start", "once", f"{common}; evaluations before step 0 once for a seed")

@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from retrain.backends.base import backend_kind
-from retrain.campaign.launch import room_on_gpus, share_devices
+from retrain.campaign.launch import no_fork_reason, room_on_gpus, share_devices
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -129,6 +129,8 @@ class Schedule:
     """Seconds for one step of one run; None if nothing was measured."""
     price_per_hour: float
     """Price of one device hour; 0 if it is not known."""
+    forked: bool = False
+    """Workers are forked from one process, which holds the base weights for all."""
 
     @property
     def total_campaign_steps(self) -> int:
@@ -204,6 +206,7 @@ def schedule_campaign(
         ),
         step_time=step_time,
         price_per_hour=settings.price_per_hour if price_per_hour is None else price_per_hour,
+        forked=settings.parallel and settings.launcher == "local" and not no_fork_reason(plan),
     )
 
 

@@ -102,6 +102,12 @@ def better(direction: Direction) -> Any:
 class StepRecord(_Record):
     """One training step. Entropies and surprisals are in nats, times in seconds."""
 
+    def to_json(self) -> dict[str, Any]:
+        line = super().to_json()
+        if self.scheduled is None:
+            del line["scheduled"]
+        return line
+
     step: int
     """The step's number, counted from 0."""
     condition: str
@@ -264,6 +270,8 @@ class StepRecord(_Record):
     loss_metrics: dict[str, float] | None = None
     """Mean of each quantity that a plugin of `[loss] mode` reports, over the tokens or sequences of
     all updates; null without one."""
+    scheduled: dict[str, float] | None = None
+    """The values of the keys that `[schedule]` moved in this step; absent without one."""
     environment_metrics: dict[str, float] | None = None
     """Mean of each quantity that the environment reports, over the trajectories that have it;
     turn_reward_N is the reward of reply N."""

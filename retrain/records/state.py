@@ -44,6 +44,8 @@ class TrainerState:
     default mismatch_limit follows from it."""
     sampler: dict[str, Any] = field(default_factory=dict)
     """What `[data] sampler` has seen; empty for the shuffle."""
+    control: dict[str, Any] = field(default_factory=dict)
+    """What `[schedule] control` keeps; empty without one."""
     credit: dict[str, Any] = field(default_factory=dict)
     """What a plugin of `[algorithm] advantage_mode` keeps; empty for a built-in one."""
     sepa: dict[str, Any] = field(default_factory=dict)

@@ -36,6 +36,14 @@ class RunSummary:
     untrained: str = ""
     """Why the steps at its end trained nothing, or that they are solved; empty if they trained."""
 
+    def __repr__(self) -> str:
+        """One line: how far it came, and held-out pass@1 before and after."""
+        rates = [
+            f"{one.pass_at[1]:.1%}" for one in (self.before, self.after) if one and 1 in one.pass_at
+        ]
+        held_out = f", held-out pass@1 {' -> '.join(rates)}" if rates else ""
+        return f"{self.status}, {self.condition}, {self.steps} steps{held_out}"
+
     def to_json(self) -> dict[str, Any]:
         return {
             "status": self.status,

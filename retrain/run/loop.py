@@ -5,20 +5,31 @@ samples, learns and holds the run's state, `advantages` turns rewards into token
 writes the step down, and `saver` says what is due and writes checkpoints.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from retrain.backends.base import backend_kind
 from retrain.config import TrainConfig
-from retrain.errors import Interrupted, ResumableFailure, RunFailed, ServerFailure
+from retrain.errors import (
+    EnvironmentFailure,
+    Interrupted,
+    ResumableFailure,
+    RunFailed,
+    ServerFailure,
+)
 from retrain.records.disk import writing_to
 from retrain.records.entries import StepRecord
 from retrain.records.run_folder import RunFolder
 from retrain.records.summary import RunSummary
+from retrain.run.notebook import with_functions
 from retrain.run.session import Session
 from retrain.run.step_record import Step, StepClock
 from retrain.tracking.base import Verbosity
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -33,9 +44,25 @@ class Run:
         """The PEFT folder of the last adapter."""
         return self.folder / self.summary.adapter
 
-    def metrics(self) -> list[StepRecord]:
+    def records(self) -> list[StepRecord]:
         """Return one record per step, oldest first."""
         return list(StepRecord.read(RunFolder(self.folder).metrics))
+
+    def metrics(self) -> "pd.DataFrame":
+        """Return a row per step with the fields of a StepRecord as columns; what a step lacks is
+        missing and never 0. Raises EnvironmentFailure without pandas.
+        """
+        try:
+            import pandas as pd
+        except ModuleNotFoundError as error:
+            raise EnvironmentFailure(
+                "Run.metrics() makes a pandas frame, and pandas is not installed; `pip install"
+                " pandas`, or take Run.records()."
+            ) from error
+        return pd.DataFrame([record.to_json() for record in self.records()]).convert_dtypes()
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r}: {self.summary!r})"
 
 
 def train(
@@ -45,9 +72,14 @@ def train(
     quiet: bool = False,
     verbosity: Verbosity = Verbosity.NORMAL,
     skip_parity: bool = False,
+    reward: Callable[..., Any] | None = None,
+    advantage: Callable[..., Any] | None = None,
     said: Sequence[str] = (),
 ) -> Run:
     """Run `config` to its last step, or resume the run that `[resume] from` names.
+
+    `reward` and `advantage` are functions, of a notebook perhaps, in place of the plugins that
+    `config` names; their source is kept in the run's folder.
 
     `overwrite` empties a run folder that carries our marker; `quiet` prints the start, the
     evaluations and the end alone, as `Verbosity.QUIET` does; `skip_parity` trusts the engine
@@ -55,6 +87,8 @@ def train(
     EnvironmentFailure, RunFailed or Interrupted, with the steps completed so far saved. A second
     signal raises StoppedAtOnce, which saves nothing.
     """
+    functions = {"reward.type": reward, "algorithm.advantage_mode": advantage}
+    config = with_functions(config, {key: one for key, one in functions.items() if one})
     folder = Path(config.resume.from_ or config.logging.log_dir)
     opening = Session.open(
         config,

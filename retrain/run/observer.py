@@ -90,11 +90,12 @@ class StepObserver:
         rewards: RewardStatistics,
         state: TrainerState,
         decision: Mapping[str, Any],
+        scheduled: dict[str, float] | None = None,
     ) -> None:
         """Write a step down. `state`: the run's state after it; `decision`: the fields of the back
         pressure's decision.
         """
-        self.last = self._record(step, rewards, state, decision)
+        self.last = self._record(step, rewards, state, {**decision, "scheduled": scheduled})
         self.untrained = untrained_streak([self.last, *self.untrained])
         records = generation_records(
             step.number,

@@ -6,11 +6,13 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import groupby
 
 from retrain.backends.declared import incapable, loss_notes
 from retrain.config import TrainConfig
 from retrain.config.effects import splits_base
+from retrain.config.moving import with_values
 from retrain.data.samplers import PromptChoice
 from retrain.distributed import ALONE, World, joined
 from retrain.errors import (
@@ -27,7 +29,9 @@ from retrain.records.jsonl import read_jsonl
 from retrain.records.redact import note_secrets
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean
-from retrain.run.dialogues import Watcher
+from retrain.run.common import evaluated_once
+from retrain.run.control import Moving
+from retrain.run.dialogues import SamplingPlan, Watcher
 from retrain.run.interrupts import Interrupts
 from retrain.run.notes import preflight_lines, skipped_gate_line
 from retrain.run.observer import (
@@ -81,7 +85,9 @@ class Session:
         self.interrupts = interrupts
         self.parts = parts
         self.world = world
-        self.plan = training_plan(self.config.training)
+        self.moving = Moving(self.config)
+        self._values: dict[int, dict[str, float]] = {}
+        """Step -> the values of its scheduled keys, from its sampling until it is recorded."""
         self.schedule = Schedule(self.config.training, self.config.evaluation)
         settings = self.config.backpressure
         self.pressure = None
@@ -178,6 +184,7 @@ class Session:
             self.parts.guard.load_state_dict(self.state.rewards)
             self.choice.load_state_dict(self.state.sampler)
             self.parts.credit.load_state_dict(self.state.credit)
+            self.moving.load_state_dict(self.state.control)
             if self.pressure:
                 self.pressure.load_state_dict(self.state.backpressure)
             if self.world.is_rank_zero:
@@ -239,13 +246,15 @@ class Session:
         """Return the scored groups of this step, drawn now unless they were prefetched."""
         rollout = self.prefetched.take() if self.prefetched else None
         if rollout is None:
-            prompts = self._prompts(self.state.step)
+            prompts, plan = self._prompts(self.state.step), self._plan(self.state.step)
             self._sync()
             watcher = self._watch(
-                f"Step {self.state.step}: sampling", len(prompts) * self.plan.group_size
+                f"Step {self.state.step}: sampling", len(prompts) * plan.group_size
             )
-            rollout = self.parts.sampler.draw(prompts, self.state.step, self.plan, watcher)
+            rollout = self.parts.sampler.draw(prompts, self.state.step, plan, watcher)
             self._check_again()  # before anything is learned from what it sampled
+        if self.moving.moves:
+            self.parts.credit.use(self._settings)
         scores = [
             GroupScore(group.correct, len(group.rewards), group.prompt.example.reference)
             for group in rollout.groups
@@ -272,10 +281,22 @@ class Session:
         ):
             return
         self._sync()
-        prompts = self._prompts(step, after=used)
-        self.prefetched.start(
-            lambda watcher: self.parts.sampler.draw(prompts, step, self.plan, watcher)
-        )
+        prompts, plan = self._prompts(step, after=used), self._plan(step)
+        self.prefetched.start(lambda watcher: self.parts.sampler.draw(prompts, step, plan, watcher))
+
+    def _plan(self, step: int) -> SamplingPlan:
+        """Fix the values of a step's scheduled keys, and return how it samples. A control is asked
+        by rank 0, which tells the others.
+        """
+        if self.moving.moves:
+            values = self.moving.values(step) if self.world.is_rank_zero else {}
+            self._values[step] = self.world.broadcast(values)
+        return training_plan(with_values(self.config, self._values.get(step, {})).training)
+
+    @property
+    def _settings(self) -> TrainConfig:
+        """The configuration of this step."""
+        return with_values(self.config, self._values[self.state.step])
 
     def learn(self, rows: list[Row]) -> tuple[dict[RowKey, Float32Array] | None, StepResult]:
         """Train on the rows. Return, for each trained row, [T] learner - sampler log-prob before
@@ -286,6 +307,9 @@ class Session:
         """
         backend, before = self.parts.backend, self.state
         log_ratios = None
+        moves = self.moving.moves and backend.capabilities.moves_settings
+        if moves:
+            backend.use(self._settings)
         # In a parallel run all processes score, or none.
         wanted = backend.capabilities.scores_rows and self.world.broadcast(
             self.tracker.wants_tokens(before.step)
@@ -300,6 +324,9 @@ class Session:
         except NotReached:
             self.state = before  # nothing has left this process
             raise
+        finally:
+            if moves:  # the gate and evaluations are at the settings of the file
+                backend.use(self.config)
 
     def record(self, step: Step) -> None:
         """Move the run past a step and write the step down. Raises RunFailed afterwards if the run
@@ -331,7 +358,9 @@ class Session:
             mismatched=is_above(limit, result.log_ratio_mean),
         )
         self.choice.observe(step.number, step.rollout.first_draws)
-        self.observer.observe(step, rewards, state, decision)
+        self.observer.observe(step, rewards, state, decision, self._values.pop(step.number, None))
+        if self.observer.last and self.world.is_rank_zero:
+            self.moving.observe(self.observer.last)
         self.state = state
         check_updates(state, result)
         check_mismatch(state, result.log_ratio_mean, limit, self.folder.resume_command)
@@ -426,10 +455,13 @@ class Session:
         ):
             return
         self._sync()
-        result = evaluator.run(
-            step,
-            self._watch(f"Evaluation at step {step}", evaluator.completions),
-        )
+        watcher = self._watch(f"Evaluation at step {step}", evaluator.completions)
+        evaluate = partial(evaluator.run, step, watcher)
+        if step:
+            result = evaluate()
+        else:
+            check = self.interrupts.check
+            result = evaluated_once(self.config, self.parts, evaluator, evaluate, check)
         self.tracker.emit(result)
         self.evaluations.append(result)
         self.state = self.state.after_evaluation(self.world.broadcast(result.seconds))
@@ -453,6 +485,7 @@ class Session:
             stored = replace(
                 self.state,
                 sampler=self.choice.state_dict(),
+                control=self.moving.state_dict(),
                 credit=self.parts.credit.state_dict(self.state.step),
                 sepa=self.parts.sepa.state_dict(),
                 rewards=self.parts.guard.state_dict(),

@@ -116,4 +116,4 @@ def test_the_lab_trains_on_a_game(tmp_path: Path) -> None:
     config = small(
         tmp_path / "run", environment=environment, training={"max_steps": 1, "max_tokens": 96}
     )
-    assert len(train(config, quiet=True).metrics()) == 1
+    assert len(train(config, quiet=True).records()) == 1

@@ -62,8 +62,8 @@ def largest_difference(record: Any) -> float:
 
 def test_ten_steps_learn_as_the_local_engine_does(tmp_path: Path, server: RealServer) -> None:
     """Writes the table of docs/engines.md."""
-    served = train(through(tmp_path / "mlx", server), quiet=True).metrics()
-    local = train(small(tmp_path / "local", **LEARNING), quiet=True).metrics()
+    served = train(through(tmp_path / "mlx", server), quiet=True).records()
+    local = train(small(tmp_path / "local", **LEARNING), quiet=True).records()
     print(
         "\n| step | largest difference, nats | correct, mlx | correct, pytorch | seconds sampling,"
         " mlx | pytorch |"

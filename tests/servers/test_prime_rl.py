@@ -81,7 +81,7 @@ def test_steps_through_a_real_server_are_on_policy(
         config = small(tmp_path / "run", training=training, backend=backend, inference={"url": url})
         trainer = Trainer(learner, tmp_path / "shared", FileReceiver(tmp_path / "shared"), steps=4)
         trainer.start()
-        records = train(config, quiet=True).metrics()
+        records = train(config, quiet=True).records()
         trainer.join(timeout=60)
     assert trainer.error is None and len(records) == len(trainer.batches) == 4
     print(

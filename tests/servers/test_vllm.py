@@ -84,8 +84,8 @@ def largest_difference(record: Any) -> float:
 def test_ten_steps_learn_as_the_local_engine_does(tmp_path: Path, vllm: RealServer) -> None:
     """Writes the table of docs/servers.md."""
     before = served_models(vllm)
-    through = train(served(tmp_path / "vllm", vllm.url, **LEARNING), quiet=True).metrics()
-    local = train(small(tmp_path / "local", **LEARNING), quiet=True).metrics()
+    through = train(served(tmp_path / "vllm", vllm.url, **LEARNING), quiet=True).records()
+    local = train(small(tmp_path / "local", **LEARNING), quiet=True).records()
     print(
         "\n| step | largest difference, nats | correct, vllm | correct, pytorch | seconds sampling,"
         " vllm | pytorch |"
@@ -360,4 +360,4 @@ def test_a_killed_server_costs_nothing_and_the_run_resumes_at_another_port(
         ),
         quiet=True,
     )
-    assert done >= 3 and [record.step for record in run.metrics()] == list(range(done + 2))
+    assert done >= 3 and [record.step for record in run.records()] == list(range(done + 2))

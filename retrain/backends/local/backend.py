@@ -338,6 +338,10 @@ class LocalBackend(LocalFacts):
 
     # -- learning ----------------------------------------------------------------------------------
 
+    def use(self, config: "TrainConfig") -> None:
+        self.config = config
+        self._learner.use(config)
+
     def train(self, rows: Sequence[Row], step: int) -> StepResult:
         raw = is_raw(self.engine.capabilities, self.config.training.temperature)
         self._make_room()

@@ -10,6 +10,7 @@ class LocalFacts(Backend):
         synchronous_loss=True,
         exact_resume=True,
         own_loss=True,
+        moves_settings=True,
         scores_reference=True,
     )
     about = About(

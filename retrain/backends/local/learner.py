@@ -65,6 +65,18 @@ class _Weights(NamedTuple):
 
 
 @dataclass(frozen=True)
+class _Settings:
+    """What the learner reads anew in each step; a piece carries it, since a worker process does not
+    see what changes in this one.
+    """
+
+    loss: "Loss"
+    temperature: float
+    entropy: bool
+    """The loss reads entropies."""
+
+
+@dataclass(frozen=True)
 class _Piece:
     """The rows of one micro-batch, and what to do with them."""
 
@@ -74,6 +86,7 @@ class _Piece:
     dummy: bool
     """Dummy micro-batch, for the collectives of the other processes: its loss is 0 and its scores
     are dropped."""
+    settings: _Settings
     step: int = 0
     weights: Sequence[_Weights] = ()
     """One for each row."""
@@ -134,7 +147,7 @@ class Learner:
         )
         self.max_tokens = config.training.max_tokens
         self._read_loss(config)
-        self.temperature = config.training.temperature
+        self.use(config)
         self.seed = config.training.seed
         self._passes = config.training.updates_per_batch
         self._minibatches = config.training.minibatches
@@ -149,21 +162,30 @@ class Learner:
         self._learn_pieces = self._pool.shared(self._learn)
         self._score_pieces = self._pool.shared(self._score)
 
+    def use(self, config: "TrainConfig") -> None:
+        """Take over the values of [loss] and [training] that may differ from step to step."""
+        loss = config.loss
+        own = [function for function in (self._own_loss, self._own_correction) if function]
+        self._reference = loss.kl_coef != 0 or any(
+            function.declares("needs_reference") for function in own
+        )
+        entropy = loss.entropy_coef != 0 or any(
+            function.declares("needs_entropy") for function in own
+        )
+        self._settings = _Settings(loss, config.training.temperature, entropy)
+        self.optimizer.training, self.optimizer.max_grad_norm = config.training, loss.max_grad_norm
+
+    @property
+    def temperature(self) -> float:
+        return self._settings.temperature
+
     def _read_loss(self, config: "TrainConfig") -> None:
-        """Set what the loss is: the built-in one or the user's own, and what it needs."""
-        self.loss = config.loss
+        """Set what the loss is: the built-in one or the user's own."""
         self._own_loss, self._own_correction = own_loss(config), own_correction(config)
         self._aggregation = aggregation_of(config)
         self._metrics: tuple[str, ...] = ()
         if self._own_loss:
             self._metrics = metric_names(self._own_loss, self.base.device)
-        own = [function for function in (self._own_loss, self._own_correction) if function]
-        self._entropy = config.loss.entropy_coef != 0 or any(
-            function.declares("needs_entropy") for function in own
-        )
-        self._reference = config.loss.kl_coef != 0 or any(
-            function.declares("needs_reference") for function in own
-        )
 
     def train(self, rows: Sequence[Row], step: int, *, sampler_is_raw: bool = False) -> StepResult:
         """Take one step.
@@ -410,26 +432,30 @@ class Learner:
             share=share and self._packs,
         )
         for part in self.base.shards.in_lockstep(parts):
-            yield _Piece(part or [min(rows, key=lambda row: row.tokens)], share, dummy=not part)
+            own = part or [min(rows, key=lambda row: row.tokens)]
+            yield _Piece(own, share, not part, self._settings)
 
     def _learn(self, piece: _Piece) -> Iterator[_Learned]:
         """Add the piece's gradient to the parameters' own; a worker returns it instead."""
-        micro = self._micro_batch(piece)
+        micro, settings = self._micro_batch(piece), piece.settings
         if self._pool.in_worker:
+            self._settings = settings
             self.optimizer.zero_gradients()
         with self._training(micro, piece.step):
-            scores = self._forward(micro, entropy=self._entropy)
+            scores = self._forward(micro, entropy=settings.entropy)
             tokens = _action_tokens(
                 micro,
                 scores,
                 [_Weights(0.0, 0.0)] * len(piece.rows) if piece.dummy else piece.weights,
             )
-            own: Terms | None = self._own_loss(tokens) if self._own_loss else None
+            own: Terms | None = None
+            if self._own_loss:
+                own = replace(self._own_loss, params=settings.loss.params)(tokens)
             if self._own_correction:
                 correction = self._own_correction(tokens)
             else:
                 correction = None
-            loss = policy_loss(tokens, self.loss, own.values if own else None, correction)
+            loss = policy_loss(tokens, settings.loss, own.values if own else None, correction)
             loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
         new = scores.logprobs.detach()
         yield _Learned(
@@ -448,10 +474,10 @@ class Learner:
     def _clip_counts(self, tokens: ActionTokens, own: Terms | None) -> Tensor:
         """[2] `clip_counts`; zeros for a loss of one's own that gives no mask."""
         if own is None:
-            return clip_counts(tokens, self.loss)
+            return clip_counts(tokens, self._settings.loss)
         if own.clipped is None:
             return torch.zeros(2, device=self.base.device)
-        return clip_counts(tokens, self.loss, own.clipped)
+        return clip_counts(tokens, self._settings.loss, own.clipped)
 
     def _measured(self, own: Terms | None) -> Tensor:
         """[metrics, 2] (sum, number) of each metric; zeros for a dummy."""
@@ -459,7 +485,7 @@ class Learner:
             return torch.zeros(len(self._metrics), 2, device=self.base.device)
         if tuple(own.metrics) != self._metrics:
             raise RunFailed(
-                f'[loss] mode = "{self.loss.mode}" gave the metrics'
+                f'[loss] mode = "{self._settings.loss.mode}" gave the metrics'
                 f" {', '.join(own.metrics) or 'none'}, and {', '.join(self._metrics)} before; give"
                 " the same ones every time."
             )
@@ -472,6 +498,7 @@ class Learner:
 
     def _score(self, piece: _Piece) -> Iterator[dict[int, Float32Array]]:
         """Return the log-probs of the piece's rows, by row number."""
+        self._settings = piece.settings
         with (
             torch.no_grad(),
             self._attention(),

@@ -35,8 +35,9 @@ class AdapterOptimizer:
         self.parameters = parameters
         self.steps = 0
         """Optimizer steps taken."""
-        self._training = training
-        self._max_grad_norm = max_grad_norm
+        self.training = training
+        """Its learning rate may differ from step to step."""
+        self.max_grad_norm = max_grad_norm
         self._adamw = torch.optim.AdamW(
             parameters.values(),
             lr=training.lr,
@@ -78,11 +79,11 @@ class AdapterOptimizer:
         """Make one update at the rate of `training_step`, the gradient clipped to max_grad_norm if
         that is on.
         """
-        if self._max_grad_norm:
+        if self.max_grad_norm:
             torch.nn.utils.clip_grads_with_norm_(
-                list(self.parameters.values()), self._max_grad_norm, norm
+                list(self.parameters.values()), self.max_grad_norm, norm
             )
-        self._adamw.param_groups[0]["lr"] = learning_rate(self._training, training_step)
+        self._adamw.param_groups[0]["lr"] = learning_rate(self.training, training_step)
         self._adamw.step()
         torch.autograd.graph.increment_version(
             self.parameters.values()

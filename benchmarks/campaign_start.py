@@ -1,0 +1,160 @@
+"""Eight parallel runs by fork beside eight by themselves: `python benchmarks/campaign_start.py`.
+
+Memory of the whole (proportional set size, in which a page that n processes share counts 1/n for
+each), seconds until all runs have passed their gate and sample step 0, seconds of the whole, and
+whether the runs are the same bytes. The two forms take turns; `--model` takes a folder.
+"""
+
+import argparse
+import hashlib
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from report import add_output, load_average, publish, table
+
+from retrain.campaign import launch
+from retrain.campaign.plan import CampaignRun, plan_campaign
+from retrain.config import config_from_mapping
+from retrain.records.entries import MEASURED
+from retrain.records.run_folder import OUTPUT
+
+RUNS = 8
+_POLL_S = 0.02
+_MEASURE_S = 0.5
+
+
+def runs_in(folder: Path, model: str, steps: int, tokens: int = 64) -> list[CampaignRun]:
+    """Two conditions x four seeds, 2 x 4 completions of `tokens` tokens a step."""
+    modes = [{"advantage_mode": mode, "transform_mode": "none"} for mode in ("grpo", "maxrl")]
+    config = config_from_mapping(
+        {
+            "campaign": {"seeds": [1, 2, 3, 4], "max_steps": steps, "conditions": modes},
+            "model": {"model": model, "lora_rank": 16},
+            "data": {"source": "lab"},
+            "reward": {"type": "match"},
+            "training": {"batch_size": 2, "group_size": 4, "max_tokens": tokens},
+            "evaluation": {"at_end": False},
+            "logging": {"log_dir": str(folder)},
+        }
+    )
+    return list(plan_campaign(config, folder).runs)
+
+
+def resident() -> tuple[int, int]:
+    """Proportional and anonymous private bytes of the processes that this one started."""
+    shares, private = 0, 0
+    for process in psutil.Process().children(recursive=True):
+        try:
+            lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]
+        except OSError:  # it has ended
+            continue
+        sizes = {name: int(rest.split()[0]) * 1024 for name, rest in (x.split(":") for x in lines)}
+        shares += sizes["Pss"]
+        private += sizes["Private_Dirty"]
+    return shares, private
+
+
+def measure(
+    folder: Path, model: str, steps: int, tokens: int = 64, *, forked: bool
+) -> dict[str, Any]:
+    runs = runs_in(folder, model, steps, tokens)
+    launcher = launch.Subprocesses([()] * RUNS, "" if forked else "it is measured")
+    launcher.notes.clear()
+    began = time.monotonic()
+    jobs = {run.name: launcher.start(run, slot) for slot, run in enumerate(runs)}
+    at_step_0: dict[str, float] = {}
+    peak, looked = (0, 0), 0.0
+    while jobs:
+        now = time.monotonic() - began
+        for run in runs:
+            log = run.folder / OUTPUT
+            if run.name not in at_step_0 and log.exists() and "Parity gate" in log.read_text():
+                at_step_0[run.name] = now
+        if now - looked > _MEASURE_S:
+            peak, looked = max(peak, resident()), now
+        for name, job in list(jobs.items()):
+            outcome = job.poll()
+            if outcome is not None:
+                assert outcome.status == "done", outcome
+                del jobs[name]
+        time.sleep(_POLL_S)
+    whole = time.monotonic() - began
+    launcher.close()
+    assert not launcher.notes, launcher.notes  # no worker was refused
+    return {
+        "pss": peak[0],
+        "private": peak[1],
+        "first": min(at_step_0.values()),
+        "all": max(at_step_0.values()),
+        "whole": whole,
+        "bytes": [digest(run.folder) for run in runs],
+    }
+
+
+def digest(folder: Path) -> str:
+    """sha256 of a run's metrics without what was measured of the machine, and of its adapter."""
+    found = hashlib.sha256()
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        record = {k: v for k, v in json.loads(line).items() if k not in MEASURED}
+        found.update(json.dumps(record, sort_keys=True).encode())
+    found.update((folder / "checkpoints/final/adapter_model.safetensors").read_bytes())
+    return found.hexdigest()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure how a campaign's workers start.")
+    parser.add_argument("--model", default="lab")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=64, help="of a completion")
+    parser.add_argument("--pairs", type=int, default=3)
+    add_output(parser)
+    arguments = parser.parse_args()
+    load = load_average()
+    found: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    with tempfile.TemporaryDirectory() as folder:
+        for pair in range(arguments.pairs):
+            for forked in (pair % 2 == 0, pair % 2 == 1):
+                place = Path(folder) / f"{pair}_{forked}"
+                settings = arguments.model, arguments.steps, arguments.tokens
+                found[forked].append(measure(place, *settings, forked=forked))
+    same = all(one["bytes"] == found[True][0]["bytes"] for side in found.values() for one in side)
+    names = {
+        "pss": ("memory of the whole, MiB", 1 << 20),
+        "private": ("of it private and written, MiB", 1 << 20),
+        "first": ("seconds until the first run is at step 0", 1),
+        "all": ("seconds until all runs are at step 0", 1),
+        "whole": ("seconds of all", 1),
+    }
+    rows = []
+    for key, (words, unit) in names.items():
+        shared = [float(one[key]) / unit for one in found[True]]
+        alone = [float(one[key]) / unit for one in found[False]]
+        ratios = [a / b for a, b in zip(shared, alone, strict=True)]
+        rows.append(
+            [
+                words,
+                f"{statistics.median(shared):.1f}",
+                f"{statistics.median(alone):.1f}",
+                f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+            ]
+        )
+    name = Path(arguments.model).name
+    publish(
+        f"campaign-start-{name}",
+        f"{RUNS} parallel runs of {name}, {arguments.steps} steps of 2 x 4 x {arguments.tokens} tokens, by fork and by themselves",
+        [
+            table(["", "forked", "by themselves", "ratio (range of the pairs)"], rows),
+            f"All runs the same bytes: {'yes' if same else 'NO'}. {arguments.pairs} pairs in turn.",
+        ],
+        load,
+        arguments.output,
+    )
+
+
+if __name__ == "__main__":
+    main()

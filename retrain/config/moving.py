@@ -1,0 +1,143 @@
+"""Values that move with the step: `[schedule] "loss.kl_coef" = [[0, 0.01], [200, 0.0]]` is linear
+between its points, and constant before the first and after the last.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from retrain.config.keys import all_keys, keys_by_path
+from retrain.config.names import nearest
+
+if TYPE_CHECKING:
+    from retrain.config.schema import TrainConfig
+
+LEARNERS = ("loss", "training")
+"""Sections whose keys the learner reads."""
+TABLES = ("algorithm.params", "algorithm.advantage_params", "algorithm.transform_params",
+          "algorithm.uncertainty_params", "loss.params")  # fmt: skip
+"""Tables whose numbers can be scheduled, as "section.table.name"."""
+
+
+def movable() -> list[str]:
+    """The keys that are read anew in each step."""
+    return [key.path for key in all_keys() if key.traits.movable]
+
+
+def value_at(points: Sequence[Sequence[float]], step: int) -> float:
+    """Interpolate between the points [[step, value], ...]."""
+    first, last = points[0], points[-1]
+    if step <= first[0]:
+        return first[1]
+    for (start, before), (stop, after) in pairwise(points):
+        if step < stop:
+            return before + (after - before) * (step - start) / (stop - start)
+    return last[1]
+
+
+def scheduled(config: "TrainConfig", step: int) -> dict[str, float]:
+    """The values of the scheduled keys at a step; a whole number in a table of parameters stays
+    one.
+    """
+    return {
+        path: _as_whole(config, path, value_at(points, step))
+        for path, points in config.schedule.points.items()
+    }
+
+
+def _as_whole(config: "TrainConfig", path: str, value: float) -> float:
+    if path not in keys_by_path() and isinstance(_given(config, path), int):
+        return round(value)
+    return value
+
+
+def with_values(config: "TrainConfig", values: Mapping[str, float]) -> "TrainConfig":
+    """Return the configuration with these values, not validated again."""
+    for path, value in values.items():
+        section, name, *param = path.split(".", 2)
+        given: Any = value
+        if param:
+            given = {**getattr(getattr(config, section), name), param[0]: value}
+        changed = getattr(config, section).model_copy(update={name: given})
+        config = config.model_copy(update={section: changed})
+    return config
+
+
+def problems(config: "TrainConfig") -> Iterator[str]:
+    """One sentence for each schedule that cannot be followed."""
+    for path, points in config.schedule.points.items():
+        problem = wrong_key(config, path) or _wrong_points(points)
+        if problem:
+            yield f'[schedule] "{path}" {problem}.'
+
+
+def wrong_key(config: "TrainConfig", path: str) -> str:
+    """Say why a key cannot be scheduled, as the end of a sentence; "" if it can be."""
+    table, _, name = path.rpartition(".")
+    if table in TABLES:
+        value = config.value(table).get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            section, _, key = table.partition(".")
+            return (
+                f"moves a number of [{section}.{key}], which holds none of that name; write it"
+                " there"
+            )
+        return ""
+    allowed = movable()
+    if path not in allowed:
+        close = nearest(path, allowed)
+        hint = ""
+        if close:
+            hint = f'; did you mean "{close}"?'
+        return (
+            f"is not read anew in each step; these are: {', '.join(allowed)}, and the numbers of"
+            f" {', '.join(TABLES)}{hint}"
+        )
+    training = config.training
+    if path == "training.lr" and (training.lr_schedule != "constant" or training.lr_warmup_steps):
+        return (
+            "has a schedule already, [training] lr_schedule and lr_warmup_steps; leave those out,"
+            " or this"
+        )
+    return ""
+
+
+def _wrong_points(points: Sequence[Any]) -> str:
+    for point in points:
+        if not (isinstance(point, list) and len(point) == 2 and all(map(_is_number, point))):
+            return f"has the point {point}, and a point is [step, value]"
+        if not isinstance(point[0], int) or point[0] < 0:
+            return f"has a point at step {point[0]}, and a step is a whole number from 0 on"
+    if not points or any(second[0] <= first[0] for first, second in pairwise(points)):
+        return "needs points [step, value] with rising steps, such as [[0, 0.01], [200, 0.0]]"
+    return ""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def _given(config: "TrainConfig", path: str) -> Any:
+    table, _, name = path.rpartition(".")
+    return config.value(table).get(name)
+
+
+def extremes(config: "TrainConfig") -> Iterator[tuple[int, dict[str, float]]]:
+    """(step, all values there) at every point of a schedule: what holds at all of them holds
+    between them.
+    """
+    steps = {point[0] for points in config.schedule.points.values() for point in points}
+    for step in sorted(steps):
+        yield step, scheduled(config, step)
+
+
+def moves_learner(config: "TrainConfig") -> bool:
+    """Return True if a schedule moves a key that the learner reads."""
+    return any(path.partition(".")[0] in LEARNERS for path in config.schedule.points)
+
+
+def words(config: "TrainConfig") -> Iterator[str]:
+    """A schedule in words, one key each: "loss.kl_coef 0.01 at step 0, 0 at step 200"."""
+    for path, points in config.schedule.points.items():
+        yield f"{path} {', '.join(f'{value:g} at step {step}' for step, value in points)}"

@@ -1,0 +1,249 @@
+"""Keys that move while a run goes on: by `[schedule]`, and by a control, which reads the records of
+earlier steps.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import fields
+from math import isfinite
+from typing import Any, ClassVar
+
+from retrain.backends.declared import declared_backend
+from retrain.config import TrainConfig, moving, replaced
+from retrain.errors import ConfigurationError, RunFailed
+from retrain.plugins import load_plugin, user_code
+from retrain.records.entries import StepRecord
+
+
+class Control(ABC):
+    """Sets keys anew in each step. `values` must be a function of the step and of what was
+    observed; only `observe` and `load` may change the control.
+    """
+
+    keys: tuple[str, ...] = ()
+    """The keys that it sets, as "section.key"; those that `[schedule]` may move."""
+
+    def __init__(self, params: Mapping[str, Any]) -> None:
+        """`params` is the table `[schedule] control_params`. Raise ValueError for one that is
+        wrong.
+        """
+        self.params = dict(params)
+
+    @abstractmethod
+    def values(self, step: int) -> Mapping[str, float]:
+        """Return the value of each of `keys` for a step. In split mode the newest step that was
+        observed is step - 2, else step - 1.
+        """
+
+    def observe(self, record: Mapping[str, Any]) -> None:  # noqa: B027
+        """Learn from a step: its line of metrics.jsonl."""
+
+    def state(self) -> dict[str, Any]:
+        """Return all that `observe` changed, as JSON can hold it."""
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """Take over what `state` returned."""
+
+
+class AdaptiveEntropy(Control):
+    """The entropy bonus rises by `delta` after a step whose mean entropy lies below `target` nats,
+    and falls by it otherwise, never below 0: Skywork-OR1 (arXiv 2505.22312).
+    """
+
+    keys = ("loss.entropy_coef",)
+    defaults: ClassVar[Mapping[str, float]] = {"target": 0.2, "delta": 0.005, "start": 0.0}
+
+    def __init__(self, params: Mapping[str, Any]) -> None:
+        super().__init__({**self.defaults, **params})
+        unknown = params.keys() - self.defaults.keys()
+        if unknown:
+            names = ", ".join(self.defaults)
+            raise ValueError(f"{', '.join(sorted(unknown))} is not one of {names}")
+        for name, value in self.params.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+                raise ValueError(f"{name} = {value} is not a number of at least 0")
+        self.coef = float(self.params["start"])
+
+    def values(self, step: int) -> dict[str, float]:  # noqa: ARG002
+        return {"loss.entropy_coef": self.coef}
+
+    def observe(self, record: Mapping[str, Any]) -> None:
+        entropy = record["exec_entropy_mean"]
+        if entropy is not None:
+            delta = self.params["delta"]
+            if entropy >= self.params["target"]:
+                delta = -delta
+            self.coef = max(0.0, self.coef + delta)
+
+    def state(self) -> dict[str, Any]:
+        return {"coef": self.coef}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.coef = state["coef"]
+
+
+CONTROLS: dict[str, type[Control]] = {"adaptive_entropy": AdaptiveEntropy}
+"""`[schedule] control`."""
+
+
+class Moving:
+    """The configuration of each step of a run."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        """Raises ConfigurationError for a control that cannot be loaded or fails a trial."""
+        self.config = config
+        self.control = build_control(config)
+        self._where = f'[schedule] control "{config.schedule.control}"'
+
+    @property
+    def moves(self) -> bool:
+        return self.control is not None or bool(self.config.schedule.points)
+
+    def values(self, step: int) -> dict[str, float]:
+        """Ask the schedule and the control for a step. Raises RunFailed for values that a
+        configuration cannot hold.
+        """
+        values = moving.scheduled(self.config, step)
+        if self.control is None:
+            return values
+        where = f"{self._where} at step {step}"
+        with user_code(where, RunFailed):
+            given = self.control.values(step)
+        problem = wrong_values(self.config, self.control.keys, given)
+        if problem:
+            raise RunFailed(f"{where} {problem}.")
+        return {**values, **given}
+
+    def observe(self, record: StepRecord) -> None:
+        """Show the control a step's record."""
+        if self.control is not None:
+            with user_code(f"{self._where} after step {record.step}", RunFailed):
+                self.control.observe(record.to_json())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the control keeps, through JSON; {} without one."""
+        if self.control is None:
+            return {}
+        with user_code(f"{self._where}: state()", RunFailed):
+            kept: dict[str, Any] = json.loads(json.dumps(self.control.state()))
+        return kept
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.control is not None:
+            with user_code(f"{self._where}: load()", RunFailed):
+                self.control.load(state)
+
+
+def build_control(config: TrainConfig) -> Control | None:
+    """Return the configured control, tried on made-up records; None if there is none. Raises
+    ConfigurationError.
+    """
+    name = config.schedule.control
+    if not name:
+        return None
+    where = f'[schedule] control = "{name}"'
+    plugin = load_plugin("control", name, config, CONTROLS)
+
+    def make() -> Control:
+        try:
+            with user_code(where, ConfigurationError):
+                made: Control = plugin(config.schedule.control_params)
+        except ConfigurationError as error:
+            if isinstance(error.__cause__, ValueError):
+                problem = f"[schedule] control_params: {error.__cause__}."
+                raise ConfigurationError(problem) from error
+            raise
+        return made
+
+    control = make()
+    problem = _wrong_keys(config, control)
+    if not problem:
+        with user_code(f"{where}: its trial", ConfigurationError):
+            problem = _trial_problem(config, make)
+    if problem:
+        raise ConfigurationError(f"{where} {problem}.")
+    return control
+
+
+def control_words(config: TrainConfig) -> str:
+    """Name the control and the keys that it sets; the name alone for one that cannot be used."""
+    try:
+        control = build_control(config)
+    except ConfigurationError:  # which explain says as a problem
+        control = None
+    keys = control.keys if control else ()
+    return f"{config.schedule.control}: sets {', '.join(keys)}"
+
+
+def _wrong_keys(config: TrainConfig, control: Control) -> str:
+    """What is wrong with the keys that a control sets, as the end of a sentence; "" if nothing."""
+    if isinstance(control.keys, str) or not control.keys:
+        return 'names no keys; give the class keys = ("section.key", ...)'
+    for path in control.keys:
+        problem = moving.wrong_key(config, path)
+        if problem:
+            return f'sets "{path}", which {problem}'
+        if path in config.schedule.points:
+            return f'sets "{path}", which [schedule] moves already; drop one of the two'
+        learners = path.partition(".")[0] in moving.LEARNERS
+        if learners and not declared_backend(config).moves_settings:
+            return (
+                f'sets "{path}", and the learner of backend "{config.backend.backend}" keeps the'
+                ' settings of its start; use backend = "local"'
+            )
+    return ""
+
+
+def wrong_values(config: TrainConfig, keys: tuple[str, ...], given: Any) -> str:
+    """What is wrong with a control's values, as the end of a sentence; "" if nothing."""
+    if not isinstance(given, Mapping):
+        return f"gives {type(given).__name__}, and must give a table of its keys and their values"
+    if set(given) != set(keys):
+        names = ", ".join(map(str, given))
+        return f"gives values of {names or 'nothing'}, and its keys are {', '.join(keys)}"
+    for path, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+            return f'gives "{path}" = {value!r}, which is not a finite number'
+    try:
+        _checked(config, given)
+    except ConfigurationError as error:
+        return f"gives what no configuration may hold: {error.problems[0].rstrip('.')}"
+    return ""
+
+
+def _checked(config: TrainConfig, values: Mapping[str, float]) -> None:
+    """Raise ConfigurationError for values that the configuration refuses."""
+    whole = moving.with_values(config, values)
+    changed = {path.rsplit(".", path.count(".") - 1)[0] for path in values}
+    replaced(config, {path: whole.value(path) for path in changed})
+
+
+def _trial_problem(config: TrainConfig, make: Any) -> str:
+    """What is wrong with a control, tried for three steps; "" if nothing was found."""
+    tried = make()
+    for step in range(3):
+        before = json.dumps(tried.state(), sort_keys=True)
+        given = tried.values(step)
+        problem = wrong_values(config, tried.keys, given)
+        if problem:
+            return problem
+        if json.dumps(tried.state(), sort_keys=True) != before:
+            return "changes its state in `values`, which `observe` alone may do"
+        if tried.values(step) != given:
+            return "gives other values when it is asked again"
+        tried.observe(_record(step).to_json())
+        again = make()
+        after = json.dumps(tried.state(), sort_keys=True)
+        again.load(json.loads(after))
+        restored = json.dumps(again.state(), sort_keys=True) == after
+        if not restored or again.values(step + 1) != tried.values(step + 1):
+            return "does not restore in `load` what `state` returned, so a resumed run would differ"
+    return ""
+
+
+def _record(step: int) -> StepRecord:
+    """A made-up record, in which every quantity is known."""
+    known = {one.name: 0.5 / (step + 1) for one in fields(StepRecord) if "better" in one.metadata}
+    return StepRecord(**{**known, "step": step, "condition": "made up"})  # type: ignore[arg-type]  # integers too

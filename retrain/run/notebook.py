@@ -1,0 +1,141 @@
+"""Functions of a notebook as plugins: their source becomes a module in the run's folder.
+
+Workers import it from there, environment.json names it with its sha256, and a resumed run needs no
+notebook.
+"""
+
+import ast
+import hashlib
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from retrain.config import TrainConfig, replaced
+from retrain.errors import ConfigurationError
+from retrain.records.disk import replace_file
+from retrain.records.redact import Redactor
+from retrain.records.run_folder import RunFolder
+
+_CONSTANTS = (bool, int, float, str, bytes, tuple, list, dict, set, type(None))
+
+
+def with_functions(config: TrainConfig, functions: Mapping[str, Callable[..., Any]]) -> TrainConfig:
+    """Return the configuration with each function as the plugin of its key, such as "reward.type".
+
+    Writes notebook_<hash>.py into the run's folder. Raises ConfigurationError for a function whose
+    source cannot stand alone, and for a folder that is not the run's.
+    """
+    if not functions:
+        return config
+    source = module_source(functions.values())
+    if Redactor().text(source) != source:
+        raise ConfigurationError(
+            "A function that is given to train holds a secret, and its source is kept in the run's"
+            " folder; read the secret from an environment variable inside the function."
+        )
+    folder = RunFolder(Path(config.resume.from_ or config.logging.log_dir))
+    folder.claim().refuse_run(resuming=bool(config.resume.from_))
+    name = f"notebook_{hashlib.sha256(source.encode()).hexdigest()[:8]}"
+    folder.path.mkdir(parents=True, exist_ok=True)
+    replace_file(folder.path / f"{name}.py", source)
+    values = {key: f"{name}.{function.__name__}" for key, function in functions.items()}
+    if "algorithm.advantage_mode" in values:
+        values["algorithm.algorithm_mode"] = ""
+    config = replaced(config, values)
+    # A plugin is looked for beside the configuration's file.
+    config._provenance = replace(config._provenance, path=folder.config)
+    return config
+
+
+def module_source(functions: Any) -> str:
+    """Return a module that defines the functions, and what they use of their own module: imports,
+    constants, and other functions.
+    """
+    lines: dict[str, str] = {}
+    for function in functions:
+        _collect(function, lines, function.__name__)
+    imports = [line for line in lines.values() if line.startswith(("import ", "from "))]
+    rest = [line for line in lines.values() if line not in imports]
+    return "\n".join([*imports, "", "", "\n\n\n".join(rest)]) + "\n"
+
+
+def _collect(function: Callable[..., Any], lines: dict[str, str], asked: str) -> None:
+    """Add a function's source to `lines`, after what it uses; `asked` is the name that train was
+    given.
+    """
+    if not isinstance(function, FunctionType) or function.__name__ == "<lambda>":
+        raise ConfigurationError(
+            f"{asked} is no function with a name of its own; define it with def and give it to"
+            " train."
+        )
+    if function.__code__.co_freevars:
+        raise ConfigurationError(
+            f"{asked}: {function.__name__} uses {', '.join(function.__code__.co_freevars)} of the"
+            " function around it, which its source does not show; define it at the top level."
+        )
+    try:
+        source = textwrap.dedent(inspect.getsource(function)).rstrip()
+    except (OSError, TypeError):
+        raise ConfigurationError(
+            f"{asked}: the source of {function.__name__} is not known here; write it into a file"
+            " and name it in the configuration, such as my_module.my_function."
+        ) from None
+    lines[function.__name__] = ""  # so that a function that calls itself is not collected twice
+    for name in sorted(_names(function.__code__) | _names_of_signature(source)):
+        if name in function.__globals__ and name not in lines:
+            _define(name, function.__globals__[name], lines, asked)
+    del lines[function.__name__]
+    lines[function.__name__] = source
+
+
+def _define(name: str, value: Any, lines: dict[str, str], asked: str) -> None:
+    """Add the line that defines `name` in another module."""
+    home = getattr(value, "__module__", None)
+    if isinstance(value, ModuleType):
+        lines[name] = _import_line(value.__name__, name)
+    elif isinstance(value, re.Pattern):
+        lines.setdefault("re", "import re")
+        lines[name] = f"{name} = re.compile({value.pattern!r}, {value.flags})"
+    elif isinstance(value, FunctionType) and home == "__main__":
+        _collect(value, lines, asked)
+    elif home != "__main__" and getattr(sys.modules.get(str(home)), name, None) is value:
+        lines[name] = f"from {home} import {name}"
+    elif isinstance(value, _CONSTANTS) and _reads_back(value):
+        lines[name] = f"{name} = {value!r}"
+    else:
+        raise ConfigurationError(
+            f"{asked} uses {name}, a {type(value).__name__} that no file can hold; make"
+            " it inside the function, or give it as a parameter of the configuration."
+        )
+
+
+def _import_line(module: str, name: str) -> str:
+    return f"import {module}" if module == name else f"import {module} as {name}"
+
+
+def _reads_back(value: Any) -> bool:
+    try:
+        return bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, SyntaxError):
+        return False
+
+
+def _names(code: CodeType) -> set[str]:
+    """Names that the code and the functions inside it may take from their module."""
+    inner = [_names(one) for one in code.co_consts if isinstance(one, CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _names_of_signature(source: str) -> set[str]:
+    """Names in the decorators, defaults and annotations of a function."""
+    (node,) = ast.parse(source).body
+    parts: Iterator[ast.AST] = ast.iter_child_nodes(node)
+    outside = [part for part in parts if part not in getattr(node, "body", [])]
+    found = [one for part in outside for one in ast.walk(part)]
+    return {one.id for one in found if isinstance(one, ast.Name)}

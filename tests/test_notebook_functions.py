@@ -1,0 +1,89 @@
+"""Functions of a notebook as plugins, and what a notebook shows of a configuration and a run."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from runs import lines, small
+
+from retrain import train
+from retrain.config import load_config, replaced
+from retrain.errors import ConfigurationError
+from retrain.run.notebook import module_source
+
+PATTERN = re.compile("[0-9]")
+HALF = 0.5
+OPEN_FILE = Path(__file__)
+
+
+def digits(text: str) -> int:
+    return len(PATTERN.findall(text))
+
+
+def even(response: str, reference: str, other: float = HALF) -> float:
+    """1 where the completion has an even number of digits."""
+    return 1.0 if digits(response) % 2 == 0 else other - HALF
+
+
+def centred(rewards: list[float]) -> list[float]:
+    mean = sum(rewards) / len(rewards)
+    return [reward - mean for reward in rewards]
+
+
+def opens(response: str, reference: str) -> float:
+    return float(OPEN_FILE.exists())
+
+
+def test_a_source_stands_alone_with_its_imports_constants_and_helpers() -> None:
+    names: dict[str, object] = {}
+    exec(module_source([even, centred]).replace(f"from {__name__} import digits", DIGITS), names)
+    assert names["even"]("12 34", "") == 1.0 and names["even"]("123", "") == 0.0  # type: ignore[operator]
+    assert names["centred"]([1.0, 0.0]) == [0.5, -0.5]  # type: ignore[operator]
+
+
+DIGITS = "import re\ndef digits(text): return len(re.findall('[0-9]', text))"
+
+
+def test_what_cannot_be_written_is_named() -> None:
+    def inside(response: str, reference: str) -> float:
+        return HALF
+
+    def closed(response: str, reference: str) -> float:
+        return float(len(inside.__name__))
+
+    for function, said in (
+        (lambda response, reference: 1.0, "define it with def"),
+        (closed, "uses inside of the function around it"),
+        (opens, "OPEN_FILE, a PosixPath that no file can hold"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            module_source([function])
+
+
+@pytest.mark.slow
+def test_a_run_with_functions_keeps_their_source_and_resumes_without_them(tmp_path: Path) -> None:
+    config = small(tmp_path / "run", training={"max_steps": 1})
+    run = train(config, reward=even, advantage=centred, quiet=True, skip_parity=True)
+    (source,) = run.folder.glob("notebook_*.py")
+    stored = load_config(run.folder / "config.toml")
+    assert stored.reward.type == f"{source.stem}.even"
+    assert stored.algorithm.advantage_mode == f"{source.stem}.centred"
+    code = json.loads((run.folder / "environment.json").read_text())["code"]
+    assert set(code["plugins"]) == {f"{source.stem}.even", f"{source.stem}.centred"}
+    rewards = {line["reward"] for line in lines(run.folder / "emergence" / "generations.jsonl")}
+    assert rewards <= {0.0, 1.0}
+    again = replaced(stored, {"resume.from": str(run.folder), "training.max_steps": 2})
+    assert len(train(again, quiet=True, skip_parity=True).records()) == 2
+
+
+def test_a_notebook_shows_one_line_and_a_frame(tmp_path: Path) -> None:
+    config = small(tmp_path / "run").with_(lr=5e-4, max_steps=1, reward_type="random")
+    assert repr(config) == "TrainConfig(maxrl+none: lab on lab, 1 steps of 2 x 4)"
+    assert config.training.lr == 5e-4
+    with pytest.raises(ConfigurationError, match="did you mean lr"):
+        config.with_(lr_=1)
+    run = train(config, quiet=True, skip_parity=True)
+    assert repr(run) == f"Run({str(run.folder)!r}: done, maxrl+none, 1 steps)"
+    frame = run.metrics()
+    assert list(frame["step"]) == [0] and "mean_reward" in frame.columns

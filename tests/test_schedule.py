@@ -1,0 +1,300 @@
+"""`[schedule]` and its controls: what a step's values are, that every part reads them, that a
+resumed run goes on with them, and what is refused.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrain.advantages.pipeline import CreditPipeline
+from retrain.cli.main import main
+from retrain.config import config_from_mapping, config_from_toml, config_hash, dump_toml, replaced
+from retrain.config.moving import movable, scheduled, value_at, with_values
+from retrain.errors import ConfigurationError, RunFailed
+from retrain.run.control import CONTROLS, AdaptiveEntropy
+from retrain.run.parts import check_plugins
+from tests.runs import small, small_run, timeless
+from tests.split import two_devices
+
+WEIGHTS = "checkpoints/final/adapter_model.safetensors"
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.floats(-1e3, 1e3)), min_size=1, max_size=5),
+    st.integers(0, 60),
+)
+def test_a_schedule_is_linear_between_its_points(
+    points: list[tuple[int, float]], step: int
+) -> None:
+    rising = sorted(dict(points).items())
+    expected = np.interp(step, [at for at, _ in rising], [value for _, value in rising])
+    assert value_at(rising, step) == pytest.approx(expected)
+
+
+def test_a_file_names_keys_dotted_and_a_stored_one_reads_back() -> None:
+    quoted = '[schedule]\n"loss.kl_coef" = [[0, 0.1], [4, 0.0]]\n'
+    bare = "[schedule]\nloss.kl_coef = [[0, 0.1], [4, 0.0]]\n"
+    one, other = config_from_toml(quoted), config_from_toml(bare)
+    assert one == other == config_from_toml(dump_toml(one))
+    assert scheduled(one, 1) == {"loss.kl_coef": pytest.approx(0.075)}
+    assert config_hash(one) == config_hash(other) != config_hash(config_from_toml(""))
+
+
+def test_a_whole_number_of_a_table_stays_one() -> None:
+    config = config_from_mapping(
+        {
+            "algorithm": {"advantage_mode": "a.b", "advantage_params": {"k": 8, "x": 1.0}},
+            "schedule": {
+                "algorithm.advantage_params.k": [[0, 8], [4, 1]],
+                "algorithm.advantage_params.x": [[0, 1], [4, 2]],
+            },
+        }
+    )
+    values = scheduled(config, 1)
+    assert values == {"algorithm.advantage_params.k": 6, "algorithm.advantage_params.x": 1.25}
+    moved = with_values(config, values).algorithm.advantage_params
+    assert moved == {"k": 6, "x": 1.25} and config.algorithm.advantage_params["k"] == 8
+
+
+LOSS = {
+    "loss.kl_coef": {"loss": {"kl_coef": 0.3}},
+    "loss.entropy_coef": {"loss": {"entropy_coef": 0.3}},
+    "loss.clip_low": {"loss": {"mode": "ppo", "clip_low": 0.3}, "training": {"minibatches": 4}},
+    "loss.max_grad_norm": {"loss": {"max_grad_norm": 0.3}},
+    "training.lr": {"training": {"lr": 0.3}},
+    "training.temperature": {"training": {"temperature": 0.3}},
+    "algorithm.surprisal_mask_rho": {"algorithm": {"surprisal_mask_rho": 0.3}},
+    "algorithm.advantage_params.eps": {"algorithm": {"advantage_params": {"eps": 0.3}}},
+    "gtpo.beta": {"gtpo": {"beta": 0.3}, "algorithm": {"transform_mode": "gtpo"}},
+    "loss.params.tau_neg": {"loss": {"mode": "sapo", "params": {"tau_neg": 0.3}}},
+}
+
+
+@pytest.mark.parametrize("path", LOSS)
+def test_a_flat_schedule_is_the_run_with_that_value(path: str, tmp_path: Path) -> None:
+    """The schedule starts from another value in the file, which no step may read."""
+    fixed = small(tmp_path / "fixed", **{"training": {"max_steps": 2}, **LOSS[path]})
+    table = path.count(".") == 2
+    if table:
+        section, name, param = path.split(".")
+        start: dict[str, Any] = {f"{section}.{name}": {param: 0.7}}
+    else:
+        start = {path: 0.7}
+    moving = {**start, "schedule.points": {path: [[0, 0.3]]}}
+    moved = replaced(fixed, {**moving, "logging.log_dir": str(tmp_path / "moved")})
+    runs = [small_run(config, quiet=True) for config in (fixed, moved)]
+    metrics = [timeless(run.folder / "metrics.jsonl") for run in runs]
+    for line in metrics[1]:
+        assert line.pop("scheduled") == {path: 0.3}
+    assert metrics[0] == metrics[1]
+    first, second = ((run.folder / WEIGHTS).read_bytes() for run in runs)
+    assert first == second
+
+
+def test_credit_reads_the_parameters_of_the_step() -> None:
+    params = {"advantage_params": {"eps": 1.0}}
+    config = config_from_mapping({"algorithm": {"transform_mode": "none", **params}})
+    pipeline = CreditPipeline(config, lambda ids: [""] * len(ids))
+    episode = pipeline._episode
+    assert episode is not None
+    from retrain.advantages.resolve import _SMALL
+
+    before = episode(_SMALL, 0)
+    pipeline.use(with_values(config, {"algorithm.advantage_params.eps": 1e-6}))
+    assert episode(_SMALL, 0) != before
+    pipeline.use(config)
+    assert episode(_SMALL, 0) == before
+
+
+SCHEDULE: dict[str, Any] = {
+    "points": {"loss.kl_coef": [[0, 0.3], [5, 0.0]], "training.temperature": [[1, 1.0], [4, 0.7]]},
+    "control": "adaptive_entropy",
+    "control_params": {"target": 0.5, "delta": 0.01},
+}
+
+
+@pytest.mark.parametrize("devices", ["cpu", "gpu:0,gpu:1"])
+def test_a_moving_run_resumes_byte_for_byte(devices: str, tmp_path: Path) -> None:
+    """In split mode a step's values are fixed when its sampling begins."""
+    sections: dict[str, Any] = {
+        "schedule": SCHEDULE,
+        "training": {"max_steps": 7, "save_every": 4},
+        "backend": {"devices": devices},
+    }
+    with two_devices() if "," in devices else nullcontext():
+        straight = small_run(small(tmp_path / "straight", **sections), quiet=True)
+        config = small(tmp_path / "cut", **sections)
+        small_run(replaced(config, {"training.max_steps": 4}), quiet=True)
+        small_run(replaced(config, {"resume.from": str(tmp_path / "cut")}), quiet=True)
+    metrics = [timeless(folder / "metrics.jsonl") for folder in (straight.folder, tmp_path / "cut")]
+    assert metrics[0] == metrics[1]
+    values = [line["scheduled"] for line in metrics[0]]
+    assert len({one["loss.entropy_coef"] for one in values}) > 1
+    assert values[3]["loss.kl_coef"] == pytest.approx(0.12)
+    assert (straight.folder / WEIGHTS).read_bytes() == (tmp_path / "cut" / WEIGHTS).read_bytes()
+
+
+def test_a_resumed_run_may_not_move_otherwise(tmp_path: Path) -> None:
+    config = small(tmp_path / "run", schedule=SCHEDULE)
+    small_run(replaced(config, {"training.max_steps": 1}), quiet=True)
+    other = replaced(config, {"schedule.control": "", "resume.from": str(tmp_path / "run")})
+    with pytest.raises(ConfigurationError, match=r"\[schedule\] control"):
+        small_run(other, quiet=True)
+
+
+def test_explain_shows_what_will_move(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(dump_toml(small(tmp_path / "run", schedule=SCHEDULE)))
+    assert main(["explain", str(file)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "loss.kl_coef 0.3 at step 0, 0 at step 5" in said
+    assert "adaptive_entropy: sets loss.entropy_coef" in said
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+REFUSED = {
+    "mode": ({"loss.mode": [[0, 1]]}, r'"loss.mode" is not read anew .* loss.kl_coef'),
+    "near": ({"loss.kl_coeff": [[0, 1]]}, 'did you mean "loss.kl_coef"'),
+    "falling": ({"loss.kl_coef": [[4, 1], [2, 0]]}, "rising steps"),
+    "none": ({"loss.kl_coef": []}, "rising steps"),
+    "pair": ({"loss.kl_coef": [[4, 1, 2]]}, r"the point \[4, 1, 2\], and a point is"),
+    "text": ({"loss.kl_coef": [[0, "much"]]}, "and a point is .step, value."),
+    "half": ({"loss.kl_coef": [[0.5, 1.0]]}, "a step is a whole number"),
+    "range": ({"loss.kl_coef": [[0, 0.1], [9, -1.0]]}, r"kl_coef = -1.* by \[schedule\] at step 9"),
+    "param": ({"algorithm.advantage_params.k": [[0, 1]]}, "which holds none of that name"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_wrong_schedule_is_a_sentence(name: str, tmp_path: Path) -> None:
+    points, sentence = REFUSED[name]
+    with pytest.raises(ConfigurationError, match=sentence) as caught:
+        small(tmp_path, schedule={"points": points})
+    assert len(caught.value.problems) == 1
+
+
+def test_the_rate_has_one_schedule(tmp_path: Path) -> None:
+    moving = {"schedule": {"training.lr": [[0, 1e-3], [4, 1e-4]]}}
+    small(tmp_path, **moving)
+    with pytest.raises(ConfigurationError, match=r"has a schedule already, .training. lr_schedule"):
+        small(tmp_path, training={"lr_schedule": "linear"}, **moving)
+
+
+def test_a_service_keeps_its_settings_and_credit_moves_here(tmp_path: Path) -> None:
+    tinker = {"backend": "tinker"}
+    config_from_mapping({"backend": tinker, "schedule": {"gtpo.beta": [[0, 0.1], [4, 0.2]]}})
+    with pytest.raises(ConfigurationError, match='tinker": its learner keeps the settings'):
+        config_from_mapping({"backend": tinker, "schedule": {"training.lr": [[0, 0.1]]}})
+
+
+def test_every_movable_key_is_a_number() -> None:
+    from retrain.config.keys import keys_by_path
+
+    assert len(movable()) > 12
+    assert all(keys_by_path()[path].kinds == {float} for path in movable())
+
+
+BODY = """
+from retrain.run.control import Control
+
+class C(Control):
+    keys = ("loss.kl_coef",)
+    seen = 0
+    def values(self, step): return {"loss.kl_coef": 0.1 * self.seen}
+    def observe(self, record): self.seen += 1
+    def state(self): return {"seen": self.seen}
+    def load(self, state): self.seen = state["seen"]
+
+class Own(C):
+"""
+WRONG = {
+    "not_restored": ("def load(self, state): pass", "does not restore in `load`"),
+    "no_state": ("def state(self): return {}", "its trial failed with KeyError: 'seen'"),
+    "unpure": (
+        "def values(self, step):\n        self.seen += 1\n        return {'loss.kl_coef': 0.1}",
+        "changes its state in `values`",
+    ),
+    "nan": (
+        "def values(self, step): return {'loss.kl_coef': float('nan')}",
+        '"loss.kl_coef" = nan, which is not a finite number',
+    ),
+    "list": ("def values(self, step): return [0.1]", "gives list, and must give a table"),
+    "shape": (
+        "def values(self, step): return {'loss.kl_coef': [0.1, 0.2]}",
+        r"= \[0.1, 0.2\], which is not a finite number",
+    ),
+    "others": (
+        "def values(self, step): return {'loss.entropy_coef': 0.1}",
+        "gives values of loss.entropy_coef, and its keys are loss.kl_coef",
+    ),
+    "negative": (
+        "def values(self, step): return {'loss.kl_coef': -1.0}",
+        "gives what no configuration may hold: .*kl_coef",
+    ),
+    "raises": ("def values(self, step): return 1 / 0", "its trial failed with ZeroDivision"),
+    "keyless": ("keys = ()", "names no keys"),
+    "wrong_key": ("keys = ('loss.mode',)", '"loss.mode", which is not read anew'),
+    "late_nan": (
+        "def values(self, step): return {'loss.kl_coef': float('nan') if step > 3 else 0.1}",
+        "at step 4 gives .* not a finite number",
+    ),
+    "late_state": (
+        "def state(self): return {'seen': {1} if self.seen > 3 else self.seen}",
+        r"state\(\) failed with TypeError",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield
+    sys.modules.pop("own_control", None)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_control_is_named_before_the_step_that_it_would_spoil(
+    name: str, tmp_path: Path
+) -> None:
+    body, sentence = WRONG[name]
+    Path("own_control.py").write_text(f"{BODY}    {body}\n")
+    settings = {"max_steps": 5, "save_every": 4}
+    config = small(tmp_path / "run", schedule={"control": "own_control.Own"}, training=settings)
+    if name.startswith("late"):
+        with pytest.raises(RunFailed, match=f"control .*{sentence}"):
+            small_run(config, quiet=True)
+    else:
+        with pytest.raises(ConfigurationError, match=f"control.*{sentence}"):
+            check_plugins(config)
+
+
+def test_a_key_moves_by_one_thing_alone(tmp_path: Path) -> None:
+    both = {"points": {"loss.entropy_coef": [[0, 0.1]]}, "control": "adaptive_entropy"}
+    with pytest.raises(ConfigurationError, match=r"which .schedule. moves already"):
+        check_plugins(small(tmp_path, schedule=both))
+
+
+def test_a_parameter_that_a_control_has_not_is_refused(tmp_path: Path) -> None:
+    params = {"control": "adaptive_entropy", "control_params": {"goal": 0.3}}
+    with pytest.raises(ConfigurationError, match="goal is not one of target, delta, start"):
+        check_plugins(small(tmp_path, schedule=params))
+
+
+def test_the_bonus_rises_below_the_target_and_falls_above() -> None:
+    control = AdaptiveEntropy({"target": 0.3, "delta": 0.01})
+    seen: list[float] = []
+    for entropy in (0.1, 0.2, 0.4, None, 0.5, 0.9):
+        control.observe({"exec_entropy_mean": entropy})
+        seen.append(control.values(0)["loss.entropy_coef"])
+    assert seen == pytest.approx([0.01, 0.02, 0.01, 0.01, 0.0, 0.0])
+    assert set(CONTROLS) == {"adaptive_entropy"}
