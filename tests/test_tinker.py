@@ -476,7 +476,7 @@ def test_an_error_of_the_service_is_one_sentence_and_no_further_call_is_made(
     )
 
 
-def test_an_address_where_another_program_answers_is_told_without_advice_for_no_folder(
+def test_an_address_where_another_program_answers_is_told(
     double: Double, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forever = threading.Event()
