@@ -9,6 +9,7 @@ half-done edits, not forgery.
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,7 @@ def as_planned(
     """The runs with their campaign's entry, and why some of them do not count (folder ->
     predicate).
     """
-    entries = {run.path.resolve(): run for listed in campaigns.values() for run in listed}
+    entries = {run.path.resolve(): run for run in chain.from_iterable(campaigns.values())}
     known = [
         (
             replace(run, planned=entries[run.path.resolve()].planned)

@@ -65,11 +65,13 @@ class Selection:
     notes: Sequence[str]
 
 
+RunsBySeed = dict[int, StoredRun]
+
+
 def select(grouped: RunsByCondition, request: Request) -> Selection:
     """Raises ConfigurationError for runs that cannot be compared, and if there is no pair."""
-    metric, test = choose_metric(request.metric, grouped.runs), request.test
-    if request.budget:
-        grouped, metric = at_budget(grouped, request.budget, metric)
+    test = request.test
+    grouped, metric = _where_asked(grouped, request)
     _check_comparable(grouped, metric, test)
     reference = next(iter(grouped.conditions[request.baseline].values()), None)
     # A metric that was asked for by name is compared however it was sampled; the notes say so.
@@ -89,8 +91,8 @@ def select(grouped: RunsByCondition, request: Request) -> Selection:
         family, unseen = _at_looks(family, record)
         notes += unseen
     if not family:
-        some_apart = sum(map(len, alike.values())) < len(grouped.runs)
-        raise ConfigurationError(_no_pair(arms.values(), left_out, metric, some_apart=some_apart))
+        apart_too = sum(map(len, alike.values())) < len(grouped.runs)
+        raise _no_pair(arms.values(), left_out, metric, some_apart=apart_too)
     return Selection(grouped, metric, test, reference, arms, family, differing, left_out, notes)
 
 
@@ -104,6 +106,14 @@ def _arms(
         label: arm_of(label, alike[label], metric, grouped.failed.get(label, ()))
         for label in labels
     }
+
+
+def _where_asked(grouped: RunsByCondition, request: Request) -> tuple[RunsByCondition, Metric]:
+    """The runs and the metric, at the request's budget if it has one."""
+    metric = choose_metric(request.metric, grouped.runs)
+    if request.budget:
+        return at_budget(grouped, request.budget, metric)
+    return grouped, metric
 
 
 def _at_looks(family: Sequence[Pairs], record: CampaignRecord) -> tuple[list[Pairs], Sequence[str]]:
@@ -153,7 +163,7 @@ def _deviations(request: Request, wanted: Sequence[PairOfLabels], metric: Metric
 
 def _measured_alike(
     grouped: RunsByCondition, reference: StoredRun | None, metric: Metric, *, insist: bool
-) -> tuple[dict[str, dict[int, StoredRun]], list[str], list[str]]:
+) -> tuple[dict[str, RunsBySeed], list[str], list[str]]:
     """The runs that the reference's reward judged and, for a held-out metric, that were evaluated
     as it was; and the sentences on the runs judged and evaluated otherwise.
     """
@@ -218,7 +228,7 @@ def check_sizes(test: TestSettings, metric: Metric) -> None:
 
 def _no_pair(
     arms: Iterable[Arm], left_out: Sequence[str], metric: Metric, *, some_apart: bool
-) -> str:
+) -> ConfigurationError:
     """`some_apart`: some runs were measured in another way than the baseline's first."""
     found = "; ".join(f"{arm.label}: {', '.join(map(str, arm.values)) or 'none'}" for arm in arms)
     if len(left_out) > _SHOWN:
@@ -236,7 +246,7 @@ def _no_pair(
                 " Compare held-out accuracy instead: --metric pass@1, after [evaluation] at_end ="
                 " true."
             )
-    return (
+    return ConfigurationError(
         "there is no pair to compare: no usable run shares its seed with a usable run of the"
         f" baseline (seeds of {found}).{because}{advice}"
     )

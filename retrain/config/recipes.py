@@ -8,6 +8,7 @@ budget and the folder of that file are the lab's, and no part of it.
 import tomllib
 from collections.abc import Mapping
 from functools import cache
+from itertools import chain
 from typing import Any
 
 from pydantic import BaseModel
@@ -152,5 +153,5 @@ def departures(config: AllSections) -> dict[str, Any]:
         for path, value in recipe(name).items()
         if config.value(path) != value
     }
-    followers = {follower for path in other for follower in _FOLLOWS.get(path, ())}
+    followers = set(chain.from_iterable(_FOLLOWS.get(path, ()) for path in other))
     return {path: value for path, value in other.items() if path not in followers}
