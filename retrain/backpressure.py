@@ -342,6 +342,7 @@ class BackpressureController:
             )
         used = self.batch_size
         p, throughput, decay = used * self.group_size, tokens / seconds, self.settings.ema_decay
+        # Another concurrency has another throughput, so its average starts anew.
         if p == self.ema_p:
             self.ema = decay * self.ema + (1 - decay) * throughput
         else:
@@ -350,6 +351,7 @@ class BackpressureController:
         self.observations.append((p, throughput))
         self.step_count += 1
         self.since_change += 1
+        # Every size is tried before a law is fitted.
         if self.step_count < self.sweep_steps:
             self._change(self.sizes[self.step_count % len(self.sizes)])
             return self._decision(Action.SWEEP, Regime.WARMUP, used)

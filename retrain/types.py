@@ -436,8 +436,7 @@ def _sequence(
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one call to `Backend.train`. Ratio statistics count each action token of the
-    trained rows once.
+    """The result of one call to `Backend.train`.
 
     Ratio statistics count each action token of the trained rows once. Where old log-probs are
     recomputed, they are taken before the first optimizer step; elsewhere in the first pass, whose

@@ -9,6 +9,7 @@ Batch normalisation is part of the episode advantage (`reinforce_pp`).
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -217,12 +218,8 @@ class CreditPipeline:
         try:
             planning = None  # for a condition that does not look for planning phrases
             if self._detector is not None:
-                turns = [
-                    turn
-                    for group in groups
-                    for trajectory in group.trajectories
-                    for turn in trajectory.completions
-                ]
+                trajectories = chain.from_iterable(group.trajectories for group in groups)
+                turns = list(chain.from_iterable(each.completions for each in trajectories))
                 masks = self._detector.detect_all([self._pieces(turn.token_ids) for turn in turns])
                 planning = np.concatenate([np.zeros(0, dtype=np.uint8), *masks]).astype(np.bool_)
             tokens = StepTokens.of(groups, planning, self.config.loss.mask_truncated, scored)
@@ -359,6 +356,7 @@ class CreditPipeline:
         transform left not finite.
         """
         spec, segments = self.spec, at.tokens.segments
+        # Over flat arrays a transform is called once a step, over lists once a completion.
         if spec.flat_entropy_transform is not None:
             with user_code(f'transform "{spec.name}"', RunFailed):
                 changed = spec.flat_entropy_transform(

@@ -394,6 +394,7 @@ def top_rho(uncertainty: Float64Array, pools: Int64Array, num_pools: int, rho: f
     if rho == 0.0:
         return TopRho(keep, [None] * num_pools)
     thresholds: list[float | None] = []
+    # One pool, the usual case, needs no sort.
     if num_pools > 1:
         order = np.argsort(pools, kind="stable")
     else:

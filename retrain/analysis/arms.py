@@ -73,7 +73,7 @@ class Shared:
             pairs=len(pairs),
             prompts=sum(prompts),
             noise=sum(noise),
-            samplers=tuple(sorted({chosen_prompts(run) for pair in pairs for run in pair} - {""})),
+            samplers=tuple(sorted({*map(chosen_prompts, chain.from_iterable(pairs))} - {""})),
             unrecorded=sum(not (_data(one) and _data(other)) for one, other in pairs),
             differing_keys=tuple(differing_keys(pairs)),
             environment=tuple(
@@ -263,6 +263,7 @@ def group_by_condition(
             )
         else:
             by_seed[run.seed] = run
+    # Copies show only among all runs.
     for same in repeated_numbers(grouped.runs):
         names = " and ".join(run.name for run in same)
         grouped.left_out.append(

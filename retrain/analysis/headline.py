@@ -111,6 +111,7 @@ def _undecided(comparison: Comparison) -> str:
     decide.
     """
     contrasts, test = comparison.contrasts, comparison.test
+    # The surest reason first: runs that are the same, a design that is too small, then the data.
     if len(contrasts) == 1 and contrasts[0].same_runs == contrasts[0].conclusion.pairs:
         return (
             f"{contrasts[0].condition} against {contrasts[0].baseline}:"

@@ -400,12 +400,8 @@ def _between(
     if (
         not ours and not theirs
     ):  # both failed: no difference, on as many problems as the other runs have
-        problems = next(
-            len(run.answers.ids)
-            for arm in (candidate, baseline)
-            for run in arm.runs.values()
-            if run.answers
-        )
+        runs = [*candidate.runs.values(), *baseline.runs.values()]
+        problems = next(len(run.answers.ids) for run in runs if run.answers)
         by_problem = np.zeros(problems)
     mean = float(np.nanmean(by_problem))
     return AnswerDifference(by_problem, mean, mean, 0)

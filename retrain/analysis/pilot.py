@@ -67,7 +67,7 @@ class Spread:
         where the runs did not record their times.
         """
         parts = list(filter(None, map(_parts, family)))
-        runs = [run for pairs in family for pair in pairs.runs for run in pair]
+        runs = list(chain.from_iterable(chain.from_iterable(pairs.runs for pairs in family)))
         times = [run.summary.get("seconds") for run in runs]
         seconds = [time for time in times if isinstance(time, int | float)]
         # per run that recorded it, the median time to sample an answer in the last steps

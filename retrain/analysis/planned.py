@@ -387,8 +387,11 @@ def evidence_line(record: CampaignRecord) -> str:
     """The newest evidence for each condition and the decisions so far; "" before the first look."""
     if record.plan is None or not record.looks:
         return ""
-    newest = {name: value for look in record.looks for name, value in look.evidence.items()}
-    decided = {name: verdict for look in record.looks for name, verdict in look.decided.items()}
+    newest: dict[str, float] = {}
+    decided: dict[str, str] = {}
+    for look in record.looks:
+        newest |= look.evidence
+        decided |= look.decided
     parts = [
         f"{name} {value:.3g}{f' ({decided[name]})' if name in decided else ''}"
         for name, value in newest.items()

@@ -65,6 +65,9 @@ class Selection:
     notes: Sequence[str]
 
 
+RunsBySeed = dict[int, StoredRun]
+
+
 def select(grouped: RunsByCondition, request: Request) -> Selection:
     """Raises ConfigurationError for runs that cannot be compared, and if there is no pair."""
     test = request.test
@@ -88,8 +91,8 @@ def select(grouped: RunsByCondition, request: Request) -> Selection:
         family, unseen = _at_looks(family, record)
         notes += unseen
     if not family:
-        some_apart = sum(map(len, alike.values())) < len(grouped.runs)
-        raise ConfigurationError(_no_pair(arms.values(), left_out, metric, some_apart=some_apart))
+        apart_too = sum(map(len, alike.values())) < len(grouped.runs)
+        raise _no_pair(arms.values(), left_out, metric, some_apart=apart_too)
     return Selection(grouped, metric, test, reference, arms, family, differing, left_out, notes)
 
 
@@ -160,7 +163,7 @@ def _deviations(request: Request, wanted: Sequence[PairOfLabels], metric: Metric
 
 def _measured_alike(
     grouped: RunsByCondition, reference: StoredRun | None, metric: Metric, *, insist: bool
-) -> tuple[dict[str, dict[int, StoredRun]], list[str], list[str]]:
+) -> tuple[dict[str, RunsBySeed], list[str], list[str]]:
     """The runs that the reference's reward judged and, for a held-out metric, that were evaluated
     as it was; and the sentences on the runs judged and evaluated otherwise.
     """
@@ -225,7 +228,7 @@ def check_sizes(test: TestSettings, metric: Metric) -> None:
 
 def _no_pair(
     arms: Iterable[Arm], left_out: Sequence[str], metric: Metric, *, some_apart: bool
-) -> str:
+) -> ConfigurationError:
     """`some_apart`: some runs were measured in another way than the baseline's first."""
     found = "; ".join(f"{arm.label}: {', '.join(map(str, arm.values)) or 'none'}" for arm in arms)
     if len(left_out) > _SHOWN:
@@ -243,7 +246,7 @@ def _no_pair(
                 " Compare held-out accuracy instead: --metric pass@1, after [evaluation] at_end ="
                 " true."
             )
-    return (
+    return ConfigurationError(
         "there is no pair to compare: no usable run shares its seed with a usable run of the"
         f" baseline (seeds of {found}).{because}{advice}"
     )

@@ -257,6 +257,7 @@ def _conclusion(
     else:
         unsure = ""
     verdict = Verdict.EQUIVALENT if equivalent else Verdict.INCONCLUSIVE
+    # A difference that is shown outranks the margin, which `within_margin` then says beside it.
     if differs and not unsure:
         if better is None:
             verdict = Verdict.DIFFERENT

@@ -7,6 +7,7 @@ import contextlib
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -223,6 +224,7 @@ class Board:
             for run in ordered
             if run.reason
         ]
+        # At most a quarter of the screen, so that the runs stay in sight.
         del reasons[max(1, room // 4) :]
         shown = ordered[: room - len(reasons)]
         rows = [self._cells(run) for run in shown]
@@ -262,7 +264,8 @@ class Board:
         """The line above the table, for example: Campaign logs/campaign_...: 12 done, 2 running, 26
         pending | step 640 of 2,000 | 1 h 05 min left.
         """
-        counts = {status: sum(run.status is status for run in runs) for status in _ORDER}
+        found = Counter(run.status for run in runs)
+        counts = {status: found[status] for status in _ORDER}
         words = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
         steps, planned = (
             sum(run.steps for run in runs),

@@ -176,6 +176,7 @@ def _run(
     label = condition.label
     name = run_name(label, seed)
     data = given_values(view)
+    # A run is a run of its own: nothing in its file is about the campaign.
     for section in ("campaign", "squeeze", "resume"):
         data.pop(section, None)
     algorithm = {

@@ -3,6 +3,7 @@
 import json
 import sys
 from contextlib import redirect_stdout
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -97,7 +98,7 @@ def _print_exact(names: list[str], group: int | None, *, trust: bool, as_json: b
     from retrain.xray.resolve import read_exact
 
     with redirect_stdout(sys.stderr):
-        found = [one for name in names for one in read_exact(name, group, trust=trust)]
+        found = list(chain.from_iterable(read_exact(name, group, trust=trust) for name in names))
     if as_json:
         rows = [one.to_json() for one in found]
         print(json.dumps(finite({"exact": rows}), indent=2))

@@ -8,6 +8,7 @@ budget and the folder of that file are the lab's, and no part of it.
 import tomllib
 from collections.abc import Mapping
 from functools import cache
+from itertools import chain
 from typing import Any
 
 from pydantic import BaseModel
@@ -22,7 +23,7 @@ _FRAME = ("model", "logging", "data.source", "loss.max_grad_norm")
 _FOLLOWS: dict[str, tuple[str, ...]] = {
     "algorithm.advantage_mode": ("algorithm.advantage_params",),
     "algorithm.transform_mode": ("algorithm.transform_params",),
-    "loss.mode": ("loss.params", "loss.clip_low", "loss.clip_high"),
+    "loss.mode": ("loss.params", "loss.clip_low", "loss.clip_high", "loss.dual_clip"),
     "loss.correction": ("loss.correction_params",),
     "loss.aggregation": ("loss.aggregation_params",),
     "reward.type": ("reward.weights", "reward.combine", "reward.params", "reward.overlong_buffer"),
@@ -152,5 +153,5 @@ def departures(config: AllSections) -> dict[str, Any]:
         for path, value in recipe(name).items()
         if config.value(path) != value
     }
-    followers = {follower for path in other for follower in _FOLLOWS.get(path, ())}
+    followers = set(chain.from_iterable(_FOLLOWS.get(path, ()) for path in other))
     return {path: value for path, value in other.items() if path not in followers}

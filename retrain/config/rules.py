@@ -621,7 +621,7 @@ def _options_are_known(config: AllSections) -> Iterator[Violation]:
     """
     if config.backend.backend not in builtin_names("backend") or not config.backend.options:
         return
-    known = {name: model for model in BACKEND_OPTIONS.values() for name in model.model_fields}
+    known = list(chain.from_iterable(model.model_fields for model in BACKEND_OPTIONS.values()))
     wrong = [name for name in config.backend.options if name not in known]
     for name in wrong[: MAX_SENTENCES - 1]:
         near = nearest(name, known)

@@ -141,6 +141,8 @@ class TrainConfig(AllSections):
             names = f"{len(self.conditions)} conditions x {len(self.campaign.seeds)} seeds"
         return f"TrainConfig({names}: {self.model.model} on {source}, {size})"
 
+    __str__ = __repr__
+
     def with_(self, **values: Any) -> "TrainConfig":
         """Return the configuration with other values, by the names of their flags:
         `config.with_(lr=5e-4, reward_type="math")`. Raises ConfigurationError for an unknown name

@@ -8,6 +8,7 @@ batch, which `seeds` reads.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -252,7 +253,7 @@ def _shares(
 def _masks(credit: Credit) -> tuple[BoolArray, BoolArray, BoolArray]:
     """[n] tokens of right completions, of the first and of the last quarter of each completion."""
     segments = credit.tokens.segments
-    members = [member for group in credit.sources for member in group.members]
+    members = list(chain.from_iterable(group.members for group in credit.sources))
     verdicts = [member.score.outcome is Outcome.RIGHT for member in members]
     right = np.repeat(verdicts, segments.lengths)
     position = np.arange(segments.total) - np.repeat(segments.offsets[:-1], segments.lengths)

@@ -257,6 +257,7 @@ def encode_prompts(training: "Training", text: TextModel, loaded: ReadResult) ->
     )
     if dropped:
         prompts.notes.append(f"Dropped prompts: {dropped}")
+    # These stay, with shorter completions, which is said once.
     clamped = prompts.longer_than(context - training.max_tokens)
     if clamped:
         prompts.notes.append(_clamped_note(prompts, clamped, training.max_tokens, context))

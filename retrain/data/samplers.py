@@ -280,6 +280,7 @@ def _trial_problem(name: str, make: Any, examples: list[Example], count: int) ->
         if checked_indices(name, tried.choose(step, count, uniforms), count, size) != chosen:
             return "`choose` gives other indices when it is asked again"
         tried.observe(chosen, [_trial_group(examples[index], index) for index in chosen])
+        # As in a resumed run: another sampler with the stored state goes on in the same way.
         again = make(examples)
         after = json.dumps(tried.state(), sort_keys=True)
         again.load(json.loads(after))

@@ -482,9 +482,8 @@ def _memory(
     sizing = [
         key.path for key in all_keys() if key.traits.sizes_memory and key.path != "training.seed"
     ]
-    distinct = {
-        str([config.value(path) for path in sizing]): config for config in configs
-    }  # runs of equal memory only once
+    # runs of equal memory only once
+    distinct = {str(list(map(config.value, sizing))): config for config in configs}
     try:
         return (
             max(

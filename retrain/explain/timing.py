@@ -49,12 +49,10 @@ def from_pilot(folder: Path) -> StepTime:
     from retrain.analysis.runs import find_runs, read_metrics
 
     runs = find_runs(folder)
-    times = [
-        time
-        for run in runs
-        for time in read_metrics(run.folder.metrics, ("step_time_s",))["step_time_s"].to_pylist()
-        if time is not None
-    ]
+    times: list[float] = []
+    for run in runs:
+        recorded = read_metrics(run.folder.metrics, ("step_time_s",))["step_time_s"]
+        times += [time for time in recorded.to_pylist() if time is not None]
     if not times:
         raise ConfigurationError(
             f"--pilot {folder} has no step yet, so no time was measured; wait for one, or use"

@@ -259,6 +259,7 @@ def read_step(
         planning = table.mask.astype(np.bool_)
     notes: list[str] = []
     own = trusted(run.config) if trust else run.config
+    # The run's own credit was stored; any other is computed from the stored tokens.
     for name in against:
         config = _under(own, name)
         pipeline = CreditPipeline(config, pieces.vocabulary.pieces, load_sentence_encoder)

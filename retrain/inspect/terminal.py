@@ -6,6 +6,7 @@ written out.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from string import ascii_uppercase
 from typing import TYPE_CHECKING
 
@@ -246,11 +247,8 @@ def _advantages(
 ) -> dict[str, Float32Array]:
     """Heading -> [T]; `letters` replace the names of the conditions."""
     if len(completion.stages) == 1:
-        return {
-            stage: values
-            for stages in completion.stages.values()
-            for stage, values in stages.items()
-        }
+        stages = completion.stages.values()
+        return dict(chain.from_iterable(each.items() for each in stages))
     finals = {
         (letters or {}).get(label, label): completion.advantages(label)
         for label in completion.stages

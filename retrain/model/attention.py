@@ -196,6 +196,7 @@ def attend(
     """Attend under transformers' attention signature; returns [B, T, Hq, D]. A mask's window holds,
     as in transformers' own attention.
     """
+    # What this attention would silently leave out is refused.
     unknown = [
         f"the attention argument {name}"
         for name in ("s_aux", "position_bias")

@@ -87,6 +87,7 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
         config.inference.attention_kernel, device_type or base.device.type, base.dtype
     )
     four_bits, drops = config.model.load_in_4bit, config.lora.dropout > 0
+    # Neither weights in 4 bits nor parts of weights have a fused forward.
     if four_bits or base.shards.size > 1:
         fused = None
     else:
@@ -196,10 +197,8 @@ def _kept_bytes(base: BaseModel, fused: FusedDecoder | None, kernel: Kernel) -> 
     """Count the bytes of the storages that autograd keeps for the probe's tokens; each counts once,
     and parameters do not count.
     """
-    own = {
-        id(storage): storage
-        for storage in (parameter.untyped_storage() for parameter in base.model.parameters())
-    }
+    storages = [parameter.untyped_storage() for parameter in base.model.parameters()]
+    own = {id(storage): storage for storage in storages}
     kept: dict[int, torch.UntypedStorage] = {}
 
     def count(tensor: Tensor) -> Tensor:

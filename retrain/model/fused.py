@@ -283,9 +283,8 @@ class FusedDecoder:
     @property
     def adapter_copy_bytes(self) -> int:
         """Bytes of the adapter in the dtype and layout of the products, after `refresh`."""
-        return sum(
-            factor.nbytes for projection in self._projections for factor in projection.factors or ()
-        )
+        factors = chain.from_iterable(each.factors or () for each in self._projections)
+        return sum(factor.nbytes for factor in factors)
 
     @property
     def layer_weight_bytes(self) -> int:

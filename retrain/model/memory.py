@@ -338,6 +338,7 @@ class _Estimate:
             self.config.training.batch_size * min(self.budget.prompt_tokens, longest),
             self.choices.decode_tokens // STORE_SHARE,
         )
+        # Rows in pages take what they fill; others reserve their longest.
         if self.budget.paged:
             wanted = prompts + self.completions * (longest + PAGE_TOKENS)
             tokens = min(self.choices.decode_tokens, wanted)

@@ -296,6 +296,7 @@ def _share_storage(weights: Sequence[nn.Parameter], below: int = 0) -> Tensor:
     first = weights[0]
     rows, inputs = sum(map(len, weights)), first.shape[1]
     size = (rows + below) * inputs * first.element_size()
+    # Laid out already if each begins where the one before it ends, in one storage for all.
     ends = [weight.data_ptr() + weight.nbytes for weight in weights]
     in_line = all(
         end == following.data_ptr() for end, following in zip(ends, weights[1:], strict=False)

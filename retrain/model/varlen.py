@@ -86,6 +86,7 @@ def plain(
             part[start:stop].transpose(0, 1).repeat_interleave(groups, dim=0)
             for part in (key, value)
         )
+        # The queries are the last positions of their keys.
         own = torch.arange(stop - start - (last - first), stop - start, device=query.device)[
             :, None
         ]

@@ -451,6 +451,7 @@ def _comparison(
         return compare_runs(
             [run for run in runs if run.condition != baseline], base, request.test, request.metric
         )
+    # A page without a comparison is worth having, unless the comparison was asked for.
     except ConfigurationError as error:
         if request.metric or request.baseline or request.pairs or request.control:
             raise

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -70,7 +71,7 @@ def _when_done(
     members: Sequence[Member], combine: Callable[[Sequence[Sequence[PartScore]]], list[Score]]
 ) -> None:
     """Set the members' scores once every part of every member is there."""
-    parts = {id(part): part for member in members for part in member.parts}
+    parts = {id(part): part for part in chain.from_iterable(each.parts for each in members)}
     waiting, left = threading.Lock(), len(parts)
 
     def part_done(_: "Future[PartScore]") -> None:

@@ -4,6 +4,7 @@ Every evaluation of a run draws the same noise, so before and after differ by th
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -35,7 +36,7 @@ class Evaluator:
     @property
     def prompts(self) -> list[Prompt]:
         """The prompts of all tasks."""
-        return [prompt for prompts, _ in self.sets for prompt in prompts]
+        return list(chain.from_iterable(prompts for prompts, _ in self.sets))
 
     @property
     def completions(self) -> int:
@@ -53,7 +54,7 @@ class Evaluator:
         # Step 0 of the noise's coordinates at every training step: common random numbers over the
         # run.
         rollouts = [self.sampler.draw(prompts, 0, plan, watcher) for prompts, plan in self.sets]
-        groups = [group for rollout in rollouts for group in rollout.groups]
+        groups = list(chain.from_iterable(rollout.groups for rollout in rollouts))
         check_held_out(
             (member.score for group in groups for member in group.members), self.max_failure_rate
         )

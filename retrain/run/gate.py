@@ -16,7 +16,7 @@ looked at again with other noise; what fails twice stops the run.
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import cycle
+from itertools import chain, cycle
 from math import exp, isclose
 
 import numpy as np
@@ -173,16 +173,20 @@ def parity_gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
     bytes are restored in any case.
     """
     prompts = prompts[:_PROMPTS]
+    # 1. The prompts survive the tokenizer.
     _check_template(inputs, prompts)
     asked = [*prompts, _long_prompt(inputs, prompts)]
     if not inputs.backend.capabilities.scores_rows:
         return _gate_without_learner(inputs, prompts)
+    # 2. Engine and learner agree with the adapter as it is: on few prompts, where a trial adapter
+    # asks all of them next.
     few = asked[:1] + asked[-1:]
     trial = inputs.backend.trial_adapter(inputs.seed)
     if not inputs.trained:
         _sync(inputs)
     when = "after the first step's adapter was synced, " if inputs.trained else ""
     inputs, sampled = _first_look(inputs, asked if trial is None else few, when)
+    # 3. They agree under an adapter that shows, and again after it was taken back.
     effect = None
     if trial is not None:
         with trial:
@@ -192,9 +196,11 @@ def parity_gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
         _sync(inputs)
         if not inputs.in_process:
             _compare(inputs, few, _FEW_TOKENS, "after the trial adapter was taken back, ")
+    # 4. The end of a completion is trained, and completions are equal only by chance.
     _check_eos(inputs, prompts[0])
     _check_drawn_alone(inputs, prompts[0])
     endings, found = _check_endings(sampled, prompts[0]), agreement(sampled)
+    # 5. Gold answers are rewarded.
     return GateResult(
         tokens=found.tokens,
         max_difference=found.largest,
@@ -331,6 +337,8 @@ def _miscounted(sampled: Sampled) -> str:
     inputs, cuts = sampled.inputs, sampled.inputs.truncation
     if not cuts.active:
         return ""
+    # Rounding moves tokens across the boundary, so a count lies between those of a cut that is a
+    # little tighter and one that is a little wider.
     slack = 2 * agreement(sampled).tolerance
     fewest = inputs.backend.kept(sampled.rows, _moved(cuts, -slack))
     most = inputs.backend.kept(sampled.rows, _moved(cuts, slack))
@@ -431,9 +439,8 @@ def _ask(inputs: GateInputs, requests: Sequence[SampleRequest]) -> list[Completi
     copies. Raises RunFailed for completions that no policy of this model and these requests gives.
     """
     engine = inputs.backend.engine
-    copies = [
-        request for request in requests for _ in range(engine.replicas)
-    ]  # shared out in turn, so each server gets each
+    # shared out in turn, so each server gets each
+    copies = list(chain.from_iterable([request] * engine.replicas for request in requests))
     completions = sorted(engine.sample(copies), key=lambda item: (item.request, item.sample))
     asked = [
         (number, request.first_sample + sample)

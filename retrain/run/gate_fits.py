@@ -190,6 +190,8 @@ def agreement(sampled: Sampled) -> Agreement:
         else:
             excess = f"by {largest:.3g} nats (allowed: {tolerance:.2g})"
         return Agreement(len(found), largest, mean, tolerance, None, excess)
+    # In half precision a mean counts, of all tokens and of each part: the largest difference is one
+    # token's luck.
     own = sampled.rounding
     if own is not None:
         moved = np.abs(np.concatenate(own))
@@ -298,6 +300,7 @@ def adapter_suspects(
     probed = by_change[:_PROBED]
     effects = _group_effects(inputs, trial, strength, sampled, probed)
     fits: list[Fit] = []
+    # In half precision few tokens cannot tell an effect from rounding.
     fewest = _FITTED if inputs.half_precision else 1
     for numbers, fitted in (
         (range(len(whole)), {_WHOLE: np.concatenate(whole)}),

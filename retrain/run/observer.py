@@ -121,11 +121,8 @@ class StepObserver:
 
     def _tell_rewritten(self, step: Step) -> None:
         """Say once that trajectories have several rows."""
-        rewritten = sum(
-            len(trajectory.parts()) > 1
-            for group in step.rollout.groups
-            for trajectory in group.trajectories
-        )
+        trajectories = chain.from_iterable(group.trajectories for group in step.rollout.groups)
+        rewritten = sum(len(trajectory.parts()) > 1 for trajectory in trajectories)
         if rewritten and not self._said_rewritten:
             self._said_rewritten = True
             self.tracker.message(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -468,7 +469,7 @@ def load_held_out(
 
 def prompts_of(held_out: HeldOut | None) -> list[Prompt]:
     """The held-out prompts of all sources."""
-    return [prompt for _, prompts in held_out or () for prompt in prompts]
+    return list(chain.from_iterable(prompts for _, prompts in held_out or ()))
 
 
 def load_judge(config: TrainConfig, scorer: Scorer, verdicts: Path | None, say: Say) -> Scorer:

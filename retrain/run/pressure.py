@@ -80,11 +80,8 @@ class Pressure:
         KV traffic is left out, so memory-bound steps are rather more so.
         """
         trajectories = list(chain.from_iterable(group.trajectories for group in step.rollout.drawn))
-        lengths = [
-            len(completion.token_ids)
-            for trajectory in trajectories
-            for completion in trajectory.completions
-        ]
+        completions = chain.from_iterable(trajectory.completions for trajectory in trajectories)
+        lengths = [len(completion.token_ids) for completion in completions]
         choices = self._backend.choices
         rows, micro_batch = (
             (choices.decode_rows, choices.micro_batch_tokens)

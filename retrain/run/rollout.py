@@ -5,6 +5,7 @@ answered or scored while others decode.
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from threading import Event
 from time import monotonic
 
@@ -109,7 +110,7 @@ class Sampler:
             shares = self.world.gather(
                 self._draw_once(own, step, plan, attempt * plan.group_size, watcher, rollout)
             )
-            fresh = {slot: group for share in shares for slot, group in share.items()}
+            fresh = dict(chain.from_iterable(share.items() for share in shares))
             newest |= fresh
             rollout.drawn += [fresh[slot] for slot in sorted(fresh)]
             pending = {

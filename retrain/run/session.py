@@ -190,6 +190,7 @@ class Session:
             self.moving.load_state_dict(self.state.control)
             if self.pressure:
                 self.pressure.load_state_dict(self.state.backpressure)
+            # The first rank alone writes records, so it alone goes on from them.
             if self.world.is_rank_zero:
                 lines = (
                     list(read_jsonl(self.folder.metrics)) if self.folder.metrics.exists() else []

@@ -289,6 +289,7 @@ def token_table(
         log_ratios=None if log_ratios is None else _joined_ratios(credit, log_ratios),
         prompt_offsets=_offsets([len(ids) for ids in prompts]),
         prompt_token_ids=_joined_ids(prompts),
+        # of all completions or of none: the array has no gaps
         kept=np.concatenate(kept) if kept and len(kept) == len(trajectories) else None,
         turns=_turn_table(trajectories),
     )

@@ -4,6 +4,7 @@ by another adapter, or by the policy itself with the answer in its prompt. No se
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,7 +45,9 @@ class Teacher:
         """[n] log-probs of the groups' action tokens, in order. Raises RunFailed for a prompt that
         cannot be given the answer.
         """
-        rows = [row for number, group in enumerate(groups) for row in self._rows(group, number)]
+        rows = list(
+            chain.from_iterable(self._rows(group, number) for number, group in enumerate(groups))
+        )
         self.backend.engine.sleep()  # sampling has ended; its memory is the learner's
         return flatten(self.backend.reference_logprobs(rows))
 

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from math import fsum, hypot, sqrt
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,7 @@ def compress(
             layer.scale * float(torch.linalg.vector_norm(factors.values[ranks[layer.name] :]))
         )
         whole.append(layer.scale * float(torch.linalg.vector_norm(factors.values)))
+    # The layers' updates are blocks of one matrix, whose norms add in squares.
     total = hypot(*whole)
     settings = _settings(adapter, ranks)
     error = 0.0
@@ -138,9 +140,8 @@ def compress(
         error = hypot(*cut) / total
     _write(output, tensors, settings, _card(adapter, ranks, error))
     storage = _verify(adapter, output, ranks, device)
-    written = sum(
-        tensors[key].numel() for layer in adapter.layers for key in weight_names(layer.name)
-    )
+    keys = chain.from_iterable(weight_names(layer.name) for layer in adapter.layers)
+    written = sum(tensors[key].numel() for key in keys)
     return Compression(
         output,
         adapter.rank,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain
 from typing import Any
 
 from retrain.records.entries import GenerationRecord, StepRecord
@@ -153,11 +154,11 @@ class Trackers(Tracker):
                 closing.callback(sink.close)
 
     def state(self) -> dict[str, str]:
-        return {name: value for sink in self.sinks for name, value in sink.state().items()}
+        return dict(chain.from_iterable(sink.state().items() for sink in self.sinks))
 
     @property
     def is_behind(self) -> bool:
         return any(sink.is_behind for sink in self.sinks)
 
     def sync(self) -> dict[str, dict[str, Any]]:
-        return {path: extent for sink in self.sinks for path, extent in sink.sync().items()}
+        return dict(chain.from_iterable(sink.sync().items() for sink in self.sinks))

@@ -186,6 +186,7 @@ class TinkerBackend(TinkerFacts):
         if name:
             return step_result([Update(nonfinite=name)], [], [])
         completions = num_completions(rows) / training.minibatches
+        # Every pass is requested before one is waited for, so that the service has no gap.
         with self._service.slot():
             requested = [
                 (turn, self._request_update(part, step, completions))
@@ -198,6 +199,7 @@ class TinkerBackend(TinkerFacts):
                 self._finished(update, log_ratios if turn == 0 else [])
                 for turn, update in requested
             ]
+        # Later minibatches were measured after an update; only the first one's rows had none.
         first = requested[0][1]
         unmoved = 0
         if isinstance(first, _Requested):
@@ -293,6 +295,7 @@ class TinkerBackend(TinkerFacts):
         if update.computed:
             clipped, clippable = update.computed.clip
             return Update(update.computed.loss, norm, clipped, clippable, update.computed.metrics)
+        # The loss of a built-in mode, from the log-probs that the service returned.
         loss, rows = self.config.loss, [row.row for row in update.rows]
         flat_new, old, advantages = (
             _flat(values)
