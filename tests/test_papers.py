@@ -8,8 +8,9 @@ and autograd through log-probs.
 import math
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -408,6 +409,20 @@ def simple_po(batch: Answers) -> Tensor:
     return torch.stack(terms).mean()
 
 
+def taught(slope: float) -> Objective:
+    """Distillation from a teacher of `teacher_logprobs`."""
+
+    def objective(batch: Answers) -> Tensor:
+        terms = [
+            ((slope * answer.old - 0.1 - answer.old) * answer.new).sum()
+            for prompt in batch
+            for answer in prompt
+        ]
+        return torch.stack(terms).sum() / num_tokens(batch)
+
+    return objective
+
+
 def forking_tokens(batch: Answers) -> Tensor:
     chosen = mixed(batch)
     everything = np.concatenate([answer.entropies for prompt in chosen for answer in prompt])
@@ -420,6 +435,8 @@ def forking_tokens(batch: Answers) -> Tensor:
 
 
 OBJECTIVES: dict[str, Objective] = {
+    "gkd": taught(0.5),
+    "opsd": taught(0.8),
     "forking_tokens": forking_tokens,
     "grpo": plain_grpo,
     "luspo": luspo,
@@ -447,7 +464,7 @@ OBJECTIVES: dict[str, Objective] = {
     "ttrl": ttrl,
     "maxrl": maxrl,
 }
-ON_POLICY = {"rloo", "w_reinforce", "opo", "pkpo", "maxrl"}
+ON_POLICY = {"rloo", "w_reinforce", "opo", "pkpo", "maxrl", "gkd", "opsd"}
 """Papers whose formula has no ratio, since they make one update per batch."""
 
 
@@ -473,7 +490,15 @@ def rows_of(config: TrainConfig, batch: Answers) -> list[Row]:
     """The rows that credit assignment makes of the batch, scored by the file's reward."""
     with build_scorer(config) as scorer:
         groups = groups_of(scorer, batch)
-    return CreditPipeline(config, lambda ids: [""] * len(ids)).assign(groups, 0, 0.0).rows()
+    pipeline = CreditPipeline(config, lambda ids: [""] * len(ids))
+    return pipeline.assign(groups, 0, 0.0, partial(teacher_logprobs, config)).rows()
+
+
+def teacher_logprobs(config: TrainConfig, groups: Sequence[Group]) -> np.ndarray:
+    """[n] of a made-up teacher: the policy with the answer agrees more than another adapter."""
+    slope = 0.8 if config.algorithm.reference == "gold" else 0.5
+    rows = [one.logprobs for group in groups for one in group.trajectories]
+    return slope * np.concatenate(rows).astype(np.float64) - 0.1
 
 
 def groups_of(scorer: Scorer, batch: Answers) -> list[Group]:
