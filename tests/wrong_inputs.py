@@ -782,6 +782,21 @@ CASES = [
     ),
     at_load("end of a text", '[model]\nmodel = """lab', "(at end of document)."),
     at_load("repeated key", "[training]\nlr = 1.0\nlr = 2.0\n", "(at line 3, column"),
+    at_load(
+        "a paper's name with a letter too many",
+        '[algorithm]\nalgorithm_mode = "scalerll"\n',
+        'did you mean "scalerl"?',
+    ),
+    at_load(
+        "a task that no source gives",
+        '[evaluation]\nsource = ["math500", "aime24"]\n[evaluation.tasks.amc23]\nsamples = 2\n',
+        "source gives math500, aime24",
+    ),
+    at_load(
+        "a setting that no task takes",
+        '[evaluation]\nsource = "aime24"\n[evaluation.tasks.aime24]\nsample = 2\n',
+        "a task takes samples, temperature, max_examples, path",
+    ),
 ]
 
 

@@ -125,10 +125,9 @@ OWN_PLUGINS = "retrain.assets.papers."
 
 @cache
 def recipe_names() -> tuple[str, ...]:
-    """The papers whose settings an `algorithm_mode` names, without the names in table("algorithm"),
-    which have a meaning of their own.
-    """
-    return tuple(sorted({file.stem for file in PAPERS.glob("*.toml")} - set(table("algorithm"))))
+    """The papers whose settings an `algorithm_mode` names: those whose file names none itself."""
+    texts = {file.stem: file.read_text(encoding="utf-8") for file in PAPERS.glob("*.toml")}
+    return tuple(sorted(name for name, text in texts.items() if "\nalgorithm_mode" not in text))
 
 
 def is_recipe(algorithm_mode: str) -> bool:
