@@ -16,7 +16,6 @@ from retrain.advantages.step import Segments, StepTokens
 from retrain.backends.local.backend import LocalBackend
 from retrain.config import TrainConfig, config_from_mapping, replaced
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.records.evaluation import Evaluation
 from retrain.run import teacher as teachers
 from retrain.run.dialogues import Watcher
 from retrain.run.parts import Parts, load_parts, training_plan
@@ -427,24 +426,3 @@ def test_a_prompt_that_grows_past_the_context_is_a_sentence(tmp_path: Path) -> N
     ):
         parts.teacher.logprobs(groups)
     parts.close()
-
-
-@pytest.mark.slow
-def test_distilling_from_a_trained_adapter_raises_the_held_out_accuracy(tmp_path: Path) -> None:
-    sections: dict[str, Any] = {
-        "model": {"lora_rank": 16},
-        "reward": {"type": "match"},
-        "training": {
-            "max_steps": 20, "batch_size": 16, "max_tokens": 128, "max_examples": 0,
-            "lr": 2e-3, "save_every": 0,
-        },
-        "loss": {"max_grad_norm": 1.0},
-        "evaluation": {"at_start": True, "at_end": True, "max_examples": 256},
-    }  # fmt: skip
-    taught = small_run(small(tmp_path / "teacher", **sections), quiet=True)
-    student = small_run(
-        distilling(tmp_path / "student", str(taught.adapter), **sections), quiet=True
-    )
-    before, after = student.summary.before, student.summary.after
-    assert isinstance(before, Evaluation) and isinstance(after, Evaluation)
-    assert after.pass_at[1] > before.pass_at[1] + 0.1
