@@ -23,6 +23,7 @@ from retrain.run.parts import Parts, load_parts, training_plan
 from retrain.run.rollout import Rollout
 from retrain.types import Example, Group, Row
 from tests.runs import lines, small, small_run, timeless
+from tests.split import two_devices
 
 GUESSING: dict[str, Any] = {
     "environment": {
@@ -257,7 +258,17 @@ def test_the_trained_gradient_is_that_of_the_reverse_kl_estimate(
 # -- a run -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", ["plain", "turns"])
+def test_in_split_mode_the_learner_teaches(trained: Path, tmp_path: Path) -> None:
+    """With a checkpoint at every step it is the run on one device."""
+    sections: dict[str, Any] = {"training": {"max_steps": 2, "save_every": 1}}
+    single = small_run(distilling(tmp_path / "single", str(trained), **sections), quiet=True)
+    sections["backend"] = {"devices": "gpu:0,gpu:1"}
+    with two_devices():
+        split = small_run(distilling(tmp_path / "split", str(trained), **sections), quiet=True)
+    assert timeless(single.folder / "metrics.jsonl") == timeless(split.folder / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("settings", ["plain", pytest.param("turns", marks=pytest.mark.slow)])
 def test_a_distilling_run_resumes_byte_for_byte(settings: str, tmp_path: Path) -> None:
     sections = SETTINGS[settings]
     straight = small_run(distilling(tmp_path / "straight", "gold", **sections), quiet=True)
