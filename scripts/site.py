@@ -41,8 +41,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrite the links of a page, outside blocks of code."""
-    parts = _FENCE.split(markdown)
+    """Rewrite the links of a page, outside blocks of code, which lose the mark `run`."""
+    parts = _FENCE.split(re.sub(r"^```bash run$", "```bash", markdown, flags=re.MULTILINE))
     uri = page.file.src_uri
     return "".join(
         part if index % 2 else _LINK.sub(lambda match: _rewritten(uri, match), part)

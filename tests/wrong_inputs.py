@@ -95,6 +95,31 @@ CASES = [
     ),
     at_load("TOML that does not parse", "[training\nlr = 1", "is not valid TOML: ", printed=True),
     at_load(
+        "distilling without a teacher",
+        '[algorithm]\nalgorithm_mode = "distill"',
+        '"distill" needs a teacher; set reference to "base", "gold" or the folder of an adapter',
+    ),
+    at_load(
+        "a teacher that does not see the answer",
+        '[algorithm]\nalgorithm_mode = "distill"\nreference = "gold"\nreference_prompt = "{prompt}"',
+        "[algorithm] reference_prompt has no {answer}",
+    ),
+    at_load(
+        "a schedule of a key that is read once",
+        '[schedule]\n"model.lora_rank" = [[0, 4], [10, 8]]',
+        '"model.lora_rank" is not read anew in each step; these are: ',
+    ),
+    at_load(
+        "a schedule whose steps fall",
+        '[schedule]\n"loss.kl_coef" = [[10, 0.1], [0, 0.0]]',
+        '"loss.kl_coef" needs points [step, value] with rising steps',
+    ),
+    at_load(
+        "two schedules of the learning rate",
+        '[training]\nlr_schedule = "linear"\n[schedule]\n"training.lr" = [[0, 1e-3]]',
+        '"training.lr" has a schedule already',
+    ),
+    at_load(
         "a section that does not exist",
         "[trainng]\nlr = 1.0",
         "[trainng] is not a section; did you mean [training]?",

@@ -22,6 +22,7 @@ from retrain.analysis.runs import (
     seeds_words,
 )
 from retrain.config.keys import keys_by_path
+from retrain.config.names import by_path
 from retrain.config.schema import DEFAULT_CONDITIONS, Condition
 from retrain.config.sections import crossed, told_apart
 from retrain.records.redact import MASK
@@ -102,11 +103,7 @@ def planned_values(given: Mapping[str, Any], condition: str) -> dict[str, Any]:
     Defaults are not among them: another version of retrain may have others.
     """
     tables = {name: table for name, table in given.items() if isinstance(table, dict)}
-    values = {
-        f"{section}.{name}": value
-        for section, table in tables.items()
-        for name, value in table.items()
-    }
+    values = by_path(tables)
     own = {}
     if "campaign" in tables:
         own = _condition(tables, condition)

@@ -10,7 +10,7 @@ import importlib
 import re
 import sys
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
@@ -55,6 +55,15 @@ def fixed_aggregation(algorithm_mode: str) -> str:
     """
     recipe = table("algorithm").get(algorithm_mode)
     return recipe.aggregation if recipe else ""
+
+
+def by_path(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Map "section.key" to the value; what is no table has no keys."""
+    values: dict[str, Any] = {}
+    for section, keys in tables.items():
+        if isinstance(keys, Mapping):
+            values |= {f"{section}.{key}": value for key, value in keys.items()}
+    return values
 
 
 def bracketed(path: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from retrain.config.names import OWN_PLUGINS, PAPERS, is_dotted, is_recipe
+from retrain.config.names import OWN_PLUGINS, PAPERS, by_path, is_dotted, is_recipe
 from retrain.config.sections import AllSections
 
 METHOD = ("updates_per_batch", "minibatches", "dynamic_sampling")
@@ -41,11 +41,7 @@ def recipe(name: str) -> dict[str, Any]:
     """
     with (PAPERS / f"{name}.toml").open("rb") as file:
         sections = tomllib.load(file)
-    values = {
-        f"{section}.{key}": _full_path(value)
-        for section, keys in sections.items()
-        for key, value in keys.items()
-    }
+    values = {path: _full_path(value) for path, value in by_path(sections).items()}
     return {path: value for path, value in values.items() if _belongs(path, value)}
 
 

@@ -11,7 +11,7 @@ from pydantic import (
     model_validator,
 )
 
-from retrain.config.keys import all_keys
+from retrain.config.keys import keys_by_path
 from retrain.config.learning_sections import (
     BACKEND_OPTIONS,
     DEFAULT_CLIPS,
@@ -181,5 +181,5 @@ class TrainConfig(AllSections):
             given = dict.fromkeys(recipe(mode), f"recipe {mode}") | dict(given)
         return {
             path: given.get(path, "file") if self.is_set(path) else unset.get(path, "default")
-            for path in (k.path for k in all_keys())
+            for path in keys_by_path()
         }
