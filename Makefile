@@ -13,7 +13,7 @@ PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13 python3.1
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run conclude test test-slow coverage test-newest test-kernels test-servers test-environments test-max lint types docs docs-check check clean
+.PHONY: help setup run conclude test test-slow coverage test-newest test-kernels test-servers test-environments test-max lint types docs docs-check site check clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -74,10 +74,16 @@ types: $(STAMP) ## mypy --strict over the package
 docs: $(STAMP) ## write the documents that are made from the code: keys, metrics, commands
 	$(BIN)/python scripts/docs_check.py --write
 
+site: ## the manual as a site in build/site, strictly (installs mkdocs-material in RETRAIN_CACHE, 60 MB)
+	@test -x "$(CACHE)/site/bin/mkdocs" || { $(PYTHON) -m venv "$(CACHE)/site" && \
+		"$(CACHE)/site/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs mkdocs-material; }
+	NO_MKDOCS_2_WARNING=1 "$(CACHE)/site/bin/mkdocs" build --strict --quiet
+	@echo "Site: build/site/index.html"
+
 docs-check: $(STAMP) ## commands, files and configurations in the documents; generated files
 	$(BIN)/python scripts/docs_check.py
 
-check: lint types docs-check test test-slow test-kernels test-newest test-environments test-servers ## everything that .ci/run does
+check: lint types docs-check site test test-slow test-kernels test-newest test-environments test-servers ## everything that .ci/run does
 
 clean: ## caches and the environment; never a run
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

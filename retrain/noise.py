@@ -41,6 +41,8 @@ class Stream(IntEnum):
 
     PROMPT_CHOICE = 9
     """Counter (step, 0, 0, index): what a sampler of prompts draws with."""
+    CALIBRATION = 10
+    """Counter (step, prompt slot, sample, 0): which completions are tested."""
 
 
 Counter = int | npt.NDArray[np.integer]

@@ -17,23 +17,39 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from retrain.backends.declared import catalogue
+from retrain.cli.backends import markdown_of
 from retrain.cli.main import command_named, is_path
 from retrain.cli.manual import read_source, source_path, synced
 from retrain.cli.run import parse_arguments
 from retrain.cli.usage import COMMANDS
 from retrain.config import config_from_toml
-from retrain.config.keys import flags
+from retrain.config.keys import all_keys, flags
 from retrain.errors import ConfigurationError
+from scripts.docs_api import api_document
 from scripts.docs_commands import commands_document
+from scripts.docs_environment import environment_document
 from scripts.docs_keys import artefacts
 from scripts.docs_metrics import metrics_document
 from scripts.docs_papers import papers_document
 
 ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(
-    r"^(?P<indent> *)```(?P<language>[\w-]*)[^\n]*\n(?P<body>.*?)^ *```", re.MULTILINE | re.DOTALL
+    r"^(?P<indent> *)```(?P<language>[\w-]*)(?P<marks>[^\n]*)\n(?P<body>.*?)^ *```",
+    re.MULTILINE | re.DOTALL,
 )
-_LINK = re.compile(r"\]\((?!https?://|mailto:|#)([^)#\s]+)")
+_LINK = re.compile(r"\]\((?!https?://|mailto:|#)([^)\s]+)")
+BACKEND_KEYS = """\
+# What each backend and engine does with each key
+
+You get "unused" or "refused" for a key and want the whole list. `retrain backends NAME` prints it for
+one backend or engine, and `retrain explain FILE` for your configuration.
+
+Keys that are not listed are used. If an "unused" key is set to another value than its default, a
+line at the start and `explain` say so; "refused" ends with exit code 2 before anything is loaded.
+Made by `make docs` from `retrain backends --format markdown`.
+
+"""
 SHELL = {"bash", "sh", "shell", "console"}
 
 
@@ -51,9 +67,15 @@ def main(arguments: list[str]) -> int:
     if arguments == ["--write"]:
         for name, text in generated().items():
             (ROOT / name).write_text(text, encoding="utf-8")
+        (ROOT / "llms.txt").write_text(llms_document(), encoding="utf-8")  # of the new pages
     elif arguments:
         sys.exit("usage: python scripts/docs_check.py [--write]")
-    problems = [*_drifted(), *(problem for path in documents() for problem in check_document(path))]
+    problems = [
+        *_drifted(),
+        *unlinked_pages(),
+        *unexplained_keys({*generated(), "docs/errors.md"}),
+        *(problem for path in documents() for problem in check_document(path)),
+    ]
     for problem in problems:
         print(problem)
     print(f"docs-check: {len(documents())} documents, {len(problems)} problems")
@@ -83,6 +105,10 @@ def generated() -> dict[str, str]:
         "docs/metrics.md": metrics_document(),
         "docs/commands.md": commands_document(),
         "docs/papers.md": papers_document(),
+        "docs/api.md": api_document(),
+        "docs/dev/backend-keys.md": BACKEND_KEYS + "\n".join(markdown_of(list(catalogue()))) + "\n",
+        "docs/environment-variables.md": environment_document(),
+        "llms.txt": llms_document(),
         str(source_path().relative_to(ROOT)): synced(read_source()),
     }
     return {**artefacts(), **pages}
@@ -95,17 +121,80 @@ def _drifted() -> Iterator[Problem]:
             yield Problem(path, 1, "differs from what the code generates; run `make docs`")
 
 
+def llms_document() -> str:
+    """llms.txt: AGENTS.md, and the pages of the manual with the first paragraph of each."""
+    agents = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
+    title, _, body = agents.partition("\n")
+    summary = " ".join(body.strip().partition("\n\n")[0].split())
+    pages = [
+        f"- [{_title(path)}](docs/{path.name}): {_first_paragraph(path)}"
+        for path in sorted((ROOT / "docs").glob("*.md"))
+    ]
+    rest = body.strip().partition("\n\n")[2]
+    return f"{title}\n\n> {summary}\n\n{rest.strip()}\n\n## Pages\n\n" + "\n".join(pages) + "\n"
+
+
+def _title(path: Path) -> str:
+    return path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+
+
+def _first_paragraph(path: Path) -> str:
+    """The first lines of a page that are prose, without links."""
+    paragraphs = path.read_text(encoding="utf-8").split("\n\n")[1:]
+    prose = next(text for text in paragraphs if not text.startswith(("```", "|", "#", "!")))
+    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(prose.split()))
+
+
+def unlinked_pages() -> Iterator[Problem]:
+    """Pages that neither the index nor, for docs/dev, any page links."""
+    index = _linked(ROOT / "docs" / "README.md")
+    anywhere = {target for path in documents() for target in _linked(path)}
+    for path in documents():
+        if path.parent == ROOT / "docs" and path.name != "README.md" and path not in index:
+            yield Problem(path, 1, "has no link in docs/README.md")
+        elif path.parent == ROOT / "docs" / "dev" and path not in anywhere:
+            yield Problem(path, 1, "is linked by no page")
+
+
+def _linked(path: Path) -> set[Path]:
+    found = _LINK.finditer(path.read_text(encoding="utf-8"))
+    return {(path.parent / match.group(1).partition("#")[0]).resolve() for match in found}
+
+
+def unexplained_keys(made: set[str]) -> Iterator[Problem]:
+    """Keys that no page written by hand names; `made` are the pages that are not."""
+    pages = [path for path in documents() if str(path.relative_to(ROOT)) not in made]
+    words = {
+        word for path in pages for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))
+    }
+    for key in all_keys():
+        if key.name not in words:
+            text = f"[{key.section}] {key.name} is named by no page that is written by hand"
+            yield Problem(ROOT / "docs" / "README.md", 1, text)
+
+
 def check_document(path: Path) -> Iterator[Problem]:
     text = path.read_text(encoding="utf-8")
     for match in _LINK.finditer(text):
-        if not (path.parent / match.group(1)).exists():
-            yield Problem(path, _line(text, match.start()), f"{match.group(1)} does not exist")
+        name, _, anchor = match.group(1).partition("#")
+        target = path.parent / name
+        if not target.exists():
+            yield Problem(path, _line(text, match.start()), f"{name} does not exist")
+        elif anchor and target.suffix == ".md" and anchor not in anchors(target):
+            yield Problem(path, _line(text, match.start()), f"{name} has no heading #{anchor}")
     for block in FENCE.finditer(text):
         line = _line(text, block.start("body"))
         for offset, problem in _check_block(
             block.group("language"), textwrap.dedent(block.group("body"))
         ):
             yield Problem(path, line + offset, problem)
+
+
+def anchors(path: Path) -> set[str]:
+    """The names by which links reach the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).lower() for text in headings]
+    return {re.sub(r"[^\w\- ]", "", text).strip().replace(" ", "-") for text in plain}
 
 
 def _line(text: str, position: int) -> int:
@@ -117,7 +206,7 @@ def _check_block(language: str, body: str) -> Iterator[tuple[int, str]]:
     if language in SHELL:
         for offset, command in enumerate(body.splitlines()):
             problem = check_command(command.strip().removeprefix("$ "))
-            if problem:
+            if problem and f"cat > {problem.split()[0]} " not in body:  # the block writes it
                 yield offset, problem
     elif language == "toml":
         yield from _check_toml(body)

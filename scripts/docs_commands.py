@@ -8,7 +8,7 @@ from retrain.cli.parameters import description, parameters_of, usage_line
 from retrain.cli.usage import COMMANDS, EXAMPLES, FLAGS, SWITCHES
 
 PAGES = {
-    "explain": "explain.md",
+    "explain": "capacity-planning.md",
     "status": "looking.md",
     "eval": "comparing.md",
     "export": "use-your-adapter.md",
@@ -19,8 +19,8 @@ PAGES = {
     "power": "comparing.md",
     "xray": "xray.md",
     "contrast": "contrast.md",
-    "serve": "engines.md",
-    "backends": "engines.md",
+    "serve": "inference-engines.md",
+    "backends": "backends.md",
     "plugins": "plugins.md",
     "init-plugin": "plugins.md",
 }
@@ -63,7 +63,7 @@ def commands_document() -> str:
     )
     every = (
         "The most used flags; every key of the configuration has one, in [its"
-        " table](configuration-keys.md)."
+        " table](configuration.md)."
     )
     return (
         "\n\n".join(

@@ -1,5 +1,5 @@
 """The files that are made from the schema: examples/all_keys.toml, the tables of
-docs/configuration-keys.md, the JSON Schema.
+docs/configuration.md, the JSON Schema.
 """
 
 import json
@@ -74,17 +74,84 @@ def _doc_of_section(section: str) -> str:
     return (section_models()[section].__doc__ or "").split("\n")[0]
 
 
+CONFIGURATION = """\
+# Configuration
+
+You change a run: what you write in its TOML file, and every key that there is. Without a file,
+`retrain` reads `retrain.toml` in the current folder.
+
+```bash
+retrain init --output my.toml           # a file to change; `retrain init --list` shows the others
+retrain explain my.toml                 # every value and where it comes from; what is unused or refused
+```
+
+```toml
+[model]
+model = "Qwen/Qwen3-4B-Instruct-2507"   # a hub id, a local folder, or "lab"
+
+[data]
+source = "gsm8k"                        # math, gsm8k, lab, hub:NAME, a .jsonl or .parquet file, a plugin
+
+[reward]
+type = "math"                           # match, math, custom, random, or several with weights
+
+[algorithm]
+advantage_mode = "maxrl"                # grpo, maxrl, rloo, grpo_std, reinforce, reinforce_pp, a plugin
+transform_mode = "gtpo_sepa"            # none, gtpo, hicra, gtpo_hicra, gtpo_sepa, ..., a plugin
+
+[training]
+max_steps = 100
+batch_size = 4                          # prompts per step
+group_size = 8                          # completions per prompt
+max_tokens = 1024
+
+[evaluation]
+every = 25
+at_start = true
+```
+
+## What wins
+
+A later one wins: the defaults, a [recipe](advantages.md#whole-algorithms-algorithm_mode), the file,
+[environment variables](environment-variables.md), flags.
+
+- **Flags.** Every key is one: `--seed 42`, `--lr 1e-4`, `--wandb-project my-run`. A name that two
+  sections have carries its section: `--loss-mode`. The tables below name the flag where it is not
+  `--` and the key. `--resume DIR` continues a run.
+- **Tables of parameters.** `--algorithm-param key=value`, `--advantage-param key=value` and
+  `--transform-param key=value` may be repeated.
+- **An editor** completes and checks a file whose first line is
+  `#:schema docs/retrain.schema.json`; `retrain help config --json` prints that schema.
+- **Every key is used, refused, or reported as unused.** A wrong one is answered in a sentence
+  before step 0 ([examples](errors.md)).
+- **A file of an older version**: `retrain migrate-config my.toml` shows what it would change, and
+  `--write` does it.
+
+## The data set
+
+`[data] source = "math"` is the 4,551 problems of hendrycks/MATH's training set in five subjects, from
+the EleutherAI mirror: intermediate algebra, precalculus, number theory, counting and probability,
+geometry. The hub's library downloads it once and keeps it. `max_examples` takes fewer.
+[Your own data](data.md) are a file, and [an environment](environments.md) answers back.
+
+## Every key
+
+The tables are made from the schema by `make docs`; [all_keys.toml](../examples/all_keys.toml) is the
+same as one file, and `retrain help config` prints it.
+"""
+
+
 def markdown_tables() -> str:
-    """One table a section, for the documentation."""
-    parts = ["# Configuration keys", "Made from the schema by `make docs`."]
+    """The page of the configuration: how it is read, and one table a section."""
+    parts = [CONFIGURATION.rstrip()]
     for section in section_models():
-        parts.append(f"## [{section}]\n\n{_doc_of_section(section)}")
+        parts.append(f"### [{section}]\n\n{_doc_of_section(section)}")
         rows = [_row(key) for key in _keys_of(section)]
         parts.append(
             "\n".join(
                 [
-                    "| key | type | default | flag | what it does | allowed |",
-                    "|---|---|---|---|---|---|",
+                    "| key | type | default | what it does |",
+                    "|---|---|---|---|",
                     *rows,
                 ]
             )
@@ -92,7 +159,7 @@ def markdown_tables() -> str:
         if section == "backend":
             parts.extend(_options_table(backend) for backend in BACKEND_OPTIONS)
     parts.append(
-        "## Other names\n\n"
+        "### Other names\n\n"
         + "\n".join(
             f"- `{bracketed(a)}` is another name of `{bracketed(c)}`." for a, c in ALIASES.items()
         )
@@ -102,21 +169,34 @@ def markdown_tables() -> str:
 
 def _row(key: Key) -> str:
     default = "unset" if key.default is None else f"`{toml_value(key.default)}`"
-    return _cells(f"`{key.name}`", key.type_name, default, f"`{key.flag}`", key.doc, key.allowed)
+    return _cells(f"`{key.name}`", key.type_name, default, f"{key.doc} {_allowed(key)}".rstrip())
+
+
+def _allowed(key: Key) -> str:
+    """What its type does not say: the values, and a flag that its name does not tell."""
+    plain = {"a string", "true or false", "an integer", "a number", key.type_name}
+    allowed = "" if key.allowed in plain else f"*{key.allowed[0].upper()}{key.allowed[1:]}.*"
+    flag = "" if key.flag == f"--{key.name.replace('_', '-')}" else f"`{key.flag}`"
+    return f"{allowed} {flag}".strip()
 
 
 def _options_table(backend: str) -> str:
     fields = BACKEND_OPTIONS[backend].model_fields.items()
     options = [Key("backend.options", name, field, field.get_default()) for name, field in fields]
     rows = [
-        _cells(f"`{key.name}`", key.type_name, f"`{toml_value(key.default)}`", key.doc, key.allowed)
+        _cells(
+            f"`{key.name}`",
+            key.type_name,
+            f"`{toml_value(key.default)}`",
+            f"{key.doc} *{key.allowed[0].upper()}{key.allowed[1:]}.*",
+        )
         for key in options
     ]
     return "\n".join(
         [
-            f"### [backend.options] of {backend}\n",
-            "| key | type | default | what it does | allowed |",
-            "|---|---|---|---|---|",
+            f"#### [backend.options] of {backend}\n",
+            "| key | type | default | what it does |",
+            "|---|---|---|---|",
             *rows,
         ]
     )
@@ -133,6 +213,6 @@ def artefacts() -> dict[str, str]:
     return {
         "retrain.toml": template_text("quickstart"),
         "examples/all_keys.toml": annotated_toml(),
-        "docs/configuration-keys.md": markdown_tables(),
+        "docs/configuration.md": markdown_tables(),
         "docs/retrain.schema.json": json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n",
     }

@@ -39,11 +39,11 @@ written out in float64 (`tests/test_papers.py`):
 
 ```bash
 retrain examples/papers/dapo.toml
-retrain my.toml --algorithm-mode dapo      # the method alone, on your model and data
+retrain examples/lab.toml --algorithm-mode dapo --max-steps 2      # the method alone, on the file's model and data
 ```
 
 `algorithm_mode = "dapo"` in a file of yours means the settings that are shown here, below those of
-the file ([recipes](credit.md#whole-algorithms-algorithm_mode)); `retrain help papers` lists the
+the file ([recipes](advantages.md#whole-algorithms-algorithm_mode)); `retrain help papers` lists the
 names.
 
 In the formulas oᵢ is a completion of |oᵢ| tokens with the reward Rᵢ, G the number of completions of
@@ -78,8 +78,10 @@ TOPR above took one function of eight lines. The way there, for any loss:
 2. **Turn the sign, and mark what has no gradient.** J is maximised and a loss is minimised. A
    weight in front of ∇log π is detached: `-weight.detach() * tokens.advantages * tokens.new`. A
    ratio under the gradient is `(tokens.new - tokens.old).exp()`.
-3. **Does a term read its whole completion?** `tokens.lengths` says where each ends, and the
-   function declares `f.sequence_level = True`.
+3. **Does a term read its whole completion?** `tokens.lengths` says where each ends;
+   `sequence_means` and `spread` of `retrain.backends.local.loss` take a mean over each and put it
+   back to its tokens, as DeepSeek-V3.2's mask above does. The function declares
+   `f.sequence_level = True`. A term that is dropped is 0 and still counts in the mean.
 4. **Constants go to `[loss.params]`**, so that they are stored with the run, and a campaign can
    vary them.
 5. **Put the function beside the TOML file** and name it: `mode = "topr.topr"` is `topr` in
@@ -88,6 +90,10 @@ TOPR above took one function of eight lines. The way there, for any loss:
 6. **Compare it with the formula once.** A reference of ten lines beside those of
    `tests/test_papers.py`, written as the paper writes it, finds a wrong sign, a missing detach and
    a mean too many.
+7. **Give it its place here**, if it is to stay: the comment at the head of the TOML file is its
+   section of this page (name and arXiv id, title, `Changes`, `Formula`, `Not reproduced`, `At the
+   paper's scale` if known, `Source`), and its name is an `algorithm_mode`. So it names an
+   `advantage_mode` and a `transform_mode`; a plugin that is a whole `algorithm_mode` stays a file.
 
 ```bash
 retrain explain examples/papers/topr.toml

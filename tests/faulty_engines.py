@@ -20,6 +20,8 @@ from retrain.inference_engine.base import (
     SampleRequest,
     Truncation,
 )
+from retrain.inference_engine.rows import Job
+from retrain.inference_engine.scheduler import DecodeRun
 from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.model.devices import EngineOptions
 from retrain.noise import Stream
@@ -298,6 +300,46 @@ class OneSeed(StripsEOS):
             request = requests[completion.request]
             for number in range(request.count):
                 yield replace(completion, sample=request.first_sample + number)
+
+
+class Colder(StripsEOS):
+    """Samples at nine tenths of the temperature that it is asked for."""
+
+    factor = 0.9
+
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
+        return TorchEngine.sample(
+            self,
+            [
+                replace(request, temperature=self.factor * request.temperature)
+                for request in requests
+            ],
+        )
+
+
+class Penalises(StripsEOS):
+    """Has a repetition penalty of its own, as a server's generation_config.json gives one."""
+
+    penalty = 1.3
+
+    def _run(self, jobs: Sequence[Job]) -> DecodeRun:
+        run = super()._run(jobs)
+        assert isinstance(run, DecodeRun)
+        drawn, rows = run._sample, run._rows
+
+        def penalised(part: slice, logits: Tensor) -> list[Completion]:
+            logits = logits.clone()
+            for place, row in enumerate(range(part.start, part.stop)):
+                ids = np.append(
+                    rows.jobs[row].request.prompt_ids, rows._tokens[row, : rows.sampled[row]]
+                )
+                seen = torch.from_numpy(np.unique(ids).astype(np.int64))
+                own = logits[place, seen]
+                logits[place, seen] = torch.where(own > 0, own / self.penalty, own * self.penalty)
+            return drawn(part, logits)
+
+        run._sample = penalised  # type: ignore[method-assign]
+        return run
 
 
 class AnotherTopP(StripsEOS):

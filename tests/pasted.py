@@ -138,6 +138,7 @@ def _run_campaign(config: Any, **_: Any) -> Any:
                 run.seed,
                 [0.5] * plan.max_steps,
                 problems(right),
+                logging={"label": run.condition},
             )
             (folder / "config.toml").write_text(dump_toml(run.config), encoding="utf-8")
         return manifest

@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 from campaigns import problems, timed_pilot, write_campaign, write_manifest, write_run
 
+from retrain.analysis.integrity import planned_values
 from retrain.analysis.measures import learning_curve_mean
 from retrain.cli.compare import repeated
 from retrain.cli.main import main
+from retrain.config import config_from_toml
+from retrain.config.load import given_values
 from retrain.records.entries import EvaluationRecord
 
 BASE, BETTER, WORSE = "grpo+none", "maxrl+none", "maxrl+gtpo"
@@ -599,3 +602,30 @@ def test_a_grids_conditions_are_ranked_and_the_ranking_is_called_a_selection(
     assert "a selection, not a test" in shown
     assert main(["compare", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ranking"] == ["maxrl+none", "grpo+none"]
+
+
+@pytest.mark.parametrize(
+    "conditions",
+    [
+        "",
+        "[[campaign.conditions]]\nadvantage_mode = 'grpo'\ntransform_mode = 'none'\nloss.mode = 'ppo'\n",
+    ],
+)
+def test_a_run_of_a_grid_is_held_against_the_grids_value_and_not_the_files(conditions: str) -> None:
+    text = f"""
+[algorithm]
+advantage_mode = "maxrl"
+transform_mode = "none"
+[training]
+lr = 1e-3
+[campaign]
+seeds = [1, 2]
+{conditions}
+[campaign.grid]
+"training.lr" = [3e-4, 1e-3]
+"""
+    config = config_from_toml(text)
+    given = given_values(config)
+    planned = [planned_values(given, condition.label) for condition in config.conditions]
+    assert [values["training.lr"] for values in planned] == [3e-4, 1e-3]
+    assert all(values.get("loss.mode") == ("ppo" if conditions else None) for values in planned)

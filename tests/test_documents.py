@@ -2,6 +2,7 @@
 block runs as pasted.
 """
 
+import re
 import shutil
 import textwrap
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from retrain import train
 from retrain.cli.usage import COMMANDS, EXAMPLES
 from retrain.config import load_config
+from scripts import docs_check
 from scripts.docs_check import FENCE, SHELL
 from scripts.docs_commands import commands_document
 from scripts.docs_metrics import RECORDS, field_docs, metrics_document
@@ -62,10 +64,20 @@ TINY = [
 CAMPAIGN = "examples/campaign_lab.toml --log-dir logs/campaign"
 
 
-def blocks(path: Path) -> list[tuple[str, str]]:
-    """(language, text) of each block."""
+NEEDS = re.compile(r"# needs: (GPU|hub|server)( \| (GPU|hub|server))*\n")
+
+
+def blocks(path: Path, *, marked: bool = False) -> list[tuple[str, str]]:
+    """(language, text) of each block that is not marked `run`, or of those that are; without the
+    blocks that say what they need.
+    """
     found = FENCE.finditer(path.read_text(encoding="utf-8"))
-    return [(block.group("language"), textwrap.dedent(block.group("body"))) for block in found]
+    return [
+        (block.group("language"), textwrap.dedent(block.group("body")))
+        for block in found
+        if (block.group("marks").strip() == "run") is marked
+        and not NEEDS.match(textwrap.dedent(block.group("body")))
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +109,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 PYTHON_ELSEWHERE = {"CONTRIBUTING.md": "tests/test_contributing.py"}
 SLOW_PAGES = {"commands", "comparing", "looking", "reading-a-run", "campaigns"}
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize(
@@ -121,3 +133,42 @@ def test_every_block_of_a_page_runs_as_pasted(page: Path, checkout: Path, tmp_pa
     if page.name not in PYTHON_ELSEWHERE:
         paste.python("\n".join(text for language, text in blocks(page) if language == "python"))
     assert not paste.problems
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(path, id=path.stem) for path in PAGES if blocks(path, marked=True)]
+)
+def test_a_block_marked_run_needs_nothing_but_an_empty_folder(
+    page: Path, checkout: Path, tmp_path: Path
+) -> None:
+    paste = Paste(tmp_path, checkout / "logs/lab")
+    for _, text in blocks(page, marked=True):
+        paste.shell(text)
+    assert not paste.problems
+
+
+def test_what_a_block_needs_is_one_of_three() -> None:
+    texts = "\n".join(path.read_text(encoding="utf-8") for path in PAGES)
+    wrong = [line for line in texts.splitlines(keepends=True) if line.startswith("# needs:")]
+    assert wrong and all(NEEDS.fullmatch(line) for line in wrong)
+
+
+def test_a_page_without_its_link_and_a_key_without_its_page_are_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    docs = shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    monkeypatch.setattr(docs_check, "ROOT", tmp_path)
+    monkeypatch.setattr(docs_check, "documents", lambda: sorted(docs.rglob("*.md")))
+    assert not [*docs_check.unlinked_pages(), *docs_check.unexplained_keys(set())]
+    (docs / "new.md").write_text("# New\n", encoding="utf-8")
+    (docs / "dev" / "new.md").write_text("# New\n", encoding="utf-8")
+    for path in docs.rglob("*.md"):
+        text = path.read_text(encoding="utf-8").replace("max_hours", "hours")
+        path.write_text(text, encoding="utf-8")
+    assert {str(problem.path.relative_to(docs)) for problem in docs_check.unlinked_pages()} == {
+        "new.md",
+        "dev/new.md",
+    }
+    assert "max_hours" in "".join(
+        problem.text for problem in docs_check.unexplained_keys({"docs/configuration.md"})
+    )

@@ -153,7 +153,7 @@ def test_eval_and_compare_have_a_row_for_each_task(
     assert "  lab | pass@1" in output and "  sums | pass@1" in output
     arms = [str(tmp_path / "maxrl"), "--baseline", str(tmp_path / "grpo")]
     assert main(["compare", *arms, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["conditions"]
+    found = json.loads(capsys.readouterr().out)["arms"]
     assert [set(arm["tasks"]["scores"]) for arm in found] == [{"lab", "sums"}] * 2
 
 

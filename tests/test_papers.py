@@ -8,8 +8,9 @@ and autograd through log-probs.
 import math
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,8 @@ class Answer:
     reward: float
     new: Tensor
     old: Tensor
+    entropies: np.ndarray[Any, Any]
+    """[T] of the distributions that the tokens were drawn from; higher near the clip's bounds."""
 
     @property
     def ratios(self) -> Tensor:
@@ -93,13 +96,18 @@ def answers(*, on_policy: bool = False) -> Answers:
     """Two prompts are solved or hopeless; three completions lie in the cache of the soft overlong
     penalty.
     """
-    draw = np.random.default_rng(0)
+    draw, other = np.random.default_rng(0), np.random.default_rng(1)
 
     def answer(reward: float, length: int, spread: float, shift: float) -> Answer:
         old = -draw.exponential(1.5, length).astype(np.float32).astype(np.float64)
         new = np.minimum(old + shift + spread * draw.standard_normal(length), -1e-3)
         return Answer(
-            reward, torch.tensor(old if on_policy else new).requires_grad_(), torch.tensor(old)
+            reward,
+            torch.tensor(old if on_policy else new).requires_grad_(),
+            torch.tensor(old),
+            (other.exponential(0.5, length) + (abs(abs(new - old) - 0.25) < 0.05)).astype(
+                np.float32
+            ),
         )
 
     shapes = zip(REWARDS, LENGTHS, SPREADS, SHIFTS, strict=True)
@@ -401,7 +409,35 @@ def simple_po(batch: Answers) -> Tensor:
     return torch.stack(terms).mean()
 
 
+def taught(slope: float) -> Objective:
+    """Distillation from a teacher of `teacher_logprobs`."""
+
+    def objective(batch: Answers) -> Tensor:
+        terms = [
+            ((slope * answer.old - 0.1 - answer.old) * answer.new).sum()
+            for prompt in batch
+            for answer in prompt
+        ]
+        return torch.stack(terms).sum() / num_tokens(batch)
+
+    return objective
+
+
+def forking_tokens(batch: Answers) -> Tensor:
+    chosen = mixed(batch)
+    everything = np.concatenate([answer.entropies for prompt in chosen for answer in prompt])
+    threshold = np.sort(everything)[::-1][int(0.2 * len(everything)) - 1]
+    terms = []
+    for answer, a in over(chosen, grpo):
+        kept = torch.tensor(answer.entropies >= threshold)
+        terms.append((kept * clipped(answer.ratios, a, 0.2, 0.28)).sum())
+    return torch.stack(terms).sum() / num_tokens(chosen)
+
+
 OBJECTIVES: dict[str, Objective] = {
+    "gkd": taught(0.5),
+    "opsd": taught(0.8),
+    "forking_tokens": forking_tokens,
     "grpo": plain_grpo,
     "luspo": luspo,
     "intellect2": intellect2,
@@ -428,7 +464,7 @@ OBJECTIVES: dict[str, Objective] = {
     "ttrl": ttrl,
     "maxrl": maxrl,
 }
-ON_POLICY = {"rloo", "w_reinforce", "opo", "pkpo", "maxrl"}
+ON_POLICY = {"rloo", "w_reinforce", "opo", "pkpo", "maxrl", "gkd", "opsd"}
 """Papers whose formula has no ratio, since they make one update per batch."""
 
 
@@ -454,7 +490,15 @@ def rows_of(config: TrainConfig, batch: Answers) -> list[Row]:
     """The rows that credit assignment makes of the batch, scored by the file's reward."""
     with build_scorer(config) as scorer:
         groups = groups_of(scorer, batch)
-    return CreditPipeline(config, lambda ids: [""] * len(ids)).assign(groups, 0, 0.0).rows()
+    pipeline = CreditPipeline(config, lambda ids: [""] * len(ids))
+    return pipeline.assign(groups, 0, 0.0, partial(teacher_logprobs, config)).rows()
+
+
+def teacher_logprobs(config: TrainConfig, groups: Sequence[Group]) -> np.ndarray:
+    """[n] of a made-up teacher: the policy with the answer agrees more than another adapter."""
+    slope = 0.8 if config.algorithm.reference == "gold" else 0.5
+    rows = [one.logprobs for group in groups for one in group.trajectories]
+    return slope * np.concatenate(rows).astype(np.float64) - 0.1
 
 
 def groups_of(scorer: Scorer, batch: Answers) -> list[Group]:
@@ -470,7 +514,7 @@ def groups_of(scorer: Scorer, batch: Answers) -> list[Group]:
                 sample,
                 np.zeros(length, np.int32),
                 answer.old.numpy().astype(np.float32),
-                None,
+                answer.entropies,
                 reason,
             )
             text = r"\boxed{4}" if answer.reward else r"\boxed{5}"

@@ -32,7 +32,7 @@ from retrain.types import (
 )
 from tests.runs import lines, small, small_run, timeless
 
-CREDIT = Path(__file__).parents[1] / "docs" / "credit.md"
+CREDIT = Path(__file__).parents[1] / "docs" / "advantages.md"
 
 
 @pytest.fixture(autouse=True)

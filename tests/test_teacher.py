@@ -16,13 +16,13 @@ from retrain.advantages.step import Segments, StepTokens
 from retrain.backends.local.backend import LocalBackend
 from retrain.config import TrainConfig, config_from_mapping, replaced
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.records.evaluation import Evaluation
 from retrain.run import teacher as teachers
 from retrain.run.dialogues import Watcher
 from retrain.run.parts import Parts, load_parts, training_plan
 from retrain.run.rollout import Rollout
 from retrain.types import Example, Group, Row
 from tests.runs import lines, small, small_run, timeless
+from tests.split import two_devices
 
 GUESSING: dict[str, Any] = {
     "environment": {
@@ -257,7 +257,17 @@ def test_the_trained_gradient_is_that_of_the_reverse_kl_estimate(
 # -- a run -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", ["plain", "turns"])
+def test_in_split_mode_the_learner_teaches(trained: Path, tmp_path: Path) -> None:
+    """With a checkpoint at every step it is the run on one device."""
+    sections: dict[str, Any] = {"training": {"max_steps": 2, "save_every": 1}}
+    single = small_run(distilling(tmp_path / "single", str(trained), **sections), quiet=True)
+    sections["backend"] = {"devices": "gpu:0,gpu:1"}
+    with two_devices():
+        split = small_run(distilling(tmp_path / "split", str(trained), **sections), quiet=True)
+    assert timeless(single.folder / "metrics.jsonl") == timeless(split.folder / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("settings", ["plain", pytest.param("turns", marks=pytest.mark.slow)])
 def test_a_distilling_run_resumes_byte_for_byte(settings: str, tmp_path: Path) -> None:
     sections = SETTINGS[settings]
     straight = small_run(distilling(tmp_path / "straight", "gold", **sections), quiet=True)
@@ -416,24 +426,3 @@ def test_a_prompt_that_grows_past_the_context_is_a_sentence(tmp_path: Path) -> N
     ):
         parts.teacher.logprobs(groups)
     parts.close()
-
-
-@pytest.mark.slow
-def test_distilling_from_a_trained_adapter_raises_the_held_out_accuracy(tmp_path: Path) -> None:
-    sections: dict[str, Any] = {
-        "model": {"lora_rank": 16},
-        "reward": {"type": "match"},
-        "training": {
-            "max_steps": 20, "batch_size": 16, "max_tokens": 128, "max_examples": 0,
-            "lr": 2e-3, "save_every": 0,
-        },
-        "loss": {"max_grad_norm": 1.0},
-        "evaluation": {"at_start": True, "at_end": True, "max_examples": 256},
-    }  # fmt: skip
-    taught = small_run(small(tmp_path / "teacher", **sections), quiet=True)
-    student = small_run(
-        distilling(tmp_path / "student", str(taught.adapter), **sections), quiet=True
-    )
-    before, after = student.summary.before, student.summary.after
-    assert isinstance(before, Evaluation) and isinstance(after, Evaluation)
-    assert after.pass_at[1] > before.pass_at[1] + 0.1

@@ -466,6 +466,7 @@ def test_an_error_of_the_service_is_one_sentence_and_no_further_call_is_made(
     double: Double, tmp_path: Path, name: str, problem: Exception, words: str
 ) -> None:
     double.problems[name] = problem
+    (tmp_path / "config.toml").touch()
     with pytest.raises(EnvironmentFailure) as raised:
         backend_for(tmp_path, backend={"options": {"timeout_s": 7.0}}).train(make_rows(), 0)
     assert (
@@ -473,6 +474,18 @@ def test_an_error_of_the_service_is_one_sentence_and_no_further_call_is_made(
         and f"--resume {tmp_path}`" in str(raised.value)
         and KEY not in str(raised.value)
     )
+
+
+def test_an_address_where_another_program_answers_is_told(
+    double: Double, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forever = threading.Event()
+    monkeypatch.setattr("retrain.backends.tinker.service._SESSION_S", 0.1)
+    monkeypatch.setattr("tinker.ServiceClient", lambda **_: forever.wait())
+    with pytest.raises(EnvironmentFailure, match=r"opened no session within 0.1 s.*\(tml-") as told:
+        backend_for(tmp_path)
+    assert "continue with" not in str(told.value)
+    forever.set()
 
 
 def test_after_a_failure_nothing_more_is_asked_of_the_service(

@@ -95,6 +95,31 @@ CASES = [
     ),
     at_load("TOML that does not parse", "[training\nlr = 1", "is not valid TOML: ", printed=True),
     at_load(
+        "distilling without a teacher",
+        '[algorithm]\nalgorithm_mode = "distill"',
+        '"distill" needs a teacher; set reference to "base", "gold" or the folder of an adapter',
+    ),
+    at_load(
+        "a teacher that does not see the answer",
+        '[algorithm]\nalgorithm_mode = "distill"\nreference = "gold"\nreference_prompt = "{prompt}"',
+        "[algorithm] reference_prompt has no {answer}",
+    ),
+    at_load(
+        "a schedule of a key that is read once",
+        '[schedule]\n"model.lora_rank" = [[0, 4], [10, 8]]',
+        '"model.lora_rank" is not read anew in each step; these are: ',
+    ),
+    at_load(
+        "a schedule whose steps fall",
+        '[schedule]\n"loss.kl_coef" = [[10, 0.1], [0, 0.0]]',
+        '"loss.kl_coef" needs points [step, value] with rising steps',
+    ),
+    at_load(
+        "two schedules of the learning rate",
+        '[training]\nlr_schedule = "linear"\n[schedule]\n"training.lr" = [[0, 1e-3]]',
+        '"training.lr" has a schedule already',
+    ),
+    at_load(
         "a section that does not exist",
         "[trainng]\nlr = 1.0",
         "[trainng] is not a section; did you mean [training]?",
@@ -483,6 +508,31 @@ CASES = [
         ("run.toml", "--log-dir", "old"),
         {"old/.retrain.json": CAMPAIGN_MARK},
     ),
+    # -- a report ----------------------------------------------------------------------------------
+    Case(
+        "a report written into a picture",
+        2,
+        "--figures FOLDER --format svg",
+        "",
+        ("report", "old", "--output", "x.svg"),
+        {"old/notes.txt": ""},
+    ),
+    Case(
+        "a figure of a format that there is not",
+        2,
+        "'eps' is no format of a figure",
+        "",
+        ("report", "old", "--figures", "x", "--format", "eps"),
+        {"old/notes.txt": ""},
+    ),
+    Case(
+        "a report of runs with a contrast of conditions",
+        2,
+        "is not two conditions as A:B",
+        "",
+        ("report", "old", "--contrast", "grpo+none"),
+        {"old/notes.txt": ""},
+    ),
     # -- comparing ---------------------------------------------------------------------------------
     Case(
         "comparing a folder that is not a campaign",
@@ -757,6 +807,21 @@ CASES = [
     ),
     at_load("end of a text", '[model]\nmodel = """lab', "(at end of document)."),
     at_load("repeated key", "[training]\nlr = 1.0\nlr = 2.0\n", "(at line 3, column"),
+    at_load(
+        "a paper's name with a letter too many",
+        '[algorithm]\nalgorithm_mode = "scalerll"\n',
+        'did you mean "scalerl"?',
+    ),
+    at_load(
+        "a task that no source gives",
+        '[evaluation]\nsource = ["math500", "aime24"]\n[evaluation.tasks.amc23]\nsamples = 2\n',
+        "source gives math500, aime24",
+    ),
+    at_load(
+        "a setting that no task takes",
+        '[evaluation]\nsource = "aime24"\n[evaluation.tasks.aime24]\nsample = 2\n',
+        "a task takes samples, temperature, max_examples, path",
+    ),
 ]
 
 

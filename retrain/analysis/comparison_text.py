@@ -22,7 +22,7 @@ from retrain.analysis.explanation import (
 from retrain.analysis.headline import answer, name_of, p_words
 from retrain.analysis.measures import Metric, difference_words, interval_words, size_words
 from retrain.analysis.pairs import PROFILE_THRESHOLDS, TaskAggregate
-from retrain.records.terminal import GAP, markdown_lines, table_lines
+from retrain.records.terminal import GAP, filled_columns, markdown_lines, picked, table_lines
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 """(head, rows)"""
@@ -111,7 +111,7 @@ def _narrowed(table: Table, width: int) -> Table:
 
 def _without(table: Table, names: Collection[str]) -> Table:
     shown = [column for column, name in enumerate(table[0]) if name not in names]
-    head, *rows = ([row[column] for column in shown] for row in (table[0], *table[1]))
+    head, *rows = (picked(row, shown) for row in (table[0], *table[1]))
     return head, rows
 
 
@@ -233,8 +233,8 @@ def arm_table(comparison: Comparison) -> Table:
         "hours per run",
     )
     rows = [row(arm) for arm in comparison.arms]
-    kept = [column for column in range(len(head)) if any(cells[column] for cells in rows)]
-    return [head[column] for column in kept], [[cells[column] for column in kept] for cells in rows]
+    kept = filled_columns(rows)
+    return picked(head, kept), [picked(cells, kept) for cells in rows]
 
 
 def _mean_words(arm: ArmSummary, metric: Metric) -> str:

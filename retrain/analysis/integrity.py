@@ -22,7 +22,9 @@ from retrain.analysis.runs import (
     seeds_words,
 )
 from retrain.config.keys import keys_by_path
+from retrain.config.names import by_path
 from retrain.config.schema import DEFAULT_CONDITIONS, Condition
+from retrain.config.sections import crossed, told_apart
 from retrain.records.redact import MASK
 from retrain.system import read_object
 
@@ -101,14 +103,10 @@ def planned_values(given: Mapping[str, Any], condition: str) -> dict[str, Any]:
     Defaults are not among them: another version of retrain may have others.
     """
     tables = {name: table for name, table in given.items() if isinstance(table, dict)}
-    values = {
-        f"{section}.{name}": value
-        for section, table in tables.items()
-        for name, value in table.items()
-    }
+    values = by_path(tables)
     own = {}
     if "campaign" in tables:
-        own = _condition(tables["campaign"], condition)
+        own = _condition(tables, condition)
     if own:
         values = {
             path: value
@@ -125,16 +123,27 @@ def _is_fixed(path: str) -> bool:
     return not (traits.may_change_at_resume or traits.own_to_a_run or traits.whole_campaign)
 
 
-def _condition(campaign: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """The keys of the condition of this label."""
-    tables = campaign.get("conditions") or [
-        condition.model_dump(exclude_unset=True) for condition in DEFAULT_CONDITIONS
+def _condition(tables: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """The keys of the campaign's condition of this label."""
+    campaign = tables["campaign"]
+    given = [
+        Condition(
+            **{name: table[name] for name in (*_MODES, "label") if table.get(name)},
+            sets={path: value for path, value in table.items() if "." in path},
+        )
+        for table in campaign.get("conditions") or []
     ]
-    for table in tables:
-        modes = {name: table[name] for name in _MODES if table.get(name)}
-        if label == (table.get("label") or Condition(**modes).label):
-            sets = {path: value for path, value in table.items() if "." in path}
-            return {f"algorithm.{name}": value for name, value in modes.items()} | sets
+    if campaign.get("grid"):
+        keys = keys_by_path()
+        algorithm = tables.get("algorithm", {})
+        modes = {name: algorithm.get(name, keys[f"algorithm.{name}"].default) for name in _MODES}
+        given = crossed(given or [Condition(**modes)], campaign["grid"])
+    for condition in told_apart(given) or DEFAULT_CONDITIONS:
+        if condition.label == label:
+            own = {name: getattr(condition, name) for name in _MODES}
+            return {
+                f"algorithm.{name}": mode for name, mode in own.items() if mode
+            } | condition.sets
     return {}
 
 

@@ -297,12 +297,11 @@ def design_line(
     family = counted(comparisons, "comparison")
     units = minimal_detectable_effect(seeds, 1.0, alpha, power, comparisons, correction)
     fewest = seeds_to_conclude(alpha, comparisons, correction)
-    spare = f"{fewest} is the least that concludes, and one failed run voids it: plan {fewest + 1}."
     if units is None:
         return (
             f"Cannot conclude by design: {counted(seeds, 'seed')} cannot show a difference, however"
             f" large; {family} at {alpha:g} need{'s' if comparisons == 1 else ''} at least"
-            f" {fewest} seeds. {spare}"
+            f" {fewest} seeds; plan {fewest + 1}, since one failed run voids {fewest}."
         )
     looked = ", looked at one by one," if correction == "evidence" else ""
     found = (
@@ -310,7 +309,9 @@ def design_line(
         f" standard deviations of the paired differences in {100 * power:g}% of cases."
     )
     if seeds == fewest:
-        found += f" {spare}"
+        found += (
+            f" That is the least that concludes, and one failed run voids it: plan {fewest + 1}."
+        )
     if not problems:
         return found
     sd = 100 * float(

@@ -253,6 +253,15 @@ class Backend(ABC):
         """
         return None
 
+    def tempered_scores(
+        self, rows: Sequence[Row], temperature: float, truncation: Truncation, tolerance: float
+    ) -> list[Float32Array] | None:
+        """[T, 12] of each row: what [inference] calibration tests, by the learner's distribution
+        at `temperature` under `truncation` (`model.calibration.tempered_scores`); None where its
+        logits are not to be had.
+        """
+        return None
+
     @abstractmethod
     def save_adapter(self, folder: Path) -> None:
         """Write the PEFT adapter alone: adapter_model.safetensors, adapter_config.json,

@@ -123,7 +123,7 @@ class EvidenceRule:
         return [
             condition
             for condition, pair in pairs.items()
-            if any(self._status(run) is Status.FAILED for run in pair)
+            if Status.FAILED in map(self._status, pair)
         ]
 
     def _status(self, run: CampaignRun) -> Status:

@@ -28,9 +28,11 @@ def main() -> None:
 
     def end_with_campaign() -> None:
         """Kill this process when the campaign ends, so that the run's folder is free for a campaign
-        that is resumed a moment later.
+        that is resumed a moment later. It reads below sys.stdin, whose lock an interpreter that
+        ends would wait for and die.
         """
-        sys.stdin.buffer.read()
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=end_with_campaign, daemon=True).start()

@@ -38,7 +38,7 @@ def command(
     if as_json or form == "json":
         print(json.dumps([entry.to_json() for entry in entries], indent=2))
     elif form == "markdown":
-        print("\n".join(_markdown(entries)))
+        print("\n".join(markdown_of(entries)))
     else:
         print("\n".join(_one(entries[0]) if name else _all(entries)))
 
@@ -91,9 +91,9 @@ def _lines(entry: "Entry") -> Iterator[str]:
     yield from table_lines([row for row in rows if row[1]], indent=2 * GAP)
 
 
-def _markdown(entries: "Sequence[Entry]") -> Iterator[str]:
-    """Print two tables for docs/engines.md: what each can do, and the keys that it does not simply
-    use.
+def markdown_of(entries: "Sequence[Entry]") -> Iterator[str]:
+    """Print two tables for docs/dev/backend-keys.md: what each can do, and the keys that it does
+    not simply use.
     """
     from retrain.config.names import bracketed
     from retrain.records.terminal import markdown_lines

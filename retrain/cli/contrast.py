@@ -23,7 +23,7 @@ def command(
     arms: Annotated[
         Path | None,
         typer.Option(
-            help="TOML file with [[conditions]], or a campaign's; the first is the baseline."
+            help="TOML file of conditions, or a campaign's file; the first is the baseline."
         ),
     ] = None,
     step: Annotated[

@@ -121,18 +121,15 @@ def _table(runs: Sequence["RunStatus"], root: Path, width: int | None) -> list[s
     """Name and state on the left, numbers on the right; as many expendable columns are left out as
     the width requires.
     """
-    from retrain.records.terminal import table_lines
+    from retrain.records.terminal import picked, table_lines
 
     rows = [_HEADER, *(_cells(run, root) for run in runs)]
     for dropped in range(len(_EXPENDABLE) + 1):
         columns = [
             column for column, name in enumerate(_HEADER) if name not in _EXPENDABLE[:dropped]
         ]
-        table = list(
-            table_lines(
-                [[row[column] for column in columns] for row in rows], right=range(2, len(columns))
-            )
-        )
+        shown = [picked(row, columns) for row in rows]
+        table = list(table_lines(shown, right=range(2, len(columns))))
         if width is None or max(map(len, table)) <= width:
             break
     return table

@@ -17,7 +17,7 @@ COMMANDS = {
     "audit": "how often a reward errs on answers whose verdict is known",
     "power": "how many seeds it takes to find a difference",
     "xray": "what objective an advantage climbs, before any run",
-    "contrast": "what several algorithms make of one batch, before a campaign",
+    "contrast": "several algorithms on one batch, before training",
     "man": "the manual, whole or by topic",
     "help": "the short page, or what a key, section or command does",
     "serve": "the command that starts an inference server",

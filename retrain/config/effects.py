@@ -968,6 +968,7 @@ _SERVER = (
     "inference.patience_s",
     "inference.adapter_dir",
 )
+_CHECKS = ("inference.mismatch_limit", "inference.calibration")
 _ROUNDING = ("inference.dtype", "inference.kv_cache_dtype")
 """A server's own setting, which `retrain serve` passes on; in a run it says that the parity gate
 must allow for the rounding."""
@@ -986,7 +987,7 @@ _OTHER_ROUNDING = refused(
 def _server(engine: str) -> Rows:
     return (
         _OTHER_ROUNDING,
-        used("inference.engine", "inference.mismatch_limit", *_SERVER, *_ROUNDING),
+        used("inference.engine", *_CHECKS, *_SERVER, *_ROUNDING),
         served(
             "inference.attention_kernel",
             "inference.prefix_caching",
@@ -1011,7 +1012,7 @@ _ENGINES: dict[str, Rows] = {
     "max": _server("max"),
     "openai": (
         _OTHER_ROUNDING,
-        used("inference.engine", "inference.mismatch_limit", *_SERVER, *_ROUNDING),
+        used("inference.engine", *_CHECKS, *_SERVER, *_ROUNDING),
         unused(
             "inference.attention_kernel",
             "inference.prefix_caching",

@@ -7,7 +7,7 @@ flags. No plugin is imported.
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from retrain.config.keys import (
     is_settable,
     section_models,
 )
-from retrain.config.names import ALIASES, is_recipe, moved_aliases, nearest
+from retrain.config.names import ALIASES, by_path, is_recipe, moved_aliases, nearest
 from retrain.config.overrides import (
     Override,
     Overrides,
@@ -264,12 +264,7 @@ def _build(
         given = [override for override in given if override not in of_campaign]
     if any(override.path == _MODE and is_recipe(str(override.value)) for override in given):
         data = _without(data, _REPLACED)  # by a recipe of the command line, as a whole
-    origins = {
-        f"{section}.{name}": "file"
-        for section, keys in data.items()
-        if isinstance(keys, dict)
-        for name in keys
-    }
+    origins = dict.fromkeys(by_path(data), "file")
     origins |= {override.path: override.origin for override in given}
     return _validate(_merge(data, given), Provenance(file, origins), rules=rules)
 
@@ -356,15 +351,16 @@ def _all_problems(error: ValidationError, data: Sections, place: Place) -> tuple
         except ValidationError as second:
             violations = [*violations, *violations_of(details_of(second))]
     touched = {path if "." in path else f"{path}." for path in wrong}
-    rules = [
-        v
-        for v in violations
-        if not any(key in touched or f"{key.partition('.')[0]}." in touched for key in v.keys)
-    ]
+    rules = [violation for violation in violations if not _touches(violation.keys, touched)]
     return (
         list(dict.fromkeys([*sentences, *(place.sentence(violation) for violation in rules)])),
         unsaid,
     )
+
+
+def _touches(keys: Iterable[str], touched: Collection[str]) -> bool:
+    """True if one of the keys, or its whole section, is among those `touched`."""
+    return any(key in touched or f"{key.partition('.')[0]}." in touched for key in keys)
 
 
 def _without(data: Sections, paths: set[str]) -> Sections:

@@ -3,7 +3,7 @@ between its points, and constant before the first and after the last.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -127,8 +127,8 @@ def extremes(config: "TrainConfig") -> Iterator[tuple[int, dict[str, float]]]:
     """(step, all values there) at every point of a schedule: what holds at all of them holds
     between them.
     """
-    steps = {point[0] for points in config.schedule.points.values() for point in points}
-    for step in sorted(steps):
+    points = chain.from_iterable(config.schedule.points.values())
+    for step in sorted({step for step, *_ in points}):
         yield step, scheduled(config, step)
 
 

@@ -10,7 +10,7 @@ import importlib
 import re
 import sys
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
@@ -55,6 +55,15 @@ def fixed_aggregation(algorithm_mode: str) -> str:
     """
     recipe = table("algorithm").get(algorithm_mode)
     return recipe.aggregation if recipe else ""
+
+
+def by_path(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Map "section.key" to the value; what is no table has no keys."""
+    values: dict[str, Any] = {}
+    for section, keys in tables.items():
+        if isinstance(keys, Mapping):
+            values |= {f"{section}.{key}": value for key, value in keys.items()}
+    return values
 
 
 def bracketed(path: str) -> str:
@@ -116,10 +125,9 @@ OWN_PLUGINS = "retrain.assets.papers."
 
 @cache
 def recipe_names() -> tuple[str, ...]:
-    """The papers whose settings an `algorithm_mode` names, without the names in table("algorithm"),
-    which have a meaning of their own.
-    """
-    return tuple(sorted({file.stem for file in PAPERS.glob("*.toml")} - set(table("algorithm"))))
+    """The papers whose settings an `algorithm_mode` names: those whose file names none itself."""
+    texts = {file.stem: file.read_text(encoding="utf-8") for file in PAPERS.glob("*.toml")}
+    return tuple(sorted(name for name, text in texts.items() if "\nalgorithm_mode" not in text))
 
 
 def is_recipe(algorithm_mode: str) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from retrain.config.names import OWN_PLUGINS, PAPERS, is_dotted, is_recipe
+from retrain.config.names import OWN_PLUGINS, PAPERS, by_path, is_dotted, is_recipe
 from retrain.config.sections import AllSections
 
 METHOD = ("updates_per_batch", "minibatches", "dynamic_sampling")
@@ -23,7 +23,7 @@ _FRAME = ("model", "logging", "data.source", "loss.max_grad_norm")
 _FOLLOWS: dict[str, tuple[str, ...]] = {
     "algorithm.advantage_mode": ("algorithm.advantage_params",),
     "algorithm.transform_mode": ("algorithm.transform_params",),
-    "loss.mode": ("loss.params", "loss.clip_low", "loss.clip_high"),
+    "loss.mode": ("loss.params", "loss.clip_low", "loss.clip_high", "loss.dual_clip"),
     "loss.correction": ("loss.correction_params",),
     "loss.aggregation": ("loss.aggregation_params",),
     "reward.type": ("reward.weights", "reward.combine", "reward.params", "reward.overlong_buffer"),
@@ -41,11 +41,7 @@ def recipe(name: str) -> dict[str, Any]:
     """
     with (PAPERS / f"{name}.toml").open("rb") as file:
         sections = tomllib.load(file)
-    values = {
-        f"{section}.{key}": _full_path(value)
-        for section, keys in sections.items()
-        for key, value in keys.items()
-    }
+    values = {path: _full_path(value) for path, value in by_path(sections).items()}
     return {path: value for path, value in values.items() if _belongs(path, value)}
 
 

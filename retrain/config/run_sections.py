@@ -241,6 +241,12 @@ class Inference(Section):
         example=0.02,
         may_change_at_resume=True,
     )
+    calibration: bool = key(
+        False,
+        "Test in every step, on at most 64 completions, that they are draws from the trained"
+        " policy; it records calibration_* and warns, and stops nothing.",
+        may_change_at_resume=True,
+    )
 
     @property
     def urls(self) -> list[str]:
@@ -253,6 +259,11 @@ class Inference(Section):
     def reduced_precision(self) -> bool:
         """The sampler computes, or caches keys and values, in 16 bits or fewer."""
         return self.dtype != "auto" or self.kv_cache_dtype != "auto"
+
+    @property
+    def eight_bits(self) -> bool:
+        """The sampler computes, or caches keys and values, in 8 bits or fewer."""
+        return not {self.dtype, self.kv_cache_dtype} <= {"auto", "bf16"}
 
 
 class Data(Section):

@@ -11,7 +11,7 @@ from pydantic import (
     model_validator,
 )
 
-from retrain.config.keys import all_keys
+from retrain.config.keys import keys_by_path
 from retrain.config.learning_sections import (
     BACKEND_OPTIONS,
     DEFAULT_CLIPS,
@@ -141,6 +141,8 @@ class TrainConfig(AllSections):
             names = f"{len(self.conditions)} conditions x {len(self.campaign.seeds)} seeds"
         return f"TrainConfig({names}: {self.model.model} on {source}, {size})"
 
+    __str__ = __repr__
+
     def with_(self, **values: Any) -> "TrainConfig":
         """Return the configuration with other values, by the names of their flags:
         `config.with_(lr=5e-4, reward_type="math")`. Raises ConfigurationError for an unknown name
@@ -179,5 +181,5 @@ class TrainConfig(AllSections):
             given = dict.fromkeys(recipe(mode), f"recipe {mode}") | dict(given)
         return {
             path: given.get(path, "file") if self.is_set(path) else unset.get(path, "default")
-            for path in (k.path for k in all_keys())
+            for path in keys_by_path()
         }

@@ -6,6 +6,7 @@ Nothing is re-encoded afterwards: token ids are the record, text is a view.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -93,7 +94,8 @@ def _opening_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
 def count_tokens(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[int]:
     """Return the number of token ids of each rendered prompt."""
     chunks = (texts[start : start + _CHUNK] for start in range(0, len(texts), _CHUNK))
-    return [len(ids) for chunk in chunks for ids in encode_texts(tokenizer, chunk)]
+    encoded = chain.from_iterable(encode_texts(tokenizer, chunk) for chunk in chunks)
+    return [len(ids) for ids in encoded]
 
 
 def token_bounds(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[int]:

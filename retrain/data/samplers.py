@@ -103,7 +103,8 @@ class _Counting(PromptSampler):
     def state(self) -> dict[str, Any]:
         seen = np.flatnonzero(self.taken)
         columns = (seen, self.taken[seen], self.right[seen], self.judged[seen])
-        return {"seen": [list(row) for row in zip(*(c.tolist() for c in columns), strict=True)]}
+        rows = zip(*map(np.ndarray.tolist, columns), strict=True)
+        return {"seen": list(map(list, rows))}
 
     def load(self, state: dict[str, Any]) -> None:
         for index, taken, right, judged in state["seen"]:

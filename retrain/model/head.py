@@ -113,13 +113,15 @@ def count_kept(
     for start in range(0, len(hidden), rows):
         z = head.logits(hidden[start : start + rows]) / temperature
         z -= z.amax(-1, keepdim=True)
-        cuts = Cuts(
-            np.full(len(z), top_k, np.int64), np.full(len(z), top_p), np.full(len(z), min_p)
-        )
-        counts.append(
-            KeptSets.of_cuts(z, z.exp().sum(-1, dtype=torch.float64), cuts).counts.float()
-        )
+        counts.append(kept_counts(z, top_k, top_p, min_p).float())
     return torch.cat(counts)
+
+
+def kept_counts(z: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """[R] int64 counts of the tokens that the cuts keep of `z` [R, V], whose maximum is 0."""
+    rows = len(z)
+    cuts = Cuts(np.full(rows, top_k, np.int64), np.full(rows, top_p), np.full(rows, min_p))
+    return KeptSets.of_cuts(z, z.exp().sum(-1, dtype=torch.float64), cuts).counts
 
 
 class _ChunkedHead(torch.autograd.Function):

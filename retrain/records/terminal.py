@@ -1,7 +1,7 @@
 """Text for a terminal or a page: made harmless, numbers in words, rows in tables."""
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 _ESCAPE_SEQUENCES = re.compile(
@@ -94,6 +94,11 @@ def duration(seconds: float) -> str:
     return f"{whole} s"
 
 
+def filled_columns(rows: Sequence[Sequence[str]]) -> list[int]:
+    """The columns in which a row has something."""
+    return [column for column, cells in enumerate(zip(*rows, strict=False)) if any(cells)]
+
+
 def table_lines(
     rows: Sequence[Sequence[str]], right: Collection[int] = (), indent: str = ""
 ) -> Iterator[str]:
@@ -102,9 +107,7 @@ def table_lines(
     """
     from rich.cells import cell_len  # a CJK character takes two places
 
-    columns = []
-    if rows:
-        columns = [column for column in range(len(rows[0])) if any(row[column] for row in rows)]
+    columns = filled_columns(rows)
     widths = {column: max(cell_len(row[column]) for row in rows) for column in columns}
     for row in rows:
         padding = {column: " " * (widths[column] - cell_len(row[column])) for column in columns}
@@ -113,6 +116,11 @@ def table_lines(
             for column in columns
         ]
         yield (indent + GAP.join(cells)).rstrip()
+
+
+def picked(row: Sequence[str], columns: Iterable[int]) -> list[str]:
+    """The cells of these columns."""
+    return [row[column] for column in columns]
 
 
 def markdown_lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

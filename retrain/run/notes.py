@@ -85,6 +85,7 @@ def notes(config: TrainConfig) -> list[str]:
         _dropout_note(config.lora, config.loss),
         _truncation_note(config),
         _split_note(config),
+        _calibration_note(config),
         teacher_note(config),
     ]
     if config.kind != "squeeze" and config.training.temperature == 1:
@@ -204,6 +205,21 @@ def _loss_note(config: TrainConfig) -> str:
         " of sampler and learner, so the gradient equals that of importance_sampling; the clip"
         " acts with [training] updates_per_batch or minibatches of at least 2, and clip_fraction"
         " says how often."
+    )
+
+
+def _calibration_note(config: TrainConfig) -> str:
+    """Say what [inference] calibration tests, and what it leaves out."""
+    if not config.inference.calibration or not backend_kind(config.backend.backend).in_process:
+        return ""
+    if len(config.backend.device_list) > 1:
+        return (
+            "[inference] calibration = true: nothing is tested, since in split mode completions are"
+            " of weights one step old."
+        )
+    return (
+        "[inference] calibration = true: up to 64 completions of each step are scored once more"
+        " before its first update, redraws excepted."
     )
 
 

@@ -15,10 +15,12 @@ from retrain.records.state import TrainerState
 from retrain.records.terminal import counted
 from retrain.records.untrained import ENOUGH, is_news, untrained_line, untrained_streak
 from retrain.rewards import box_reader
+from retrain.run.calibration import Calibration
 from retrain.run.parts import Parts
 from retrain.run.step_record import (
     RewardStatistics,
     Step,
+    calibration_fields,
     credit_fields,
     environment_fields,
     generation_records,
@@ -145,6 +147,7 @@ class StepObserver:
             **credit_fields(step.credit, len(groups) - len(step.credit.groups)),
             **reward_fields(rewards),
             **judge_fields(step.rollout.drawn),
+            **calibration_fields(step.calibration, Calibration(**state.calibration)),
             **(environment_fields(step.rollout) if self.parts.stage else {}),
             **decision,
             running_correct_rate=state.correct / state.judged if state.judged else None,

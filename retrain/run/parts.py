@@ -58,7 +58,6 @@ from retrain.types import Example, Int32Array, LogLine, MachineChoices, Prompt
 
 Say = Callable[[str], None]
 
-_EIGHT_BITS = ("fp8", "fp4", "int8")
 _EVALUATION_ORDER_SEED = 0
 """Seed that shuffles held-out problems, which sources sort by subject; it is the same for every
 run."""
@@ -561,8 +560,7 @@ def _gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) ->
         ),
         seed=training.seed,
         half_precision=is_rounded(config.inference, parts.backend),
-        eight_bits=config.inference.dtype in _EIGHT_BITS
-        or config.inference.kv_cache_dtype in _EIGHT_BITS,
+        eight_bits=config.inference.eight_bits,
         dtype_set=config.inference.dtype != "auto",
         step=step,
         trained=trained,

@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 from retrain.backends.declared import incapable, loss_notes
 from retrain.config import TrainConfig
@@ -29,6 +30,7 @@ from retrain.records.jsonl import read_jsonl
 from retrain.records.redact import note_secrets
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean
+from retrain.run.calibration import Calibration, chosen_rows, tolerance, warning
 from retrain.run.common import evaluated_once
 from retrain.run.control import Moving
 from retrain.run.dialogues import SamplingPlan, Watcher
@@ -51,6 +53,7 @@ from retrain.run.parts import (
     load_parts,
     run_parity_gate,
     training_plan,
+    truncation,
 )
 from retrain.run.pressure import Pressure
 from retrain.run.rollout import PrefetchedRollout, Rollout
@@ -297,7 +300,7 @@ class Session:
     @property
     def _settings(self) -> TrainConfig:
         """The configuration of this step."""
-        return with_values(self.config, self._values[self.state.step])
+        return with_values(self.config, self._values.get(self.state.step, {}))
 
     def learn(self, rows: list[Row]) -> tuple[dict[RowKey, Float32Array] | None, StepResult]:
         """Train on the rows. Return, for each trained row, [T] learner - sampler log-prob before
@@ -329,6 +332,45 @@ class Session:
             if moves:  # the gate and evaluations are at the settings of the file
                 backend.use(self.config)
 
+    def calibrate(self, rollout: Rollout) -> Calibration | None:
+        """Test the step's completions against the weights that sampled them, before they are
+        learned from; None where nothing is tested.
+        """
+        backend = self.parts.backend
+        if not self.config.inference.calibration or backend.capabilities.samples_ahead:
+            return None
+        rows = chosen_rows(rollout.first_draws, self.state.seed, self.state.step)
+        if not rows:
+            return None
+        training = self._settings.training
+        cuts = truncation(training)
+        scores = backend.tempered_scores(rows, training.temperature, cuts, self._tolerance)
+        if scores is None:
+            return None
+        return Calibration.of(scores)
+
+    def _calibrated(self, step: Step) -> tuple[dict[str, Any], str]:
+        """Return the sums since the start, and what to say; "" unless this step is the first to
+        tell that the engine is not sound.
+        """
+        before, own = Calibration(**self.state.calibration), step.calibration
+        if own is None:
+            return self.state.calibration, ""
+        total, told = before.after(own), ""
+        if total.warned and not before.warned:
+            temperature = self._settings.training.temperature
+            told = warning(step.number, own, total, self._tolerance, temperature)
+        return asdict(total), told
+
+    @property
+    def _tolerance(self) -> float:
+        """The lambda of this step that counts as sound."""
+        return tolerance(
+            self.config.inference,
+            self._settings.training.temperature,
+            in_process=self.parts.backend.engine.capabilities.in_process,
+        )
+
     def record(self, step: Step) -> None:
         """Move the run past a step and write the step down. Raises RunFailed afterwards if the run
         should not go on.
@@ -348,6 +390,7 @@ class Session:
             half_precision=is_rounded(config.inference, parts.backend),
             samples_ahead=parts.backend.capabilities.samples_ahead,
         )
+        calibration, told = self._calibrated(step)
         state = self.state.after_step(
             prompts=len(step.rollout.groups),
             next_batch_size=self._next_batch_size,
@@ -357,12 +400,15 @@ class Session:
             seconds=seconds,
             finite=result.updates > 0 or not result.nonfinite_updates,
             mismatched=is_above(limit, result.log_ratio_mean),
+            calibration=calibration,
         )
         self.choice.observe(step.number, step.rollout.first_draws)
         self.observer.observe(step, rewards, state, decision, self._values.pop(step.number, None))
         if self.observer.last and self.world.is_rank_zero:
             self.moving.observe(self.observer.last)
         self.state = state
+        if told:
+            self.tracker.message(told)
         check_updates(state, result)
         check_mismatch(state, result.log_ratio_mean, limit, self.folder.resume_command)
         parts.guard.observe(

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from retrain.advantages.credit import Credit
 from retrain.records.entries import GenerationRecord
 from retrain.records.token_table import TokenTable, TurnTable
+from retrain.run.calibration import Calibration
 from retrain.run.identical import chance_of_identical
 from retrain.run.rollout import Rollout
 from retrain.system import peak_resident_bytes
@@ -70,6 +71,8 @@ class Step:
     tokens."""
     result: StepResult
     clock: StepClock
+    calibration: Calibration | None = None
+    """The sums of this step; None where nothing is tested."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,18 @@ def identical_chance(groups: Sequence[Group]) -> float:
             (one.token_ids, one.logprobs) for one in group.trajectories
         )
     return chance_of_identical(drawn.values())
+
+
+def calibration_fields(step: Calibration | None, total: Calibration) -> dict[str, Any]:
+    """Return what was tested in a step, and since the start of the run; nothing without a test."""
+    if step is None:
+        return {}
+    return {
+        "calibration_lambda": step.effect,
+        "calibration_lambda_total": total.effect,
+        "calibration_evidence": total.evidence,
+        "calibration_tokens": total.tokens,
+    }
 
 
 def credit_fields(credit: Credit, dropped_groups: int) -> dict[str, Any]:

@@ -29,6 +29,8 @@ _BAR_DELAY_S = 1.0
 """Seconds before the bar appears beside plain lines; in a short run it would only flicker."""
 _REFRESHES_PER_S = 2
 _MAX_BAR = 30
+_MIN_WIDTH = 20
+_BAR = "━─"
 _SPARKS = "▁▂▃▄▅▆▇█"
 _MAX_SPARKS = 40
 _GAP = "  "
@@ -170,7 +172,7 @@ class Rows:
         rows: list[Row] = [[(line, "bold")] for line in self._wrapped(first)]
         if len(self._correct) > 1 and self._has_sparks:
             ends = [f"{rate:.0%}" for rate in (self._correct[0], self._correct[-1])]
-            curve = sparkline(self._correct)
+            curve = sparkline(self._correct, max(self.console.width - _MIN_WIDTH - 12, 8))
             rows.append(
                 [(f"Correct in training: {ends[0]} ", ""), (curve, "green"), (f" {ends[1]}", "")]
             )
@@ -178,17 +180,13 @@ class Rows:
 
     @property
     def _has_sparks(self) -> bool:
-        """True if the terminal's encoding has the characters of a sparkline."""
-        with suppress(UnicodeEncodeError, LookupError):
-            _SPARKS.encode(self._out.encoding or "utf-8")
-            return True
-        return False
+        return _encodes(self._out, _SPARKS)
 
     def _wrapped(self, line: str) -> list[str]:
         """Break a sentence between words, and indent what follows its first line."""
         return wrap(
             line,
-            self.console.width - 1,
+            max(self.console.width - 1, _MIN_WIDTH),
             subsequent_indent=_GAP,
             break_long_words=False,
             break_on_hyphens=False,
@@ -219,11 +217,18 @@ def _short(value: float | None, places: int = 2) -> str:
     return text
 
 
-def sparkline(values: Sequence[float]) -> str:
-    """Draw values as one character each, from the lowest to the highest; of many values each
-    character is the mean of its share.
+def _encodes(stream: TextIO, text: str) -> bool:
+    with suppress(UnicodeEncodeError, LookupError):
+        text.encode(stream.encoding or "utf-8")
+        return True
+    return False
+
+
+def sparkline(values: Sequence[float], longest: int = _MAX_SPARKS) -> str:
+    """Draw values as one character each, from the lowest to the highest; of more than `longest`
+    values each character is the mean of its share.
     """
-    count = min(len(values), _MAX_SPARKS)
+    count = min(len(values), longest, _MAX_SPARKS)
     cuts = [round(index * len(values) / count) for index in range(count + 1)]
     means = [sum(values[start:end]) / (end - start) for start, end in pairwise(cuts)]
     low, high = min(means), max(means)
@@ -246,6 +251,7 @@ class Bar:
         at_once: bool,
     ) -> None:
         self._stream = stream
+        self._marks = _BAR if _encodes(stream, _BAR) else "#-"
         self._clock = clock
         self._max_steps = max_steps
         self._masked = masked
@@ -311,11 +317,13 @@ class Bar:
         rest = width - used - cells - len(_GAP)
         doing = ""
         if rest >= 10:
-            doing = _GAP + one_line(self._masked(self._doing), rest)
+            encoding = self._stream.encoding or "utf-8"
+            words = one_line(self._masked(self._doing), rest)
+            doing = _GAP + words.encode(encoding, "replace").decode(encoding)
         return [
             (f"{counts} ", ""),
-            ("━" * full, "green"),
-            ("─" * (cells - full), "dim"),
+            (self._marks[0] * full, "green"),
+            (self._marks[1] * (cells - full), "dim"),
             (f" {share:>4.0%}{_GAP}{times}", ""),
             (doing, "dim"),
         ]

@@ -399,6 +399,13 @@ class LocalBackend(LocalFacts):
         with _current(self._base.device):
             return self._learner.kept(rows, truncation)
 
+    def tempered_scores(
+        self, rows: Sequence[Row], temperature: float, truncation: Truncation, tolerance: float
+    ) -> list[Float32Array]:
+        self._make_room()
+        with _current(self._base.device), _deterministic(self._base.device):
+            return self._learner.tempered_scores(rows, temperature, truncation, tolerance)
+
     # -- files -------------------------------------------------------------------------------------
 
     def save_adapter(self, folder: Path) -> None:

@@ -41,6 +41,7 @@ from retrain.errors import ConfigurationError, RunFailed
 from retrain.inference_engine.base import Truncation
 from retrain.model.adapter import Adapter
 from retrain.model.attention import Kernel, missing, plugged_in
+from retrain.model.calibration import tempered_scores
 from retrain.model.devices import attention_of
 from retrain.model.functions import recomputed
 from retrain.model.fused import FusedDecoder
@@ -104,6 +105,8 @@ class _Piece:
     """Score with the base in this dtype; None: its own."""
     truncation: Truncation | None = None
     """Count the tokens that it keeps, in place of log-probs."""
+    tolerance: float | None = None
+    """Give `tempered_scores` at it, under `truncation`, in place of log-probs."""
 
 
 @dataclass(frozen=True)
@@ -299,6 +302,14 @@ class Learner:
         """[T] of each row: the tokens that `truncation` keeps of the learner's own distribution."""
         return self._looked_up(rows, truncation=truncation)
 
+    def tempered_scores(
+        self, rows: Sequence[Row], temperature: float, truncation: Truncation, tolerance: float
+    ) -> list[Float32Array]:
+        """[T, 12] of each row: `model.calibration.tempered_scores`."""
+        return self._looked_up(
+            rows, temperature=temperature, truncation=truncation, tolerance=tolerance
+        )
+
     def _looked_up(self, rows: Sequence[Row], **asked: Any) -> list[Float32Array]:
         check_rows(rows)
         filled = _learner_rows(rows, [row.num_actions for row in rows])
@@ -315,6 +326,7 @@ class Learner:
         temperature: float | None = None,
         dtype: torch.dtype | None = None,
         truncation: Truncation | None = None,
+        tolerance: float | None = None,
     ) -> list[Float32Array]:
         """[T] log-probs of each row by the learner, with `reference` by the frozen base; `masks_of`
         is the step whose dropout masks act.
@@ -335,6 +347,7 @@ class Learner:
                 temperature=temperature,
                 dtype=dtype,
                 truncation=truncation,
+                tolerance=tolerance,
             )
             for piece in pieces
         )
@@ -524,6 +537,15 @@ class Learner:
             ).logprobs
         if piece.truncation is not None:
             states = self._hidden_states(micro).flatten(0, 1).index_select(0, micro.predictors)
+            if piece.tolerance is not None:
+                return tempered_scores(
+                    self.base.head,
+                    states,
+                    micro.targets,
+                    piece.temperature or self.temperature,
+                    piece.tolerance,
+                    *astuple(piece.truncation),
+                )
             return count_kept(self.base.head, states, self.temperature, *astuple(piece.truncation))
         return self._forward(
             micro, truncated=not piece.whole, temperature=piece.temperature

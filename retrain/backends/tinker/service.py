@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 KEY = "TINKER_API_KEY"
 _REACH_S = 10.0
+_SESSION_S = 30.0
+"""Seconds for opening a session; where another program answers, the SDK tries for 300."""
 _CLOSE_S = 10.0
 _POLL_S = 0.05
 _OPEN = nullcontext()
@@ -59,9 +61,7 @@ class Service:
         self.timeout = config.backend.tinker.timeout_s
         self.slot = throttle_of(config.backend).slot
         """A context that holds one of the campaign's `max_concurrent` places."""
-        self._resume = (
-            f"continue with `{run_command(Path(config.resume.from_ or config.logging.log_dir))}`"
-        )
+        self._folder = Path(config.resume.from_ or config.logging.log_dir)
         self._broken = ""
         os.environ.setdefault(
             "TINKER_TELEMETRY", "0"
@@ -90,9 +90,30 @@ class Service:
                 f"Nothing answers at [model] base_url = {base_url!r} ({first_line(error)}); start"
                 " the service there, or correct the address."
             ) from error
-        with self.answering("a session"):
-            self._client = tinker.ServiceClient(base_url=base_url or None, api_key=key)
-            self._client.holder  # noqa: B018 - opens the session, which the SDK would put off until the first call
+
+        def opened() -> Any:
+            client = tinker.ServiceClient(base_url=base_url or None, api_key=key)
+            client.holder  # noqa: B018 - opens the session, which the SDK would put off until the first call
+            return client
+
+        try:
+            with self.answering("a session"):
+                self._client = _in_thread(opened, _SESSION_S)
+        except EnvironmentFailure as error:
+            if not isinstance(error.__cause__, TimeoutError):
+                raise
+            raise EnvironmentFailure(
+                f"Tinker at {self.address} opened no session within {_SESSION_S:g} s, so another"
+                f" program may answer there; check [model] base_url, and that {KEY} is a key of"
+                " that service (tml-...)."
+            ) from error
+
+    @property
+    def _advice(self) -> str:
+        """How to go on, once there is a run to go on with."""
+        if not (self._folder / "config.toml").is_file():
+            return ""
+        return f"; continue with `{run_command(self._folder)}`"
 
     @property
     def client(self) -> Any:
@@ -118,7 +139,7 @@ class Service:
             problem = f"Tinker at {self.address} {_reason(error, self.timeout)} (asked for {what})"
             if of_sampler and isinstance(error, tinker.APIStatusError):
                 raise ServerFailure(f"{problem}.") from error
-            self._broken = f"{problem}; {self._resume}."
+            self._broken = f"{problem}{self._advice}."
             raise EnvironmentFailure(self._broken) from error
 
     def result(self, what: str, ask: Callable[[], Any]) -> Any:
@@ -132,17 +153,8 @@ class Service:
         """Make a call of the SDK that waits inside, without a limit of its own, and give up after
         `timeout`. Raises EnvironmentFailure.
         """
-        answer: Future[Any] = Future()
-
-        def work() -> None:
-            try:
-                answer.set_result(call())
-            except BaseException as error:  # noqa: BLE001 - it is raised again where the answer is waited for
-                answer.set_exception(error)
-
         with self.answering(what):
-            Thread(target=work, daemon=True).start()
-            return answer.result(timeout=self.timeout)
+            return _in_thread(call, self.timeout)
 
     def close(self) -> None:
         """End the session, so that the service gives its adapter's place to another."""
@@ -154,6 +166,22 @@ class Service:
                 tinker.TinkerError, TimeoutError, RuntimeError, OSError
             ):  # the session also ends by itself
                 client.close("success").result(timeout=_CLOSE_S)
+
+
+def _in_thread(call: Callable[[], Any], seconds: float) -> Any:
+    """Make a call that has no limit of its own. Raises TimeoutError after `seconds`, and what the
+    call raises.
+    """
+    answer: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - it is raised again where the answer is waited for
+            answer.set_exception(error)
+
+    Thread(target=work, daemon=True).start()
+    return answer.result(timeout=seconds)
 
 
 @contextmanager

@@ -1,0 +1,71 @@
+"""Whether sampled tokens are draws from the learner's distribution: the two moments of their
+log-probs, and likelihood ratios of tempered samplers, from one row of logits each.
+
+For p = softmax(logits / T) of entropy H and a token x drawn from it, D = -log p(x) - H has mean 0,
+and variance V = sum p (log p + H)^2. A sampler at the temperature T / (1 - l) draws from
+q_l = p^(1 - l) / Z_l, Z_l = sum p^(1 - l); under it D has the mean l V + O(l^2).
+"""
+
+import torch
+from torch import Tensor
+
+from retrain.model.head import Head, chunk_bytes_on, chunk_rows, exponentials, kept_counts
+from retrain.model.truncation import keep_only
+
+DISTANCES = (0.025, 0.05, 0.1, 0.2, 0.4)
+"""Distances d beyond the tolerance l0 of which likelihood ratios are taken; each is twice the one
+before."""
+_SMALLEST_LOG = -87.0
+"""Log-probs are held above it: a token below adds less than e^-50 to a sum."""
+
+
+def tempered_scores(
+    head: Head,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float,
+    tolerance: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+) -> Tensor:
+    """[N, 12] float32 of the tokens `targets` [N] after `hidden` [N, H]: D, V, then
+    log q_l(x) - log q_l0(x) for each of DISTANCES at l = l0 + d, and for each at l = -(l0 + d)
+    against -l0; l0 is the `tolerance`.
+
+    The distribution is cut by `top_k`, `top_p` and `min_p` themselves, whatever the sampler says
+    that it kept: one that cuts otherwise must not be believed. A token that is cut off takes the
+    last place of the set.
+    """
+    rows = chunk_rows(head.weight.shape[0], chunk_bytes_on(hidden.device.type))
+    scores = []
+    for start in range(0, len(hidden), rows):
+        of_part = targets[start : start + rows]
+        z = head.logits(hidden[start : start + rows]) / temperature
+        z -= z.amax(-1, keepdim=True)
+        if top_k or top_p < 1 or min_p:
+            keep_only(z, of_part, kept_counts(z, top_k, top_p, min_p))
+        scores.append(_of_chunk(z, of_part, tolerance))
+    return torch.cat(scores)
+
+
+def _of_chunk(z: Tensor, targets: Tensor, tolerance: float) -> Tensor:
+    """[R, 12] from `z` [R, V], whose maximum is at most 0; `z` is overwritten."""
+    p = exponentials(z)
+    total = p.sum(-1, keepdim=True)
+    p /= total
+    logprobs = z.sub_(total.log()).clamp_(min=_SMALLEST_LOG)
+    own = logprobs.gather(-1, targets.unsqueeze(-1))[:, 0]
+    mean = (p * logprobs).sum(-1)  # -H
+    scores = [mean - own, (p * (logprobs - mean.unsqueeze(-1)).square()).sum(-1)]
+    for sign in (1, -1):
+        # Sums of p^(1 - l) for all l: each distance is twice the one before, so its factor is the
+        # square.
+        at_tolerance = exponentials((1 - sign * tolerance) * logprobs)
+        factor = torch.exp(-sign * DISTANCES[0] * logprobs)
+        before = at_tolerance.sum(-1).log()
+        for distance in DISTANCES:
+            after = (at_tolerance * factor).sum(-1).log()
+            scores.append(before - after - sign * distance * own)
+            factor.square_()
+    return torch.stack(scores, dim=-1)

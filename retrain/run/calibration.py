@@ -1,0 +1,138 @@
+"""Whether a run's completions are draws from the distribution that is trained: a test that is valid
+at every step, of which a warning and numbers come.
+
+The evidence is a mean of likelihood ratios: of samplers tempered by more than the tolerance, on
+either side, to those tempered by the tolerance itself. For a sampler tempered by at most the
+tolerance each ratio has a mean of at most 1 at every step, so the mean exceeds 1 / alpha at any
+step of a run with a probability of at most alpha (Ville's inequality). So does a mean over the
+steps at which the ratios begin; those that begin late see a fault that begins late.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+
+from retrain.config.schema import Inference
+from retrain.noise import Stream, uniform
+from retrain.types import Float32Array, Group, Row
+
+MAX_COMPLETIONS = 64
+"""Maximum number of completions of a step that are tested."""
+WARNED_FROM = 4.0
+"""log10 of the evidence: at most one sound run in 10,000 reaches it."""
+TOLERANCE, WIDE_TOLERANCE = 0.03, 0.05
+"""lambda of a sampler that counts as sound. The wide one holds where rounding has moved lambda by
+up to 0.009, or was not measured: below temperature 0.7, in 8 bits, and outside this process."""
+_COOL = 0.7
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Sums over tested tokens, of a step or since the start of the run. With x ~ p, D = -log p(x) -
+    H has mean 0, and variance V.
+    """
+
+    tokens: int = 0
+    surprise: float = 0.0
+    """Sum of D, in nats."""
+    variance: float = 0.0
+    """Sum of V."""
+    steps: int = 0
+    """Steps that the sums are over; 0 for one alone."""
+    ratios: Sequence[float] = ()
+    """Log of the likelihood ratios, of the flatter samplers and then the sharper ones."""
+    warned: bool = False
+    """The evidence has reached WARNED_FROM."""
+
+    @classmethod
+    def of(cls, scores: Sequence[Float32Array]) -> "Calibration | None":
+        """The sums of rows of [T, 12] `tempered_scores`; None where they are not finite."""
+        sums = np.concatenate(scores).sum(0, dtype=np.float64)
+        if not np.isfinite(sums).all():
+            return None
+        surprise, variance, *ratios = sums.tolist()
+        return cls(sum(map(len, scores)), surprise, variance, ratios=ratios)
+
+    def after(self, step: Self) -> "Calibration":
+        """Return the sums after one more step.
+
+        A ratio R over the starts k, with weights 1 / (k (k + 1)) that add up to 1, goes on as
+        R_n = (R_n-1 + 1 / (n (n + 1))) L_n.
+        """
+        number = self.steps + 1
+        begun = np.logaddexp(self.ratios or -np.inf, -np.log(number * (number + 1)))
+        total = Calibration(
+            self.tokens + step.tokens,
+            self.surprise + step.surprise,
+            self.variance + step.variance,
+            number,
+            (begun + step.ratios).tolist(),
+        )
+        return replace(total, warned=self.warned or total.evidence >= WARNED_FROM)
+
+    @property
+    def effect(self) -> float | None:
+        """lambda: the tokens are as if sampled at T / (1 - lambda), to first order."""
+        if self.variance > 0:
+            return self.surprise / self.variance
+        return None
+
+    @property
+    def evidence(self) -> float:
+        """log10 of the mean likelihood ratio."""
+        if not self.ratios:
+            return 0.0
+        mean = np.logaddexp.reduce(self.ratios) - np.log(len(self.ratios))
+        return float(mean / np.log(10))
+
+    @property
+    def is_flat(self) -> bool:
+        """The evidence is mostly for a flatter sampler."""
+        half = len(self.ratios) // 2
+        flat, sharp = self.ratios[:half], self.ratios[half:]
+        return bool(np.logaddexp.reduce(flat) > np.logaddexp.reduce(sharp))
+
+
+def tolerance(inference: Inference, temperature: float, *, in_process: bool) -> float:
+    """Return the lambda that rounding alone may give."""
+    if temperature < _COOL or inference.eight_bits or not in_process:
+        return WIDE_TOLERANCE
+    return TOLERANCE
+
+
+def chosen_rows(groups: Sequence[Group], seed: int, step: int) -> list[Row]:
+    """Choose completions of the first draws by counter noise, which knows no reward: a group's
+    reward selects among its completions, and so moves the mean of D. Return their rows.
+    """
+    members = [(group, one) for group in groups for one in group.trajectories]
+    slots = np.array([group.slot for group, _ in members], np.int64)
+    samples = np.array([one.sample for _, one in members], np.int64)
+    noise = uniform(seed, Stream.CALIBRATION, step, slots, samples, 0)
+    rows: list[Row] = []
+    for number in np.sort(np.argsort(noise)[:MAX_COMPLETIONS]):
+        group, one = members[number]
+        nothing = np.zeros(one.num_actions, np.float32)
+        rows += Row.of(group.prompt, one, nothing, group.slot)
+    return [row for row in rows if row.num_actions]
+
+
+def warning(
+    number: int, step: Calibration, total: Calibration, tolerance: float, temperature: float
+) -> str:
+    """Say that the sampler is not the policy, on which side of it, and by how much."""
+    if total.is_flat:
+        side = "flatter (a higher temperature and a repetition penalty do so)"
+    else:
+        side = "sharper (a lower temperature and tokens cut by top_p, top_k or min_p do so)"
+    effect = step.effect or 0.0
+    return (
+        f"Step {number}: the engine does not sample from the trained policy: its completions are"
+        f" {side}, in this step as if at a temperature of about"
+        f" {temperature / (1 - min(effect, 0.9)):.2g} in place of {temperature:g}"
+        f" (calibration_lambda {effect:+.3f}, tolerated {tolerance:g}; since the start"
+        f" {total.effect or 0.0:+.3f} over {total.tokens:,} tokens). A sound engine is told this in"
+        " at most 1 run of 10,000. Nothing is stopped; compare the engine's own sampling settings"
+        " with [training]."
+    )

@@ -1,0 +1,59 @@
+"""docs/environment-variables.md: the variables that a run reads, from the topic `variables` of the
+manual, and the prefix of every section.
+"""
+
+import re
+import textwrap
+from collections.abc import Iterator
+
+from retrain.cli.manual import read_source, topics_of
+from retrain.config.keys import section_models
+
+_ENTRY = re.compile(
+    r"^  (?P<names>[A-Z(][^\n]*?)(?:  +|\n +)(?P<what>\S[^\n]*(?:\n {10,}[^\n]*)*)", re.MULTILINE
+)
+INTRODUCTION = """\
+# Environment variables
+
+You keep keys out of files, set a key for many runs, or run without a network. A file `.env` in the
+current folder is loaded first; a variable that is set wins over it.
+
+```text
+HF_TOKEN=...
+WANDB_API_KEY=...
+RETRAIN_LOGGING_WANDB_PROJECT=sums
+```
+
+Made by `make docs` from the manual (`retrain man variables`); a test holds it against what the
+package reads.
+"""
+
+
+def environment_document() -> str:
+    """The text of docs/environment-variables.md."""
+    parts = [INTRODUCTION.rstrip()]
+    for title, block in _blocks(topics_of(read_source())["variables"].text):
+        rows = [
+            f"| {_names(entry['names'])} | {' '.join(entry['what'].split())} |"
+            for entry in _ENTRY.finditer(block)
+        ]
+        if rows:
+            parts += [f"## {title}", "\n".join(["| variable | what it does |", "|---|---|", *rows])]
+    prefixes = [f"`RETRAIN_{name.upper()}_`" for name in section_models()]
+    each = f"`RETRAIN_TRAINING_LR=1e-4` sets `[training] lr`. The prefixes are {', '.join(prefixes)}; the key follows in capitals."
+    parts.append("## Of each section\n\n" + "\n".join(textwrap.wrap(each, 100)))
+    return "\n\n".join(parts) + "\n"
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """The title and the lines of each indented block."""
+    title = "Keys of the configuration"
+    for part in text.split("\n\n"):
+        if part.startswith("  "):
+            yield title, part
+        elif part.endswith(":"):
+            title = part.removesuffix(":").split(",")[0]
+
+
+def _names(names: str) -> str:
+    return names if names.startswith("(") else ", ".join(f"`{one}`" for one in names.split(", "))
