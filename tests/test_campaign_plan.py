@@ -371,13 +371,18 @@ def test_a_grid_is_stored_as_it_was_given_and_read_back() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ('"trainin.lr" = [1]', '"trainin.lr" = [1] varies nothing'),
-        ('"training.lr" = []', '"training.lr" = [] varies nothing'),
-        ('"training.seed" = [1, 2]', "varies nothing"),
-        ('advantage_mode = ["grpo"]', "varies nothing"),
+        ('"trainin.lr" = [1]', '"trainin.lr" = [1] names no key'),
+        ('"training.lr" = []', '"training.lr" = [] gives no value'),
+        ('"training.seed" = [1, 2]', "names no key that a grid may vary"),
+        ('advantage_mode = ["grpo"]', "names no key that a grid may vary"),
+        ('"training.lr" = [1, 2, 1.0]', '"training.lr" the value 1.0 twice'),
+        (
+            "\n".join(f'"training.{key}" = {list(range(2, 40))}' for key in ("lr", "seed", "lora")),
+            "54,872 combinations, more than 1,000",
+        ),
         ("lr = 1", "a table of lists"),
         ('lr = ["x"]', 'lr = "x" is a string'),
-        ("lr = [1e-4, 1e-4]", "both called"),
+        ("lr = [1e-4, 1e-4]", "the value 0.0001 twice"),
     ],
 )
 def test_a_grid_that_varies_nothing_is_refused(given: str, said: str) -> None:

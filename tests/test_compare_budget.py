@@ -131,7 +131,19 @@ def test_a_run_without_an_evaluation_before_the_budget_is_refused(
     assert "[evaluation] at_start = true" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["tokens", "steps=3", "tokens=0", "tokens=-1", "tokens=x"])
+def test_a_budget_below_the_first_step_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [run_of(tmp_path / arm, 1, arm, 100, (30, 40, 50)) for arm in ("maxrl", "grpo")]
+    first, second = map(str, folders)
+    argv = ["compare", first, "--baseline", second, "--metric", "correct_rate"]
+    assert main([*argv, "--at", "tokens=50"]) == 2
+    assert "had not made its first step at --at tokens=50" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text", ["tokens", "steps=3", "tokens=0", "tokens=-1", "tokens=x", "tokens=1e999"]
+)
 def test_what_is_no_budget_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match="is no budget"):
         Budget.parse(text)

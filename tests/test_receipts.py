@@ -91,6 +91,31 @@ def test_a_changed_number_a_changed_token_and_a_changed_adapter_are_found(
     assert found["parting"]["step"] == 3 and found["parting"]["fields"] == ["loss"]
 
 
+def test_changed_tokens_and_changed_answers_are_found_though_the_records_are_equal(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = copy / "tokens" / "step_3.safetensors"
+    whole = tokens.read_bytes()
+    change_tokens(tokens, lambda arrays: arrays["token_ids"].__iadd__(1))
+    assert main(["verify", str(copy)]) == 1
+    assert f"{tokens} holds other" in capsys.readouterr().out
+    tokens.write_bytes(whole)
+    (copy / "environment.json").unlink()  # what it holds is not compared
+    change_row(copy / "emergence" / "generations.jsonl", 3, completion="other")
+    assert main(["verify", str(copy), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["equal"] and found["other_file"].endswith("generations.jsonl, at step 3,")
+
+
+def test_a_damaged_file_is_named_where_it_lies(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = copy / "emergence" / "steps.jsonl"
+    damaged.write_text("7\n")
+    assert main(["verify", str(copy)]) == 1
+    assert f"{damaged}, line 1," in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("steps", ["4:2", "0:9", "x", "1", "2:2"])
 def test_steps_that_a_run_has_not_are_refused(
     base: Path, steps: str, capsys: pytest.CaptureFixture[str]
@@ -162,6 +187,17 @@ def test_the_stage_of_the_parting_names_the_cause(
     change_tokens(copy / "tokens" / "step_2.safetensors", change)
     change_row(copy / "metrics.jsonl", 2, loss=1.0)
     assert cause in reasons(base, copy)[0]
+
+
+def test_a_run_that_ended_earlier_is_named(
+    base: Path, copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = copy / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:3]))
+    assert main(["diff", str(base), str(copy)]) == 1
+    found = capsys.readouterr().out
+    assert f"equal until {copy} ends; it has no step 3" in found
+    assert "tokens_every" not in found
 
 
 def test_a_version_and_a_plugins_source_are_named(base: Path, copy: Path) -> None:

@@ -34,13 +34,13 @@ class Budget:
     def parse(cls, text: str) -> "Budget":
         """Raises ConfigurationError for a text that is not of the form tokens=N or updates=N."""
         found = _FORM.fullmatch(text.strip())
-        size = int(float(found[2].replace("_", ""))) if found else 0
-        if found is None or size < 1:
+        size = float(found[2].replace("_", "")) if found else 0.0
+        if found is None or size < 1 or size == float("inf"):
             raise ConfigurationError(
                 f"--at {text!r} is no budget; give tokens=N or updates=N, such as --at"
                 " tokens=2_000_000."
             )
-        return cls(cast(Literal["tokens", "updates"], found[1]), size)
+        return cls(cast(Literal["tokens", "updates"], found[1]), int(size))
 
     def __str__(self) -> str:
         return f"{self.size:,} {_UNIT[self.unit]}"
@@ -144,6 +144,12 @@ class RunAtBudget(StoredRun):
         return kept
 
     def last_metrics(self, window: int) -> list[StepRecord]:
+        if not self.steps:
+            raise ConfigurationError(
+                f"{self.path} had not made its first step at --at"
+                f" {self.budget.unit}={self.budget.size}, since that took"
+                f" {int(self.costs[1]):,} {self.budget.unit}; name a larger budget."
+            )
         records = StepRecord.read(self.folder.metrics)
         return [one for one in records if self.steps - window <= one.step < self.steps][::-1]
 

@@ -17,7 +17,9 @@ from retrain.system import toml_value
 if TYPE_CHECKING:
     from retrain.records.token_table import TokenTable
 
-Stage = Literal["prompts", "tokens", "log-probs", "rewards", "credit", "learning", "held-out"]
+Stage = Literal[
+    "prompts", "tokens", "log-probs", "rewards", "credit", "learning", "held-out", "end"
+]
 ROUNDING = 1e-3
 """Nats by which rounding alone moves a log-prob in 32-bit floats, and far more than it does in one
 step; half precision stays below it on most tokens."""
@@ -64,6 +66,8 @@ def parting(one: StoredRun, other: StoredRun, steps: range) -> Parting | None:
         if held_out and step in answers and step in others:
             return Parting(step, "held-out", held_out)
         found = _different(ours.get(step), theirs.get(step))
+        if found and not (step in ours and step in theirs):
+            return Parting(step, "end", found)
         if found:
             return _in_step(one, other, step, found)
     return None
@@ -188,6 +192,8 @@ def causes(one: StoredRun, other: StoredRun, found: Parting | None) -> Iterator[
         yield "a reward verdict: equal completions were judged otherwise"
     elif found.stage == "prompts":
         yield "the choice of prompts, which nothing recorded explains"
+    elif found.stage == "end":
+        yield "a run that was ended earlier, which nothing recorded explains"
     elif found.drift is not None and found.drift > ROUNDING:
         yield (
             f"other weights: log-probs of equal tokens differ by up to {found.drift:.2g} nats"
@@ -216,6 +222,32 @@ def _recorded(one: StoredRun, other: StoredRun) -> Iterator[str]:
 def _value(run: StoredRun, key: str) -> str:
     value = run.config.value(key)
     return "unset" if value is None else toml_value(value)
+
+
+def files_differ(one: StoredRun, other: StoredRun, steps: range) -> str:
+    """The first file of `one` that holds other answers or tokens of `steps` than the file of
+    `other`; "" if all are equal. A file that `one` does not have is left out.
+    """
+    if one.folder.generations.is_file():
+        ours, theirs = _answers(one, steps), _answers(other, steps)
+        for step in steps:
+            if ours.get(step) != theirs.get(step):
+                return f"{one.folder.generations}, at step {step},"
+    for step in steps:
+        path, again = (run.folder.step_tokens(step) for run in (one, other))
+        if path.is_file() and not (again.is_file() and path.read_bytes() == again.read_bytes()):
+            return str(path)
+    return ""
+
+
+def _answers(run: StoredRun, steps: range) -> dict[int, list[dict[str, Any]]]:
+    """Step -> its lines of generations.jsonl."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    if run.folder.generations.is_file():
+        for line in read_jsonl(run.folder.generations):
+            if line["step"] in steps:
+                found.setdefault(line["step"], []).append(line)
+    return found
 
 
 def adapters_differ(one: StoredRun, other: StoredRun) -> int | None:

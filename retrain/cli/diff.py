@@ -50,9 +50,11 @@ def parting_lines(one: "StoredRun", other: "StoredRun", found: "Parting | None")
         for reason in reasons:
             yield f"  Recorded differently, without effect: {reason}."
         return
-    names = ", ".join(found.fields[:_SHOWN])
-    more = f" and {len(found.fields) - _SHOWN} more" if len(found.fields) > _SHOWN else ""
-    yield f"They part at step {found.step}, in the {found.stage}: {names}{more}."
+    if found.stage == "end":
+        shorter = min(one, other, key=lambda run: run.steps)
+        yield f"They are equal until {shorter.path} ends; it has no step {found.step}."
+    else:
+        yield _place(found)
     if found.token:
         ours, theirs = map(_token, found.token.ids)
         yield (
@@ -62,6 +64,12 @@ def parting_lines(one: "StoredRun", other: "StoredRun", found: "Parting | None")
         )
     for place, reason in enumerate(reasons):
         yield f"  {'Also' if place else 'Cause'}: {reason}."
+
+
+def _place(found: "Parting") -> str:
+    names = ", ".join(found.fields[:_SHOWN])
+    more = f" and {len(found.fields) - _SHOWN} more" if len(found.fields) > _SHOWN else ""
+    return f"They part at step {found.step}, in the {found.stage}: {names}{more}."
 
 
 def _token(number: int | None) -> str:

@@ -10,7 +10,7 @@ import typer
 
 from retrain.cli.diff import parting_json, parting_lines
 from retrain.cli.shared import AsJson, Trust, load_dotenv, print_progress
-from retrain.errors import ConfigurationError
+from retrain.errors import ConfigurationError, RunFailed
 
 if TYPE_CHECKING:
     from retrain.analysis.runs import StoredRun
@@ -32,38 +32,64 @@ def command(
     """Take steps of a run again, from the nearest sealed checkpoint, and compare records, answers,
     stored tokens and adapters byte for byte. Exits with 1 at the first difference.
     """
-    from retrain.analysis.parting import adapters_differ, parting
+    from retrain.analysis.parting import adapters_differ, files_differ, parting
     from retrain.analysis.runs import StoredRun, stored_run
-    from retrain.records.run_folder import refuse_foreign_code
-    from retrain.run.replay import nearest_checkpoint, replay
 
     load_dotenv()
     stored = stored_run(run)
-    if not trust:
-        refuse_foreign_code(stored.config, "verifying it")
-    _refuse_served(stored)
-    start, stop = _range(steps, stored)
-    begin = nearest_checkpoint(stored.folder, start)
+    begin, stop = _asked(stored, steps, trust)
     print_progress(f"Taking steps {begin} to {stop - 1} of {run} again ...")
     with TemporaryDirectory(prefix="retrain-verify-") as scratch:
         again = StoredRun(Path(scratch) / "run")
-        replay(stored.folder, stored.config, begin, stop, again.path)
+        _replay(stored, begin, stop, again.path)
         found = parting(stored, again, range(begin, stop))
+        other_file = files_differ(stored, again, range(begin, stop))
         other_adapter = adapters_differ(stored, again)
         lines = list(parting_lines(stored, again, found))
         content = parting_json(stored, again, found)
-    equal = found is None and other_adapter is None
+    equal = found is None and not other_file and other_adapter is None
     if as_json:
-        span = {"steps": [begin, stop], "equal": equal, "other_adapter": other_adapter}
+        span = {"steps": [begin, stop], "equal": equal}
+        span |= {"other_file": other_file or None, "other_adapter": other_adapter}
         print(json.dumps(span | content, indent=2))
     elif equal:
         print(f"Verified: steps {begin} to {stop - 1} of {run} are the same, byte for byte.")
-    else:
-        if found is None:
-            lines = [f"Records are equal, and the adapter after {other_adapter} steps is another."]
+    elif found:
         print("\n".join(lines))
+    else:
+        print(f"Records are equal, and {_other(other_file, other_adapter)}.")
     if not equal:
         raise typer.Exit(1)
+
+
+def _asked(run: "StoredRun", steps: str, trust: bool) -> tuple[int, int]:
+    """The checkpoint to begin at and the step to stop before. Raises ConfigurationError for a run
+    or steps that cannot be verified.
+    """
+    from retrain.records.run_folder import refuse_foreign_code
+    from retrain.run.replay import nearest_checkpoint
+
+    if not trust:
+        refuse_foreign_code(run.config, "verifying it")
+    _refuse_served(run)
+    start, stop = _range(steps, run)
+    return nearest_checkpoint(run.folder, start), stop
+
+
+def _other(file: str, adapter: int | None) -> str:
+    if file:
+        return f"{file} holds other answers or tokens"
+    return f"the adapter after {adapter} steps is another"
+
+
+def _replay(run: "StoredRun", start: int, stop: int, scratch: Path) -> None:
+    """Take the steps again; a damaged file is named where it lies, and not as its copy."""
+    from retrain.run.replay import replay
+
+    try:
+        replay(run.folder, run.config, start, stop, scratch)
+    except RunFailed as error:
+        raise RunFailed(str(error).replace(str(scratch), str(run.path))) from error
 
 
 def _refuse_served(run: "StoredRun") -> None:

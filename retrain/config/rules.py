@@ -535,10 +535,12 @@ def _grid_varies_keys_of_a_run(config: AllSections) -> Iterator[Violation]:
         return
     for path, values in config.campaign.grid.items():
         if not is_settable(path) or not values:
+            why = "gives no value" if is_settable(path) else "names no key that a grid may vary"
             yield Violation(
                 ("campaign.grid",),
-                f'[campaign.grid] "{path}" = {toml_value(values)} varies nothing; name a key of a'
-                ' run and its values, such as "training.lr" = [1e-5, 4e-5]',
+                f'[campaign.grid] "{path}" = {toml_value(values)} {why}; name a key of a'
+                ' run and its values, such as "training.lr" = [1e-5, 4e-5], and write algorithms'
+                " and seeds as [[campaign.conditions]] and [campaign] seeds",
             )
         for number, condition in enumerate(config.campaign.conditions, start=1):
             if path in condition.sets:

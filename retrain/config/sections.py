@@ -46,7 +46,7 @@ from retrain.config.run_sections import (
     Squeeze,
 )
 from retrain.config.section import Section, Seed, Traits, key
-from retrain.config.values import LABEL, OpenName, check_label, check_table
+from retrain.config.values import LABEL, OpenName, check_grid, check_label
 from retrain.system import toml_value
 
 
@@ -209,7 +209,7 @@ class Campaign(Section):
     conditions: list[Condition] = key(
         [], "The conditions; empty means the five of the standard ablation."
     )
-    grid: Annotated[dict[str, list[Any]], AfterValidator(check_table)] = key(
+    grid: Annotated[dict[str, list[Any]], AfterValidator(check_grid)] = key(
         {},
         'Values of keys, such as "training.lr" = [1e-5, 4e-5]: each condition runs with every'
         " combination. Without conditions it varies the file's own algorithm.",

@@ -190,6 +190,25 @@ def check_table(table: dict[str, Any]) -> dict[str, Any]:
     return table
 
 
+MAX_COMBINATIONS = 1000
+"""Of a grid; a campaign of more would not end, and its plan is slow to check."""
+
+
+def check_grid(table: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Check a table as `check_table` does; refuse a value that is given twice, and a grid of too
+    many combinations.
+    """
+    check_table(table)
+    for path, values in table.items():
+        twice = next((one for place, one in enumerate(values) if one in values[:place]), None)
+        if twice is not None:
+            raise refuse(f'gives "{path}" the value {twice!r} twice')
+    size = math.prod(map(len, table.values()))
+    if size > MAX_COMBINATIONS:
+        raise refuse(f"makes {size:,} combinations, more than {MAX_COMBINATIONS:,}")
+    return table
+
+
 def check_arguments(table: dict[str, Any]) -> dict[str, Any]:
     """Check a table as `check_table` does, but allow null, which JSON has."""
     _check_item(check_serialisable(table), may_hold_null=True)

@@ -29,7 +29,8 @@ def replay(folder: RunFolder, config: TrainConfig, start: int, stop: int, scratc
     config = _in_scratch(config, scratch, resumed=start > 0)
     if start:
         _copy(folder, RunFolder(scratch), config, start)
-    skipped = read_object(folder.environment).get("parity_gate") is None
+    recorded = read_object(folder.environment) if folder.environment.is_file() else {}
+    skipped = recorded.get("parity_gate") is None
     with Session.open(
         config, overwrite=False, verbosity=Verbosity.SILENT, skip_parity=skipped
     ) as session:
