@@ -39,7 +39,7 @@ written out in float64 (`tests/test_papers.py`):
 
 ```bash
 retrain examples/papers/dapo.toml
-retrain examples/lab.toml --algorithm-mode dapo --max-steps 2      # the method alone, on the file's model and data
+retrain examples/lab.toml --algorithm-mode dapo --max-steps 2 --log-dir logs/dapo      # the method alone, on the file's model and data
 ```
 
 `algorithm_mode = "dapo"` in a file of yours means the settings that are shown here, below those of

@@ -381,7 +381,7 @@ def test_a_grid_is_stored_as_it_was_given_and_read_back() -> None:
             "54,872 combinations, more than 1,000",
         ),
         ("lr = 1", "a table of lists"),
-        ('lr = ["x"]', 'lr = "x" is a string'),
+        ('lr = ["x", 1]', '~lr=x: [training] lr = "x" is a string'),
         ("lr = [1e-4, 1e-4]", "the value 0.0001 twice"),
     ],
 )

@@ -237,3 +237,13 @@ def test_wrong_usage_is_one_sentence_and_changes_nothing(
     error = capsys.readouterr().err
     assert error.startswith("retrain: ") and error.count("\n") == 1
     assert legacy.read_text() == LEGACY
+
+
+def test_init_writes_all_files_of_a_template_or_none(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("dapo.py").write_text("mine")
+    argv = ["init", "--template", "papers/dapo", "--output"]
+    assert main([*argv, "new.toml"]) == 2
+    assert "dapo.py exists and is not overwritten" in capsys.readouterr().err
+    assert [path.name for path in Path().iterdir()] == ["dapo.py"]
+    assert main([*argv, ".", "--force"]) == 2
+    assert "is a folder; name a file" in capsys.readouterr().err

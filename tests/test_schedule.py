@@ -173,6 +173,11 @@ REFUSED = {
 }
 
 
+def test_a_schedule_of_another_kind_is_shown_as_it_was_given() -> None:
+    with pytest.raises(ConfigurationError, match=r'points = {"loss.kl_coef" = "x"} is not'):
+        config_from_toml('[schedule]\n"loss.kl_coef" = "x"\n')
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_wrong_schedule_is_a_sentence(name: str, tmp_path: Path) -> None:
     points, sentence = REFUSED[name]

@@ -36,7 +36,11 @@ def command(
         raise ConfigurationError(
             f"--template {template!r} is not known; allowed are {', '.join(names)}."
         )
-    done = {path: _write(path, text, force) for path, text in _files(template, output).items()}
+    files = _files(template, output)
+    for path, text in files.items():  # all of a template's files, or none
+        if path.is_dir() or (path.exists() and not force and not _holds(path, text)):
+            raise _exists(path)
+    done = {path: _write(path, text, force) for path, text in files.items()}
     written = [str(path) for path, is_new in done.items() if is_new]
     there = [str(path) for path, is_new in done.items() if not is_new]
     if there:
@@ -71,19 +75,30 @@ def _files(template: str, output: Path) -> dict[Path, str]:
     return files
 
 
+def _holds(path: Path, text: str) -> bool:
+    return path.is_file() and path.read_bytes() == text.encode()
+
+
+def _exists(path: Path) -> ConfigurationError:
+    if path.is_dir():
+        return ConfigurationError(
+            f"--output {path} is a folder; name a file, such as {path / 'retrain.toml'}."
+        )
+    return ConfigurationError(
+        f"{path} exists and is not overwritten; name another file with --output, or say --force."
+    )
+
+
 def _write(path: Path, text: str, force: bool) -> bool:
     """Write a file; return False for one that holds the text already."""
-    if path.is_file() and path.read_bytes() == text.encode():
+    if _holds(path, text):
         return False
     try:
         # "x" refuses an existing file without a gap between look and write
         with path.open("w" if force else "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
-        raise ConfigurationError(
-            f"{path} exists and is not overwritten; name another file with --output, or say"
-            " --force."
-        ) from error
+        raise _exists(path) from error
     except FileNotFoundError as error:
         raise ConfigurationError(
             f"--output {path}: the folder {path.parent} does not exist; create it first."

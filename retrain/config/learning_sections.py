@@ -522,7 +522,7 @@ def _open_schedule(schema: dict[str, Any]) -> None:
 
 
 class Schedule(Section):
-    """Keys that move with the step, each as "section.key" = [[step, value], ...]."""
+    """Keys that move with the step: "section.key" = [[step, value], ...]."""
 
     model_config = ConfigDict(json_schema_extra=_open_schedule)
 

@@ -429,15 +429,20 @@ def _arm_problems(config: TrainConfig) -> list[str]:
     sentences = []
     for problem, numbers in found.items():
         place, _, sentence = problem.partition(": ")
-        if len(numbers) == 1:
-            which = f"number {numbers[0]}"
-        else:
-            which = f"numbers {', '.join(map(str, numbers))}"
         shared = len(numbers) == len(config.conditions) > 1
         sentences.append(
-            problem if shared else f"{place}: [[campaign.conditions]] {which}: {sentence}"
+            problem if shared else f"{place}: {_numbered(config, numbers)}: {sentence}"
         )
     return sentences
+
+
+def _numbered(config: TrainConfig, numbers: Sequence[int]) -> str:
+    """Conditions by their numbers in the file, or by their labels where a grid made them."""
+    if config.campaign is not None and config.campaign.grid:
+        labels = [config.conditions[number - 1].label for number in numbers]
+        return f"[campaign.grid] {', '.join(labels)}"
+    plural = "s" if len(numbers) > 1 else ""
+    return f"[[campaign.conditions]] number{plural} {', '.join(map(str, numbers))}"
 
 
 def _gather_conditions(data: Sections) -> Sections:

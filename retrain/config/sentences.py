@@ -135,16 +135,20 @@ def _sentence(
         return f"{where}: {_finish(_condition_problem(loc, details))}"
     if unknown:
         return f"{where}: {_finish(_unknown_key(str(loc[0]), str(loc[1]), place))}"
-    return f"{where}: {_finish(_wrong_value(keys_by_path()[path], _value(data, path), details))}"
+    value = _value(data, path, details[0])
+    return f"{where}: {_finish(_wrong_value(keys_by_path()[path], value, details))}"
 
 
-def _value(data: Mapping[str, Any], path: str) -> Any:
-    """The value that was given, under the key's own name or an alias."""
+def _value(data: Mapping[str, Any], path: str, detail: ErrorDetails) -> Any:
+    """The value that was given, under the key's own name or an alias; the refused one where a
+    section gathered it from other names, as [schedule] does.
+    """
     for candidate in (path, *(alias for alias, canonical in ALIASES.items() if canonical == path)):
         section, _, name = candidate.partition(".")
         if name in data.get(section, {}):
             return data[section][name]
-    return None
+    inner = detail["loc"][2:3]
+    return {str(inner[0]): detail["input"]} if inner else detail["input"]
 
 
 def _unknown_section(name: str, data: Mapping[str, Any]) -> str:
