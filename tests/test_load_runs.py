@@ -96,6 +96,7 @@ def test_real_runs_compare(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(tmp_path / "gtpo", 1, algorithm={"transform_mode": "gtpo"})
+    capsys.readouterr()
     assert (
         main(
             [

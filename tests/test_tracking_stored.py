@@ -19,7 +19,7 @@ from retrain.records.jsonl import read_jsonl
 from retrain.records.run_folder import RunFolder
 from retrain.squeeze import Analysis, TableRow, analyze_adapter
 from retrain.tracking import build_tracker
-from retrain.tracking.base import Generations, Started
+from retrain.tracking.base import Generations, Started, Verbosity
 from retrain.tracking.build import track_squeeze
 from retrain.tracking.external import metrics
 from tests.runs import small_run
@@ -43,7 +43,7 @@ def session(
         settings,
         RunFolder(folder),
         condition="grpo+none",
-        quiet=True,
+        verbosity=Verbosity.SILENT,
         resumed=resumed,
         first_step=steps[0] if resumed else 0,
     )
@@ -83,7 +83,7 @@ def test_a_run_in_wandb_holds_its_names_its_numbers_and_every_completion(tmp_pat
             evaluation={"at_start": True, "max_examples": 2},
             logging=logging,
         ),
-        quiet=True,
+        verbosity=Verbosity.SILENT,
     )
     (log,) = wandb_logs(run.folder)
     seen = json.loads(wandb_read(log, "--summary"))
@@ -140,7 +140,7 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run_and_replaces_no_table(tmp_p
 def test_the_checkpoint_keeps_the_wandb_run_and_resume_uses_it(tmp_path: Path) -> None:
     small_run(
         small(tmp_path / "run", training={"max_steps": 2}, logging={"wandb_project": "p"}),
-        quiet=True,
+        verbosity=Verbosity.SILENT,
     )
     small_run(
         small(
@@ -149,7 +149,7 @@ def test_the_checkpoint_keeps_the_wandb_run_and_resume_uses_it(tmp_path: Path) -
             logging={"wandb_project": "p"},
             resume={"from": str(tmp_path / "run")},
         ),
-        quiet=True,
+        verbosity=Verbosity.SILENT,
     )
     first, second = wandb_logs(tmp_path / "run")
     state = json.loads((tmp_path / "run" / "trainer_state.json").read_text())
@@ -199,7 +199,7 @@ def test_tensorboard_shows_the_metrics_the_evaluations_and_the_completions(tmp_p
             evaluation=evaluation,
             logging={"trackers": ["tensorboard"]},
         ),
-        quiet=True,
+        verbosity=Verbosity.SILENT,
     )
     folder = RunFolder(run.folder).tensorboard
     for tag in metrics(run.records()[0]):
@@ -229,7 +229,7 @@ def test_tensorboard_shows_a_repeated_step_once_and_keeps_its_evaluation(
             config("tensorboard"),
             RunFolder(tmp_path),
             condition="grpo+none",
-            quiet=True,
+            verbosity=Verbosity.SILENT,
             resumed=resumed,
             first_step=first,
         )
