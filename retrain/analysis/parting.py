@@ -128,7 +128,6 @@ def _in_step(one: StoredRun, other: StoredRun, step: int, fields: tuple[str, ...
 
 
 _SAMPLED = ("completion_tokens_mean", "num_datums", "max_token_hit_rate")
-_LEARNED = ("loss", "reported_loss", "grad_norm")
 
 
 def _stage_of(fields: Sequence[str]) -> Stage:
