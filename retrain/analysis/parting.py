@@ -21,8 +21,8 @@ Stage = Literal[
     "prompts", "tokens", "log-probs", "rewards", "credit", "learning", "held-out", "end"
 ]
 ROUNDING = 1e-3
-"""Nats by which rounding alone moves a log-prob in 32-bit floats, and far more than it does in one
-step; half precision stays below it on most tokens."""
+"""Drift of a log-prob, in nats, up to which rounding alone explains a difference. It is far above
+the rounding of 32-bit floats in one step, and half precision stays below it on most tokens."""
 _SHOWN = 4
 
 
@@ -48,16 +48,15 @@ class Parting:
     """Steps completed before it."""
     stage: Stage
     fields: tuple[str, ...]
-    """What differs in the record: columns of metrics.jsonl, or the problem of an evaluation."""
+    """The differing columns of metrics.jsonl, or the differing problem of an evaluation."""
     token: TokenPlace | None = None
     drift: float | None = None
     """Largest |difference| of the log-probs of equal tokens, in nats; None where unrecorded."""
 
 
 def parting(one: StoredRun, other: StoredRun, steps: range) -> Parting | None:
-    """The first difference in `steps`; None if every record is equal but for what a clock measured.
-
-    A step's held-out answers come before its record, since they were made before it.
+    """Return the first difference in `steps`; None if all records are equal apart from measured
+    times. A step's held-out answers are compared before its record, since they are made first.
     """
     ours, theirs = _rows(one, steps), _rows(other, steps)
     answers, others = _evaluations(one), _evaluations(other)
@@ -74,7 +73,9 @@ def parting(one: StoredRun, other: StoredRun, steps: range) -> Parting | None:
 
 
 def _rows(run: StoredRun, steps: range) -> dict[int, dict[str, Any]]:
-    """Step -> its line of metrics.jsonl without what the clock and the machine decide."""
+    """Map each step to its line of metrics.jsonl, without the fields that depend on the clock or
+    the machine.
+    """
     lines = read_jsonl(run.folder.metrics) if run.folder.metrics.is_file() else ()
     return {
         int(line["step"]): {name: value for name, value in line.items() if name not in MEASURED}
@@ -131,7 +132,9 @@ _SAMPLED = ("completion_tokens_mean", "num_datums", "max_token_hit_rate")
 
 
 def _stage_of(fields: Sequence[str]) -> Stage:
-    """What a record's columns alone tell of the stage; sampled tokens decide all that follows."""
+    """Return the stage that a record's differing columns name. Sampled tokens come first, since all
+    later columns follow from them.
+    """
     if any(
         name in _SAMPLED or name.endswith(("entropy_mean", "surprisal_mean")) for name in fields
     ):
@@ -180,8 +183,8 @@ def _first_token(ours: "TokenTable", theirs: "TokenTable") -> TokenPlace | None:
 
 
 def causes(one: StoredRun, other: StoredRun, found: Parting | None) -> Iterator[str]:
-    """What could have made two runs part, the strongest first, each as a clause. Recorded
-    differences come first; where there is none, the place of the parting tells.
+    """Return the possible causes of a difference as clauses, the strongest first. They are the
+    recorded differences between the runs, or without any the causes typical of the stage.
     """
     recorded = [*_recorded(one, other)]
     yield from recorded
@@ -224,8 +227,8 @@ def _value(run: StoredRun, key: str) -> str:
 
 
 def files_differ(one: StoredRun, other: StoredRun, steps: range) -> str:
-    """The first file of `one` that holds other answers or tokens of `steps` than the file of
-    `other`; "" if all are equal. A file that `one` does not have is left out.
+    """Return the first file whose answers or tokens of `steps` differ between the runs; "" if all
+    are equal. Files that `one` does not have are skipped.
     """
     if one.folder.generations.is_file():
         ours, theirs = _answers(one, steps), _answers(other, steps)

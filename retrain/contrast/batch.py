@@ -31,7 +31,7 @@ from retrain.types import Group
 
 Say = Callable[[str], None]
 DEFAULT_SEEDS = 8
-"""Of a campaign, where the run is part of none."""
+"""Seeds of a campaign, for a run that is not part of one."""
 _OF_ONE_ARM = ("advantage_params", "transform_params", "params", "uncertainty_kind")
 """Keys of [algorithm] that belong to the run's own advantage or transform."""
 _SEEN = ("algorithm", "gtpo", "hicra", "loss", "planning", "sepa")
@@ -99,7 +99,7 @@ def _conditions_of(path: Path) -> dict[str, Any]:
 
 
 def _visible(config: TrainConfig, say: Say) -> TrainConfig:
-    """Take from the conditions the keys that change no gradient of rollouts that are there."""
+    """Drop from the conditions the keys that cannot change a gradient of given rollouts."""
     assert config.campaign is not None
     conditions = []
     for condition in config.conditions:
@@ -233,7 +233,7 @@ def take_batch(
 
 
 def reads_texts(arms: Sequence[Arm]) -> bool:
-    """True if some arm names a plugin or a teacher, which may read what no record has."""
+    """Return True if an arm names a plugin or a teacher; both may read texts, which records lack."""
     return any(named_code(arm.config) or arm.config.algorithm.reference for arm in arms)
 
 

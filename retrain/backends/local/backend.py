@@ -296,7 +296,7 @@ class LocalBackend(LocalFacts):
         return self._choices.gradient_checkpointing
 
     def _teaching_weights(self) -> dict[str, torch.Tensor] | None:
-        """Read the adapter that teaches; None where none does."""
+        """Read the teacher's adapter; None if the teacher is no adapter."""
         reference = self.config.algorithm.reference
         if reference in ("", "base", "gold"):
             return None
