@@ -233,7 +233,7 @@ def take_batch(
 
 
 def reads_texts(arms: Sequence[Arm]) -> bool:
-    """Return True if an arm names a plugin or a teacher; both may read texts, which records lack."""
+    """Return True if an arm names a plugin or a teacher; which may read texts that records lack."""
     return any(named_code(arm.config) or arm.config.algorithm.reference for arm in arms)
 
 
