@@ -34,7 +34,9 @@ class Budget:
     def parse(cls, text: str) -> "Budget":
         """Raises ConfigurationError for a text that is not of the form tokens=N or updates=N."""
         found = _FORM.fullmatch(text.strip())
-        size = float(found[2].replace("_", "")) if found else 0.0
+        size = 0.0
+        if found:
+            size = float(found[2].replace("_", ""))
         if found is None or size < 1 or size == float("inf"):
             raise ConfigurationError(
                 f"--at {text!r} is no budget; give tokens=N or updates=N, such as --at"

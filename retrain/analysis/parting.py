@@ -95,7 +95,9 @@ def _evaluations(run: StoredRun) -> dict[int, dict[str, Any]]:
 
 def _different(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> tuple[str, ...]:
     if one is None or other is None:
-        return () if one is other else ("step",)
+        if one is other:
+            return ()
+        return ("step",)
     names = dict.fromkeys((*one, *other))
     return tuple(name for name in names if one.get(name) != other.get(name))
 
@@ -167,7 +169,10 @@ def _first_token(ours: "TokenTable", theirs: "TokenTable") -> TokenPlace | None:
         (ids, logprobs), (other_ids, other_logprobs) = rows
         length = min(len(ids), len(other_ids))
         unequal = (ids[:length] != other_ids[:length]).nonzero()[0]
-        position = int(unequal[0]) if len(unequal) else length
+        if len(unequal):
+            position = int(unequal[0])
+        else:
+            position = length
         before = abs(logprobs[:position] - other_logprobs[:position])
         drift = max(drift, float(before.max(initial=0.0)))
         if position < max(len(ids), len(other_ids)):
@@ -212,18 +217,24 @@ def causes(one: StoredRun, other: StoredRun, found: Parting | None) -> Iterator[
 
 def _recorded(one: StoredRun, other: StoredRun) -> Iterator[str]:
     pair = [(one, other)]
-    keys = ["training.seed"] if one.seed != other.seed else []
+    keys = []
+    if one.seed != other.seed:
+        keys = ["training.seed"]
     keys += differing_keys(pair)
     if keys:
         shown = [f"{key} ({_value(one, key)}, {_value(other, key)})" for key in keys[:_SHOWN]]
-        more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+        more = ""
+        if len(keys) > _SHOWN:
+            more = f" and {len(keys) - _SHOWN} more"
         yield f"keys of the configuration: {', '.join(shown)}{more}"
     yield from differing_environment(one, other)
 
 
 def _value(run: StoredRun, key: str) -> str:
     value = run.config.value(key)
-    return "unset" if value is None else toml_value(value)
+    if value is None:
+        return "unset"
+    return toml_value(value)
 
 
 def files_differ(one: StoredRun, other: StoredRun, steps: range) -> str:

@@ -167,13 +167,17 @@ def contrast(
 
 def _cosine(one: Float64Array, other: Float64Array) -> float:
     norms = float(np.linalg.norm(one) * np.linalg.norm(other))
-    return float(one @ other) / norms if norms else 0.0
+    if norms:
+        return float(one @ other) / norms
+    return 0.0
 
 
 def _projection(one: Float64Array, direction: Float64Array) -> float:
     """Return the projection of `one` on `direction`; 0 if `direction` is 0."""
     norm = float(np.linalg.norm(direction))
-    return float(one @ direction) / norm if norm else 0.0
+    if norm:
+        return float(one @ direction) / norm
+    return 0.0
 
 
 def halves(gram: Float64Array) -> tuple[float, float, float]:

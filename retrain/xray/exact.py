@@ -205,8 +205,14 @@ class _Lab:
             reference=old[flat].flatten(),
             entropy=self._entropies(at)[flat].flatten(),
         )
-        terms = self._loss(tokens).values if self._loss else None
-        correction = self._correction(tokens) if self._correction else None
+        if self._loss:
+            terms = self._loss(tokens).values
+        else:
+            terms = None
+        if self._correction:
+            correction = self._correction(tokens)
+        else:
+            correction = None
         loss = policy_loss(tokens, self.config.loss, terms, correction)
         (gradient,) = torch.autograd.grad(loss, at)
         return -gradient
@@ -218,7 +224,8 @@ class _Lab:
         given = np.array(
             sequence_weights([2] * self.group, self._aggregation, 2, groups=[0] * self.group)
         )
-        return given / given.sum() if given.sum() else given
+        total = given.sum() or 1.0
+        return np.asarray(given / total, np.float64)
 
     def _step(self, logprobs: Float64Array, entropies: Float64Array) -> StepTokens:
         right = np.array([answer in _RIGHT for answer in _ANSWERS], np.float64)

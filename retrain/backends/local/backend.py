@@ -84,7 +84,10 @@ class LocalTrialAdapter(TrialAdapter):
 
     @torch.no_grad()
     def set(self, strength: float, without: str = "") -> None:
-        left_out = self._members[without] if without else set()
+        if without:
+            left_out = self._members[without]
+        else:
+            left_out = set()
         for number, layer in enumerate(self._layers):
             layer.change(0.0 if number in left_out else strength)
 

@@ -253,12 +253,12 @@ class Learner:
         weights = self._weights(batch, num_completions(rows))
         for cell in cells:
             self.optimizer.zero_gradients()
-            own = [row for row in batch if row.number in set(cell)]
-            pieces = self._pieces(own, share=not self.adapter.drops) if own else ()
-            for piece in pieces:
-                weighted = [weights[row.number] for row in piece.rows]
-                for learned in self._learn(replace(piece, step=step, weights=weighted)):
-                    self.optimizer.add(learned.gradients)
+            numbers = set(cell)
+            own = [row for row in batch if row.number in numbers]
+            if own:
+                for piece in self._training_pieces(own, step, weights, measured=False):
+                    for learned in self._learn(piece):
+                        self.optimizer.add(learned.gradients)
             yield torch.cat([part.flatten() for part in self.optimizer.gradients()])
         self.optimizer.zero_gradients()
 
