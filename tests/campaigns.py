@@ -49,6 +49,7 @@ def write_run(
     finished: bool = True,
     max_steps: int | None = None,
     environment: Mapping[str, Any] | None = None,
+    measured: Mapping[str, Any] | None = None,
     seconds: float = 1.0,
     tokens: int = 1,
     **sections: dict[str, Any],
@@ -56,7 +57,7 @@ def write_run(
     """A run with these correct rates, evaluated at its last step; it replaces one there.
 
     In a campaign's `runs` it has the label that its folder's name gives. No two folders' runs have
-    equal metrics.
+    equal metrics. `measured` are further fields of every step.
     """
     training = {"seed": seed, "max_steps": max_steps or len(rates)} | sections.pop("training", {})
     label = folder.name.rpartition("_s")[0] if folder.parent.name == "runs" else ""
@@ -81,7 +82,12 @@ def write_run(
     norm = zlib.crc32(folder.name.encode()) / 2**32
     records = [
         StepRecord(
-            step, config.condition_label, correct_rate=rate, mean_reward=rate, grad_norm=norm
+            step,
+            config.condition_label,
+            correct_rate=rate,
+            mean_reward=rate,
+            grad_norm=norm,
+            **(measured or {}),
         )
         for step, rate in enumerate(rates)
     ]

@@ -83,7 +83,7 @@ def test_a_run_in_wandb_holds_its_names_its_numbers_and_every_completion(tmp_pat
             evaluation={"at_start": True, "max_examples": 2},
             logging=logging,
         ),
-        verbosity=Verbosity.SILENT,
+        quiet=True,
     )
     (log,) = wandb_logs(run.folder)
     seen = json.loads(wandb_read(log, "--summary"))
@@ -140,7 +140,7 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run_and_replaces_no_table(tmp_p
 def test_the_checkpoint_keeps_the_wandb_run_and_resume_uses_it(tmp_path: Path) -> None:
     small_run(
         small(tmp_path / "run", training={"max_steps": 2}, logging={"wandb_project": "p"}),
-        verbosity=Verbosity.SILENT,
+        quiet=True,
     )
     small_run(
         small(
@@ -149,7 +149,7 @@ def test_the_checkpoint_keeps_the_wandb_run_and_resume_uses_it(tmp_path: Path) -
             logging={"wandb_project": "p"},
             resume={"from": str(tmp_path / "run")},
         ),
-        verbosity=Verbosity.SILENT,
+        quiet=True,
     )
     first, second = wandb_logs(tmp_path / "run")
     state = json.loads((tmp_path / "run" / "trainer_state.json").read_text())
@@ -199,7 +199,7 @@ def test_tensorboard_shows_the_metrics_the_evaluations_and_the_completions(tmp_p
             evaluation=evaluation,
             logging={"trackers": ["tensorboard"]},
         ),
-        verbosity=Verbosity.SILENT,
+        quiet=True,
     )
     folder = RunFolder(run.folder).tensorboard
     for tag in metrics(run.records()[0]):

@@ -41,7 +41,7 @@ EXAMPLES = {
     ),
     "export": "retrain export logs/lab --merged",
     "compare": "retrain compare logs/campaign --baseline maxrl+none",
-    "diff": "retrain diff logs/lab logs/lab-again",
+    "diff": "retrain diff logs/campaign/runs/grpo+none_s42 logs/campaign/runs/maxrl+none_s42",
     "verify": "retrain verify logs/lab --steps 40:50",
     "report": "retrain report logs/lab --serve",
     "inspect": "retrain inspect logs/lab --against gtpo_hicra",
