@@ -49,6 +49,7 @@ def command(
         planned_seeds,
         read_arms,
         reads_texts,
+        refuse_too_many,
         take_batch,
     )
     from retrain.contrast.gradients import contrast
@@ -63,6 +64,7 @@ def command(
         base = load_base(target, trust)
         chosen = read_arms(base, arms, trust=trust, say=print_progress)
         config = chosen[0].config if base.campaign else base
+        refuse_too_many(config, prompts)
         with opened(target, config, step, print_progress) as (parts, backend, state):
             batch = take_batch(
                 target, parts, state, prompts=prompts, texts=reads_texts(chosen), say=print_progress
