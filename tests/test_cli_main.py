@@ -271,6 +271,8 @@ def test_a_help_page_fits_80_columns(
         ("version --loud", "--loud is not an option of `retrain version`"),
         ("init --outputt x", "did you mean --output?"),
         ("init --output", "--output of `retrain init` takes a path"),
+        ("diff logs/lab", "`retrain diff` needs OTHER: another run's folder"),
+        ("diff", "`retrain diff` needs RUN: a run's folder"),
         ("status --watch=3", "--watch of `retrain status` takes no value"),
         (
             "status --interval 0",

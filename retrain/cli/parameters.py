@@ -218,7 +218,7 @@ def wrong_use(name: str, arguments: Sequence[str], error: Any) -> str:
             hint = f"did you mean `retrain init --template {given}`?"
         return f"`{usage_line(name)}` has no place for {given!r}; {hint}"
     if type(error).__name__ == "MissingParameter":
-        return _missing(name)
+        return _missing(name, error.param.name)
     option = getattr(error, "option_name", "")
     if not option and getattr(error, "param", None):
         option = error.param.opts[0]
@@ -232,8 +232,11 @@ def wrong_use(name: str, arguments: Sequence[str], error: Any) -> str:
     return f"{option} of `retrain {name}` takes {meant.allowed}, and got {got}."
 
 
-def _missing(name: str) -> str:
-    absent = next(each for each in parameters_of(name) if each.is_required)
+def _missing(name: str, parameter: str) -> str:
+    """`parameter` is the name in the command's signature."""
+    signature = inspect.signature(module_of(name).command, eval_str=True).parameters.values()
+    given = [each.name for each in signature if get_args(each.annotation)]
+    absent = dict(zip(given, parameters_of(name), strict=True))[parameter]
     meaning = absent.text.rstrip(".")
     if not meaning[1:2].isupper():  # TOML stays as it is
         meaning = f"{meaning[:1].lower()}{meaning[1:]}"
