@@ -62,8 +62,7 @@ def command(
         print(json.dumps(span | content, indent=2))
     elif equal:
         print(f"Verified: steps {begin} to {stop - 1} of {run} are the same, byte for byte.")
-        if missing:
-            print(f"Not there, and so not compared: {_some(missing)}.")
+        _print_absent(missing)
     elif found:
         print("\n".join(lines))
     else:
@@ -92,10 +91,11 @@ def _other(file: str, adapter: int | None) -> str:
     return f"the adapter after {adapter} steps is another"
 
 
-def _some(things: list[str]) -> str:
-    """The first of what a run does not have, and how many more there are."""
-    more = [f"and {len(things) - _SHOWN} more"] * (len(things) > _SHOWN)
-    return ", ".join([*things[:_SHOWN], *more])
+def _print_absent(things: list[str]) -> None:
+    """Print the first of what a run does not have, and how many more there are."""
+    if things:
+        more = [f"and {len(things) - _SHOWN} more"] * (len(things) > _SHOWN)
+        print(f"Not there, and so not compared: {', '.join([*things[:_SHOWN], *more])}.")
 
 
 def _replay(run: "StoredRun", start: int, stop: int, scratch: Path) -> None:
