@@ -33,9 +33,8 @@ GROUPS = {
 INTRODUCTION = """\
 # Papers
 
-Made from `examples/papers/*.toml` by `make docs`. Each file runs as it stands, in less than a
-minute on two CPU cores, and its gradient on one fixed batch is compared with the paper's formula,
-written out in float64 (`tests/test_papers.py`):
+You read a paper on RLVR and want its algorithm as a file that runs, or its settings for a model of
+yours. Each file of `examples/papers` runs as it stands, on the lab and without a GPU:
 
 ```bash
 retrain examples/papers/dapo.toml
@@ -45,6 +44,9 @@ retrain examples/lab.toml --algorithm-mode dapo --max-steps 2 --log-dir logs/dap
 `algorithm_mode = "dapo"` in a file of yours means the settings that are shown here, below those of
 the file ([recipes](advantages.md#whole-algorithms-algorithm_mode)); `retrain help papers` lists the
 names.
+
+The gradient of each on one fixed batch is compared with the paper's formula, written out in float64
+(`tests/test_papers.py`). This page is made from the files by `make docs`.
 
 In the formulas oᵢ is a completion of |oᵢ| tokens with the reward Rᵢ, G the number of completions of
 a prompt, μ the policy that sampled, π the one that learns, ρᵢₜ = π(oᵢₜ)/μ(oᵢₜ) the ratio of a

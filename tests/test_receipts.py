@@ -189,6 +189,28 @@ def test_the_first_other_token_is_placed(base: Path, copy: Path) -> None:
     assert (found.step, found.token.slot, found.token.sample, found.token.position) == (1, 1, 1, 7)
 
 
+def test_runs_with_groups_of_another_size_part_where_one_drew_more(
+    base: Path, tmp_path: Path
+) -> None:
+    few, many = (
+        small_run(
+            small(
+                tmp_path / str(size),
+                **EVERY_STEP,
+                training={"batch_size": 1, "group_size": size, "max_steps": 1},
+            ),
+            quiet=True,
+        ).folder
+        for size in (2, 4)
+    )
+    found = parting(StoredRun(few), StoredRun(many), range(1))
+    assert found is not None and found.token is not None and found.stage == "tokens"
+    assert (found.token.slot, found.token.sample, found.token.position) == (0, 2, 0)
+    assert found.token.ids[0] is None
+    found = parting(StoredRun(base), StoredRun(many), range(1))
+    assert found is not None and found.stage == "prompts"
+
+
 @pytest.mark.parametrize(
     ("change", "cause"),
     [

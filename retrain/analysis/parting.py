@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from retrain.analysis.arms import differing_environment, differing_keys
 from retrain.analysis.runs import StoredRun
 from retrain.records.checkpoint import FINAL, MANIFEST, CheckpointStore, step_folder
@@ -37,7 +40,7 @@ class TokenPlace:
     sample: int
     position: int
     ids: tuple[int | None, int | None]
-    """The token in each run; None where a completion has ended."""
+    """The token in each run; None where a completion has ended, or the run has not drawn it."""
     drift: float
     """Largest |difference| of log-probs among the tokens before it, in nats."""
 
@@ -158,25 +161,39 @@ def _same(one: Any, other: Any) -> bool:
 
 def _first_token(ours: "TokenTable", theirs: "TokenTable") -> TokenPlace | None:
     drift = 0.0
-    for index in range(min(len(ours.slot), len(theirs.slot))):
-        rows = [
-            (table.token_ids[slice(*span)], table.logprobs[slice(*span)])
-            for table in (ours, theirs)
-            for span in [table.offsets[index : index + 2]]
-        ]
-        (ids, logprobs), (other_ids, other_logprobs) = rows
+    one, other = _completions(ours), _completions(theirs)
+    for slot, sample in sorted({*one, *other}):
+        ids, logprobs = one.get((slot, sample), _ABSENT)
+        other_ids, other_logprobs = other.get((slot, sample), _ABSENT)
         length = min(len(ids), len(other_ids))
         unequal = (ids[:length] != other_ids[:length]).nonzero()[0]
         position = int(unequal[0]) if len(unequal) else length
         before = abs(logprobs[:position] - other_logprobs[:position])
         drift = max(drift, float(before.max(initial=0.0)))
         if position < max(len(ids), len(other_ids)):
-            tokens = tuple(
-                int(each[position]) if position < len(each) else None for each in (ids, other_ids)
-            )
-            place = (int(ours.slot[index]), int(ours.sample[index]), position)
-            return TokenPlace(*place, tokens, drift)  # type: ignore[arg-type]
+            tokens = _token_at(ids, position), _token_at(other_ids, position)
+            return TokenPlace(slot, sample, position, tokens, drift)
     return None
+
+
+_ABSENT = (np.empty(0, np.int32), np.empty(0, np.float32))
+"""Of a completion that the other run alone has, where the groups are of another size."""
+
+
+def _completions(
+    table: "TokenTable",
+) -> dict[tuple[int, int], tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]]:
+    """Slot and sample -> token ids and log-probs."""
+    return {
+        (int(slot), int(sample)): (table.token_ids[start:end], table.logprobs[start:end])
+        for slot, sample, start, end in zip(
+            table.slot, table.sample, table.offsets, table.offsets[1:], strict=False
+        )
+    }
+
+
+def _token_at(ids: npt.NDArray[np.int32], position: int) -> int | None:
+    return int(ids[position]) if position < len(ids) else None
 
 
 # -- causes ----------------------------------------------------------------------------------------
