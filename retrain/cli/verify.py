@@ -41,14 +41,14 @@ def command(
     load_dotenv()
     stored = stored_run(run)
     begin, stop = _asked(stored, steps, trust)
-    print_progress(f"Taking steps {begin} to {stop - 1} of {run} again ...")
+    taken = range(begin, stop)
     with TemporaryDirectory(prefix="retrain-verify-") as scratch:
         again = StoredRun(Path(scratch) / "run")
         _replay(stored, begin, stop, again.path)
-        found = parting(stored, again, range(begin, stop))
-        other_file = files_differ(stored, again, range(begin, stop))
+        found = parting(stored, again, taken)
+        other_file = files_differ(stored, again, taken)
         other_adapter = adapters_differ(stored, again)
-        missing = absent(stored, again, range(begin, stop))
+        missing = absent(stored, again, taken)
         lines = list(parting_lines(stored, again, found))
         content = parting_json(stored, again, found)
     equal = found is None and not other_file and other_adapter is None
@@ -102,6 +102,7 @@ def _replay(run: "StoredRun", start: int, stop: int, scratch: Path) -> None:
     """Take the steps again; a damaged file is named where it lies, and not as its copy."""
     from retrain.run.replay import replay
 
+    print_progress(f"Taking steps {start} to {stop - 1} of {run.path} again ...")
     try:
         replay(run.folder, run.config, start, stop, scratch)
     except RunFailed as error:
