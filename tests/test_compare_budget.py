@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from campaigns import problems, write_run
 
-from retrain.analysis.budget import Budget
+from retrain.analysis.budget import Budget, RunAtBudget
 from retrain.cli.main import main
 from retrain.errors import ConfigurationError
 
@@ -94,6 +94,40 @@ def test_a_training_metric_ends_at_the_last_step_within_the_budget(
     assert means(found) == pytest.approx([25, 15])  # four steps of 100 tokens, two of 200
     found = compared(capsys, *arms, "--at", "tokens=250", "--metric", "auc")
     assert means(found) == pytest.approx([15, 10])
+
+
+@pytest.mark.parametrize(
+    ("change", "updates"),
+    [({"nonfinite_updates": 1}, 7), ({"num_datums": 3}, 6), ({"nonfinite_updates": 99}, 0)],
+)
+def test_updates_are_those_that_were_made(
+    change: dict[str, int], updates: int, tmp_path: Path
+) -> None:
+    """2 passes over 4 minibatches are 8; fewer completions fill fewer, and some were skipped."""
+    run = run_of(tmp_path / "run", 1, "grpo", 100, (30, 40, 50), **change)
+    spent = RunAtBudget(run, None, Budget("updates", 1)).costs
+    assert spent.tolist() == [updates * step for step in range(STEPS + 1)]
+
+
+@pytest.mark.parametrize(("size", "right"), [(250, 40), (350, 50), (200, 40)])
+def test_the_counts_are_those_of_the_nearer_evaluation(
+    size: int, right: int, tmp_path: Path
+) -> None:
+    run = run_of(tmp_path / "run", 1, "grpo", 100, (30, 40, 50))
+    answers = RunAtBudget(run, None, Budget("tokens", size)).answers
+    assert answers is not None and answers.right.sum() == right
+
+
+def test_evaluations_of_other_problems_have_no_line_between_them(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", 1, "grpo", 100, (30, 40, 50))
+    file = run / "evaluation.jsonl"
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    for record in records:
+        if record["step"] == 4:
+            record["example_id"] += "-other"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    with pytest.raises(ConfigurationError, match="other problems"):
+        _ = RunAtBudget(run, None, Budget("tokens", 300)).answers
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,12 @@ from runs import lines, small
 from retrain import train
 from retrain.config import load_config, replaced
 from retrain.errors import ConfigurationError
-from retrain.run.notebook import module_source
+from retrain.run.notebook import module_source, with_functions
 
 PATTERN = re.compile("[0-9]")
 HALF = 0.5
 OPEN_FILE = Path(__file__)
+FILES = [OPEN_FILE]
 
 
 def digits(text: str) -> int:
@@ -24,7 +25,7 @@ def digits(text: str) -> int:
 
 def even(response: str, reference: str, other: float = HALF) -> float:
     """1 where the completion has an even number of digits."""
-    return 1.0 if digits(response) % 2 == 0 else other - HALF
+    return 1.0 if digits(response) % 2 == 0 else other - 0.5  # HALF stands in the default alone
 
 
 def centred(rewards: list[float]) -> list[float]:
@@ -59,6 +60,10 @@ def long(response: str, reference: str) -> float:
 
 def opens(response: str, reference: str) -> float:
     return float(OPEN_FILE.exists())
+
+
+def counts(response: str, reference: str) -> float:
+    return float(len(FILES))
 
 
 def test_a_source_stands_alone_with_its_imports_constants_and_helpers() -> None:
@@ -106,9 +111,19 @@ x"""
         (lambda response, reference: 1.0, "define it with def"),
         (closed, "uses inside of the function around it"),
         (opens, "OPEN_FILE, a PosixPath that no file can hold"),
+        (counts, "FILES, a list that no file can hold"),
     ):
         with pytest.raises(ConfigurationError, match=said):
             module_source([function])
+
+
+def test_a_secret_in_a_function_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_API_KEY", "an even number of digits")  # stands in the docstring
+    with pytest.raises(ConfigurationError, match="holds a secret"):
+        with_functions(small(tmp_path / "run"), {"reward.type": even})
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

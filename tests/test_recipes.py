@@ -53,6 +53,7 @@ def test_a_recipe_is_the_method_of_its_file(name: str) -> None:
     assert found["algorithm"].pop("algorithm_mode") == name
     del wanted["algorithm"]["algorithm_mode"]
     assert _short(found) == wanted
+    assert recipe(name).get("reward.type") != "match"  # the lab's: a user's own reward stays
 
 
 def _short(value: Any) -> Any:

@@ -25,8 +25,8 @@ Stage = Literal[
     "prompts", "tokens", "log-probs", "rewards", "credit", "learning", "held-out", "end"
 ]
 ROUNDING = 1e-3
-"""Nats by which rounding alone moves a log-prob in 32-bit floats, and far more than it does in one
-step; half precision stays below it on most tokens."""
+"""Drift of a log-prob, in nats, up to which rounding alone explains a difference. It is far above
+the rounding of 32-bit floats in one step, and half precision stays below it on most tokens."""
 _SHOWN = 4
 _ADAPTER = "adapter_model.safetensors"
 
@@ -53,16 +53,15 @@ class Parting:
     """Steps completed before it."""
     stage: Stage
     fields: tuple[str, ...]
-    """What differs in the record: columns of metrics.jsonl, or the problem of an evaluation."""
+    """The differing columns of metrics.jsonl, or the differing problem of an evaluation."""
     token: TokenPlace | None = None
     drift: float | None = None
     """Largest |difference| of the log-probs of equal tokens, in nats; None where unrecorded."""
 
 
 def parting(one: StoredRun, other: StoredRun, steps: range) -> Parting | None:
-    """The first difference in `steps`; None if every record is equal but for what a clock measured.
-
-    A step's held-out answers come before its record, since they were made before it.
+    """Return the first difference in `steps`; None if all records are equal apart from measured
+    times. A step's held-out answers are compared before its record, since they are made first.
     """
     ours, theirs = _rows(one, steps), _rows(other, steps)
     answers, others = _evaluations(one), _evaluations(other)
@@ -79,7 +78,9 @@ def parting(one: StoredRun, other: StoredRun, steps: range) -> Parting | None:
 
 
 def _rows(run: StoredRun, steps: range) -> dict[int, dict[str, Any]]:
-    """Step -> its line of metrics.jsonl without what the clock and the machine decide."""
+    """Map each step to its line of metrics.jsonl, without the fields that depend on the clock or
+    the machine.
+    """
     lines = read_jsonl(run.folder.metrics) if run.folder.metrics.is_file() else ()
     return {
         int(line["step"]): {name: value for name, value in line.items() if name not in MEASURED}
@@ -99,7 +100,9 @@ def _evaluations(run: StoredRun) -> dict[int, dict[str, Any]]:
 
 def _different(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> tuple[str, ...]:
     if one is None or other is None:
-        return () if one is other else ("step",)
+        if one is other:
+            return ()
+        return ("step",)
     names = dict.fromkeys((*one, *other))
     return tuple(name for name in names if one.get(name) != other.get(name))
 
@@ -133,11 +136,12 @@ def _in_step(one: StoredRun, other: StoredRun, step: int, fields: tuple[str, ...
 
 
 _SAMPLED = ("completion_tokens_mean", "num_datums", "max_token_hit_rate")
-_LEARNED = ("loss", "reported_loss", "grad_norm")
 
 
 def _stage_of(fields: Sequence[str]) -> Stage:
-    """What a record's columns alone tell of the stage; sampled tokens decide all that follows."""
+    """Return the stage that a record's differing columns name. Sampled tokens come first, since all
+    later columns follow from them.
+    """
     if any(
         name in _SAMPLED or name.endswith(("entropy_mean", "surprisal_mean")) for name in fields
     ):
@@ -167,7 +171,10 @@ def _first_token(ours: "TokenTable", theirs: "TokenTable") -> TokenPlace | None:
         other_ids, other_logprobs = other.get((slot, sample), _ABSENT)
         length = min(len(ids), len(other_ids))
         unequal = (ids[:length] != other_ids[:length]).nonzero()[0]
-        position = int(unequal[0]) if len(unequal) else length
+        if len(unequal):
+            position = int(unequal[0])
+        else:
+            position = length
         before = abs(logprobs[:position] - other_logprobs[:position])
         drift = max(drift, float(before.max(initial=0.0)))
         if position < max(len(ids), len(other_ids)):
@@ -200,8 +207,8 @@ def _token_at(ids: npt.NDArray[np.int32], position: int) -> int | None:
 
 
 def causes(one: StoredRun, other: StoredRun, found: Parting | None) -> Iterator[str]:
-    """What could have made two runs part, the strongest first, each as a clause. Recorded
-    differences come first; where there is none, the place of the parting tells.
+    """Return the possible causes of a difference as clauses, the strongest first. They are the
+    recorded differences between the runs, or without any the causes typical of the stage.
     """
     recorded = [*_recorded(one, other)]
     yield from recorded
@@ -229,24 +236,30 @@ def causes(one: StoredRun, other: StoredRun, found: Parting | None) -> Iterator[
 
 def _recorded(one: StoredRun, other: StoredRun) -> Iterator[str]:
     pair = [(one, other)]
-    keys = ["training.seed"] if one.seed != other.seed else []
+    keys = []
+    if one.seed != other.seed:
+        keys = ["training.seed"]
     keys += differing_keys(pair)
     if keys:
         shown = [f"{key} ({_value(one, key)}, {_value(other, key)})" for key in keys[:_SHOWN]]
-        more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+        more = ""
+        if len(keys) > _SHOWN:
+            more = f" and {len(keys) - _SHOWN} more"
         yield f"keys of the configuration: {', '.join(shown)}{more}"
     yield from differing_environment(one, other)
 
 
 def _value(run: StoredRun, key: str) -> str:
     value = run.config.value(key)
-    return "unset" if value is None else toml_value(value)
+    if value is None:
+        return "unset"
+    return toml_value(value)
 
 
 def files_differ(one: StoredRun, other: StoredRun, steps: range) -> str:
-    """The first file of `one` that holds other answers or tokens of `steps`, or another last
-    adapter, than the file of `other`; "" if all are equal. A file that `one` does not have is left
-    out.
+    """Return the first file of `one` that holds other answers or tokens of `steps`, or another last
+    adapter, than the file of `other`; "" if all are equal. Files that `one` does not have are
+    skipped.
     """
     if one.folder.generations.is_file():
         ours, theirs = _answers(one, steps), _answers(other, steps)

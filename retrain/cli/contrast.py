@@ -63,7 +63,9 @@ def command(
     with redirect_stdout(sys.stderr):  # what a plugin prints is no part of the result
         base = load_base(target, trust)
         chosen = read_arms(base, arms, trust=trust, say=print_progress)
-        config = chosen[0].config if base.campaign else base
+        config = base
+        if base.campaign:
+            config = chosen[0].config
         refuse_too_many(config, prompts)
         with opened(target, config, step, print_progress) as (parts, backend, state):
             batch = take_batch(

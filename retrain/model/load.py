@@ -300,7 +300,7 @@ def find_head(model: "PreTrainedModel", decoder: nn.Module, name: str) -> Head:
 
 
 def _numbers(settings: Any, names: Sequence[str]) -> list[float]:
-    """The attributes of these names that are there and not 0."""
+    """Return those of the named attributes that exist and are not 0."""
     values = [getattr(settings, name, None) for name in names]
     return [float(value) for value in values if value]
 

@@ -68,7 +68,9 @@ def evaluated_once(
     while not _taken(lock):
         check()
     try:
-        stored = read_object(file) if file.exists() else {}
+        stored = {}
+        if file.exists():
+            stored = read_object(file)
         if stored.get("inputs") == inputs:
             problems = [EvaluationRecord.from_json(line, file) for line in stored["problems"]]
             return Evaluation(0, problems, evaluator.ks, tokens=stored["tokens"])

@@ -125,7 +125,9 @@ def _define(name: str, value: Any, lines: dict[str, str], asked: str) -> None:
 
 
 def _import_line(module: str, name: str) -> str:
-    return f"import {module}" if module == name else f"import {module} as {name}"
+    if module == name:
+        return f"import {module}"
+    return f"import {module} as {name}"
 
 
 def _reads_back(value: Any) -> bool:

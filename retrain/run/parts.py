@@ -146,7 +146,10 @@ def _load_rest(
         undo.callback(stage.host.close)
     prompts = load_prompts(config, text, stage, say)
     check_answers(config, prompts.examples)
-    note = "" if stage else unasked_note(config, prompts.texts)
+    if stage:
+        note = ""
+    else:
+        note = unasked_note(config, prompts.texts)
     if note:
         say(note)
     held_out = None
@@ -164,7 +167,10 @@ def _load_rest(
     undo.pop_all()
     decode = text.vocabulary.text
     sampler_of = partial(Sampler, backend.engine, text=decode, world=world, stage=stage)
-    evaluator = build_evaluator(config, sampler_of(judge), held_out) if held_out else None
+    if held_out:
+        evaluator = build_evaluator(config, sampler_of(judge), held_out)
+    else:
+        evaluator = None
     return Parts(
         text,
         prompts,
@@ -344,7 +350,10 @@ def _text_key(model: Model) -> tuple[str, ...]:
 
 def load_text(model: Model, say: Say) -> TextModel:
     say(LogLine(f"Loading tokenizer for {model.model} ..."))
-    key = None if model.trust_remote_code else _text_key(model)
+    if model.trust_remote_code:
+        key = None
+    else:
+        key = _text_key(model)
     text = shared(key, lambda: load_text_model(model))
     say(LogLine("Loading vocabulary table..."))
     say(LogLine(f"Vocabulary table: {len(text.vocabulary)} entries"))
