@@ -2,7 +2,7 @@
 that they must pass.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,7 +38,7 @@ from retrain.environments.loading import (
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.inference_engine.base import Truncation
 from retrain.model.budget import longest_row
-from retrain.model.text import TextModel, load_model_config, load_text_model
+from retrain.model.text import TextModel, load_model_config, load_text_model, model_files
 from retrain.noise import Stream
 from retrain.plugins import load_plugin, user_code
 from retrain.records.run_folder import RunFolder
@@ -344,8 +344,8 @@ def load_encoder(backend: BackendSettings, name: str, world: World) -> Encoder:
     return load_sentence_encoder(name, str(choose_device(backend, world).device))
 
 
-def _text_key(model: Model) -> tuple[str, ...]:
-    return "text", model.model, model.revision
+def _text_key(model: Model) -> tuple[Hashable, ...]:
+    return "text", model.model, model.revision, *model_files(model.model)
 
 
 def load_text(model: Model, say: Say) -> TextModel:
