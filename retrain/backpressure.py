@@ -236,7 +236,7 @@ def roofline(
 
 _VISITS = 2
 """Visits to each size in the sweep: one measurement cannot tell noise from shape."""
-_LEAST_GAIN = 0.10
+_MIN_GAIN = 0.10
 """Without a coherency penalty there is no optimum; the batch grows while the last growth raised
 throughput by this fraction."""
 _ROUNDING = 1e-9
@@ -396,7 +396,7 @@ class BackpressureController:
                 (seen for seen, _ in self.observations if seen < p), default=None
             )  # the next smaller concurrency observed
             last_growth_paid = smaller is None or self._mean_at(p) >= (
-                1 + _LEAST_GAIN
+                1 + _MIN_GAIN
             ) * self._mean_at(smaller)
             return Regime.UNBOUNDED, doubled if last_growth_paid else self.batch_size
         target = settings.throttle_margin * self.law.optimum

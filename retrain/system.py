@@ -4,19 +4,16 @@ operating system knows of a process and its children.
 The standard parsers of TOML and JSON raise RecursionError for deep nesting and a bare ValueError
 for an integer of more than 4,300 digits, and they let through nesting and integers on which a later
 step would fail. Here everything that is wrong with a text is one ParseError. Every process imports
-this at its start, so nothing heavy is imported here.
+this at its start, so the parsers are imported where they are called.
 """
 
 import ctypes
-import json
 import os
 import re
 import resource
 import signal
 import sys
-import tomllib
 from collections.abc import Callable
-from datetime import date, time
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +36,15 @@ class ParseError(ValueError):
 
 def parse_toml(text: str) -> dict[str, Any]:
     """Parse a TOML document into a table. Raises ParseError."""
+    import tomllib
+
     return _parse(tomllib.loads, text, "TOML")  # type: ignore[no-any-return]  # a document is a table
 
 
 def parse_json(text: str | bytes) -> Any:
     """Parse a JSON text into a value of any kind. Raises ParseError."""
+    import json
+
     return _parse(json.loads, text, "JSON")
 
 
@@ -111,13 +112,13 @@ def _parse(loads: Callable[[Any], Any], text: str | bytes, language: str) -> Any
         value = loads(text)
     except RecursionError:
         raise ParseError(f"nests deeper than {MAX_DEPTH} levels") from None
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
+        if type(error) is ValueError:  # Python converts no longer digits to an integer
+            raise ParseError(
+                "holds an integer of more than 4,300 digits; integers have at most 64 bits"
+            ) from None
         reason = str(error)
         raise ParseError(f"is not valid {language}: {reason[:1].lower()}{reason[1:]}") from error
-    except ValueError:  # Python converts no longer digits to an integer
-        raise ParseError(
-            "holds an integer of more than 4,300 digits; integers have at most 64 bits"
-        ) from None
     problem = unholdable(value)
     if problem:
         raise ParseError(problem)
@@ -160,13 +161,15 @@ def toml_value(value: Any) -> str:
             )
             + "}"
         )
-    if isinstance(value, date | time):
-        return value.isoformat()
+    if hasattr(value, "isoformat"):  # a date or a time
+        return str(value.isoformat())
     return repr(value)
 
 
 def _string(text: str) -> str:
     """Quote a string. JSON's escapes are also TOML's, except that TOML wants DEL escaped."""
+    import json
+
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

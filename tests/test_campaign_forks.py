@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from retrain.campaign import plan_campaign
 from retrain.campaign.launch import (
@@ -30,6 +32,7 @@ from retrain.campaign.manifest import Status
 from retrain.campaign.plan import CampaignRun
 from retrain.config import config_from_mapping, dump_toml
 from retrain.model.packed import kept_fit, kept_pack, shared_packs
+from retrain.model.text import LAB_MODEL
 from retrain.run.evaluation import Evaluator
 from retrain.run.loop import train
 from retrain.run.sharing import shared, shared_parts
@@ -247,6 +250,36 @@ def test_runs_of_a_seed_are_evaluated_once_before_step_0(
         for run in runs_of(tmp_path / "alone", campaign=campaign, **settings)
         if run.name == runs[1].name
     ]
+    train(alone.config, quiet=True)
+    the_same(runs[1].folder, alone.folder)
+
+
+@pytest.mark.slow
+def test_a_model_folder_that_changes_is_read_anew(tmp_path: Path) -> None:
+    """Its weights, and the evaluation before step 0, are those of the run alone."""
+    model = shutil.copytree(LAB_MODEL, tmp_path / "model") / "model.safetensors"
+    campaign = {
+        "conditions": [
+            {"advantage_mode": mode, "transform_mode": "none"} for mode in ("grpo", "maxrl")
+        ],
+        "seeds": [1],
+        "max_steps": 1,
+    }
+    settings = {
+        "model": {"model": str(model.parent)},
+        "reward": {"type": "match"},
+        "evaluation": {"at_start": True, "max_examples": 8},
+    }
+    runs = runs_of(tmp_path / "together", campaign=campaign, **settings)
+    launcher = InProcess()
+    try:
+        assert launcher.start(runs[0], 0).poll().status is Status.DONE
+        half = {name: 0.5 * weight for name, weight in load_file(model).items()}
+        save_file(half, model, metadata={"format": "pt"})
+        assert launcher.start(runs[1], 0).poll().status is Status.DONE
+    finally:
+        launcher.close()
+    alone = runs_of(tmp_path / "alone", campaign=campaign, **settings)[1]
     train(alone.config, quiet=True)
     the_same(runs[1].folder, alone.folder)
 

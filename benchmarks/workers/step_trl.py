@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from worker import serve
 
-_PAGE, _LONGEST_PROMPT = 64, 512
+_PAGE, _MAX_PROMPT = 64, 512
 
 
 class Clock(TrainerCallback):
@@ -59,7 +59,7 @@ def paging(settings: dict[str, Any], completions: int) -> dict[str, int]:
     """A KV cache for every completion with its prompt; the default takes half of the machine's
     memory.
     """
-    pages = -(-(settings["tokens"] + _LONGEST_PROMPT) // _PAGE)
+    pages = -(-(settings["tokens"] + _MAX_PROMPT) // _PAGE)
     return {
         "page_size": _PAGE,
         "num_blocks": completions * (pages + 1),

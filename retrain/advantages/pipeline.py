@@ -140,7 +140,7 @@ class CreditPipeline:
         return resolve(kind, name, config, self.notes, params)
 
     def use(self, config: "TrainConfig") -> None:
-        """Take over the values of a step that may differ from those of another one."""
+        """Use the scheduled values of a step: each stage takes its parameters from `config`."""
         self.config = config
         for kind, params in self._params.items():
             now = params_of(kind, config)

@@ -513,8 +513,9 @@ _ENTROPIES = np.array([0.2, 2.0, 0.05, 1.1, 0.4, 2.5, 0.6, 0.8, 1.2, 0.4, 0.1, 1
 
 
 def _small(rewards: list[list[float]], config: "TrainConfig | None" = None) -> StepTokens:
-    """A made-up step of five completions with these rewards, as the sum of their parts and as the
-    reward of their only turn; with a teacher if the configuration names one.
+    """Return a made-up step of five completions with these rewards. A reward is the only part of
+    its completion and the reward of its only turn. The step has a teacher if the configuration
+    names one.
     """
     parts, teacher = 1, no_reference
     if config is not None:

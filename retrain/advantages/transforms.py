@@ -91,7 +91,7 @@ def top_share(logprobs: Numbers) -> float:
 
 
 MAX_TOP_SHARE = 0.9
-"""Beyond it `sure_sentence` warns."""
+"""`sure_sentence` warns of a larger `top_share`."""
 
 
 def sure_sentence(share: float, halves: float | None = None) -> str:

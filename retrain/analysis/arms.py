@@ -338,8 +338,8 @@ def evaluated_as(run: StoredRun) -> str:
 
 
 def evaluation_words(evaluation: Evaluation, training: Training) -> str:
-    """The way in which held-out answers are sampled, such as: temperature 1, 4 samples, at most
-    1,024 tokens; of several tasks each after its name where they differ.
+    """Describe how held-out answers are sampled, such as "temperature 1, 4 samples, at most 1,024
+    tokens". Tasks that differ are described one by one, each after its name.
     """
     parts = {
         source_task(source): _words_of(part, training)

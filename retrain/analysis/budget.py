@@ -1,8 +1,8 @@
-"""Runs at an equal budget other than steps: `retrain compare --at tokens=N | updates=N`.
+"""Compare runs after equal numbers of tokens or updates: `retrain compare --at tokens=N` or `--at
+updates=N`.
 
-A run's answers at N are between those of the evaluation before and of the one after: the rate of
-each problem is interpolated linearly in tokens or updates. A training metric is averaged over the
-last steps that N pays for.
+A problem's rate at N is interpolated linearly between the evaluations before and after N. A
+training metric is averaged over the last steps that are complete at N.
 """
 
 import re
@@ -34,7 +34,9 @@ class Budget:
     def parse(cls, text: str) -> "Budget":
         """Raises ConfigurationError for a text that is not of the form tokens=N or updates=N."""
         found = _FORM.fullmatch(text.strip())
-        size = float(found[2].replace("_", "")) if found else 0.0
+        size = 0.0
+        if found:
+            size = float(found[2].replace("_", ""))
         if found is None or size < 1 or size == float("inf"):
             raise ConfigurationError(
                 f"--at {text!r} is no budget; give tokens=N or updates=N, such as --at"
@@ -46,7 +48,7 @@ class Budget:
         return f"{self.size:,} {_UNIT[self.unit]}"
 
     def rule(self, metric: Metric) -> str:
-        """What the number of a run is, as the end of a sentence."""
+        """Say at which point a run's number is taken, as the end of a sentence."""
         if metric.k is None:
             return f"up to the last whole step within {self}"
         return (
@@ -57,17 +59,17 @@ class Budget:
 
 @dataclass(frozen=True)
 class Between(Answers):
-    """Answers at a budget between two evaluations of one run. The counts are those of the nearer
+    """Answers at a budget between two evaluations of one run. Their counts come from the nearer
     evaluation.
     """
 
     before: Answers
     after: Answers
     weight: float
-    """Of `after`, from 0 to 1."""
+    """Weight of `after`, from 0 to 1."""
 
     def rates(self, k: int = 1, unjudged: Unjudged = Unjudged.NOTHING) -> Floats:
-        """[problems] the two rates, weighed."""
+        """Return [problems] rates, the weighted mean of both evaluations."""
         rates = (one.rates(k, unjudged) for one in (self.before, self.after))
         first, second = rates
         weighed: Floats = (1 - self.weight) * first + self.weight * second
@@ -76,14 +78,14 @@ class Between(Answers):
 
 @dataclass(frozen=True)
 class RunAtBudget(StoredRun):
-    """A run as it was when it had used up a budget."""
+    """A run with its records and evaluations cut at a budget."""
 
     budget: Budget = Budget("tokens", 0)
 
     @cached_property
     def costs(self) -> Floats:
-        """[steps + 1] what the first n steps took, from n = 0. Raises ConfigurationError where the
-        records do not tell.
+        """Return [steps + 1] tokens or updates used after 0, 1, ... steps. Raises
+        ConfigurationError if the records lack the numbers.
         """
         records = list(StepRecord.read(self.folder.metrics))
         if self.budget.unit == "tokens":
@@ -161,14 +163,14 @@ class RunAtBudget(StoredRun):
 
 
 def _tokens(record: StepRecord) -> float | None:
-    """Recorded as a rate over the step's seconds, so the product is whole but for its rounding."""
+    """Return the step's sampled tokens: recorded tokens per second times seconds, rounded."""
     if record.tokens_per_s is None or record.step_time_s is None:
         return None
     return round(record.tokens_per_s * record.step_time_s)
 
 
 def _updates(record: StepRecord, run: StoredRun) -> float | None:
-    """The passes over as many minibatches as the step's completions fill, less those skipped."""
+    """Return the step's optimizer updates: passes times minibatches, less the skipped ones."""
     if record.num_datums is None:
         return None
     training = run.config.training
@@ -179,7 +181,7 @@ def _updates(record: StepRecord, run: StoredRun) -> float | None:
 def at_budget(
     grouped: RunsByCondition, budget: Budget, metric: Metric
 ) -> tuple[RunsByCondition, Metric]:
-    """The same runs at the budget, and the metric with the rule in its words."""
+    """Return the runs cut at the budget, and the metric with the rule in its description."""
     what = metric.description.removesuffix(" at the last evaluation")
     metric = replace(metric, description=f"{what} {budget.rule(metric)}")
     conditions: dict[str, dict[int, StoredRun]] = {

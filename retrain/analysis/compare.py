@@ -1,7 +1,6 @@
-"""Compare conditions with a baseline: the runs of a campaign, or runs given by folder. With the
-notes on the comparison as a whole, one sentence each.
+"""Compare conditions with a baseline: the runs of a campaign, or runs given by folder. The notes on
+the whole comparison are one sentence each.
 
-from itertools import chain
 The unit is the run. A contrast is the list of differences between two runs of one seed; `verdict`
 draws the conclusion.
 """
@@ -231,7 +230,7 @@ class Comparison:
     looks: Sequence[Look] = ()
     """The looks of the campaign; empty unless the comparison is as planned."""
     budget: Budget | None = None
-    """Where in the runs it is; None: at their end."""
+    """The budget at which runs are compared; None: at their end."""
     grid: Sequence[str] = ()
     """The keys that [campaign.grid] varies, whose conditions are ranked."""
 
@@ -256,11 +255,11 @@ def compare_campaign(
     record: CampaignRecord | None = None,
     budget: Budget | None = None,
 ) -> Comparison:
-    """Every condition of a campaign against `baseline`, by default its first; `control` takes the
-    one trained on random rewards.
+    """Compare every condition of a campaign with `baseline`, by default its first condition. With
+    `control` the baseline is the condition trained on random rewards.
 
-    `pairs` names the contrasts of the family instead. `record` is the plan and the looks, by
-    default those of the manifest.
+    `pairs` names the contrasts of the family instead. `record` holds the plan and the looks, by
+    default from the manifest. Raises ConfigurationError for labels that the campaign does not have.
     """
     runs, record = campaign_runs(folder), record or CampaignRecord.read(folder)
     grouped, unlisted = (
@@ -307,7 +306,9 @@ def _check_contrasts(pairs: Sequence[PairOfLabels], grouped: RunsByCondition, fo
 def _baseline(
     given: str | None, pairs: Sequence[PairOfLabels], grouped: RunsByCondition, folder: Path
 ) -> str:
-    """The baseline's label: as given, else that of the first pair, else the first condition."""
+    """Return the baseline's label: the given one, else the second of the first pair, else the first
+    condition. Raises ConfigurationError for an unknown label.
+    """
     labels = list(grouped.conditions)
     if given is None:
         if pairs:

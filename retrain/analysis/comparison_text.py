@@ -253,7 +253,7 @@ def ranked(comparison: Comparison) -> list[ArmSummary]:
 
 
 def ranking(comparison: Comparison) -> Iterator[str]:
-    """The order of a grid's conditions, and why it is no test."""
+    """Write the order of a grid's conditions, and say that the order is not tested."""
     order = ranked(comparison)
     if len(order) < 2:
         return

@@ -15,7 +15,7 @@ from retrain.analysis.verdict import FEW_PROBLEMS, Verdict
 from retrain.records.terminal import counted
 
 _MIN_CORRELATED = 6
-"""Pairs whose correlation is shown; that of three may be anything."""
+"""Minimum number of pairs whose correlation is shown; with three it is mostly chance."""
 _DIFFERENCES = (Verdict.IMPROVEMENT, Verdict.WORSE, Verdict.DIFFERENT)
 
 

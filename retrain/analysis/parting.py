@@ -4,6 +4,7 @@ and what could have caused it.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -11,11 +12,11 @@ import numpy.typing as npt
 
 from retrain.analysis.arms import differing_environment, differing_keys
 from retrain.analysis.runs import StoredRun
-from retrain.records.checkpoint import CheckpointStore, step_folder
+from retrain.records.checkpoint import FINAL, MANIFEST, CheckpointStore, step_folder
 from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.entries import MEASURED
 from retrain.records.jsonl import read_jsonl
-from retrain.system import toml_value
+from retrain.system import read_object, toml_value
 
 if TYPE_CHECKING:
     from retrain.records.token_table import TokenTable
@@ -24,9 +25,10 @@ Stage = Literal[
     "prompts", "tokens", "log-probs", "rewards", "credit", "learning", "held-out", "end"
 ]
 ROUNDING = 1e-3
-"""Nats by which rounding alone moves a log-prob in 32-bit floats, and far more than it does in one
-step; half precision stays below it on most tokens."""
+"""Drift of a log-prob, in nats, up to which rounding alone explains a difference. It is far above
+the rounding of 32-bit floats in one step, and half precision stays below it on most tokens."""
 _SHOWN = 4
+_ADAPTER = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -51,16 +53,15 @@ class Parting:
     """Steps completed before it."""
     stage: Stage
     fields: tuple[str, ...]
-    """What differs in the record: columns of metrics.jsonl, or the problem of an evaluation."""
+    """The differing columns of metrics.jsonl, or the differing problem of an evaluation."""
     token: TokenPlace | None = None
     drift: float | None = None
     """Largest |difference| of the log-probs of equal tokens, in nats; None where unrecorded."""
 
 
 def parting(one: StoredRun, other: StoredRun, steps: range) -> Parting | None:
-    """The first difference in `steps`; None if every record is equal but for what a clock measured.
-
-    A step's held-out answers come before its record, since they were made before it.
+    """Return the first difference in `steps`; None if all records are equal apart from measured
+    times. A step's held-out answers are compared before its record, since they are made first.
     """
     ours, theirs = _rows(one, steps), _rows(other, steps)
     answers, others = _evaluations(one), _evaluations(other)
@@ -77,7 +78,9 @@ def parting(one: StoredRun, other: StoredRun, steps: range) -> Parting | None:
 
 
 def _rows(run: StoredRun, steps: range) -> dict[int, dict[str, Any]]:
-    """Step -> its line of metrics.jsonl without what the clock and the machine decide."""
+    """Map each step to its line of metrics.jsonl, without the fields that depend on the clock or
+    the machine.
+    """
     lines = read_jsonl(run.folder.metrics) if run.folder.metrics.is_file() else ()
     return {
         int(line["step"]): {name: value for name, value in line.items() if name not in MEASURED}
@@ -97,7 +100,9 @@ def _evaluations(run: StoredRun) -> dict[int, dict[str, Any]]:
 
 def _different(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> tuple[str, ...]:
     if one is None or other is None:
-        return () if one is other else ("step",)
+        if one is other:
+            return ()
+        return ("step",)
     names = dict.fromkeys((*one, *other))
     return tuple(name for name in names if one.get(name) != other.get(name))
 
@@ -131,11 +136,12 @@ def _in_step(one: StoredRun, other: StoredRun, step: int, fields: tuple[str, ...
 
 
 _SAMPLED = ("completion_tokens_mean", "num_datums", "max_token_hit_rate")
-_LEARNED = ("loss", "reported_loss", "grad_norm")
 
 
 def _stage_of(fields: Sequence[str]) -> Stage:
-    """What a record's columns alone tell of the stage; sampled tokens decide all that follows."""
+    """Return the stage that a record's differing columns name. Sampled tokens come first, since all
+    later columns follow from them.
+    """
     if any(
         name in _SAMPLED or name.endswith(("entropy_mean", "surprisal_mean")) for name in fields
     ):
@@ -165,7 +171,10 @@ def _first_token(ours: "TokenTable", theirs: "TokenTable") -> TokenPlace | None:
         other_ids, other_logprobs = other.get((slot, sample), _ABSENT)
         length = min(len(ids), len(other_ids))
         unequal = (ids[:length] != other_ids[:length]).nonzero()[0]
-        position = int(unequal[0]) if len(unequal) else length
+        if len(unequal):
+            position = int(unequal[0])
+        else:
+            position = length
         before = abs(logprobs[:position] - other_logprobs[:position])
         drift = max(drift, float(before.max(initial=0.0)))
         if position < max(len(ids), len(other_ids)):
@@ -198,8 +207,8 @@ def _token_at(ids: npt.NDArray[np.int32], position: int) -> int | None:
 
 
 def causes(one: StoredRun, other: StoredRun, found: Parting | None) -> Iterator[str]:
-    """What could have made two runs part, the strongest first, each as a clause. Recorded
-    differences come first; where there is none, the place of the parting tells.
+    """Return the possible causes of a difference as clauses, the strongest first. They are the
+    recorded differences between the runs, or without any the causes typical of the stage.
     """
     recorded = [*_recorded(one, other)]
     yield from recorded
@@ -227,23 +236,30 @@ def causes(one: StoredRun, other: StoredRun, found: Parting | None) -> Iterator[
 
 def _recorded(one: StoredRun, other: StoredRun) -> Iterator[str]:
     pair = [(one, other)]
-    keys = ["training.seed"] if one.seed != other.seed else []
+    keys = []
+    if one.seed != other.seed:
+        keys = ["training.seed"]
     keys += differing_keys(pair)
     if keys:
         shown = [f"{key} ({_value(one, key)}, {_value(other, key)})" for key in keys[:_SHOWN]]
-        more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+        more = ""
+        if len(keys) > _SHOWN:
+            more = f" and {len(keys) - _SHOWN} more"
         yield f"keys of the configuration: {', '.join(shown)}{more}"
     yield from differing_environment(one, other)
 
 
 def _value(run: StoredRun, key: str) -> str:
     value = run.config.value(key)
-    return "unset" if value is None else toml_value(value)
+    if value is None:
+        return "unset"
+    return toml_value(value)
 
 
 def files_differ(one: StoredRun, other: StoredRun, steps: range) -> str:
-    """The first file of `one` that holds other answers or tokens of `steps` than the file of
-    `other`; "" if all are equal. A file that `one` does not have is left out.
+    """Return the first file of `one` that holds other answers or tokens of `steps`, or another last
+    adapter, than the file of `other`; "" if all are equal. Files that `one` does not have are
+    skipped.
     """
     if one.folder.generations.is_file():
         ours, theirs = _answers(one, steps), _answers(other, steps)
@@ -254,7 +270,34 @@ def files_differ(one: StoredRun, other: StoredRun, steps: range) -> str:
         path, again = (run.folder.step_tokens(step) for run in (one, other))
         if path.is_file() and not (again.is_file() and path.read_bytes() == again.read_bytes()):
             return str(path)
+    last = stored_checkpoints(one.folder) / FINAL
+    if (last / MANIFEST).is_file() and (last / _ADAPTER).is_file():
+        end = read_object(last / MANIFEST).get("step")
+        same = [path for step, path in _adapters(other).items() if step == end]
+        if same and same[0].read_bytes() != (last / _ADAPTER).read_bytes():
+            return str(last / _ADAPTER)
     return ""
+
+
+def absent(one: StoredRun, other: StoredRun, steps: range) -> list[str]:
+    """What `other` holds of `steps` and `one` does not, so that nothing was compared with it."""
+    ours, theirs = _answers(one, steps), _answers(other, steps)
+    found = [f"the answers of step {step}" for step in theirs if step not in ours]
+    found += [
+        f"the tokens of step {step}"
+        for step in steps
+        if other.folder.step_tokens(step).is_file() and not one.folder.step_tokens(step).is_file()
+    ]
+    kept = _adapters(one)
+    found += [f"the adapter after {step} steps" for step in _adapters(other) if step not in kept]
+    return found
+
+
+def _adapters(run: StoredRun) -> dict[int, Path]:
+    """Step -> the adapter of its checkpoint, oldest first."""
+    store = CheckpointStore(stored_checkpoints(run.folder))
+    files = {step: store.folder / step_folder(step) / _ADAPTER for step in store.steps()}
+    return {step: path for step, path in files.items() if path.is_file()}
 
 
 def _answers(run: StoredRun, steps: range) -> dict[int, list[dict[str, Any]]]:
@@ -271,10 +314,8 @@ def adapters_differ(one: StoredRun, other: StoredRun) -> int | None:
     """The first step whose checkpoints exist in both runs and hold other bytes; None if all are
     equal.
     """
-    stores = [CheckpointStore(stored_checkpoints(run.folder)) for run in (one, other)]
-    for step in sorted(set(stores[0].steps()) & set(stores[1].steps())):
-        name = f"{step_folder(step)}/adapter_model.safetensors"
-        ours, theirs = (store.folder / name for store in stores)
-        if ours.is_file() and theirs.is_file() and ours.read_bytes() != theirs.read_bytes():
+    ours, theirs = _adapters(one), _adapters(other)
+    for step in ours:
+        if step in theirs and ours[step].read_bytes() != theirs[step].read_bytes():
             return step
     return None

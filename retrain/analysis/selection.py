@@ -42,7 +42,7 @@ class Request:
     record: CampaignRecord | None = None
     absences: Absences | None = None
     budget: Budget | None = None
-    """Where in a run it is compared; None: at its end."""
+    """The budget at which runs are compared; None: at their end."""
 
 
 @dataclass(frozen=True)

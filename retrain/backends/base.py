@@ -256,9 +256,9 @@ class Backend(ABC):
     def tempered_scores(
         self, rows: Sequence[Row], temperature: float, truncation: Truncation, tolerance: float
     ) -> list[Float32Array] | None:
-        """[T, 12] of each row: what [inference] calibration tests, by the learner's distribution
-        at `temperature` under `truncation` (`model.calibration.tempered_scores`); None where its
-        logits are not to be had.
+        """Return [T, 12] scores of each row, which [inference] calibration tests
+        (`model.calibration.tempered_scores`). They are under the learner's distribution at
+        `temperature` and `truncation`. None if the backend has no logits.
         """
         return None
 

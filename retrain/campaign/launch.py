@@ -76,7 +76,7 @@ class Launcher(Protocol):
 
     workers: int
     notes: list[str]
-    """Sentences about how runs are started; who has said one removes it."""
+    """Sentences about how runs are started, for the runner to print once and remove."""
 
     def start(self, run: CampaignRun, slot: int) -> Job:
         """Start a run. `slot`, from 0 to workers - 1, belongs to no other running run. Raises
@@ -189,7 +189,7 @@ class InProcess:
 
 
 COMMON = "common"
-"""The folder of what runs have in common, in the campaign's."""
+"""Name of the folder, within the campaign's, with results that runs share."""
 MAX_ANSWER = 1 << 24
 """Bytes of an outcome; what a child that a plugin left writes there without end is not read."""
 _CHUNK = 1 << 16
@@ -270,7 +270,7 @@ class Subprocesses:
         self._slots = slots
         self.workers = len(slots)
         self._parents: dict[str, ForkParent] = {}
-        """By what the base model is."""
+        """Parents by the settings of their base model."""
         self._forks = not not_forked
         self.notes = [NOT_FORKED.format(reason=not_forked) if not_forked else FORKED]
 

@@ -50,7 +50,7 @@ class Parent:
         """By process id; each socket takes signals for it and gives its exit code."""
         self._own_threads = _count_threads()
         self._threads = torch.get_num_threads()
-        """That a run has alone."""
+        """torch's threads in one run."""
         torch.set_num_threads(1)
         self._asked = os.environ.get(_TOKENIZER_THREADS)
         os.environ[_TOKENIZER_THREADS] = "false"
@@ -184,7 +184,7 @@ def prepare(request: dict[str, str]) -> None:
 
 
 def _unsaid(line: str) -> None:
-    """The run says it."""
+    """The run itself prints this line."""
 
 
 def main() -> None:

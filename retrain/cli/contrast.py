@@ -49,6 +49,7 @@ def command(
         planned_seeds,
         read_arms,
         reads_texts,
+        refuse_too_many,
         take_batch,
     )
     from retrain.contrast.gradients import contrast
@@ -62,7 +63,10 @@ def command(
     with redirect_stdout(sys.stderr):  # what a plugin prints is no part of the result
         base = load_base(target, trust)
         chosen = read_arms(base, arms, trust=trust, say=print_progress)
-        config = chosen[0].config if base.campaign else base
+        config = base
+        if base.campaign:
+            config = chosen[0].config
+        refuse_too_many(config, prompts)
         with opened(target, config, step, print_progress) as (parts, backend, state):
             batch = take_batch(
                 target, parts, state, prompts=prompts, texts=reads_texts(chosen), say=print_progress

@@ -68,12 +68,16 @@ def parting_lines(one: "StoredRun", other: "StoredRun", found: "Parting | None")
 
 def _place(found: "Parting") -> str:
     names = ", ".join(found.fields[:_SHOWN])
-    more = f" and {len(found.fields) - _SHOWN} more" if len(found.fields) > _SHOWN else ""
+    more = ""
+    if len(found.fields) > _SHOWN:
+        more = f" and {len(found.fields) - _SHOWN} more"
     return f"They part at step {found.step}, in the {found.stage}: {names}{more}."
 
 
 def _token(number: int | None) -> str:
-    return "the end" if number is None else str(number)
+    if number is None:
+        return "the end"
+    return str(number)
 
 
 def parting_json(one: "StoredRun", other: "StoredRun", found: "Parting | None") -> dict[str, Any]:

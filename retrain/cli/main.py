@@ -4,7 +4,6 @@ Nothing heavy is imported here: a command's module is imported when the command 
 """
 
 import io
-import json
 import os
 import shutil
 import sys
@@ -162,6 +161,8 @@ def _ended_by(error: RetrainError | StoppedAtOnce, arguments: Sequence[str]) -> 
         for sentence in sentences:
             print(f"retrain: {sentence}", file=sys.stderr)
         if _asks_for_json(arguments):
+            import json
+
             found = {"error": " ".join(sentences), "exit_code": error.exit_code}
             print(json.dumps(found, indent=2))
     return error.exit_code

@@ -141,7 +141,9 @@ def with_flags(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     for name in values:
         if name not in paths:
             close = nearest(name, paths)
-            hint = f"; did you mean {close}?" if close else ""
+            hint = ""
+            if close:
+                hint = f"; did you mean {close}?"
             problems.append(
                 f"with_({name}=...): no key of the configuration has the flag"
                 f" --{name.replace('_', '-')}{hint}"

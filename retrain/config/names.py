@@ -211,7 +211,9 @@ def source_task(source: str) -> str:
     name = source.removeprefix("hub:").rpartition("/")[2]
     for suffix in DATA_FILE_SUFFIXES:
         name = name.removesuffix(suffix)
-    return name.rpartition(".")[2] if is_dotted(name) else name
+    if is_dotted(name):
+        return name.rpartition(".")[2]
+    return name
 
 
 def condition_label(advantage_mode: str, transform_mode: str, algorithm_mode: str = "") -> str:
@@ -252,7 +254,9 @@ def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | 
     """The candidate closest to a mistyped word, or None when none is close. Case is ignored."""
     names = {name.lower(): name for name in candidates}
     close = get_close_matches(word[:_MAX_CHARACTERS].lower(), names, n=1, cutoff=cutoff)
-    return names[close[0]] if close else None
+    if close:
+        return names[close[0]]
+    return None
 
 
 _MAX_CHARACTERS = 100

@@ -29,7 +29,8 @@ _FOLLOWS: dict[str, tuple[str, ...]] = {
     "reward.type": ("reward.weights", "reward.combine", "reward.params", "reward.overlong_buffer"),
     "data.sampler": ("data.sampler_params",),
 }
-"""A key -> keys that are for its value alone: they go when the user sets the key otherwise."""
+"""Key -> keys that only apply to its value in the recipe; they are dropped when the user sets
+another value."""
 _MODES = ("algorithm.advantage_mode", "algorithm.transform_mode")
 Sections = dict[str, Any]
 

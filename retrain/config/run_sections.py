@@ -141,8 +141,8 @@ class Evaluation(Section):
 
     @property
     def parts(self) -> list["Evaluation"]:
-        """The evaluation of each source, with its own settings; itself where there is one source
-        without any.
+        """The evaluation of each source, with the settings of its table; this section alone if
+        there is one source without a table.
         """
         return [self._part(source) for source in self.sources]
 

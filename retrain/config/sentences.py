@@ -148,7 +148,9 @@ def _value(data: Mapping[str, Any], path: str, detail: ErrorDetails) -> Any:
         if name in data.get(section, {}):
             return data[section][name]
     inner = detail["loc"][2:3]
-    return {str(inner[0]): detail["input"]} if inner else detail["input"]
+    if inner:
+        return {str(inner[0]): detail["input"]}
+    return detail["input"]
 
 
 def _unknown_section(name: str, data: Mapping[str, Any]) -> str:

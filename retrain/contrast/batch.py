@@ -15,6 +15,7 @@ from retrain.campaign.plan import max_steps, plan_campaign
 from retrain.config import TrainConfig, config_from_mapping, load_config
 from retrain.config.load import given_values, read_toml
 from retrain.config.schema import Provenance
+from retrain.config.values import MAX_COMPLETIONS
 from retrain.data.samplers import PromptChoice
 from retrain.errors import ConfigurationError
 from retrain.inspect.credit import recorded_groups, stored_steps
@@ -31,7 +32,7 @@ from retrain.types import Group
 
 Say = Callable[[str], None]
 DEFAULT_SEEDS = 8
-"""Of a campaign, where the run is part of none."""
+"""Seeds of a campaign, for a run that is not part of one."""
 _OF_ONE_ARM = ("advantage_params", "transform_params", "params", "uncertainty_kind")
 """Keys of [algorithm] that belong to the run's own advantage or transform."""
 _SEEN = ("algorithm", "gtpo", "hicra", "loss", "planning", "sepa")
@@ -70,8 +71,10 @@ def read_arms(base: TrainConfig, path: Path | None, *, trust: bool, say: Say) ->
         campaign = _conditions_of(path)
     own = values.get("algorithm", {})
     values["algorithm"] = {key: value for key, value in own.items() if key not in _OF_ONE_ARM}
-    steps = max_steps(base) if base.campaign else base.training.max_steps
-    seeds = base.campaign.seeds[:1] if base.campaign else [max(base.training.seed, 0)]
+    if base.campaign:
+        steps, seeds = max_steps(base), base.campaign.seeds[:1]
+    else:
+        steps, seeds = base.training.max_steps, [max(base.training.seed, 0)]
     values["campaign"] = campaign | {"seeds": list(seeds), "max_steps": steps}
     planned = config_from_mapping(values, provenance=Provenance(path or base.source_path))
     runs = plan_campaign(_visible(planned, say), Path(base.logging.log_dir)).runs
@@ -95,11 +98,13 @@ def _conditions_of(path: Path) -> dict[str, Any]:
             f"{path} names no arms; write [[conditions]] with advantage_mode and transform_mode,"
             " one for each arm, or name a campaign's file."
         )
-    return {"conditions": nested["conditions"]} if "conditions" in nested else {}
+    if "conditions" in nested:
+        return {"conditions": nested["conditions"]}
+    return {}
 
 
 def _visible(config: TrainConfig, say: Say) -> TrainConfig:
-    """Take from the conditions the keys that change no gradient of rollouts that are there."""
+    """Drop from the conditions the keys that cannot change a gradient of given rollouts."""
     assert config.campaign is not None
     conditions = []
     for condition in config.conditions:
@@ -166,12 +171,18 @@ def opened(
             " one that computes here, such as --backend local."
         )
     note_secrets(config)
-    found = _checkpoint(target, step, say) if target.is_dir() else None
+    if target.is_dir():
+        found = _checkpoint(target, step, say)
+    else:
+        found = None
     if not target.is_dir() and step:
         raise ConfigurationError(
             f"--step {step} needs a run's folder, and {target} is a configuration."
         )
-    state = found.state() if found else _untrained(config)
+    if found:
+        state = found.state()
+    else:
+        state = _untrained(config)
     parts = load_parts(config, state.choices, say, learns=False)
     try:
         backend = parts.backend
@@ -193,7 +204,21 @@ def _checkpoint(target: Path, step: int | None, say: Say) -> Checkpoint | None:
     store = CheckpointStore(stored_checkpoints(StoredRun(target).folder))
     if step == 0:
         return None
-    return store.newest(say) if step is None else store.at(step)
+    if step is None:
+        return store.newest_to_read(say)
+    return store.at(step)
+
+
+def refuse_too_many(config: TrainConfig, prompts: int | None) -> None:
+    """Raise ConfigurationError for more prompts than the completions of a step may have."""
+    size = config.training.group_size
+    most = MAX_COMPLETIONS // size
+    if prompts is not None and prompts > most:
+        raise ConfigurationError(
+            f"--prompts {prompts} with [training] group_size = {size} are more than"
+            f" {MAX_COMPLETIONS:,} completions, which are held in memory at once; give {most} at"
+            " most."
+        )
 
 
 def take_batch(
@@ -233,7 +258,7 @@ def take_batch(
 
 
 def reads_texts(arms: Sequence[Arm]) -> bool:
-    """True if some arm names a plugin or a teacher, which may read what no record has."""
+    """Return True if an arm names a plugin or a teacher; which may read texts that records lack."""
     return any(named_code(arm.config) or arm.config.algorithm.reference for arm in arms)
 
 

@@ -33,27 +33,27 @@ PARTS = ("planning tokens", "right completions", "first quarter", "last quarter"
 """Parts of a batch whose share of the update is shown; wrong completions have what right ones
 leave."""
 MAX_BLOCKS = 16
-"""Prompts are put into at most so many blocks, whose gradients lie in memory together."""
+"""Maximum number of blocks of prompts; the gradients of all blocks are held in memory together."""
 _HALVINGS = 400
 SAME = 1 - 1e-6
-"""Cosine from which on two gradients are one: what single precision leaves."""
+"""Minimum cosine at which two gradients count as equal in single precision."""
 _MAX_GOLD = 256
-"""Held-out answers."""
+"""Maximum number of held-out answers."""
 
 
 @dataclass(frozen=True)
 class ArmGradient:
-    """What one batch says of one arm."""
+    """The measurements of one arm on one batch."""
 
     label: str
     norm: float
     cosine: float
-    """To the baseline's gradient; 0 where one of the two is 0."""
+    """Cosine to the baseline's gradient; 0 if either gradient is 0."""
     halves: float
     """Mean cosine between its gradients on two halves of the prompts; NaN of a single prompt."""
     halves_low: float
     halves_high: float
-    """The middle 90% of the halvings."""
+    """5% and 95% quantiles of that cosine over the halvings."""
     shares: dict[str, float]
     """Part of `PARTS` -> its share of the update: the projection of its gradient on the whole."""
     gold: float | None
@@ -79,12 +79,12 @@ class Contrast:
     """Share of sum (1-p)^2, the energy of the tokens' gradients at the logits, in the 5% least
     likely tokens."""
     steps: int
-    """Of a run."""
+    """Steps of a run."""
     seeds: int
-    """That a campaign has."""
+    """Number of seeds of the campaign."""
     arms: list[ArmGradient]
     cosines: Float64Array
-    """[A, A]"""
+    """[A, A] cosines between the gradients of the arms."""
 
     def effect(self, arm: ArmGradient) -> float | None:
         """The largest standardised difference to the baseline that a pair of runs can have: that of
@@ -167,13 +167,17 @@ def contrast(
 
 def _cosine(one: Float64Array, other: Float64Array) -> float:
     norms = float(np.linalg.norm(one) * np.linalg.norm(other))
-    return float(one @ other) / norms if norms else 0.0
+    if norms:
+        return float(one @ other) / norms
+    return 0.0
 
 
 def _projection(one: Float64Array, direction: Float64Array) -> float:
-    """Length of `one` along `direction`; 0 where that has none."""
+    """Return the projection of `one` on `direction`; 0 if `direction` is 0."""
     norm = float(np.linalg.norm(direction))
-    return float(one @ direction) / norm if norm else 0.0
+    if norm:
+        return float(one @ direction) / norm
+    return 0.0
 
 
 def halves(gram: Float64Array) -> tuple[float, float, float]:

@@ -92,8 +92,8 @@ def _query(config: "TrainConfig", split: Split) -> Query:
 
 
 def examples_key(config: "TrainConfig", split: Split) -> tuple[Hashable, ...] | None:
-    """Return what `load_examples` depends on, without reading it; None where code of the user's
-    reads.
+    """Return the values that identify the result of `load_examples`, without reading data; None if
+    the user's own code reads it.
     """
     key = source_key(_query(config, split))
     if key is None:

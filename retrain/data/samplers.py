@@ -90,7 +90,7 @@ class _Counting(PromptSampler):
                 self._count(index, group.correct, len(group))
 
     def _count(self, index: int, right: int, judged: int) -> None:
-        """Keep the newest group alone."""
+        """Keep only the counts of the newest group."""
         self.right[index], self.judged[index] = right, judged
 
     def _in_turn(self, among: npt.NDArray[np.intp], count: int, uniforms: Uniforms) -> list[int]:

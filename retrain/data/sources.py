@@ -160,8 +160,8 @@ def read_source(query: Query) -> ReadResult:
 
 
 def source_key(query: Query) -> tuple[Hashable, ...] | None:
-    """What `read_source` depends on, each file with its time and size; None where code of the
-    user's reads.
+    """Return the values that identify the result of `read_source`, with time and size of each file;
+    None if the user's own code reads it.
     """
     source, path = query.data.source, query.path
     named = source in SOURCES or source.startswith("hub:")

@@ -311,7 +311,7 @@ def explain(
 
 
 def _unique(sentences: Iterable[str]) -> tuple[str, ...]:
-    """What several runs say, once."""
+    """Return the distinct notes of several runs."""
     return tuple(dict.fromkeys(sentences))
 
 

@@ -258,7 +258,10 @@ def read_step(
     if table.mask is not None:
         planning = table.mask.astype(np.bool_)
     notes: list[str] = []
-    own = trusted(run.config) if trust else run.config
+    if trust:
+        own = trusted(run.config)
+    else:
+        own = run.config
     # The run's own credit was stored; any other is computed from the stored tokens.
     for name in against:
         config = _under(own, name)

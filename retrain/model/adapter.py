@@ -283,7 +283,7 @@ class Adapter:
 
     @contextmanager
     def holding(self, weights: dict[str, Tensor]) -> Iterator[None]:
-        """Hold other weights inside, and the bytes of before afterwards."""
+        """Context manager: use other weights inside, and restore the exact bytes at its end."""
         before = {name: own.detach().clone() for name, own in self.parameters.items()}
         self._set(weights)
         try:

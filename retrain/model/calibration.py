@@ -15,7 +15,7 @@ from retrain.model.truncation import keep_only
 DISTANCES = (0.025, 0.05, 0.1, 0.2, 0.4)
 """Distances d beyond the tolerance l0 of which likelihood ratios are taken; each is twice the one
 before."""
-_SMALLEST_LOG = -87.0
+_MIN_LOG = -87.0
 """Log-probs are held above it: a token below adds less than e^-50 to a sum."""
 
 
@@ -54,7 +54,7 @@ def _of_chunk(z: Tensor, targets: Tensor, tolerance: float) -> Tensor:
     p = exponentials(z)
     total = p.sum(-1, keepdim=True)
     p /= total
-    logprobs = z.sub_(total.log()).clamp_(min=_SMALLEST_LOG)
+    logprobs = z.sub_(total.log()).clamp_(min=_MIN_LOG)
     own = logprobs.gather(-1, targets.unsqueeze(-1))[:, 0]
     mean = (p * logprobs).sum(-1)  # -H
     scores = [mean - own, (p * (logprobs - mean.unsqueeze(-1)).square()).sum(-1)]

@@ -19,6 +19,7 @@ from retrain.model.attention import AttentionBatch
 from retrain.model.devices import choose_dtype, engine_options
 from retrain.model.head import Head
 from retrain.model.packed import hold_layers_in_float8
+from retrain.model.text import model_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -122,6 +123,7 @@ def load_base_model(
         model.trust_remote_code,
         model.load_in_4bit,
         config.inference.attention_kernel,
+        *model_files(folder_or_id),
     )
     for other in [key for key in _model_cache if key[:-1] != source]:
         del _model_cache[other]  # before the next one is loaded: there may not be memory for both
@@ -300,7 +302,7 @@ def find_head(model: "PreTrainedModel", decoder: nn.Module, name: str) -> Head:
 
 
 def _numbers(settings: Any, names: Sequence[str]) -> list[float]:
-    """The attributes of these names that are there and not 0."""
+    """Return those of the named attributes that exist and are not 0."""
     values = [getattr(settings, name, None) for name in names]
     return [float(value) for value in values if value]
 

@@ -31,7 +31,7 @@ _MIN_ELEMENTS = 150_000
 128 rows)."""
 
 
-_LARGEST_LOSS = 2.0**-39
+_MAX_LOSS = 2.0**-39
 """Relative to the largest weight of the same output: what rounds to float16's subnormal numbers may
 lose so much, all others nothing."""
 _EXPONENT = 15
@@ -171,7 +171,7 @@ def fits_half(weight: Tensor) -> bool:
     for part in torch.split(weight, _ROWS_LOOKED_AT):
         scaled = part * _scale(part)
         lost = (scaled - scaled.half().float()).abs_().amax(dim=1)
-        if not (lost <= _LARGEST_LOSS * scaled.abs().amax(dim=1)).all():  # so it is for NaN
+        if not (lost <= _MAX_LOSS * scaled.abs().amax(dim=1)).all():  # so it is for NaN
             return False
     return True
 
@@ -206,7 +206,7 @@ def computes_bf16() -> bool:
 
 
 FLOAT8 = torch.float8_e4m3fn
-_LARGEST = 448.0
+_MAX_FLOAT8 = 448.0
 """Largest finite number of e4m3."""
 
 
@@ -255,7 +255,7 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
     """(values [O, I] in 8 bits, scale [O, 1] in the dtype of `weight` [O, I]); the scales are the
     smallest that reach every weight.
     """
-    mantissa, exponent = torch.frexp(weight.float().abs().amax(dim=1, keepdim=True) / _LARGEST)
+    mantissa, exponent = torch.frexp(weight.float().abs().amax(dim=1, keepdim=True) / _MAX_FLOAT8)
     scale = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int()).masked_fill_(
         mantissa == 0, 1.0
     )

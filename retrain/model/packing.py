@@ -196,9 +196,10 @@ def _sources(block: Block, key: Tensor, value: Tensor, *, gradients: bool = Fals
     prompt = [packed[block.prompt, :, 0].transpose(0, 1).contiguous() for packed in (key, value)]
     sources = []
     for keys, values in (own, prompt):
-        grad_keys, grad_values = (
-            (torch.zeros_like(keys), torch.zeros_like(values)) if gradients else (keys, values)
-        )
+        if gradients:
+            grad_keys, grad_values = (torch.zeros_like(keys), torch.zeros_like(values))
+        else:
+            grad_keys, grad_values = (keys, values)
         sources.append(_Source(keys, values, grad_keys, grad_values, own=keys is own[0]))
     if prompt[0].shape[1]:
         return sources

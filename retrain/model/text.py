@@ -29,6 +29,7 @@ __all__ = [
     "load_model_config",
     "load_text_model",
     "load_tokenizer",
+    "model_files",
     "resolve_model",
 ]
 
@@ -73,6 +74,15 @@ def resolve_model(name: str) -> str:
     if folder.exists():
         return str(folder)
     return name
+
+
+def model_files(name: str) -> list[tuple[str, int, int]]:
+    """Return name, time of change and bytes of each file in a model's folder; [] for a hub id."""
+    folder = Path(resolve_model(name))
+    if not folder.is_dir():
+        return []
+    stats = [(file.name, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()]
+    return [(file, stat.st_mtime_ns, stat.st_size) for file, stat in stats]
 
 
 def load_text_model(model: "Model") -> TextModel:

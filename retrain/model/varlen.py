@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_LARGEST_HEAD = 256
+_MAX_HEAD = 256
 _OLDEST_GPU = (8, 0)
 
 
@@ -204,4 +204,4 @@ def fits_flash(query: Tensor) -> bool:
 
 
 def fits_head(size: int) -> bool:
-    return size % 8 == 0 and size <= _LARGEST_HEAD
+    return size % 8 == 0 and size <= _MAX_HEAD

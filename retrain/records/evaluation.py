@@ -265,11 +265,10 @@ class EvaluationFolder:
                     f"--output {output} is not an empty folder; name one that does not exist."
                 )
             return cls(output)
-        above, name = (
-            (target / "evaluations", "")
-            if target.is_dir()
-            else (Path("logs") / "evaluations", f"{target.stem}-")
-        )
+        if target.is_dir():
+            above, name = (target / "evaluations", "")
+        else:
+            above, name = (Path("logs") / "evaluations", f"{target.stem}-")
         number = 1
         while (above / f"{name}{number}").exists():
             number += 1

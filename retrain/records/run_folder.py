@@ -34,7 +34,8 @@ MARKER = ".retrain.json"
 """Name of the file that says that retrain made a folder; it holds the kind of folder and the
 format."""
 _FORMAT = 1
-"""Raised when an older retrain could no longer read a folder that is written now."""
+"""Format of a run folder. It is increased when an older retrain could no longer read the new
+folders."""
 
 
 @dataclass(frozen=True)

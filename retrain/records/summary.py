@@ -41,7 +41,9 @@ class RunSummary:
         rates = [
             f"{one.pass_at[1]:.1%}" for one in (self.before, self.after) if one and 1 in one.pass_at
         ]
-        held_out = f", held-out pass@1 {' -> '.join(rates)}" if rates else ""
+        held_out = ""
+        if rates:
+            held_out = f", held-out pass@1 {' -> '.join(rates)}"
         return f"{self.status}, {self.condition}, {self.steps} steps{held_out}"
 
     def to_json(self) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def duration(seconds: float) -> str:
 
 
 def filled_columns(rows: Sequence[Sequence[str]]) -> list[int]:
-    """The columns in which a row has something."""
+    """Return the indices of columns that are not empty in every row."""
     return [column for column, cells in enumerate(zip(*rows, strict=False)) if any(cells)]
 
 

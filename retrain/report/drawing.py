@@ -77,7 +77,7 @@ _FILE_METADATA: dict[str, dict[str, None]] = {
     "svg": {"Creator": None, "Date": None},
     "pdf": {"Creator": None, "Producer": None, "CreationDate": None},
 }
-"""Format -> what its file would otherwise say of the day and the library."""
+"""Format -> metadata that removes the date and the library version from the file."""
 _NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
 
 

@@ -138,8 +138,12 @@ def methods(data: ReportData) -> str:
     if comparison is None:
         return f"{trained} Intervals of held-out pass@1 are 95% intervals over the problems."
     level = f"{100 * (1 - comparison.test.alpha):g}%"
-    problems = f" on {counted(comparison.problems, 'problem')}" if comparison.problems else ""
-    against = f" with {comparison.baseline}" if comparison.one_baseline else ""
+    problems = ""
+    if comparison.problems:
+        problems = f" on {counted(comparison.problems, 'problem')}"
+    against = ""
+    if comparison.one_baseline:
+        against = f" with {comparison.baseline}"
     tested = "exact sign-flip tests"
     if comparison.test.rule == "evidence":
         tested = "an e-process that is looked at after every seed"

@@ -256,7 +256,9 @@ def bare(answer: str) -> str:
     if inside.endswith("\\"):
         inside = opened[: len(inside) + 1]  # this dollar is escaped
     closed = len(inside) < len(opened) or (not opened and len(answer) > 1)
-    return inside.strip() if closed else answer
+    if closed:
+        return inside.strip()
+    return answer
 
 
 def canonical_latex(answer: str) -> str:
@@ -312,7 +314,10 @@ def _nesting(text: str) -> int:
             stack.append((outside, waiting, is_script))
             outside, waiting, is_script = outside + waiting + 1, 0, False
         elif token in _CLOSING.values() or token == r"\}":
-            outside, waiting, was_script = stack.pop() if stack else (0, 0, False)
+            if stack:
+                outside, waiting, was_script = stack.pop()
+            else:
+                outside, waiting, was_script = (0, 0, False)
             waiting, is_script = waiting if was_script else 0, False
         elif token in ("^", "_"):
             waiting += token == "^" and waiting > 0

@@ -121,7 +121,9 @@ def chosen_rows(groups: Sequence[Group], seed: int, step: int) -> list[Row]:
 def warning(
     number: int, step: Calibration, total: Calibration, tolerance: float, temperature: float
 ) -> str:
-    """Say that the sampler is not the policy, on which side of it, and by how much."""
+    """Write the warning that the sampler is not the policy: whether it is flatter or sharper, and
+    by how much.
+    """
     if total.is_flat:
         side = "flatter (a higher temperature and a repetition penalty do so)"
     else:

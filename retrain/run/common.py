@@ -22,6 +22,7 @@ from retrain import __version__
 from retrain.config import TrainConfig
 from retrain.config.load import with_judging_reward
 from retrain.config.names import table
+from retrain.model.text import model_files
 from retrain.records.disk import replace_file
 from retrain.records.entries import EvaluationRecord
 from retrain.records.evaluation import Evaluation
@@ -68,7 +69,9 @@ def evaluated_once(
     while not _taken(lock):
         check()
     try:
-        stored = read_object(file) if file.exists() else {}
+        stored = {}
+        if file.exists():
+            stored = read_object(file)
         if stored.get("inputs") == inputs:
             problems = [EvaluationRecord.from_json(line, file) for line in stored["problems"]]
             return Evaluation(0, problems, evaluator.ks, tokens=stored["tokens"])
@@ -118,6 +121,7 @@ def _inputs(config: TrainConfig, parts: Parts, evaluator: Evaluator) -> dict[str
         "retrain": __version__,
         "torch": torch.__version__,
         "config": sections,
+        "model": [list(file) for file in model_files(config.model.model)],
         "choices": asdict(backend.choices) if backend.choices else None,
         "adapter": weights.hexdigest(),
         "prompts": seen.hexdigest(),

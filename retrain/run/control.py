@@ -244,6 +244,6 @@ def _trial_problem(config: TrainConfig, make: Any) -> str:
 
 
 def _record(step: int) -> StepRecord:
-    """A made-up record, in which every quantity is known."""
+    """Return a made-up record with a value in every field."""
     known = {one.name: 0.5 / (step + 1) for one in fields(StepRecord) if "better" in one.metadata}
     return StepRecord(**{**known, "step": step, "condition": "made up"})  # type: ignore[arg-type]  # integers too

@@ -124,7 +124,7 @@ class GateResult:
 
     @property
     def brief(self) -> str:
-        """What a terminal shows of it."""
+        """The short form of `line`, for a terminal."""
         found = "engine and learner not compared"
         if self.max_difference is not None:
             apart = self.mean_difference if self.half_precision else self.max_difference

@@ -2,7 +2,7 @@
 that they must pass.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,7 +38,7 @@ from retrain.environments.loading import (
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.inference_engine.base import Truncation
 from retrain.model.budget import longest_row
-from retrain.model.text import TextModel, load_model_config, load_text_model
+from retrain.model.text import TextModel, load_model_config, load_text_model, model_files
 from retrain.noise import Stream
 from retrain.plugins import load_plugin, user_code
 from retrain.records.run_folder import RunFolder
@@ -146,7 +146,10 @@ def _load_rest(
         undo.callback(stage.host.close)
     prompts = load_prompts(config, text, stage, say)
     check_answers(config, prompts.examples)
-    note = "" if stage else unasked_note(config, prompts.texts)
+    if stage:
+        note = ""
+    else:
+        note = unasked_note(config, prompts.texts)
     if note:
         say(note)
     held_out = None
@@ -164,7 +167,10 @@ def _load_rest(
     undo.pop_all()
     decode = text.vocabulary.text
     sampler_of = partial(Sampler, backend.engine, text=decode, world=world, stage=stage)
-    evaluator = build_evaluator(config, sampler_of(judge), held_out) if held_out else None
+    if held_out:
+        evaluator = build_evaluator(config, sampler_of(judge), held_out)
+    else:
+        evaluator = None
     return Parts(
         text,
         prompts,
@@ -338,13 +344,16 @@ def load_encoder(backend: BackendSettings, name: str, world: World) -> Encoder:
     return load_sentence_encoder(name, str(choose_device(backend, world).device))
 
 
-def _text_key(model: Model) -> tuple[str, ...]:
-    return "text", model.model, model.revision
+def _text_key(model: Model) -> tuple[Hashable, ...]:
+    return "text", model.model, model.revision, *model_files(model.model)
 
 
 def load_text(model: Model, say: Say) -> TextModel:
     say(LogLine(f"Loading tokenizer for {model.model} ..."))
-    key = None if model.trust_remote_code else _text_key(model)
+    if model.trust_remote_code:
+        key = None
+    else:
+        key = _text_key(model)
     text = shared(key, lambda: load_text_model(model))
     say(LogLine("Loading vocabulary table..."))
     say(LogLine(f"Vocabulary table: {len(text.vocabulary)} entries"))

@@ -29,7 +29,9 @@ def replay(folder: RunFolder, config: TrainConfig, start: int, stop: int, scratc
     config = _in_scratch(config, scratch, resumed=start > 0)
     if start:
         _copy(folder, RunFolder(scratch), config, start)
-    recorded = read_object(folder.environment) if folder.environment.is_file() else {}
+    recorded = {}
+    if folder.environment.is_file():
+        recorded = read_object(folder.environment)
     skipped = recorded.get("parity_gate") is None
     with Session.open(
         config, overwrite=False, verbosity=Verbosity.SILENT, skip_parity=skipped

@@ -293,7 +293,9 @@ class Session:
         by rank 0, which tells the others.
         """
         if self.moving.moves:
-            values = self.moving.values(step) if self.world.is_rank_zero else {}
+            values = {}
+            if self.world.is_rank_zero:
+                values = self.moving.values(step)
             self._values[step] = self.world.broadcast(values)
         return training_plan(with_values(self.config, self._values.get(step, {})).training)
 

@@ -157,7 +157,9 @@ def identical_chance(groups: Sequence[Group]) -> float:
 
 
 def calibration_fields(step: Calibration | None, total: Calibration) -> dict[str, Any]:
-    """Return what was tested in a step, and since the start of the run; nothing without a test."""
+    """Return the calibration fields of a record, for the step and since the start of the run; {}
+    without a test.
+    """
     if step is None:
         return {}
     return {

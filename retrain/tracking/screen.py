@@ -39,7 +39,10 @@ _GAP = "  "
 def title_of(config: "TrainConfig", condition: str) -> str:
     """Return a run's first line on a terminal, up to its device."""
     source = config.environment.provider or config.data.path or config.data.source
-    reward = "" if config.environment.provider else f"/{config.reward.type}"
+    if config.environment.provider:
+        reward = ""
+    else:
+        reward = f"/{config.reward.type}"
     training = config.training
     steps = counted(training.max_steps, "step")
     batch = f"{steps} of {training.batch_size} prompts x {training.group_size}"
@@ -87,7 +90,9 @@ class Rows:
             case Started() | Message():
                 return self.opening(event)
             case GroupsScored(groups):
-                shown = group_lines(groups, all_groups=True) if self._all_groups else []
+                shown = []
+                if self._all_groups:
+                    shown = group_lines(groups, all_groups=True)
                 return [[(line, "dim")] for line in shown]
             case StepRecord():
                 self._correct += [event.correct_rate] if event.correct_rate is not None else []
@@ -232,7 +237,9 @@ def sparkline(values: Sequence[float], longest: int = _MAX_SPARKS) -> str:
     cuts = [round(index * len(values) / count) for index in range(count + 1)]
     means = [sum(values[start:end]) / (end - start) for start, end in pairwise(cuts)]
     low, high = min(means), max(means)
-    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
+    scale = 0.0
+    if high > low:
+        scale = (len(_SPARKS) - 1) / (high - low)
     return "".join(_SPARKS[round((mean - low) * scale)] for mean in means)
 
 
@@ -309,7 +316,9 @@ class Bar:
     def _line(self, width: int) -> Row:
         now = self._clock()
         times = f"{_clock_time(now - self._began)} elapsed{_GAP}ETA {self._left(now)}"
-        share = self._done / self._max_steps if self._max_steps else 0.0
+        share = 0.0
+        if self._max_steps:
+            share = self._done / self._max_steps
         counts = f"{self._done}/{self._max_steps}"
         used = len(counts) + len(times) + 8
         cells = max(min(_MAX_BAR, width - used), 0)
@@ -340,4 +349,6 @@ def _clock_time(seconds: float) -> str:
     """Write a duration as 1:05 or 2:03:04."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    if hours:
+        return f"{hours}:{minutes:02d}:{rest:02d}"
+    return f"{minutes}:{rest:02d}"

@@ -38,7 +38,7 @@ _POLICIES = 6
 _AWAY = 0.1
 """Size of the step between the policy that sampled and the one that learns, in logits."""
 _EXACT = 1e-5
-"""Relative error that counts as none: advantages add a millionth to what they divide by."""
+"""Maximum relative error that counts as 0. Advantages add 1e-6 to their denominators."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,9 @@ class Exact:
     """The same where the sampling policy is `_AWAY` behind."""
 
     def sentence(self) -> str:
-        """What it climbs, or by how much it does not."""
+        """Name the objective that it climbs, or give the share of its gradient that no objective
+        explains.
+        """
         away = (
             f" A step of {_AWAY:g} in every logit off policy, {self.off_policy:.1%} of the gradient"
             " points elsewhere."
@@ -203,18 +205,27 @@ class _Lab:
             reference=old[flat].flatten(),
             entropy=self._entropies(at)[flat].flatten(),
         )
-        terms = self._loss(tokens).values if self._loss else None
-        correction = self._correction(tokens) if self._correction else None
+        if self._loss:
+            terms = self._loss(tokens).values
+        else:
+            terms = None
+        if self._correction:
+            correction = self._correction(tokens)
+        else:
+            correction = None
         loss = policy_loss(tokens, self.config.loss, terms, correction)
         (gradient,) = torch.autograd.grad(loss, at)
         return -gradient
 
     def _completion_weights(self) -> Float64Array:
-        """[G] weight of a token of each completion, times what makes it 1/G of equal ones."""
+        """Return [G] weights of the tokens of each completion, scaled to 1/G for completions of
+        equal length.
+        """
         given = np.array(
             sequence_weights([2] * self.group, self._aggregation, 2, groups=[0] * self.group)
         )
-        return given / given.sum() if given.sum() else given
+        total = given.sum() or 1.0
+        return np.asarray(given / total, np.float64)
 
     def _step(self, logprobs: Float64Array, entropies: Float64Array) -> StepTokens:
         right = np.array([answer in _RIGHT for answer in _ANSWERS], np.float64)
@@ -229,7 +240,9 @@ class _Lab:
         )
 
     def _refuse_comparing_over_the_step(self, step: StepTokens, final: Float64Array) -> None:
-        """A group alone must have the advantages that it has among all others."""
+        """Raise ConfigurationError if the advantages of a group depend on the other groups of its
+        step.
+        """
         middle = len(self.groups) // 2
         size = 2 * self.group
         part = slice(middle * size, (middle + 1) * size)

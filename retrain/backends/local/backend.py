@@ -84,7 +84,10 @@ class LocalTrialAdapter(TrialAdapter):
 
     @torch.no_grad()
     def set(self, strength: float, without: str = "") -> None:
-        left_out = self._members[without] if without else set()
+        if without:
+            left_out = self._members[without]
+        else:
+            left_out = set()
         for number, layer in enumerate(self._layers):
             layer.change(0.0 if number in left_out else strength)
 
@@ -296,7 +299,7 @@ class LocalBackend(LocalFacts):
         return self._choices.gradient_checkpointing
 
     def _teaching_weights(self) -> dict[str, torch.Tensor] | None:
-        """Read the adapter that teaches; None where none does."""
+        """Read the teacher's adapter; None if the teacher is no adapter."""
         reference = self.config.algorithm.reference
         if reference in ("", "base", "gold"):
             return None

@@ -96,7 +96,7 @@ class _Piece:
     reference: bool = False
     """Score by the frozen base, with the adapter off."""
     whole: bool = False
-    """Score over the whole vocabulary, whatever the sampler kept."""
+    """Score over the whole vocabulary and ignore `Row.kept`."""
     masks_of: int | None = None
     """Score under the dropout masks of this step."""
     temperature: float | None = None
@@ -106,7 +106,7 @@ class _Piece:
     truncation: Truncation | None = None
     """Count the tokens that it keeps, in place of log-probs."""
     tolerance: float | None = None
-    """Give `tempered_scores` at it, under `truncation`, in place of log-probs."""
+    """If set, return `tempered_scores` with this tolerance under `truncation`, and no log-probs."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Learner:
         self._score_pieces = self._pool.shared(self._score)
 
     def use(self, config: "TrainConfig") -> None:
-        """Take over the values of [loss] and [training] that may differ from step to step."""
+        """Use the values of [loss] and [training] that a schedule may move."""
         loss = config.loss
         own = [function for function in (self._own_loss, self._own_correction) if function]
         self._reference = loss.kl_coef != 0 or any(
@@ -241,11 +241,11 @@ class Learner:
     def gradients(
         self, rows: Sequence[Row], step: int, cells: Sequence[Sequence[int]]
     ) -> Iterator[Tensor]:
-        """Yield the gradient [D] of the first update that `train` would make of `rows` in one
-        minibatch, of the rows of each cell alone: their numbers in `rows`.
+        """Yield for each cell its part [D] of the gradient of the first update of `train` with one
+        minibatch. A cell lists indices of `rows`.
 
-        The weights are those of all rows, so that cells which share them out add up to the step's
-        gradient. Nothing is learned.
+        Rows have the weights that they have in the whole batch, so a partition into cells adds up
+        to the step's gradient. The adapter does not change.
         """
         check_rows(rows)
         batch = _learner_rows(rows, [row.trained for row in rows])
@@ -253,12 +253,12 @@ class Learner:
         weights = self._weights(batch, num_completions(rows))
         for cell in cells:
             self.optimizer.zero_gradients()
-            own = [row for row in batch if row.number in set(cell)]
-            pieces = self._pieces(own, share=not self.adapter.drops) if own else ()
-            for piece in pieces:
-                weighted = [weights[row.number] for row in piece.rows]
-                for learned in self._learn(replace(piece, step=step, weights=weighted)):
-                    self.optimizer.add(learned.gradients)
+            numbers = set(cell)
+            own = [row for row in batch if row.number in numbers]
+            if own:
+                for piece in self._training_pieces(own, step, weights, measured=False):
+                    for learned in self._learn(piece):
+                        self.optimizer.add(learned.gradients)
             yield torch.cat([part.flatten() for part in self.optimizer.gradients()])
         self.optimizer.zero_gradients()
 

@@ -110,7 +110,7 @@ class Service:
 
     @property
     def _advice(self) -> str:
-        """How to go on, once there is a run to go on with."""
+        """The command that resumes the run; "" before the run has a folder."""
         if not (self._folder / "config.toml").is_file():
             return ""
         return f"; continue with `{run_command(self._folder)}`"
