@@ -4,6 +4,7 @@ user sees.
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
@@ -321,3 +322,20 @@ def test_a_sure_model_is_warned_of() -> None:
     assert top_share(np.concatenate([sure, unsure])) == pytest.approx(1.0)
     assert top_share(np.log(np.full(100, 0.5))) == pytest.approx(0.05)
     assert top_share(np.zeros(10)) == 0
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_taken_for_an_untrained_one(
+    run: StoredRun, tmp_path: Path, capsys: Captured
+) -> None:
+    copy = Path(shutil.copytree(run.path, tmp_path / "copy"))
+    for path in copy.glob("checkpoints/step_*/adapter_model.safetensors"):
+        path.write_bytes(b"")
+    for command in ("contrast", "eval"):
+        assert main([command, str(copy)]) == 1
+        said = capsys.readouterr().err
+        assert "No checkpoint in" in said and said.count("trying the previous one") == 1
+
+
+def test_more_prompts_than_a_step_may_have_are_refused(run: StoredRun, capsys: Captured) -> None:
+    assert main(["contrast", str(run.path), "--prompts", "99999999999"]) == 2
+    assert "give 250000 at most" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs import lines, small
@@ -32,6 +33,31 @@ def centred(rewards: list[float]) -> list[float]:
     return [reward - mean for reward in rewards]
 
 
+NOTHING = None
+
+
+def same(response: str, reference: str) -> float:
+    return 0.0 if NOTHING is None else 1.0
+
+
+first = same
+
+
+def same(rewards: list[float]) -> list[float]:  # type: ignore[no-redef]
+    return rewards
+
+
+def _length(text: str) -> float:
+    return float(len(text))
+
+
+length = _length
+
+
+def long(response: str, reference: str) -> float:
+    return length(response)
+
+
 def opens(response: str, reference: str) -> float:
     return float(OPEN_FILE.exists())
 
@@ -50,6 +76,22 @@ def test_a_source_stands_alone_with_its_imports_constants_and_helpers() -> None:
 DIGITS = "import re\ndef digits(text): return len(re.findall('[0-9]', text))"
 
 
+def test_a_constant_of_none_and_another_name_of_a_function_are_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names: dict[str, Any] = {}
+    exec(module_source([first]), names)
+    assert names["same"]("", "") == 0.0
+    monkeypatch.setattr(_length, "__module__", "__main__")  # as in a notebook
+    exec(module_source([long]), names)
+    assert names["long"]("abc", "") == 3.0
+
+
+def test_two_functions_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="two functions are called same"):
+        module_source([first, same])
+
+
 def test_what_cannot_be_written_is_named() -> None:
     def inside(response: str, reference: str) -> float:
         return HALF
@@ -57,7 +99,15 @@ def test_what_cannot_be_written_is_named() -> None:
     def closed(response: str, reference: str) -> float:
         return float(len(inside.__name__))
 
+    def indented(response: str, reference: str) -> float:
+        return float(
+            """
+x"""
+            in response
+        )
+
     for function, said in (
+        (indented, "the source of indented is not known here"),
         (lambda response, reference: 1.0, "define it with def"),
         (closed, "uses inside of the function around it"),
         (opens, "OPEN_FILE, a PosixPath that no file can hold"),

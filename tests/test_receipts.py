@@ -107,6 +107,23 @@ def test_changed_tokens_and_changed_answers_are_found_though_the_records_are_equ
     assert not found["equal"] and found["other_file"].endswith("generations.jsonl, at step 3,")
 
 
+def test_a_changed_last_adapter_is_found(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    last = copy / "checkpoints" / "final" / "adapter_model.safetensors"
+    last.write_bytes(last.read_bytes() + b"x")
+    assert main(["verify", str(copy)]) == 1
+    assert f"{last} holds other" in capsys.readouterr().out
+
+
+def test_what_is_no_longer_there_is_named(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (copy / "tokens" / "step_3.safetensors").unlink()
+    (copy / "emergence" / "generations.jsonl").unlink()
+    shutil.rmtree(copy / "checkpoints" / "step_000004")
+    assert main(["verify", str(copy)]) == 0
+    absent = ["the answers of step 2", "the answers of step 3", "the tokens of step 3"]
+    said = ", ".join([*absent, "the adapter after 4 steps"])
+    assert f"Not there, and so not compared: {said}." in capsys.readouterr().out
+
+
 def test_a_damaged_file_is_named_where_it_lies(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ and what could have caused it.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -11,11 +12,11 @@ import numpy.typing as npt
 
 from retrain.analysis.arms import differing_environment, differing_keys
 from retrain.analysis.runs import StoredRun
-from retrain.records.checkpoint import CheckpointStore, step_folder
+from retrain.records.checkpoint import FINAL, MANIFEST, CheckpointStore, step_folder
 from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.entries import MEASURED
 from retrain.records.jsonl import read_jsonl
-from retrain.system import toml_value
+from retrain.system import read_object, toml_value
 
 if TYPE_CHECKING:
     from retrain.records.token_table import TokenTable
@@ -27,6 +28,7 @@ ROUNDING = 1e-3
 """Drift of a log-prob, in nats, up to which rounding alone explains a difference. It is far above
 the rounding of 32-bit floats in one step, and half precision stays below it on most tokens."""
 _SHOWN = 4
+_ADAPTER = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -255,8 +257,9 @@ def _value(run: StoredRun, key: str) -> str:
 
 
 def files_differ(one: StoredRun, other: StoredRun, steps: range) -> str:
-    """Return the first file whose answers or tokens of `steps` differ between the runs; "" if all
-    are equal. Files that `one` does not have are skipped.
+    """Return the first file of `one` that holds other answers or tokens of `steps`, or another last
+    adapter, than the file of `other`; "" if all are equal. Files that `one` does not have are
+    skipped.
     """
     if one.folder.generations.is_file():
         ours, theirs = _answers(one, steps), _answers(other, steps)
@@ -267,7 +270,34 @@ def files_differ(one: StoredRun, other: StoredRun, steps: range) -> str:
         path, again = (run.folder.step_tokens(step) for run in (one, other))
         if path.is_file() and not (again.is_file() and path.read_bytes() == again.read_bytes()):
             return str(path)
+    last = stored_checkpoints(one.folder) / FINAL
+    if (last / MANIFEST).is_file() and (last / _ADAPTER).is_file():
+        end = read_object(last / MANIFEST).get("step")
+        same = [path for step, path in _adapters(other).items() if step == end]
+        if same and same[0].read_bytes() != (last / _ADAPTER).read_bytes():
+            return str(last / _ADAPTER)
     return ""
+
+
+def absent(one: StoredRun, other: StoredRun, steps: range) -> list[str]:
+    """What `other` holds of `steps` and `one` does not, so that nothing was compared with it."""
+    ours, theirs = _answers(one, steps), _answers(other, steps)
+    found = [f"the answers of step {step}" for step in theirs if step not in ours]
+    found += [
+        f"the tokens of step {step}"
+        for step in steps
+        if other.folder.step_tokens(step).is_file() and not one.folder.step_tokens(step).is_file()
+    ]
+    kept = _adapters(one)
+    found += [f"the adapter after {step} steps" for step in _adapters(other) if step not in kept]
+    return found
+
+
+def _adapters(run: StoredRun) -> dict[int, Path]:
+    """Step -> the adapter of its checkpoint, oldest first."""
+    store = CheckpointStore(stored_checkpoints(run.folder))
+    files = {step: store.folder / step_folder(step) / _ADAPTER for step in store.steps()}
+    return {step: path for step, path in files.items() if path.is_file()}
 
 
 def _answers(run: StoredRun, steps: range) -> dict[int, list[dict[str, Any]]]:
@@ -284,10 +314,8 @@ def adapters_differ(one: StoredRun, other: StoredRun) -> int | None:
     """The first step whose checkpoints exist in both runs and hold other bytes; None if all are
     equal.
     """
-    stores = [CheckpointStore(stored_checkpoints(run.folder)) for run in (one, other)]
-    for step in sorted(set(stores[0].steps()) & set(stores[1].steps())):
-        name = f"{step_folder(step)}/adapter_model.safetensors"
-        ours, theirs = (store.folder / name for store in stores)
-        if ours.is_file() and theirs.is_file() and ours.read_bytes() != theirs.read_bytes():
+    ours, theirs = _adapters(one), _adapters(other)
+    for step in ours:
+        if step in theirs and ours[step].read_bytes() != theirs[step].read_bytes():
             return step
     return None

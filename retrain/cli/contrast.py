@@ -49,6 +49,7 @@ def command(
         planned_seeds,
         read_arms,
         reads_texts,
+        refuse_too_many,
         take_batch,
     )
     from retrain.contrast.gradients import contrast
@@ -65,6 +66,7 @@ def command(
         config = base
         if base.campaign:
             config = chosen[0].config
+        refuse_too_many(config, prompts)
         with opened(target, config, step, print_progress) as (parts, backend, state):
             batch = take_batch(
                 target, parts, state, prompts=prompts, texts=reads_texts(chosen), say=print_progress

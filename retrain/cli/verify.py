@@ -15,6 +15,9 @@ from retrain.errors import ConfigurationError, RunFailed
 if TYPE_CHECKING:
     from retrain.analysis.runs import StoredRun
 
+_SHOWN = 6
+"""Things that a run does not have, by name."""
+
 
 def command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder; it is only read.")],
@@ -32,28 +35,34 @@ def command(
     """Take steps of a run again, from the nearest sealed checkpoint, and compare records, answers,
     stored tokens and adapters byte for byte. Exits with 1 at the first difference.
     """
-    from retrain.analysis.parting import adapters_differ, files_differ, parting
+    from retrain.analysis.parting import absent, adapters_differ, files_differ, parting
     from retrain.analysis.runs import StoredRun, stored_run
 
     load_dotenv()
     stored = stored_run(run)
     begin, stop = _asked(stored, steps, trust)
-    print_progress(f"Taking steps {begin} to {stop - 1} of {run} again ...")
+    taken = range(begin, stop)
     with TemporaryDirectory(prefix="retrain-verify-") as scratch:
         again = StoredRun(Path(scratch) / "run")
         _replay(stored, begin, stop, again.path)
-        found = parting(stored, again, range(begin, stop))
-        other_file = files_differ(stored, again, range(begin, stop))
+        found = parting(stored, again, taken)
+        other_file = files_differ(stored, again, taken)
         other_adapter = adapters_differ(stored, again)
+        missing = absent(stored, again, taken)
         lines = list(parting_lines(stored, again, found))
         content = parting_json(stored, again, found)
     equal = found is None and not other_file and other_adapter is None
     if as_json:
         span = {"steps": [begin, stop], "equal": equal}
-        span |= {"other_file": other_file or None, "other_adapter": other_adapter}
+        span |= {
+            "other_file": other_file or None,
+            "other_adapter": other_adapter,
+            "missing": missing,
+        }
         print(json.dumps(span | content, indent=2))
     elif equal:
         print(f"Verified: steps {begin} to {stop - 1} of {run} are the same, byte for byte.")
+        _print_absent(missing)
     elif found:
         print("\n".join(lines))
     else:
@@ -78,14 +87,22 @@ def _asked(run: "StoredRun", steps: str, trust: bool) -> tuple[int, int]:
 
 def _other(file: str, adapter: int | None) -> str:
     if file:
-        return f"{file} holds other answers or tokens"
+        return f"{file} holds other answers, tokens or weights"
     return f"the adapter after {adapter} steps is another"
+
+
+def _print_absent(things: list[str]) -> None:
+    """Print the first of what a run does not have, and how many more there are."""
+    if things:
+        more = [f"and {len(things) - _SHOWN} more"] * (len(things) > _SHOWN)
+        print(f"Not there, and so not compared: {', '.join([*things[:_SHOWN], *more])}.")
 
 
 def _replay(run: "StoredRun", start: int, stop: int, scratch: Path) -> None:
     """Take the steps again; a damaged file is named where it lies, and not as its copy."""
     from retrain.run.replay import replay
 
+    print_progress(f"Taking steps {start} to {stop - 1} of {run.path} again ...")
     try:
         replay(run.folder, run.config, start, stop, scratch)
     except RunFailed as error:

@@ -15,6 +15,7 @@ from retrain.campaign.plan import max_steps, plan_campaign
 from retrain.config import TrainConfig, config_from_mapping, load_config
 from retrain.config.load import given_values, read_toml
 from retrain.config.schema import Provenance
+from retrain.config.values import MAX_COMPLETIONS
 from retrain.data.samplers import PromptChoice
 from retrain.errors import ConfigurationError
 from retrain.inspect.credit import recorded_groups, stored_steps
@@ -204,8 +205,20 @@ def _checkpoint(target: Path, step: int | None, say: Say) -> Checkpoint | None:
     if step == 0:
         return None
     if step is None:
-        return store.newest(say)
+        return store.newest_to_read(say)
     return store.at(step)
+
+
+def refuse_too_many(config: TrainConfig, prompts: int | None) -> None:
+    """Raise ConfigurationError for more prompts than the completions of a step may have."""
+    size = config.training.group_size
+    most = MAX_COMPLETIONS // size
+    if prompts is not None and prompts > most:
+        raise ConfigurationError(
+            f"--prompts {prompts} with [training] group_size = {size} are more than"
+            f" {MAX_COMPLETIONS:,} completions, which are held in memory at once; give {most} at"
+            " most."
+        )
 
 
 def take_batch(

@@ -110,13 +110,27 @@ class CheckpointStore:
 
         `beside` returns a problem outside of a checkpoint's folder that makes it unusable, or "".
         """
-        for step in reversed(self.steps()):
+        steps = self.steps()
+        for step in reversed(steps):
             found = Checkpoint(self.folder / f"step_{step:06d}", step)
             problem = _unusable(found.folder) or beside(found)
             if not problem:
                 return found
-            say(f"Checkpoint {found.folder.name} is not used: {problem}; trying the previous one.")
+            further = "; trying the previous one" if step > steps[0] else ""
+            say(f"Checkpoint {found.folder.name} is not used: {problem}{further}.")
         return None
+
+    def newest_to_read(self, say: Callable[[str], None]) -> Checkpoint | None:
+        """The newest checkpoint that verifies; None if none was made. Raises RunFailed if none of
+        those made verifies: the untrained model would answer in their place.
+        """
+        found = self.newest(say)
+        if found is None and self.steps():
+            raise RunFailed(
+                f"No checkpoint in {self.folder} can be used; put back what is missing, or name"
+                " another run."
+            )
+        return found
 
     def make_room_after(self, step: int, say: Callable[[str], None]) -> None:
         """Set the checkpoints after `step` aside, and delete what a killed save left.

@@ -69,7 +69,7 @@ def evaluate_run(
     if stored:
         store = CheckpointStore(stored_checkpoints(folder))
         if checkpoint is None:
-            found = store.newest(say)
+            found = store.newest_to_read(say)
         else:
             found = store.at(checkpoint)
         say(

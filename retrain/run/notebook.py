@@ -81,13 +81,19 @@ def _collect(function: Callable[..., Any], lines: dict[str, str], asked: str) ->
         )
     try:
         source = textwrap.dedent(inspect.getsource(function)).rstrip()
-    except (OSError, TypeError):
+        signature = _names_of_signature(source)
+    except (OSError, TypeError, SyntaxError):  # or text inside that begins left of the function
         raise ConfigurationError(
             f"{asked}: the source of {function.__name__} is not known here; write it into a file"
             " and name it in the configuration, such as my_module.my_function."
         ) from None
+    if lines.get(function.__name__, source) != source:
+        raise ConfigurationError(
+            f"{asked}: two functions are called {function.__name__}, and a module holds one of"
+            " them; rename one."
+        )
     lines[function.__name__] = ""  # so that a function that calls itself is not collected twice
-    for name in sorted(_names(function.__code__) | _names_of_signature(source)):
+    for name in sorted(_names(function.__code__) | signature):
         if name in function.__globals__ and name not in lines:
             _define(name, function.__globals__[name], lines, asked)
     del lines[function.__name__]
@@ -103,8 +109,11 @@ def _define(name: str, value: Any, lines: dict[str, str], asked: str) -> None:
         lines.setdefault("re", "import re")
         lines[name] = f"{name} = re.compile({value.pattern!r}, {value.flags})"
     elif isinstance(value, FunctionType) and home == "__main__":
-        _collect(value, lines, asked)
-    elif home != "__main__" and getattr(sys.modules.get(str(home)), name, None) is value:
+        if value.__name__ not in lines or lines[value.__name__]:  # not on the way to it
+            _collect(value, lines, asked)
+        if name != value.__name__:
+            lines[name] = f"{name} = {value.__name__}"
+    elif home and home != "__main__" and getattr(sys.modules.get(str(home)), name, None) is value:
         lines[name] = f"from {home} import {name}"
     elif isinstance(value, _CONSTANTS) and _reads_back(value):
         lines[name] = f"{name} = {value!r}"
@@ -124,7 +133,7 @@ def _import_line(module: str, name: str) -> str:
 def _reads_back(value: Any) -> bool:
     try:
         return bool(ast.literal_eval(repr(value)) == value)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last ones: too deep
         return False
 
 

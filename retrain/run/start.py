@@ -289,9 +289,7 @@ def _newest(
         passed_over.append, lambda checkpoint: folder.missing_rows(checkpoint.state())
     )
     if found is None and passed_over:
-        raise _not_resumable(
-            folder, " ".join(passed_over).removesuffix("; trying the previous one.")
-        )
+        raise _not_resumable(folder, " ".join(passed_over).removesuffix("."))
     if found is None and folder.trainer_state.exists():
         raise _not_resumable(
             folder,
