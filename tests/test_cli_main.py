@@ -11,6 +11,7 @@ from retrain.cli.run import parse_arguments
 from retrain.cli.usage import COMMANDS, FLAGS, usage
 from retrain.config.keys import all_keys
 from retrain.config.overrides import flag_table
+from retrain.errors import ConfigurationError
 
 HEAVY = (
     "torch", "transformers", "peft", "datasets", "wandb", "scipy", "pandas", "numpy", "pydantic",
@@ -343,3 +344,8 @@ def test_flags_of_the_earlier_project_are_answered_with_ours(
 ) -> None:
     assert main(["x.toml", flag, "1"]) == 2
     assert f"did you mean {ours}?" in capsys.readouterr().err
+
+
+def test_quiet_and_verbose_together_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="contradict each other"):
+        parse_arguments(["run.toml", "--quiet", "--verbose"])

@@ -260,6 +260,7 @@ def test_a_run_without_a_step_left_says_so(
     small_run(small(tmp_path, training={"max_steps": 1}), quiet=True)
     small_run(small(tmp_path, training={"max_steps": 1}, resume={"from": str(tmp_path)}))
     said = capsys.readouterr().out
+    assert "the run has taken 1, and [training] max_steps = 1" in said
     assert "train on with `retrain " in said and f"--resume {tmp_path} --max-steps 2`" in said
 
 
@@ -292,7 +293,9 @@ def test_another_schedule_or_the_old_horizon_may_be_named_with_more_steps(
 
 
 def test_the_schedule_alone_may_not_change_at_resume(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"lr_schedule = .* cannot change at resume"):
+    with pytest.raises(
+        ConfigurationError, match=r"lr_schedule = .* at resume without another max_steps;"
+    ):
         small_run(falling(tmp_path / "run", 1, lr_schedule="cosine"), quiet=True)
 
 

@@ -240,6 +240,8 @@ def parse_arguments(arguments: Sequence[str]) -> RunArguments:
                 f"{switch.partition('=')[0]} takes no value; leave {switch.partition('=')[2]!r}"
                 " out."
             )
+    if {"--quiet", "--verbose"} <= set(switches):
+        raise ConfigurationError("--quiet and --verbose contradict each other; give one of them.")
     if len(files) > 1:
         raise ConfigurationError(
             f"retrain runs one file at a time, and got {' and '.join(files)}; a value needs its"

@@ -107,7 +107,8 @@ def resume_differences(stored: TrainConfig, current: TrainConfig) -> list[str]:
     other_steps = any(key.path == "training.max_steps" for key in differing)
     return [
         f"[{key.section}] {key.name} = {shown_value(current, key.path)} differs from"
-        f" {shown_value(stored, key.path)}, the run's own value, and cannot change at resume;"
+        f" {shown_value(stored, key.path)}, the run's own value, and cannot change at resume"
+        f"{' without another max_steps' if key.path in WITH_OTHER_STEPS else ''};"
         " restore it, or start a new run."
         for key in differing
         if not key.traits.may_change_at_resume

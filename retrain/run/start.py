@@ -170,8 +170,8 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> RunStart:
         sign(store.folder, folder)
     if checkpoint:
         notes.append(f"Resuming {folder.path} after {state.step} steps.")
-        if state.step >= (steps := config.training.max_steps):
-            notes.append(_no_step_left(config, folder, steps))
+        if state.step >= config.training.max_steps:
+            notes.append(_no_step_left(config, folder, state.step))
         folder.cut_to(state, notes.append)
     else:
         notes.append(_no_checkpoint_line(folder))
@@ -250,12 +250,13 @@ def refuse_other_schedule(stored: TrainConfig, config: TrainConfig, step: int) -
 
 
 def _no_step_left(config: TrainConfig, folder: RunFolder, steps: int) -> str:
+    """Say that the run has taken `steps`, as many as it may or more, and how to go on."""
     more = f"--max-steps {2 * steps}"
     if config.training.lr_schedule != "constant":
         more += f" --lr-horizon {2 * steps}"
     return (
-        f"No step is left: [training] max_steps = {steps} is reached; train on with"
-        f" `{folder.resume_command} {more}`."
+        f"No step is left: the run has taken {steps}, and [training] max_steps ="
+        f" {config.training.max_steps}; train on with `{folder.resume_command} {more}`."
     )
 
 
