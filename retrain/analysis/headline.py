@@ -153,7 +153,10 @@ def same_runs_words(contrast: Contrast) -> str:
         which = "the pair is"
     else:
         which = f"all {pairs} pairs are"
-    return f"{which} the same run, byte for byte: what the two set differently changes nothing"
+    return (
+        f"{which} the same run, byte for byte: what the two set differently changed nothing here,"
+        " or they trained on nothing"
+    )
 
 
 def _baselines(comparison: Comparison) -> str:
