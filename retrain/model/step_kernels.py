@@ -313,21 +313,18 @@ def _draws_right(draw: Draw, logits: Tensor) -> bool:
     """
     rows, vocabulary = logits.shape
     ones = torch.ones(rows, device=logits.device)
-    halves = torch.full((rows,), 0.5, device=logits.device, dtype=torch.float64)
+    halves = 0.5 * ones.double()
     falling = torch.sort(logits.double(), dim=-1, descending=True, stable=True)
     probabilities = torch.softmax(falling.values, dim=-1)
-    top_k, top_p, min_p = [7, 0, 0], [1.0, 0.5, 1.0], [0.0, 0.0, 0.2]
+    # row 0 is cut by top_k, row 1 by top_p, row 2 by min_p
+    top_k = torch.tensor([7, 0, 0], device=logits.device)
+    top_p, min_p = (torch.tensor(cut).to(halves) for cut in ([1.0, 0.5, 1.0], [0.0, 0.0, 0.2]))
     kept = [
         7,
         int((probabilities[1].cumsum(0) < 0.5).sum()) + 1,
         int((probabilities[2] >= 0.2 * probabilities[2, 0]).sum()),
     ]
-    cuts = (
-        torch.tensor(top_k, device=logits.device),
-        halves.new_tensor(top_p),
-        halves.new_tensor(min_p),
-    )
-    truncated = draw(logits, ones, halves, cuts).double()
+    truncated = draw(logits, ones, halves, (top_k, top_p, min_p)).double()
     for row, found in enumerate(truncated.tolist()):
         # a sum of probabilities may round to the other side
         if abs(found[3] - kept[row]) > 1:
