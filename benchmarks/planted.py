@@ -56,7 +56,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "loss.entropy_coef": (0.01,),
     "lora.dropout": (0.1,),
     "model.lora_rank": (2, 8),
-    "model.lora_alpha": (4, 64),
+    "lora.alpha": (4, 64),
     "data.prompt_template": ("{prompt} ", "{prompt}?"),
     "reward.random_p": (0.4, 0.6),
     "inference.dtype": ("bf16",),
@@ -127,7 +127,7 @@ def key(bench: Bench, number: int, rng: random.Random) -> Planted:
     return name, f"keys of the configuration: {name} ("
 
 
-def byte_of_data(bench: Bench, number: int, rng: random.Random) -> Planted:
+def byte_of_data(bench: Bench, _: int, rng: random.Random) -> Planted:
     """Change one digit of a problem, so that a line stays a line."""
     with bench.changed(bench.data):
         content = bytearray(bench.data.read_bytes())
@@ -138,7 +138,7 @@ def byte_of_data(bench: Bench, number: int, rng: random.Random) -> Planted:
     return f"byte {place}", "training data"
 
 
-def version(bench: Bench, number: int, rng: random.Random) -> Planted:
+def version(bench: Bench, _: int, rng: random.Random) -> Planted:
     other = Path(shutil.copytree(bench.base, bench.folder / "other"))
     path = other / "environment.json"
     environment = json.loads(path.read_text())
@@ -152,7 +152,7 @@ def version(bench: Bench, number: int, rng: random.Random) -> Planted:
     return name, f"{name} ("
 
 
-def flipped_verdict(bench: Bench, number: int, rng: random.Random) -> Planted:
+def flipped_verdict(bench: Bench, _: int, rng: random.Random) -> Planted:
     wanted, calls, real = rng.randrange(16), 0, Scorer._score
 
     def score(scorer: Scorer, parts: Any) -> Score:
@@ -172,7 +172,7 @@ def flipped_verdict(bench: Bench, number: int, rng: random.Random) -> Planted:
     return f"verdict {wanted}", "a reward verdict"
 
 
-def last_bit(bench: Bench, number: int, rng: random.Random) -> Planted:
+def last_bit(bench: Bench, _: int, rng: random.Random) -> Planted:
     with bench.changed(bench.weights):
         with safe_open(bench.weights, framework="numpy") as file:
             metadata = file.metadata()
@@ -186,7 +186,7 @@ def last_bit(bench: Bench, number: int, rng: random.Random) -> Planted:
     return f"{name}[{place}]", "rounding, or the last bits of a weight"
 
 
-def edited_plugin(bench: Bench, number: int, rng: random.Random) -> Planted:
+def edited_plugin(bench: Bench, _: int, rng: random.Random) -> Planted:
     with bench.changed(bench.plugin):
         bench.write_plugin(1 + rng.choice((-1, 1)) * 10 ** -rng.uniform(0.5, 5))
         bench.run("other")

@@ -25,7 +25,7 @@ from scipy import stats
 
 from retrain import train
 from retrain.config import TrainConfig
-from retrain.errors import ConfigurationError, RetrainError
+from retrain.errors import ConfigurationError, Interrupted, RetrainError
 from retrain.run.calibration import WARNED_FROM
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
@@ -72,7 +72,8 @@ def main() -> None:
         if number not in {run["number"] for run in kept(given.state)}:
             with given.state.open("a", encoding="utf-8") as state:
                 state.write(json.dumps(made(number)) + "\n")
-    runs = [run for run in kept(given.state) if run["number"] < given.runs]
+    by_number = {run["number"]: run for run in kept(given.state)}
+    runs = [run for number, run in sorted(by_number.items()) if number < given.runs]
     publish(
         "sound-runs",
         "Sound runs that a guard stopped",
@@ -116,6 +117,8 @@ def made(number: int) -> dict[str, Any]:
         try:
             with split, redirect_stdout(said), redirect_stderr(said):
                 train(config, quiet=True)
+        except Interrupted:
+            raise
         except RetrainError as error:
             stopped = f"{type(error).__name__}: {error}"
         metrics = folder / "metrics.jsonl"

@@ -523,6 +523,7 @@ def resume(folder: Path, *flags: str) -> str:
     ).stdout
 
 
+@pytest.mark.faults("campaigns and workers killed")
 @pytest.mark.slow
 def test_a_lost_worker_starts_again_and_a_killed_campaign_loses_nothing(
     sequential: Finished, tmp_path: Path
@@ -554,6 +555,7 @@ def test_a_lost_worker_starts_again_and_a_killed_campaign_loses_nothing(
     assert {entry.status for entry in campaign.manifest.runs} == {Status.DONE}
 
 
+@pytest.mark.faults("campaigns and workers killed")
 @pytest.mark.slow
 def test_a_worker_whose_campaign_is_gone_ends_at_once(tmp_path: Path) -> None:
     run = plan_campaign(config_from_mapping(sections(tmp_path, {"max_steps": 500})), tmp_path).runs[
@@ -585,6 +587,7 @@ raise ImportError("on purpose " * 20_000)
 """
 
 
+@pytest.mark.faults("campaigns and workers killed")
 def test_a_child_that_a_plugin_leaves_does_not_hold_up_the_campaign(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

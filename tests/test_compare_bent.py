@@ -402,6 +402,7 @@ def test_what_was_not_bent_is_as_planned_and_nothing_is_left_out(
     assert "Left out" not in text and "attempts" not in text and "Known limits" not in text
 
 
+@pytest.mark.faults("tricks and accidents between runs and verdict")
 @pytest.mark.parametrize(("trick", "noticed"), TRICKS, ids=[trick.__name__ for trick, _ in TRICKS])
 def test_a_trick_is_noticed(
     trick: Edit, noticed: str, campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -217,6 +217,7 @@ def test_runs_with_groups_of_another_size_part_where_one_drew_more(
         (lambda arrays: arrays["rewards"].__setitem__(0, 0.5), "a reward verdict"),
         (lambda arrays: arrays["logprobs"].__iadd__(ROUNDING / 100), "rounding"),
         (lambda arrays: arrays["logprobs"].__iadd__(0.1), "other weights"),
+        (lambda _: None, "rounding, or the last bits of a weight: tokens with equal log-probs"),
         (lambda arrays: arrays["prompt_token_ids"].__iadd__(1), "the choice of prompts"),
     ],
 )

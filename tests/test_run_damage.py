@@ -105,6 +105,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.faults("damaged places: names of a run as another thing")
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_run_that_cannot_be_verified_is_refused_and_left_as_it_is(run: Path, name: str) -> None:
     damage, words = DAMAGES[name]
@@ -356,6 +357,7 @@ def test_a_folder_of_checkpoints_is_no_place_for_a_run(outside: Path) -> None:
 # -- links below a run's folder --------------------------------------------------------------------
 
 
+@pytest.mark.faults("damaged places: names of a run as another thing")
 @pytest.mark.parametrize(
     "name", ["checkpoints", "tokens", "emergence", "metrics.jsonl", "emergence/generations.jsonl"]
 )
@@ -373,6 +375,7 @@ def test_a_link_below_a_runs_folder_is_never_followed(run: Path, tmp_path: Path,
     } == {path: digest for path, digest in before.items() if path.startswith("elsewhere")}
 
 
+@pytest.mark.faults("damaged places: names of a run as another thing")
 def test_a_linked_checkpoint_loses_its_link_and_nothing_else(run: Path, tmp_path: Path) -> None:
     store = CheckpointStore(run / "checkpoints", keep=2)
     other = (run / "checkpoints" / "step_000002").rename(tmp_path / "other")

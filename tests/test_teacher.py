@@ -389,6 +389,7 @@ def settings_of(folder: Path, trained: Path, **changes: Any) -> Path:
         ),
         ({"r": 8}, "has r = 8, and .model. lora_rank gives 4"),
         ({"lora_alpha": 32}, "has lora_alpha = 32, and .lora. alpha gives 8"),
+        ({"use_rslora": True}, "has use_rslora = True, and .lora. use_rslora gives False"),
     ],
 )
 def test_an_adapter_that_cannot_teach_is_refused_before_the_model_is_loaded(
