@@ -79,17 +79,10 @@ class MLXDialect(Dialect):
 
         model = self.config.inference.served_model or resolve_model(self.config.model.model)
         whole = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "logprobs": True}
+        body = {"model": model, "prompt": prompt, **whole, **settings}
         if adapter:
-            adapters = {"adapters": str(adapter.folder / _CONVERTED)}
-        else:
-            adapters = {}
-        return "/v1/completions", {
-            "model": model,
-            "prompt": prompt,
-            **whole,
-            **settings,
-            **adapters,
-        }
+            body["adapters"] = str(adapter.folder / _CONVERTED)
+        return "/v1/completions", body
 
     def read(self, answer: Any, request: SampleRequest) -> list[ServedSample]:
         seen, sent = answer["usage"]["prompt_tokens"], len(request.prompt_ids)
