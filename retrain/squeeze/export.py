@@ -65,8 +65,8 @@ def export_run(
 
     Raises ConfigurationError for a folder without a run or an adapter, for a folder that is in use,
     and for an adapter that `uploads` would send without its base; RunFailed for a missing or
-    damaged checkpoint; EnvironmentFailure where the base model cannot be had. No Python code that
-    the run names is executed, except with `trust` that of a model with `trust_remote_code`.
+    damaged checkpoint; EnvironmentFailure where the base model cannot be had. The run's own Python
+    code is not executed, but with `trust` a model's `trust_remote_code` is.
     """
     folder = RunFolder(run)
     _check_places(folder, output)
