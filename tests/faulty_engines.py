@@ -302,6 +302,14 @@ class OneSeed(StripsEOS):
                 yield replace(completion, sample=request.first_sample + number)
 
 
+class RepeatsNoise(StripsEOS):
+    """Draws the completions of one number alike in all prompts."""
+
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
+        alike = [replace(one, noise=replace(one.noise, prompt=0)) for one in requests]
+        return TorchEngine.sample(self, alike)
+
+
 class Colder(StripsEOS):
     """Samples at nine tenths of the temperature that it is asked for."""
 

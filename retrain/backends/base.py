@@ -256,7 +256,7 @@ class Backend(ABC):
     def tempered_scores(
         self, rows: Sequence[Row], temperature: float, truncation: Truncation, tolerance: float
     ) -> list[Float32Array] | None:
-        """Return [T, 12] scores of each row, which [inference] calibration tests
+        """Return [T, 14] scores of each row, which [inference] calibration tests
         (`model.calibration.tempered_scores`). They are under the learner's distribution at
         `temperature` and `truncation`. None if the backend has no logits.
         """
