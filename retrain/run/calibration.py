@@ -127,18 +127,17 @@ def pair_products(rows: Sequence[Row], scores: Sequence[Float32Array]) -> list[f
     history counts up to where it was rewritten.
     """
     whole = [number for number, row in enumerate(rows) if row.part == 0]
-    # [2, rows, T] places and their variances, 0 past the end
-    shape = (2, len(whole), max(map(len, scores), default=0))
-    found = np.zeros(shape)
+    # [rows, T, 2] places and their variances, 0 past the end
+    found = np.zeros((len(whole), max(map(len, scores), default=0), 2))
     for place, number in enumerate(whole):
-        found[:, place, : len(scores[number])] = scores[number][:, -2:].T
+        found[place, : len(scores[number])] = scores[number][:, -2:]
     sums = []
     for keys in ([rows[i].group for i in whole], [rows[i].sample for i in whole]):
         _, sets = np.unique(keys, return_inverse=True)
-        totals = np.zeros(shape)
-        np.add.at(totals, (slice(None), sets), found)
+        totals = np.zeros_like(found)
+        np.add.at(totals, sets, found)
         # of each set, the products of all pairs: half of (the sum's square - the sum of squares)
-        pairs = np.square(totals).sum((1, 2)) - np.square(found).sum((1, 2))
+        pairs = np.square(totals).sum((0, 1)) - np.square(found).sum((0, 1))
         sums += (pairs / 2).tolist()
     return sums
 
