@@ -144,6 +144,12 @@ def _load_rest(
     stage = load_stage(config, text, say)
     if stage:
         undo.callback(stage.host.close)
+    if config.training.max_tokens >= text.context:
+        say(
+            f"[training] max_tokens = {config.training.max_tokens:,}, and the model has"
+            f" {text.context:,} positions for prompt and completion (with longrope those of its"
+            " original length): a completion ends where they are full."
+        )
     prompts = load_prompts(config, text, stage, say)
     check_answers(config, prompts.examples)
     if stage:
