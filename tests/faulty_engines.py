@@ -112,6 +112,20 @@ class DropsAProjectionInBf16(DropsAProjection):
     options = EngineOptions(weights=torch.bfloat16)
 
 
+class DropsAModule(Served):
+    """The key projection of the first layer."""
+
+    def changed(self, weights: Weights) -> Weights:
+        return {
+            name: 0 * value if ".layers.0.self_attn.k_proj." in name else value
+            for name, value in weights.items()
+        }
+
+
+class DropsAModuleInBf16(DropsAModule):
+    options = EngineOptions(weights=torch.bfloat16)
+
+
 class ServedInBf16(Served):
     options = EngineOptions(weights=torch.bfloat16)
 

@@ -93,6 +93,9 @@ class TrialAdapter(ABC):
 
     groups: tuple[str, ...]
     """Names of the groups: each projection over all layers, and runs of consecutive layers."""
+    fine_groups: tuple[str, ...] = ()
+    """Names of smaller ones, each projection in each run, for half precision: there a group that is
+    missing must show by its direction."""
 
     @abstractmethod
     def __enter__(self) -> "TrialAdapter": ...
