@@ -58,10 +58,7 @@ def _of_chunk(z: Tensor, targets: Tensor, tolerance: float) -> Tensor:
     total = p.sum(-1, keepdim=True)
     p /= total
     logprobs = z.sub_(total.log()).clamp_(min=_MIN_LOG)
-    places = targets.unsqueeze(-1)
-    own, sure = logprobs.gather(-1, places)[:, 0], p.gather(-1, places)[:, 0]
-    before = torch.arange(p.shape[1], device=p.device) < places
-    place = (p * before).sum(-1) + sure / 2 - 0.5
+    own = logprobs.gather(-1, targets.unsqueeze(-1))[:, 0]
     mean = (p * logprobs).sum(-1)  # -H
     scores = [mean - own, (p * (logprobs - mean.unsqueeze(-1)).square()).sum(-1)]
     for sign in (1, -1):
@@ -74,5 +71,11 @@ def _of_chunk(z: Tensor, targets: Tensor, tolerance: float) -> Tensor:
             after = (at_tolerance * factor).sum(-1).log()
             scores.append(before - after - sign * distance * own)
             factor.square_()
-    scores += [place, (1 - p.pow(3).sum(-1)).clamp(min=0) / 12]
+    scores += [_place(p, targets, own), (1 - p.pow(3).sum(-1)).clamp(min=0) / 12]
     return torch.stack(scores, dim=-1)
+
+
+def _place(p: Tensor, targets: Tensor, own: Tensor) -> Tensor:
+    """[R] M of the targets, whose log-probs are `own`."""
+    before = torch.arange(p.shape[1], device=p.device) < targets.unsqueeze(-1)
+    return (p * before).sum(-1) + own.exp() / 2 - 0.5

@@ -140,16 +140,11 @@ def _load_rest(
     fails.
     """
     text = load_text(config.model, say)
+    _say_context(config.training, text.context, say)
     credit = _load_credit(config, text, say, world)
     stage = load_stage(config, text, say)
     if stage:
         undo.callback(stage.host.close)
-    if config.training.max_tokens >= text.context:
-        say(
-            f"[training] max_tokens = {config.training.max_tokens:,}, and the model has"
-            f" {text.context:,} positions for prompt and completion (with longrope those of its"
-            " original length): a completion ends where they are full."
-        )
     prompts = load_prompts(config, text, stage, say)
     check_answers(config, prompts.examples)
     if stage:
@@ -191,6 +186,16 @@ def _load_rest(
         SEPAController(config.sepa),
         evaluator,
     )
+
+
+def _say_context(training: Training, positions: int, say: Say) -> None:
+    """Say that max_tokens is more than the model has positions."""
+    if training.max_tokens >= positions:
+        say(
+            f"[training] max_tokens = {training.max_tokens:,}, and the model has {positions:,}"
+            " positions for prompt and completion (with longrope those of its original length): a"
+            " completion ends where they are full."
+        )
 
 
 def _load_credit(config: TrainConfig, text: TextModel, say: Say, world: World) -> CreditPipeline:
