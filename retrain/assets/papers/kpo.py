@@ -9,7 +9,7 @@ from retrain.backends import ActionTokens
 def kpo(tokens: ActionTokens, params: dict[str, float]) -> Tensor:
     """[N] PPO's terms, with a Kalman filter's estimate of the log-ratio, sequence by sequence."""
     filtered = []
-    for observed in (tokens.new - tokens.old).split(list(tokens.lengths)):
+    for observed in torch.split_with_sizes(tokens.new - tokens.old, list(tokens.lengths)):
         state, variance = torch.zeros_like(observed[0]), params["noise"]
         for log_ratio in observed:
             predicted = variance + params["process"]
