@@ -25,6 +25,9 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
+from retrain.run.evaluate import evaluate_run
+from retrain.types import Outcome
+
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ROOT / "examples" / "replications"
 PAGES = ROOT / "docs" / "replications"
@@ -36,7 +39,9 @@ METRICS = {
 }
 """Name -> the metrics that its campaign is compared in, the planned one first."""
 READING = "## What it says\n"
-LAB, SEEDS = "logs/lab", range(1, 11)
+LAB = "logs/lab"
+LUCK = ["--evaluation-max-examples", "30", "--evaluation-samples", "10"]
+"""Sample n of every problem is evaluation n: its noise is independent of the others."""
 
 
 def main() -> None:
@@ -48,7 +53,7 @@ def main() -> None:
     parser.add_argument("--smollm2", type=Path, help="the folder of the model")
     arguments = parser.parse_args()
     for name in arguments.names or METRICS:
-        if arguments.smollm2:
+        if arguments.smollm2 and name != "luck":
             print(_campaign(name, arguments.smollm2))
             continue
         if not arguments.pages:
@@ -67,14 +72,17 @@ def _run(name: str) -> None:
         return
     if not (ROOT / LAB / "checkpoints" / "final").is_dir():
         retrain("examples/lab.toml")
-    for seed in SEEDS:
-        folder = f"logs/replications/luck/seed-{seed}"
-        if not (ROOT / folder).is_dir():
-            retrain(*evaluation(seed), "--output", folder)
+    verdicts: list[list[float]] = []
 
+    def keep(_: Any, __: Any, groups: list[Any]) -> None:
+        for group in groups:
+            scores = [member.score for member in group.members]
+            verdicts.append([float(score.outcome is Outcome.RIGHT) for score in scores])
 
-def evaluation(seed: int | str) -> tuple[str, ...]:
-    return ("eval", LAB, "--seed", str(seed), "--evaluation-max-examples", "30")
+    evaluate_run(ROOT / LAB, overrides=LUCK, say=print, keep=keep)
+    file = ROOT / "logs" / "replications" / "luck.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(verdicts), encoding="utf-8")
 
 
 def _campaign(name: str, model: Path | None) -> str:
@@ -84,7 +92,7 @@ def _campaign(name: str, model: Path | None) -> str:
     if model is not None:
         folder = Path("logs", "replications-smollm2", name)
         changes = ["--model", str(model), "--environment-provider", "reasoning_gym"]
-        changes += ["--environment-args", '{"task": "chain_sum"}', "--log-dir", str(folder)]
+        changes += ["--environment-id", "chain_sum", "--log-dir", str(folder)]
     if (ROOT / folder / "manifest.json").is_file():
         changes += ["--resume", str(folder)]
     retrain(f"examples/replications/{name}.toml", *changes)
@@ -109,13 +117,14 @@ def _head(name: str) -> Iterator[str]:
     """The comment at the head of a campaign's file."""
     file = next(FILES.glob(f"{name}.t*"))
     comment = file.read_text(encoding="utf-8").partition("\n\n[")[0]
-    lines = [line.removeprefix("#").removeprefix(" ") for line in comment.splitlines()]
+    lines = [line.removeprefix("# ").removeprefix("#") for line in comment.splitlines()]
+    lines = [line for line in lines if line and "make replications" not in line]
     title, *rest = lines
-    yield from (f"# {title.partition(':')[0]}", "", title.partition(": ")[2], "")
+    yield from (f"# {title.partition(':')[0]}", "", title.partition(": ")[2])
     for line in rest:
         if line.endswith(":"):
-            yield from (f"## {line[:-1]}", "")
-        elif "make replications" not in line:
+            yield from ("", f"## {line[:-1]}", "")
+        else:
             yield line
     yield from ("", "## Found", "", "```bash", f"make replications ONLY={name}", "```", "")
 
@@ -180,24 +189,20 @@ def _draw(name: str, found: dict[str, Any]) -> None:
 
 
 def _luck() -> Iterator[str]:
-    scores, rates = [], {}
-    for seed in SEEDS:
-        (path,) = (ROOT / "logs/replications/luck" / f"seed-{seed}").rglob("evaluation.jsonl")
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        scores.append(fmean(row["correct"] / row["samples"] for row in rows))
-        for row in rows:
-            rates.setdefault(row["example_id"], []).append(row["correct"] / row["samples"])
+    verdicts = json.loads((ROOT / "logs/replications/luck.json").read_text(encoding="utf-8"))
+    scores = [fmean(column) for column in zip(*verdicts, strict=True)]
     p = fmean(scores)
-    within = sqrt(fmean(fmean(one) * (1 - fmean(one)) for one in rates.values()) / len(rates))
-    yield from ("```bash", "retrain " + " ".join(evaluation("SEED")) + "   # 1 to 10", "```", "")
-    yield from ("| seed | " + " | ".join(map(str, SEEDS)) + " |", "|---" * 11 + "|")
+    problems = len(verdicts)
+    within = sqrt(fmean(fmean(one) * (1 - fmean(one)) for one in verdicts) / problems)
+    numbers = " | ".join(str(place) for place in range(1, len(scores) + 1))
+    yield from (f"| evaluation | {numbers} |", "|---" * (len(scores) + 1) + "|")
     yield "| score | " + " | ".join(f"{100 * score:.1f}" for score in scores) + " |"
     yield ""
     yield (
         f"Mean {100 * p:.1f}%, standard deviation {100 * stdev(scores):.1f} points, from"
         f" {100 * min(scores):.1f} to {100 * max(scores):.1f}. From the problems' own pass rates"
         f" {100 * within:.1f} points are expected (a little too few, since ten samples estimate"
-        f" them), and {100 * sqrt(p * (1 - p) / len(rates)):.1f} with new problems each time."
+        f" them), and {100 * sqrt(p * (1 - p) / problems):.1f} with new problems each time."
     )
     yield ""
 
