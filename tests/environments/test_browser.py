@@ -211,9 +211,6 @@ def test_the_site_looks_right(browser: Browser, site: str, width: int, dark: boo
         assert not outside
         scheme = browser.evaluate("document.body.getAttribute('data-md-color-scheme')")
         assert scheme == ("slate" if dark else "default")
-    # The site keeps a reader's colours, and follows a change of the system's while it is open.
-    browser.evaluate("localStorage.clear()")
-    browser.open("about:blank", width, dark=dark)
 
 
 def test_the_search_of_the_site_finds_a_key(browser: Browser, site: str) -> None:
