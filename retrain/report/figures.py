@@ -152,6 +152,7 @@ def _held_out(data: ReportData) -> Drawn | None:
                 markersize=5,
             )
     as_percentages(axes)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="steps completed", ylabel="held-out pass@1")
     caption = f"Mean over the runs{sd_words(data)}, on problems that were not trained on."
     return Drawn("held-out", "Held-out accuracy", caption, figure)
