@@ -96,6 +96,10 @@ def export_run(
     with _writing(output), replacing_folder(output.resolve()) as aside, no_progress_bar():
         tokenizer.save_pretrained(aside)
         if whole is not None:
+            # transformers 5 names it in rope_parameters alone, where MLX-LM does not look.
+            rope = getattr(whole.config, "rope_parameters", None) or {}
+            if "rope_theta" in rope:
+                whole.config.rope_theta = rope["rope_theta"]
             whole.save_pretrained(aside)
         else:
             _write_adapter(found.folder, aside, base)
