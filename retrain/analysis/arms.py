@@ -11,16 +11,15 @@ from typing import Any
 
 from retrain.analysis.integrity import repeated_numbers
 from retrain.analysis.measures import Metric, trained_on_chance
-from retrain.analysis.runs import StoredRun, seeds_words
+from retrain.analysis.runs import Pair, RunsBySeed, StoredRun, seeds_words
 from retrain.config.keys import all_keys
 from retrain.config.names import source_task
 from retrain.config.schema import Evaluation, Training
 from retrain.errors import ConfigurationError
+from retrain.system import Json
 
 # -- are two runs alike ----------------------------------------------------------------------------
 
-
-Pair = tuple[StoredRun, StoredRun]
 
 _PROMPT_KEYS = ("training.batch_size", "training.max_examples", "model.model")
 _RECORDED = {
@@ -124,7 +123,7 @@ def differing_keys(pairs: Sequence[Pair]) -> list[str]:
     ]
 
 
-def mixed_values(runs: Mapping[int, StoredRun], value: Callable[[StoredRun], Any]) -> str:
+def mixed_values(runs: RunsBySeed, value: Callable[[StoredRun], Any]) -> str:
     """The seeds that differ in a value, such as "seeds 1 to 4 and 5 to 8"; "" if all are alike."""
     groups: dict[str, list[int]] = {}
     for seed in sorted(runs):
@@ -136,7 +135,7 @@ def mixed_values(runs: Mapping[int, StoredRun], value: Callable[[StoredRun], Any
     )
 
 
-def mixed_code(label: str, runs: Mapping[int, StoredRun]) -> Iterator[str]:
+def mixed_code(label: str, runs: RunsBySeed) -> Iterator[str]:
     """A sentence for each part of the code, as environment.json records it, in which the runs of
     one arm differ.
     """
@@ -174,7 +173,7 @@ def differing_environment(one: StoredRun, other: StoredRun) -> Iterator[str]:
             yield f"{name} ({_shown(ours.get(name))}, {_shown(theirs.get(name))})"
 
 
-def _packages(environment: dict[str, Any]) -> dict[str, Any]:
+def _packages(environment: Json) -> Json:
     packages = environment.get("packages")
     return packages if isinstance(packages, dict) else {}
 
@@ -195,7 +194,7 @@ class Arm:
     label: str
     values: Mapping[int, float]
     """Seed -> the metric."""
-    runs: Mapping[int, StoredRun]
+    runs: RunsBySeed
     failed: frozenset[int] = frozenset()
     """Seeds whose runs failed."""
     left_out: tuple[str, ...] = ()
@@ -278,7 +277,7 @@ def group_by_condition(
 
 def arm_of(
     label: str,
-    runs: Mapping[int, StoredRun],
+    runs: RunsBySeed,
     metric: Metric,
     failed: Iterable[int] = (),
 ) -> Arm:
@@ -294,7 +293,7 @@ def arm_of(
     )
 
 
-def control_label(conditions: Mapping[str, Mapping[int, StoredRun]], place: Path) -> str:
+def control_label(conditions: Mapping[str, RunsBySeed], place: Path) -> str:
     """The condition trained on random rewards. Raises ConfigurationError unless there is exactly
     one.
     """
@@ -318,7 +317,7 @@ def control_label(conditions: Mapping[str, Mapping[int, StoredRun]], place: Path
 
 
 def judged_by(
-    label: str, runs: Mapping[int, StoredRun], metric: Metric, judge: str
+    label: str, runs: RunsBySeed, metric: Metric, judge: str
 ) -> tuple[dict[int, StoredRun], list[str]]:
     """The runs whose metric `judge` decides, and a sentence for each other judge."""
     alike = {seed: run for seed, run in runs.items() if metric.judge(run) == judge}
@@ -363,7 +362,7 @@ def _words_of(evaluation: Evaluation, training: Training) -> str:
 
 
 def evaluated_alike(
-    label: str, runs: Mapping[int, StoredRun], way: str, *, insist: bool
+    label: str, runs: RunsBySeed, way: str, *, insist: bool
 ) -> tuple[dict[int, StoredRun], list[str]]:
     """The runs evaluated in this way, with `insist` all of them, and a sentence for each other
     way.
@@ -382,7 +381,7 @@ def evaluated_alike(
 
 
 def _seeds_by(
-    runs: Mapping[int, StoredRun], words: Callable[[StoredRun], str], expected: str
+    runs: RunsBySeed, words: Callable[[StoredRun], str], expected: str
 ) -> dict[str, list[int]]:
     """Groups the seeds by the description that `words` gives their run, and leaves out the group
     whose description is `expected`.
@@ -394,13 +393,13 @@ def _seeds_by(
     return seeds
 
 
-def _which(seeds: list[int], runs: Mapping[int, StoredRun]) -> str:
+def _which(seeds: list[int], runs: RunsBySeed) -> str:
     if len(seeds) == len(runs):
         return ""
     return f" (seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))})"
 
 
-def check_one_condition(label: str, runs: Mapping[int, StoredRun]) -> None:
+def check_one_condition(label: str, runs: RunsBySeed) -> None:
     """Raises ConfigurationError if the runs of an arm were trained with different values of a key
     that no resume may change.
     """
@@ -411,7 +410,7 @@ def check_one_condition(label: str, runs: Mapping[int, StoredRun]) -> None:
         )
 
 
-def mixed_keys(runs: Mapping[int, StoredRun], *, fixed: bool) -> Iterator[tuple[str, str]]:
+def mixed_keys(runs: RunsBySeed, *, fixed: bool) -> Iterator[tuple[str, str]]:
     """Each key that changes the training and differs within an arm, with the seeds; `fixed` are
     those that may not change at a resume.
     """

@@ -48,7 +48,7 @@ from retrain.analysis.planned import Absences, CampaignRecord, Look, planned_lin
 from retrain.analysis.robust import Robust, second_line, with_collapsed_failed
 from retrain.analysis.runs import MANIFEST, StoredRun, campaign_runs
 from retrain.analysis.selection import PairOfLabels, Request, Selection, select, worst_value
-from retrain.analysis.statistics import TwoWay
+from retrain.analysis.statistics import Differences, TwoWay
 from retrain.analysis.verdict import Conclusion, TestSettings, Verdict, conclude
 from retrain.errors import ConfigurationError
 from retrain.records.terminal import counted
@@ -183,7 +183,7 @@ class Contrast:
 
     condition: str
     baseline: str
-    differences: Mapping[int, float]
+    differences: Differences
     """Seed -> difference."""
     conclusion: Conclusion
     at_worst: Conclusion | None

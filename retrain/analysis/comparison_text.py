@@ -8,7 +8,6 @@ verdicts, and how it was computed.
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from retrain.analysis.compare import ArmSummary, Comparison, Contrast
 from retrain.analysis.explanation import (
@@ -23,6 +22,7 @@ from retrain.analysis.headline import answer, name_of, p_words
 from retrain.analysis.measures import Metric, difference_words, interval_words, size_words
 from retrain.analysis.pairs import PROFILE_THRESHOLDS, TaskAggregate
 from retrain.records.terminal import GAP, filled_columns, markdown_lines, picked, table_lines
+from retrain.system import Json
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 """(head, rows)"""
@@ -358,7 +358,7 @@ def task_table(comparison: Comparison) -> Table:
 # -- as data ---------------------------------------------------------------------------------------
 
 
-def to_json(comparison: Comparison) -> dict[str, Any]:
+def to_json(comparison: Comparison) -> Json:
     """The comparison as JSON values, differences and means in the metric's own units; what does not
     exist is null.
     """
@@ -398,7 +398,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _contrast_json(contrast: Contrast, comparison: Comparison) -> dict[str, Any]:
+def _contrast_json(contrast: Contrast, comparison: Comparison) -> Json:
     found, shared, alpha = contrast.conclusion, contrast.shared, comparison.test.alpha
     return {
         "condition": contrast.condition,
@@ -440,7 +440,7 @@ def _contrast_json(contrast: Contrast, comparison: Comparison) -> dict[str, Any]
     }
 
 
-def _tasks_json(tasks: TaskAggregate | None) -> dict[str, Any] | None:
+def _tasks_json(tasks: TaskAggregate | None) -> Json | None:
     if tasks is None:
         return None
     profile = dict(

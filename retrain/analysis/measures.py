@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from retrain.analysis.runs import StoredRun
-from retrain.analysis.statistics import Floats
+from retrain.analysis.statistics import Floats, Interval
 from retrain.config.judging import judge_words, judging_rewards, training_rewards
 from retrain.errors import ConfigurationError
 from retrain.records.entries import Direction, StepRecord
@@ -167,7 +167,7 @@ def size_words(value: float | None, metric: Metric) -> str:
     return f"{value:.4g}"
 
 
-def interval_words(interval: tuple[float, float] | None, metric: Metric) -> str:
+def interval_words(interval: Interval | None, metric: Metric) -> str:
     if interval is None:
         return ""
     low, high = interval

@@ -29,7 +29,7 @@ from retrain.analysis.power import (
     seeds_needed,
     seeds_to_conclude,
 )
-from retrain.analysis.runs import StoredRun, find_runs
+from retrain.analysis.runs import Pair, StoredRun, find_runs
 from retrain.analysis.statistics import paired_differences, sample_sd
 from retrain.errors import ConfigurationError
 
@@ -325,7 +325,7 @@ def _pilot_of_pairs(base: Arm, paired: Sequence[Arm], metric: Metric) -> Pilot:
     return Pilot(metric, sd, max(freedom), source, len(paired), held_out, sds, spread)
 
 
-def held_out_variances(pairs: Sequence[tuple[StoredRun, StoredRun]]) -> HeldOutVariances | None:
+def held_out_variances(pairs: Sequence[Pair]) -> HeldOutVariances | None:
     """The variances over problems and samples, averaged over pairs of runs; None if no pair shares
     two problems that were judged equally often.
     """

@@ -18,7 +18,7 @@ from retrain.analysis.runs import StoredRun, seeds_words
 from retrain.errors import RunFailed
 from retrain.records.entries import Direction
 from retrain.records.terminal import counted
-from retrain.system import read_object
+from retrain.system import Json, read_object
 
 if TYPE_CHECKING:
     from retrain.analysis.verdict import TestSettings
@@ -45,7 +45,7 @@ class AnalysisPlan:
     margin: float | None = None
     """Differences below this are equivalent; None: no verdict of equivalence is planned."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The plan with `sha256`, the hash of the rest."""
         content = asdict(self)
         return content | {"sha256": _sha256(content)}
@@ -78,7 +78,7 @@ class Look:
         """Raises KeyError for a look without its seed, evidence or decisions."""
         return cls(stored["seed"], stored["evidence"], stored["decided"], stored.get("missing", ()))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         return asdict(self)
 
 

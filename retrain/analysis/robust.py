@@ -16,6 +16,7 @@ from math import ceil, log
 import numpy as np
 
 from retrain.analysis.arms import Arm
+from retrain.analysis.statistics import Differences
 from retrain.analysis.verdict import Conclusion, Verdict
 
 CONFIDENCE = 0.95
@@ -58,7 +59,7 @@ def pairs_without_collapse(undoing: float) -> int | None:
     return None
 
 
-def collapsed_seeds(values: Mapping[int, float]) -> frozenset[int]:
+def collapsed_seeds(values: Differences) -> frozenset[int]:
     """The seeds of runs whose rate is below half of the median of their arm, from three runs on."""
     if len(values) < 3:
         return frozenset()

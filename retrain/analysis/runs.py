@@ -29,7 +29,7 @@ from retrain.records.entries import MEASURED, EvaluationRecord, StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.jsonl import read_jsonl, read_jsonl_backwards
 from retrain.records.run_folder import RunFolder, Writer
-from retrain.system import is_path_text, read_object
+from retrain.system import Json, is_path_text, read_object
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -99,7 +99,7 @@ class StoredRun:
         return 0
 
     @cached_property
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Json:
         """The content of summary.json, which is written when a session ends without being killed;
         empty if there is none.
         """
@@ -108,7 +108,7 @@ class StoredRun:
         return {}
 
     @cached_property
-    def environment(self) -> dict[str, Any]:
+    def environment(self) -> Json:
         """The content of environment.json; empty if there is none."""
         if self.folder.environment.is_file():
             return read_object(self.folder.environment)
@@ -315,13 +315,17 @@ class StoredRun:
         )
         return [StepRecord.from_json(line, self.folder.metrics) for line in recent]
 
-    def _backwards(self, path: Path) -> Iterator[dict[str, Any]]:
+    def _backwards(self, path: Path) -> Iterator[Json]:
         if path.is_file():
             return read_jsonl_backwards(path)
         return iter(())
 
 
-def _unmeasured(line: dict[str, Any]) -> str:
+Pair = tuple[StoredRun, StoredRun]
+RunsBySeed = Mapping[int, StoredRun]
+
+
+def _unmeasured(line: Json) -> str:
     return json.dumps(
         {
             name: value

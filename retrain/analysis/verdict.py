@@ -11,7 +11,7 @@ It is equivalent only within a stated margin; otherwise inconclusive. The verdic
 effect".
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -19,10 +19,8 @@ from typing import Literal
 from retrain.analysis import power, statistics
 from retrain.analysis.e_process import anytime_p, confidence_sequence, evidence
 from retrain.analysis.power import Correction
-from retrain.analysis.statistics import max_t
+from retrain.analysis.statistics import Differences, Interval, max_t
 from retrain.records.entries import Direction
-
-Interval = tuple[float, float]
 
 FEW_PROBLEMS = 500
 """With fewer held-out problems a verdict needs the interval for new problems too: a few of them can
@@ -64,7 +62,7 @@ class TestSettings:
     def rule(self) -> Correction:
         return self.correction or "maxt"
 
-    def adjusted(self, family: Sequence[Mapping[int, float]]) -> list[float]:
+    def adjusted(self, family: Sequence[Differences]) -> list[float]:
         """The p of each contrast, adjusted over the family."""
         if self.rule == "evidence":
             return [anytime_p(value) for value in evidence(family, self.looks)]
@@ -85,13 +83,13 @@ class TestSettings:
             return statistics.holm(smallest)
         return smallest
 
-    def p(self, differences: Mapping[int, float]) -> float:
+    def p(self, differences: Differences) -> float:
         """The p of one contrast alone."""
         if self.rule == "evidence":
             return self.adjusted([differences])[0]
         return statistics.sign_flip_p([*differences.values()])
 
-    def interval(self, differences: Mapping[int, float]) -> Interval | None:
+    def interval(self, differences: Differences) -> Interval | None:
         """Student's t interval of the mean or, under looks, the confidence sequence of the centre.
         None: too few pairs.
         """
@@ -143,12 +141,12 @@ class TestSettings:
 class Paired:
     """The differences of one contrast, one pair or more."""
 
-    by_seed: Mapping[int, float]
+    by_seed: Differences
     """Seed -> difference; with the correction "evidence" by the number of the look instead."""
-    least: Mapping[int, float] | None = None
+    least: Differences | None = None
     """The differences with every unjudged answer counted against the candidate; None where all
     answers were judged."""
-    most: Mapping[int, float] | None = None
+    most: Differences | None = None
     """The same with every unjudged answer counted for it."""
     problem_interval: Interval | None = None
     """The interval for new problems as well; None where a verdict does not need it."""
@@ -162,7 +160,7 @@ class Paired:
         return list(self.by_seed.values())
 
     @property
-    def at_worst(self) -> Mapping[int, float]:
+    def at_worst(self) -> Differences:
         """The differences with every unjudged answer counted against the sign of their mean."""
         bound = self.least if statistics.mean(self.values) > 0 else self.most
         return self.by_seed if bound is None else bound

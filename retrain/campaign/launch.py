@@ -40,6 +40,7 @@ from retrain.errors import ConfigurationError, EnvironmentFailure, Interrupted, 
 from retrain.install import install_hint
 from retrain.records.redact import harmless
 from retrain.records.run_folder import OUTPUT, RunFolder
+from retrain.system import Json
 
 
 @dataclass(frozen=True)
@@ -611,7 +612,7 @@ class RayLauncher:
             raise
 
     def _connect(self) -> None:
-        options: dict[str, Any] = {"address": self._settings.ray_address}
+        options: Json = {"address": self._settings.ray_address}
         if self._own_folder:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reports usage by default
             # "local" always starts a new cluster; without an address Ray would join one that
@@ -727,7 +728,7 @@ class RayJob:
         self._ray.cancel(self._task, force=True)
 
 
-def _perform(values: dict[str, Any], path: str, name: str, folder: str) -> tuple[str, str, bool]:
+def _perform(values: Json, path: str, name: str, folder: str) -> tuple[str, str, bool]:
     """The Ray task: start the worker process and wait for it. The worker ends with this process,
     which holds its standard input.
     """

@@ -23,6 +23,7 @@ from retrain.environments.loading import environment_name, load_environment, loa
 from retrain.errors import ConfigurationError
 from retrain.run.notes import notes, preflight_lines
 from retrain.run.parts import check_plugins
+from retrain.system import Json
 from retrain.tracking.build import tracker_names
 
 RUNS = "runs"
@@ -137,7 +138,7 @@ def run_name(condition: str, seed: int) -> str:
     return f"{_NOT_IN_A_NAME.sub('_', condition)}_s{seed}"
 
 
-def _shared_evaluation(view: TrainConfig, base: TrainConfig) -> dict[str, Any]:
+def _shared_evaluation(view: TrainConfig, base: TrainConfig) -> Json:
     """Keys of [evaluation] that a condition takes from the base: the judge, and how held-out
     answers are sampled.
 
@@ -170,7 +171,7 @@ def _run(
     seed: int,
     steps: int,
     folder: Path,
-    shared: dict[str, Any],
+    shared: Json,
 ) -> CampaignRun:
     """One run; `view` is the campaign's configuration with the keys of this condition."""
     label = condition.label
@@ -215,7 +216,7 @@ def _tracking(given: Logging, name: str, label: str, seed: int) -> dict[str, str
     return keys
 
 
-def _put(data: dict[str, Any], section: str, **values: Any) -> None:
+def _put(data: Json, section: str, **values: Any) -> None:
     data[section] = {**data.get(section, {}), **values}
 
 

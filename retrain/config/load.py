@@ -37,12 +37,11 @@ from retrain.config.rules import Violation
 from retrain.config.schema import Condition, Provenance, Schedule, TrainConfig
 from retrain.config.sentences import Place, details_of, field_sentences, violations_of, wrong_paths
 from retrain.errors import ConfigurationError
-from retrain.system import ParseError, parse_toml
+from retrain.system import Json, ParseError, parse_toml
 
 DEFAULT_FILE = "retrain.toml"
 _SECTIONS_OF_A_SQUEEZE_JOB = {"squeeze", "model", "logging", "plugins"}
 """A file of these alone trains nothing on purpose."""
-Sections = dict[str, Any]
 _MODE = "algorithm.algorithm_mode"
 _REPLACED = {
     f"algorithm.{name}"
@@ -190,15 +189,15 @@ def with_drawn_seed(config: TrainConfig) -> TrainConfig:
     return replaced(config, {"training.seed": secrets.randbelow(2**32)}, origin="drawn")
 
 
-def given_values(config: TrainConfig) -> Sections:
+def given_values(config: TrainConfig) -> Json:
     """Return the given values as TOML would hold them: defaults are left out, and `from` has its
     TOML name.
     """
-    values: Sections = config.model_dump(exclude_unset=True, by_alias=True)
+    values: Json = config.model_dump(exclude_unset=True, by_alias=True)
     return {name: section for name, section in values.items() if section is not None}
 
 
-def read_toml(file: Path, named: bool = True) -> Sections:
+def read_toml(file: Path, named: bool = True) -> Json:
     """Read the sections of a file. Raises ConfigurationError with one sentence if it cannot be
     read.
     """
@@ -219,7 +218,7 @@ def read_toml(file: Path, named: bool = True) -> Sections:
         raise ConfigurationError(f"{file} cannot be read: {error.strerror}.") from error
 
 
-def _parse_toml(text: str, name: str) -> Sections:
+def _parse_toml(text: str, name: str) -> Json:
     try:
         return parse_toml(text)
     except (
@@ -243,7 +242,7 @@ def _flags_only(argv: Sequence[str]) -> Overrides:
 
 
 def _build(
-    data: Sections, given: list[Override], file: Path | None, *, rules: bool = True
+    data: Json, given: list[Override], file: Path | None, *, rules: bool = True
 ) -> TrainConfig:
     data, _ = moved_aliases(
         data
@@ -280,8 +279,8 @@ def _for_campaign(override: Override) -> Override:
     return override
 
 
-def _merge(data: Sections, given: Sequence[Override]) -> Sections:
-    merged: Sections = {
+def _merge(data: Json, given: Sequence[Override]) -> Json:
+    merged: Json = {
         name: dict(section) if isinstance(section, dict) else section
         for name, section in data.items()
     }
@@ -298,7 +297,7 @@ def _merge(data: Sections, given: Sequence[Override]) -> Sections:
     return merged
 
 
-def _validate(data: Sections, provenance: Provenance, *, rules: bool = True) -> TrainConfig:
+def _validate(data: Json, provenance: Provenance, *, rules: bool = True) -> TrainConfig:
     data = _gather_conditions(data)
     try:
         config = TrainConfig.model_validate(data, context={"rules": rules})
@@ -339,7 +338,7 @@ def _schedule_problems(config: TrainConfig, provenance: Provenance) -> list[str]
     return []
 
 
-def _all_problems(error: ValidationError, data: Sections, place: Place) -> tuple[list[str], int]:
+def _all_problems(error: ValidationError, data: Json, place: Place) -> tuple[list[str], int]:
     """Return sentences about wrong values and about broken rules between the remaining keys, and
     the number of problems left unsaid.
     """
@@ -365,9 +364,9 @@ def _touches(keys: Iterable[str], touched: Collection[str]) -> bool:
     return any(key in touched or f"{key.partition('.')[0]}." in touched for key in keys)
 
 
-def _without(data: Sections, paths: set[str]) -> Sections:
+def _without(data: Json, paths: set[str]) -> Json:
     """The sections without some sections and keys."""
-    kept: Sections = {}
+    kept: Json = {}
     for section, keys in data.items():
         if section in paths:
             continue
@@ -447,14 +446,14 @@ def _numbered(config: TrainConfig, numbers: Sequence[int]) -> str:
     return f"[[campaign.conditions]] number{plural} {', '.join(map(str, numbers))}"
 
 
-def _gather_conditions(data: Sections) -> Sections:
+def _gather_conditions(data: Json) -> Json:
     """Move what each condition sets under its `sets`, by "section.key", and write the grid's keys
     alike. Names that are no key of a run stay in place, to be refused.
     """
     campaign = data.get("campaign")
     if not isinstance(campaign, dict):
         return data
-    gathered: dict[str, Any] = {}
+    gathered: Json = {}
     if isinstance(campaign.get("conditions"), list):
         gathered["conditions"] = [
             _gathered(table) if isinstance(table, dict) else table
@@ -466,12 +465,12 @@ def _gather_conditions(data: Sections) -> Sections:
     return {**data, "campaign": {**campaign, **gathered}}
 
 
-def _gathered(table: Mapping[str, Any]) -> dict[str, Any]:
+def _gathered(table: Mapping[str, Any]) -> Json:
     """One condition. It names a key dotted (`loss.mode = "ppo"`), as a table (`loss = { mode =
     "ppo" }`), or by its bare name where one section alone has it (`lr = 1e-4`).
     """
     own = {name: value for name, value in table.items() if name in (*CONDITION_KEYS, "sets")}
-    sets: dict[str, Any] = {}
+    sets: Json = {}
     for name, setting in table.items():
         if name in (*CONDITION_KEYS, "sets"):
             continue

@@ -17,6 +17,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal
 
+from retrain.system import Json
+
 ALIASES: dict[str, str] = {
     "algorithm.entropy_mask_rho": "algorithm.surprisal_mask_rho",
     "logging.strategic_grams": "planning.strategic_grams",
@@ -24,7 +26,7 @@ ALIASES: dict[str, str] = {
 """Second name of a key -> its canonical name; giving both is an error."""
 
 
-def moved_aliases(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def moved_aliases(data: Json) -> tuple[Json, list[str]]:
     """A copy of `data` with aliases moved to their canonical key, and the aliases left in place
     because both are given.
     """
@@ -37,7 +39,7 @@ def moved_aliases(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     ]
 
 
-def _move(data: dict[str, Any], alias: str, canonical: str) -> bool:
+def _move(data: Json, alias: str, canonical: str) -> bool:
     """Move one alias; returns False if the canonical key is given too."""
     section, _, name = alias.partition(".")
     if not isinstance(data.get(section), dict) or name not in data[section]:
@@ -57,9 +59,9 @@ def fixed_aggregation(algorithm_mode: str) -> str:
     return recipe.aggregation if recipe else ""
 
 
-def by_path(tables: Mapping[str, Any]) -> dict[str, Any]:
+def by_path(tables: Mapping[str, Any]) -> Json:
     """Map "section.key" to the value; what is no table has no keys."""
-    values: dict[str, Any] = {}
+    values: Json = {}
     for section, keys in tables.items():
         if isinstance(keys, Mapping):
             values |= {f"{section}.{key}": value for key, value in keys.items()}

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from retrain.config.names import NAME_CUTOFF, instead, nearest
 from retrain.errors import MAX_SENTENCES, ConfigurationError
-from retrain.system import ParseError, parse_toml
+from retrain.system import Json, ParseError, parse_toml
 
 if TYPE_CHECKING:
     from retrain.config.keys import Key
 
 
-def deep_merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def deep_merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Json:
     """A new table in which `above` wins, and tables that both hold are merged."""
     merged = dict(below)
     for name, value in above.items():
@@ -171,14 +171,14 @@ def _list(key: "Key", text: str) -> Any:
     return [_scalar(key.item_kinds, part.strip()) for part in text.split(",") if part.strip()]
 
 
-def _toml(text: str) -> dict[str, Any] | None:
+def _toml(text: str) -> Json | None:
     try:
         return parse_toml(text)
     except ParseError:
         return None
 
 
-def table_entry(text: str, flag: str) -> dict[str, Any]:
+def table_entry(text: str, flag: str) -> Json:
     """Parse `key=value` into a table: TOML's types, and a bare word is a string. Dots in the key
     nest.
     """
@@ -202,7 +202,7 @@ def table_entry(text: str, flag: str) -> dict[str, Any]:
     return _with_leaf(literal, value)
 
 
-def _with_leaf(table: dict[str, Any], leaf: str) -> dict[str, Any]:
+def _with_leaf(table: Json, leaf: str) -> Json:
     return {
         name: _with_leaf(value, leaf) if isinstance(value, dict) else leaf
         for name, value in table.items()

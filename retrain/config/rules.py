@@ -50,7 +50,8 @@ class RuleViolations(ValueError):
         super().__init__("; ".join(violation.message for violation in violations))
 
 
-Rule = Callable[[AllSections], Iterator[Violation]]
+Violations = Iterator[Violation]
+Rule = Callable[[AllSections], Violations]
 _RULES: list[Rule] = []
 _CAMPAIGN_RULES: list[Rule] = []
 """Rules about a campaign as a whole; all others are about its runs."""
@@ -116,7 +117,7 @@ def modes_of(condition: Condition) -> tuple[str, str]:
 
 
 @_rule
-def _sepa_needs_a_ramp(config: AllSections) -> Iterator[Violation]:
+def _sepa_needs_a_ramp(config: AllSections) -> Violations:
     if config.sepa.schedule == "linear" and config.sepa.steps == 0:
         for condition in config.conditions:
             _, transform = modes_of(condition)
@@ -135,7 +136,7 @@ def _sepa_needs_a_ramp(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
-def _entropy_mask_needs_rho(config: AllSections) -> Iterator[Violation]:
+def _entropy_mask_needs_rho(config: AllSections) -> Violations:
     if config.algorithm.surprisal_mask_rho == 0 and any(
         modes_of(condition)[1] == "entropy_mask" for condition in config.conditions
     ):
@@ -147,7 +148,7 @@ def _entropy_mask_needs_rho(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
-def _distilling_needs_a_teacher(config: AllSections) -> Iterator[Violation]:
+def _distilling_needs_a_teacher(config: AllSections) -> Violations:
     algorithm = config.algorithm
     distils = any(
         modes_of(condition)[1] in transforms_with("distils") for condition in config.conditions
@@ -170,7 +171,7 @@ def _distilling_needs_a_teacher(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
-def _group_relative_advantages_need_two(config: AllSections) -> Iterator[Violation]:
+def _group_relative_advantages_need_two(config: AllSections) -> Violations:
     if config.training.group_size > 1:
         return
     for condition in config.conditions:
@@ -186,7 +187,7 @@ def _group_relative_advantages_need_two(config: AllSections) -> Iterator[Violati
 
 
 @_rule
-def _one_token_is_no_choice(config: AllSections) -> Iterator[Violation]:
+def _one_token_is_no_choice(config: AllSections) -> Violations:
     if config.training.top_k == 1:
         yield Violation(
             ("training.top_k",),
@@ -196,7 +197,7 @@ def _one_token_is_no_choice(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
-def _one_checkpoint_is_not_enough(config: AllSections) -> Iterator[Violation]:
+def _one_checkpoint_is_not_enough(config: AllSections) -> Violations:
     if config.training.keep_checkpoints == 1:
         yield Violation(
             ("training.keep_checkpoints",),
@@ -206,7 +207,7 @@ def _one_checkpoint_is_not_enough(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
-def _a_step_has_an_end_and_fills_its_minibatches(config: AllSections) -> Iterator[Violation]:
+def _a_step_has_an_end_and_fills_its_minibatches(config: AllSections) -> Violations:
     completions = config.training.batch_size * config.training.group_size
     if completions > MAX_COMPLETIONS:
         yield Violation(
@@ -223,7 +224,7 @@ def _a_step_has_an_end_and_fills_its_minibatches(config: AllSections) -> Iterato
 
 
 @_rule
-def _corrections_need_recomputed_logprobs(config: AllSections) -> Iterator[Violation]:
+def _corrections_need_recomputed_logprobs(config: AllSections) -> Violations:
     if config.loss.correction != "none" and config.loss.old_logprobs != "recomputed":
         yield Violation(
             ("loss.correction", "loss.old_logprobs"),
@@ -233,7 +234,7 @@ def _corrections_need_recomputed_logprobs(config: AllSections) -> Iterator[Viola
 
 
 @_rule
-def _a_geometric_mean_needs_narrow_bounds(config: AllSections) -> Iterator[Violation]:
+def _a_geometric_mean_needs_narrow_bounds(config: AllSections) -> Violations:
     if config.loss.correction == "geometric" and not (
         config.is_set("loss.correction_low") and config.is_set("loss.correction_high")
     ):
@@ -246,7 +247,7 @@ def _a_geometric_mean_needs_narrow_bounds(config: AllSections) -> Iterator[Viola
 
 
 @_rule
-def _bounds_are_in_order(config: AllSections) -> Iterator[Violation]:
+def _bounds_are_in_order(config: AllSections) -> Violations:
     loss, pressure = config.loss, config.backpressure
     if loss.correction_low > loss.correction_high:
         yield Violation(
@@ -277,7 +278,7 @@ def _bounds_are_in_order(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
-def _back_pressure_knows_each_step(config: AllSections) -> Iterator[Violation]:
+def _back_pressure_knows_each_step(config: AllSections) -> Violations:
     if config.backpressure.enabled and len(config.backend.device_list) > 1:
         yield Violation(
             ("backpressure.enabled", "backend.devices"),
@@ -287,7 +288,7 @@ def _back_pressure_knows_each_step(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
-def _k1_is_no_loss_term(config: AllSections) -> Iterator[Violation]:
+def _k1_is_no_loss_term(config: AllSections) -> Violations:
     if config.loss.kl_coef > 0 and config.loss.kl_estimator == "k1":
         yield Violation(
             ("loss.kl_estimator", "loss.kl_coef"),
@@ -298,7 +299,7 @@ def _k1_is_no_loss_term(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
-def _clip_below_one(config: AllSections) -> Iterator[Violation]:
+def _clip_below_one(config: AllSections) -> Violations:
     loss = config.loss
     if loss.mode in ("ppo", "gspo") and loss.clip_low is not None and loss.clip_low >= 1:
         yield Violation(
@@ -309,7 +310,7 @@ def _clip_below_one(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
-def _pass_at_k_needs_samples(config: AllSections) -> Iterator[Violation]:
+def _pass_at_k_needs_samples(config: AllSections) -> Violations:
     evaluation = config.evaluation
     samples = max(part.samples for part in evaluation.parts)
     if max(evaluation.k) > samples:
@@ -321,7 +322,7 @@ def _pass_at_k_needs_samples(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
-def _greedy_samples_are_equal(config: AllSections) -> Iterator[Violation]:
+def _greedy_samples_are_equal(config: AllSections) -> Violations:
     for part in config.evaluation.parts:
         if part.temperature == 0 and part.samples > 1:
             yield Violation(
@@ -332,7 +333,7 @@ def _greedy_samples_are_equal(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
-def _evaluation_tasks_are_of_its_sources(config: AllSections) -> Iterator[Violation]:
+def _evaluation_tasks_are_of_its_sources(config: AllSections) -> Violations:
     evaluation = config.evaluation
     tasks = [source_task(source or config.data.source) for source in evaluation.sources]
     if len(tasks) > 1 and "" in evaluation.sources:
@@ -356,7 +357,7 @@ def _evaluation_tasks_are_of_its_sources(config: AllSections) -> Iterator[Violat
 
 
 @_rule
-def _rewards_have_what_they_need(config: AllSections) -> Iterator[Violation]:
+def _rewards_have_what_they_need(config: AllSections) -> Violations:
     reward = config.reward
     if config.environment.provider:
         return
@@ -402,7 +403,7 @@ def _rewards_have_what_they_need(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
-def _negative_rewards_have_an_advantage(config: AllSections) -> Iterator[Violation]:
+def _negative_rewards_have_an_advantage(config: AllSections) -> Violations:
     reward = config.reward
     if config.environment.provider:
         return
@@ -420,7 +421,7 @@ def _negative_rewards_have_an_advantage(config: AllSections) -> Iterator[Violati
 
 
 @_rule
-def _overlong_has_room(config: AllSections) -> Iterator[Violation]:
+def _overlong_has_room(config: AllSections) -> Violations:
     reward, longest = config.reward, config.training.max_tokens
     if "overlong" in reward.types and reward.overlong_buffer > longest:
         yield Violation(
@@ -431,7 +432,7 @@ def _overlong_has_room(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
-def _files_have_a_path(config: AllSections) -> Iterator[Violation]:
+def _files_have_a_path(config: AllSections) -> Violations:
     if config.environment.provider:
         return
     if config.data.source in ("jsonl", "parquet") and not config.data.path:
@@ -443,7 +444,7 @@ def _files_have_a_path(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
-def _template_has_a_place(config: AllSections) -> Iterator[Violation]:
+def _template_has_a_place(config: AllSections) -> Violations:
     template = config.data.prompt_template
     if template is not None and "{prompt}" not in template:
         yield Violation(
@@ -461,7 +462,7 @@ _AN_ID = {
 
 
 @_rule
-def _environments_are_complete(config: AllSections) -> Iterator[Violation]:
+def _environments_are_complete(config: AllSections) -> Violations:
     environment = config.environment
     if environment.provider in builtin_names("environment") and not environment.id:
         yield Violation(
@@ -484,7 +485,7 @@ def _environments_are_complete(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
-def _one_squeezed_rank(config: AllSections) -> Iterator[Violation]:
+def _one_squeezed_rank(config: AllSections) -> Violations:
     squeeze = config.squeeze
     if squeeze.per_layer and squeeze.compress_to:
         yield Violation(
@@ -495,7 +496,7 @@ def _one_squeezed_rank(config: AllSections) -> Iterator[Violation]:
 
 
 @_campaign_rule
-def _campaign_base_has_no_algorithm(config: AllSections) -> Iterator[Violation]:
+def _campaign_base_has_no_algorithm(config: AllSections) -> Violations:
     if config.campaign is not None and config.algorithm.algorithm_mode:
         yield Violation(
             ("algorithm.algorithm_mode", "campaign"),
@@ -506,7 +507,7 @@ def _campaign_base_has_no_algorithm(config: AllSections) -> Iterator[Violation]:
 
 
 @_campaign_rule
-def _conditions_are_complete(config: AllSections) -> Iterator[Violation]:
+def _conditions_are_complete(config: AllSections) -> Violations:
     for number, condition in enumerate(
         config.campaign.conditions if config.campaign else (), start=1
     ):
@@ -530,7 +531,7 @@ def _conditions_are_complete(config: AllSections) -> Iterator[Violation]:
 
 
 @_campaign_rule
-def _grid_varies_keys_of_a_run(config: AllSections) -> Iterator[Violation]:
+def _grid_varies_keys_of_a_run(config: AllSections) -> Violations:
     if config.campaign is None:
         return
     for path, values in config.campaign.grid.items():
@@ -552,7 +553,7 @@ def _grid_varies_keys_of_a_run(config: AllSections) -> Iterator[Violation]:
 
 
 @_campaign_rule
-def _labels_are_unique(config: AllSections) -> Iterator[Violation]:
+def _labels_are_unique(config: AllSections) -> Violations:
     if config.campaign is None:
         return
     seen: dict[str, tuple[int, str]] = {}
@@ -574,7 +575,7 @@ def _labels_are_unique(config: AllSections) -> Iterator[Violation]:
 
 
 @_campaign_rule
-def _seeds_are_unique(config: AllSections) -> Iterator[Violation]:
+def _seeds_are_unique(config: AllSections) -> Violations:
     seeds = config.campaign.seeds if config.campaign else []
     repeated = [seed for seed, count in Counter(seeds).items() if count > 1]
     if repeated:
@@ -586,7 +587,7 @@ def _seeds_are_unique(config: AllSections) -> Iterator[Violation]:
 
 
 @_campaign_rule
-def _evidence_may_take_every_seed(config: AllSections) -> Iterator[Violation]:
+def _evidence_may_take_every_seed(config: AllSections) -> Violations:
     campaign = config.campaign
     if campaign is None or campaign.stop != "evidence":
         return
@@ -605,7 +606,7 @@ def _evidence_may_take_every_seed(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
-def _an_algorithm_keeps_its_aggregation(config: AllSections) -> Iterator[Violation]:
+def _an_algorithm_keeps_its_aggregation(config: AllSections) -> Violations:
     for mode in dict.fromkeys(condition.algorithm_mode for condition in config.conditions):
         fixed = fixed_aggregation(mode)
         if fixed and config.is_set("loss.aggregation") and config.loss.aggregation != fixed:
@@ -617,7 +618,7 @@ def _an_algorithm_keeps_its_aggregation(config: AllSections) -> Iterator[Violati
 
 
 @_rule
-def _options_are_known(config: AllSections) -> Iterator[Violation]:
+def _options_are_known(config: AllSections) -> Violations:
     """Check the options of every backend, whichever is chosen, so that a file can switch
     backends.
     """
@@ -653,7 +654,7 @@ def _options_are_known(config: AllSections) -> Iterator[Violation]:
         )
 
 
-def _option_violations(error: ValidationError, model: type[BaseModel]) -> Iterator[Violation]:
+def _option_violations(error: ValidationError, model: type[BaseModel]) -> Violations:
     for problem in error.errors(include_url=False)[:MAX_SENTENCES]:
         name, value = str(problem["loc"][0]), problem["input"]
         allowed = describe_field(model.model_fields[name])

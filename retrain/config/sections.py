@@ -47,10 +47,10 @@ from retrain.config.run_sections import (
 )
 from retrain.config.section import Section, Seed, Traits, key
 from retrain.config.values import LABEL, OpenName, check_grid, check_label
-from retrain.system import toml_value
+from retrain.system import Json, toml_value
 
 
-def _open_condition(schema: dict[str, Any]) -> None:
+def _open_condition(schema: Json) -> None:
     """Let the JSON Schema of a condition accept any key of a run, for editors."""
     schema["properties"].pop("sets")
     schema["additionalProperties"] = True
@@ -78,17 +78,17 @@ class Condition(Section):
         " with ~key=value.",
         alias="label",
     )
-    sets: dict[str, Any] = Field(default={})
+    sets: Json = Field(default={})
     """"section.key" -> value of every other key in the condition's table. The values are checked
     together with the base."""
 
     @model_serializer(mode="wrap")
-    def _flat(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _flat(self, handler: SerializerFunctionWrapHandler) -> Json:
         """Serialise the condition as a file holds it, with `loss.mode` beside `label`."""
-        values: dict[str, Any] = handler(self)
+        values: Json = handler(self)
         if "given_label" in values:
             values["label"] = values.pop("given_label")
-        sets: dict[str, Any] = values.pop("sets", {})
+        sets: Json = values.pop("sets", {})
         return values | sets
 
     @property
@@ -122,7 +122,7 @@ def crossed(conditions: Sequence[Condition], grid: Mapping[str, Sequence[Any]]) 
 
 
 def _with_sets(condition: Condition, values: Mapping[str, Any]) -> Condition:
-    changes: dict[str, Any] = {"sets": {**condition.sets, **values}}
+    changes: Json = {"sets": {**condition.sets, **values}}
     if condition.given_label:
         changes["given_label"] = condition.given_label + "".join(starmap(_suffix, values.items()))
     return condition.model_copy(update=changes)

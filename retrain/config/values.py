@@ -14,7 +14,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from retrain.config.names import builtin_names, canonical_uncertainty, is_known
-from retrain.system import ParseError, is_path_text, parse_json, unholdable
+from retrain.system import Json, ParseError, is_path_text, parse_json, unholdable
 
 MAX_SEED = 2**32 - 1
 MAX_COMPLETIONS = 1_000_000
@@ -182,7 +182,7 @@ def check_grams(value: str | list[str]) -> str | list[str]:
     return value
 
 
-def check_table(table: dict[str, Any]) -> dict[str, Any]:
+def check_table(table: Json) -> Json:
     """Refuse what neither JSON nor a stored configuration can say: nan, inf, dates, and null
     outside of JSON.
     """
@@ -209,7 +209,7 @@ def check_grid(table: dict[str, list[Any]]) -> dict[str, list[Any]]:
     return table
 
 
-def check_arguments(table: dict[str, Any]) -> dict[str, Any]:
+def check_arguments(table: Json) -> Json:
     """Check a table as `check_table` does, but allow null, which JSON has."""
     _check_item(check_serialisable(table), may_hold_null=True)
     return table

@@ -28,6 +28,7 @@ from retrain.records.state import TrainerState
 from retrain.run.dialogues import Watcher
 from retrain.run.interrupts import Interrupts
 from retrain.run.parts import Parts, load_parts, training_plan
+from retrain.system import Json
 from retrain.types import Group
 
 Say = Callable[[str], None]
@@ -66,7 +67,7 @@ def read_arms(base: TrainConfig, path: Path | None, *, trust: bool, say: Say) ->
     code that a file in a run's folder names unless it is to be trusted.
     """
     values = given_values(base)
-    campaign: dict[str, Any] = dict(values.pop("campaign", {}))
+    campaign: Json = dict(values.pop("campaign", {}))
     if path is not None:
         campaign = _conditions_of(path)
     own = values.get("algorithm", {})
@@ -90,7 +91,7 @@ def read_arms(base: TrainConfig, path: Path | None, *, trust: bool, say: Say) ->
     return arms
 
 
-def _conditions_of(path: Path) -> dict[str, Any]:
+def _conditions_of(path: Path) -> Json:
     given = read_toml(path)
     nested = given.get("campaign", given)
     if "conditions" not in nested and nested is given:

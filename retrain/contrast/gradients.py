@@ -9,7 +9,6 @@ batch, which `seeds` reads.
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
-from typing import Any
 
 import numpy as np
 
@@ -27,6 +26,7 @@ from retrain.distributed import ALONE
 from retrain.rewards import gold_response
 from retrain.run.parts import Parts, load_encoder
 from retrain.run.teacher import Teacher
+from retrain.system import Json
 from retrain.types import Outcome, Prompt, Row
 
 PARTS = ("planning tokens", "right completions", "first quarter", "last quarter")
@@ -110,7 +110,7 @@ class Contrast:
         """Probability that a campaign of `seeds` finds it."""
         return power_of(self.seeds, self.effect(arm) or 0.0, comparisons=len(self.arms) - 1)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         arms = [
             asdict(arm) | {"seeds_needed": self.seeds_for(arm) if arm is not self.arms[0] else None}
             for arm in self.arms

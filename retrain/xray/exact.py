@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations_with_replacement, product
 from math import factorial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from retrain.backends.losses import ActionTokens
 from retrain.backends.own_loss import aggregation_of, own_correction, own_loss
 from retrain.backends.rows import sequence_weights
 from retrain.errors import ConfigurationError
+from retrain.system import Json
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -86,7 +87,7 @@ class Exact:
             f" {self.rates[high]:.2g} beside 1 near p = 0.5 (retrain xray draws it).{away}"
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         return {
             "name": self.name,
             "group": self.group,
