@@ -247,8 +247,8 @@ class _Member:
             return f"a list{some}, each {_in_words(self.args[0])}"
         if self.kind is Condition:
             return (
-                "a table with advantage_mode and transform_mode, or algorithm_mode, a label, and any"
-                " other key as section.key"
+                "a table with advantage_mode and transform_mode, or algorithm_mode, a label, and"
+                " any other key as section.key"
             )
         if self.args[1:] == (list[Any],):
             return "a table of lists"

@@ -8,14 +8,15 @@ is refused by the part that knows.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from retrain.config.keys import describe_field, is_settable
-from retrain.config.learning_sections import BACKEND_OPTIONS
+from retrain.config.learning_sections import BACKEND_OPTIONS, Backend
 from retrain.config.names import (
     builtin_names,
     fixed_aggregation,
@@ -55,6 +56,7 @@ Rule = Callable[[AllSections], Violations]
 _RULES: list[Rule] = []
 _CAMPAIGN_RULES: list[Rule] = []
 """Rules about a campaign as a whole; all others are about its runs."""
+
 EVALUATION_SECTIONS = frozenset(
     {
         "squeeze",
@@ -96,31 +98,35 @@ def is_read(config: AllSections, path: str) -> bool:
     """Return True if the section of a key is read. A squeeze job does not train, so it reads few
     sections unless it evaluates.
     """
-    section = path.partition(".")[0]
     if config.kind != "squeeze":
         return True
+    read = frozenset({"squeeze"})
     if config.squeeze.evaluate and config.squeeze.output_path:
-        return section in EVALUATION_SECTIONS
-    return section == "squeeze"
+        read = EVALUATION_SECTIONS
+    return path.partition(".")[0] in read
 
 
 def modes_of(condition: Condition) -> tuple[str, str]:
     """The advantage and the transform of a condition; a plugin algorithm has neither: ("", "")."""
     if is_recipe(condition.algorithm_mode):
         return recipe_modes(condition.algorithm_mode)
-    if condition.algorithm_mode:
-        recipe = table("algorithm").get(condition.algorithm_mode)
-        if recipe:
-            return (recipe.advantage, recipe.transform)
-        return ("", "")
-    return condition.advantage_mode, condition.transform_mode
+    if not condition.algorithm_mode:
+        return condition.advantage_mode, condition.transform_mode
+    built_in = table("algorithm").get(condition.algorithm_mode)
+    if built_in:
+        return built_in.advantage, built_in.transform
+    return "", ""
+
+
+def transforms_of(config: AllSections) -> list[str]:
+    """The transform of each condition."""
+    return [modes_of(condition)[1] for condition in config.conditions]
 
 
 @_rule
 def _sepa_needs_a_ramp(config: AllSections) -> Violations:
     if config.sepa.schedule == "linear" and config.sepa.steps == 0:
-        for condition in config.conditions:
-            _, transform = modes_of(condition)
+        for transform in transforms_of(config):
             if transform in transforms_with("uses_sepa_controller"):
                 yield Violation(
                     (
@@ -137,9 +143,7 @@ def _sepa_needs_a_ramp(config: AllSections) -> Violations:
 
 @_rule
 def _entropy_mask_needs_rho(config: AllSections) -> Violations:
-    if config.algorithm.surprisal_mask_rho == 0 and any(
-        modes_of(condition)[1] == "entropy_mask" for condition in config.conditions
-    ):
+    if config.algorithm.surprisal_mask_rho == 0 and "entropy_mask" in transforms_of(config):
         yield Violation(
             ("algorithm.surprisal_mask_rho", "algorithm.transform_mode"),
             '[algorithm] transform_mode = "entropy_mask" needs surprisal_mask_rho above 0 and at'
@@ -150,9 +154,7 @@ def _entropy_mask_needs_rho(config: AllSections) -> Violations:
 @_rule
 def _distilling_needs_a_teacher(config: AllSections) -> Violations:
     algorithm = config.algorithm
-    distils = any(
-        modes_of(condition)[1] in transforms_with("distils") for condition in config.conditions
-    )
+    distils = not transforms_with("distils").isdisjoint(transforms_of(config))
     if distils and not algorithm.reference:
         yield Violation(
             ("algorithm.reference", "algorithm.transform_mode", "algorithm.algorithm_mode"),
@@ -332,26 +334,30 @@ def _greedy_samples_are_equal(config: AllSections) -> Violations:
             )
 
 
+def _repeated(values: Iterable[Any]) -> list[Any]:
+    """The first value that is given twice, in a list; empty where each is given once."""
+    return [value for value, count in Counter(values).items() if count > 1][:1]
+
+
 @_rule
 def _evaluation_tasks_are_of_its_sources(config: AllSections) -> Violations:
     evaluation = config.evaluation
     tasks = [source_task(source or config.data.source) for source in evaluation.sources]
+    # The own source is named by "" alone; in a list nobody could tell which task it is.
     if len(tasks) > 1 and "" in evaluation.sources:
         yield Violation(
             ("evaluation.source",),
             '[evaluation] source = "" in a list is no source; name each of them',
         )
-    repeated = [task for task, count in Counter(tasks).items() if count > 1]
-    if repeated:
+    for task in _repeated(tasks):
         yield Violation(
             ("evaluation.source",),
-            f'[evaluation] source names the task "{repeated[0]}" twice; rename a file, or drop one',
+            f'[evaluation] source names the task "{task}" twice; rename a file, or drop one',
         )
-    unknown = [name for name in evaluation.tasks if name not in tasks]
-    if unknown:
+    for name in [name for name in evaluation.tasks if name not in tasks][:1]:
         yield Violation(
             ("evaluation.tasks", "evaluation.source"),
-            f'[evaluation] tasks has "{unknown[0]}", and source gives {", ".join(tasks)}; name one'
+            f'[evaluation] tasks has "{name}", and source gives {", ".join(tasks)}; name one'
             " of them",
         )
 
@@ -394,11 +400,10 @@ def _rewards_have_what_they_need(config: AllSections) -> Violations:
             f"[reward] weights has {len(reward.weights)} numbers and type has {len(reward.types)}"
             " rewards; give one weight for each",
         )
-    repeated = [name for name in builtin_names("reward") if reward.types.count(name) > 1]
-    if repeated:
+    for name in _repeated(kind for kind in reward.types if kind in builtin_names("reward")):
         yield Violation(
             ("reward.type",),
-            f'[reward] type names "{repeated[0]}" twice; give it once, with its weight',
+            f'[reward] type names "{name}" twice; give it once, with its weight',
         )
 
 
@@ -511,11 +516,8 @@ def _conditions_are_complete(config: AllSections) -> Violations:
     for number, condition in enumerate(
         config.campaign.conditions if config.campaign else (), start=1
     ):
-        modes = {
-            "advantage_mode": condition.advantage_mode,
-            "transform_mode": condition.transform_mode,
-        }
-        missing = [name for name, value in modes.items() if not value]
+        modes = ("advantage_mode", "transform_mode")
+        missing = [name for name in modes if not getattr(condition, name)]
         if condition.algorithm_mode and len(missing) < 2:
             yield Violation(
                 ("campaign.conditions",),
@@ -558,15 +560,13 @@ def _labels_are_unique(config: AllSections) -> Violations:
         return
     seen: dict[str, tuple[int, str]] = {}
     for number, condition in enumerate(config.conditions, start=1):
-        folder = re.sub(
-            r"[^A-Za-z0-9+._-]", "_", condition.label
-        ).casefold()  # many disks do not tell upper from lower case
+        # Many disks do not tell upper from lower case.
+        folder = re.sub(r"[^A-Za-z0-9+._-]", "_", condition.label).casefold()
         first, label = seen.setdefault(folder, (number, condition.label))
         if first != number:
+            names = f'called "{label}" and "{condition.label}"'
             if label == condition.label:
                 names = f'both called "{label}"'
-            else:
-                names = f'called "{label}" and "{condition.label}"'
             yield Violation(
                 ("campaign.conditions",),
                 f"[[campaign.conditions]] numbers {first} and {number} are {names}, "
@@ -576,12 +576,10 @@ def _labels_are_unique(config: AllSections) -> Violations:
 
 @_campaign_rule
 def _seeds_are_unique(config: AllSections) -> Violations:
-    seeds = config.campaign.seeds if config.campaign else []
-    repeated = [seed for seed, count in Counter(seeds).items() if count > 1]
-    if repeated:
+    for seed in _repeated(config.campaign.seeds if config.campaign else ()):
         yield Violation(
             ("campaign.seeds",),
-            f"[campaign] seeds names {repeated[0]} twice; a repeated seed is the same run, not"
+            f"[campaign] seeds names {seed} twice; a repeated seed is the same run, not"
             " another sample",
         )
 
@@ -624,41 +622,33 @@ def _options_are_known(config: AllSections) -> Violations:
     """
     if config.backend.backend not in builtin_names("backend") or not config.backend.options:
         return
+    for problem in _option_problems(config.backend):
+        yield Violation(("backend.options",), f"[backend.options] {problem}")
+
+
+def _option_problems(backend: Backend) -> Iterator[str]:
+    """What is wrong with an option, after the name of their table."""
     known = list(chain.from_iterable(model.model_fields for model in BACKEND_OPTIONS.values()))
-    wrong = [name for name in config.backend.options if name not in known]
+    wrong = [name for name in backend.options if name not in known]
     for name in wrong[: MAX_SENTENCES - 1]:
         near = nearest(name, known)
+        hint = f"known are {', '.join(known)}"
         if near:
-            hint = f'; did you mean "{near}"?'
-        else:
-            hint = f"; known are {', '.join(known)}"
-        yield Violation(
-            ("backend.options",), f"[backend.options] {name} is not a known option{hint}"
-        )
+            hint = f'did you mean "{near}"?'
+        yield f"{name} is not a known option; {hint}"
     more = len(wrong[MAX_SENTENCES - 1 :])
     if more:
-        yield Violation(
-            ("backend.options",),
-            f"[backend.options] {more:,} more of its names are not known options",
-        )
-    for backend, model in BACKEND_OPTIONS.items():
+        yield f"{more:,} more of its names are not known options"
+    for owner, model in BACKEND_OPTIONS.items():
         try:
-            model.model_validate(config.backend.options_of(backend))
+            model.model_validate(backend.options_of(owner))
         except ValidationError as error:
-            yield from _option_violations(error, model)
-    if config.backend.options.get("strict_advantages") is False:
-        yield Violation(
-            ("backend.options",),
-            "[backend.options] strict_advantages = false is refused, since it would average"
-            " per-token advantages in silence; leave it true",
-        )
-
-
-def _option_violations(error: ValidationError, model: type[BaseModel]) -> Violations:
-    for problem in error.errors(include_url=False)[:MAX_SENTENCES]:
-        name, value = str(problem["loc"][0]), problem["input"]
-        allowed = describe_field(model.model_fields[name])
-        yield Violation(
-            ("backend.options",),
-            f"[backend.options] {name} = {toml_value(value)} is refused; allowed: {allowed}",
+            for problem in error.errors(include_url=False)[:MAX_SENTENCES]:
+                name, value = str(problem["loc"][0]), toml_value(problem["input"])
+                allowed = describe_field(model.model_fields[name])
+                yield f"{name} = {value} is refused; allowed: {allowed}"
+    if backend.options.get("strict_advantages") is False:
+        yield (
+            "strict_advantages = false is refused, since it would average per-token advantages in"
+            " silence; leave it true"
         )
