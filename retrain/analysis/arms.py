@@ -32,6 +32,7 @@ _RECORDED = {
     "device_name": "device",
     "git": "code revision",
     "data_sha256": "training data",
+    "model_sha256": "files of the model",
     "engine": "engine",
     "backend": "backend",
 }
@@ -39,9 +40,9 @@ _RECORDED = {
 
 
 @dataclass(frozen=True)
-class Shared:
-    """How many of the pairs saw the same prompts, how many also drew the same sampling noise, and
-    what else differed.
+class Overlap:
+    """What the two runs of a pair share: how many pairs saw the same prompts, how many also drew
+    the same sampling noise, and what else differed.
     """
 
     pairs: int
@@ -50,7 +51,7 @@ class Shared:
     samplers: tuple[str, ...]
     """Samplers that chose the prompts of some run by what its rewards showed."""
     unrecorded: int
-    """Pairs of which a run did not record its data, so that nobody knows."""
+    """Pairs in which a run did not record its data, so the prompts are not known."""
     differing_keys: tuple[str, ...]
     """Keys that change the training and differ between the runs of some pair."""
     environment: tuple[str, ...]
@@ -62,7 +63,7 @@ class Shared:
         return self.prompts == self.pairs > 0 and not self.differing_keys and not self.environment
 
     @classmethod
-    def of(cls, pairs: Sequence[Pair]) -> "Shared":
+    def of(cls, pairs: Sequence[Pair]) -> "Overlap":
         prompts = [_same_prompts(one, other) for one, other in pairs]
         noise = [
             same and one.has_counter_noise and other.has_counter_noise
@@ -136,9 +137,12 @@ def mixed_values(runs: RunsBySeed, value: Callable[[StoredRun], Any]) -> str:
 
 
 def mixed_code(label: str, runs: RunsBySeed) -> Iterator[str]:
-    """A sentence for each part of the code, as environment.json records it, in which the runs of
-    one arm differ.
+    """A sentence for each part of the code, and one for the model, in which the runs of one arm
+    differ by their environment.json.
     """
+    recorded = {seed: run for seed, run in runs.items() if run.environment.get("model_sha256")}
+    if seeds := mixed_values(recorded, lambda run: run.environment["model_sha256"]):
+        yield f"{label} started from different files of the model: {seeds} differ."
     seeds = mixed_values(runs, lambda run: run.code.revision)
     if seeds:
         yield f"{label} ran on different revisions of retrain: {seeds} differ."
@@ -154,7 +158,7 @@ def differing_environment(one: StoredRun, other: StoredRun) -> Iterator[str]:
     ours, theirs = one.environment, other.environment
     for name, words in _RECORDED.items():
         if ours.get(name) != theirs.get(name):
-            is_short = name != "data_sha256" and not any(
+            is_short = not name.endswith("sha256") and not any(
                 isinstance(recorded.get(name), dict) for recorded in (ours, theirs)
             )
             yield (
@@ -368,7 +372,7 @@ def evaluated_alike(
     way.
     """
     end = (
-        "their difference contains that of the evaluations."
+        "the difference between them includes the difference in evaluation."
         if insist
         else "they are not compared. Name --metric pass@1 to compare them all the same."
     )

@@ -266,8 +266,8 @@ def ranking(comparison: Comparison) -> Iterator[str]:
         other = order[1].label
     yield f"{', '.join(places)}."
     yield (
-        f"This is a selection, not a test: the best of {len(order)} means is partly luck, so its"
-        f" own mean flatters it. Confirm {best} against {other} as the two"
+        f"This is a selection, not a test: the best of {len(order)} means is partly chance, so its"
+        f" own mean is biased upwards. Confirm {best} against {other} as the two"
         " [[campaign.conditions]] of a new campaign, on seeds that this one did not use."
     )
 

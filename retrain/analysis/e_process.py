@@ -1,7 +1,7 @@
 """Evidence that may be looked at after every seed: an e-process for paired differences, its
 correction over a family, and the confidence sequence that it gives.
 
-The null hypothesis is that of the exact sign-flip test: given the sizes |d_s| of the differences so
+The null hypothesis is the exact sign-flip test's: given the sizes |d_s| of the differences so
 far and the past, the sign of each difference is as likely to be + as -. A bet multiplies its
 capital by 1 + sign(d_s) * b_s, where |b_s| <= 1 depends only on the sizes up to and with seed s.
 Under the null hypothesis the expected factor is 1, so the capital is a nonnegative martingale that

@@ -191,8 +191,8 @@ def evaluation_lines(comparison: EvaluationComparison) -> Iterator[str]:
             " possible."
         )
     yield (
-        "Paired by problem. This is about these two sets of weights: whether what trained them"
-        " differs takes several seeds of both."
+        "Paired by problem. This compares two sets of weights; to compare how they were trained"
+        " takes several seeds of each."
     )
 
 

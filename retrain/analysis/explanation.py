@@ -9,7 +9,7 @@ from retrain.analysis.compare import Comparison, Contrast
 from retrain.analysis.headline import p_words, same_runs_words
 from retrain.analysis.measures import difference_words, interval_words, size_words
 from retrain.analysis.pairs import outlying_seeds
-from retrain.analysis.robust import Robust
+from retrain.analysis.robust import SecondLine
 from retrain.analysis.runs import seeds_words
 from retrain.analysis.verdict import FEW_PROBLEMS, Verdict
 from retrain.records.terminal import counted
@@ -157,7 +157,7 @@ def _about_failures(contrast: Contrast, comparison: Comparison) -> Iterator[str]
         )
 
 
-def _second_line(contrast: Contrast, robust: Robust) -> str:
+def _second_line(contrast: Contrast, robust: SecondLine) -> str:
     """Whether the verdict stands with failed and collapsed runs at their worst, seen and unseen."""
     ahead = (
         contrast.condition

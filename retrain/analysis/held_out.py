@@ -21,7 +21,7 @@ from retrain.records.evaluation import pass_at_k
 Ints = npt.NDArray[np.int64]
 
 
-class Unjudged(Enum):
+class UnjudgedRule(Enum):
     """How to count an answer that could not be judged."""
 
     NOTHING = "nothing"
@@ -46,13 +46,13 @@ class Answers:
         ).reshape(-1, 3)
         return cls(tuple(item.example_id for item in ordered), *counts.T)
 
-    def rates(self, k: int = 1, unjudged: Unjudged = Unjudged.NOTHING) -> Floats:
+    def rates(self, k: int = 1, unjudged: UnjudgedRule = UnjudgedRule.NOTHING) -> Floats:
         """[problems] unbiased pass@k; NaN with fewer than k answers that count."""
-        if unjudged is Unjudged.NOTHING:
+        if unjudged is UnjudgedRule.NOTHING:
             counts = self.judged
         else:
             counts = self.judged + self.unjudged
-        if unjudged is Unjudged.RIGHT:
+        if unjudged is UnjudgedRule.RIGHT:
             right = self.right + self.unjudged
         else:
             right = self.right
@@ -93,7 +93,7 @@ class AnswerDifference:
 
     @classmethod
     def between(cls, candidate: Answers, baseline: Answers, k: int) -> "AnswerDifference":
-        def mean(ours: Unjudged, theirs: Unjudged) -> float:
+        def mean(ours: UnjudgedRule, theirs: UnjudgedRule) -> float:
             difference = candidate.rates(k, ours) - baseline.rates(k, theirs)
             known = difference[~np.isnan(difference)]
             if len(known):
@@ -102,7 +102,7 @@ class AnswerDifference:
 
         return cls(
             by_problem=candidate.rates(k) - baseline.rates(k),
-            least=mean(Unjudged.WRONG, Unjudged.RIGHT),
-            most=mean(Unjudged.RIGHT, Unjudged.WRONG),
+            least=mean(UnjudgedRule.WRONG, UnjudgedRule.RIGHT),
+            most=mean(UnjudgedRule.RIGHT, UnjudgedRule.WRONG),
             unjudged=int(candidate.unjudged.sum() + baseline.unjudged.sum()),
         )

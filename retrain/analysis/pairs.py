@@ -20,7 +20,7 @@ from retrain.analysis.held_out import AnswerDifference
 from retrain.analysis.measures import Metric
 from retrain.analysis.runs import Pair, StoredRun
 from retrain.analysis.statistics import Differences, Floats, Interval, TwoWay, covaried_square, mean
-from retrain.analysis.verdict import FEW_PROBLEMS, Paired
+from retrain.analysis.verdict import FEW_PROBLEMS, PairedDifferences
 from retrain.records.entries import EvaluationRecord
 
 # -- tasks -----------------------------------------------------------------------------------------
@@ -199,12 +199,12 @@ class Pairing:
 
 @dataclass(frozen=True)
 class Losses:
-    """Seeds of which a run failed, and the exact test of whether one arm loses more runs."""
+    """Seeds with a failed run, and the exact test of whether one arm loses more runs."""
 
     candidate: int
     baseline: int
     p: float
-    """The two-sided p over the seeds of which only one run failed (McNemar's exact test)."""
+    """The two-sided p over the seeds with one failed run (McNemar's exact test)."""
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ class Pairs:
             looks=looks,
         )
 
-    def paired(self, alpha: float, family: int) -> Paired:
+    def paired(self, alpha: float, family: int) -> PairedDifferences:
         """The input of a verdict. The interval for new problems, where a verdict needs one, has
         Bonferroni's level over the family.
         """
@@ -262,7 +262,7 @@ class Pairs:
         few = self.by_problem is not None and self.by_problem.shape[1] < FEW_PROBLEMS
         least, most = (None if end is None else self._keyed(end) for end in (self.least, self.most))
         unbounded = (-np.inf, np.inf)  # one problem, or too few that were judged
-        return Paired(
+        return PairedDifferences(
             self._keyed(self.differences),
             least,
             most,

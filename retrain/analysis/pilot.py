@@ -307,8 +307,8 @@ def read_pilot(folder: Path, metric_name: str | None = None) -> Pilot:
 
 
 def _pilot_of_pairs(base: Arm, paired: Sequence[Arm], metric: Metric) -> Pilot:
-    """The differences of all contrasts pooled. They share the baseline's runs, so the degrees of
-    freedom are those of the longest contrast.
+    """The differences of all contrasts pooled. They share the baseline's runs, so the longest
+    contrast gives the degrees of freedom.
     """
     differences = {arm.label: paired_differences(arm.values, base.values) for arm in paired}
     sds = {label: sample_sd(list(by_seed.values())) for label, by_seed in differences.items()}

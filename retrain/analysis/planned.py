@@ -287,8 +287,8 @@ class Absences:
         not_counted: Collection[Path],
         not_listed: Sequence[str] = (),
     ) -> "Absences | None":
-        """`runs` are those of the manifest, `not_counted` the folders of those that are not what
-        was planned. None without a plan.
+        """`runs` are the manifest's, `not_counted` the folders of runs that are not what was
+        planned. None without a plan.
         """
         plan = record.plan
         if plan is None:
@@ -367,8 +367,8 @@ def planned_line(
 
 
 def not_looked_at(record: CampaignRecord, pairs: Mapping[str, Collection[int]]) -> Iterator[str]:
-    """A sentence for each condition of which a look went without a pair that is there now; `pairs`
-    are its seeds that are done.
+    """A sentence for each condition that has a pair now which a look went without; `pairs` are its
+    seeds that are done.
     """
     for condition, seeds in pairs.items():
         if record.decided_at(condition) is None:

@@ -25,7 +25,7 @@ _COLLAPSED = 0.5
 
 
 @dataclass(frozen=True)
-class Robust:
+class SecondLine:
     """Whether a verdict stands on the second line."""
 
     stands: bool
@@ -79,7 +79,9 @@ def with_collapsed_failed(arm: Arm) -> Arm:
     )
 
 
-def second_line(candidate: Arm, baseline: Arm, at_worst: Conclusion, verdict: Verdict) -> Robust:
+def second_line(
+    candidate: Arm, baseline: Arm, at_worst: Conclusion, verdict: Verdict
+) -> SecondLine:
     """Judge a verdict in a rate of right answers. The arms are `with_collapsed_failed`; `at_worst`
     is their conclusion.
     """
@@ -94,7 +96,7 @@ def second_line(candidate: Arm, baseline: Arm, at_worst: Conclusion, verdict: Ve
     needed = None
     if same_verdict and not stands and not seen:
         needed = pairs_without_collapse(undoing)
-    return Robust(
+    return SecondLine(
         stands,
         {arm.label: sorted(arm.failed) for arm in (candidate, baseline) if arm.failed},
         unseen,

@@ -138,7 +138,7 @@ class TestSettings:
 
 
 @dataclass(frozen=True)
-class Paired:
+class PairedDifferences:
     """The differences of one contrast, one pair or more."""
 
     by_seed: Differences
@@ -152,7 +152,7 @@ class Paired:
     """The interval for new problems as well; None where a verdict does not need it."""
 
     @classmethod
-    def of(cls, differences: Sequence[float]) -> "Paired":
+    def of(cls, differences: Sequence[float]) -> "PairedDifferences":
         return cls(dict(enumerate(differences)))
 
     @property
@@ -214,7 +214,7 @@ class Conclusion:
 
 
 def conclude(
-    family: Sequence[Paired], test: TestSettings, better: Direction = "higher"
+    family: Sequence[PairedDifferences], test: TestSettings, better: Direction = "higher"
 ) -> list[Conclusion]:
     """One conclusion per contrast; the p values are adjusted over the whole family. `better` is the
     metric's own direction.
@@ -231,7 +231,7 @@ def conclude(
 
 
 def _conclusion(
-    paired: Paired,
+    paired: PairedDifferences,
     p_adjusted: float,
     p_at_worst: float,
     smallest: float | None,
@@ -288,7 +288,7 @@ def _excludes_zero(interval: Interval | None) -> bool:
     return interval is not None and (interval[0] > 0 or interval[1] < 0)
 
 
-def _unsure(paired: Paired, p_at_worst: float, test: TestSettings) -> str:
+def _unsure(paired: PairedDifferences, p_at_worst: float, test: TestSettings) -> str:
     """Why differences that are significant on their own make no verdict; "" if they do."""
     mean, worst = statistics.mean(paired.values), paired.at_worst
     if (
@@ -305,7 +305,7 @@ def _unsure(paired: Paired, p_at_worst: float, test: TestSettings) -> str:
     return ""
 
 
-def _equivalence(family: Sequence[Paired], margin: float | None) -> list[float | None]:
+def _equivalence(family: Sequence[PairedDifferences], margin: float | None) -> list[float | None]:
     """Holm-adjusted p of the claim |mean| < margin, per contrast; None without a margin and for a
     single pair.
 
@@ -315,7 +315,7 @@ def _equivalence(family: Sequence[Paired], margin: float | None) -> list[float |
     if margin is None:
         return [None] * len(family)
 
-    def p_of(paired: Paired) -> float:
+    def p_of(paired: PairedDifferences) -> float:
         ends = [list(end.values()) for end in (paired.least, paired.most) if end] or [paired.values]
         return max(2.0 ** -len(paired.by_seed), *(statistics.tost(end, margin) for end in ends))
 

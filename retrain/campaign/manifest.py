@@ -225,8 +225,8 @@ class Manifest:
         )
 
     def _check_looks(self, plan: CampaignPlan) -> None:
-        """Check a resumed plan. Raises ConfigurationError where the steps, conditions or order of
-        seeds differ from those of the looks already taken.
+        """Check a resumed plan. Raises ConfigurationError where its steps, conditions or order of
+        seeds differ from what the looks were taken with.
         """
         if plan.settings.stop != "evidence":
             return

@@ -224,7 +224,7 @@ def _put(data: Json, section: str, **values: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Checked:
+class Findings:
     """The findings of the checks."""
 
     lines: tuple[str, ...]
@@ -234,7 +234,7 @@ class Checked:
     is left out."""
 
 
-def check(plan: CampaignPlan) -> Checked:
+def check(plan: CampaignPlan) -> Findings:
     """Check what all runs need. Raises ConfigurationError if a run could not start; NoHeldOutSplit
     if an evaluation was asked for that has no held-out split.
     """
@@ -263,7 +263,7 @@ def check(plan: CampaignPlan) -> Checked:
                 len(plan.seeds), comparisons, problems, evaluation.samples, correction=correction
             )
         ]
-    return Checked((*lines, *condition_notes(plan), *missing, *design), frozenset(lacking))
+    return Findings((*lines, *condition_notes(plan), *missing, *design), frozenset(lacking))
 
 
 def condition_notes(plan: CampaignPlan) -> list[str]:
@@ -280,7 +280,7 @@ def condition_notes(plan: CampaignPlan) -> list[str]:
     ]
 
 
-def evaluated_where_possible(plan: CampaignPlan, checked: Checked) -> CampaignPlan:
+def evaluated_where_possible(plan: CampaignPlan, checked: Findings) -> CampaignPlan:
     """The plan without the default evaluation for conditions that have no held-out split."""
     no_evaluation = {"evaluation.at_end": False}
     runs = [

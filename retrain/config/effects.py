@@ -720,8 +720,8 @@ _LOCAL: Rows = (
         lambda config: config.model.load_in_4bit,
     ),
     _sharding_refused(
-        "another [inference] dtype than that of the weights would hold a whole copy of the model in"
-        ' every process; set dtype = "auto"',
+        "an [inference] dtype unlike the weights' would hold a whole copy of the model in every"
+        ' process; set dtype = "auto"',
         lambda config: config.inference.dtype != "auto",
     ),
     _eight_bits_refused(
@@ -1002,8 +1002,8 @@ _ENGINES: dict[str, Rows] = {
 
 
 def effects_of(kind: Literal["backend", "engine"], name: str, declared: Any = None) -> Table:
-    """All rows of a backend or an engine. `declared` are the capabilities of a plugin; those of a
-    built-in part are known.
+    """All rows of a backend or an engine. `declared` are a plugin's capabilities; a built-in part's
+    are known.
     """
     if declared is None:
         return _known_effects(kind, name)

@@ -42,7 +42,7 @@ class Key:
     field: FieldInfo
     default: Any
     traits: Traits = NO_TRAITS
-    """The key's own traits and those of its section."""
+    """The key's own traits and its section's."""
 
     @property
     def path(self) -> str:

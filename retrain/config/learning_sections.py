@@ -239,7 +239,7 @@ class Algorithm(Section):
 
     @property
     def uncertainty(self) -> str:
-        """The name that is used: that of the transform's table, else `uncertainty_kind`."""
+        """The name in the transform's table, else `uncertainty_kind`."""
         return str(self.transform_params.get("uncertainty_kind", self.uncertainty_kind))
 
 
@@ -408,7 +408,7 @@ class Loss(Section):
         "importance_sampling", "Per-token objective, built in or a plugin."
     )
     params: Table = key(
-        {}, "Parameters of a mode: tau_pos and tau_neg (sapo), cap (dppo), or those of a plugin."
+        {}, "Parameters of a mode: tau_pos and tau_neg (sapo), cap (dppo), or a plugin's own."
     )
     clip_low: float | None = key(
         None,
@@ -537,8 +537,7 @@ class Schedule(Section):
     )
     control_params: Table = key(
         {},
-        "Parameters of the control: target, delta and start (adaptive_entropy), or those of a"
-        " plugin.",
+        "Parameters of the control: target, delta and start (adaptive_entropy), or a plugin's own.",
     )
 
     @model_validator(mode="before")

@@ -25,8 +25,10 @@ def deep_merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Json:
     merged = dict(below)
     for name, value in above.items():
         old = merged.get(name)
-        both = isinstance(old, dict) and isinstance(value, dict)
-        merged[name] = deep_merge(old, value) if both else value
+        if isinstance(old, dict) and isinstance(value, dict):
+            merged[name] = deep_merge(old, value)
+        else:
+            merged[name] = value
     return merged
 
 

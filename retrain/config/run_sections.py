@@ -554,7 +554,7 @@ class Logging(Section):
     tokens_every: int = key(0, "Steps between per-token files for inspect; 0 is off.", ge=0)
     groups: bool = key(
         False,
-        "Print a line per group in every step, also where a step has more than 8 of them.",
+        "Print a line per group in every step, even for more than 8 groups.",
     )
 
     @property

@@ -144,8 +144,8 @@ def bare_value(value: Any) -> str:
 
 
 def _told_apart(condition: Condition, others: Sequence[Condition]) -> Condition:
-    """A condition with its label among those of the same name; one that has a label, or whose
-    values give none, stays as it is.
+    """A condition with a label that no other of its name has. One with a label, or whose values
+    give none, stays as it is.
     """
     label = condition.label
     for path, value in condition.sets.items():

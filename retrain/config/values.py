@@ -122,8 +122,7 @@ def check_label(text: str) -> str:
     """Check a condition's label, which becomes part of folder names."""
     if text and not LABEL.fullmatch(text):
         raise refuse(
-            "cannot name a folder (letters, digits and ._+=~-, at most 80 of them, a letter or"
-            " digit first)"
+            "cannot name a folder (at most 80 letters, digits and ._+=~-, a letter or digit first)"
         )
     return text
 

@@ -112,8 +112,8 @@ def _visible(config: TrainConfig, say: Say) -> TrainConfig:
         hidden = [path for path in condition.sets if path.split(".")[0] not in _SEEN]
         if hidden:
             say(
-                f"{condition.label}: {', '.join(hidden)} is left out, since a gradient of the"
-                " rollouts that are there does not show it."
+                f"{condition.label}: {', '.join(hidden)} is left out, since it does not change a"
+                " gradient of the same rollouts."
             )
         kept = {path: value for path, value in condition.sets.items() if path not in hidden}
         conditions.append(
@@ -163,8 +163,8 @@ def load_base(target: Path, trust: bool) -> TrainConfig:
 def opened(
     target: Path, config: TrainConfig, step: int | None, say: Say
 ) -> Iterator[tuple[Parts, LocalBackend, TrainerState]]:
-    """Load the model with the weights of `step` completed steps, by default those of the newest
-    checkpoint. Raises ConfigurationError for a backend that computes elsewhere.
+    """Load the model with the weights of `step` completed steps, by default the newest
+    checkpoint's. Raises ConfigurationError for a backend that computes elsewhere.
     """
     if not backend_class(config).in_process:
         raise ConfigurationError(

@@ -87,9 +87,9 @@ class Contrast:
     """[A, A] cosines between the gradients of the arms."""
 
     def effect(self, arm: ArmGradient) -> float | None:
-        """The largest standardised difference to the baseline that a pair of runs can have: that of
-        the gradients' directions over the noise of both, if it keeps its direction for all steps
-        of a run. None where an arm does not agree with itself at all.
+        """The largest standardised difference to the baseline that a pair of runs can have: the
+        gradients' difference in direction over the noise of both, kept for all steps of a run.
+        None where an arm does not agree with itself at all.
         """
         ceilings = (self.arms[0].halves, arm.halves)
         if not all(value > 0 for value in ceilings):
@@ -238,8 +238,8 @@ def _shares(
 ) -> dict[str, float]:
     """The share of each part: its gradient's projection on the whole, over the whole's length.
 
-    A part's gradient is that of its tokens' advantages alone, less that of no advantages at all:
-    what KL and entropy terms have.
+    A part's gradient comes from its tokens' advantages alone; what remains without any advantage,
+    from KL and entropy terms, is subtracted.
     """
     square = float(total @ total)
     if not square:

@@ -43,7 +43,7 @@ _EXACT = 1e-5
 
 
 @dataclass(frozen=True)
-class Exact:
+class ExactXray:
     """The expected gradient g of one algorithm, at several policies."""
 
     name: str
@@ -110,7 +110,7 @@ class Exact:
         )
 
 
-def exact(name: str, config: "TrainConfig", group: int) -> Exact:
+def exact(name: str, config: "TrainConfig", group: int) -> ExactXray:
     """Sum the expected gradient of `config`'s advantage, transform, loss and aggregation over all
     groups of `group` answers.
 
@@ -133,7 +133,9 @@ def exact(name: str, config: "TrainConfig", group: int) -> Exact:
         _, away = lab.compared(logits, logits + behind)
         found.append((lab.rate(logits), *lab.compared(logits, logits), away))
     rates, weights, elsewhere, off_policy = zip(*found, strict=True)
-    return Exact(name, group, np.array(rates), np.array(weights), max(elsewhere), max(off_policy))
+    return ExactXray(
+        name, group, np.array(rates), np.array(weights), max(elsewhere), max(off_policy)
+    )
 
 
 class _Lab:
