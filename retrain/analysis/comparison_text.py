@@ -248,7 +248,7 @@ def _mean_words(arm: ArmSummary, metric: Metric) -> str:
 def ranked(comparison: Comparison) -> list[ArmSummary]:
     """The conditions of a grid from the best mean to the worst; empty without a grid."""
     measured = [arm for arm in comparison.arms if arm.mean is not None and comparison.grid]
-    lower = comparison.test.lower_is_better or comparison.metric.better == "lower"
+    lower = comparison.test.direction(comparison.metric.better) == "lower"
     return sorted(measured, key=lambda arm: arm.mean or 0.0, reverse=not lower)
 
 
@@ -370,7 +370,7 @@ def to_json(comparison: Comparison) -> Json:
         "answer": answer(comparison),
         "metric": comparison.metric.name,
         "metric_description": comparison.metric.description,
-        "better": "lower" if test.lower_is_better else comparison.metric.better,
+        "better": test.direction(comparison.metric.better),
         "judge": comparison.judge or None,
         "evaluated": comparison.evaluated or None,
         "problems": comparison.problems or None,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from retrain.analysis.held_out import mean_of_known
 from retrain.analysis.runs import StoredRun
 from retrain.analysis.statistics import Floats, Interval
 from retrain.config.judging import judge_words, judging_rewards, training_rewards
@@ -123,11 +124,8 @@ def held_out(run: StoredRun, k: int) -> float | None:
     """
     if run.answers is None:
         return None
-    rates = run.answers.rates(k)
-    known = rates[~np.isnan(rates)]
-    if len(known):
-        return float(known.mean())
-    return None
+    mean = mean_of_known(run.answers.rates(k))
+    return None if np.isnan(mean) else mean
 
 
 def trained_on_chance(run: StoredRun) -> bool:

@@ -107,11 +107,8 @@ class CampaignRecord:
         path = folder / "manifest.json"
         content = read_object(path)
         try:
-            stored = content.get("plan")
-            if stored is None:
-                plan = None
-            else:
-                plan = _plan(stored)
+            stored: Any = content.get("plan")
+            plan = None if stored is None else _plan(stored)
             looks = [Look.from_json(look) for look in content.get("looks") or []]
             seeds = [int(seed) for seed in content.get("seeds") or []]
             grid = [*content.get("config", {}).get("campaign", {}).get("grid", {})]
@@ -119,25 +116,15 @@ class CampaignRecord:
             raise RunFailed(
                 f"{path} has a plan or a look that cannot be read ({error}): the file was changed."
             ) from error
-        if stored is None:
-            removed = "looks" in content  # which came with the plan
-            return cls(
-                None,
-                edited=False,
-                looks=looks,
-                seeds=seeds,
-                max_steps=content.get("max_steps"),
-                removed=removed,
-                grid=grid,
-            )
-        sha256 = _sha256(stored)
+        sha256 = _sha256(stored) if plan else ""
         return cls(
             plan,
-            stored.get("sha256") != sha256,
-            looks,
-            seeds,
-            content.get("max_steps"),
-            sha256,
+            edited=plan is not None and stored.get("sha256") != sha256,
+            looks=looks,
+            seeds=seeds,
+            max_steps=content.get("max_steps"),
+            sha256=sha256,
+            removed=plan is None and "looks" in content,  # which came with the plan
             grid=grid,
         )
 
@@ -149,13 +136,8 @@ class CampaignRecord:
     @property
     def undecided(self) -> list[str]:
         """The plan's conditions without a verdict, the baseline left out."""
-        if self.plan:
-            return [
-                condition
-                for condition in self.plan.conditions
-                if self.decided_at(condition) is None
-            ]
-        return []
+        planned = self.plan.conditions if self.plan else ()
+        return [condition for condition in planned if self.decided_at(condition) is None]
 
     def decided_at(self, condition: str) -> int | None:
         """The number of looks after which the condition was decided; None while it is not."""
@@ -172,19 +154,16 @@ class CampaignRecord:
         """Seed -> number of the look, from 0, at which the e-process of a condition took the pair
         of that seed.
         """
-        taken: dict[int, int] = {}
-        for number, look in enumerate(self.looks[: self.decided_at(condition)]):
-            if condition not in look.missing:
-                taken.setdefault(look.seed, number)
-        return taken
+        return self.first_looks(condition, missing=False)
 
-    def first_looks(self, condition: str) -> dict[int, int]:
-        """Seed -> number of the first look at it, from 0, whether the condition's pair was there or
-        not.
+    def first_looks(self, condition: str, *, missing: bool = True) -> dict[int, int]:
+        """Seed -> number of the first look at it, from 0; with `missing` also where the condition's
+        pair was not there.
         """
         first: dict[int, int] = {}
         for number, look in enumerate(self.looks[: self.decided_at(condition)]):
-            first.setdefault(look.seed, number)
+            if missing or condition not in look.missing:
+                first.setdefault(look.seed, number)
         return first
 
     def was_looked_at(self, condition: str, seed: int) -> bool:
@@ -248,7 +227,7 @@ def _settings(
 ) -> Iterator[tuple[str, object, object]]:
     """Yield (name, value now, planned value) of each."""
     planned_rule = "evidence" if plan.rule == "evidence" else "maxt"
-    better = "lower" if test.lower_is_better else metric.better
+    better = test.direction(metric.better)
     yield "baseline", baseline, plan.baseline
     yield "metric", metric.name, plan.metric
     yield "direction", f"{better} is better", f"{plan.better} is better"

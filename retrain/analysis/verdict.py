@@ -62,6 +62,10 @@ class TestSettings:
     def rule(self) -> Correction:
         return self.correction or "maxt"
 
+    def direction(self, better: Direction) -> Direction:
+        """Which end of a metric is better, where `better` is the metric's own."""
+        return "lower" if self.lower_is_better else better
+
     def adjusted(self, family: Sequence[Differences]) -> list[float]:
         """The p of each contrast, adjusted over the family."""
         if self.rule == "evidence":
@@ -225,7 +229,7 @@ def conclude(
         at_worst = test.adjusted([paired.at_worst for paired in family])
     smallest = test.smallest_adjusted([len(paired.by_seed) for paired in family])
     equivalence = _equivalence(family, test.margin)
-    better = "lower" if test.lower_is_better else better
+    better = test.direction(better)
     rows = zip(family, adjusted, at_worst, smallest, equivalence, strict=True)
     return [_conclusion(*row, test, len(family), better) for row in rows]
 
@@ -242,18 +246,14 @@ def _conclusion(
 ) -> Conclusion:
     d = paired.values
     mean, sd = statistics.mean(d), statistics.sample_sd(d) if len(d) > 1 else None
-    equivalent = (
-        equivalence_p is not None
-        and equivalence_p < test.alpha
-        and smallest is not None
-        and smallest < test.alpha
-    )
+    # Too few pairs for a difference are too few to call two conditions equivalent as well.
+    levels = (equivalence_p, smallest)
+    equivalent = all(p is not None and p < test.alpha for p in levels)
     interval = test.interval(paired.by_seed)
     differs = p_adjusted < test.alpha and _excludes_zero(interval)
+    unsure = ""
     if differs:
         unsure = _unsure(paired, p_at_worst, test)
-    else:
-        unsure = ""
     verdict = Verdict.EQUIVALENT if equivalent else Verdict.INCONCLUSIVE
     # A difference that is shown outranks the margin, which `within_margin` then says beside it.
     if differs and not unsure:
@@ -297,12 +297,9 @@ def _unsure(paired: PairedDifferences, p_at_worst: float, test: TestSettings) ->
         or mean * statistics.mean([*worst.values()]) <= 0
     ):
         return "unjudged"
-    if (
-        paired.problem_interval is not None
-        and paired.problem_interval[0] <= 0 <= paired.problem_interval[1]
-    ):
-        return "problems"
-    return ""
+    if paired.problem_interval is None or _excludes_zero(paired.problem_interval):
+        return ""
+    return "problems"
 
 
 def _equivalence(family: Sequence[PairedDifferences], margin: float | None) -> list[float | None]:
