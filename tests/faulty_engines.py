@@ -112,6 +112,20 @@ class DropsAProjectionInBf16(DropsAProjection):
     options = EngineOptions(weights=torch.bfloat16)
 
 
+class DropsAModule(Served):
+    """The key projection of the first layer."""
+
+    def changed(self, weights: Weights) -> Weights:
+        return {
+            name: 0 * value if ".layers.0.self_attn.k_proj." in name else value
+            for name, value in weights.items()
+        }
+
+
+class DropsAModuleInBf16(DropsAModule):
+    options = EngineOptions(weights=torch.bfloat16)
+
+
 class ServedInBf16(Served):
     options = EngineOptions(weights=torch.bfloat16)
 
@@ -300,6 +314,14 @@ class OneSeed(StripsEOS):
             request = requests[completion.request]
             for number in range(request.count):
                 yield replace(completion, sample=request.first_sample + number)
+
+
+class RepeatsNoise(StripsEOS):
+    """Draws the completions of one number alike in all prompts."""
+
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
+        alike = [replace(one, noise=replace(one.noise, prompt=0)) for one in requests]
+        return TorchEngine.sample(self, alike)
 
 
 class Colder(StripsEOS):

@@ -93,6 +93,9 @@ class TrialAdapter(ABC):
 
     groups: tuple[str, ...]
     """Names of the groups: each projection over all layers, and runs of consecutive layers."""
+    fine_groups: tuple[str, ...] = ()
+    """Names of smaller ones, each projection in each run, for half precision: there a group that is
+    missing must show by its direction."""
 
     @abstractmethod
     def __enter__(self) -> "TrialAdapter": ...
@@ -256,7 +259,7 @@ class Backend(ABC):
     def tempered_scores(
         self, rows: Sequence[Row], temperature: float, truncation: Truncation, tolerance: float
     ) -> list[Float32Array] | None:
-        """Return [T, 12] scores of each row, which [inference] calibration tests
+        """Return [T, 14] scores of each row, which [inference] calibration tests
         (`model.calibration.tempered_scores`). They are under the learner's distribution at
         `temperature` and `truncation`. None if the backend has no logits.
         """

@@ -179,7 +179,7 @@ class TorchEngine(PyTorchEngine):
         if any(
             job.request.extendable for job in jobs
         ):  # room for later turns, or else each would begin a batch
-            longest = min(2 * longest, self._decoder.uniform_positions)
+            longest = min(2 * longest, self._decoder.context)
         wanted = DecodeLimits(
             min(self._limits.rows, len(jobs)), min(self._limits.tokens, wanted_tokens(jobs, page))
         )
@@ -236,13 +236,6 @@ class TorchEngine(PyTorchEngine):
                     f" at temperature {request.temperature} cannot be sampled: the model's context"
                     f" is {self._decoder.context} tokens, a prompt has at least one, max_tokens is"
                     " at least 1."
-                )
-            if prompt_tokens + limit > self._decoder.uniform_positions:
-                raise ConfigurationError(
-                    f"[training] max_tokens = {request.max_tokens} after a prompt of"
-                    f" {prompt_tokens} tokens passes {self._decoder.uniform_positions} tokens,"
-                    " where this model's longrope changes the angles of earlier positions; choose"
-                    " max_tokens so that prompt and completion stay below."
                 )
             jobs += [
                 Job(index, request, request.first_sample + number, limit)

@@ -140,6 +140,7 @@ def _load_rest(
     fails.
     """
     text = load_text(config.model, say)
+    _say_context(config.training, text.context, say)
     credit = _load_credit(config, text, say, world)
     stage = load_stage(config, text, say)
     if stage:
@@ -185,6 +186,16 @@ def _load_rest(
         SEPAController(config.sepa),
         evaluator,
     )
+
+
+def _say_context(training: Training, positions: int, say: Say) -> None:
+    """Say that max_tokens is more than the model has positions."""
+    if training.max_tokens >= positions:
+        say(
+            f"[training] max_tokens = {training.max_tokens:,}, and the model has {positions:,}"
+            " positions for prompt and completion (with longrope those of its original length): a"
+            " completion ends where they are full."
+        )
 
 
 def _load_credit(config: TrainConfig, text: TextModel, say: Say, world: World) -> CreditPipeline:

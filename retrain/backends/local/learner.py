@@ -305,7 +305,7 @@ class Learner:
     def tempered_scores(
         self, rows: Sequence[Row], temperature: float, truncation: Truncation, tolerance: float
     ) -> list[Float32Array]:
-        """[T, 12] of each row: `model.calibration.tempered_scores`."""
+        """[T, 14] of each row: `model.calibration.tempered_scores`."""
         return self._looked_up(
             rows, temperature=temperature, truncation=truncation, tolerance=tolerance
         )
