@@ -248,19 +248,17 @@ def _settings(text: str) -> Iterator[str]:
 
 
 def _table(found: list[Paper]) -> Iterator[str]:
-    yield "| paper | changes | advantage | `[loss] mode` | `aggregation` | file |"
-    yield "|---|---|---|---|---|---|"
+    yield "| paper | changes | advantage | `[loss] mode`, `aggregation` |"
+    yield "|---|---|---|---|"
     places = {group: place for place, group in enumerate(GROUPS)}
     for paper in sorted(found, key=lambda paper: places[paper.changes.split(", ")[0]]):
         algorithm, loss = paper.config.algorithm, paper.config.loss
         recipe = recipe_of(algorithm)
         advantage = recipe.advantage if recipe else algorithm.algorithm_mode
         anchor = re.sub(r"[^\w -]", "", paper.name).lower().replace(" ", "-")
-        cells = f"`{advantage}` | `{loss.mode}` | `{loss.aggregation}`"
-        yield (
-            f"| [{paper.name}](#{anchor}) | {paper.changes} | {cells} |"
-            f" [{paper.stem}.toml](../retrain/assets/papers/{paper.stem}.toml) |"
-        )
+        file = f"[file](../retrain/assets/papers/{paper.stem}.toml)"
+        cells = f"`{advantage}` | `{loss.mode}`, `{loss.aggregation}`"
+        yield f"| [{paper.name}](#{anchor}) ({file}) | {paper.changes} | {cells} |"
 
 
 def _section(paper: Paper) -> Iterator[str]:

@@ -20,7 +20,7 @@ from retrain.inference_engine.base import (
     SampleRequest,
     Truncation,
 )
-from retrain.inference_engine.rows import Job
+from retrain.inference_engine.rows import SampleJob
 from retrain.inference_engine.scheduler import DecodeRun
 from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.model.devices import EngineOptions
@@ -344,7 +344,7 @@ class Penalises(StripsEOS):
 
     penalty = 1.3
 
-    def _run(self, jobs: Sequence[Job]) -> DecodeRun:
+    def _run(self, jobs: Sequence[SampleJob]) -> DecodeRun:
         run = super()._run(jobs)
         assert isinstance(run, DecodeRun)
         drawn, rows = run._sample, run._rows

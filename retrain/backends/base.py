@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from retrain.backends.losses import LOSSES
 from retrain.distributed import ALONE, World
-from retrain.inference_engine.base import About, EngineCapabilities, InferenceEngine, Truncation
+from retrain.inference_engine.base import (
+    Description,
+    EngineCapabilities,
+    InferenceEngine,
+    Truncation,
+)
 from retrain.model.budget import NO_LIMIT
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
@@ -119,7 +124,7 @@ class Backend(ABC):
     """
 
     capabilities: BackendCapabilities
-    about: ClassVar[About]
+    about: ClassVar[Description]
     """Of a built-in backend."""
     address_flag: ClassVar[str] = "--inference-url"
     """The flag that gives its server another address."""

@@ -164,7 +164,7 @@ def _load_rest(
         say_memory(config, choices, prompts, prompts_of(held_out), say, world)
     backend = build_backend(config, text.eos_ids, choices, say, world)
     undo.callback(backend.close)
-    backend.engine.say = say
+    backend.engine.log = say
     undo.pop_all()
     decode = text.vocabulary.text
     sampler_of = partial(Sampler, backend.engine, text=decode, world=world, stage=stage)
@@ -386,7 +386,7 @@ def say_memory(
         return
     from retrain.model.load import shards_of
     from retrain.model.memory import (
-        NotPredictable,
+        PredictionError,
         predict_memory,
     )  # torch, which other backends do without
 
@@ -398,7 +398,7 @@ def say_memory(
             shards=shards_of(config.backend, world),
         )
         say(LogLine(memory.line(), f"needs {memory.peak_words}"))
-    except NotPredictable as error:
+    except PredictionError as error:
         say(str(error))
 
 

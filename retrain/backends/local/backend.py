@@ -163,7 +163,7 @@ class LocalBackend(LocalFacts):
         torch.set_num_threads(self._choices.threads)
         notes: list[str] = []
         self._fused = FusedDecoder.of(
-            self._base.model, merge=self._choices.merge_adapter, say=notes.append
+            self._base.model, merge=self._choices.merge_adapter, log=notes.append
         )
         notes.append(old_logprobs_note(config.loss, rounded=self.half_precision))
         self.notes: tuple[str, ...] = tuple(filter(None, notes))
