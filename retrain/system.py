@@ -19,6 +19,9 @@ from typing import Any
 
 from retrain.errors import ConfigurationError, RunFailed
 
+Json = dict[str, Any]
+"""An object of JSON or a table of TOML, by its names."""
+
 # -- texts -----------------------------------------------------------------------------------------
 
 

@@ -30,12 +30,15 @@ from retrain.inference_engine.served import (
     make_readable,
 )
 from retrain.inference_engine.texts import Texts
+from retrain.system import read_object
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from retrain.config import TrainConfig
 
+_ROPE_THETA = 10000.0
+"""What MLX-LM takes where config.json names none."""
 _CONVERTED = "mlx"
 """The adapter in MLX's format, a folder inside the PEFT folder."""
 
@@ -99,6 +102,22 @@ class MLXDialect(Dialect):
             [token["id"] for token in tokens],
             [token["logprob"] for token in tokens],
             choice["finish_reason"] == "stop",
+        )
+
+    async def why_it_differs(self, server: Server) -> str:
+        """A folder that transformers 5 wrote names rope_theta where the server does not look."""
+        from retrain.model.text import resolve_model
+
+        file = Path(resolve_model(self.config.model.model)) / "config.json"
+        if not file.is_file():
+            return ""
+        settings = read_object(file)
+        theta = (settings.get("rope_parameters") or {}).get("rope_theta")
+        if theta in (None, _ROPE_THETA, settings.get("rope_theta")):
+            return ""
+        return (
+            f"{file} names rope_theta in rope_parameters alone, which MLX-LM does not read: write"
+            f' "rope_theta": {theta} beside it, and start the server again'
         )
 
     # -- the adapter -------------------------------------------------------------------------------

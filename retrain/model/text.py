@@ -2,6 +2,7 @@
 the tokens that end a turn.
 """
 
+import hashlib
 import os
 import re
 from collections.abc import Callable
@@ -79,6 +80,28 @@ def model_files(name: str) -> list[tuple[str, int, int]]:
         return []
     stats = [(file.name, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()]
     return [(file, stat.st_mtime_ns, stat.st_size) for file, stat in stats]
+
+
+_BLOCK, _BLOCKS = 1 << 16, 64
+"""Bytes and number of the blocks of a large file that its model's fingerprint reads."""
+
+
+def model_fingerprint(model: "Model") -> str | None:
+    """Return the sha256 of a model's folder, of a large file by blocks over its whole length; the
+    commit of a hub id, None where it is not known.
+    """
+    folder = Path(resolve_model(model.model))
+    if not folder.is_dir():
+        config = load_model_config(model.model, model.revision, model.trust_remote_code)
+        return getattr(config, "_commit_hash", None)
+    seen = hashlib.sha256()
+    for name, _, size in model_files(model.model):
+        seen.update(f"{name} {size}\n".encode())
+        with (folder / name).open("rb") as file:
+            for start in range(0, size, max(_BLOCK, size // _BLOCKS)):
+                file.seek(start)
+                seen.update(file.read(_BLOCK))
+    return seen.hexdigest()
 
 
 def load_text_model(model: "Model") -> TextModel:

@@ -23,6 +23,7 @@ from retrain.errors import (
     NotReached,
     RetrainError,
 )
+from retrain.model.text import model_fingerprint
 from retrain.records.disk import replace_file
 from retrain.records.entries import EvaluationRecord, StepRecord
 from retrain.records.evaluation import Evaluation
@@ -235,6 +236,7 @@ class Session:
         environment |= {
             "parity_gate": result and result.to_json(),
             "data_sha256": self.parts.prompts.fingerprint,
+            "model_sha256": model_fingerprint(self.config.model),
         }
         environment |= {
             "engine": asdict(self.parts.backend.engine.capabilities),
