@@ -140,6 +140,7 @@ def _load_rest(
     fails.
     """
     text = load_text(config.model, say)
+    _say_context(config.training, text.context, say)
     credit = _load_credit(config, text, say, world)
     stage = load_stage(config, text, say)
     if stage:
@@ -163,7 +164,7 @@ def _load_rest(
         say_memory(config, choices, prompts, prompts_of(held_out), say, world)
     backend = build_backend(config, text.eos_ids, choices, say, world)
     undo.callback(backend.close)
-    backend.engine.say = say
+    backend.engine.log = say
     undo.pop_all()
     decode = text.vocabulary.text
     sampler_of = partial(Sampler, backend.engine, text=decode, world=world, stage=stage)
@@ -185,6 +186,16 @@ def _load_rest(
         SEPAController(config.sepa),
         evaluator,
     )
+
+
+def _say_context(training: Training, positions: int, say: Say) -> None:
+    """Say that max_tokens is more than the model has positions."""
+    if training.max_tokens >= positions:
+        say(
+            f"[training] max_tokens = {training.max_tokens:,}, and the model has {positions:,}"
+            " positions for prompt and completion (with longrope those of its original length): a"
+            " completion ends where they are full."
+        )
 
 
 def _load_credit(config: TrainConfig, text: TextModel, say: Say, world: World) -> CreditPipeline:
@@ -375,7 +386,7 @@ def say_memory(
         return
     from retrain.model.load import shards_of
     from retrain.model.memory import (
-        NotPredictable,
+        PredictionError,
         predict_memory,
     )  # torch, which other backends do without
 
@@ -387,7 +398,7 @@ def say_memory(
             shards=shards_of(config.backend, world),
         )
         say(LogLine(memory.line(), f"needs {memory.peak_words}"))
-    except NotPredictable as error:
+    except PredictionError as error:
         say(str(error))
 
 
