@@ -119,12 +119,9 @@ def _page(name: str) -> str:
     if not keys and (meant := key_meant(word.removeprefix("--"))):
         keys = [meant]
     if not keys:
-        names = [
-            *COMMANDS,
-            *section_models(),
-            *(key.name for key in all_keys()),
-            *(key.flag for key in all_keys()),
-        ]
+        names = [*COMMANDS, *section_models()]
+        for key in all_keys():
+            names += [key.name, key.flag]
         near = nearest(word, names, NAME_CUTOFF)
         clause = instead(word.removeprefix("--")) or (
             f"did you mean `retrain help {near}`?" if near else "`retrain help` lists all."

@@ -3,6 +3,7 @@ model.
 """
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from retrain.config import TrainConfig, load_config, replaced
@@ -10,7 +11,7 @@ from retrain.config.effects import sharding_note
 from retrain.config.overrides import Overrides
 from retrain.errors import ConfigurationError
 from retrain.plugins import named_code
-from retrain.records.checkpoint import Checkpoint, CheckpointStore
+from retrain.records.checkpoint import CheckpointStore
 from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.evaluation import Evaluation
 from retrain.records.redact import note_secrets
@@ -51,16 +52,17 @@ def evaluate_run(
         raise ConfigurationError(
             f"--checkpoint {checkpoint} needs a run's folder, and {path} is a configuration."
         )
-    # A stored configuration is complete, so RETRAIN_ variables of today's shell do not apply to it.
     if stored:
+        # It is complete, so RETRAIN_ variables of today's shell do not apply to it.
         given = load_config(folder.config, overrides, environ={})
+        named = named_code(given)
+        if named and not trust:
+            raise ConfigurationError(
+                f"{folder.config} names Python code that its evaluation would execute:"
+                f" {'; '.join(named)}. Read the code first, then add --trust."
+            )
     else:
         given = load_config(path, overrides)
-    if stored and not trust and (named := named_code(given)):
-        raise ConfigurationError(
-            f"{folder.config} names Python code that its evaluation would execute:"
-            f" {'; '.join(named)}. Read the code first, then add --trust."
-        )
     note_secrets(given)
     for note in filter(None, (sharding_note(given, evaluates=True), trust_note(given.model))):
         say(note)
@@ -72,31 +74,20 @@ def evaluate_run(
             found = store.newest_to_read(say)
         else:
             found = store.at(checkpoint)
-        say(
-            f"Evaluating {found.folder}"
-            if found
-            else f"{folder.path} has no checkpoint: evaluating the untrained model"
-        )
-    return _evaluate(config, found, say, keep)
-
-
-def _evaluate(
-    config: TrainConfig, checkpoint: Checkpoint | None, say: Callable[[str], None], keep: Keep
-) -> Evaluation:
-    step = checkpoint.step if checkpoint else 0
-    parts = load_parts(
-        config, checkpoint.state().choices if checkpoint else None, say, learns=False
-    )
-    try:
-        if checkpoint:
-            parts.backend.load(checkpoint.folder)
+        line = f"{folder.path} has no checkpoint: evaluating the untrained model"
+        if found:
+            line = f"Evaluating {found.folder}"
+        say(line)
+    step, choices = 0, None
+    if found:
+        step, choices = found.step, found.state().choices
+    with closing(load_parts(config, choices, say, learns=False)) as parts:
+        if found:
+            parts.backend.load(found.folder)
         parts.backend.engine.sync(parts.backend.save_adapter, step)
         assert parts.evaluator is not None  # evaluation.at_end asked for it
         with Interrupts() as interrupts:
-            evaluation, groups = parts.evaluator.run_with_answers(
-                step, Watcher(interrupts.check, lambda _: None)
-            )
+            watcher = Watcher(interrupts.check, lambda _: None)
+            evaluation, groups = parts.evaluator.run_with_answers(step, watcher)
         keep(config, evaluation, groups)
         return evaluation
-    finally:
-        parts.close()

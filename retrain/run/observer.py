@@ -56,9 +56,8 @@ class StepObserver:
         self.config = config
         self.parts = parts
         self.tracker = tracker
-        if parts.stage:
-            self._boxes = None
-        else:
+        self._boxes = None
+        if not parts.stage:
             self._boxes = box_reader(config.reward)
         self._said_rewritten = False
         self._said_identical = False

@@ -112,15 +112,13 @@ def load_parts(
     for note in capability_notes(config):
         say(note)
     _connect_engine(config, say, learns)
+    verdicts = None
     if learns:
         verdicts = RunFolder(Path(config.logging.log_dir)).verdicts
-    else:
-        verdicts = None
     with ExitStack() as undo:
-        scorer = (
-            None if config.environment.provider else build_scorer(config, verdicts)
-        )  # its workers start while the model loads
-        if scorer:
+        scorer = None
+        if not config.environment.provider:  # its workers start while the model loads
+            scorer = build_scorer(config, verdicts)
             undo.callback(scorer.close)
         return _load_rest(config, choices, say, world, scorer, verdicts, learns=learns, undo=undo)
 
@@ -158,7 +156,10 @@ def _load_rest(
     judge = load_judge(config, scorer, verdicts, say) if held_out and scorer else scorer
     if judge:
         undo.callback(judge.close)
-    _say_probes([asked for asked in (scorer, judge) if asked], say)
+    # Each scorer is tried once, and each note printed once.
+    scorers = dict.fromkeys(filter(None, (scorer, judge)))
+    for note in filter(None, dict.fromkeys(each.probe() for each in scorers)):
+        say(note)
     if learns:
         say_memory(config, choices, prompts, prompts_of(held_out), say, world)
     backend = build_backend(config, text.eos_ids, choices, say, world)
@@ -167,10 +168,9 @@ def _load_rest(
     undo.pop_all()
     decode = text.vocabulary.text
     sampler_of = partial(Sampler, backend.engine, text=decode, world=world, stage=stage)
+    evaluator = None
     if held_out:
         evaluator = build_evaluator(config, sampler_of(judge), held_out)
-    else:
-        evaluator = None
     return Parts(
         text,
         prompts,
@@ -196,13 +196,6 @@ def _load_credit(config: TrainConfig, text: TextModel, say: Say, world: World) -
     return credit
 
 
-def _say_probes(scorers: Sequence[Scorer], say: Say) -> None:
-    """Try each scorer once, and print each note once."""
-    notes = dict.fromkeys(scorer.probe() for scorer in dict.fromkeys(scorers))
-    for note in filter(None, notes):
-        say(note)
-
-
 def check_plugins(config: TrainConfig) -> None:
     """Load every plugin that the run needs, but for its rewards, before anything is asked of the
     hub.
@@ -211,9 +204,8 @@ def check_plugins(config: TrainConfig) -> None:
     example.
     """
     problems: list[str] = []
-    regex = replaced(
-        config, {"planning.detector": "regex"}
-    )  # the other detector's encoder is a model of the hub
+    # The other detector's encoder is a model of the hub.
+    regex = replaced(config, {"planning.detector": "regex"})
     for load in (
         lambda: CreditPipeline(regex, lambda ids: [""] * len(ids)),
         lambda: _load_sources(config),
@@ -232,20 +224,15 @@ def _load_sources(config: TrainConfig) -> None:
     """Load the plugins of [data] and [environment]; none is called. A file here is no plugin,
     whatever its name ends in.
     """
-    source = config.data.source
-    if config.environment.provider and is_dotted(config.environment.provider):
-        load_plugin("environment", config.environment.provider, config)
-    elif (
-        not config.environment.provider
-        and is_dotted(source)
-        and not is_data_location(source)
-        and not Path(source).exists()
-    ):
+    source, provider = config.data.source, config.environment.provider
+    if provider:
+        if is_dotted(provider):
+            load_plugin("environment", provider, config)
+    elif is_dotted(source) and not is_data_location(source) and not Path(source).exists():
         load_plugin("data", source, config)
+    known = load_plugin("sampler", config.data.sampler, config, SAMPLERS)
     # A sampler of one's own may read its examples, so it is tried on those of the run alone.
-    if load_plugin("sampler", config.data.sampler, config, SAMPLERS) is not None and (
-        config.data.sampler in SAMPLERS
-    ):
+    if known is not None and config.data.sampler in SAMPLERS:
         build_sampler(config, [Example("?", "")])
 
 
@@ -296,9 +283,8 @@ def _connect_engine(config: TrainConfig, say: Say, learns: bool) -> None:
     """
     if not backend_kind(config.backend.backend).in_process:
         return
-    with user_code(
-        f'connecting [inference] engine = "{config.inference.engine}"', EnvironmentFailure
-    ):
+    where = f'connecting [inference] engine = "{config.inference.engine}"'
+    with user_code(where, EnvironmentFailure):
         text_alone = engine_class(config).preflight(config)
     if text_alone and learns:
         raise ConfigurationError(text_alone)
@@ -350,9 +336,8 @@ def _text_key(model: Model) -> tuple[Hashable, ...]:
 
 def load_text(model: Model, say: Say) -> TextModel:
     say(LogLine(f"Loading tokenizer for {model.model} ..."))
-    if model.trust_remote_code:
-        key = None
-    else:
+    key = None
+    if not model.trust_remote_code:
         key = _text_key(model)
     text = shared(key, lambda: load_text_model(model))
     say(LogLine("Loading vocabulary table..."))
@@ -373,11 +358,9 @@ def say_memory(
     """
     if not backend_kind(config.backend.backend).in_process:
         return
+    # They import torch, which other backends do without.
     from retrain.model.load import shards_of
-    from retrain.model.memory import (
-        NotPredictable,
-        predict_memory,
-    )  # torch, which other backends do without
+    from retrain.model.memory import NotPredictable, predict_memory
 
     try:
         memory = predict_memory(
@@ -455,9 +438,8 @@ def load_held_out(
     """Load `[evaluation] max_examples` of the held-out problems of each source, the same ones in
     the same order for every run of a data set.
     """
-    if stage:
-        configs = [config]
-    else:
+    configs = [config]
+    if not stage:
         configs = each_source(config)
     chosen = []
     for own in configs:
