@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from retrain.advantages.algorithms import AlgorithmContext, no_reference, recipe_of
-from retrain.advantages.credit import Assigned, Credit
+from retrain.advantages.credit import CreditStages, Credit
 from retrain.advantages.planning import Encoder, RegexDetector, SemanticDetector
 from retrain.advantages.resolve import (
     ADVANTAGE,
@@ -234,7 +234,7 @@ class CreditPipeline:
             np.zeros(0) if uncertainty is None else uncertainty[~tokens.planning],
         )
 
-    def compute(self, tokens: StepTokens, step: int, sepa_lambda: float) -> Assigned:
+    def compute(self, tokens: StepTokens, step: int, sepa_lambda: float) -> CreditStages:
         """Compute all stages over flat arrays. Raises ValueError naming group, completion and
         position, or RunFailed from a plugin.
         """
@@ -270,7 +270,7 @@ class CreditPipeline:
                 f"{tokens.token_place(int(token))}: the advantage is {final[token]}, it must be a"
                 " finite number"
             )
-        return Assigned(
+        return CreditStages(
             episode,
             stages,
             uncertainty,

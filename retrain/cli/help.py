@@ -22,7 +22,7 @@ RETRAIN_<SECTION>_<KEY> sets it from the environment.
 A later one wins: defaults, recipe, file, environment, flags.
 """
 _PAPERS_FIRST = """\
-algorithm_mode = "NAME" takes the settings of a paper, below those of your file:
+algorithm_mode = "NAME" takes the settings of a paper; your file wins over them:
 """
 _PAPERS_LAST = """\
 `retrain explain FILE --algorithm-mode NAME` shows what it sets; docs/papers.md has
@@ -136,7 +136,7 @@ def _page(name: str) -> str:
 
 
 def reference(section: str, width: int = MAX_WIDTH) -> str:
-    """Every key, or those of one section. Raises ConfigurationError for a section that does not
+    """Every key, or the keys of one section. Raises ConfigurationError for a section that does not
     exist.
     """
     from retrain.config.keys import all_keys, section_models

@@ -105,7 +105,7 @@ def template_text(name: str) -> str:
 
 
 def template_names() -> list[str]:
-    """The templates of the package, and after them those of papers."""
+    """The templates of the package, then the papers'."""
     assets = resources.files("retrain.assets")
     papers = [f"{PAPERS}/{name}" for name in _names(assets / PAPERS)]
     return _names(assets / "templates") + papers

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from retrain.squeeze.job import Squeezed
 
 _SWITCHES = {"--overwrite": False, "--quiet": False, "--verbose": False, "--skip-parity": False}
-"""Flags besides those of the schema; none takes a value."""
+"""Flags that are no key of the schema; none takes a value."""
 
 
 @dataclass(frozen=True)

@@ -95,9 +95,7 @@ def _print_exact(names: list[str], group: int | None, *, trust: bool, as_json: b
     if as_json:
         print_json({"exact": [one.to_json() for one in found]})
         return
-    print(
-        "Expected gradients over all groups of two-token answers, beside that of the pass rate p."
-    )
+    print("Expected gradients over all groups of two-token answers, beside the pass rate's (p).")
     for one in found:
         print(f"{one.name} (G = {one.group}): {one.sentence()}")
 

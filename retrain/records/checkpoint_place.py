@@ -123,4 +123,4 @@ def _foreign(target: Path, run_id: str, folder: RunFolder) -> str:
         or _pointer(owner)[1] != run_id
     ):
         return ""
-    return f"whose checkpoints belong to {owner.path}, of which {folder.path} is a copy"
+    return f"whose checkpoints belong to {owner.path}; {folder.path} is a copy of that run"

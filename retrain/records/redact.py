@@ -69,7 +69,7 @@ _URL_PARAMETER = re.compile(
 
 
 _noted: set[str] = set()
-"""Secrets of the configurations that this process has used, beside those of its environment."""
+"""Secrets of the configurations that this process has used; its environment has others."""
 
 
 def note_secrets(config: "TrainConfig") -> None:

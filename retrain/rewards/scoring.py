@@ -256,7 +256,7 @@ class Scorer:
             return future
 
     def combine(self, parts: Sequence[Sequence[PartScore]]) -> list[Score]:
-        """Return the score of each member from those of its rewards.
+        """Return the score of each member from the scores of its rewards.
 
         Where they are normalised, the plain weighted sum still says who is right, and only the
         members that could be judged count in a mean.

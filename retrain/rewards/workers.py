@@ -165,7 +165,7 @@ class _Worker:
     channel: Channel
 
 
-class _Refused(Exception):
+class _SetupRefusal(Exception):
     """The worker cannot load what its set-up names."""
 
 
@@ -214,7 +214,7 @@ class _WorkerThread(threading.Thread):
             return "the run is ending"
         try:
             self._worker = self._spawn()
-        except _Refused as error:
+        except _SetupRefusal as error:
             self.refusal = str(error)
             return self.refusal
         # A TimeoutError is an OSError.
@@ -228,11 +228,11 @@ class _WorkerThread(threading.Thread):
             channel.send(self._setup.message(), STARTUP_LIMIT_S)
             answer = channel.receive(STARTUP_LIMIT_S, _MAX_REPLY)
             if "refused" in answer:
-                raise _Refused(str(answer["refused"]))
+                raise _SetupRefusal(str(answer["refused"]))
             if answer.get("ready") is not True:
                 raise BadMessage("its first reply does not say that it is ready")
             self.group_rewards = frozenset(answer["group_rewards"])
-        except (ChannelClosed, BadMessage, TimeoutError, _Refused):
+        except (ChannelClosed, BadMessage, TimeoutError, _SetupRefusal):
             channel.close()
             self._server.end(pid)
             raise

@@ -30,7 +30,7 @@ from retrain.noise import Stream
 from retrain.rewards import Scorer, ScoreRequest, gold_response
 from retrain.run.gate_fits import (
     GateInputs,
-    Sampled,
+    GateSample,
     Suspect,
     adapter_suspects,
     agreement,
@@ -261,10 +261,9 @@ def _long_prompt(inputs: GateInputs, prompts: Sequence[Prompt]) -> Prompt:
 
 def _first_look(
     inputs: GateInputs, prompts: Sequence[Prompt], when: str
-) -> tuple[GateInputs, Sampled]:
-    """Compare with the adapter as it is. An engine elsewhere of which no key says in what it
-    computes, and which differs as half precision makes this model differ, is compared as one in
-    half precision from then on: most servers are.
+) -> tuple[GateInputs, GateSample]:
+    """Compare with the adapter as it is. A server whose precision no key gives, and which differs as
+    half precision makes this model differ, is compared as one in half precision from then on.
     """
     try:
         return inputs, _compare(inputs, prompts, _FEW_TOKENS, when)
@@ -279,7 +278,9 @@ def _first_look(
         return halved, sampled
 
 
-def _compare(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int, when: str) -> Sampled:
+def _compare(
+    inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int, when: str
+) -> GateSample:
     """Sample and compare. Raises RunFailed if every look, each with its own noise, finds a
     fault.
     """
@@ -293,7 +294,7 @@ def _compare(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int, whe
 
 def _with_trial_adapter(
     inputs: GateInputs, trial: TrialAdapter, strength: float, prompts: Sequence[Prompt]
-) -> tuple[Sampled, float]:
+) -> tuple[GateSample, float]:
     """As `_compare`, under the trial adapter, which the engine serves; return its effect in nats
     too.
     """
@@ -312,20 +313,20 @@ def _with_trial_adapter(
     raise RunFailed(fault)
 
 
-def _fault(sampled: Sampled, when: str) -> str:
+def _fault(sampled: GateSample, when: str) -> str:
     """Return the fault that the completions show, as a sentence; "" if there is none."""
     return _miscounted(sampled) or _disagreement(sampled, when)
 
 
-def _miscounted(sampled: Sampled) -> str:
-    """Hold the engine's kept counts against those of the learner's own logits, which rounding may
-    move at the boundary.
+def _miscounted(sampled: GateSample) -> str:
+    """Compare the engine's kept counts with the counts by the learner's own logits, which rounding
+    may move at the boundary.
     """
     inputs, cuts = sampled.inputs, sampled.inputs.truncation
     if not cuts.active:
         return ""
-    # Rounding moves tokens across the boundary, so a count lies between those of a cut that is a
-    # little tighter and one that is a little wider.
+    # Rounding moves tokens across the boundary, so a count lies between the counts of a slightly
+    # tighter cut and of a slightly wider one.
     slack = 2 * agreement(sampled).tolerance
     fewest = inputs.backend.kept(sampled.rows, _moved(cuts, -slack))
     most = inputs.backend.kept(sampled.rows, _moved(cuts, slack))
@@ -362,7 +363,7 @@ def _moved(cuts: Truncation, slack: float) -> Truncation:
     return Truncation(cuts.top_k, top_p, min(1.0, cuts.min_p * exp(-slack)))
 
 
-def _disagreement(sampled: Sampled, when: str) -> str:
+def _disagreement(sampled: GateSample, when: str) -> str:
     inputs, found = sampled.inputs, agreement(sampled)
     if not found.excess:
         return ""
@@ -394,7 +395,9 @@ def _disagreement(sampled: Sampled, when: str) -> str:
     return f"Parity gate: {when}engine and learner disagree {found.excess}{own}; {reason}."
 
 
-def _sampled(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int, look: int) -> Sampled:
+def _sampled(
+    inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int, look: int
+) -> GateSample:
     """Sample a few completions of each prompt, and one of the long prompt, which comes last."""
     *short, long = _requests(inputs, prompts, max_tokens, look)
     # The same noise in every sample: an engine may know the prompt by it.
@@ -471,7 +474,7 @@ def _problem(completion: Completion, request: SampleRequest, eos_ids: Sequence[i
 
 def _scored(
     inputs: GateInputs, prompts: Sequence[Prompt], completions: Sequence[Completion]
-) -> Sampled:
+) -> GateSample:
     """Completions of `prompts`, in the order in which `_ask` returns them, with the learner's
     log-probs.
     """
@@ -481,7 +484,7 @@ def _scored(
         rows += Row.of(
             prompts[item.request // replicas], Trajectory.of(item), nothing, group=item.request
         )
-    return Sampled(inputs, rows, inputs.learner_logprobs(rows))
+    return GateSample(inputs, rows, inputs.learner_logprobs(rows))
 
 
 def _requests(
@@ -534,7 +537,7 @@ def _check_eos(inputs: GateInputs, prompt: Prompt) -> None:
         )
 
 
-def _check_endings(sampled: Sampled, prompt: Prompt) -> int:
+def _check_endings(sampled: GateSample, prompt: Prompt) -> int:
     """Make completions of `prompt` end, and compare them; return how many of the gate's ended.
     Raises RunFailed.
 
@@ -567,12 +570,12 @@ def _check_endings(sampled: Sampled, prompt: Prompt) -> int:
     raise RunFailed(fault)
 
 
-def _ended(sampled: Sampled) -> int:
+def _ended(sampled: GateSample) -> int:
     """How many completions end at EOS."""
     return int(np.isin([row.token_ids[-1] for row in sampled.rows], sampled.inputs.eos_ids).sum())
 
 
-def _likely_end(sampled: Sampled, prompt: Prompt) -> tuple[GateInputs, Prompt, float]:
+def _likely_end(sampled: GateSample, prompt: Prompt) -> tuple[GateInputs, Prompt, float]:
     """Return the place after `prompt` where EOS is most probable for the learner, as a prompt, and
     its probability there at the temperature of the inputs that are returned.
     """
@@ -636,7 +639,7 @@ def _check_drawn_alone(inputs: GateInputs, prompt: Prompt) -> None:
             return
     raise RunFailed(
         f"Parity gate: completions of one prompt at temperature {hot.temperature:g} are identical,"
-        f" of which by the learner's log-probs the chance is below {chance:.0e}: the engine draws"
+        f" and by the learner's log-probs the chance is below {chance:.0e}: the engine draws"
         f" them with one seed, or ignores the temperature, so {inputs.consequence}; check how it"
         " takes n, seed and temperature."
     )

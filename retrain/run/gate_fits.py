@@ -123,7 +123,7 @@ class GateInputs:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class GateSample:
     """Completions as rows with the engine's log-probs, and the learner's view of them with the
     adapter of that moment.
     """
@@ -168,7 +168,7 @@ class Agreement:
     """What is too far apart, in words; "" if nothing is."""
 
 
-def agreement(sampled: Sampled) -> Agreement:
+def agreement(sampled: GateSample) -> Agreement:
     """Compare the differences with what rounding does to the learner. Log-probs that are not finite
     agree with nothing.
     """
@@ -198,7 +198,7 @@ def agreement(sampled: Sampled) -> Agreement:
     return Agreement(len(found), largest, mean, tolerance, rounding, excess)
 
 
-def _parts(sampled: Sampled) -> Iterator[tuple[str, npt.NDArray[np.bool_]]]:
+def _parts(sampled: GateSample) -> Iterator[tuple[str, npt.NDArray[np.bool_]]]:
     """Yield tokens that have to agree on average, [n] of all rows: a fault in few of them would not
     show in the mean of all.
     """
@@ -226,7 +226,7 @@ def _allowed_mean(inputs: GateInputs, rounding: Float32Array) -> float:
 # -- the adapter's effect --------------------------------------------------------------------------
 
 
-def visible_strength(inputs: GateInputs, trial: TrialAdapter, sampled: Sampled) -> float:
+def visible_strength(inputs: GateInputs, trial: TrialAdapter, sampled: GateSample) -> float:
     """Bisect for the strength at which the trial adapter changes log-probs visibly. Leaves the
     trial adapter at it.
     """
@@ -261,10 +261,10 @@ class Suspect:
 
 
 def adapter_suspects(
-    inputs: GateInputs, trial: TrialAdapter, strength: float, sampled: Sampled
+    inputs: GateInputs, trial: TrialAdapter, strength: float, sampled: GateSample
 ) -> tuple[float, list[Suspect]]:
-    """Return the trial adapter's mean effect in nats, and the groups of which the engine's
-    log-probs lack part, or have too much.
+    """Return the trial adapter's mean effect in nats, and the groups whose effect the engine's
+    log-probs lack in part, or have too much of.
 
     A group's effect is what the learner's log-probs lose without the group, on the completions that
     the whole adapter changes most. The whole adapter counts as one more group, on all completions.
@@ -299,7 +299,7 @@ def _group_effects(
     inputs: GateInputs,
     trial: TrialAdapter,
     strength: float,
-    sampled: Sampled,
+    sampled: GateSample,
     probed: Sequence[int],
 ) -> dict[str, Float32Array]:
     """Group of the adapter -> [n] what the learner's log-probs of the `probed` completions lose
@@ -315,7 +315,7 @@ def _group_effects(
     return effects
 
 
-def temperature_suspects(inputs: GateInputs, sampled: Sampled) -> list[Suspect]:
+def temperature_suspects(inputs: GateInputs, sampled: GateSample) -> list[Suspect]:
     """Return another temperature as a suspect where the differences, each within half precision's
     tolerance, together say so.
 

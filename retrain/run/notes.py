@@ -200,7 +200,7 @@ def _loss_note(config: TrainConfig) -> str:
         return ""
     return (
         f'[loss] mode = "{loss.mode}" with one update per step: the ratio is 1 up to the mismatch'
-        " of sampler and learner, so the gradient equals that of importance_sampling; the clip"
+        " of sampler and learner, and the gradient is importance_sampling's; the clip"
         " acts with [training] updates_per_batch or minibatches of at least 2, and clip_fraction"
         " says how often."
     )

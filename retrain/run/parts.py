@@ -231,7 +231,7 @@ def _load_sources(config: TrainConfig) -> None:
     elif is_dotted(source) and not is_data_location(source) and not Path(source).exists():
         load_plugin("data", source, config)
     known = load_plugin("sampler", config.data.sampler, config, SAMPLERS)
-    # A sampler of one's own may read its examples, so it is tried on those of the run alone.
+    # A plugin may read its examples, so it is tried on the run's own, when they are loaded.
     if known is not None and config.data.sampler in SAMPLERS:
         build_sampler(config, [Example("?", "")])
 

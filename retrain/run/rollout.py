@@ -46,8 +46,8 @@ class Rollout:
 
     @property
     def usable_groups(self) -> list[Group]:
-        """The judged part of each group; a group of which fewer than two completions could be
-        judged is dropped.
+        """The judged part of each group; a group with fewer than two judged completions is
+        dropped.
         """
         judged = [(group.judged(), len(group)) for group in self.groups]
         return [part for part, whole in judged if len(part) == whole or len(part) >= 2]

@@ -62,7 +62,7 @@ from retrain.run.start import RunStart, open_run, refuse_other_data
 from retrain.run.step_record import Step
 from retrain.system import read_object
 from retrain.tracking import Tracker, build_tracker
-from retrain.tracking.base import GroupScore, GroupsScored, Progress, Started, Verbosity
+from retrain.tracking.base import GroupScore, GroupScores, Progress, StartEvent, Verbosity
 from retrain.types import Float32Array, LogLine, Prompt, Row, RowKey, StepResult
 
 
@@ -198,7 +198,7 @@ class Session:
                 " byte-exact."
             )
         self.state = replace(self.state, choices=backend.choices, batch_size=self._next_batch_size)
-        self.tracker.emit(Started(backend.device_name))
+        self.tracker.emit(StartEvent(backend.device_name))
 
     def _restore_records(self) -> None:
         """Take up what an earlier session wrote of steps and evaluations."""
@@ -253,7 +253,7 @@ class Session:
             GroupScore(group.correct, len(group.rewards), group.prompt.example.reference)
             for group in rollout.groups
         ]
-        self.tracker.emit(GroupsScored(scores))
+        self.tracker.emit(GroupScores(scores))
         return rollout
 
     def turn_to_learning(self, used: int) -> None:

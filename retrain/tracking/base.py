@@ -28,7 +28,7 @@ class Verbosity(IntEnum):
 
 
 @dataclass(frozen=True)
-class Started:
+class StartEvent:
     """The run holds its folder and is about to take its first step."""
 
     device: str
@@ -52,7 +52,7 @@ class GroupScore:
 
 
 @dataclass(frozen=True)
-class GroupsScored:
+class GroupScores:
     """The groups of the current step have been scored."""
 
     groups: Sequence[GroupScore]
@@ -84,9 +84,9 @@ class Tokens:
 
 
 Event = (
-    Started
+    StartEvent
     | Message
-    | GroupsScored
+    | GroupScores
     | Progress
     | Generations
     | Tokens

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import RunFolder
 from retrain.records.summary import RunSummary, SqueezeSummary
-from retrain.tracking.base import Started, Tracker, Trackers, Verbosity
+from retrain.tracking.base import StartEvent, Tracker, Trackers, Verbosity
 from retrain.tracking.console import Console
 from retrain.tracking.external import Background, ExternalSettings, ExternalTracker, check_extra
 from retrain.tracking.files import RunFiles
@@ -81,7 +81,7 @@ def track_squeeze(
         return
     folder.path.mkdir(parents=True, exist_ok=True)
     try:
-        tracker.emit(Started(config.squeeze.device))
+        tracker.emit(StartEvent(config.squeeze.device))
         tracker.emit(summary)
         tracker.emit(
             RunSummary("done", SQUEEZE_RUN, config.training.seed, 0, 0.0, 0, None, None, None, "")

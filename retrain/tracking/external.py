@@ -20,7 +20,7 @@ from retrain.records.evaluation import Evaluation
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import RunFolder
 from retrain.records.summary import RunSummary, SqueezeSummary, TableRow
-from retrain.tracking.base import Event, Generations, Started, Tracker
+from retrain.tracking.base import Event, Generations, StartEvent, Tracker
 from retrain.tracking.files import kept_generations
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class ExternalTracker(Tracker):
     """A tracker that runs in a thread of its own (`Background`). It may raise any exception of its
     library.
 
-    `state` is read from another thread and before `Started`, so it uses only what the constructor
+    `state` is read from another thread and before `StartEvent`, so it uses only what the constructor
     knows.
     """
 
@@ -207,7 +207,7 @@ class Background(Tracker):
 
     def emit(self, event: Event) -> None:
         match event:
-            case Started():
+            case StartEvent():
                 # daemon: a tracker that hangs must not keep the process alive
                 self._thread = threading.Thread(
                     target=self._work, name=f"tracker-{self._name}", daemon=True
