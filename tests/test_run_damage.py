@@ -275,7 +275,7 @@ def test_a_copied_run_leaves_the_originals_checkpoints_alone(
 ) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "copies" / "run"))
     before = tree(outside)
-    with pytest.raises(ConfigurationError, match=f"belong to {run}, of which {copy} is a copy"):
+    with pytest.raises(ConfigurationError, match=f"belong to {run}; {copy} is a copy"):
         opened(resumed(copy))
     with pytest.raises(ConfigurationError, match="holds the checkpoints of another run"):
         opened(

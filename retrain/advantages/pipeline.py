@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from retrain.advantages.algorithms import AlgorithmContext, no_reference, recipe_of
-from retrain.advantages.credit import CreditStages, Credit
+from retrain.advantages.credit import Credit, CreditStages
 from retrain.advantages.planning import Encoder, RegexDetector, SemanticDetector
 from retrain.advantages.resolve import (
     ADVANTAGE,

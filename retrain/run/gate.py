@@ -262,8 +262,8 @@ def _long_prompt(inputs: GateInputs, prompts: Sequence[Prompt]) -> Prompt:
 def _first_look(
     inputs: GateInputs, prompts: Sequence[Prompt], when: str
 ) -> tuple[GateInputs, GateSample]:
-    """Compare with the adapter as it is. A server whose precision no key gives, and which differs as
-    half precision makes this model differ, is compared as one in half precision from then on.
+    """Compare with the adapter as it is. A server whose precision no key gives is compared in half
+    precision from then on if it differs as half precision makes this model differ.
     """
     try:
         return inputs, _compare(inputs, prompts, _FEW_TOKENS, when)

@@ -71,8 +71,8 @@ class ExternalTracker(Tracker):
     """A tracker that runs in a thread of its own (`Background`). It may raise any exception of its
     library.
 
-    `state` is read from another thread and before `StartEvent`, so it uses only what the constructor
-    knows.
+    `state` is read from another thread and before `StartEvent`, so it uses only what the
+    constructor knows.
     """
 
     def __init__(self, settings: ExternalSettings) -> None:
