@@ -250,7 +250,7 @@ def test_a_path_to_checkpoints_that_are_not_the_runs_is_not_believed(
     with pytest.raises(ConfigurationError, match="has no marker of this run"):
         opened(resumed(run, training={"keep_checkpoints": 2}))
     with pytest.raises(ConfigurationError, match="has no marker of this run"):
-        evaluate_run(run, overrides=Overrides(), say=lambda line: None)
+        evaluate_run(run, overrides=Overrides(), log=lambda line: None)
     opened(small(run), overwrite=True)
     assert tree(made) == before
 

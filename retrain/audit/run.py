@@ -212,7 +212,7 @@ def item_json(item: CaseResult) -> dict[str, Any]:
     }
 
 
-def audit_reward(config: TrainConfig, examples: int, say: Callable[[str], None]) -> Audit:
+def audit_reward(config: TrainConfig, examples: int, log: Callable[[str], None]) -> Audit:
     """Audit `[reward]` on `examples` of the training examples, spread over the whole set.
 
     Raises ConfigurationError for a source without examples, EnvironmentFailure where the reward
@@ -222,7 +222,7 @@ def audit_reward(config: TrainConfig, examples: int, say: Callable[[str], None])
     cases: list[Case] = []
     for index, example in enumerate(loaded.examples):
         cases += cases_of(example, hostile=index < _HOSTILE_EXAMPLES)
-    say(f"{len(cases):,} completions for {len(loaded):,} examples of {loaded.data.source}")
+    log(f"{len(cases):,} completions for {len(loaded):,} examples of {loaded.data.source}")
     with build_scorer(config) as scorer:
         if scorer.judges_groups:
             raise ConfigurationError(
@@ -232,7 +232,7 @@ def audit_reward(config: TrainConfig, examples: int, say: Callable[[str], None])
             )
         note = scorer.probe()
         if note:
-            say(note)
+            log(note)
         if (
             "judge" not in config.reward.types
         ):  # no time of starting workers in a case's; a judge has answered its probe

@@ -64,7 +64,7 @@ def command(
         target,
         checkpoint=checkpoint,
         overrides=overrides,
-        say=print_progress,
+        log=print_progress,
         trust=trust,
         keep=folder.write,
     )

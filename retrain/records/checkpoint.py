@@ -123,11 +123,11 @@ class CheckpointStore:
             log(f"Checkpoint {found.folder.name} is not used: {problem}{further}.")
         return None
 
-    def newest_to_read(self, say: Callable[[str], None]) -> Checkpoint | None:
+    def newest_to_read(self, log: Callable[[str], None]) -> Checkpoint | None:
         """The newest checkpoint that verifies; None if none was made. Raises RunFailed if none of
         those made verifies: the untrained model would answer in their place.
         """
-        found = self.newest(say)
+        found = self.newest(log)
         if found is None and self.steps():
             raise RunFailed(
                 f"No checkpoint in {self.folder} can be used; put back what is missing, or name"
@@ -135,7 +135,7 @@ class CheckpointStore:
             )
         return found
 
-    def make_room_after(self, step: int, say: Callable[[str], None]) -> None:
+    def make_room_after(self, step: int, log: Callable[[str], None]) -> None:
         """Set the checkpoints after `step` aside, and delete what a killed save left.
 
         A checkpoint after the one that is resumed was not usable. It is renamed instead of deleted,
@@ -146,7 +146,7 @@ class CheckpointStore:
             while os.path.lexists(aside):
                 aside, number = folder.with_name(f"{_DAMAGED}{folder.name}-{number}"), number + 1
             folder.rename(aside)
-            say(f"{folder.name} is kept as {aside.name}.")
+            log(f"{folder.name} is kept as {aside.name}.")
         for left in self.folder.glob(f"{TEMPORARY}*"):
             delete(left)
 

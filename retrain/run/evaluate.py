@@ -31,7 +31,7 @@ def evaluate_run(
     *,
     checkpoint: int | None = None,
     overrides: Overrides,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     trust: bool = False,
     keep: Keep = lambda *_: None,
 ) -> Evaluation:
@@ -65,23 +65,23 @@ def evaluate_run(
         given = load_config(path, overrides)
     note_secrets(given)
     for note in filter(None, (sharding_note(given, evaluates=True), trust_note(given.model))):
-        say(note)
+        log(note)
     config = replaced(given, {"evaluation.at_end": True, "backend.shard_base": False})
     found = None
     if stored:
         store = CheckpointStore(stored_checkpoints(folder))
         if checkpoint is None:
-            found = store.newest_to_read(say)
+            found = store.newest_to_read(log)
         else:
             found = store.at(checkpoint)
         line = f"{folder.path} has no checkpoint: evaluating the untrained model"
         if found:
             line = f"Evaluating {found.folder}"
-        say(line)
+        log(line)
     step, choices = 0, None
     if found:
         step, choices = found.step, found.state().choices
-    with closing(load_parts(config, choices, say, learns=False)) as parts:
+    with closing(load_parts(config, choices, log, learns=False)) as parts:
         if found:
             parts.backend.load(found.folder)
         parts.backend.engine.sync(parts.backend.save_adapter, step)

@@ -56,7 +56,7 @@ from retrain.run.teacher import Teacher, check_answers, check_teacher
 from retrain.tracking.build import check_packages as check_tracker_packages
 from retrain.types import Example, Int32Array, LogLine, MachineChoices, Prompt
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 _EVALUATION_ORDER_SEED = 0
 """Seed that shuffles held-out problems, which sources sort by subject; it is the same for every
@@ -95,7 +95,7 @@ class Parts:
 def load_parts(
     config: TrainConfig,
     choices: MachineChoices | None,
-    say: Say,
+    log: Log,
     world: World = ALONE,
     *,
     learns: bool = True,
@@ -110,8 +110,8 @@ def load_parts(
         raise ConfigurationError(problems)
     check_plugins(config)
     for note in capability_notes(config):
-        say(note)
-    _connect_engine(config, say, learns)
+        log(note)
+    _connect_engine(config, log, learns)
     verdicts = None
     if learns:
         verdicts = RunFolder(Path(config.logging.log_dir)).verdicts
@@ -120,13 +120,13 @@ def load_parts(
         if not config.environment.provider:  # its workers start while the model loads
             scorer = build_scorer(config, verdicts)
             undo.callback(scorer.close)
-        return _load_rest(config, choices, say, world, scorer, verdicts, learns=learns, undo=undo)
+        return _load_rest(config, choices, log, world, scorer, verdicts, learns=learns, undo=undo)
 
 
 def _load_rest(
     config: TrainConfig,
     choices: MachineChoices | None,
-    say: Say,
+    log: Log,
     world: World,
     scorer: Scorer | None,
     verdicts: Path | None,
@@ -137,34 +137,34 @@ def _load_rest(
     """Load what may have to be asked of the hub; `undo` closes what was opened if something
     fails.
     """
-    text = load_text(config.model, say)
-    credit = _load_credit(config, text, say, world)
-    stage = load_stage(config, text, say)
+    text = load_text(config.model, log)
+    credit = _load_credit(config, text, log, world)
+    stage = load_stage(config, text, log)
     if stage:
         undo.callback(stage.host.close)
-    prompts = load_prompts(config, text, stage, say)
+    prompts = load_prompts(config, text, stage, log)
     check_answers(config, prompts.examples)
     if stage:
         note = ""
     else:
         note = unasked_note(config, prompts.texts)
     if note:
-        say(note)
+        log(note)
     held_out = None
     if config.evaluation.asked_for:
-        held_out = load_held_out(config, text, stage, prompts, say)
-    judge = load_judge(config, scorer, verdicts, say) if held_out and scorer else scorer
+        held_out = load_held_out(config, text, stage, prompts, log)
+    judge = load_judge(config, scorer, verdicts, log) if held_out and scorer else scorer
     if judge:
         undo.callback(judge.close)
     # Each scorer is tried once, and each note printed once.
     scorers = dict.fromkeys(filter(None, (scorer, judge)))
     for note in filter(None, dict.fromkeys(each.probe() for each in scorers)):
-        say(note)
+        log(note)
     if learns:
-        say_memory(config, choices, prompts, prompts_of(held_out), say, world)
-    backend = build_backend(config, text.eos_ids, choices, say, world)
+        say_memory(config, choices, prompts, prompts_of(held_out), log, world)
+    backend = build_backend(config, text.eos_ids, choices, log, world)
     undo.callback(backend.close)
-    backend.engine.say = say
+    backend.engine.say = log
     undo.pop_all()
     decode = text.vocabulary.text
     sampler_of = partial(Sampler, backend.engine, text=decode, world=world, stage=stage)
@@ -187,12 +187,12 @@ def _load_rest(
     )
 
 
-def _load_credit(config: TrainConfig, text: TextModel, say: Say, world: World) -> CreditPipeline:
+def _load_credit(config: TrainConfig, text: TextModel, log: Log, world: World) -> CreditPipeline:
     credit = CreditPipeline(
         config, text.vocabulary.pieces, lambda name: load_encoder(config.backend, name, world)
     )
     for note in credit.notes:
-        say(note)
+        log(note)
     return credit
 
 
@@ -277,7 +277,7 @@ def check_device(config: TrainConfig) -> None:
         choose_device(config.backend)
 
 
-def _connect_engine(config: TrainConfig, say: Say, learns: bool) -> None:
+def _connect_engine(config: TrainConfig, log: Log, learns: bool) -> None:
     """Check, before a model is loaded, that an engine outside this process answers and can do what
     the run needs.
     """
@@ -289,14 +289,14 @@ def _connect_engine(config: TrainConfig, say: Say, learns: bool) -> None:
     if text_alone and learns:
         raise ConfigurationError(text_alone)
     if text_alone:
-        say(f"{text_alone} The text is scored as it comes, and encoded again to count its tokens.")
+        log(f"{text_alone} The text is scored as it comes, and encoded again to count its tokens.")
 
 
 def build_backend(
     config: TrainConfig,
     eos_ids: Sequence[int],
     choices: MachineChoices | None,
-    say: Say,
+    log: Log,
     world: World = ALONE,
 ) -> Backend:
     """Build the backend with the stored `choices` of a resumed run, or None at its first start."""
@@ -311,7 +311,7 @@ def build_backend(
         reason = kind.unavailable_reason()
         if reason:
             raise EnvironmentFailure(reason)
-        return kind.open(config, choices, eos_ids=eos_ids, log=say, world=world)
+        return kind.open(config, choices, eos_ids=eos_ids, log=log, world=world)
     make = backend_class(config)
     with user_code(f'building [backend] backend = "{name}"', ConfigurationError):
         return make(config, choices, eos_ids=eos_ids)  # type: ignore[call-arg]  # a plugin's own constructor
@@ -334,14 +334,14 @@ def _text_key(model: Model) -> tuple[Hashable, ...]:
     return "text", model.model, model.revision, *model_files(model.model)
 
 
-def load_text(model: Model, say: Say) -> TextModel:
-    say(LogLine(f"Loading tokenizer for {model.model} ..."))
+def load_text(model: Model, log: Log) -> TextModel:
+    log(LogLine(f"Loading tokenizer for {model.model} ..."))
     key = None
     if not model.trust_remote_code:
         key = _text_key(model)
     text = shared(key, lambda: load_text_model(model))
-    say(LogLine("Loading vocabulary table..."))
-    say(LogLine(f"Vocabulary table: {len(text.vocabulary)} entries"))
+    log(LogLine("Loading vocabulary table..."))
+    log(LogLine(f"Vocabulary table: {len(text.vocabulary)} entries"))
     return text
 
 
@@ -350,7 +350,7 @@ def say_memory(
     choices: MachineChoices | None,
     prompts: PromptSet,
     held_out: list[Prompt],
-    say: Say,
+    log: Log,
     world: World = ALONE,
 ) -> None:
     """Predict the run's memory before the weights are loaded. Raises EnvironmentFailure if not even
@@ -369,17 +369,17 @@ def say_memory(
             choices=choices,
             shards=shards_of(config.backend, world),
         )
-        say(LogLine(memory.line(), f"needs {memory.peak_words}"))
+        log(LogLine(memory.line(), f"needs {memory.peak_words}"))
     except NotPredictable as error:
-        say(str(error))
+        log(str(error))
 
 
-def load_stage(config: TrainConfig, text: TextModel, say: Say) -> Stage | None:
+def load_stage(config: TrainConfig, text: TextModel, log: Log) -> Stage | None:
     """Load the environment of `[environment]`, ready for its episodes; None if there is none."""
     settings = config.environment
     if not settings.provider:
         return None
-    say(LogLine(f"Loading environment {environment_name(config.environment)} ..."))
+    log(LogLine(f"Loading environment {environment_name(config.environment)} ..."))
     environment = load_environment(config)
     host = EpisodeHost(
         environment,
@@ -391,13 +391,13 @@ def load_stage(config: TrainConfig, text: TextModel, say: Say) -> Stage | None:
     return Stage(host, renderer, text.decode, text.context)
 
 
-def load_prompts(config: TrainConfig, text: TextModel, stage: Stage | None, say: Say) -> PromptSet:
-    say(LogLine("Loading dataset..."))
+def load_prompts(config: TrainConfig, text: TextModel, stage: Stage | None, log: Log) -> PromptSet:
+    log(LogLine("Loading dataset..."))
     count, prompts = _read_prompts(config, text, stage, "train")
-    say(LogLine(f"Loaded {count} examples"))
-    say(LogLine(f"Pre-encoded {len(prompts)} prompts", counted(len(prompts), "prompt")))
+    log(LogLine(f"Loaded {count} examples"))
+    log(LogLine(f"Pre-encoded {len(prompts)} prompts", counted(len(prompts), "prompt")))
     for note in prompts.notes:
-        say(note)
+        log(note)
     return prompts
 
 
@@ -433,7 +433,7 @@ HeldOut = list[tuple[Evaluation, list[Prompt]]]
 
 
 def load_held_out(
-    config: TrainConfig, text: TextModel, stage: Stage | None, training: PromptSet, say: Say
+    config: TrainConfig, text: TextModel, stage: Stage | None, training: PromptSet, log: Log
 ) -> HeldOut:
     """Load `[evaluation] max_examples` of the held-out problems of each source, the same ones in
     the same order for every run of a data set.
@@ -451,9 +451,9 @@ def load_held_out(
         if len(configs) > 1:
             drawn, name = of_task(drawn, source), f" of {source}"
         line = f"Held-out evaluation on {count} of {len(prompts)} problems{name}"
-        say(LogLine(line, f"{count:,} held-out{name}"))
+        log(LogLine(line, f"{count:,} held-out{name}"))
         for note in filter(None, (*prompts.notes, seen)):
-            say(note)
+            log(note)
         chosen.append((own.evaluation, drawn))
     return chosen
 
@@ -463,12 +463,12 @@ def prompts_of(held_out: HeldOut | None) -> list[Prompt]:
     return list(chain.from_iterable(prompts for _, prompts in held_out or ()))
 
 
-def load_judge(config: TrainConfig, scorer: Scorer, verdicts: Path | None, say: Say) -> Scorer:
+def load_judge(config: TrainConfig, scorer: Scorer, verdicts: Path | None, log: Log) -> Scorer:
     """Return the scorer of held-out answers: the run's own, unless that has a random part."""
     judging = with_judging_reward(config)
     if judging is config:
         return scorer
-    say(judging_note(config, judging))
+    log(judging_note(config, judging))
     return build_scorer(judging, verdicts)
 
 

@@ -266,7 +266,7 @@ def refuse_other_data(opened: RunStart, fingerprint: str) -> None:
 
 
 def _newest(
-    store: CheckpointStore, folder: RunFolder, say: Callable[[str], None]
+    store: CheckpointStore, folder: RunFolder, log: Callable[[str], None]
 ) -> Checkpoint | None:
     """Return the checkpoint to resume from; None if none was made. Raises ConfigurationError if
     none of those made can be used.
@@ -285,7 +285,7 @@ def _newest(
             " none",
         )
     for line in passed_over:
-        say(line)
+        log(line)
     return found
 
 

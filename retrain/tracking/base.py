@@ -107,7 +107,7 @@ class Tracker:
     def emit(self, event: Event) -> None: ...
 
     def message(self, line: str) -> None:
-        """Emit a `Message`; other parts take this method as their `say` function."""
+        """Emit a `Message`; other parts take this method as their `log`."""
         self.emit(Message(line))
 
     def wants_tokens(self, step: int) -> bool:

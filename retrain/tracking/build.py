@@ -66,7 +66,7 @@ def build_tracker(
 
 
 def track_squeeze(
-    config: "TrainConfig", folder: RunFolder, summary: SqueezeSummary, say: Callable[[str], None]
+    config: "TrainConfig", folder: RunFolder, summary: SqueezeSummary, log: Callable[[str], None]
 ) -> None:
     """Send the analysis of an adapter to the trackers that the configuration asks for, as a run
     `squeeze-analysis` of its own.
@@ -75,7 +75,7 @@ def track_squeeze(
     whose package is not installed.
     """
     tracker = Trackers(
-        _external_trackers(ExternalSettings(config, folder, SQUEEZE_RUN, Redactor(), {}, 0), say)
+        _external_trackers(ExternalSettings(config, folder, SQUEEZE_RUN, Redactor(), {}, 0), log)
     )
     if not tracker.sinks:
         return
@@ -90,12 +90,12 @@ def track_squeeze(
         tracker.close()
 
 
-def _external_trackers(settings: ExternalSettings, say: Callable[[str], None]) -> list[Tracker]:
+def _external_trackers(settings: ExternalSettings, log: Callable[[str], None]) -> list[Tracker]:
     """Make each tracker in a thread of its own, so that its failures and delays do not reach the
     run.
     """
     return [
-        Background(name, _EXTERNAL[name](settings), say, settings.folder.path)
+        Background(name, _EXTERNAL[name](settings), log, settings.folder.path)
         for name in tracker_names(settings.config.logging)
     ]
 

@@ -190,12 +190,12 @@ class Background(Tracker):
     not to wait for a server that is down. """
 
     def __init__(
-        self, name: str, sink: ExternalTracker, say: Callable[[str], None], files: Path
+        self, name: str, sink: ExternalTracker, log: Callable[[str], None], files: Path
     ) -> None:
         """`files` is the folder to name in a complaint: it holds what the tracker misses."""
         self._name = name
         self._sink = sink
-        self._say = say
+        self._say = log
         self._files = files
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
