@@ -56,7 +56,7 @@ from retrain.run.teacher import Teacher, check_answers, check_teacher
 from retrain.tracking.build import check_packages as check_tracker_packages
 from retrain.types import Example, Int32Array, LogLine, MachineChoices, Prompt
 
-Log = Callable[[str], None]
+Say = Callable[[str], None]
 
 _EVALUATION_ORDER_SEED = 0
 """Seed that shuffles held-out problems, which sources sort by subject; it is the same for every
@@ -95,7 +95,7 @@ class Parts:
 def load_parts(
     config: TrainConfig,
     choices: MachineChoices | None,
-    log: Log,
+    log: Say,
     world: World = ALONE,
     *,
     learns: bool = True,
@@ -126,7 +126,7 @@ def load_parts(
 def _load_rest(
     config: TrainConfig,
     choices: MachineChoices | None,
-    log: Log,
+    log: Say,
     world: World,
     scorer: Scorer | None,
     verdicts: Path | None,
@@ -187,7 +187,7 @@ def _load_rest(
     )
 
 
-def _load_credit(config: TrainConfig, text: TextModel, log: Log, world: World) -> CreditPipeline:
+def _load_credit(config: TrainConfig, text: TextModel, log: Say, world: World) -> CreditPipeline:
     credit = CreditPipeline(
         config, text.vocabulary.pieces, lambda name: load_encoder(config.backend, name, world)
     )
@@ -277,7 +277,7 @@ def check_device(config: TrainConfig) -> None:
         choose_device(config.backend)
 
 
-def _connect_engine(config: TrainConfig, log: Log, learns: bool) -> None:
+def _connect_engine(config: TrainConfig, log: Say, learns: bool) -> None:
     """Check, before a model is loaded, that an engine outside this process answers and can do what
     the run needs.
     """
@@ -296,7 +296,7 @@ def build_backend(
     config: TrainConfig,
     eos_ids: Sequence[int],
     choices: MachineChoices | None,
-    log: Log,
+    log: Say,
     world: World = ALONE,
 ) -> Backend:
     """Build the backend with the stored `choices` of a resumed run, or None at its first start."""
@@ -334,7 +334,7 @@ def _text_key(model: Model) -> tuple[Hashable, ...]:
     return "text", model.model, model.revision, *model_files(model.model)
 
 
-def load_text(model: Model, log: Log) -> TextModel:
+def load_text(model: Model, log: Say) -> TextModel:
     log(LogLine(f"Loading tokenizer for {model.model} ..."))
     key = None
     if not model.trust_remote_code:
@@ -350,7 +350,7 @@ def say_memory(
     choices: MachineChoices | None,
     prompts: PromptSet,
     held_out: list[Prompt],
-    log: Log,
+    log: Say,
     world: World = ALONE,
 ) -> None:
     """Predict the run's memory before the weights are loaded. Raises EnvironmentFailure if not even
@@ -374,7 +374,7 @@ def say_memory(
         log(str(error))
 
 
-def load_stage(config: TrainConfig, text: TextModel, log: Log) -> Stage | None:
+def load_stage(config: TrainConfig, text: TextModel, log: Say) -> Stage | None:
     """Load the environment of `[environment]`, ready for its episodes; None if there is none."""
     settings = config.environment
     if not settings.provider:
@@ -391,7 +391,7 @@ def load_stage(config: TrainConfig, text: TextModel, log: Log) -> Stage | None:
     return Stage(host, renderer, text.decode, text.context)
 
 
-def load_prompts(config: TrainConfig, text: TextModel, stage: Stage | None, log: Log) -> PromptSet:
+def load_prompts(config: TrainConfig, text: TextModel, stage: Stage | None, log: Say) -> PromptSet:
     log(LogLine("Loading dataset..."))
     count, prompts = _read_prompts(config, text, stage, "train")
     log(LogLine(f"Loaded {count} examples"))
@@ -433,7 +433,7 @@ HeldOut = list[tuple[Evaluation, list[Prompt]]]
 
 
 def load_held_out(
-    config: TrainConfig, text: TextModel, stage: Stage | None, training: PromptSet, log: Log
+    config: TrainConfig, text: TextModel, stage: Stage | None, training: PromptSet, log: Say
 ) -> HeldOut:
     """Load `[evaluation] max_examples` of the held-out problems of each source, the same ones in
     the same order for every run of a data set.
@@ -463,7 +463,7 @@ def prompts_of(held_out: HeldOut | None) -> list[Prompt]:
     return list(chain.from_iterable(prompts for _, prompts in held_out or ()))
 
 
-def load_judge(config: TrainConfig, scorer: Scorer, verdicts: Path | None, log: Log) -> Scorer:
+def load_judge(config: TrainConfig, scorer: Scorer, verdicts: Path | None, log: Say) -> Scorer:
     """Return the scorer of held-out answers: the run's own, unless that has a random part."""
     judging = with_judging_reward(config)
     if judging is config:
