@@ -639,11 +639,8 @@ def test_ctrl_c_saves_and_ends_with_130(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [False, True])
-def test_a_second_signal_leaves_no_run_running_in_the_manifest(
-    parallel: bool, tmp_path: Path
-) -> None:
-    campaign = start(tmp_path / "c", "--seed", "1", "--max-steps", "200", parallel=parallel)
+def test_a_second_signal_leaves_no_run_running_in_the_manifest(tmp_path: Path) -> None:
+    campaign = start(tmp_path / "c", "--seed", "1", "--max-steps", "200")
     name = NAMES[0]
     campaign.wait_for(lambda: campaign.steps(name) >= 2)
     campaign.process.send_signal(signal.SIGTERM)
