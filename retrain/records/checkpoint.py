@@ -180,7 +180,8 @@ class CheckpointStore:
                 " another volume."
             ) from error
         finally:
-            path.unlink(missing_ok=True)
+            if path.exists():
+                path.unlink()
 
 
 def commit_folder(
