@@ -246,12 +246,12 @@ class CreditPipeline:
         final = _last(stages)
         # [P] True if some token of the group has an advantage, before the top-rho mask.
         informative = np.zeros(len(tokens.rewards), dtype=np.bool_)
-        largest = tokens.segments.maxima(np.abs(final))
-        np.logical_or.at(informative, tokens.group_of, largest > UNINFORMATIVE)
+        has_any = tokens.segments.maxima(np.abs(final)) > UNINFORMATIVE
+        np.logical_or.at(informative, tokens.group_of, has_any)
         with_policy = informative[tokens.group_of] & tokens.in_loss
         completions = np.repeat(np.arange(len(tokens.segments)), tokens.segments.lengths)
         counts = with_policy[completions]
-        kept_fraction, tau = None, None
+        kept_fraction = tau = None
         if self.config.algorithm.surprisal_mask_rho > 0 and uncertainty is not None:
             keep, tau = self._mask(tokens, uncertainty, with_policy)
             stages["surprisal_mask"] = final = np.where(keep, final, 0.0)

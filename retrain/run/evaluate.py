@@ -11,7 +11,7 @@ from retrain.config.effects import sharding_note
 from retrain.config.overrides import Overrides
 from retrain.errors import ConfigurationError
 from retrain.plugins import named_code
-from retrain.records.checkpoint import CheckpointStore
+from retrain.records.checkpoint import Checkpoint, CheckpointStore
 from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.evaluation import Evaluation
 from retrain.records.redact import note_secrets
@@ -78,6 +78,12 @@ def evaluate_run(
         if found:
             line = f"Evaluating {found.folder}"
         log(line)
+    return _evaluate(config, found, log, keep)
+
+
+def _evaluate(
+    config: TrainConfig, found: Checkpoint | None, log: Callable[[str], None], keep: Keep
+) -> Evaluation:
     step, choices = 0, None
     if found:
         step, choices = found.step, found.state().choices

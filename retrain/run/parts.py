@@ -156,10 +156,7 @@ def _load_rest(
     judge = load_judge(config, scorer, verdicts, log) if held_out and scorer else scorer
     if judge:
         undo.callback(judge.close)
-    # Each scorer is tried once, and each note printed once.
-    scorers = dict.fromkeys(filter(None, (scorer, judge)))
-    for note in filter(None, dict.fromkeys(each.probe() for each in scorers)):
-        log(note)
+    _log_probes([asked for asked in (scorer, judge) if asked], log)
     if learns:
         say_memory(config, choices, prompts, prompts_of(held_out), log, world)
     backend = build_backend(config, text.eos_ids, choices, log, world)
@@ -194,6 +191,13 @@ def _load_credit(config: TrainConfig, text: TextModel, log: Say, world: World) -
     for note in credit.notes:
         log(note)
     return credit
+
+
+def _log_probes(scorers: Sequence[Scorer], log: Say) -> None:
+    """Try each scorer once, and print each note once."""
+    notes = dict.fromkeys(scorer.probe() for scorer in dict.fromkeys(scorers))
+    for note in filter(None, notes):
+        log(note)
 
 
 def check_plugins(config: TrainConfig) -> None:
