@@ -13,7 +13,7 @@ PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13 python3.1
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run conclude test test-slow coverage test-newest test-kernels test-servers test-environments test-max lint types docs docs-check site check clean
+.PHONY: help setup run conclude replications test test-slow coverage test-newest test-kernels test-servers test-environments test-max lint types docs docs-check site check clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -35,6 +35,9 @@ conclude: $(STAMP) ## a campaign that concludes, and a null that does not, with 
 		else $(BIN)/retrain examples/conclude.toml; fi
 	@$(BIN)/retrain report logs/conclude
 	@$(BIN)/python -m webbrowser -t "file://$(abspath logs/conclude/report.html)" >/dev/null 2>&1 || true
+
+replications: $(STAMP) ## docs/replications: four claims of papers on the lab (an hour on 2 cores; continues where it stopped; ONLY=nsr, SMOLLM2=FOLDER)
+	$(BIN)/python scripts/replications.py $(ONLY) $(if $(SMOLLM2),--smollm2 "$(SMOLLM2)")
 
 test: $(STAMP) ## the tests and the ten slowest, one process per core
 	$(PYTEST) --durations=10

@@ -28,7 +28,8 @@ import faulty_engines
 from runs import small
 
 ENGINES = (
-    "Served", "IgnoresTheAdapter", "HalvesTheScale", "DropsAProjection", "SwapsQAndK",
+    "Served", "IgnoresTheAdapter", "HalvesTheScale", "DropsAProjection", "DropsAModule",
+    "SwapsQAndK",
     "KeepsTheTrialAdapter", "KeepsOldKeysAndValues",
     "Hotter", "RawLogprobs", "StripsEOS", "CertainEOS", "OneSeed",
 )  # fmt: skip

@@ -21,7 +21,7 @@ from retrain.model.devices import EngineOptions
 from retrain.model.functions import Norm
 from retrain.model.fused import FusedDecoder
 from retrain.model.packed import hold_layers_in_float8, quantised
-from retrain.model.projection import Pending
+from retrain.model.projection import LoraTerm
 from retrain.model.step_kernels import (
     Heads,
     StepKernels,
@@ -65,12 +65,12 @@ def make(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     ).to(DEVICE, dtype)
 
 
-def low_rank(rows: int, rank: int, size: int, dtype: torch.dtype) -> Pending | None:
+def low_rank(rows: int, rank: int, size: int, dtype: torch.dtype) -> LoraTerm | None:
     """A product that is about 1/4 and still to be added, whose left factors lie beside other
     numbers.
     """
     return (
-        Pending(
+        LoraTerm(
             make(rows, rank + 3, dtype=dtype)[:, :rank],
             make(rank, size, dtype=dtype) / (4 * rank**0.5),
         )
@@ -444,7 +444,7 @@ def test_a_kernel_that_does_not_fit_the_models_heads_is_not_used(
         return attend(query, *others)
 
     monkeypatch.setattr(attention, "attend", overflowing)
-    fused = FusedDecoder.of(model, merge=False, say=said.append)
+    fused = FusedDecoder.of(model, merge=False, log=said.append)
     assert (
         fused is not None and isinstance(fused.kernels, TorchKernels) and "shared memory" in said[0]
     )

@@ -292,7 +292,7 @@ class _Execution:
             if are_the_same([(StoredRun(pair[0].folder), StoredRun(pair[1].folder))]):
                 self._board.say(
                     f"{pair[0].name} is the same run as {pair[1].name}, byte for byte: what"
-                    f" {condition} sets changes nothing."
+                    f" {condition} sets changed nothing here, or both trained on nothing."
                 )
 
     def _record(self, run: CampaignRun, outcome: RunOutcome) -> None:

@@ -46,7 +46,7 @@ def command(
         merged=merged,
         uploads=bool(hub),
         trust=trust,
-        say=print_progress,
+        log=print_progress,
     )
     print(clean(f"{'Merged model' if merged else 'Adapter'}: {exported.folder}"))
     if exported.is_local and not merged:

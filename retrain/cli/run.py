@@ -16,7 +16,7 @@ from retrain.system import expanded
 if TYPE_CHECKING:
     from retrain.config.overrides import Overrides
     from retrain.config.schema import Squeeze, TrainConfig
-    from retrain.squeeze.job import Squeezed
+    from retrain.squeeze.job import SqueezeResult
 
 _SWITCHES = {"--overwrite": False, "--quiet": False, "--verbose": False, "--skip-parity": False}
 """Flags that are no key of the schema; none takes a value."""
@@ -192,7 +192,7 @@ def _refuse_two_intents(parsed: RunArguments, config: "TrainConfig") -> None:
         )
 
 
-def _draw_squeeze(settings: "Squeeze", runs: Path, squeezed: "Squeezed") -> str:
+def _draw_squeeze(settings: "Squeeze", runs: Path, squeezed: "SqueezeResult") -> str:
     """Draw the variance curve, and return a line that tells where it is, or why there is none.
 
     It lies in the squeezed adapter's folder or, of an adapter that is only analysed, beside the

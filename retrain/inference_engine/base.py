@@ -95,8 +95,8 @@ class RequestFeed(Protocol):
         ...
 
 
-class Once:
-    """The feed of requests that are all known."""
+class RequestList:
+    """A feed of requests that are all known at the start."""
 
     def __init__(self, requests: Sequence[SampleRequest]) -> None:
         self._requests = requests
@@ -143,8 +143,8 @@ class EngineCapabilities:
 
 
 @dataclass(frozen=True)
-class About:
-    """What `retrain backends` says of a built-in engine or backend beside its capabilities."""
+class Description:
+    """The words of `retrain backends` about a built-in engine or backend."""
 
     what: str
     verified: str
@@ -187,7 +187,7 @@ class InferenceEngine(ABC):
     """
 
     capabilities: EngineCapabilities
-    about: ClassVar[About]
+    about: ClassVar[Description]
     """Of a built-in engine."""
     default_port: ClassVar[int] = 0
     """The port that its server uses by itself; 0 where `retrain serve` cannot start one."""
@@ -199,7 +199,7 @@ class InferenceEngine(ABC):
     """It samples from a model in shards, and on a second device of [backend] devices."""
     cpu_note: ClassVar[str] = ""
     """A sentence about its server on a CPU."""
-    say: Callable[[str], None] = staticmethod(print)
+    log: Callable[[str], None] = staticmethod(print)
     """Reports what happens to the engine during a run; may be called from another thread."""
     check: Callable[[], None] = staticmethod(lambda: None)
     """Called while the engine waits for something that may take long; raises where a signal asked

@@ -74,19 +74,6 @@ class Decoder:
         """Tokens that a sequence may have, prompt and completion together."""
         return context_length(self._text_config)
 
-    @property
-    def uniform_positions(self) -> int:
-        """Length up to which rope's angles depend on the position alone. Beyond it, longrope's
-        also depend on the sequence's length.
-        """
-        rope = getattr(self._text_config, "rope_parameters", None) or {}
-        if rope.get("rope_type") != "longrope":
-            return self.context
-        original = rope.get("original_max_position_embeddings") or getattr(
-            self._text_config, "original_max_position_embeddings", None
-        )
-        return int(original or self.context)
-
     @contextmanager
     def sampling(self, slot: int) -> Iterator[None]:
         """Switch to evaluation mode, without gradient, with our attention and the adapter of this

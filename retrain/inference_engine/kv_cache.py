@@ -49,7 +49,7 @@ class PromptState:
     """[V]"""
 
 
-class Stored:
+class LayerCache:
     """Keys or values of one layer, [rows, H, C, D], as they are or as integers with one scale per
     row, head and token.
     """
@@ -157,8 +157,8 @@ class KVArena:
         self, rows: int, capacity: int, first: PromptState, storage: torch.dtype | None
     ) -> None:
         self.rows, self.capacity = rows, capacity
-        self.keys = [Stored(rows, capacity, like, storage) for like in first.keys]
-        self.values = [Stored(rows, capacity, like, storage) for like in first.values]
+        self.keys = [LayerCache(rows, capacity, like, storage) for like in first.keys]
+        self.values = [LayerCache(rows, capacity, like, storage) for like in first.values]
         self.device = first.logits.device
 
     def write_prompt(self, rows: Sequence[int], prompt: PromptState) -> None:

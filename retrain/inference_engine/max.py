@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from retrain.errors import ConfigurationError, EnvironmentFailure
-from retrain.inference_engine.base import About, EngineCapabilities, SampleRequest
+from retrain.inference_engine.base import Description, EngineCapabilities, SampleRequest
 from retrain.inference_engine.commands import (
     ServerCommand,
     ServerNeeds,
@@ -28,7 +28,7 @@ from retrain.inference_engine.commands import (
     refuse_four_bits,
     setting_flags,
 )
-from retrain.inference_engine.http import Json, Refused, Server
+from retrain.inference_engine.http import Json, Refusal, Server
 from retrain.inference_engine.served import ServedAdapter, ServedEngine, sampling_seed
 from retrain.inference_engine.vllm import VLLMDialect
 
@@ -76,7 +76,7 @@ class MAXDialect(VLLMDialect):
                 "/v1/load_lora_adapter",
                 {"lora_name": adapter.name, "lora_path": str(adapter.folder)},
             )
-        except Refused as error:
+        except Refusal as error:
             if error.status == 501:
                 raise ConfigurationError(
                     f"{self.title} {server.url} was started without adapters, which MAX serves on a"
@@ -102,7 +102,7 @@ class MAXEngine(ServedEngine):
         in_process=False, adapter_reload=True, logprobs="raw", n=False, prefix_cache=True
     )
     """Adapters, and with them training, on a GPU only; there without the prefix cache."""
-    about = About(
+    about = Description(
         "a MAX server, started by retrain unless a URL is given",
         "max 26.7.0 on a CPU, base model only; adapters: contract",
         ("max",),

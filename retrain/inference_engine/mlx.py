@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrain.errors import ConfigurationError
-from retrain.inference_engine.base import About, EngineCapabilities, SampleRequest
+from retrain.inference_engine.base import Description, EngineCapabilities, SampleRequest
 from retrain.inference_engine.commands import (
     ServerCommand,
     ServerNeeds,
@@ -21,12 +21,12 @@ from retrain.inference_engine.commands import (
     refuse_four_bits,
     setting_flags,
 )
-from retrain.inference_engine.http import Foreign, Json, Server
+from retrain.inference_engine.http import Json, Server, ServerMismatch
 from retrain.inference_engine.served import (
     Dialect,
-    Sampled,
     ServedAdapter,
     ServedEngine,
+    ServedSample,
     make_readable,
 )
 from retrain.inference_engine.texts import Texts
@@ -91,16 +91,18 @@ class MLXDialect(Dialect):
             **adapters,
         }
 
-    def read(self, answer: Any, request: SampleRequest) -> list[Sampled]:
+    def read(self, answer: Any, request: SampleRequest) -> list[ServedSample]:
         seen, sent = answer["usage"]["prompt_tokens"], len(request.prompt_ids)
         if seen != sent:
-            raise Foreign(f"got a prompt of {sent} tokens, which reached the model as {seen}")
+            raise ServerMismatch(
+                f"got a prompt of {sent} tokens, which reached the model as {seen}"
+            )
         return [self.read_one(answer)]
 
-    def read_one(self, answer: Any) -> Sampled:
+    def read_one(self, answer: Any) -> ServedSample:
         (choice,) = answer["choices"]
         tokens = choice["logprobs"]["content"]
-        return Sampled(
+        return ServedSample(
             [token["id"] for token in tokens],
             [token["logprob"] for token in tokens],
             choice["finish_reason"] == "stop",
@@ -127,7 +129,7 @@ class MLXEngine(ServedEngine):
         n=False,
         prefix_cache=True,
     )
-    about = About(
+    about = Description(
         "an MLX-LM server",
         "mlx-lm 0.32.2 on a CPU",
         ("mlx-lm", "mlx"),

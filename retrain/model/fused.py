@@ -207,12 +207,12 @@ class FusedDecoder:
 
     @classmethod
     def of(
-        cls, model: Any, *, merge: bool, say: Callable[[str], None] | None = None
+        cls, model: Any, *, merge: bool, log: Callable[[str], None] | None = None
     ) -> "FusedDecoder | None":
         """Return None where the model is of another family, its layers are quantised or adapted in
         another way, or a probe differs.
 
-        `say` is told in a line where the family is a known one and the probe differs.
+        `log` is told in a line where the family is a known one and the probe differs.
         """
         if model.config.model_type not in _FAMILIES or model.config.hidden_act != "silu":
             return None
@@ -233,10 +233,10 @@ class FusedDecoder:
             with (
                 torch.cuda.device(device) if device.type == "cuda" else nullcontext()
             ):  # Triton's kernels go to the current one
-                fused._take_kernels(say or (lambda _: None))
+                fused._take_kernels(log or (lambda _: None))
             return fused
-        if say is not None:
-            say(
+        if log is not None:
+            log(
                 f"{type(model).__name__} keeps its own, slower forward pass: the fused one differs"
                 f" from it on a probe by {difference:.1e} times what rounding allows."
             )
@@ -253,7 +253,7 @@ class FusedDecoder:
             _shrunken_differences[key] = cls(small, merge=False)._difference(small.base_model)
         return _shrunken_differences[key]
 
-    def _take_kernels(self, say: Callable[[str], None]) -> None:
+    def _take_kernels(self, log: Callable[[str], None]) -> None:
         """Take the device's own kernels, and lay the adapter under the weights where kernels are
         launched one by one.
         """
@@ -261,7 +261,7 @@ class FusedDecoder:
         narrow = any(projection.scale is not None for projection in self._projections)
         first = self._layers[0]
         heads = Heads(first.heads[0], first.heads[1], first.head_size)
-        self.kernels = step_kernels(weight.device, weight.dtype, say, heads, narrow=narrow)
+        self.kernels = step_kernels(weight.device, weight.dtype, log, heads, narrow=narrow)
         if weight.device.type not in TRITON_DEVICES:
             return
         for projection in self._projections:
@@ -271,7 +271,7 @@ class FusedDecoder:
             None  # the down factors are in another place, where none has been written yet
         )
         if isinstance(self.kernels, TritonKernels):
-            of_layers = layer_kernels(weight.device, weight.dtype, say)
+            of_layers = layer_kernels(weight.device, weight.dtype, log)
             for norm in self.norms:
                 norm.kernels = of_layers
 

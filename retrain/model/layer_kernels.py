@@ -34,14 +34,14 @@ class TritonLayers:
 
 
 def layer_kernels(
-    device: torch.device, dtype: torch.dtype, say: Callable[[str], None]
+    device: torch.device, dtype: torch.dtype, log: Callable[[str], None]
 ) -> LayerKernels | None:
-    """Return the kernels of a device that has Triton's. None, and why in a line to `say`, if they
+    """Return the kernels of a device that has Triton's. None, and why in a line to `log`, if they
     fail or differ from torch's operators.
     """
     kernels, reason = choose(TritonLayers, partial(differences, device=device, dtype=dtype))
     if reason:
-        say(f"Learning uses torch's operators: {reason}.")
+        log(f"Learning uses torch's operators: {reason}.")
     return kernels
 
 

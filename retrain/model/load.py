@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from retrain.config.schema import Backend, Model
 
 _PROBE_TOKENS = 8
-_PROBE_TOLERANCE = 2e-2
-"""Relative to the largest logit: bf16 keeps 8 bits, and an unknown scale or cap is far outside."""
+_PROBE_TOLERANCE, _HALF_TOLERANCE = 1e-3, 2e-2
+"""Relative to the largest logit, in float32 and in fewer bits: bf16 keeps 8."""
 _GATHERED = 2
 """Layers that are whole at once: the one that runs and the next one, which is gathered
 meanwhile."""
@@ -279,9 +279,12 @@ def find_head(model: "PreTrainedModel", decoder: nn.Module, name: str) -> Head:
         )
     weight, bias = output.weight, getattr(output, "bias", None)
     probe = torch.arange(min(_PROBE_TOKENS, weight.shape[0]), device=weight.device).unsqueeze(0)
-    softcaps = _numbers(model.config, ("final_logit_softcapping", "softcap"))
+    softcaps = _numbers(model.config, ("final_logit_softcapping", "logits_soft_cap", "softcap"))
     names = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
     mentioned = _numbers(model.config, names)
+    tolerance = _PROBE_TOLERANCE
+    if weight.dtype != torch.float32:
+        tolerance = _HALF_TOLERANCE
     with torch.no_grad():
         expected = model(input_ids=probe, use_cache=False).logits[0].float()
         hidden = decoder(input_ids=probe, use_cache=False).last_hidden_state[0]
@@ -292,7 +295,7 @@ def find_head(model: "PreTrainedModel", decoder: nn.Module, name: str) -> Head:
         ):  # Granite divides by its scale, HyperCLOVA multiplies
             for softcap in (*softcaps, None):
                 head = Head(weight, bias, scale, softcap)
-                if _matches(head.logits(hidden), expected):
+                if _matches(head.logits(hidden), expected, tolerance):
                     return head
     raise ConfigurationError(
         f'[model] model = "{name}" changes its logits in a way that the learner does not know, so'
@@ -307,9 +310,9 @@ def _numbers(settings: Any, names: Sequence[str]) -> list[float]:
     return [float(value) for value in values if value]
 
 
-def _matches(logits: Tensor, expected: Tensor) -> bool:
+def _matches(logits: Tensor, expected: Tensor, tolerance: float) -> bool:
     return logits.shape == expected.shape and bool(
-        (logits - expected).abs().max() <= _PROBE_TOLERANCE * expected.abs().max()
+        (logits - expected).abs().max() <= tolerance * expected.abs().max()
     )
 
 

@@ -21,7 +21,7 @@ from retrain.model.budget import (
     sampling_chunk_bytes,
 )
 from retrain.model.devices import choose_device, choose_dtype
-from retrain.model.footprint import Footprint, NotPredictable, footprint, weightless_model
+from retrain.model.footprint import Footprint, PredictionError, footprint, weightless_model
 from retrain.model.head import chunk_bytes_on
 from retrain.model.machine import Budget, Machine, plan
 from retrain.model.packed import computes_bf16
@@ -31,7 +31,7 @@ from retrain.types import MachineChoices
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
 
-__all__ = ["GIB", "Memory", "NotPredictable", "Part", "byte_words", "predict_memory"]
+__all__ = ["GIB", "Memory", "Part", "PredictionError", "byte_words", "predict_memory"]
 
 GIB = 2**30
 _FLOAT = 4

@@ -64,7 +64,7 @@ class Pool:
         effects."""
         self._changing = list(changing)
         self._works: list[Work[Any, Any]] = []
-        self._team: list[_Worker] = []
+        self._team: list[_Fork] = []
         if workers == 1:
             return
         # Anonymous memory, which no /dev/shm limit applies to; freed with the last tensor and
@@ -98,9 +98,9 @@ class Pool:
         the pieces under way finish and are dropped.
         """
         if not self._team:
-            self._team = [_Worker(self._serve) for _ in range(self.workers)]
+            self._team = [_Fork(self._serve) for _ in range(self.workers)]
         version = tuple(tensor._version for tensor in self._changing)
-        waiting, asked = enumerate(pieces), set[_Worker]()
+        waiting, asked = enumerate(pieces), set[_Fork]()
         following = next(waiting, None)
         while following or any(worker.busy for worker in asked):
             for worker in self._team:
@@ -165,7 +165,7 @@ class _Task:
     piece: Any
 
 
-class _Worker:
+class _Fork:
     """A forked process and the pipe to it."""
 
     def __init__(self, serve: Callable[[Connection], None]) -> None:

@@ -40,7 +40,7 @@ class _Factors(NamedTuple):
     """[R, O], scaled: block k holds the rows of layer k's part at its outputs, zeros elsewhere."""
 
 
-class Pending(NamedTuple):
+class LoraTerm(NamedTuple):
     """The adapter's part of a product, which is still to be added to it."""
 
     reduced: Tensor
@@ -221,7 +221,7 @@ class Projection:
             return (y, None)
         return (pending.added_to(y), pending.reduced)
 
-    def unadded(self, x: Tensor) -> tuple[Tensor, Pending | None]:
+    def unadded(self, x: Tensor) -> tuple[Tensor, LoraTerm | None]:
         """`product` in two parts, for a kernel that adds them; the second is None where the first
         is the whole.
         """
@@ -232,8 +232,8 @@ class Projection:
         assert self.factors is not None
         if self._joined is not None and not torch.is_grad_enabled():
             both, (rank, outputs) = F.linear(x, *self._joined), self.factors.up.shape
-            return both[:, :outputs], Pending(both[:, outputs : outputs + rank], self.factors.up)
-        return self._frozen_product(x), Pending(F.linear(x, self.factors.down), self.factors.up)
+            return both[:, :outputs], LoraTerm(both[:, outputs : outputs + rank], self.factors.up)
+        return self._frozen_product(x), LoraTerm(F.linear(x, self.factors.down), self.factors.up)
 
     def _frozen_product(self, x: Tensor) -> Tensor:
         """[N, O] without any adapter."""

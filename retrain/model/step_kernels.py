@@ -20,7 +20,7 @@ from torch import Tensor
 from retrain.model.functions import Norm, apply_rope, normed
 from retrain.model.packed import quantised, scaled_product
 from retrain.model.probe import Make, choose, compare, numbers
-from retrain.model.projection import Pending
+from retrain.model.projection import LoraTerm
 from retrain.model.varlen import PagedKernel, PagedRows, plain_paged
 
 TRITON_DEVICES = {"cuda"}
@@ -52,7 +52,7 @@ class StepKernels(Protocol):
     def apply_rope_and_store_kv(
         self,
         qkv: Tensor,
-        pending: Pending | None,
+        pending: LoraTerm | None,
         heads: Sequence[int],
         rotary: tuple[Tensor, Tensor],
         norm: Norm | None,
@@ -65,7 +65,7 @@ class StepKernels(Protocol):
         """
         ...
 
-    def gate(self, gates: Tensor, pending: Pending | None) -> Tensor:
+    def gate(self, gates: Tensor, pending: LoraTerm | None) -> Tensor:
         """silu(gate) * up [N, I] of both side by side, to which `pending` is added."""
         ...
 
@@ -98,7 +98,7 @@ class TorchKernels:
     def apply_rope_and_store_kv(
         self,
         qkv: Tensor,
-        pending: Pending | None,
+        pending: LoraTerm | None,
         heads: Sequence[int],
         rotary: tuple[Tensor, Tensor],
         norm: Norm | None,
@@ -116,7 +116,7 @@ class TorchKernels:
             stored.view(-1, *stored.shape[2:]).index_copy_(0, slot_mapping, new)
         return rotated[:, :queries]
 
-    def gate(self, gates: Tensor, pending: Pending | None) -> Tensor:
+    def gate(self, gates: Tensor, pending: LoraTerm | None) -> Tensor:
         gate, up = (gates if pending is None else pending.added_to(gates)).chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
@@ -145,7 +145,7 @@ class TritonKernels:
     def apply_rope_and_store_kv(
         self,
         qkv: Tensor,
-        pending: Pending | None,
+        pending: LoraTerm | None,
         heads: Sequence[int],
         rotary: tuple[Tensor, Tensor],
         norm: Norm | None,
@@ -196,18 +196,18 @@ _SMALL = Heads(4, 2, 8)
 def step_kernels(
     device: torch.device,
     dtype: torch.dtype,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     heads: Heads = _SMALL,
     *,
     narrow: bool = False,
 ) -> StepKernels:
     """Return the kernels of `device` for a model with these `heads`; `narrow`: its weights are in 8
-    bits. `say` is told in a line why Triton's were not taken on a device that has them.
+    bits. `log` is told in a line why Triton's were not taken on a device that has them.
     """
     if device.type not in TRITON_DEVICES:
         return TorchKernels()
     if importlib.util.find_spec("triton") is None:
-        say(
+        log(
             "Decoding uses torch's operators: the package triton, which joins them in fewer"
             " kernels, is not installed."
         )
@@ -217,7 +217,7 @@ def step_kernels(
         TritonKernels, partial(differences, device=device, dtype=dtype, heads=heads, narrow=narrow)
     )
     if kernels is None:
-        say(f"Decoding uses torch's operators: {reason}.")
+        log(f"Decoding uses torch's operators: {reason}.")
         return TorchKernels()
     return kernels
 
@@ -250,7 +250,7 @@ def _cases(make: Make, heads: Heads, *, narrow: bool) -> dict[str, Case]:
     kernel fits the shared memory of this GPU; `narrow` adds products in 8 bits.
     """
     width = (heads.queries + 2 * heads.keys) * heads.size
-    qkv, pending = make(3, width + 6)[:, :width], Pending(make(3, 6), make(6, width))
+    qkv, pending = make(3, width + 6)[:, :width], LoraTerm(make(3, 6), make(6, width))
     cases = {
         "add_norm": _add_norm_case(make),
         "apply_rope_and_store_kv": _rope_case(make, heads, qkv, pending),
@@ -270,7 +270,7 @@ def _add_norm_case(make: Make) -> Case:
     return case
 
 
-def _rope_case(make: Make, heads: Heads, qkv: Tensor, pending: Pending) -> Case:
+def _rope_case(make: Make, heads: Heads, qkv: Tensor, pending: LoraTerm) -> Case:
     queries, keys, size = heads
     rotary, norm = (make(3, 1, size), make(3, 1, size)), Norm.of(make(queries + keys, size), 1e-6)
     slot_mapping = torch.tensor([5, 0, 7], device=qkv.device)

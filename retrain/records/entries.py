@@ -213,6 +213,11 @@ class StepRecord(_Record):
     one within it. At most 1 sound run in 10,000 ever reaches 4, where a warning is given."""
     calibration_tokens: int | None = better(None)
     """Tokens tested since the start."""
+    calibration_shared_prompt: float | None = better(None)
+    """Standard deviations by which the tested completions of one prompt, since the start, are more
+    alike than independent draws; a warning from 6."""
+    calibration_shared_number: float | None = better(None)
+    """The same between prompts, for completions of one sample number."""
     grad_norm: float | None = better(None)
     """Norm of the adapter's gradient before it is clipped, averaged over the step's updates."""
     nonfinite_updates: int | None = better("lower")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 
 from retrain.analysis.compare import Comparison
 from retrain.analysis.statistics import t_interval
@@ -152,6 +153,7 @@ def _held_out(data: ReportData) -> PageFigure | None:
                 markersize=5,
             )
     as_percentages(axes)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.set(xlabel="steps completed", ylabel="held-out pass@1")
     caption = f"Mean over the runs{sd_words(data)}, on problems that were not trained on."
     return PageFigure("held-out", "Held-out accuracy", caption, figure)

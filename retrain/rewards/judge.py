@@ -30,7 +30,7 @@ from retrain.records.redact import harmless, secret_values
 from retrain.rewards.answers import after_thought
 from retrain.rewards.score import PartScore, ScoreRequest
 from retrain.types import Example, JudgeUsage
-from retrain.web import Answer, EventLoop, TooLong, exchange, key_from, masked
+from retrain.web import Answer, AnswerOverflow, EventLoop, exchange, key_from, masked
 
 if TYPE_CHECKING:
     from retrain.config.schema import Reward
@@ -140,7 +140,7 @@ class ChatClient:
             )
         except (TimeoutError, httpx.TimeoutException):
             raise _Transient(f"{self.host} did not answer within {self._timeout_s:g} s") from None
-        except TooLong:
+        except AnswerOverflow:
             raise _Transient(f"{self.host} answered with more than {MAX_REPLY >> 20} MiB") from None
         except httpx.HTTPError as error:
             raise _Transient(

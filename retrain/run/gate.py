@@ -34,6 +34,7 @@ from retrain.run.gate_fits import (
     Suspect,
     adapter_suspects,
     agreement,
+    groups_of,
     temperature_suspects,
     visible_strength,
 )
@@ -198,7 +199,7 @@ def parity_gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
         tolerance=found.tolerance,
         gold=inputs.check_gold(prompts),
         adapter_effect=effect,
-        groups=len(trial.groups) if trial is not None else 0,
+        groups=len(groups_of(inputs, trial)) if trial is not None else 0,
         longest_prompt=max(len(prompt.token_ids) for prompt in asked),
         half_precision=inputs.half_precision,
         rounding=found.rounding,

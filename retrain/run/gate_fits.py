@@ -295,6 +295,15 @@ def adapter_suspects(
     return float(np.abs(np.concatenate(whole)).mean()), suspects
 
 
+def groups_of(inputs: GateInputs, trial: TrialAdapter) -> tuple[str, ...]:
+    """The groups whose effect is looked for. In float32 the tolerance of a single token finds what
+    is smaller than those of `trial.groups`.
+    """
+    if inputs.half_precision:
+        return trial.groups + trial.fine_groups
+    return trial.groups
+
+
 def _group_effects(
     inputs: GateInputs,
     trial: TrialAdapter,
@@ -308,7 +317,7 @@ def _group_effects(
     rows = [sampled.rows[number] for number in probed]
     own = np.concatenate([sampled.learner[number] for number in probed])
     effects = {}
-    for group in trial.groups:
+    for group in groups_of(inputs, trial):
         trial.set(strength, without=group)
         effects[group] = own - np.concatenate(inputs.learner_logprobs(rows))
     trial.set(strength)

@@ -138,6 +138,7 @@ def _load_rest(
     fails.
     """
     text = load_text(config.model, log)
+    _log_context(config.training, text.context, log)
     credit = _load_credit(config, text, log, world)
     stage = load_stage(config, text, log)
     if stage:
@@ -161,7 +162,7 @@ def _load_rest(
         say_memory(config, choices, prompts, prompts_of(held_out), log, world)
     backend = build_backend(config, text.eos_ids, choices, log, world)
     undo.callback(backend.close)
-    backend.engine.say = log
+    backend.engine.log = log
     undo.pop_all()
     decode = text.vocabulary.text
     sampler_of = partial(Sampler, backend.engine, text=decode, world=world, stage=stage)
@@ -182,6 +183,16 @@ def _load_rest(
         SEPAController(config.sepa),
         evaluator,
     )
+
+
+def _log_context(training: Training, positions: int, log: Say) -> None:
+    """Say that max_tokens is more than the model has positions."""
+    if training.max_tokens >= positions:
+        log(
+            f"[training] max_tokens = {training.max_tokens:,}, and the model has {positions:,}"
+            " positions for prompt and completion (with longrope those of its original length): a"
+            " completion ends where they are full."
+        )
 
 
 def _load_credit(config: TrainConfig, text: TextModel, log: Say, world: World) -> CreditPipeline:
@@ -364,7 +375,7 @@ def say_memory(
         return
     # They import torch, which other backends do without.
     from retrain.model.load import shards_of
-    from retrain.model.memory import NotPredictable, predict_memory
+    from retrain.model.memory import PredictionError, predict_memory
 
     try:
         memory = predict_memory(
@@ -374,7 +385,7 @@ def say_memory(
             shards=shards_of(config.backend, world),
         )
         log(LogLine(memory.line(), f"needs {memory.peak_words}"))
-    except NotPredictable as error:
+    except PredictionError as error:
         log(str(error))
 
 

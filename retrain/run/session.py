@@ -30,7 +30,7 @@ from retrain.records.jsonl import read_jsonl
 from retrain.records.redact import note_secrets
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean
-from retrain.run.calibration import Calibration, chosen_rows, tolerance, warning
+from retrain.run.calibration import Calibration, chosen_rows, shared_warning, tolerance, warning
 from retrain.run.common import evaluated_once
 from retrain.run.control import MovingKeys
 from retrain.run.dialogues import SamplingPlan, Watcher
@@ -339,19 +339,21 @@ class Session:
         scores = backend.tempered_scores(rows, training.temperature, cuts, self._tolerance)
         if scores is None:
             return None
-        return Calibration.of(scores)
+        return Calibration.of(rows, scores)
 
-    def _calibrated(self, step: Step) -> tuple[dict[str, Any], str]:
-        """Return the sums since the start, and what to say; "" unless this step is the first to
-        tell that the engine is not sound.
+    def _calibrated(self, step: Step) -> tuple[dict[str, Any], list[str]]:
+        """Return the sums since the start, and what to say, if this step is the first to tell that
+        the engine is not sound.
         """
         before, own = Calibration(**self.state.calibration), step.calibration
         if own is None:
-            return self.state.calibration, ""
-        total, told = before.after(own), ""
+            return self.state.calibration, []
+        total, told = before.after(own), list[str]()
         if total.warned and not before.warned:
             temperature = self._settings.training.temperature
-            told = warning(step.number, own, total, self._tolerance, temperature)
+            told.append(warning(step.number, own, total, self._tolerance, temperature))
+        if total.shares and not before.shares:
+            told.append(shared_warning(step.number, total))
         return asdict(total), told
 
     @property
@@ -399,8 +401,8 @@ class Session:
         if self.observer.last and self.world.is_rank_zero:
             self.moving.observe(self.observer.last)
         self.state = state
-        if told:
-            self.tracker.message(told)
+        for line in told:
+            self.tracker.message(line)
         check_updates(state, result)
         check_mismatch(state, result.log_ratio_mean, limit, self.folder.resume_command)
         parts.guard.observe(

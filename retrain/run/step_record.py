@@ -172,6 +172,8 @@ def calibration_fields(step: Calibration | None, total: Calibration) -> dict[str
         "calibration_lambda_total": total.effect,
         "calibration_evidence": total.evidence,
         "calibration_tokens": total.tokens,
+        "calibration_shared_prompt": total.shared[0],
+        "calibration_shared_number": total.shared[1],
     }
 
 

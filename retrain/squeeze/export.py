@@ -42,7 +42,7 @@ _SHOWN = (
 
 
 @dataclass(frozen=True)
-class Exported:
+class Export:
     folder: Path
     base: str
     """What `base_model_name_or_path` says: a hub id, or a folder of this machine."""
@@ -58,8 +58,8 @@ def export_run(
     merged: bool,
     uploads: bool,
     trust: bool,
-    say: Say,
-) -> Exported:
+    log: Say,
+) -> Export:
     """Write the adapter of `checkpoint` (the newest by default), or the model merged with it, to
     `output`, which must be absent or empty.
 
@@ -85,7 +85,7 @@ def export_run(
         )
     note = trust_note(config.model)
     if note:
-        say(note)
+        log(note)
     model = config.model
     tokenizer = load_tokenizer(model.model, model.revision, model.trust_remote_code)
     whole = None
@@ -104,7 +104,7 @@ def export_run(
         card = _card(again, "" if is_local else base, found, scores, merged)
         _write(aside / CARD_FILE, Redactor().text(card))
         sync_files(aside)
-    return Exported(output, base, is_local)
+    return Export(output, base, is_local)
 
 
 def _own_settings(config: TrainConfig) -> dict[str, str]:
@@ -301,7 +301,7 @@ def check_hub(name: str) -> None:
         )
 
 
-def push(exported: Exported, name: str) -> str:
+def push(exported: Export, name: str) -> str:
     """Upload the folder to a repository of the hub, which is private if it is new. Return its
     address.
     """

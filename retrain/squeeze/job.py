@@ -124,7 +124,7 @@ def check_evaluable(adapter: LoraAdapter) -> None:
 
 
 def measure_accuracy(
-    config: TrainConfig, source: LoraAdapter, compressed: Path, say: Say
+    config: TrainConfig, source: LoraAdapter, compressed: Path, log: Say
 ) -> Accuracy:
     """Measure pass@1 of both adapters by `[evaluation]`, `[data]`, `[reward]` and `[training]`, on
     `[model] model` or the adapter's own base.
@@ -161,11 +161,11 @@ def measure_accuracy(
             tensors |= {key_a: a, key_b: b}
         save_file(tensors, padded / WEIGHTS_FILE)
         (padded / CONFIG_FILE).write_text(json.dumps(source.settings), encoding="utf-8")
-        return Accuracy(_evaluate(config, source.folder, say), _evaluate(config, padded, say))
+        return Accuracy(_evaluate(config, source.folder, log), _evaluate(config, padded, log))
 
 
-def _evaluate(config: TrainConfig, adapter: Path, say: Say) -> Evaluation:
-    parts = load_parts(replaced(config, {"lora.init_from": str(adapter)}), None, say, learns=False)
+def _evaluate(config: TrainConfig, adapter: Path, log: Say) -> Evaluation:
+    parts = load_parts(replaced(config, {"lora.init_from": str(adapter)}), None, log, learns=False)
     with closing(parts), Interrupts() as interrupts:
         assert parts.evaluator is not None  # evaluation.at_end asked for it
         parts.backend.engine.sync(parts.backend.save_adapter, 0)
@@ -179,7 +179,7 @@ REPORT_FILE = "squeeze.json"
 
 
 @dataclass(frozen=True)
-class Squeezed:
+class SqueezeResult:
     analysis: Analysis
     compression: Compression | None = None
     """None without `[squeeze] output_path`."""
@@ -208,21 +208,23 @@ class Squeezed:
         ]
 
 
-def run_squeeze(config: "TrainConfig", *, overwrite: bool = False, quiet: bool = False) -> Squeezed:
+def run_squeeze(
+    config: "TrainConfig", *, overwrite: bool = False, quiet: bool = False
+) -> SqueezeResult:
     """Run a configuration with `[squeeze] adapter_path` and no `[campaign]`: results go to standard
     output, progress to standard error.
     """
-    say, progress = (_silence, _silence) if quiet else (_print, partial(_print, file=sys.stderr))
+    log, progress = (_silence, _silence) if quiet else (_print, partial(_print, file=sys.stderr))
     loads_model = config.squeeze.evaluate and bool(config.squeeze.output_path)
     for line in [
         *unused_keys(config),
         *([note] if loads_model and (note := trust_note(config.model)) else []),
     ]:
-        say(line)
+        log(line)
     with local_adapter(config) as adapter:
         squeezed = squeeze_adapter(config, adapter, overwrite=overwrite, progress=progress)
     for line in squeezed.lines():
-        say(line)
+        log(line)
     track_squeeze(
         config,
         RunFolder(Path(config.logging.log_dir).parent / SQUEEZE_RUN),
@@ -265,7 +267,7 @@ def _print(line: str, file: TextIO | None = None) -> None:
 
 def squeeze_adapter(
     config: "TrainConfig", adapter_path: Path, *, overwrite: bool = False, progress: Say = _silence
-) -> Squeezed:
+) -> SqueezeResult:
     """Analyse the adapter as `[squeeze]` says; with `output_path` also compress it, with `evaluate`
     also evaluate both adapters.
 
@@ -290,7 +292,7 @@ def squeeze_adapter(
         device,
     )
     if not output:
-        return Squeezed(analysis)
+        return SqueezeResult(analysis)
     ranks = (
         analysis.ranks_per_layer()
         if settings.per_layer
@@ -299,7 +301,7 @@ def squeeze_adapter(
     with writing_to(output, "run the job again"), safetensors_io():
         compression = compress(adapter, output, ranks, device, overwrite=overwrite)
     accuracy = measure_accuracy(config, adapter, output, progress) if settings.evaluate else None
-    squeezed = Squeezed(analysis, compression, accuracy)
+    squeezed = SqueezeResult(analysis, compression, accuracy)
     spectra = [
         {"name": layer.name, "rank": layer.rank, "singular_values": layer.singular_values}
         for layer in analysis.layers

@@ -70,9 +70,11 @@ class LocalTrialAdapter(TrialAdapter):
         self._members: dict[str, set[int]] = {}
         for number, layer in enumerate(self._layers):
             part = _DEPTHS * number // len(self._layers)
-            for group in (layer.projection, f"part {part + 1} of {_DEPTHS} of the layers"):
+            run = f"part {part + 1} of {_DEPTHS} of the layers"
+            for group in (layer.projection, run, f"{layer.projection} in {run}"):
                 self._members.setdefault(group, set()).add(number)
-        self.groups = tuple(self._members)
+        self.fine_groups = tuple(group for group in self._members if " in part " in group)
+        self.groups = tuple(group for group in self._members if group not in self.fine_groups)
 
     def __enter__(self) -> Self:
         for layer in self._layers:
@@ -161,7 +163,7 @@ class LocalBackend(LocalFacts):
         torch.set_num_threads(self._choices.threads)
         notes: list[str] = []
         self._fused = FusedDecoder.of(
-            self._base.model, merge=self._choices.merge_adapter, say=notes.append
+            self._base.model, merge=self._choices.merge_adapter, log=notes.append
         )
         notes.append(old_logprobs_note(config.loss, rounded=self.half_precision))
         self.notes: tuple[str, ...] = tuple(filter(None, notes))

@@ -110,7 +110,7 @@ class _Piece:
 
 
 @dataclass(frozen=True)
-class _Learned:
+class _Contribution:
     """The contribution of one piece to its update."""
 
     loss: Tensor
@@ -305,7 +305,7 @@ class Learner:
     def tempered_scores(
         self, rows: Sequence[Row], temperature: float, truncation: Truncation, tolerance: float
     ) -> list[Float32Array]:
-        """[T, 12] of each row: `model.calibration.tempered_scores`."""
+        """[T, 14] of each row: `model.calibration.tempered_scores`."""
         return self._looked_up(
             rows, temperature=temperature, truncation=truncation, tolerance=tolerance
         )
@@ -448,7 +448,7 @@ class Learner:
             own = part or [min(rows, key=lambda row: row.tokens)]
             yield _Piece(own, share, not part, self._settings)
 
-    def _learn(self, piece: _Piece) -> Iterator[_Learned]:
+    def _learn(self, piece: _Piece) -> Iterator[_Contribution]:
         """Add the piece's gradient to the parameters' own; a worker returns it instead."""
         micro, settings = self._micro_batch(piece), piece.settings
         if self._pool.in_worker:
@@ -471,7 +471,7 @@ class Learner:
             loss = policy_loss(tokens, settings.loss, own.values if own else None, correction)
             loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
         new = scores.logprobs.detach()
-        yield _Learned(
+        yield _Contribution(
             loss.detach(),
             torch.isfinite(new).logical_not().sum(),
             self._clip_counts(tokens, own),

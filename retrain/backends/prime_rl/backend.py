@@ -34,7 +34,7 @@ from retrain.config.load import replaced
 from retrain.distributed import ALONE, World
 from retrain.errors import Interrupted, RunFailed, ServerFailure
 from retrain.inference_engine.base import SampleRequest
-from retrain.inference_engine.http import Json, Refused, Server, Unavailable
+from retrain.inference_engine.http import Json, Refusal, Server, TransientFailure
 from retrain.inference_engine.served import ServedAdapter, ServedEngine
 from retrain.inference_engine.vllm import NEUTRAL, VLLMDialect
 from retrain.model.text import load_model_config
@@ -115,9 +115,9 @@ class PrimeDialect(VLLMDialect):
                     "/load_lora_adapter",
                     {"lora_name": adapter.name, "lora_path": str(adapter.folder)},
                 )
-            except Refused as error:
+            except Refusal as error:
                 if error.status in (404, 500):  # a network file system may show the folder later
-                    raise Unavailable(
+                    raise TransientFailure(
                         f"{server.url}: {error.status} {error}", gone=False
                     ) from error
                 raise
@@ -188,7 +188,7 @@ class PrimeEngine(ServedEngine):
         self._ready()
         policy = self._broadcasts.take(step)
         if policy.version < step:
-            self.say(
+            self.log(
                 f"Step {step} is sampled with policy v{policy.version}: the trainer needs longer"
                 f" than sync_wait_s for v{step}, so sampling and learning overlap by one step."
             )

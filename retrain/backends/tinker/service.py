@@ -393,7 +393,7 @@ def _unpack(content: IO[bytes], path: str, folder: Path) -> None:
     try:
         with (
             gzip.open(content) as plain,
-            tarfile.open(fileobj=_Bounded(plain), mode="r:") as archive,
+            tarfile.open(fileobj=_HeaderReader(plain), mode="r:") as archive,
         ):
             for number, member in enumerate(archive):
                 if number == _MAX_MEMBERS:
@@ -427,7 +427,7 @@ def _unpack(content: IO[bytes], path: str, folder: Path) -> None:
         ) from error
 
 
-class _Bounded(io.BufferedReader):
+class _HeaderReader(io.BufferedReader):
     """A file of which little is read at once."""
 
     def read(self, size: int | None = -1) -> bytes:
