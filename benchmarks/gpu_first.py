@@ -264,7 +264,7 @@ def kernels(machine: Machine) -> Found:
         (make(rows, 1, size), make(rows, 1, size)),
         (make(rows, 16, heads[1], size), make(rows, 16, heads[1], size)),
     )
-    norm, head_norm = Norm.of(make(hidden), 1e-6), Norm.of(make(heads[0] + heads[1], size), 1e-6)
+    norm, head_norm = Norm(make(hidden), 1e-6), Norm(make(heads[0] + heads[1], size), 1e-6)
     places = torch.arange(rows, device=machine.device) * 16
     reduced, logits = make(rows, 48), make(rows, vocabulary)
     of_qkv, of_gates = (

@@ -82,9 +82,8 @@ class Answer:
         """The host of the Location header. A redirection is never followed, since what is sent is
         meant for one host alone.
         """
-        return (
-            urlsplit(self.headers.get("location", "")).netloc.rpartition("@")[2] or "another path"
-        )
+        host = urlsplit(self.headers.get("location", "")).netloc.rpartition("@")[2]
+        return host or "another path"
 
 
 async def exchange(

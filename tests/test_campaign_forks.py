@@ -19,9 +19,9 @@ from retrain.campaign import plan_campaign
 from retrain.campaign.launch import (
     ForkedProcess,
     ForkParent,
+    ForkRefusal,
     InProcess,
     Job,
-    NotForked,
     RunOutcome,
     Subprocesses,
     Worker,
@@ -324,7 +324,7 @@ def test_what_was_not_forked_is_told_with_its_reason(
     if said:
         theirs.send(json.dumps(said).encode())
     theirs.close()
-    with pytest.raises(NotForked, match=reason):
+    with pytest.raises(ForkRefusal, match=reason):
         process.poll()
     process.stdout.close()
 

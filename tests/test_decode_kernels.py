@@ -89,7 +89,7 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [32, 77])
 def test_a_sum_and_its_norm(kernels: StepKernels, dtype: torch.dtype, size: int) -> None:
-    norm, apart = Norm.of(make(size, dtype=dtype), 1e-6), make(3, size + 5, dtype=dtype)[:, :size]
+    norm, apart = Norm(make(size, dtype=dtype), 1e-6), make(3, size + 5, dtype=dtype)[:, :size]
     for update in (None, apart):
         found, expected = make(3, size, dtype=dtype, seed=2), make(3, size, dtype=dtype, seed=2)
         assert_near(
@@ -126,7 +126,7 @@ def test_heads_are_normed_turned_and_stored(
         torch.cat([half.cos(), half.cos()], -1).to(dtype),
         torch.cat([half.sin(), half.sin()], -1).to(dtype),
     )
-    norm = Norm.of(make(queries + keys, size, dtype=dtype), 1e-6) if has_norm else None
+    norm = Norm(make(queries + keys, size, dtype=dtype), 1e-6) if has_norm else None
     places = torch.arange(count).flip(0) * 4 + 5
     found, expected = (
         [torch.full((count + 1, 4, keys, size), 7.0, dtype=dtype) for _ in range(2)]

@@ -237,7 +237,7 @@ def test_the_norm_of_a_sampler_in_one_kernel_is_the_learners(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The same two roundings: of x times its scale, and of that times the weight."""
-    norm = functions.Norm(tiny().model.layers[0].input_layernorm.bfloat16())
+    norm = functions.Norm.of(tiny().model.layers[0].input_layernorm.bfloat16())
     norm.weight = torch.randn(32).bfloat16()
     x = torch.randn(50, 32).bfloat16() * 3
     with torch.no_grad():

@@ -16,7 +16,7 @@ from retrain.records.checkpoint import FINAL, MANIFEST, CheckpointStore, step_fo
 from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.entries import MEASURED
 from retrain.records.jsonl import read_jsonl
-from retrain.system import read_object, toml_value
+from retrain.system import Json, read_object, toml_value
 
 if TYPE_CHECKING:
     from retrain.records.token_table import TokenTable
@@ -77,7 +77,7 @@ def parting(one: StoredRun, other: StoredRun, steps: range) -> Parting | None:
     return None
 
 
-def _rows(run: StoredRun, steps: range) -> dict[int, dict[str, Any]]:
+def _rows(run: StoredRun, steps: range) -> dict[int, Json]:
     """Map each step to its line of metrics.jsonl, without the fields that depend on the clock or
     the machine.
     """
@@ -89,9 +89,9 @@ def _rows(run: StoredRun, steps: range) -> dict[int, dict[str, Any]]:
     }
 
 
-def _evaluations(run: StoredRun) -> dict[int, dict[str, Any]]:
+def _evaluations(run: StoredRun) -> dict[int, Json]:
     """Steps completed -> problem -> its line of evaluation.jsonl."""
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[int, Json] = {}
     if run.folder.evaluation.is_file():
         for line in read_jsonl(run.folder.evaluation):
             found.setdefault(int(line["step"]), {})[line["example_id"]] = line
@@ -300,9 +300,9 @@ def _adapters(run: StoredRun) -> dict[int, Path]:
     return {step: path for step, path in files.items() if path.is_file()}
 
 
-def _answers(run: StoredRun, steps: range) -> dict[int, list[dict[str, Any]]]:
+def _answers(run: StoredRun, steps: range) -> dict[int, list[Json]]:
     """Step -> its lines of generations.jsonl."""
-    found: dict[int, list[dict[str, Any]]] = {}
+    found: dict[int, list[Json]] = {}
     if run.folder.generations.is_file():
         for line in read_jsonl(run.folder.generations):
             if line["step"] in steps:

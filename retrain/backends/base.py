@@ -161,7 +161,7 @@ class Backend(ABC):
         log: Callable[[str], None],  # noqa: ARG003 - part of the interface
         world: World = ALONE,  # noqa: ARG003
     ) -> "Backend":
-        """Build a built-in backend. `log` is told what the start of a run prints about it."""
+        """Build a built-in backend. `log` receives the lines that the start of a run prints."""
         return cls(config, choices, eos_ids=eos_ids)  # type: ignore[call-arg]
 
     @classmethod

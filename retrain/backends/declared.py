@@ -104,11 +104,9 @@ def incapable(config: "TrainConfig") -> list[str]:
 
 
 def _loss_problems(config: "TrainConfig", backend: BackendCapabilities) -> Iterator[str]:
-    """Look at the plugins of [loss], each of which is proved on a small batch, and at the
-    parameters of what is built in.
+    """Prove the plugins of [loss] on a small batch, and check the parameters of built-in ones.
 
-    Raises ConfigurationError for a plugin that cannot be loaded or of which a property does not
-    hold.
+    Raises ConfigurationError for a plugin that cannot be loaded or lacks a property.
     """
     loss, where = config.loss, f'backend "{config.backend.backend}"'
     names: dict[str, tuple[str, Collection[str]]] = {

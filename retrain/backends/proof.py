@@ -2,7 +2,7 @@
 
 A plugin gives terms and nothing else: it cannot see how the batch is cut into micro-batches, which
 process it runs in, or how often it is called. So every property below is one that a run relies on.
-The first that does not hold is told in one sentence.
+One sentence reports the first that does not hold.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -100,8 +100,8 @@ def prove(function: OwnFunction) -> None:
 
 
 def proof_warnings(config: "TrainConfig") -> dict[str, str]:
-    """Return kind -> warning for each plugin of [loss] of which a property does not hold, where
-    [plugins] strict is false.
+    """Return kind -> warning for each plugin of [loss] that lacks a property, where [plugins]
+    strict is false.
 
     Raises ConfigurationError for the first of them where strict is true, or for a plugin that
     cannot be loaded.
@@ -184,7 +184,9 @@ def has_wrong_sign(function: OwnFunction) -> bool:
 
 
 def _called(function: OwnFunction, batch: Batch) -> Terms:
-    """Call it once; whatever it raises is told."""
+    """Call it once. Raises ProofError with whatever it raises, and for terms of another dtype or
+    that are not finite.
+    """
     try:
         terms: Terms = function.call(batch.tokens)
     except Exception as error:
@@ -240,9 +242,8 @@ def _unchanged_and_deterministic(
     were.
     """
     first, second = make(), make()
-    before, versions = torch.random.get_rng_state(), {}
-    for name, tensor in _tensors(first.tokens):
-        versions[name] = tensor._version
+    before = torch.random.get_rng_state()
+    versions = {name: tensor._version for name, tensor in _tensors(first.tokens)}
     answers = [values(function.call(batch.tokens)) for batch in (first, second)]
     if not torch.equal(torch.random.get_rng_state(), before):
         raise ProofError(
@@ -318,15 +319,14 @@ def _does_not_depend_on_the_cut(function: OwnFunction) -> None:
     """Each sequence alone, and for a token-level loss each token alone, has the same terms and
     gradients as in the whole batch.
     """
-    ends = list(accumulate(LENGTHS))
-    sequences = [list(range(end - length, end)) for end, length in zip(ends, LENGTHS, strict=True)]
+    sequences = _sequences()
     if not _equal_parts(function, [(index, [len(index)]) for index in reversed(sequences)]):
         raise ProofError(
             "gives a sequence other terms when it stands alone, so the result would depend on how"
             " the batch is cut into micro-batches; a term may read its own sequence and nothing"
             " else ([loss] aggregation takes the mean)"
         )
-    whole = list(range(ends[-1]))
+    whole = list(range(sum(LENGTHS)))
     if not function.declares("sequence_level") and not _equal_parts(
         function, [(whole, [1] * len(whole))]
     ):
@@ -334,6 +334,12 @@ def _does_not_depend_on_the_cut(function: OwnFunction) -> None:
             "gives a token other terms when it is a sequence of its own, so it reads its sequence;"
             f" declare {_attribute(function, 'sequence_level')} = True"
         )
+
+
+def _sequences() -> list[list[int]]:
+    """The indices of each sequence's tokens in the small batch."""
+    ends = accumulate(LENGTHS)
+    return [list(range(end - length, end)) for end, length in zip(ends, LENGTHS, strict=True)]
 
 
 def _equal_parts(
@@ -367,12 +373,9 @@ def prove_correction(function: OwnFunction) -> None:
     if not torch.isfinite(weights).all():
         raise ProofError("gives weights that are not finite")
     _unchanged_and_deterministic(function, lambda: small_batch(function), lambda found: found)
-    ends = list(accumulate(LENGTHS))
-    for end, length in zip(ends, LENGTHS, strict=True):
-        index = range(end - length, end)
-        if not torch.allclose(
-            function.call(batch.part(index, [length])), weights[list(index)], rtol=1e-9, atol=1e-12
-        ):
+    for index in _sequences():
+        alone = function.call(batch.part(index, [len(index)]))
+        if not torch.allclose(alone, weights[index], rtol=1e-9, atol=1e-12):
             raise ProofError(
                 "gives a sequence other weights when it stands alone, so the result would depend on"
                 " how the batch is cut into micro-batches"

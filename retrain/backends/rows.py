@@ -156,8 +156,8 @@ def row_weights(
     max_tokens: int,
     completions: float,
 ) -> list[float]:
-    """Return `sequence_weights` for rows, of which a completion whose history was rewritten has
-    several: together they are one sequence.
+    """Return `sequence_weights` for rows. A completion whose history was rewritten has several
+    rows, which count as one sequence.
 
     `counts`: the tokens of each row that a mean is over; a row without one weighs nothing.
     """

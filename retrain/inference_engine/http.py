@@ -157,10 +157,9 @@ class Server:
                 self.client, method, path, body, seconds=seconds, max_bytes=_MAX_BYTES
             )
         except (TimeoutError, httpx.ReadTimeout, httpx.WriteTimeout) as error:
+            limit = f"{seconds:g} s"
             if timeout is None:
                 limit = f"[inference] timeout_s = {seconds:g}"
-            else:
-                limit = f"{seconds:g} s"
             raise RequestTimeout(f"{self.url} did not answer a request within {limit}") from error
         except AnswerOverflow as error:
             raise Refusal(
@@ -334,10 +333,9 @@ class ServerPool:
                 raise self.refusal(error, server) from error
 
         while not results:
+            # Any live server fulfils this: it waits for one.
             if not self.alive:
-                await self.ask(
-                    lambda _: asyncio.sleep(0)
-                )  # any live server fulfils this: it waits for one
+                await self.ask(lambda _: asyncio.sleep(0))
             await asyncio.gather(*(one(server) for server in self.alive))
             is_unfit = bool(problems) and isinstance(problems[-1], BadAnswer)
             if not results and (is_unfit or time.monotonic() - started > self._patience.silent_s):
@@ -469,10 +467,9 @@ class ServerPool:
         server.facts.pop("looked", None)  # it may come back as another
         if server.alive:
             server.alive = False
+            left = "it is tried again"
             if len(self.servers) > 1:
                 left = f"{len(self.alive)} of {len(self.servers)} servers left"
-            else:
-                left = "it is tried again"
             self._log(f"{self._what} {problem}; {left}.")
 
     async def _look_after_silence(self, server: Server, error: RequestTimeout) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, Any
@@ -72,10 +73,7 @@ class MAXDialect(VLLMDialect):
 
     async def load(self, server: Server, adapter: ServedAdapter) -> None:
         try:
-            await server.post(
-                "/v1/load_lora_adapter",
-                {"lora_name": adapter.name, "lora_path": str(adapter.folder)},
-            )
+            await server.post("/v1/load_lora_adapter", adapter.fields)
         except Refusal as error:
             if error.status == 501:
                 raise ConfigurationError(
@@ -125,9 +123,8 @@ class MAXEngine(ServedEngine):
             config = self._child.wait()
         try:
             super().__init__(config, model=model, eos_ids=eos_ids, device=device)
-        except (
-            BaseException
-        ):  # a signal too: the child must not outlive the engine that was not made
+        # A signal too: the child must not outlive the engine that was not made.
+        except BaseException:
             self._end()
             raise
 
@@ -211,10 +208,9 @@ class MAXChild:
         self.config = config.model_copy(
             update={"inference": config.inference.model_copy(update={"url": url})}
         )
+        dtype = str(model.dtype).removeprefix("torch.")
         if config.inference.dtype == "bf16":
             dtype = "bfloat16"
-        else:
-            dtype = str(model.dtype).removeprefix("torch.")
         longest = longest_sampled(
             config.training, config.evaluation, config.environment, context_length(model.config)
         )
@@ -253,14 +249,10 @@ class MAXChild:
                     f"`max serve` ended with {self._guard.returncode} before it was ready;"
                     f" {self._log} says why."
                 )
-            try:
-                if (
-                    httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code
-                    == httpx.codes.OK
-                ):
+            with suppress(httpx.TransportError):
+                answer = httpx.get(f"{url}/health", timeout=5, trust_env=False)
+                if answer.status_code == httpx.codes.OK:
                     return self.config
-            except httpx.TransportError:
-                pass
             time.sleep(0.5)
         self.close()
         raise EnvironmentFailure(

@@ -97,14 +97,14 @@ class OpenAIDialect(VLLMDialect):
         return [name for name, value in NEUTRAL.items() if await refuses({name: value})]
 
     def _probe_of_ids(self, server: Server) -> Json:
-        body = {
+        return {
             "model": server.facts["base"],
             "prompt": [1, 2, 3, 4],
             "max_tokens": 1,
             "logprobs": 1,
             "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
         }
-        return body | {"return_tokens_as_token_ids": True}
 
     def _probe_of_text(self, server: Server) -> Json:
         return {"model": server.facts["base"], "prompt": "1", "max_tokens": 1}
@@ -178,10 +178,9 @@ class OpenAIDialect(VLLMDialect):
         kept = {
             name: body[name] for name in ("n", "temperature", "top_p", *NEUTRAL) if name in body
         }
+        # Which not every server knows.
         if request.truncation.active:
-            kept |= {
-                name: body[name] for name in ("top_k", "min_p")
-            }  # which not every server knows
+            kept |= {name: body[name] for name in ("top_k", "min_p")}
         kept["model"] = server.facts["base"] if server.facts.get("base_alone") else body["model"]
         limit = server.facts["chat_limit"]
         if limit:
@@ -195,21 +194,15 @@ class OpenAIDialect(VLLMDialect):
             if arguments:
                 kept["chat_template_kwargs"] = arguments
             return CHAT, kept | {limit: request.max_tokens, "messages": list(request.messages)}
-        stops = [self.texts.decode([token]) for token in self.eos_ids[:_MAX_STOPS]]
-        prompt = self.texts.of(tuple(request.prompt_ids.tolist()))
-        return COMPLETIONS, kept | {
-            "max_tokens": request.max_tokens,
-            "prompt": prompt,
-            "stop": stops,
-        }
+        kept["max_tokens"] = request.max_tokens
+        kept["prompt"] = self.texts.of(tuple(request.prompt_ids.tolist()))
+        kept["stop"] = [self.texts.decode([token]) for token in self.eos_ids[:_MAX_STOPS]]
+        return COMPLETIONS, kept
 
     def read(self, answer: Any, request: SampleRequest) -> list[ServedSample]:
-        seen = None
-        if isinstance(answer.get("usage"), dict):
-            seen = answer["usage"].get("prompt_tokens")
-        of_chat = any(
-            "message" in choice for choice in answer["choices"]
-        )  # its template is the server's
+        seen = _usage(answer, "prompt_tokens")
+        # A chat's template is the server's.
+        of_chat = any("message" in choice for choice in answer["choices"])
         if seen is not None and seen != len(request.prompt_ids) and not of_chat:
             raise ServerMismatch(
                 f"got a prompt of {len(request.prompt_ids)} tokens, which reached the model as"
@@ -229,9 +222,7 @@ class OpenAIDialect(VLLMDialect):
         Encoding again can give more tokens than were sampled, so where the server counts, it only
         tells a count that cannot be.
         """
-        counted = None
-        if isinstance(answer.get("usage"), dict):
-            counted = answer["usage"].get("completion_tokens")
+        counted = _usage(answer, "completion_tokens")
         most = request.max_tokens * len(sampled)
         if type(counted) is int:
             characters = sum(len(one.text or "") for one in sampled)
@@ -311,6 +302,14 @@ class OpenAIDialect(VLLMDialect):
         if server.facts.get("base_alone"):
             return None
         return await super().adapters(server)
+
+
+def _usage(answer: Json, name: str) -> Any:
+    """Return a count of the answer's `usage`; None where it has none."""
+    usage = answer.get("usage")
+    if isinstance(usage, dict):
+        return usage.get(name)
+    return None
 
 
 class OpenAIEngine(VLLMEngine):

@@ -102,7 +102,7 @@ class CachedTokens:
 
 
 RowKey = tuple[NoiseKey, int, bytes, int]
-"""The key of an ended row: a `PromptKey` of all tokens that were fed, and the sample."""
+"""The key of a finished row: a `PromptKey` over all tokens that were fed, and the sample."""
 
 
 class PrefillSequence(NamedTuple):
@@ -490,7 +490,7 @@ class PagedRun:
         self._waiting.appendleft(row)
 
     def _stop(self, rows: Sequence[RunningRow]) -> None:
-        """Rows that are not finished leave; the device is told."""
+        """Free the slots of rows that are not finished, and mark them done on the device."""
         if rows:
             self.buffers.stop(np.array([row.slot for row in rows], np.int64))
         for row in rows:

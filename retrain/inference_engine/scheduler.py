@@ -4,6 +4,7 @@ and each leaves when it is finished.
 
 from collections import deque
 from collections.abc import Collection, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -159,11 +160,8 @@ class DecodeRun:
             self._prompts[key] = state
             self._prefixes.put(key, state)
         states = [self._prompts[key] for key in keys]
-        if self._waiting:
-            still_needed = {prompt_key(self._waiting[0].request)}
-        else:
-            still_needed = set()
-        self._prompts = {key: state for key, state in self._prompts.items() if key in still_needed}
+        following = {prompt_key(job.request) for job in islice(self._waiting, 1)}
+        self._prompts = {key: state for key, state in self._prompts.items() if key in following}
         return states
 
     def _prefill(self, jobs: Sequence[SampleJob]) -> list[PromptState]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -81,6 +82,11 @@ class ServedAdapter:
     name: str
     folder: Path
     """A PEFT folder; servers read it, so it must lie where they see it under the same path."""
+
+    @property
+    def fields(self) -> Json:
+        """The body of a request to load it."""
+        return {"lora_name": self.name, "lora_path": str(self.folder)}
 
 
 @dataclass(frozen=True)
@@ -212,9 +218,8 @@ class ServedEngine(InferenceEngine):
         self.replicas = len(self._pool.servers)
         try:
             self._pool.run(self._pool.connect(self._look))
-        except (
-            BaseException
-        ):  # a signal too: no caller holds this engine yet, so none could close it
+        # A signal too: no caller holds this engine yet, so none could close it.
+        except BaseException:
             self.close()
             raise
 
@@ -224,14 +229,8 @@ class ServedEngine(InferenceEngine):
         pool = _pool(dialect, config.inference, cls.patience, None, unsaid.append)
         try:
             pool.run(pool.connect(dialect.look))
-            return next(
-                (
-                    server.facts["text_alone"]
-                    for server in pool.alive
-                    if server.facts.get("text_alone")
-                ),
-                "",
-            )
+            sentences = (server.facts.get("text_alone") for server in pool.alive)
+            return next(filter(None, sentences), "")
         finally:
             pool.close()
 
@@ -358,21 +357,21 @@ class ServedEngine(InferenceEngine):
                 " serves another model or tokenizer"
             )
         if len(ids) != request.max_tokens and (len(ids) > request.max_tokens or not one.stopped):
-            many = (
-                f"returned {len(ids):,} tokens and was asked for at most {request.max_tokens:,}: it"
-                " ignores max_tokens"
-            )
-            few = (
+            if len(ids) > request.max_tokens:
+                return (
+                    f"returned {len(ids):,} tokens and was asked for at most"
+                    f" {request.max_tokens:,}: it ignores max_tokens"
+                )
+            return (
                 f"cut a completion after {len(ids)} of {request.max_tokens} tokens; raise its"
                 " longest sequence, or lower max_tokens"
             )
-            return many if len(ids) > request.max_tokens else few
         if truncated and (one.kept is None or len(one.kept) != len(ids)):
             return "does not say how many tokens top_k, top_p and min_p kept; leave the three off"
         return ""
 
     def _await(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for requests, with an ear for signals and for what is said meanwhile."""
+        """Wait for requests; pass on log lines and heed signals meanwhile."""
         future = self._pool.start(work)
         try:
             while True:
@@ -402,16 +401,17 @@ class ServedEngine(InferenceEngine):
         self._await(self._pool.on_each(self._prepare))
         self.unchecked |= self._asleep or self._pool.came_back
         self._asleep = self._pool.came_back = False
-        gone = old
-        if gone is not None:
-
-            async def unload(server: Server) -> None:
-                with suppress(Refusal):  # it does not know the adapter, having been restarted
-                    await self._dialect.unload(server, gone)
-
-            self._await(self._pool.on_each(unload))
-            shutil.rmtree(gone.folder, ignore_errors=True)
+        if old is not None:
+            self._await(self._pool.on_each(partial(self._unload, old)))
+            shutil.rmtree(old.folder, ignore_errors=True)
         self._speak()
+
+    async def _unload(self, adapter: ServedAdapter, server: Server) -> None:
+        """Unload an adapter; a server that was restarted, or that another run asked first, does not
+        know it.
+        """
+        with suppress(Refusal):
+            await self._dialect.unload(server, adapter)
 
     async def _look(self, server: Server) -> None:
         """Look at the server, and unload adapters that a killed run left in it: it has few places,
@@ -431,8 +431,7 @@ class ServedEngine(InferenceEngine):
                     f"{self._dialect.title} {server.url} still had the adapter {name} of a killed"
                     " run; it was unloaded."
                 )
-                with suppress(Refusal):  # another run was first
-                    await self._dialect.unload(server, ServedAdapter(name, Path(folder)))
+                await self._unload(ServedAdapter(name, Path(folder)), server)
 
     async def _prepare(self, server: Server) -> None:
         """Wake a server and give it the current adapter, which its own list confirms."""
@@ -478,10 +477,8 @@ class ServedEngine(InferenceEngine):
             self._asleep = any(server.facts.get("asleep") for server in self._pool.servers)
 
     def why_it_differs(self) -> str:
-        return next(
-            filter(None, self._pool.run(self._pool.on_each(self._dialect.why_it_differs)).values()),
-            "",
-        )
+        reasons = self._pool.run(self._pool.on_each(self._dialect.why_it_differs))
+        return next(filter(None, reasons.values()), "")
 
     def close(self) -> None:
         with suppress(ServerFailure):
@@ -507,7 +504,7 @@ class ServedEngine(InferenceEngine):
 
 
 def _damage(one: ServedSample) -> str:
-    """Say what no completion of any model has; "" where there is nothing."""
+    """Name a defect that no model's completion can have; "" if there is none."""
     ids, values = one.token_ids, one.logprobs
     if not len(ids) == len(values) > 0:
         return f"returned {len(ids)} tokens with {len(values)} log-probs"

@@ -69,9 +69,9 @@ class SGLangDialect(Dialect):
             "return_logprob": True,
             "logprob_start_len": -1,
         }
-        return "/generate", body | (
-            {"lora_path": [adapter.name] * request.count} if adapter else {}
-        )
+        if adapter:
+            body["lora_path"] = [adapter.name] * request.count
+        return "/generate", body
 
     def read(self, answer: Any, request: SampleRequest) -> list[ServedSample]:
         return [self._read_one(one, len(request.prompt_ids)) for one in answer]
@@ -96,9 +96,7 @@ class SGLangDialect(Dialect):
 
     async def load(self, server: Server, adapter: ServedAdapter) -> None:
         try:
-            answer = await server.post(
-                "/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(adapter.folder)}
-            )
+            answer = await server.post("/load_lora_adapter", adapter.fields)
         except Refusal as error:
             if "already" in str(error):
                 return  # a second try of a load whose answer was lost

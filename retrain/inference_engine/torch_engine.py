@@ -68,11 +68,10 @@ class TorchEngine(PyTorchEngine):
         """
         self._model = model
         self._copy = None
-        if options.weights is not None:
-            self._copy = CastCopy(model, options.weights)
-        if self._copy is None:
+        if options.weights is None:
             self._decoder = Decoder(model, options.flash, fused, shards)
         else:
+            self._copy = CastCopy(model, options.weights)
             self._decoder = Decoder(
                 self._copy.model, options.flash, merge=fused is not None and fused.merge
             )
@@ -97,9 +96,8 @@ class TorchEngine(PyTorchEngine):
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         """Completions under the base model follow those under the adapter."""
         jobs = self._jobs(requests)
-        if self._is_paged:
-            most = 1
-        else:
+        most = 1
+        if not self._is_paged:
             most = MAX_PIECES.get(self._decoder.device.type, 1)
         for _, completion in self._decode(pieces(jobs, self._limits.rows, most)):
             yield completion
@@ -125,9 +123,8 @@ class TorchEngine(PyTorchEngine):
             with closing(self._paged_run(left)) as run:
                 left = []
                 while run.unfinished:
-                    with self._decoder.sampling(
-                        run.adapter_slot
-                    ):  # not held over a yield: the consumer may train or score meanwhile
+                    # Not held over a yield: the consumer may train or score meanwhile.
+                    with self._decoder.sampling(run.adapter_slot):
                         finished = run.advance()
                     yield from finished
                     requests = feed.more(idle=not run.unfinished and not left)
@@ -171,14 +168,9 @@ class TorchEngine(PyTorchEngine):
         """Pages and captured steps are held from one call to the next, as long as rows fit their
         tables. A call that begins before another has ended has its own.
         """
-        longest, page, keeps = (
-            max(job.tokens for job in jobs) + 1,
-            self._options.page_tokens,
-            self._options.prefix_caching,
-        )
-        if any(
-            job.request.extendable for job in jobs
-        ):  # room for later turns, or else each would begin a batch
+        longest, page = max(job.tokens for job in jobs) + 1, self._options.page_tokens
+        # Room for later turns, or else each would begin a batch.
+        if any(job.request.extendable for job in jobs):
             longest = min(2 * longest, self._decoder.context)
         wanted = DecodeLimits(
             min(self._limits.rows, len(jobs)), min(self._limits.tokens, wanted_tokens(jobs, page))
@@ -186,7 +178,12 @@ class TorchEngine(PyTorchEngine):
         if self._paged is None or self._paged.busy or not self._paged.serves(wanted, longest):
             self._paged = None  # first, so that both are never held
             self._paged = PagedEngine(
-                self._decoder, wanted, self._eos_ids, longest, page, keeps_prompts=keeps
+                self._decoder,
+                wanted,
+                self._eos_ids,
+                longest,
+                page,
+                keeps_prompts=self._options.prefix_caching,
             )
         return PagedRun(self._decoder, jobs, self._paged)
 
@@ -279,9 +276,8 @@ class CastCopy:
     def __init__(self, source: nn.Module, dtype: torch.dtype) -> None:
         self._source = source
         self.model = deepcopy(source).requires_grad_(False)
-        for (
-            parameter
-        ) in self.model.parameters():  # buffers stay: rotary frequencies are float32 in every dtype
+        # Buffers stay: rotary frequencies are float32 in every dtype.
+        for parameter in self.model.parameters():
             parameter.data, parameter.grad = parameter.data.to(dtype), None
 
     def follow(self) -> None:

@@ -78,13 +78,11 @@ class VLLMDialect(Dialect):
         if self.config.training.truncated:
             await self._check_kept_sets(server)
         server.facts["sleeps"] = False
-        if (
-            urlsplit(server.url).hostname in LOOPBACK
-        ):  # where it shares this machine, and was started with --enable-sleep-mode
+        # Where it shares this machine, and was started with --enable-sleep-mode.
+        if urlsplit(server.url).hostname in LOOPBACK:
             try:
-                await server.get(
-                    "/is_sleeping"
-                )  # which alone does not say so: it is there without the mode
+                # Which alone does not say so: it is there without the mode.
+                await server.get("/is_sleeping")
                 settings = await server.get("/server_info?config_format=json")
                 server.facts["sleeps"] = bool(
                     settings["vllm_config"]["model_config"]["enable_sleep_mode"]
@@ -118,9 +116,8 @@ class VLLMDialect(Dialect):
             "ignore_eos": True,
             "stop_token_ids": self.eos_ids,
         }
-        if (
-            cut.active and not truncates
-        ):  # a server that reports kept sets refuses temperature 0 and no top_k
+        # A server that reports kept sets refuses temperature 0 and no top_k.
+        if cut.active and not truncates:
             settings |= {"temperature": 1.0, "top_k": 1}
         prompt = request.prompt_ids.tolist()
         if truncates:
@@ -144,9 +141,8 @@ class VLLMDialect(Dialect):
             values = logprobs["token_logprobs"]
         else:
             values = [token["logprob"] for token in logprobs["content"]]
-        if mask is None:
-            kept = None
-        else:
+        kept = None
+        if mask is not None:
             kept = [len(tokens) for tokens in mask]
         return ServedSample(choice["token_ids"], values, choice["finish_reason"] == "stop", kept)
 
@@ -205,10 +201,7 @@ class VLLMDialect(Dialect):
 
     async def load(self, server: Server, adapter: ServedAdapter) -> None:
         try:
-            await server.post(
-                "/v1/load_lora_adapter",
-                {"lora_name": adapter.name, "lora_path": str(adapter.folder)},
-            )
+            await server.post("/v1/load_lora_adapter", adapter.fields)
         except Refusal as error:
             if "already" in str(error):
                 return  # a second try of a load whose answer was lost

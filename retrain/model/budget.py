@@ -38,8 +38,8 @@ def sampling_chunk_bytes(device_type: str) -> int:
 
 @dataclass(frozen=True)
 class DecodeLimits:
-    """The budget of one batch. Rows of one capacity reserve the longest completion, so that none
-    has to be thrown out; pages do not.
+    """The budget of one batch. Contiguous rows reserve the longest completion and are never
+    preempted; pages reserve nothing.
     """
 
     rows: int
@@ -74,11 +74,9 @@ def longest_row(
     context: int,
     prompt_tokens: int = PROMPT_ALLOWANCE,
 ) -> int:
-    """Tokens of the longest prompt and completion that are trained; where prompts are not known, an
-    allowance is made.
-
-    What an environment will say between the replies is not known, so all of it together has the
-    same allowance. `context` is the model's.
+    """Tokens of the longest prompt and completion that are trained. An unknown prompt counts as
+    PROMPT_ALLOWANCE tokens, and so do all answers of an environment together. `context` is the
+    model's.
     """
     answers = environment.provider not in ("", "reasoning_gym") and environment.max_turns != 1
     wanted = training.max_tokens + prompt_tokens + PROMPT_ALLOWANCE * answers

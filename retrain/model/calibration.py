@@ -12,11 +12,11 @@ mean 0 and variance (1 - sum p^3) / 12. A product of two M has mean 0 if the tok
 import torch
 from torch import Tensor
 
-from retrain.model.head import Head, chunk_bytes_on, chunk_rows, exponentials, kept_counts
+from retrain.model.head import Head, exponentials, kept_counts, shifted_logits
 from retrain.model.truncation import keep_only
 
 DISTANCES = (0.025, 0.05, 0.1, 0.2, 0.4)
-"""Distances d beyond the tolerance l0 of which likelihood ratios are taken; each is twice the one
+"""Distances d beyond the tolerance l0 at which likelihood ratios are taken, each twice the one
 before."""
 _MIN_LOG = -87.0
 """Log-probs are held above it: a token below adds less than e^-50 to a sum."""
@@ -40,15 +40,11 @@ def tempered_scores(
     that it kept: one that cuts otherwise must not be believed. A token that is cut off takes the
     last place of the set.
     """
-    rows = chunk_rows(head.weight.shape[0], chunk_bytes_on(hidden.device.type))
     scores = []
-    for start in range(0, len(hidden), rows):
-        of_part = targets[start : start + rows]
-        z = head.logits(hidden[start : start + rows]) / temperature
-        z -= z.amax(-1, keepdim=True)
+    for part, z in shifted_logits(head, hidden, temperature):
         if top_k or top_p < 1 or min_p:
-            keep_only(z, of_part, kept_counts(z, top_k, top_p, min_p))
-        scores.append(_of_chunk(z, of_part, tolerance))
+            keep_only(z, targets[part], kept_counts(z, top_k, top_p, min_p))
+        scores.append(_of_chunk(z, targets[part], tolerance))
     return torch.cat(scores)
 
 

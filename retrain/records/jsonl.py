@@ -19,9 +19,7 @@ from typing import Any, BinaryIO, Self
 
 from retrain.errors import RunFailed
 from retrain.records.disk import replace_file
-from retrain.system import ParseError, json_kind, parse_json
-
-Json = dict[str, Any]
+from retrain.system import Json, ParseError, json_kind, parse_json
 
 _BLOCK = 1 << 16
 """Bytes read at once from the end of a file: some forty lines of metrics."""

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,7 +22,7 @@ from retrain import __version__
 from retrain.config import TrainConfig
 from retrain.config.load import with_judging_reward
 from retrain.config.names import table
-from retrain.model.text import model_files
+from retrain.model.text import model_files, model_fingerprint
 from retrain.records.disk import replace_file
 from retrain.records.entries import EvaluationRecord
 from retrain.records.evaluation import Evaluation
@@ -121,8 +121,10 @@ def _inputs(config: TrainConfig, parts: Parts, evaluator: Evaluator) -> dict[str
         "retrain": __version__,
         "torch": torch.__version__,
         "config": sections,
-        "model": [list(file) for file in model_files(config.model.model)],
-        "choices": asdict(backend.choices) if backend.choices else None,
+        # the time of a file's change shows an edit, the commit what a branch of the hub holds
+        "model": [*map(list, model_files(config.model.model)), model_fingerprint(config.model)],
+        # the number of workers may differ between the seeds of a campaign, and changes no byte
+        "choices": asdict(replace(backend.choices, workers=1)) if backend.choices else None,
         "adapter": weights.hexdigest(),
         "prompts": seen.hexdigest(),
         "sampling": [[len(prompts), repr(plan)] for prompts, plan in evaluator.sets],

@@ -23,6 +23,7 @@ from retrain.errors import (
     NotReached,
     RetrainError,
 )
+from retrain.model.text import model_fingerprint
 from retrain.records.disk import replace_file
 from retrain.records.entries import EvaluationRecord, StepRecord
 from retrain.records.evaluation import Evaluation
@@ -228,6 +229,7 @@ class Session:
         environment = read_object(self.folder.environment) | {
             "parity_gate": result and result.to_json(),
             "data_sha256": self.parts.prompts.fingerprint,
+            "model_sha256": model_fingerprint(self.config.model),
             "engine": asdict(self.parts.backend.engine.capabilities),
             "backend": asdict(self.parts.backend.capabilities),
             "loss": loss_notes(self.config),

@@ -68,20 +68,17 @@ class Accuracy:
         far narrower than the intervals of the two accuracies. None for fewer than two problems, and
         if all differences are equal, so that the standard error is 0.
         """
-        d = self.differences
+        d, error = self.differences, 0.0
         if len(d) > 1:
             error = standard_error(d)
-        else:
-            error = 0.0
         if error:
             return (mean(d) - Z_95 * error, mean(d) + Z_95 * error)
         return None
 
     def to_json(self) -> dict[str, Any]:
+        difference = None
         if self.differences:
             difference = mean(self.differences)
-        else:
-            difference = None
         return {
             "before": self.before.summary(),
             "after": self.after.summary(),
@@ -134,15 +131,13 @@ def measure_accuracy(
     """
     from safetensors.torch import save_file
 
-    settings = source.settings
+    settings, model = source.settings, config.model.model
+    if not config.is_set("model.model"):
+        model = settings["base_model_name_or_path"]
     config = replaced(
         config,
         {
-            "model.model": (
-                config.model.model
-                if config.is_set("model.model")
-                else settings["base_model_name_or_path"]
-            ),
+            "model.model": model,
             "model.lora_rank": source.rank,
             "lora.alpha": int(settings["lora_alpha"]),
             "lora.use_rslora": bool(settings.get("use_rslora")),
@@ -197,15 +192,12 @@ class SqueezeResult:
 
     def lines(self) -> list[str]:
         """Return the printed table and results."""
+        lines = analysis_lines(self.analysis)
         if self.compression:
-            compression = compression_lines(self.compression)
-        else:
-            compression = []
-        return [
-            *analysis_lines(self.analysis),
-            *compression,
-            *([self.accuracy.line()] if self.accuracy else []),
-        ]
+            lines += compression_lines(self.compression)
+        if self.accuracy:
+            lines.append(self.accuracy.line())
+        return lines
 
 
 def run_squeeze(
@@ -215,11 +207,10 @@ def run_squeeze(
     output, progress to standard error.
     """
     log, progress = (_silence, _silence) if quiet else (_print, partial(_print, file=sys.stderr))
-    loads_model = config.squeeze.evaluate and bool(config.squeeze.output_path)
-    for line in [
-        *unused_keys(config),
-        *([note] if loads_model and (note := trust_note(config.model)) else []),
-    ]:
+    notes = list(unused_keys(config))
+    if config.squeeze.evaluate and config.squeeze.output_path:
+        notes.append(trust_note(config.model))
+    for line in filter(None, notes):
         log(line)
     with local_adapter(config) as adapter:
         squeezed = squeeze_adapter(config, adapter, overwrite=overwrite, progress=progress)
@@ -352,20 +343,17 @@ def analysis_lines(analysis: Analysis) -> list[str]:
         *table_lines(rows, right=range(6), indent=GAP),
     ]
     judged = "the mean over the layers" if analysis.rule == "mean" else "the worst layer"
-    return [
-        *lines,
-        (
-            f"Recommended rank: {analysis.recommended_rank} ({judged} keeps"
-            f" {analysis.threshold:.0%} or more)."
-        ),
-    ]
+    lines.append(
+        f"Recommended rank: {analysis.recommended_rank} ({judged} keeps {analysis.threshold:.0%} or"
+        " more)."
+    )
+    return lines
 
 
 def compression_lines(compression: Compression) -> list[str]:
     low, high = min(compression.ranks.values()), compression.rank
-    if low == high:
-        rank = f"rank {high}"
-    else:
+    rank = f"rank {high}"
+    if low < high:
         rank = f"ranks {low} to {high}"
     saved = 1 - compression.parameters / compression.source_parameters
     return [

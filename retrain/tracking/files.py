@@ -11,13 +11,13 @@ from retrain.records.disk import replace_file, sync_folder
 from retrain.records.entries import EMERGENCE_FIELDS, GenerationRecord, StepRecord
 from retrain.records.environment import code_of, describe_environment
 from retrain.records.evaluation import Evaluation
-from retrain.records.jsonl import Json, JsonlWriter, finite
+from retrain.records.jsonl import JsonlWriter, finite
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import RunFolder
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean
 from retrain.records.token_table import write_tokens
-from retrain.system import read_object
+from retrain.system import Json, read_object
 from retrain.tracking.base import Event, Generations, StartEvent, Tokens, Tracker
 from retrain.tracking.lines import lines_of
 

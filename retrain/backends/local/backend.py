@@ -24,7 +24,7 @@ from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import InferenceEngine, Truncation
 from retrain.inference_engine.pytorch import PyTorchEngine
-from retrain.model.adapter import Adapter, uniform_words
+from retrain.model.adapter import Adapter, symmetric_uniforms
 from retrain.model.attention import refuse_undecodable
 from retrain.model.budget import context_length
 from retrain.model.devices import choose_device, engine_options, half_precision_note
@@ -86,10 +86,9 @@ class LocalTrialAdapter(TrialAdapter):
 
     @torch.no_grad()
     def set(self, strength: float, without: str = "") -> None:
+        left_out: set[int] = set()
         if without:
             left_out = self._members[without]
-        else:
-            left_out = set()
         for number, layer in enumerate(self._layers):
             layer.change(0.0 if number in left_out else strength)
 
@@ -103,18 +102,13 @@ class _Layer:
         self._saved = self._trial = torch.empty(0)
         self._seed, self._number = seed, number
         size = module.scaling[adapter] * float(down.detach().norm())
-        self._width = 0.0
-        if size:
-            self._width = 3**0.5 / size
+        self._width = 3**0.5 / size if size else 0.0
         """Half the range of uniform values whose standard deviation is 1 / (s |A|)."""
 
     def begin(self) -> None:
         self._saved = self.up.detach().clone()
-        words = uniform_words(
-            self._seed, Stream.PARITY, 1, 0, self._number, self.up.numel(), self.up.device
-        )
-        unit = (words.double() + 0.5) / 2**31 - 1  # in (-1, 1)
-        self._trial = (self._width * unit).view_as(self.up).to(self._saved)
+        unit = symmetric_uniforms(self._seed, Stream.PARITY, 1, self._number, self.up)
+        self._trial = (self._width * unit).to(self._saved)
 
     def change(self, strength: float) -> None:
         self.up.copy_(
@@ -196,11 +190,8 @@ class LocalBackend(LocalFacts):
         backend = cls(config, choices, eos_ids=eos_ids, world=world)
         for line in backend.notes:
             log(line)
-        log(
-            LogLine(
-                backend.trainable_parameters_line(), f"{backend.num_trainable:,} weights trained"
-            )
-        )
+        trained = f"{backend.num_trainable:,} weights trained"
+        log(LogLine(backend.trainable_parameters_line(), trained))
         log(
             LogLine(
                 f"LocalTrainHelper ready (engine={config.inference.engine},"
@@ -335,10 +326,7 @@ class LocalBackend(LocalFacts):
         windowed = getattr(text, "use_sliding_window", True) and (
             layers is None or "sliding_attention" in layers
         )
-        if windowed:
-            window = getattr(text, "sliding_window", None)
-        else:
-            window = None
+        window = windowed and getattr(text, "sliding_window", None)
         return context_length(text), int(window or 0)
 
     # -- learning ----------------------------------------------------------------------------------
@@ -434,9 +422,8 @@ def _choose_kernels(attention: str) -> None:
     """Choose kernels before the first product on a CUDA device. The settings are the process's; no
     other device reads them.
     """
-    os.environ.setdefault(
-        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-    )  # else cuBLAS may sum in another order
+    # Else cuBLAS may sum in another order.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # cuDNN's attention plans anew for every length, and with a mask its backward can give NaN
     # (pytorch issue 196678).
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -111,10 +111,7 @@ class PrimeDialect(VLLMDialect):
         assert isinstance(adapter, ServedPolicy)
         if adapter.name:
             try:
-                await server.post(
-                    "/load_lora_adapter",
-                    {"lora_name": adapter.name, "lora_path": str(adapter.folder)},
-                )
+                await server.post("/load_lora_adapter", adapter.fields)
             except Refusal as error:
                 if error.status in (404, 500):  # a network file system may show the folder later
                     raise TransientFailure(
@@ -259,13 +256,11 @@ class PrimeRLBackend(PrimeRLFacts):
         self._lost = False
         self._sender = build_sender(options, self.output_dir)
         model = config.model
+        if not config.inference.urls:
+            config = replaced(config, {"inference.url": DEFAULT_URL})
         try:
             self.engine = PrimeEngine(
-                (
-                    config
-                    if config.inference.urls
-                    else replaced(config, {"inference.url": DEFAULT_URL})
-                ),
+                config,
                 model_config=load_model_config(
                     model.model, model.revision, model.trust_remote_code
                 ),
@@ -273,9 +268,8 @@ class PrimeRLBackend(PrimeRLFacts):
                 broadcasts=self._broadcasts,
                 ready=self._prepare,
             )
-        except (
-            BaseException
-        ):  # a signal too: no caller holds this backend yet, so none could close it
+        # A signal too: no caller holds this backend yet, so none could close it.
+        except BaseException:
             self._sender.close()
             raise
 
@@ -298,11 +292,9 @@ class PrimeRLBackend(PrimeRLFacts):
     def notes(self) -> list[str]:
         """Lines for the start of a run."""
         options, training = self._options, self.config.training
-        to = (
-            f"tcp://{options.zmq_host}:{options.zmq_port}"
-            if options.transport == "zmq"
-            else self.output_dir / BATCHES
-        )
+        to = str(self.output_dir / BATCHES)
+        if options.transport == "zmq":
+            to = f"tcp://{options.zmq_host}:{options.zmq_port}"
         lines = [
             (
                 f"PRIME-RL: batches go to {to}, policies come from {self._broadcasts.folder},"

@@ -242,11 +242,9 @@ class TinkerBackend(TinkerFacts):
             )
             for row, weight, factor in zip(rows, weights, undone, strict=True)
         ]
-        bounds = ratio_bounds(config.loss)
+        bounds, clip = ratio_bounds(config.loss), None
         if bounds:
             clip = {"clip_low_threshold": bounds[0], "clip_high_threshold": bounds[1]}
-        else:
-            clip = None
         with self._service.answering("an update"):
             return _UpdateRequest(
                 rows,
@@ -262,10 +260,8 @@ class TinkerBackend(TinkerFacts):
         from retrain.backends.tinker.own import LossCall, NonfiniteError  # torch comes with it
 
         parts = [(row.shifted, row.row, weight) for row, weight in zip(rows, weights, strict=True)]
-        computed, datums = (
-            LossCall(self.config.loss, self._own_loss, parts),
-            [scoring_datum(row.shifted) for row in rows],
-        )
+        computed = LossCall(self.config.loss, self._own_loss, parts)
+        datums = [scoring_datum(row.shifted) for row in rows]
         try:
             passed = self._service.bounded(
                 "an update", lambda: self.trainer.forward_backward_custom(datums, computed)
