@@ -641,6 +641,18 @@ def test_ctrl_c_saves_and_ends_with_130(
     assert int(saved.name.removeprefix("step_")) == campaign.steps(name)
 
 
+@pytest.mark.slow
+def test_a_second_signal_leaves_no_run_running_in_the_manifest(tmp_path: Path) -> None:
+    campaign = start(tmp_path / "c", "--seed", "1", "--max-steps", "200")
+    name = NAMES[0]
+    campaign.wait_for(lambda: campaign.steps(name) >= 2)
+    campaign.process.send_signal(signal.SIGTERM)
+    campaign.process.send_signal(signal.SIGINT)
+    printed, _ = campaign.process.communicate()
+    assert campaign.process.returncode in (130, 143), printed
+    assert campaign.manifest[name].status is Status.INTERRUPTED
+
+
 def test_overwrite_is_not_for_campaigns(tmp_path: Path) -> None:
     from retrain.cli.main import main
 

@@ -251,7 +251,7 @@ def test_a_path_to_checkpoints_that_are_not_the_runs_is_not_believed(
     with pytest.raises(ConfigurationError, match="has no marker of this run"):
         opened(resumed(run, training={"keep_checkpoints": 2}))
     with pytest.raises(ConfigurationError, match="has no marker of this run"):
-        evaluate_run(run, overrides=Overrides(), say=lambda line: None)
+        evaluate_run(run, overrides=Overrides(), log=lambda line: None)
     opened(small(run), overwrite=True)
     assert tree(made) == before
 
@@ -276,7 +276,7 @@ def test_a_copied_run_leaves_the_originals_checkpoints_alone(
 ) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "copies" / "run"))
     before = tree(outside)
-    with pytest.raises(ConfigurationError, match=f"belong to {run}, of which {copy} is a copy"):
+    with pytest.raises(ConfigurationError, match=f"belong to {run}; {copy} is a copy"):
         opened(resumed(copy))
     with pytest.raises(ConfigurationError, match="holds the checkpoints of another run"):
         opened(

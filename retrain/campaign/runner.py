@@ -195,6 +195,10 @@ class _Execution:
         finally:
             for _, job in self._jobs.values():
                 job.kill()
+            # A second signal ends a run where it stands, in this process even while it starts.
+            for run in self._plan.runs:
+                if self._manifest[run.name].status is Status.RUNNING:
+                    self._manifest.ended(run.name, Status.INTERRUPTED, "Stopped at once.")
         number = self._interrupts.stopped_by
         if number is not None:
             again = campaign_command(self._plan.config, self._plan.folder)

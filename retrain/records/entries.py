@@ -142,7 +142,7 @@ class StepRecord(_Record):
     """The step whose correct rate opened the gate."""
 
     num_datums: int | None = better(None)
-    """Completions that were trained on: those of groups with an advantage, or all judged ones with
+    """Completions that were trained on: the groups that have an advantage, or all judged ones with
     a KL or entropy term."""
     informative_fraction: float | None = better(None)
     """Fraction of the step's groups in which some token has an advantage; groups_skipped_* count
@@ -200,7 +200,7 @@ class StepRecord(_Record):
     identical_chance: float | None = better(None)
     """Bound on the chance that as many completions of a group, of 16 tokens or more, are identical
     as there are, by their own log-probs; 1 where none are, near 0 where the engine does not draw
-    them one by one; null where the log-probs are not those of the sampled policy."""
+    them one by one; null where the log-probs are not the sampled policy's."""
     calibration_lambda: float | None = better(None)
     """Of the completions that `[inference] calibration` tested in this step, the sum over tokens of
     surprisal - entropy under the trained policy, divided by the sum of log p's variance: they are

@@ -198,9 +198,8 @@ def read_jsonl_backwards(path: Path) -> Iterator[Json]:
         try:
             record = _parse(line, path, None)
         except RunFailed:
-            for _ in read_jsonl(
-                path
-            ):  # raises the error with the line's number, which is counted from the beginning
+            # Raises the error with the line's number, which is counted from the beginning.
+            for _ in read_jsonl(path):
                 pass
             raise
         yield record
