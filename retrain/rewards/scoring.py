@@ -70,7 +70,7 @@ class FailureGuard:
         stop it again at once.
         """
         outcomes = list(scores)
-        self._steps.append(_StepFailures(len(outcomes), _reasons(outcomes)))
+        self._steps.append(_StepFailures(len(outcomes), dict(_reasons(outcomes))))
         reasons, taken = Counter[str](), len(self._steps)
         for step in self._steps:
             reasons.update(step.reasons)
