@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ):  # a character that the encoding lacks is shown as its escape, and ends no run
             stream.reconfigure(errors="backslashreplace")
     prepare_torch()
+    # To look for pydantic's plugins reads the entry points of every installed package.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     sys.excepthook = _masked_traceback
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
