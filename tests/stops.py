@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,6 +135,18 @@ def _run_with_told_time(file: str, arguments: list[str]) -> None:
     real = Pressure.observe
     Pressure.observe = lambda self, step, seconds: real(self, step, 0.5 + step.number * 7 % 5)  # type: ignore[method-assign]
     sys.exit(main([file, "--quiet", *arguments]))
+
+
+def run_quietly(file: str, said: str, threads: int) -> None:
+    """Run a configuration in this process, which should be a forked one; errors go to `said`."""
+    import torch
+
+    from retrain.cli.main import main
+
+    torch.set_num_threads(threads)
+    with Path(said).open("w", encoding="utf-8") as errors, redirect_stderr(errors):
+        code = main([file, "--quiet", "--skip-parity"])
+    sys.exit(code)
 
 
 def hang_up(file: Path, folder: Path) -> int:
