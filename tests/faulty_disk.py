@@ -83,7 +83,7 @@ class Disk:
         setattr(module, name, watched)
 
     def _holds(self, path: Any) -> bool:
-        return str(Path(path).absolute()).startswith(self.folder + os.sep)
+        return (str(Path(path).absolute()) + os.sep).startswith(self.folder + os.sep)
 
     def operation(
         self, name: str, path: Any, do: Callable[[], Any], half: Callable[[], Any] = lambda: None
@@ -99,12 +99,13 @@ class Disk:
             error = _ERRORS[self.fault]
             raise OSError(error, os.strerror(error), os.fspath(path))
         known = os.path.lexists(path)
-        found = do()
-        if self.synced is not None:
-            self.synced.note(name, os.fspath(path), known=known)
-        if fails and self.fault == "after":
-            self.end()
-        return found
+        try:
+            return do()
+        finally:  # an operation may find nothing to do, such as a missing file to remove
+            if self.synced is not None:
+                self.synced.note(name, os.fspath(path), known=known)
+            if fails and self.fault == "after":
+                self.end()
 
     def end(self) -> None:
         """End as if killed; after a power cut, put what the disk holds in place of the folder."""

@@ -162,3 +162,11 @@ def test_a_run_survives_a_power_cut(
         shutil.rmtree(place)
     record_property("cases", len(moments[part::parts]))
     assert not problems, "\n".join(problems)
+
+
+def test_a_finished_run_is_on_the_disk_as_a_whole(operations: list[str], tmp_path: Path) -> None:
+    code, said = disturbed(tmp_path, len(operations), "after", -1)
+    assert (code, said) == (KILLED, "")
+    run, left = tmp_path / "run", tmp_path / "run-after"
+    for path in filter(Path.is_file, run.rglob("*")):
+        assert (left / path.relative_to(run)).read_bytes() == path.read_bytes(), path
