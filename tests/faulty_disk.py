@@ -12,6 +12,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from typing import Any
 KILLED = 77
 """Exit code of a process that ended as if killed."""
 FAULTS = ("before", "after", "EIO", "ENOSPC", "short")
-"""Killed before or after an operation; refused; and the first half of a write, then refused."""
+"""Killed before or after an operation; refused; and a write that takes the first half, with the
+rest refused."""
 _ERRORS = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC, "short": errno.ENOSPC}
 
 
@@ -77,8 +79,10 @@ class Disk:
                 path = Path(_place(options["dir_fd"])) / path
             if not when(*args) or not self._holds(path):
                 return real(*args, **options)
-            half = (lambda: real(*halved(*args))) if halved else (lambda: None)
-            return self.operation(name, path, lambda: real(*args, **options), half)
+            half = None
+            if halved:
+                half = partial(real, *halved(*args))
+            return self.operation(name, path, partial(real, *args, **options), half)
 
         setattr(module, name, watched)
 
@@ -86,16 +90,17 @@ class Disk:
         return (str(Path(path).absolute()) + os.sep).startswith(self.folder + os.sep)
 
     def operation(
-        self, name: str, path: Any, do: Callable[[], Any], half: Callable[[], Any] = lambda: None
+        self, name: str, path: Any, do: Callable[[], Any], half: Callable[[], Any] | None = None
     ) -> Any:
         number = next(self.numbers)
         fails = number == self.wanted
         self.done.append(f"{name} {os.path.relpath(path, self.folder)}")
         if fails and self.fault == "before":
             self.end()
+        if fails and self.fault == "short" and half is not None:
+            self.wanted, self.fault = number + 1, "ENOSPC"  # what is left of the write
+            return half()
         if fails and self.fault in _ERRORS:
-            if self.fault == "short":
-                half()
             error = _ERRORS[self.fault]
             raise OSError(error, os.strerror(error), os.fspath(path))
         known = os.path.lexists(path)

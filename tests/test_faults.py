@@ -2,6 +2,7 @@
 long.
 """
 
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -167,11 +168,11 @@ def test_a_long_run_takes_no_more_memory_for_each_step(
     real = StepObserver.observe
 
     def observed(*args: Any, **options: Any) -> Any:
-        resident.append(resident_bytes())
+        resident.append(resident_bytes(os.getpid()))
         return real(*args, **options)
 
     monkeypatch.setattr(StepObserver, "observe", observed)
-    training = SECTIONS["training"] | {"max_steps": steps, "save_every": 50, "keep_checkpoints": 1}
+    training = SECTIONS["training"] | {"max_steps": steps, "save_every": 50, "keep_checkpoints": 2}
     folder = small_run(small(tmp_path / "run", training=training), quiet=True).folder
     warm = steps // 3
     growth = (resident[-1] - resident[warm]) / 1024 / (steps - 1 - warm)
