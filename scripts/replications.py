@@ -80,7 +80,7 @@ def _run(name: str) -> None:
             scores = [member.score for member in group.members]
             verdicts.append([float(score.outcome is Outcome.RIGHT) for score in scores])
 
-    evaluate_run(ROOT / LAB, overrides=LUCK, say=print, keep=keep)
+    evaluate_run(ROOT / LAB, overrides=LUCK, log=print, keep=keep)
     file = ROOT / "logs" / "replications" / "luck.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(verdicts), encoding="utf-8")

@@ -7,6 +7,8 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 from xml.etree import ElementTree
 
 import numpy as np
@@ -236,10 +238,9 @@ def test_quarters_are_of_each_completion(
 ) -> None:
     """The middle of a token says in which quarter it lies."""
     credit, _ = _credit(loaded[0], loaded[2], run.config)
-    tokens = dataclasses.replace(credit.tokens, segments=Segments([4, 0, 8, 1, 3]))
-    member = credit.sources[0].members[0]
-    group = dataclasses.replace(credit.sources[0], members=[member] * 5)
-    _, first, last = _masks(dataclasses.replace(credit, tokens=tokens, sources=[group]))
+    group = SimpleNamespace(members=[credit.sources[0].members[0]] * 5)
+    tokens = SimpleNamespace(segments=Segments([4, 0, 8, 1, 3]))
+    _, first, last = _masks(cast(Any, SimpleNamespace(tokens=tokens, sources=[group])))
     assert np.flatnonzero(first).tolist() == [0, 4, 5, 13]
     assert np.flatnonzero(last).tolist() == [3, 10, 11, 15]
 
