@@ -260,8 +260,8 @@ def test_the_model_is_trained_on_its_own_turns_as_the_chat_template_renders_them
 
     errors = make_lab_model.PHASES[-1].errors
     for seed in range(20):
-        ids, mask = make_lab_model.encode_conversation(tokenizer, random.Random(seed), errors)
         messages = make_lab_model.conversation(random.Random(seed), errors)
+        ids, mask = make_lab_model.encode_conversation(tokenizer, messages)
         assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
         learned = tokenizer.decode([token for token, own in zip(ids, mask, strict=True) if own])
         assert learned == "".join(

@@ -15,7 +15,7 @@ from retrain.config.names import bracketed, is_recipe
 from retrain.config.recipes import departures, recipe
 from retrain.config.schema import DEFAULT_CLIPS, Inference, Lora, Loss, Model, Training
 from retrain.data.chat import PLAIN_TEMPLATE
-from retrain.model.text import resolve_model
+from retrain.model.text import LAB_MODELS, resolve_model
 from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import counted
 from retrain.records.token_table import damage_of, read_tokens
@@ -111,12 +111,12 @@ def skipped_gate_line(inference: Inference, training: Training) -> str:
 
 
 def unasked_note(config: TrainConfig, prompts: Sequence[str]) -> str:
-    """Warn if the reward reads a box that no prompt asks for; "" otherwise. The lab model answers
+    """Warn if the reward reads a box that no prompt asks for; "" otherwise. The lab models answer
     in a box unasked.
     """
     if (
         box_reader(config.reward) is None
-        or config.model.model == "lab"
+        or config.model.model in LAB_MODELS
         or any(_BOX in prompt for prompt in prompts)
     ):
         return ""
