@@ -242,7 +242,7 @@ def _file_of(name: str, config: "TrainConfig") -> Path | None:
 
 
 def _modules_of(name: str, config: "TrainConfig") -> list[str]:
-    """Return the modules that may hold a dotted name, in the order in which they are tried."""
+    """Return the modules that may hold a dotted name, in the order of trial."""
     module = name.rpartition(".")[0]
     if name.startswith(OWN_PLUGINS):
         return [module]

@@ -269,7 +269,7 @@ _TOKEN = np.zeros(1, np.int32)
 
 
 def _trial_problem(name: str, make: Any, examples: list[Example], count: int) -> str:
-    """What is wrong with a sampler, tried for three steps; "" if nothing was found."""
+    """Return the fault of a sampler, tried for three steps; "" if none was found."""
     size = len(examples)
     tried = make(examples)
     for step in range(3):

@@ -36,7 +36,7 @@ from retrain.model.truncation import Cuts
 from retrain.types import Completion
 
 _FIRST_TOKENS = 64
-"""Completion tokens for which a row has room at first; the arena doubles as completions grow."""
+"""Completion tokens that a row has room for at first; the arena doubles as completions grow."""
 
 
 class DecodeRun:

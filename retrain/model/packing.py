@@ -151,7 +151,7 @@ class _Source:
     """[b, L, D]"""
     values: Tensor
     grad_keys: Tensor
-    """[b, L, D] gradients, to which each turn adds."""
+    """[b, L, D] gradients; each turn adds to them."""
     grad_values: Tensor
     own: bool
 

@@ -76,9 +76,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _norm_gradient(grad, x, weight, scales, out, size, BLOCK: tl.constexpr):
-    """One row: s * (g w - x s^2 mean(x g w)), of which g w is rounded, as where it is an
-    operator.
-    """
+    """One row: s * (g w - x s^2 mean(x g w)), with g w rounded as its operator would."""
     dtype: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
