@@ -84,7 +84,7 @@ def test_the_sixth_has_one_number_of_two_digits_and_often_two_digits_that_make_t
     for example in lab.examples("train", 6):
         numbers = sorted(int(text) for text in re.findall(r"\d+", str(example.prompt)))
         digits, large = numbers[:3], numbers[3:]
-        assert 1 <= digits[0] and digits[2] <= 9 and 10 <= large[0] <= 59
+        assert digits[0] >= 1 and digits[2] <= 9 and 10 <= large[0] <= 59
         tens += any(a + b == 10 for a, b in itertools.combinations(digits, 2))
     assert 0.6 < tens / lab.NUM_EXAMPLES["train"] < 0.7
 
