@@ -65,9 +65,7 @@ def test_an_installed_package_is_taken_from_where_it_came(
     assert install_hint("ray") == hint
 
 
-def test_uv_installs_into_a_tool_of_uv(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uv_installs_into_a_tool_of_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(tmp_path, monkeypatch, "retrain", {"url": "file:///some/where", "dir_info": {}})
     monkeypatch.setattr("sys.prefix", str(tmp_path))
     assert install_hint("ray") == 'pip install "/some/where[ray]"'
