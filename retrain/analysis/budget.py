@@ -112,6 +112,8 @@ class RunAtBudget(StoredRun):
         """The held-out answers at the budget; None without evaluations."""
         if not self.held_out_file.is_file():
             return None
+        # The step of an evaluation is the number of steps completed before it, the index into
+        # `costs`.
         stored = groupby(EvaluationRecord.read(self.held_out_file), key=lambda one: one.step)
         points = [(float(self.costs[step]), Answers.of(list(records))) for step, records in stored]
         if not points:

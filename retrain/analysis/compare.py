@@ -70,6 +70,7 @@ def comparison_notes(
     runs = list(chain.from_iterable(arm.runs.values() for arm in arms.values()))
     yield from (run.damage for run in runs if run.damage)
     if grouped.to_come:
+        # An e-process stays valid however often it is looked at.
         peeking = ""
         if test.rule != "evidence":
             peeking = " Peeking inflates the false-positive rate above alpha."
@@ -272,6 +273,7 @@ def compare_campaign(
     if control:
         baseline = control_label(grouped.conditions, folder)
     baseline = _baseline(baseline, pairs, grouped, folder)
+    # The planned margin is a size in the planned metric, and means nothing in another.
     if record.plan and test.margin is None and metric in (None, record.plan.metric):
         test = replace(test, margin=record.plan.margin)
     absences = Absences.of(record, runs, grouped.not_counted, unlisted)
@@ -344,6 +346,7 @@ def compare_runs(
         )
     ((label, runs),) = base.conditions.items()
     failed = base.failed.get(label, set())
+    # One condition against itself, as with two versions of the code: the arms need two labels.
     if label in grouped.conditions:
         label = f"{label} (baseline)"
     both_sides = RunsByCondition(

@@ -194,11 +194,11 @@ def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
             f" {difference_words(statistics.mean(rest), metric)}. Sign flips and t intervals assume"
             " tails that are alike on both sides."
         )
-    unseen = 1 - 0.05 ** (
-        1 / found.pairs
-    )  # the fraction of runs in which an event may happen that no pair has shown
+    # An event in this fraction of the runs is missed by all pairs with a probability of 5%.
+    unseen = 1 - 0.05 ** (1 / found.pairs)
     better = comparison.test.direction(metric.better)
     mean = next((arm.mean for arm in comparison.arms if arm.label == contrast.condition), None)
+    # Only a gain in a rate can be undone by runs that fall to its end at 0.
     if (
         found.verdict is Verdict.IMPROVEMENT
         and metric.is_rate

@@ -120,6 +120,7 @@ def _in_step(one: StoredRun, other: StoredRun, step: int, fields: tuple[str, ...
     token, drift = _first_token(ours, theirs)
     if token:
         return Parting(step, "tokens", fields, token, drift)
+    # Before the log-probs, since no drift of theirs explains why equal tokens are judged otherwise.
     if not _equal(ours, theirs, "rewards"):
         return Parting(step, "rewards", fields, drift=drift)
     if drift:
@@ -281,6 +282,7 @@ def files_differ(one: StoredRun, other: StoredRun, steps: range) -> str:
     last = stored_checkpoints(one.folder) / FINAL
     if (last / MANIFEST).is_file() and (last / _ADAPTER).is_file():
         end = read_object(last / MANIFEST).get("step")
+        # A replay keeps its adapters by step, so the last one of `one` is looked up by its step.
         same = [path for step, path in _adapters(other).items() if step == end]
         if same and same[0].read_bytes() != (last / _ADAPTER).read_bytes():
             return str(last / _ADAPTER)

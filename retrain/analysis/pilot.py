@@ -100,9 +100,11 @@ def _parts(pairs: Pairs) -> tuple[float, float, float] | None:
     if table is None or samples < 2:
         return None
     rates = [answers.rates()[answers.judged > 1] for answers in evaluated]
+    # p (1 - p) of K answers is too small by the factor (K - 1) / K.
     variances = [
         float(np.mean(rate * (1 - rate))) * samples / (samples - 1) for rate in rates if len(rate)
     ]
+    # Both arms sample, so the variance of their difference has it twice.
     sampling = 2 * float(np.mean(variances))
     return table.luck_variance, max(0.0, table.residual_square - sampling / samples), sampling
 
@@ -156,6 +158,7 @@ def _with_fewest_seeds(
             return float("inf")
         return found
 
+    # More seeds find smaller differences, so that the fewest can be found by bisection.
     counts = range(max(2, seeds_to_conclude(alpha, comparisons, correction)), _MAX_SEEDS + 1)
     first = bisect_left(counts, True, key=lambda seeds: detectable(seeds) <= effect)
     if first == len(counts):
@@ -346,6 +349,7 @@ def _pair_variances(one: StoredRun, other: StoredRun) -> HeldOutVariances | None
     ours = {item.example_id: item for item in one.final_evaluation.problems}
     theirs = {item.example_id: item for item in other.final_evaluation.problems}
     samples = max((item.samples for item in ours.values()), default=0)
+    # A problem that was judged less often has another sampling variance, and is left out.
     shared = [
         name
         for name, item in ours.items()
