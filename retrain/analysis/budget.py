@@ -70,8 +70,7 @@ class InterpolatedAnswers(Answers):
 
     def rates(self, k: int = 1, unjudged: UnjudgedRule = UnjudgedRule.NOTHING) -> Floats:
         """Return [problems] rates, the weighted mean of both evaluations."""
-        rates = (one.rates(k, unjudged) for one in (self.before, self.after))
-        first, second = rates
+        first, second = (one.rates(k, unjudged) for one in (self.before, self.after))
         weighed: Floats = (1 - self.weight) * first + self.weight * second
         return weighed
 

@@ -226,7 +226,8 @@ class Comparison:
     left_out: Sequence[str]
     notes: Sequence[str]
     planned: str = ""
-    """Return a sentence on whether it is as planned before the first run; "" without a plan."""
+    """A sentence that calls the comparison planned before the first run, or exploratory; ""
+    without a plan."""
     looks: Sequence[Look] = ()
     """The looks of the campaign; empty unless the comparison is as planned."""
     budget: Budget | None = None
@@ -262,10 +263,8 @@ def compare_campaign(
     default from the manifest. Raises ConfigurationError for labels that the campaign does not have.
     """
     runs, record = campaign_runs(folder), record or CampaignRecord.read(folder)
-    grouped, unlisted = (
-        group_by_condition(runs, problems_of(folder, runs)),
-        not_listed(folder, runs),
-    )
+    grouped = group_by_condition(runs, problems_of(folder, runs))
+    unlisted = not_listed(folder, runs)
     grouped.left_out += [
         f"{name} is not listed in {MANIFEST}, so it is not counted." for name in unlisted
     ]
@@ -443,7 +442,9 @@ def _contrasts(
 def _second_lines(
     selection: Selection, conclusions: Sequence[Conclusion], record: CampaignRecord | None
 ) -> list[SecondLine | None]:
-    """For each claim, whether it holds with failed and collapsed runs at 0."""
+    """The second line of each claim, with failed and collapsed runs at 0; None beside another
+    verdict.
+    """
     fallen = [
         (with_collapsed_failed(pairs.candidate), with_collapsed_failed(pairs.baseline))
         for pairs in selection.family

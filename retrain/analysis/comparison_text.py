@@ -197,10 +197,8 @@ def seed_line(contrast: Contrast, comparison: Comparison) -> str:
 
 
 def arm_table(comparison: Comparison) -> Table:
-    failed, unjudged = (
-        any(arm.failed for arm in comparison.arms),
-        any(arm.unjudged for arm in comparison.arms),
-    )
+    failed = any(arm.failed for arm in comparison.arms)
+    unjudged = any(arm.unjudged for arm in comparison.arms)
 
     def row(arm: ArmSummary) -> tuple[str, ...]:
         if failed:

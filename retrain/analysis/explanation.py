@@ -157,7 +157,7 @@ def _about_failures(contrast: Contrast, comparison: Comparison) -> Iterator[str]
 
 
 def _second_line(contrast: Contrast, robust: SecondLine) -> str:
-    """True if the verdict stands with failed and collapsed runs at their worst, seen and unseen."""
+    """A sentence on the verdict with failed and collapsed runs at their worst, seen and unseen."""
     ahead = (
         contrast.condition
         if contrast.conclusion.verdict is Verdict.IMPROVEMENT
@@ -178,11 +178,8 @@ def _second_line(contrast: Contrast, robust: SecondLine) -> str:
 
 
 def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
-    metric, found, seeds = (
-        comparison.metric,
-        contrast.conclusion,
-        outlying_seeds(contrast.differences),
-    )
+    metric, found = comparison.metric, contrast.conclusion
+    seeds = outlying_seeds(contrast.differences)
     if seeds:
         shown = ", ".join(
             f"{seed} ({difference_words(contrast.differences[seed], metric)})" for seed in seeds
