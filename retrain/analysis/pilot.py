@@ -38,7 +38,7 @@ from retrain.errors import ConfigurationError
 
 PROBLEMS = (100, 200, 500, 1000, 2000)
 SAMPLES = (1, 2, 4, 8, 16)
-_MAX_SEEDS = 40
+MAX_DESIGN_SEEDS = 40
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ def cheapest(
     power: float,
     correction: Correction = "maxt",
 ) -> Design | None:
-    """The design that finds `effect` in the least time; None if none of at most _MAX_SEEDS seeds
-    does.
+    """The design that finds `effect` in the least time; None if none of at most MAX_DESIGN_SEEDS
+    seeds does.
     """
     found = []
     for problems, samples in product(PROBLEMS, SAMPLES):
@@ -159,7 +159,7 @@ def _with_fewest_seeds(
         return found
 
     # More seeds find smaller differences, so that the fewest can be found by bisection.
-    counts = range(max(2, seeds_to_conclude(alpha, comparisons, correction)), _MAX_SEEDS + 1)
+    counts = range(max(2, seeds_to_conclude(alpha, comparisons, correction)), MAX_DESIGN_SEEDS + 1)
     first = bisect_left(counts, True, key=lambda seeds: detectable(seeds) <= effect)
     if first == len(counts):
         return None

@@ -193,13 +193,18 @@ def worst_value(arms: Iterable[Arm], metric: Metric, test: TestSettings) -> floa
     return max(values)
 
 
+def check_levels(alpha: float, power: float) -> None:
+    """Raises ConfigurationError for a level or a power that is no probability."""
+    for name, value, example in (("alpha", alpha, 0.05), ("power", power, 0.8)):
+        if not 0 < value < 1:
+            raise ConfigurationError(f"--{name} {value:g} is not between 0 and 1; use {example}.")
+
+
 def check_sizes(test: TestSettings, metric: Metric) -> None:
     """Raises ConfigurationError for a level, margin or effect outside its range, and for a worst
     value of a metric without a direction.
     """
-    for name, value, example in (("alpha", test.alpha, 0.05), ("power", test.power, 0.8)):
-        if not 0 < value < 1:
-            raise ConfigurationError(f"--{name} {value:g} is not between 0 and 1; use {example}.")
+    check_levels(test.alpha, test.power)
     for name, size in (("margin", test.margin), ("effect", test.effect)):
         if size is not None and not 0 < size < float("inf"):
             raise ConfigurationError(
