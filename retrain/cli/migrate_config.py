@@ -18,11 +18,11 @@ from tomlkit.exceptions import TOMLKitError
 from tomlkit.items import InlineTable, Item, Table
 
 from retrain.cli.shared import AsJson, Form, refuse_several
+from retrain.config.names import LEGACY_PREFIX
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.records.disk import replace_file
 
 BACKEND = "backend"
-LEGACY_PREFIX = "prime_rl_"
 
 
 def migrate_text(text: str, name: str = "the configuration") -> str:
