@@ -83,6 +83,7 @@ def _facts(seen: "Explanation") -> Iterator[tuple[str, str]]:
     run, config = seen.runs[0], seen.runs[0].config
     training = config.training
     folder = seen.config.resume.from_ or seen.config.logging.log_dir
+    # A campaign shows these with each of its conditions.
     maximal_lambda = weights = None
     if seen.kind == "campaign":
         yield "seeds", ", ".join(map(str, _seeds(seen)))
