@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     prepare_torch()
+    # To look for pydantic's plugins reads the entry points of every installed package.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     sys.excepthook = _masked_traceback
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:

@@ -93,7 +93,7 @@ def _parameter(given: inspect.Parameter, annotation: Sequence[Any]) -> Parameter
     is_option, required = isinstance(info, OptionInfo), given.default is inspect.Parameter.empty
     value, allowed = _values(inner, info)
     text = info.help or ""
-    if not required and given.default not in (None, "", False):
+    if not required and given.default not in (None, "", False, Path()):
         text += f" Default: {given.default}."
     return Parameter(
         _name(given.name, info),

@@ -283,6 +283,7 @@ class FixedStep:
                 self.step(rows, variant)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
+        # One memory for all graphs: one runs at a time, and its results lie in the buffers.
         shared = None
         if self._graphs:
             shared = next(iter(self._graphs.values())).pool()

@@ -417,6 +417,7 @@ class ServerPool:
             if not self.alive:
                 raise TransientFailure("; ".join(server.problem for server in dead), gone=False)
         else:
+            # Beside the request, which does not wait for a server that may stay away.
             for server in dead:
                 if now - server.looked_at > self._patience.recheck_s:
                     server.looked_at = now

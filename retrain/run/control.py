@@ -151,6 +151,7 @@ def build_control(config: TrainConfig) -> Control | None:
             with user_code(where, ConfigurationError):
                 made: Control = plugin(config.schedule.control_params)
         except ConfigurationError as error:
+            # A control raises ValueError for wrong params; another error is a fault of its own.
             if isinstance(error.__cause__, ValueError):
                 problem = f"[schedule] control_params: {error.__cause__}."
                 raise ConfigurationError(problem) from error

@@ -401,6 +401,7 @@ def gate(gates: Tensor, pending: tuple[Tensor, Tensor] | None) -> Tensor:
     rows, size = len(gates), gates.shape[1] // 2
     out = torch.empty(rows, size, dtype=gates.dtype, device=gates.device)
     reduced, up = pending or (gates, gates[:0])
+    # With an adapter a block holds a matrix product, which has 16 rows at least.
     tall, wide = (ROWS, 64) if pending else (1, _BLOCK)
     _gate[triton.cdiv(rows, tall), triton.cdiv(size, wide)](
         gates, reduced, up, out, rows, gates.stride(0), reduced.stride(0), size,
