@@ -41,8 +41,8 @@ _RECORDED = {
 
 @dataclass(frozen=True)
 class Overlap:
-    """What the two runs of a pair share: how many pairs saw the same prompts, how many also drew
-    the same sampling noise, and what else differed.
+    """Data and noise that the two runs of a pair share: how many pairs saw the same prompts,
+    how many also drew the same sampling noise, and what else differed.
     """
 
     pairs: int
@@ -51,11 +51,11 @@ class Overlap:
     samplers: tuple[str, ...]
     """Samplers that chose the prompts of some run by what its rewards showed."""
     unrecorded: int
-    """Pairs in which a run did not record its data, so the prompts are not known."""
+    """Pairs with a run that did not record its data, so the prompts are not known."""
     differing_keys: tuple[str, ...]
     """Keys that change the training and differ between the runs of some pair."""
     environment: tuple[str, ...]
-    """What differs between the recorded environments of some pair, in words."""
+    """Differences between the recorded environments of some pair, in words."""
 
     @property
     def is_same(self) -> bool:
@@ -158,6 +158,8 @@ def differing_environment(one: StoredRun, other: StoredRun) -> Iterator[str]:
     ours, theirs = one.environment, other.environment
     for name, words in _RECORDED.items():
         if ours.get(name) != theirs.get(name):
+            # Two hashes side by side, or two tables, tell a reader nothing: the name alone is
+            # given.
             is_short = not name.endswith("sha256") and not any(
                 isinstance(recorded.get(name), dict) for recorded in (ours, theirs)
             )
@@ -247,6 +249,7 @@ def group_by_condition(
     """
     grouped = RunsByCondition()
     for run in runs:
+        # Before the run is judged: a condition none of whose runs counts is still an arm.
         by_seed = grouped.conditions.setdefault(run.condition, {})
         if run.skipped:
             continue
@@ -419,9 +422,8 @@ def mixed_keys(runs: RunsBySeed, *, fixed: bool) -> Iterator[tuple[str, str]]:
     those that may not change at a resume.
     """
     for key in all_keys():
-        apart = (
-            key.section == "evaluation" or key.path == "training.max_steps"
-        )  # which are looked at elsewhere
+        # Evaluation and length have sentences of their own (evaluated_alike, comparison_notes).
+        apart = key.section == "evaluation" or key.path == "training.max_steps"
         if key.traits.own_to_a_run or key.traits.may_change_at_resume == fixed or apart:
             continue
         if seeds := mixed_values(runs, lambda run, path=key.path: run.config.value(path)):  # type: ignore[misc]

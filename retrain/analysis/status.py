@@ -99,8 +99,7 @@ class CampaignStatus:
     path: Path
     runs: tuple[RunStatus, ...]
     evidence: str = ""
-    """What the looks of a campaign with stop = "evidence" have found, in a sentence; "" before the
-    first."""
+    """A sentence on the looks of a campaign with stop = "evidence"; "" before the first."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -262,7 +261,8 @@ def _read(run: StoredRun, now: float) -> RunStatus:
     folder, writer = run.folder, Writer.of(run.folder)
     if run.skipped:
         return RunStatus(run.path, run.condition, None, State.SKIPPED)
-    if not folder.config.is_file():  # written once the model is loaded
+    # A run writes its configuration once the model is loaded.
+    if not folder.config.is_file():
         return _without_config(run, writer)
     recent = run.last_metrics(_WINDOW)
     last = recent[0] if recent else None

@@ -47,7 +47,7 @@ class TestSettings:
     """Differences below this are equivalent, in the metric's units; None: no verdict of
     equivalence."""
     effect: float | None = None
-    """The difference for which the number of seeds is computed; None: not computed."""
+    """The number of seeds is computed for this difference; None: not computed."""
     power: float = 0.8
     lower_is_better: bool = False
     """Overrides the metric's own direction."""
@@ -113,9 +113,8 @@ class TestSettings:
         """The difference found with the stated power, over the 95% interval of the sd; None if
         nothing could be significant.
         """
-        if (
-            self.rule == "evidence"
-        ):  # the number of seeds is not fixed, so that there is no such difference
+        # Looks do not fix the number of seeds, so that there is no such difference.
+        if self.rule == "evidence":
             return None
         low, high = power.sd_interval(sd, pairs - 1)
         found = [

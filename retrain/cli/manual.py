@@ -22,11 +22,11 @@ _GENERATED = re.compile(f"{re.escape(BEGIN)}\n.*?{re.escape(END)}\n", re.DOTALL)
 class Topic:
     name: str
     source: str
-    """What stands below its heading, marks included."""
+    """The text below its heading, marks included."""
 
     @property
     def text(self) -> str:
-        """What a reader sees."""
+        """The text as a reader sees it."""
         return self.source.replace(f"{BEGIN}\n", "").replace(f"{END}\n", "").strip("\n") + "\n"
 
     @property
@@ -75,6 +75,7 @@ def synced(source: str) -> str:
                 text = text.replace(found.group(), block)
             elif block:
                 text = f"{text.rstrip(chr(10))}\n\n{block}\n"
+        # A topic that was generated alone and names nothing any more is empty now.
         if text.strip():
             pieces.append(f"== {name} =={text}")
     return "".join(pieces)

@@ -36,9 +36,9 @@ class Parameter:
     name: str
     """--option, or an argument's name."""
     value: str
-    """What follows an option: "N", "text|json"; "" for a switch and for an argument."""
+    """The value after an option: "N", "text|json"; "" for a switch and for an argument."""
     text: str
-    """What it does, with its default."""
+    """Its help, with its default."""
     allowed: str
     """The values in words."""
     is_option: bool
@@ -93,7 +93,7 @@ def _parameter(given: inspect.Parameter, annotation: Sequence[Any]) -> Parameter
     is_option, required = isinstance(info, OptionInfo), given.default is inspect.Parameter.empty
     value, allowed = _values(inner, info)
     text = info.help or ""
-    if not required and given.default not in (None, "", False):
+    if not required and given.default not in (None, "", False, Path()):
         text += f" Default: {given.default}."
     return Parameter(
         _name(given.name, info),
@@ -186,6 +186,7 @@ def columns(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
 def wrong_use(name: str, arguments: Sequence[str], error: Any) -> str:
     """Say in one sentence what typer's UsageError found in the arguments of a command."""
     more = f"`retrain {name} --help` says more"
+    # By name, since typer exports none of these classes.
     if type(error).__name__ == "NoSuchOption":
         options = [each.name for each in parameters_of(name) if each.is_option]
         near = nearest(error.option_name, options, NAME_CUTOFF)

@@ -47,7 +47,7 @@ ENGINE_SECTIONS = ("inference",)
 
 @dataclass(frozen=True)
 class Effect:
-    """What becomes of some keys, and why."""
+    """The outcome for some keys, and why."""
 
     keys: tuple[str, ...]
     """ "section.key", or "section.*"."""
@@ -478,7 +478,7 @@ _RUNS: Rows = (
     ),
     *_implied_by_names(),
 )
-"""In the order in which reasons are preferred."""
+"""In the order of preference."""
 RUNS = Table(_RUNS)
 
 
@@ -1053,6 +1053,8 @@ def refusals(
         given = config.is_set(key.path) and value != key.default
         for owner, rows in tables:
             held = rows.that_hold(config, key.path)
+            # The first row that holds is a key's effect, so a row behind another outcome refuses
+            # nothing.
             leading = takewhile(lambda row: row.outcome == "refused", held)
             judged = [row for row in leading if given or row.refuses_default or row.values]
             where = f"[{key.section}] {key.name} = {toml_value(value)}"

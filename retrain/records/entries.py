@@ -33,9 +33,7 @@ class _Record:
         """
         kinds = _field_kinds(cls)  # type: ignore[arg-type]  # a class is hashable
         values = {name: line[name] for name in kinds if name in line}
-        missing = [
-            item.name for item in fields(cls) if item.default is MISSING and item.name not in values
-        ]
+        missing = [name for name in _required(cls) if name not in values]  # type: ignore[arg-type]
         problem = ""
         if missing:
             problem = f"no {missing[0]}, and every line has one"
@@ -74,6 +72,11 @@ class _Record:
 
 _SHOWN = 80
 """Characters of a value that a sentence shows."""
+
+
+@cache
+def _required(kind: type[_Record]) -> tuple[str, ...]:
+    return tuple(item.name for item in fields(kind) if item.default is MISSING)
 
 
 @cache
@@ -360,7 +363,7 @@ class EvaluationRecord(_Record):
     example_id: str
     """Name of the problem, the same in every run on the data."""
     task: str
-    """Name of the task, by which `retrain compare` and the report group problems."""
+    """Name of the task: `retrain compare` and the report group problems by it."""
     samples: int
     """Judged answers."""
     correct: int

@@ -63,7 +63,7 @@ from retrain.run.parts import (
 from retrain.run.pressure import Pressure
 from retrain.run.rollout import PrefetchedRollout, Rollout
 from retrain.run.saver import Saver, Schedule
-from retrain.run.start import RunStart, open_run, refuse_other_data
+from retrain.run.start import RunStart, note_model, open_run, refuse_other_data
 from retrain.run.step_record import Step
 from retrain.system import read_object
 from retrain.tracking import Tracker, build_tracker
@@ -114,6 +114,7 @@ class Session:
         self.prefetched = None
         if parts.backend.capabilities.samples_ahead:
             self.prefetched = PrefetchedRollout(interrupts.check)
+        # Several ranks would wait for each other: they stop together, in `turn_to_learning`.
         if world.size == 1:
             parts.backend.engine.check = interrupts.check
         self._adapter = opened.store.folder / "final"
@@ -225,6 +226,7 @@ class Session:
         result = None
         if not self._skip_parity:
             result = run_parity_gate(self.config, self.parts, self.state.step)
+        # A resumed run keeps the first figure: its mismatch_limit is a multiple of it.
         if result and self.state.gate_mismatch is None:
             self.state = replace(self.state, gate_mismatch=result.mean_difference)
         if not self.world.is_rank_zero:
@@ -236,11 +238,13 @@ class Session:
         environment = read_object(self.folder.environment) | {
             "parity_gate": result and result.to_json(),
             "data_sha256": self.parts.prompts.fingerprint,
-            "model_sha256": model_fingerprint(self.config.model),
             "engine": asdict(self.parts.backend.engine.capabilities),
             "backend": asdict(self.parts.backend.capabilities),
             "loss": loss_notes(self.config),
         }
+        fingerprint, goes_on = model_fingerprint(self.config.model), self.saver.saved_at >= 0
+        if note := note_model(environment, fingerprint, goes_on=goes_on):
+            self.tracker.message(note)
         replace_file(self.folder.environment, json.dumps(environment, indent=2) + "\n")
         self.saver.rehearse()
 
@@ -420,6 +424,7 @@ class Session:
         decision = {}
         if self.pressure:
             decision = self.pressure.observe(step, seconds)
+        # After the step's own credit: SEPA acts on what it learns here from the next step on.
         parts.sepa.observe(rewards.correct_rate, step.number)
         parts.sepa.update_auto(step.credit.exec_uncertainty)
         limit = mismatch_limit(
