@@ -414,11 +414,23 @@ class Session:
             in_process=self.parts.backend.engine.capabilities.in_process,
         )
 
+    @property
+    def _mismatch_limit(self) -> float | None:
+        """Nats that sampler and learner may differ by in three steps in a row; None: any."""
+        config, backend = self.config, self.parts.backend
+        return mismatch_limit(
+            config.inference,
+            config.lora,
+            self.state.gate_mismatch or 0.0,
+            half_precision=is_rounded(config.inference, backend),
+            samples_ahead=backend.capabilities.samples_ahead,
+        )
+
     def record(self, step: Step) -> None:
         """Move the run past a step and write the step down. Raises RunFailed afterwards if the run
         should not go on.
         """
-        parts, config, result = self.parts, self.config, step.result
+        parts, result = self.parts, step.result
         rewards = self.observer.rewards(step)
         seconds = self.world.broadcast(step.clock.total)
         decision = {}
@@ -427,19 +439,10 @@ class Session:
         # After the step's own credit: SEPA acts on what it learns here from the next step on.
         parts.sepa.observe(rewards.correct_rate, step.number)
         parts.sepa.update_auto(step.credit.exec_uncertainty)
-        limit = mismatch_limit(
-            config.inference,
-            config.lora,
-            self.state.gate_mismatch or 0.0,
-            half_precision=is_rounded(config.inference, parts.backend),
-            samples_ahead=parts.backend.capabilities.samples_ahead,
-        )
+        limit = self._mismatch_limit
         calibration, told = self._calibrated(step)
         mismatch = result.log_ratio_mean if any(row.trained for row in step.rows) else None
-        if step.lag and step.lag.off:
-            told.append(step.lag.sentence(step.number))
-        if mismatch is None and is_above(limit, result.log_ratio_mean):
-            told.append(untrained_mismatch_line(step.number, result, limit))
+        told += _warnings(step, mismatch, limit)
         state = self.state.after_step(
             prompts=len(step.rollout.groups),
             next_batch_size=self._next_batch_size,
@@ -635,6 +638,18 @@ class Session:
             untrained=self.observer.unlearned(self.state.step),
             adapter=str(adapter),
         )
+
+
+def _warnings(step: Step, mismatch: float | None, limit: float | None) -> list[str]:
+    """Say that the engine did not sample with the step's adapter, or that tokens which were not
+    trained, so that `mismatch` is None, are above the limit.
+    """
+    told = []
+    if step.lag and step.lag.off:
+        told.append(step.lag.sentence(step.number))
+    if mismatch is None and is_above(limit, step.result.log_ratio_mean):
+        told.append(untrained_mismatch_line(step.number, step.result, limit))
+    return told
 
 
 @contextmanager
