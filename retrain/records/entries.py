@@ -33,9 +33,7 @@ class _Record:
         """
         kinds = _field_kinds(cls)  # type: ignore[arg-type]  # a class is hashable
         values = {name: line[name] for name in kinds if name in line}
-        missing = [
-            item.name for item in fields(cls) if item.default is MISSING and item.name not in values
-        ]
+        missing = [name for name in _required(cls) if name not in values]  # type: ignore[arg-type]
         problem = ""
         if missing:
             problem = f"no {missing[0]}, and every line has one"
@@ -74,6 +72,11 @@ class _Record:
 
 _SHOWN = 80
 """Characters of a value that a sentence shows."""
+
+
+@cache
+def _required(kind: type[_Record]) -> tuple[str, ...]:
+    return tuple(item.name for item in fields(kind) if item.default is MISSING)
 
 
 @cache
