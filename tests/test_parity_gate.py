@@ -444,6 +444,12 @@ def test_the_gate_stops_an_engine_that_ends_or_draws_completions_otherwise(
         run_parity_gate(CONFIG, parts, 0)
 
 
+def test_rounding_at_one_ending_stops_no_run(parts: Parts, engine: Any) -> None:
+    """All draws at one place have the same rounding, so the second look is at another."""
+    engine("RoundsOneEnding")
+    assert run_parity_gate(CONFIG, parts, 0).max_difference is not None
+
+
 @pytest.mark.parametrize("fault", ["AnotherTopP", "IgnoresTopP"])
 def test_kept_counts_are_held_against_the_learners_logits(
     fault: str, parts: Parts, engine: Any
