@@ -299,9 +299,8 @@ class Board:
         progress = Progress(entry.name, entry.status, max_steps=self._plan.max_steps)
         if entry.status not in (Status.PENDING, Status.SKIPPED):
             progress = replace(progress, reason=entry.reason or "")
-            with contextlib.suppress(
-                RetrainError, OSError
-            ):  # a file may be half written now; the comparison reports one that stays so
+            # A file may be half written now; the comparison reports one that stays so.
+            with contextlib.suppress(RetrainError, OSError):
                 progress = read_progress(self._plan, entry)
         if entry.status is not Status.RUNNING:
             self._final[entry.name] = progress

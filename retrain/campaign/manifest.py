@@ -142,9 +142,8 @@ class Manifest:
         values = {name: getattr(self, name) for name in names} | {
             "runs": [asdict(entry) for entry in self.runs]
         }
-        masked = Redactor().json(values) | {
-            "config": self.config
-        }  # masked already, in a way that loads again
+        # The configuration is masked already, in a way that loads again.
+        masked = Redactor().json(values) | {"config": self.config}
         replace_file(self.folder / MANIFEST, json.dumps(masked, indent=1) + "\n")
 
     def __getitem__(self, name: str) -> RunEntry:
@@ -188,6 +187,7 @@ class Manifest:
         Raises ConfigurationError if the plan lacks a run, changes how a run is trained, or gives
         looks that were taken another meaning.
         """
+        # Both plans as the manifest stores them: a masked value differs from none.
         before = {
             run.name: run
             for run in plan_campaign(config_from_mapping(self.config), plan.folder).runs
@@ -239,9 +239,8 @@ class Manifest:
                 f'[campaign] stop = "evidence": {self.folder} was planned to be tested once, after'
                 f" all of its seeds; {otherwise}"
             )
-        looked = list(
-            dict.fromkeys(look["seed"] for look in self.looks)
-        )  # a seed whose failed run was tried again has two looks
+        # A seed whose failed run was tried again has two looks.
+        looked = list(dict.fromkeys(look["seed"] for look in self.looks))
         for key, now, before in (
             ("max_steps", plan.max_steps, self.max_steps),
             ("conditions", list(plan.conditions), self.conditions),

@@ -248,7 +248,8 @@ def check(plan: CampaignPlan) -> Findings:
     lacking = _without_held_out(plan)
     sources = dict.fromkeys(lacking.values())
     missing = [f"No held-out evaluation at the end: {name} holds nothing out." for name in sources]
-    design = []  # what the campaign can conclude
+    # What the campaign can conclude.
+    design = []
     comparisons = len(plan.conditions) - 1
     if comparisons:
         from retrain.analysis.power import Correction, design_line
