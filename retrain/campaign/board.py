@@ -273,10 +273,8 @@ class Board:
         found = Counter(run.status for run in runs)
         counts = {status: found[status] for status in _ORDER}
         words = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-        steps, planned = (
-            sum(run.steps for run in runs),
-            self._plan.max_steps * (len(runs) - counts[Status.SKIPPED]),
-        )
+        steps = sum(run.steps for run in runs)
+        planned = self._plan.max_steps * (len(runs) - counts[Status.SKIPPED])
         line = f"Campaign {self._plan.folder}: {words} | step {steps:,} of {planned:,}"
         times = [run.step_time_s for run in runs if run.step_time_s is not None]
         left = sum(

@@ -160,12 +160,8 @@ class Manifest:
     def started(self, name: str) -> None:
         """Record that a run is running; its first start time stays."""
         entry = self[name]
-        entry.status, entry.started, entry.ended, entry.reason = (
-            Status.RUNNING,
-            entry.started or _now(),
-            None,
-            None,
-        )
+        entry.status, entry.started = Status.RUNNING, entry.started or _now()
+        entry.ended = entry.reason = None
         self.write_if_possible()
 
     def ended(self, name: str, status: Status, reason: str = "") -> None:
@@ -217,12 +213,8 @@ class Manifest:
         fresh = Manifest.of_plan(plan, datetime.now().astimezone())
         self.runs = [self._by_name.get(entry.name, entry) for entry in fresh.runs]
         self._by_name = {entry.name: entry for entry in self.runs}
-        self.config, self.conditions, self.seeds, self.max_steps = (
-            fresh.config,
-            fresh.conditions,
-            fresh.seeds,
-            fresh.max_steps,
-        )
+        self.config, self.conditions = fresh.config, fresh.conditions
+        self.seeds, self.max_steps = fresh.seeds, fresh.max_steps
 
     def _check_looks(self, plan: CampaignPlan) -> None:
         """Check a resumed plan. Raises ConfigurationError where its steps, conditions or order of

@@ -308,13 +308,10 @@ def _without_held_out(plan: CampaignPlan) -> dict[str, str]:
         if source not in known:
             known[source] = _has_held_out(run.config, plan.config)
         if not known[source]:
-            provider, data = (
-                run.config.environment.provider,
-                f"[data] source = {run.config.data.source!r}",
-            )
-            lacking[run.condition] = (
-                f"[environment] {environment_name(run.config.environment)}" if provider else data
-            )
+            place = f"[data] source = {run.config.data.source!r}"
+            if run.config.environment.provider:
+                place = f"[environment] {environment_name(run.config.environment)}"
+            lacking[run.condition] = place
     return lacking
 
 

@@ -40,7 +40,7 @@ def describe_environment(device: str) -> dict[str, Any]:
         "cpu": next(models, None) or platform.processor() or platform.machine(),
         "cpu_count": os.cpu_count(),
         # Their number decides how sums are rounded.
-        "threads": (int(torch.get_num_threads()) if torch else None),
+        "threads": int(torch.get_num_threads()) if torch else None,
         "memory_gib": None if memory is None else round(memory / 2**30, 1),
         "device": device,
         "device_name": (

@@ -149,6 +149,12 @@ def squeeze_metrics(row: TableRow) -> dict[str, float]:
     }
 
 
+def squeeze_table(result: SqueezeSummary) -> tuple[list[str], list[list[float]]]:
+    """Return the head and the rows of the analysis as a table."""
+    columns = ["rank", *squeeze_metrics(result.table[0])]
+    return columns, [[row.rank, *squeeze_metrics(row).values()] for row in result.table]
+
+
 GENERATION_COLUMNS = tuple(field.name for field in fields(GenerationRecord))
 
 
