@@ -220,9 +220,8 @@ class Background(Tracker):
                 )
                 self._thread.start()
                 self._hand_over(event)
-            case Generations(
-                step, records
-            ):  # cut before the queue, which would hold a whole step's texts
+            # Cut before the queue, which would hold a whole step's texts.
+            case Generations(step, records):
                 kept = kept_generations(self._sink.settings.config.logging, step, records)
                 if kept:
                     self._hand_over(Generations(step, kept))
@@ -283,7 +282,6 @@ class Background(Tracker):
             self._sink.close()
         except Exception as error:  # noqa: BLE001 - a library may raise anything, and none of it may end the run
             self._failure = error
-            with contextlib.suppress(
-                Exception
-            ):  # the first failure is reported; a second one adds nothing
+            # The first failure is reported; a second one adds nothing.
+            with contextlib.suppress(Exception):
                 self._sink.close()
