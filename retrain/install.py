@@ -41,8 +41,8 @@ def install_hint(extra: str = "") -> str:
 
 
 def _target(name: str, extra: str, installed: Distribution | None) -> str:
-    """What pip shall install: a folder, the repository that the package came from, or its version
-    in an index.
+    """Return the argument of `pip install`: a folder, the repository that the package came from, or
+    its version in an index.
     """
     extras = ""
     if extra:

@@ -38,7 +38,7 @@ class Kind:
     keywords: tuple[str, ...] = ()
     """Optional inputs, passed by name if the signature takes them."""
     context: bool = False
-    """Whether a function of one context object, `f(ctx)`, is allowed instead of the plain form."""
+    """True if a function of one context object, `f(ctx)`, is allowed instead of the plain form."""
     params_key: str = ""
     """The table whose values the plugin takes."""
     base: str = ""

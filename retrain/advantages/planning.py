@@ -1,5 +1,5 @@
-"""Which tokens belong to a planning phrase ("let me check"): the mask that HICRA and SEPA read. Two
-detectors: strategic grams, and the meaning of windows of words.
+"""The tokens of planning phrases ("let me check"), as the mask that HICRA and SEPA read. Two
+detectors find them: by strategic grams, and by the meaning of windows of words.
 
 Both read decoded text with character offsets, never vocabulary strings, so that how a phrase is cut
 into tokens cannot matter. Words of a gram may be separated by white space, commas, semicolons,

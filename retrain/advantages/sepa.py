@@ -1,9 +1,10 @@
 """SEPA's controller: how strongly the uncertainty of execution tokens is pooled, as a function of
 the step and of the run so far.
 
-    linear(s) = 0 if s <= delay_steps else min(1, (s - delay_steps) / steps) auto(s)   = 1 - min(1,
-    (var_ema / var_0) / var_threshold), and 0 until var_0 is known lambda(s) = 0 while the gate is
-    closed, else linear(s), or max(auto(s), linear(s)) with schedule = "auto"
+    linear(s) = 0 if s <= delay_steps else min(1, (s - delay_steps) / steps)
+    auto(s)   = 1 - min(1, (var_ema / var_0) / var_threshold), and 0 until var_0 is known
+    lambda(s) = 0 while the gate is closed, else linear(s), or max(auto(s), linear(s)) with
+                schedule = "auto"
 
 The order within a step is resolve, learn, observe, update_auto: a gate that opens in step s acts
 from step s + 1. Opening the gate does not restart the ramp, so lambda can jump. auto is not

@@ -1,4 +1,5 @@
-"""Which prompts a step takes: the shuffle of every epoch, or a sampler that learns from rewards.
+"""The choice of a step's prompts: by the shuffle of every epoch, or by a sampler that learns from
+rewards.
 
 A sampler's randomness is given to it, and what it has seen is in the checkpoint, so that a resumed
 run chooses as the undisturbed one.

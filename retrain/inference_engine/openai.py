@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 CHAT = "/v1/chat/completions"
 _TOKEN = "token_id:"
 _MAX_STOPS = 4
-"""What OpenAI's API takes."""
+"""Maximum number of stop strings of OpenAI's API."""
 _LIMITS = ("max_tokens", "max_completion_tokens")
 """Names of the limit of a chat's reply; OpenAI's newer models refuse the first."""
 _CHAT_PROBE_TOKENS = 16

@@ -65,7 +65,7 @@ _UNSEEN = (
     "Can't find",
     "Repo id must",
 )
-"""What vLLM and SGLang (through peft and the hub's client) say of an adapter's folder that they
+"""Words of vLLM and SGLang (through peft and the hub's client) about an adapter's folder that they
 cannot read."""
 T = TypeVar("T")
 _LOOK_S = 0.05
@@ -590,7 +590,7 @@ def _place_of_adapters(config: "TrainConfig") -> Path:
 
 
 def _owner_is_dead(folder: Path) -> bool:
-    """Return whether a process of this machine made this folder for its adapters and has ended."""
+    """Return True if a process of this machine made this folder for its adapters and has ended."""
     made, _, rest = folder.name.partition(f"{_FOLDER}{_host()}-")
     owner = rest.partition("-")[0]
     return not made and owner.isdigit() and not psutil.pid_exists(int(owner))

@@ -67,8 +67,8 @@ class _Weights(NamedTuple):
 
 @dataclass(frozen=True)
 class _Settings:
-    """What the learner reads anew in each step; a piece carries it, since a worker process does not
-    see what changes in this one.
+    """The settings that may move from step to step; a piece carries them, since a worker process
+    does not see what changes in this one.
     """
 
     loss: "Loss"
@@ -79,7 +79,7 @@ class _Settings:
 
 @dataclass(frozen=True)
 class _Question:
-    """What a scoring pass asks for: by default log-probs at the training temperature."""
+    """The wishes of a scoring pass: by default log-probs at the training temperature."""
 
     reference: bool = False
     """Score by the frozen base, with the adapter off."""

@@ -1,5 +1,5 @@
-"""What goes over the wire to PRIME-RL's trainer and comes back: rows in its format, ways of a
-batch, and the policies that it broadcasts.
+"""The exchange with PRIME-RL's trainer: rows in its format, the ways of a batch, and the policies
+that it broadcasts.
 
 A step's rows are msgpack arrays whose entries stand in the order of the format's fields. It has no
 names and no version, so the order is all there is. The layout is the one of PRIME-RL v0.9.0 (24
