@@ -288,8 +288,7 @@ def _token_mask(
     ):
         edges[start] += 1
         edges[stop] -= 1
-    marked = np.concatenate(
-        [[0], np.cumsum(np.cumsum(edges)[:length])]
-    )  # [length + 1] marked characters before each place
+    # [length + 1] marked characters before each place.
+    marked = np.concatenate([[0], np.cumsum(np.cumsum(edges)[:length])])
     ends = np.cumsum([0, *map(len, pieces)])
     return np.asarray(np.diff(marked[ends]) > 0, dtype=np.uint8)

@@ -23,9 +23,8 @@ from retrain.errors import ConfigurationError
 if TYPE_CHECKING:
     from retrain.config.schema import Algorithm, Sepa
 
-_VARIANCE_FLOOR = (
-    1e-8  # nats squared; keeps the ratio to var_0 finite for a policy that is sure from the start
-)
+_VARIANCE_FLOOR = 1e-8
+"""Nats squared; keeps the ratio to var_0 finite for a policy that is sure from the start."""
 
 
 class SEPAController:
@@ -50,9 +49,8 @@ class SEPAController:
         if not self.gate_open:
             return 0.0
         linear = linear_lambda(self.settings, step)
-        if (
-            self.settings.schedule != "auto" or self.var_0 is None or self.var_ema is None
-        ):  # auto begins after the warm-up
+        # auto begins after the warm-up.
+        if self.settings.schedule != "auto" or self.var_0 is None or self.var_ema is None:
             return linear
         auto = 1.0 - min(
             1.0, (self.var_ema / max(self.var_0, _VARIANCE_FLOOR)) / self.settings.var_threshold

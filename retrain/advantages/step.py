@@ -35,9 +35,8 @@ class Segments:
             [np.zeros(1, dtype=np.int64), np.cumsum(self.lengths)]
         )
         """[N + 1], from 0 to n."""
-        self._filled = np.flatnonzero(
-            self.lengths
-        )  # reduceat reads a foreign element where a segment is empty
+        # reduceat reads a foreign element where a segment is empty.
+        self._filled = np.flatnonzero(self.lengths)
         self._starts = self.offsets[self._filled]
 
     def __len__(self) -> int:

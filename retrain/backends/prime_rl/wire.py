@@ -279,9 +279,9 @@ class ZmqSender(Sender):
         self._batches, self._ready = self._context.socket(zmq.XPUB), self._context.socket(zmq.PULL)
         self._batches.set(zmq.SNDHWM, options.zmq_hwm)
         self._ready.set(zmq.RCVHWM, options.zmq_hwm)
-        host = (
-            "127.0.0.1" if options.zmq_host == "localhost" else options.zmq_host
-        )  # ZMQ binds to addresses and interfaces, not names
+        host = options.zmq_host
+        if host == "localhost":
+            host = "127.0.0.1"  # ZMQ binds to addresses and interfaces, not names
         try:
             for socket, port in (
                 (self._batches, options.zmq_port),
