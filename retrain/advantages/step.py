@@ -232,10 +232,13 @@ class StepTokens:
 
     def place(self, completion: int) -> str:
         """Name a completion by its flat index: group 3, completion 1."""
+        group, number = self.of_group(completion)
+        return f"group {group}, completion {number}"
+
+    def of_group(self, completion: int) -> tuple[int, int]:
+        """Return the group of a completion, and its number within it, from its flat index."""
         group = int(self.group_of[completion])
-        return (
-            f"group {group}, completion {completion - int(np.searchsorted(self.group_of, group))}"
-        )
+        return group, completion - int(np.searchsorted(self.group_of, group))
 
     def token_place(self, token: int) -> str:
         completion, position = self.segments.locate(token)
