@@ -22,7 +22,7 @@ from retrain.inference_engine.http import (
     Server,
     ServerMismatch,
 )
-from retrain.inference_engine.served import ServedAdapter, ServedSample
+from retrain.inference_engine.served import ServedAdapter, ServedSample, check_prompt
 from retrain.inference_engine.texts import Texts
 from retrain.inference_engine.vllm import COMPLETIONS, NEUTRAL, VLLMDialect, VLLMEngine, without
 from retrain.noise import Stream
@@ -203,11 +203,8 @@ class OpenAIDialect(VLLMDialect):
         seen = _usage(answer, "prompt_tokens")
         # A chat's template is the server's.
         of_chat = any("message" in choice for choice in answer["choices"])
-        if seen is not None and seen != len(request.prompt_ids) and not of_chat:
-            raise ServerMismatch(
-                f"got a prompt of {len(request.prompt_ids)} tokens, which reached the model as"
-                f" {seen}"
-            )
+        if seen is not None and not of_chat:
+            check_prompt(seen, len(request.prompt_ids))
         sampled = super().read(answer, request)
         if any(one.text is not None for one in sampled):
             self._check_lengths(answer, sampled, request)

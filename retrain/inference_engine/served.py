@@ -48,7 +48,6 @@ from retrain.inference_engine.http import (
     TransientFailure,
 )
 from retrain.model.budget import context_length
-from retrain.noise import uniform
 from retrain.system import expanded
 from retrain.types import Completion, FinishReason
 
@@ -526,12 +525,10 @@ def _damage(one: ServedSample) -> str:
     return ""
 
 
-def sampling_seed(request: SampleRequest, sample: int) -> int:
-    """Return a seed of 31 bits for one completion, from the same coordinates as the noise of the
-    pytorch engine.
-    """
-    key = request.noise
-    return int(uniform(key.seed, key.stream, key.step, key.prompt, sample, 0) * 2**31)
+def check_prompt(seen: int, sent: int) -> None:
+    """Raise ServerMismatch if another number of prompt tokens reached the model than was sent."""
+    if seen != sent:
+        raise ServerMismatch(f"got a prompt of {sent} tokens, which reached the model as {seen}")
 
 
 def _pool(
