@@ -229,20 +229,7 @@ class SemanticDetector:
         """
         texts = ["".join(pieces) for pieces in completions]
         spans = [[match.span() for match in _WORD.finditer(text)] for text in texts]
-        # The first word of each window. The last window reaches the last word and has at least 7
-        # words, unless the text has fewer.
-        windows = [
-            range(
-                0,
-                (
-                    max(len(words) - WINDOW_WORDS + STRIDE_WORDS, 1)
-                    if len(words) >= MIN_WORDS
-                    else 0
-                ),
-                STRIDE_WORDS,
-            )
-            for words in spans
-        ]
+        windows = [_starts(len(words)) for words in spans]
         sentences = [
             _sentences(text, words, starts)
             for text, words, starts in zip(texts, spans, windows, strict=True)
@@ -266,6 +253,14 @@ class SemanticDetector:
                 marked[start : start + WINDOW_WORDS] |= plans[sentence]
             masks.append(_token_mask(pieces, len(text), words, marked))
         return masks
+
+
+def _starts(words: int) -> range:
+    """Return the first word of each window in a text of so many words."""
+    if words < MIN_WORDS:
+        return range(0)
+    # The last window reaches the last word and has at least 7 words, unless the text has fewer.
+    return range(0, max(words - WINDOW_WORDS + STRIDE_WORDS, 1), STRIDE_WORDS)
 
 
 def _sentences(text: str, words: Sequence[tuple[int, int]], starts: range) -> list[str]:

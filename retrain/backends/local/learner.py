@@ -31,6 +31,7 @@ from retrain.backends.proof import metric_names
 from retrain.backends.rows import (
     Update,
     check_rows,
+    first_nonfinite,
     minibatch_split,
     num_completions,
     row_weights,
@@ -702,12 +703,12 @@ def _by_row(micro: MicroBatch, values: Tensor) -> dict[int, Float32Array]:
 
 def _nonfinite_input(rows: Sequence[LearnerRow]) -> str:
     """Return the first kind of input that is not finite; "" if all are."""
-    for name, arrays in (
-        ("advantages", [row.row.advantages for row in rows]),
-        ("sampler log-probs", [row.sampler for row in rows]),
-        ("old log-probs", [row.old for row in rows]),
-        ("reference log-probs", [row.reference for row in rows if row.reference is not None]),
-    ):
-        if not all(np.isfinite(array).all() for array in arrays):
-            return name
-    return ""
+    references = [row.reference for row in rows if row.reference is not None]
+    return first_nonfinite(
+        {
+            "advantages": [row.row.advantages for row in rows],
+            "sampler log-probs": [row.sampler for row in rows],
+            "old log-probs": [row.old for row in rows],
+            "reference log-probs": references,
+        }
+    )

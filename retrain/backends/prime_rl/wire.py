@@ -337,6 +337,7 @@ class ZmqSender(Sender):
 
 
 def _number(folder: Path) -> int:
+    """Return the number of a folder step_<N>; -1 for any other."""
     digits = folder.name.removeprefix("step_")
     if digits.isdigit():
         return int(digits)
@@ -464,13 +465,11 @@ class Broadcasts:
 
     def _versions(self) -> Iterator[tuple[int, Path]]:
         """Return the policies that the trainer has offered, lowest version first."""
-        found = (
-            (folder.name.removeprefix("step_"), folder) for folder in self.folder.glob("step_*")
-        )
+        found = ((_number(folder), folder) for folder in self.folder.glob("step_*"))
         yield from sorted(
-            (int(digits), folder)
-            for digits, folder in found
-            if digits.isdigit() and (folder / OFFERED).exists()
+            (number, folder)
+            for number, folder in found
+            if number >= 0 and (folder / OFFERED).exists()
         )
 
 
