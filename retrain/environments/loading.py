@@ -178,6 +178,7 @@ def load_problems(environment: Environment, config: "TrainConfig", split: Split)
         example if example.example_id else replace(example, example_id=f"{split}-{i}")
         for i, example in enumerate(examples)
     ]
+    # An environment writes its prompts itself: [data] adds no template and no system prompt.
     data = type(config.data)(
         prompt_template=PLAIN_TEMPLATE, chat_template_args=config.data.chat_template_args
     )

@@ -219,6 +219,7 @@ class Pager:
         if key not in using:
             using[key] = CachedTokens(self.pool.take(pages), len(ids))
             computed = [PrefillSequence(ids, row.job, using[key].pages, using[key])]
+        # Rows read a full page together; the last one they write on in, so each has its own.
         full = using[key].pages[: len(ids) // self.pool.tokens]
         self.pool.share(full)
         row.pages = full + self.pool.take(pages - len(full))

@@ -600,6 +600,7 @@ def _likely_end(sampled: GateSample, prompt: Prompt) -> tuple[GateInputs, Prompt
         for row in sampled.rows
         if np.array_equal(row.token_ids[: row.spans[0][0]], prompt.token_ids)
     ]
+    # By their tokens: completions that begin alike share their places.
     begun = {
         ids[start:stop].tobytes(): ids[:stop]
         for ids in own
@@ -646,6 +647,7 @@ def _check_drawn_alone(inputs: GateInputs, prompt: Prompt) -> None:
     for look in range(_LOOKS):
         request = _probe(hot, prompt, _ALONE, _TOKENS, look)
         rows = _scored(hot, [prompt], _ask(hot, [request])).rows
+        # A group for each server, since `_ask` sends the request to all of them.
         groups: dict[int, list[tuple[Int32Array, Float32Array]]] = {}
         for row, own in zip(rows, inputs.backend.logprobs(rows, hot.temperature), strict=True):
             groups.setdefault(row.group, []).append((row.token_ids[row.spans[0][0] :], own))
