@@ -274,6 +274,7 @@ class PagedEngine:
     ) -> None:
         """`context`: tokens of the longest row that it can decode."""
         assert decoder.fused is not None
+        # The longest row must fit, whatever the limits.
         pages = max(limits.tokens, context) // page_tokens + 1
         self.context, self.eos_ids = context, eos_ids
         self.pool = PagePool(
@@ -456,6 +457,7 @@ class PagedRun:
         fresh = [row for row in launching if row.launched % NOISE_BLOCK == 0]
         if fresh:
             self.buffers.put(np.array([row.slot for row in fresh], np.int64), noise=_noise(fresh))
+        # `launching` is in the order of the slots.
         bucket = bucket_of(launching[-1].slot + 1)
         self._engine.step.launch(bucket, self._variant)
         for row in launching:
