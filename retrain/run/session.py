@@ -31,7 +31,7 @@ from retrain.records.redact import note_secrets
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean
 from retrain.run.calibration import Calibration, chosen_rows, tolerance, warning
-from retrain.run.common import evaluated_once
+from retrain.run.common import Common
 from retrain.run.control import Moving
 from retrain.run.dialogues import SamplingPlan, Watcher
 from retrain.run.interrupts import Interrupts
@@ -87,6 +87,7 @@ class Session:
         self.tracker = tracker
         self.interrupts = interrupts
         self.parts = parts
+        self.common = Common(opened.config, parts, interrupts.check)
         self.world = world
         self.moving = Moving(self.config)
         self._values: dict[int, dict[str, float]] = {}
@@ -222,7 +223,8 @@ class Session:
         if self._skip_parity:
             result = None
         else:
-            result = run_parity_gate(self.config, self.parts, self.state.step)
+            once = None if self.state.step else self.common.gate
+            result = run_parity_gate(self.config, self.parts, self.state.step, once=once)
         if result and self.state.gate_mismatch is None:
             self.state = replace(self.state, gate_mismatch=result.mean_difference)
         if not self.world.is_rank_zero:
@@ -255,7 +257,10 @@ class Session:
             watcher = self._watch(
                 f"Step {self.state.step}: sampling", len(prompts) * plan.group_size
             )
-            rollout = self.parts.sampler.draw(prompts, self.state.step, plan, watcher)
+            if self.state.step:
+                rollout = self.parts.sampler.draw(prompts, self.state.step, plan, watcher)
+            else:
+                rollout = self.common.rollout(prompts, plan, watcher)
             self._check_again()  # before anything is learned from what it sampled
         if self.moving.moves:
             self.parts.credit.use(self._settings)
@@ -509,8 +514,7 @@ class Session:
         if step:
             result = evaluate()
         else:
-            check = self.interrupts.check
-            result = evaluated_once(self.config, self.parts, evaluator, evaluate, check)
+            result = self.common.evaluation(evaluator, evaluate)
         self.tracker.emit(result)
         self.evaluations.append(result)
         self.state = self.state.after_evaluation(self.world.broadcast(result.seconds))
