@@ -13,7 +13,7 @@ PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13 python3.1
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run conclude test test-slow coverage test-newest test-kernels test-servers test-environments test-max lint types docs docs-check site check clean
+.PHONY: help setup run conclude replications test test-slow test-faults test-faults-long coverage test-newest test-kernels test-servers test-environments test-max lint types docs docs-check site check clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -36,6 +36,9 @@ conclude: $(STAMP) ## a campaign that concludes, and a null that does not, with 
 	@$(BIN)/retrain report logs/conclude
 	@$(BIN)/python -m webbrowser -t "file://$(abspath logs/conclude/report.html)" >/dev/null 2>&1 || true
 
+replications: $(STAMP) ## docs/replications: four claims of papers on the lab (an hour on 2 cores; continues where it stopped; ONLY=nsr, SMOLLM2=FOLDER)
+	$(BIN)/python scripts/replications.py $(ONLY) $(if $(SMOLLM2),--smollm2 "$(SMOLLM2)")
+
 test: $(STAMP) ## the tests and the ten slowest, one process per core
 	$(PYTEST) --durations=10
 	@echo "Left out: whole runs that take long (make test-slow), tests/servers, which need real inference servers (make test-servers), tests/environments (make test-environments), and,"
@@ -43,6 +46,12 @@ test: $(STAMP) ## the tests and the ten slowest, one process per core
 
 test-slow: $(STAMP) ## the tests that are marked slow: runs in many processes, killed runs, long pages
 	$(PYTEST) -m slow
+
+test-faults: $(STAMP) ## kills, damaged folders, hostile code and text: the rows of docs/reliability.md (minutes)
+	$(PYTEST) -m faults
+
+test-faults-long: $(STAMP) ## the same with more kills and stops
+	$(PYTEST) -m faults --kills 20 --stops 50
 
 coverage: $(STAMP) ## both, and which lines of the package no test runs (slower)
 	$(PYTEST) -m "not servers and not environments and not max" --cov --cov-report=term:skip-covered

@@ -19,7 +19,7 @@ from scipy import stats
 from retrain.analysis import power
 from retrain.analysis.pairs import run_interval
 from retrain.analysis.statistics import TwoWay, t_interval
-from retrain.analysis.verdict import Paired, TestSettings, Verdict, conclude
+from retrain.analysis.verdict import PairedDifferences, TestSettings, Verdict, conclude
 
 PROMPTS, COMPLETIONS = 8, 16
 PROMPT_SD = 1.1
@@ -56,7 +56,9 @@ def verdicts(campaign: Counts) -> list[Verdict]:
     rates = campaign / (PROMPTS * COMPLETIONS)
     return [
         found.verdict
-        for found in conclude([Paired.of(list(arm - rates[0])) for arm in rates[1:]], RULES)
+        for found in conclude(
+            [PairedDifferences.of(list(arm - rates[0])) for arm in rates[1:]], RULES
+        )
     ]
 
 
@@ -112,7 +114,9 @@ def found_effects(campaigns: int) -> Iterator[list[object]]:
                 differences = rng.normal(0, 1, (family, seeds))
                 differences[0] += share * effect
                 found += (
-                    conclude([Paired.of(list(row)) for row in differences], RULES)[0].verdict
+                    conclude([PairedDifferences.of(list(row)) for row in differences], RULES)[
+                        0
+                    ].verdict
                     is Verdict.IMPROVEMENT
                 )
             predicted = power.power_of(seeds, share * effect, comparisons=family)
@@ -173,7 +177,7 @@ def power_by_correction(campaigns: int) -> Iterator[list[object]]:
         for _ in range(campaigns):
             runs = rng.normal(0, np.sqrt(0.5), (5, seeds))
             runs[1] += np.sqrt(2.0)
-            family = [Paired.of(list(arm - runs[0])) for arm in runs[1:]]
+            family = [PairedDifferences.of(list(arm - runs[0])) for arm in runs[1:]]
             for correction in found:
                 rules = TestSettings(correction=correction)
                 found[correction] += conclude(family, rules)[0].verdict is Verdict.IMPROVEMENT

@@ -28,7 +28,8 @@ import faulty_engines
 from runs import small
 
 ENGINES = (
-    "Served", "IgnoresTheAdapter", "HalvesTheScale", "DropsAProjection", "SwapsQAndK",
+    "Served", "IgnoresTheAdapter", "HalvesTheScale", "DropsAProjection", "DropsAModule",
+    "SwapsQAndK",
     "KeepsTheTrialAdapter", "KeepsOldKeysAndValues",
     "Hotter", "RawLogprobs", "StripsEOS", "CertainEOS", "OneSeed",
 )  # fmt: skip
@@ -60,7 +61,7 @@ def main() -> None:
         sound_gates(given, load)
         return
     parts = load_parts(
-        configuration(0, given.tokens, given.temperature, "auto"), None, say=lambda _: None
+        configuration(0, given.tokens, given.temperature, "auto"), None, log=lambda _: None
     )
     rows = []
     for name in ENGINES:
@@ -89,7 +90,7 @@ def main() -> None:
 
 def sound_gates(given: argparse.Namespace, load: float) -> None:
     parts = load_parts(
-        configuration(0, given.tokens, given.temperature, "bf16"), None, say=lambda _: None
+        configuration(0, given.tokens, given.temperature, "bf16"), None, log=lambda _: None
     )
     done = {answer["seed"] for answer in kept_answers(given.state)}
     for seed in range(given.first, given.first + given.sound):

@@ -39,7 +39,7 @@ from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.inference_engine.decoder import Decoder
 from retrain.inference_engine.fixed_step import Variant
 from retrain.inference_engine.paged_run import PagedEngine, PagedRun
-from retrain.inference_engine.rows import Job
+from retrain.inference_engine.rows import SampleJob
 from retrain.inference_engine.scheduler import DecodeRun
 from retrain.model.attention import FusedAttention, Kernel, VarlenAttention
 from retrain.model.budget import DecodeLimits
@@ -50,7 +50,7 @@ from retrain.model.layer_kernels import TritonLayers
 from retrain.model.layer_kernels import differences as layer_differences
 from retrain.model.packed import quantised
 from retrain.model.packing import PackedAttention, Segment
-from retrain.model.projection import Pending
+from retrain.model.projection import LoraTerm
 from retrain.model.step_kernels import StepKernels, TorchKernels, TritonKernels, differences
 from retrain.model.varlen import (
     PagedKernel,
@@ -264,12 +264,12 @@ def kernels(machine: Machine) -> Found:
         (make(rows, 1, size), make(rows, 1, size)),
         (make(rows, 16, heads[1], size), make(rows, 16, heads[1], size)),
     )
-    norm, head_norm = Norm.of(make(hidden), 1e-6), Norm.of(make(heads[0] + heads[1], size), 1e-6)
+    norm, head_norm = Norm(make(hidden), 1e-6), Norm(make(heads[0] + heads[1], size), 1e-6)
     places = torch.arange(rows, device=machine.device) * 16
     reduced, logits = make(rows, 48), make(rows, vocabulary)
     of_qkv, of_gates = (
-        Pending(reduced, make(48, sum(heads) * size)),
-        Pending(reduced[:, :32], make(32, 2 * inner)),
+        LoraTerm(reduced, make(48, sum(heads) * size)),
+        LoraTerm(reduced[:, :32], make(32, 2 * inner)),
     )
     ones, halves = (
         torch.ones(rows, device=machine.device),
@@ -330,7 +330,7 @@ def paged_rows(machine: Machine, rows: int, pages: int, page_tokens: int) -> Pag
 
 def prepared(
     machine: Machine, rows: int, prompt: int, tokens: int
-) -> tuple[Decoder, PagedEngine, list[Job]]:
+) -> tuple[Decoder, PagedEngine, list[SampleJob]]:
     fused = FusedDecoder.of(machine.model.get_base_model(), merge=False)
     assert fused is not None, "the fused forward pass does not reproduce the model"
     decoder = Decoder(machine.model, has_flash(machine.device.type, machine.dtype), fused)
@@ -340,7 +340,7 @@ def prepared(
         for i in range(-(-rows // 8))
     ]
     jobs = [
-        Job(
+        SampleJob(
             i // 8,
             SampleRequest(prompts[i // 8], 8, tokens, 1.0, NoiseKey(0, 0, 0, i // 8)),
             i % 8,

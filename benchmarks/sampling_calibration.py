@@ -1,116 +1,267 @@
-"""How often `[inference] calibration` warns of a sound sampler: `python
-benchmarks/sampling_calibration.py` prints a table and writes it to results/.
+"""How often `[inference] calibration` warns of sound and of faulty samplers, and after how many
+steps: `python benchmarks/sampling_calibration.py` prints a table and writes it to results/.
 
-Logits of the lab model are recorded once, after tokens that it wrote. Streams are then drawn anew
-from them, at the temperature or beside it, and tested after every step.
+Each sampler writes completions with the lab model, after which the learner's logits are recorded.
+Tokens are then drawn anew from what the sampler makes of these logits, so streams of any length
+are fresh; a step is 8 prompts x 4 completions, all tested.
 """
 
 import argparse
 import sys
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from report import add_output, load_average, publish, table
 from scipy import stats
+from torch import Tensor
 
-from retrain.model.calibration import tempered_scores
-from retrain.model.head import Head
-from retrain.run.calibration import TOLERANCE, Calibration
+from retrain.config import TrainConfig
+from retrain.inference_engine.torch_engine import TorchEngine
+from retrain.model.calibration import DISTANCES, tempered_scores
+from retrain.model.head import Head, kept_counts
+from retrain.model.truncation import keep_only
+from retrain.run.calibration import (
+    SHARED_FROM,
+    TOLERANCE,
+    WARNED_FROM,
+    WIDE_TOLERANCE,
+    Calibration,
+    pair_products,
+)
 from retrain.run.dialogues import Watcher
-from retrain.run.parts import load_parts, training_plan
+from retrain.run.parts import Parts, load_parts, training_plan
+from retrain.run.rollout import Sampler
+from retrain.types import Row
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+import faulty_engines
 from runs import small
 
-FACTORS = (1.0, 0.97, 1.03, 0.9, 1.1)
-"""Temperatures of the sampler; 1 is reported. Within the tolerance are the first three."""
+_SLOPES = torch.tensor([-1.0, 0.0, *(-d for d in DISTANCES), *DISTANCES])
+"""By which D, V and the ratios of a token grow with its log-prob."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A sampler: its engine with other attributes, and the logits from which it draws in place of
+    [T, V] `z`, where the tokens marked in [T, V] `seen` stand before.
+    """
+
+    name: str
+    engine: str
+    attributes: dict[str, float]
+    draws: Callable[[Tensor, Tensor], Tensor]
+    is_sound: bool = False
+
+
+def hotter(factor: float, *, is_sound: bool = False) -> Fault:
+    name = "sound" if factor == 1 else f"T x {factor:g}"
+    return Fault(name, "Colder", {"factor": factor}, lambda z, _: z / factor, is_sound)
+
+
+def cut(top_p: float) -> Fault:
+    def draws(z: Tensor, _: Tensor) -> Tensor:
+        z = z - z.amax(-1, keepdim=True)
+        keep_only(z, z.argmax(-1), kept_counts(z, 0, top_p, 0.0))
+        return z
+
+    return Fault(f"top_p {top_p:g}", "AnotherTopP", {"top_p": top_p}, draws)
+
+
+def penalised(penalty: float) -> Fault:
+    def draws(z: Tensor, seen: Tensor) -> Tensor:
+        return torch.where(seen, torch.where(z > 0, z / penalty, z * penalty), z)
+
+    return Fault(f"penalty {penalty:g}", "Penalises", {"penalty": penalty}, draws)
+
+
+SAMPLERS = (
+    hotter(1, is_sound=True), hotter(0.97, is_sound=True), hotter(1.03, is_sound=True),
+    cut(0.8), cut(0.95), hotter(0.9), hotter(1.1), hotter(0.95), hotter(1.05),
+    penalised(1.1), penalised(1.05),
+)  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=int, default=1000)
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--tokens", type=int, default=500, help="tokens of a step")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--streams", type=int, default=100_000, help="of sound samplers")
+    parser.add_argument("--faulty", type=int, default=10_000, help="streams of the others")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batches", type=int, default=8, help="recorded, of 8 x 4 completions")
+    parser.add_argument("--copies", type=int, default=1000, help="of a batch, each drawn anew")
+    parser.add_argument("--temperature", type=float, default=1.0)
     add_output(parser)
     given, load = parser.parse_args(), load_average()
-    logits = recorded_logits()
-    vocabulary = logits.shape[1]
-    every = torch.arange(vocabulary).repeat(len(logits))
-    # [positions, V, 12]: the scores of each token that could be drawn
-    scores = tempered_scores(
-        Head(torch.eye(vocabulary)),
-        logits.repeat_interleave(vocabulary, 0),
-        every,
-        1.0,
-        TOLERANCE,
-        0,
-        1.0,
-        0.0,
-    ).view(len(logits), vocabulary, -1)
-    rows = []
-    for factor in FACTORS:
-        random = torch.Generator().manual_seed(0)
-        p = (logits / factor).softmax(-1)
-        found = [
-            warned_at(p, scores, given.steps, given.tokens, random) for _ in range(given.streams)
-        ]
-        warned = [step for step in found if step]
-        low, high = stats.binomtest(len(warned), len(found)).proportion_ci(method="wilson")
-        median = np.median(warned) if warned else "-"
-        share = f"{100 * low:.3f}% to {100 * high:.3f}%"
-        rows.append([factor, f"{len(warned)} of {len(found)}", share, median])
-        print(rows[-1], flush=True)
+    rows, shared = [], ""
+    training = {"batch_size": 8, "group_size": 4, "max_tokens": 96}
+    training |= {"temperature": given.temperature}
+    config = small(Path("nowhere"), training=training)
+    with closing(load_parts(config, None, lambda _: None)) as parts:
+        for sampler in SAMPLERS:
+            recorded = [batch_of(parts, config, sampler, n) for n in range(given.batches)]
+            row: list[Any] = [sampler.name]
+            for tolerance in (TOLERANCE, WIDE_TOLERANCE):
+                sums = sums_drawn_anew(recorded, sampler, tolerance, given.copies)
+                count = given.streams if sampler.is_sound else given.faulty
+                row += [f"{sums[:, 0].sum() / sums[:, 1].sum():+.3f}"] if len(row) == 1 else []
+                row += warnings_of(sums, count, given.steps)
+            if sampler.name == "sound":
+                products = products_drawn_anew(recorded, given.copies)
+                shared = shared_noise_of(products, given.streams, given.steps)
+            rows.append(row)
+            print(row, flush=True)
+    head = ["sampler", "lambda"]
+    for tolerance in (TOLERANCE, WIDE_TOLERANCE):
+        head += [f"warned of at {tolerance:g}", "Wilson 95%", "steps: median, 90%"]
     what = (
-        f"Streams warned of within {given.steps} steps of {given.tokens} tokens, drawn from"
-        f" {len(logits):,} recorded positions of the lab at temperature 1, tolerance {TOLERANCE}."
+        f"Streams warned of within {given.steps} steps of 8 x 4 completions of the lab at"
+        f" temperature {given.temperature:g}, untouched adapter, at two tolerances. Sound are the"
+        f" first three: they are within the tolerance. Steps are drawn from {given.batches} x"
+        f" {given.copies} copies of recorded batches."
     )
-    head = ["sampler's temperature", "warned of", "Wilson 95%", "median step"]
     publish(
         "sampling-calibration",
-        "Calibration: warnings by the sampler's temperature",
-        [what, table(head, rows)],
+        "Calibration: warnings by sampler",
+        [what, table(head, rows), shared],
         load,
         given.output,
     )
 
 
+@dataclass(frozen=True)
+class Batch:
+    """What the learner makes of a batch of completions: logits at the run's temperature, and the
+    tokens before each place.
+    """
+
+    rows: list[Row]
+    logits: list[Tensor]
+    """[T, V] of each row."""
+    seen: list[Tensor]
+    """[T, V] of each row, True for tokens of the prompt and of the completion so far."""
+
+
 @torch.no_grad()
-def recorded_logits() -> torch.Tensor:
-    """[positions, V] logits of the lab after its own completions."""
-    training = {"batch_size": 8, "group_size": 4, "max_tokens": 64}
-    config = small(Path("nowhere"), training=training)
-    with closing(load_parts(config, None, lambda _: None)) as parts:
-        backend: Any = parts.backend
-        watcher = Watcher(check=lambda: None, completion=lambda _: None)
-        plan = replace(training_plan(config.training), seed=7)
-        groups = parts.sampler.draw(parts.prompts.batch(0, 8, 0), 0, plan, watcher).groups
-        found = []
-        for group in groups:
-            for one in group.trajectories:
-                ids = np.concatenate([group.prompt.token_ids, one.token_ids]).astype(np.int64)
-                logits = backend._adapter.peft_model(torch.from_numpy(ids)[None]).logits[0]
-                found.append(logits[len(group.prompt.token_ids) - 1 : -1].float())
-    return torch.cat(found)
+def batch_of(parts: Parts, config: TrainConfig, sampler: Fault, number: int) -> Batch:
+    """Completions that the sampler itself wrote."""
+    backend: Any = parts.backend
+    model = backend._adapter.peft_model
+    make = type(sampler.name, (getattr(faulty_engines, sampler.engine),), sampler.attributes)
+    engine: TorchEngine = make(None, model=model, eos_ids=parts.text.eos_ids, device="cpu")
+    watcher = Watcher(check=lambda: None, completion=lambda _: None)
+    plan = training_plan(config.training)
+    drawn = Sampler(engine, parts.sampler.scorer, parts.sampler.text)
+    groups = drawn.draw(parts.prompts.batch(8 * number, 8, 0), number, plan, watcher).groups
+    rows, logits, seen = [], [], []
+    for group in groups:
+        for one in group.trajectories:
+            (row,) = Row.of(group.prompt, one, np.zeros(one.num_actions, np.float32), group.slot)
+            start, stop = row.spans[0]
+            ids = torch.from_numpy(row.token_ids.astype(np.int64))
+            z = model(ids[None]).logits[0, start - 1 : stop - 1].float() / plan.temperature
+            marks = torch.zeros(len(ids), z.shape[1]).scatter_(1, ids[:, None], 1.0)
+            rows.append(row)
+            logits.append(z)
+            seen.append(marks.cumsum(0)[start - 1 : stop - 1] > 0)
+    return Batch(rows, logits, seen)
 
 
-def warned_at(
-    p: torch.Tensor, scores: torch.Tensor, steps: int, tokens: int, random: torch.Generator
-) -> int:
-    """The step, from 1, at which a stream is warned of; 0 if at none."""
-    total = Calibration()
+Floats = npt.NDArray[np.float64]
+
+
+def sums_drawn_anew(batches: list[Batch], sampler: Fault, tolerance: float, copies: int) -> Floats:
+    """[steps, 12] sums of `tempered_scores` of steps whose tokens are drawn anew."""
+    random = torch.Generator().manual_seed(0)
+    sums = []
+    for batch in batches:
+        total = torch.zeros(copies, 12, dtype=torch.float64)
+        for z, seen in zip(batch.logits, batch.seen, strict=True):
+            q, logp, best = sampler.draws(z, seen).softmax(-1), z.log_softmax(-1), z.argmax(-1)
+            drawn = torch.multinomial(q, copies, replacement=True, generator=random)
+            head = Head(torch.eye(z.shape[1]))
+            known = tempered_scores(head, z, best, 1.0, tolerance, 0, 1.0, 0.0)[:, :12]
+            # Each score but V is linear in the token's own log-prob.
+            own = logp.gather(-1, drawn) - logp.gather(-1, best[:, None])
+            total += known.sum(0) + own.sum(0, dtype=torch.float64)[:, None] * _SLOPES
+        sums.append(total.numpy())
+    return np.concatenate(sums)
+
+
+def products_drawn_anew(batches: list[Batch], copies: int) -> Floats:
+    """[steps, 4] pair products of sound steps whose tokens are drawn anew."""
+    random = torch.Generator().manual_seed(1)
+    products = []
+    for batch in batches:
+        places = []
+        for z in batch.logits:
+            p = z.softmax(-1)
+            drawn = torch.multinomial(p, copies, replacement=True, generator=random)
+            place = (p.cumsum(-1) - p / 2 - 0.5).gather(-1, drawn)
+            variance = (1 - p.pow(3).sum(-1)) / 12
+            places.append(torch.stack([place, variance[:, None].expand_as(place)]).numpy())
+        products += [
+            pair_products(batch.rows, [one[:, :, copy].T for one in places])
+            for copy in range(copies)
+        ]
+    return np.array(products)
+
+
+def warnings_of(sums: Floats, streams: int, steps: int) -> list[str]:
+    """How many streams of steps drawn from `sums` are warned of, and when."""
+    random = np.random.default_rng(0)
+    ratios = np.full((streams, sums.shape[1] - 2), -np.inf)
+    found = np.zeros(streams, np.int64)
+    follower = Calibration()
     for number in range(1, steps + 1):
-        places = torch.randint(len(p), (tokens,), generator=random)
-        drawn = torch.multinomial(p[places], 1, generator=random)[:, 0]
-        step = Calibration.of([scores[places, drawn].numpy()])
-        assert step is not None
-        total = total.after(step)
-        if total.warned:
-            return number
-    return 0
+        taken = random.integers(len(sums), size=streams)
+        # As Calibration.after has it, which the first stream is compared with.
+        ratios = np.logaddexp(ratios, -np.log(number * (number + 1))) + sums[taken, 2:]
+        evidence = np.logaddexp.reduce(ratios, axis=1) - np.log(ratios.shape[1])
+        found[(found == 0) & (evidence >= WARNED_FROM * np.log(10))] = number
+        own = sums[taken[0]]
+        follower = follower.after(
+            Calibration(1, own[0], own[1], ratios=own[2:], products=[0.0] * 4)
+        )
+        assert np.isclose(follower.evidence * np.log(10), evidence[0])
+    warned = found[found > 0]
+    low, high = stats.binomtest(len(warned), streams).proportion_ci(method="wilson")
+    when = "-"
+    if len(warned):
+        # over all streams: one that is never warned of counts as later than all others
+        late = np.where(found > 0, found, steps + 1)
+        median, most = np.quantile(late, [0.5, 0.9], method="inverted_cdf")
+        when = ", ".join(str(n) if n <= steps else f"> {steps}" for n in (median, most))
+    return [
+        f"{len(warned):,} of {streams:,}",
+        f"{100 * low:.3f}% to {100 * high:.3f}%",
+        when,
+    ]
+
+
+def shared_noise_of(products: Floats, streams: int, steps: int) -> str:
+    """How many sound streams are told that completions share noise."""
+    random = np.random.default_rng(1)
+    total, highest = np.zeros((streams, 4)), np.zeros(streams)
+    for _ in range(steps):
+        total += products[random.integers(len(products), size=streams)]
+        z = total[:, ::2] / np.sqrt(total[:, 1::2])
+        highest = np.maximum(highest, z.max(1))
+    told = int((highest >= SHARED_FROM).sum())
+    low, high = stats.binomtest(told, streams).proportion_ci(method="wilson")
+    return (
+        f"Shared noise: {told:,} of {streams:,} sound streams reach {SHARED_FROM:g} standard"
+        f" deviations within {steps} steps (Wilson 95%: {100 * low:.3f}% to {100 * high:.3f}%);"
+        f" the highest of all is {highest.max():.2f}, the median of their highest"
+        f" {np.median(highest):.2f}."
+    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from retrain.analysis.held_out import AnswerDifference, Answers
 from retrain.analysis.statistics import Floats, TwoWay
-from retrain.analysis.verdict import FEW_PROBLEMS, Paired
+from retrain.analysis.verdict import FEW_PROBLEMS, PairedDifferences
 
 Random = np.random.Generator
 Counts = npt.NDArray[np.int64]
@@ -40,12 +40,12 @@ class Campaign:
             )
         return rates
 
-    def family(self) -> list[Paired]:
+    def family(self) -> list[PairedDifferences]:
         """Each arm against the first, as `retrain compare` sees it."""
         arms = len(self.right)
         return [self._paired(arm, 1 - 0.05 / (arms - 1)) for arm in range(1, arms)]
 
-    def _paired(self, arm: int, confidence: float) -> Paired:
+    def _paired(self, arm: int, confidence: float) -> PairedDifferences:
         seeds = np.flatnonzero(self.finished[0] & self.finished[arm])
         found = {
             int(seed): AnswerDifference.between(self._answers(arm, seed), self._answers(0, seed), 1)
@@ -54,7 +54,7 @@ class Campaign:
         bounded = any(difference.unjudged for difference in found.values())
         table = TwoWay.of(np.array([difference.by_problem for difference in found.values()]))
         few = self.right.shape[2] < FEW_PROBLEMS
-        return Paired(
+        return PairedDifferences(
             {seed: difference.mean for seed, difference in found.items()},
             {seed: difference.least for seed, difference in found.items()} if bounded else None,
             {seed: difference.most for seed, difference in found.items()} if bounded else None,

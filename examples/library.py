@@ -39,7 +39,7 @@ def main(steps: int = 10, **training: int) -> list[float]:
     history, watcher = [], Watcher(check=lambda: None, completion=lambda completion: None)
     with (
         build_scorer(config) as scorer,
-        closing(build_backend(config, text.eos_ids, None, say=print)) as backend,
+        closing(build_backend(config, text.eos_ids, None, log=print)) as backend,
     ):
         sampler = Sampler(backend.engine, scorer, text.vocabulary.text)
         for step in range(steps):

@@ -114,10 +114,9 @@ class Fit:
 
 def _parabola(x: Floats, y: Floats, weights: Weights) -> tuple[float, float, float]:
     """Fit y = a + b x + c x^2 with c >= 0, which is 0 where the parabola would bend down."""
+    weight = np.ones_like(y)
     if weights == "relative":
         weight = 1 / y
-    else:
-        weight = np.ones_like(y)
     largest = float(x.max())
     u = x / largest  # whose powers have the same magnitude
     a, b, c = _solve(np.stack([np.ones_like(u), u, u * u], axis=1), y, weight).tolist()
@@ -267,9 +266,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Decision:
-    """The outcome of one step, all of which is logged; `record_fields` has the names of
-    metrics.jsonl.
-    """
+    """The outcome of one step; `record_fields` has the names of metrics.jsonl."""
 
     action: Action
     regime: Regime
@@ -343,11 +340,10 @@ class BackpressureController:
         used = self.batch_size
         p, throughput, decay = used * self.group_size, tokens / seconds, self.settings.ema_decay
         # Another concurrency has another throughput, so its average starts anew.
-        if p == self.ema_p:
-            self.ema = decay * self.ema + (1 - decay) * throughput
+        if p != self.ema_p:
+            self.ema, self.ema_p = throughput, p
         else:
-            self.ema = throughput
-        self.ema_p = p
+            self.ema = decay * self.ema + (1 - decay) * throughput
         self.observations.append((p, throughput))
         self.step_count += 1
         self.since_change += 1
@@ -392,9 +388,8 @@ class BackpressureController:
             return Regime.UNKNOWN, self.batch_size
         if math.isinf(self.law.optimum):
             doubled = max(self.batch_size, min(2 * self.batch_size, settings.max_batch_size))
-            smaller = max(
-                (seen for seen, _ in self.observations if seen < p), default=None
-            )  # the next smaller concurrency observed
+            # The next smaller concurrency observed.
+            smaller = max((seen for seen, _ in self.observations if seen < p), default=None)
             last_growth_paid = smaller is None or self._mean_at(p) >= (
                 1 + _MIN_GAIN
             ) * self._mean_at(smaller)

@@ -81,7 +81,7 @@ class Interrupted(RetrainError):
 
 class StoppedAtOnce(KeyboardInterrupt):
     """A second signal arrived: the run ends where it stands and saves nothing. The exit codes are
-    those of Interrupted.
+    the same as Interrupted's.
 
     It can be raised between any two bytecodes. It is no Exception, so that code which catches a
     plugin's exceptions lets it pass.

@@ -230,7 +230,8 @@ def _file_of(name: str, config: "TrainConfig") -> Path | None:
         spec = None
         parts = candidate.split(".")
         for depth in range(len(parts)):
-            if where is None:  # the part before is a module and no package
+            # The part before is a module and no package.
+            if where is None:
                 spec = None
                 break
             spec = PathFinder.find_spec(".".join(parts[: depth + 1]), where)
@@ -250,8 +251,8 @@ def _modules_of(name: str, config: "TrainConfig") -> list[str]:
 
 
 def _plugin_folders(config: "TrainConfig") -> list[Path]:
-    """The folders where plugins are looked for before sys.path: the current one, and that of the
-    configuration's file.
+    """The folders where plugins are looked for before sys.path: the current one, and the folder of
+    the configuration's file.
     """
     beside = []
     if config.source_path is not None:
@@ -260,8 +261,8 @@ def _plugin_folders(config: "TrainConfig") -> list[Path]:
 
 
 def named_code(config: "TrainConfig") -> list[str]:
-    """List every place of a configuration, and of a campaign's conditions, that names Python code
-    outside of retrain and installed plugins, as `[section] key = value`.
+    """List, as `[section] key = value`, the keys of a configuration and its conditions that name
+    Python code outside of retrain and installed plugins.
     """
     from retrain.config.load import arms
 
@@ -303,10 +304,7 @@ def inspect_call(kind: str, function: Callable[..., Any]) -> Call:
     own = [p for p in parameters if p.name not in expected.keywords]
     inputs = [p for p in own if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     takes_context = expected.context and bool(inputs) and _is_context(inputs[0])
-    if takes_context:
-        wanted = 1
-    else:
-        wanted = len(expected.inputs)
+    wanted = 1 if takes_context else len(expected.inputs)
     required = sum(p.default is p.empty for p in inputs)
     demands_keyword = any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in own)
     too_few = len(inputs) < wanted and inspect.Parameter.VAR_POSITIONAL not in kinds

@@ -19,6 +19,9 @@ from typing import Any
 
 from retrain.errors import ConfigurationError, RunFailed
 
+Json = dict[str, Any]
+"""An object of JSON or a table of TOML, by its names."""
+
 # -- texts -----------------------------------------------------------------------------------------
 
 
@@ -152,18 +155,17 @@ def toml_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, dict):
-        return (
-            "{"
-            + ", ".join(
-                f"{name if _BARE_KEY.fullmatch(str(name)) else _string(str(name))} ="
-                f" {toml_value(item)}"
-                for name, item in value.items()
-            )
-            + "}"
-        )
+        fields = [f"{_key(str(name))} = {toml_value(item)}" for name, item in value.items()]
+        return "{" + ", ".join(fields) + "}"
     if hasattr(value, "isoformat"):  # a date or a time
         return str(value.isoformat())
     return repr(value)
+
+
+def _key(name: str) -> str:
+    if _BARE_KEY.fullmatch(name):
+        return name
+    return _string(name)
 
 
 def _string(text: str) -> str:

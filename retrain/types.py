@@ -19,7 +19,7 @@ Float32Array = npt.NDArray[np.float32]
 
 
 class LogLine(str):
-    """A line of progress that a pipe and output.log show, and of which a terminal shows `brief`."""
+    """A line of progress; a pipe and output.log show it whole, and a terminal shows `brief`."""
 
     brief: str
 

@@ -36,8 +36,8 @@ _SHOWN_UNREAD = 80
 logging.getLogger("stamina").addHandler(logging.NullHandler())
 
 
-class TooLong(Exception):
-    """An answer went on after as many bytes as any answer needs; the rest was not read."""
+class AnswerOverflow(Exception):
+    """An answer is longer than any that is expected; the rest was not read."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,8 @@ class Answer:
         """The host of the Location header. A redirection is never followed, since what is sent is
         meant for one host alone.
         """
-        return (
-            urlsplit(self.headers.get("location", "")).netloc.rpartition("@")[2] or "another path"
-        )
+        host = urlsplit(self.headers.get("location", "")).netloc.rpartition("@")[2]
+        return host or "another path"
 
 
 async def exchange(
@@ -98,15 +97,15 @@ async def exchange(
 ) -> Answer:
     """Send `body` as JSON and read the whole answer, whatever its status.
 
-    Raises TimeoutError after `seconds` from the first byte to the last, TooLong after `max_bytes`,
-    and what httpx raises.
+    Raises TimeoutError after `seconds` from the first byte to the last, AnswerOverflow after
+    `max_bytes`, and what httpx raises.
     """
     received = bytearray()
     async with asyncio.timeout(seconds), client.stream(method, url, json=body) as response:
         async for part in response.aiter_bytes():
             received += part
             if len(received) > max_bytes:
-                raise TooLong
+                raise AnswerOverflow
     return Answer(response.status_code, response.headers, bytes(received), response.reason_phrase)
 
 

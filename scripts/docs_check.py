@@ -38,6 +38,7 @@ FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>[\w-]*)(?P<marks>[^\n]*)\n(?P<body>.*?)^ *```",
     re.MULTILINE | re.DOTALL,
 )
+_LINK_TEXT = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 _LINK = re.compile(r"\]\((?!https?://|mailto:|#)([^)\s]+)")
 BACKEND_KEYS = """\
 # What each backend and engine does with each key
@@ -74,6 +75,7 @@ def main(arguments: list[str]) -> int:
         *_drifted(),
         *unlinked_pages(),
         *unexplained_keys({*generated(), "docs/errors.md"}),
+        *unreadable_tables({*generated(), "docs/errors.md"}),
         *(problem for path in documents() for problem in check_document(path)),
     ]
     for problem in problems:
@@ -171,6 +173,28 @@ def unexplained_keys(made: set[str]) -> Iterator[Problem]:
         if key.name not in words:
             text = f"[{key.section}] {key.name} is named by no page that is written by hand"
             yield Problem(ROOT / "docs" / "README.md", 1, text)
+
+
+MAX_COLUMNS = 4
+MAX_CELL = 160
+
+
+def unreadable_tables(made: set[str]) -> Iterator[Problem]:
+    """Tables of the manual that a phone cannot show; `made` are references, whose cells hold whole
+    sentences.
+    """
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        prose = FENCE.sub(lambda block: "\n" * block.group().count("\n"), text)
+        for number, line in enumerate(prose.splitlines(), start=1):
+            cells = re.split(r"(?<!\\)\|", _LINK_TEXT.sub(r"\1", line.strip().strip("|")))
+            if not line.strip().startswith("|"):
+                continue
+            if len(cells) > MAX_COLUMNS:
+                yield Problem(path, number, f"a table has more than {MAX_COLUMNS} columns")
+            longest = max(len(cell.strip()) for cell in cells)
+            if longest > MAX_CELL and str(path.relative_to(ROOT)) not in made:
+                yield Problem(path, number, f"a cell has more than {MAX_CELL} characters")
 
 
 def check_document(path: Path) -> Iterator[Problem]:

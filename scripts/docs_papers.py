@@ -69,6 +69,39 @@ A paper that is not here is often one function away:
 [from a paper to a run](#a-loss-of-ones-own-from-a-paper-to-a-run).
 """
 
+WITHOUT_A_FILE = """\
+## Without a file, and why
+
+Another name of what is there:
+
+| paper | here |
+|---|---|
+| NSR, PSR ([2506.01347](https://arxiv.org/abs/2506.01347)) | [W-REINFORCE](#w-reinforce) with `right = 0`, and with `right = 1`, `wrong = 0` |
+| CFPO ([2601.22801](https://arxiv.org/abs/2601.22801)) | a quadratic in place of the clip, as [Simple Policy Optimization](#simple-policy-optimization) has |
+| SDFT ([2601.19897](https://arxiv.org/abs/2601.19897)), SDPO ([2601.20802](https://arxiv.org/abs/2601.20802)) | [OPSD](#opsd) with another `reference_prompt`; SDPO's feedback of an environment has no place in it |
+| DPPO's bound on the KL, top-k | the binary form alone is built in: [DPPO](#dppo) |
+| TIS, sequence TIS, sequence masks, geometric rejection | `[loss] correction`, as [IcePop](#icepop) sets it ([corrections](losses.md#a-correction-for-the-mismatch)) |
+| GTPO ([2508.04349](https://arxiv.org/abs/2508.04349)) | `transform_mode = "gtpo"` has the means over a completion; `[gtpo] norm` and `negative` come nearer to the paper, which takes them at each position of a group |
+| difficulty pools, no positive resampling | `[data] sampler`, as [ScaleRL](#scalerl) and [Frontier of learnability](#frontier-of-learnability) set it |
+| temperature and KL schedules | `[schedule]` ([keys that move](advantages.md#keys-that-move-with-the-step)) |
+| spurious rewards ([2506.10947](https://arxiv.org/abs/2506.10947)) | `[reward] type = "random"` or `"majority"`, on any file |
+| LoRA without regret | `[model] lora_rank`; there is no arm that trains all weights |
+
+Not expressible, with the reason:
+
+| paper | what is missing |
+|---|---|
+| KL-Cov ([2505.22617](https://arxiv.org/abs/2505.22617)) | it picks tokens over the whole batch and gives them a term of their own; a loss sees a micro-batch, and an advantage cannot add a term. [Clip-Cov](#clip-cov) of the same paper has a file |
+| BAPO ([2510.18927](https://arxiv.org/abs/2510.18927)) | its clip moves until positive tokens have a given share of this update's loss, which a loss that sees a micro-batch does not know; a [control](advantages.md#keys-that-move-with-the-step) could move it by the last step's record alone |
+| GRPO-lambda ([2510.00194](https://arxiv.org/abs/2510.00194)) | nothing: an `algorithm` plugin weighs tokens by position. Its trace weights have variants that were not looked up, so there is no file |
+| ProRL's reset of the reference ([2505.24864](https://arxiv.org/abs/2505.24864)) | `kl_coef` is always against the model of `[model]`. A reset is a second run that starts from the merged adapter (`retrain export`) |
+| role baselines (SPIRAL, [2506.24119](https://arxiv.org/abs/2506.24119)) | an episode has one policy and no roles. A baseline for each prompt is [SPO](#spo) |
+| self-certainty (Intuitor, [2505.19590](https://arxiv.org/abs/2505.19590)) | it reads the whole distribution of a token; its entropy is what there is, as in [RENT](#rent) |
+| ECHO, SFT mixes, LUFFY ([2504.14945](https://arxiv.org/abs/2504.14945)) | a cross-entropy on tokens that the policy did not sample: every row here is the policy's own |
+| self-evolving curricula ([2505.14970](https://arxiv.org/abs/2505.14970)) | nothing: a [sampler](data.md#which-prompts-a-step-takes) sees the groups, not the advantages, so it would compute them again; there is no file |
+
+"""
+
 FROM_A_PAPER = """\
 ## A loss of one's own, from a paper to a run
 
@@ -146,6 +179,7 @@ def papers_document() -> str:
             *_table(found),
             "",
             *_groups(found),
+            WITHOUT_A_FILE,
             FROM_A_PAPER.rstrip(),
             "",
         ]
@@ -200,24 +234,31 @@ def _settings(text: str) -> Iterator[str]:
             keys = [line for line in keys if line.startswith(METHOD)]
         if keys == ['type = "match"']:
             continue
-        if keys and section in ("data", "reward", "algorithm", "training", "loss"):
+        if keys and section in (
+            "environment",
+            "data",
+            "reward",
+            "algorithm",
+            "training",
+            "loss",
+            "schedule",
+            "hicra",
+        ):
             yield "\n".join([header, *keys])
 
 
 def _table(found: list[Paper]) -> Iterator[str]:
-    yield "| paper | changes | advantage | `[loss] mode` | `aggregation` | file |"
-    yield "|---|---|---|---|---|---|"
+    yield "| paper | changes | advantage | `[loss] mode`, `aggregation` |"
+    yield "|---|---|---|---|"
     places = {group: place for place, group in enumerate(GROUPS)}
     for paper in sorted(found, key=lambda paper: places[paper.changes.split(", ")[0]]):
         algorithm, loss = paper.config.algorithm, paper.config.loss
         recipe = recipe_of(algorithm)
         advantage = recipe.advantage if recipe else algorithm.algorithm_mode
         anchor = re.sub(r"[^\w -]", "", paper.name).lower().replace(" ", "-")
-        cells = f"`{advantage}` | `{loss.mode}` | `{loss.aggregation}`"
-        yield (
-            f"| [{paper.name}](#{anchor}) | {paper.changes} | {cells} |"
-            f" [{paper.stem}.toml](../retrain/assets/papers/{paper.stem}.toml) |"
-        )
+        file = f"[file](../retrain/assets/papers/{paper.stem}.toml)"
+        cells = f"`{advantage}` | `{loss.mode}`, `{loss.aggregation}`"
+        yield f"| [{paper.name}](#{anchor}) ({file}) | {paper.changes} | {cells} |"
 
 
 def _section(paper: Paper) -> Iterator[str]:

@@ -98,6 +98,8 @@ def write_model(gguf: Path, folder: Path, dtype: str) -> None:
         )
     model.tie_weights()
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = END_OF_TURN
+    # transformers 5 names it in rope_parameters alone, where MLX-LM does not look.
+    model.config.rope_theta = model.config.rope_parameters["rope_theta"]
     model.to(getattr(torch, dtype)).save_pretrained(folder)
 
 

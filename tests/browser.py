@@ -118,6 +118,28 @@ class Browser:
             time.sleep(0.1)
         raise AssertionError(f"{script} did not become true in {seconds:g} seconds")
 
+    def press(self, key: str) -> None:
+        """A key by its name, such as Tab or ArrowRight."""
+        code = {"Tab": 9, "ArrowRight": 39, "ArrowLeft": 37, "Enter": 13}[key]
+        for kind in ("rawKeyDown", "keyUp"):
+            self._call(
+                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code
+            )
+
+    def write(self, text: str) -> None:
+        for letter in text:
+            self._call("Input.dispatchKeyEvent", type="char", text=letter)
+
+    def accessible(self) -> list[dict[str, str]]:
+        """Role, name and description of everything that a screen reader is told of."""
+        nodes = self._call("Accessibility.getFullAXTree")["nodes"]
+        parts = ("role", "name", "description")
+        return [
+            {part: node.get(part, {}).get("value", "") for part in parts}
+            for node in nodes
+            if not node["ignored"]
+        ]
+
     def picture(self, path: Path) -> None:
         """Of the whole page."""
         data = self._call("Page.captureScreenshot", captureBeyondViewport=True)["data"]

@@ -66,6 +66,44 @@ def first_of(values: Iterable[Any]) -> list[Any]:
     return [pytest.param(value, marks=[slow] if at else []) for at, value in enumerate(values)]
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """With `-m faults`, a line for each row of docs/reliability.md: how many cases were survived.
+    A test is a case, unless it records how many `cases` it has; what else it records stands behind.
+    """
+    if "faults" not in terminalreporter.config.option.markexpr:
+        return
+    rows: dict[str, list[Any]] = {}
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.stats.get(outcome, []):
+            found = dict(report.user_properties)
+            for row in found.pop("rows", ()):
+                rows.setdefault(row, []).append((outcome, found))
+    terminalreporter.section("faults")
+    for row, tests in sorted(rows.items()):
+        counts = {
+            outcome: sum(found.get("cases", 1) for its, found in tests if its == outcome)
+            for outcome in ("passed", "failed")
+        }
+        failed = f", {counts['failed']} FAILED" * bool(counts["failed"])
+        said = [
+            f"{name} {value}"
+            for _, found in tests
+            for name, value in found.items()
+            if name != "cases"
+        ]
+        terminalreporter.write_line(
+            "; ".join([f"{row}: {counts['passed']}{failed}", *dict.fromkeys(said)])
+        )
+
+
+@pytest.fixture(autouse=True)
+def rows_of_the_table(request: pytest.FixtureRequest, record_property: Any) -> None:
+    """Report the rows of docs/reliability.md that a test belongs to."""
+    marks = [mark.args[0] for mark in request.node.iter_markers("faults")]
+    if marks:
+        record_property("rows", marks)
+
+
 @pytest.fixture
 def small_files() -> Iterator[None]:
     """Files end at 100 kB, as on a disk that is full: the kernel refuses the rest of a write."""

@@ -20,7 +20,7 @@ from retrain.inference_engine.base import (
     SampleRequest,
     Truncation,
 )
-from retrain.inference_engine.rows import Job
+from retrain.inference_engine.rows import SampleJob
 from retrain.inference_engine.scheduler import DecodeRun
 from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.model.devices import EngineOptions
@@ -109,6 +109,20 @@ class DropsAProjection(Served):
 
 
 class DropsAProjectionInBf16(DropsAProjection):
+    options = EngineOptions(weights=torch.bfloat16)
+
+
+class DropsAModule(Served):
+    """The key projection of the first layer."""
+
+    def changed(self, weights: Weights) -> Weights:
+        return {
+            name: 0 * value if ".layers.0.self_attn.k_proj." in name else value
+            for name, value in weights.items()
+        }
+
+
+class DropsAModuleInBf16(DropsAModule):
     options = EngineOptions(weights=torch.bfloat16)
 
 
@@ -302,6 +316,14 @@ class OneSeed(StripsEOS):
                 yield replace(completion, sample=request.first_sample + number)
 
 
+class RepeatsNoise(StripsEOS):
+    """Draws the completions of one number alike in all prompts."""
+
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
+        alike = [replace(one, noise=replace(one.noise, prompt=0)) for one in requests]
+        return TorchEngine.sample(self, alike)
+
+
 class Colder(StripsEOS):
     """Samples at nine tenths of the temperature that it is asked for."""
 
@@ -322,7 +344,7 @@ class Penalises(StripsEOS):
 
     penalty = 1.3
 
-    def _run(self, jobs: Sequence[Job]) -> DecodeRun:
+    def _run(self, jobs: Sequence[SampleJob]) -> DecodeRun:
         run = super()._run(jobs)
         assert isinstance(run, DecodeRun)
         drawn, rows = run._sample, run._rows

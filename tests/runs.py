@@ -69,3 +69,19 @@ def timeless(path: Path) -> list[dict[str, Any]]:
         {name: value for name, value in line.items() if name not in measured}
         for line in lines(path)
     ]
+
+
+def assert_same_run(left: Path, right: Path, steps: int) -> None:
+    """Two runs of so many steps hold the same bytes, the clock's aside."""
+    assert timeless(left / "metrics.jsonl") == timeless(right / "metrics.jsonl")
+    for name in ("emergence/generations.jsonl", "evaluation.jsonl"):
+        assert (left / name).read_bytes() == (right / name).read_bytes(), name
+    files = sorted(
+        path.relative_to(left)
+        for folder in (f"checkpoints/step_{steps:06d}", "tokens")
+        for path in (left / folder).iterdir()
+    )
+    assert any(path.name == "optimizer.safetensors" for path in files)
+    for name in files:
+        if name.name not in ("trainer_state.json", "manifest.json"):  # they hold seconds
+            assert (left / name).read_bytes() == (right / name).read_bytes(), name

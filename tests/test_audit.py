@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from retrain.audit.cases import EQUIVALENT, HOSTILE, NEAR_MISSES, NOTHING, Case, Kind, cases_of
-from retrain.audit.run import Audit, Judged, Rate, audit_reward
+from retrain.audit.run import Audit, CaseResult, Rate, audit_reward
 from retrain.audit.text import to_text
 from retrain.cli.main import main
 from retrain.config import config_from_mapping
@@ -165,9 +165,9 @@ def test_completions_give_the_answer_of_their_case() -> None:
 
 def judged(
     example: str, name: str, outcome: Outcome, kind: Kind = Kind.GOLD, seconds: float = 0.001
-) -> Judged:
+) -> CaseResult:
     case = Case(Example("?", "5", example_id=example), kind, name, "5", r"\boxed{5}")
-    return Judged(
+    return CaseResult(
         case, Score(outcome, None if outcome is Outcome.COULD_NOT_JUDGE else 0.0, "why"), seconds
     )
 

@@ -19,11 +19,13 @@ from retrain.model.calibration import DISTANCES, tempered_scores
 from retrain.model.head import Head
 from retrain.run.calibration import (
     MAX_COMPLETIONS,
+    SHARED_FROM,
     TOLERANCE,
     WARNED_FROM,
     WIDE_TOLERANCE,
     Calibration,
     chosen_rows,
+    shared_warning,
     tolerance,
     warning,
 )
@@ -74,6 +76,9 @@ def test_the_scores_are_those_of_their_definition(truncation: Truncation) -> Non
     ):
         expected = tempered(sign * (0.03 + distance)) - tempered(sign * 0.03)
         assert torch.allclose(scores[:, 2 + column], expected, atol=2e-5)
+    below = (p * (torch.arange(12) < targets[:, None])).sum(-1)
+    assert torch.allclose(scores[:, -2], below + own.exp() / 2 - 0.5, atol=1e-6)
+    assert torch.allclose(scores[:, -1], (1 - p.pow(3).sum(-1)) / 12, atol=1e-6)
 
 
 def test_a_ratio_has_mean_one_at_the_tolerance_and_less_within_it() -> None:
@@ -82,7 +87,7 @@ def test_a_ratio_has_mean_one_at_the_tolerance_and_less_within_it() -> None:
     """
     head, hidden = logits_of(30, 12)
     z, every = hidden.repeat_interleave(12, 0), torch.arange(12).repeat(30)
-    ratios = tempered_scores(head, z, every, 1.0, 0.03, 0, 1.0, 0.0)[:, 2:].double().exp()
+    ratios = tempered_scores(head, z, every, 1.0, 0.03, 0, 1.0, 0.0)[:, 2:-2].double().exp()
     flatter = ratios[:, : len(DISTANCES)]
     means = {
         tilt: (((1 - tilt) * hidden.double()).softmax(-1).flatten()[:, None] * flatter)
@@ -117,7 +122,7 @@ def test_streams_from_fixed_logits_keep_the_rate_of_false_warnings() -> None:
         for number, stream in enumerate(scores):
             total = Calibration()
             for part in np.split(stream, 20):
-                step = Calibration.of([part])
+                step = Calibration.of([], [part])
                 assert step is not None
                 total = total.after(step)
                 evidence[number] = max(evidence[number], total.evidence)
@@ -153,7 +158,7 @@ def calibration_of(parts: Parts, engine: str, steps: int) -> Calibration:
         rows = chosen_rows(rollout_of(parts, engine, step), 0, step)
         scores = parts.backend.tempered_scores(rows, 1.5, Truncation(), TOLERANCE)
         assert scores is not None
-        found = Calibration.of(scores)
+        found = Calibration.of(rows, scores)
         assert found is not None
         total = total.after(found)
     return total
@@ -163,6 +168,7 @@ def test_a_sound_engine_is_within_the_tolerance(parts: Parts) -> None:
     total = calibration_of(parts, "", 3)
     assert total.effect is not None and abs(total.effect) < TOLERANCE
     assert total.evidence < 0 and not total.warned and total.tokens > 3000
+    assert max(map(abs, total.shared)) < 3 and not total.shares
 
 
 @pytest.mark.parametrize(
@@ -179,10 +185,19 @@ def test_a_faulty_sampler_is_found_with_its_side(
     assert ("are flatter" in told) is flat and ("are sharper" in told) is not flat
 
 
+@pytest.mark.parametrize(("fault", "which"), [("OneSeed", 0), ("RepeatsNoise", 1)])
+def test_noise_that_completions_share_is_found(fault: str, which: int, parts: Parts) -> None:
+    total = calibration_of(parts, fault, 1)
+    assert total.shares and not total.warned
+    assert total.shared[which] > SHARED_FROM > total.shared[1 - which]
+    told = shared_warning(3, total)
+    assert ("of one number in different prompts" in told) is (which == 1)
+
+
 def test_a_fault_that_begins_late_is_found(parts: Parts) -> None:
     """A server that comes back with other defaults, after many sound steps."""
     sound, other = (
-        Calibration.of([np.random.default_rng(0).normal(mean, 0.01, (1, 12))])
+        Calibration.of([], [np.random.default_rng(0).normal(mean, 0.01, (1, 14))])
         for mean in (-2.0, 4.0)
     )
     assert sound is not None and other is not None

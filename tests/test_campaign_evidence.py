@@ -394,8 +394,8 @@ def test_conditions_that_are_one_run_are_said_to_be_after_their_first_pair(tmp_p
     plan = planned(tmp_path / "c", stop="seeds", max_seeds=0)
     said = execute(plan, Simulated(dict.fromkeys(BETTER, BETTER["grpo+none"]), identical=True))
     expected = (
-        "maxrl+none_s1 is the same run as grpo+none_s1, byte for byte: what maxrl+none sets changes"
-        " nothing."
+        "maxrl+none_s1 is the same run as grpo+none_s1, byte for byte: what maxrl+none sets changed"
+        " nothing here, or both trained on nothing."
     )
     assert [line for line in said if "byte for byte" in line] == [expected]
     text = to_text(compare_campaign(plan.folder, TestSettings()), 200)

@@ -20,9 +20,9 @@ from retrain.campaign import plan_campaign
 from retrain.campaign.launch import (
     ForkedProcess,
     ForkParent,
+    ForkRefusal,
     InProcess,
     Job,
-    NotForked,
     RunOutcome,
     Subprocesses,
     Worker,
@@ -252,13 +252,14 @@ def test_what_runs_of_a_seed_have_in_common_before_step_0_is_made_once(
         assert [launcher.start(run, 0).poll().status for run in runs] == [Status.DONE] * 6
     finally:
         launcher.close()
-    assert (made.count("gate"), made.count("feed")) == (2, 4)
+    # The control names its judge by another key, and is evaluated by itself.
+    assert (made.count("gate"), made.count("feed")) == (2, 6)
     kinds = Counter[str]()
     for file in (tmp_path / "together" / "common").glob("*.json"):
         inputs = json.loads(file.read_text())["inputs"]
         assert file.stem == hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
         kinds[inputs["result"]] += 1
-    assert kinds == {"gate": 2, "evaluation": 2, "completions": 2}
+    assert kinds == {"gate": 2, "evaluation": 4, "completions": 2}
     for number in (1, 2):
         alone = runs_of(tmp_path / "alone", campaign=campaign, **settings)[number]
         train(alone.config, quiet=True)
@@ -340,7 +341,7 @@ def test_what_was_not_forked_is_told_with_its_reason(
     if said:
         theirs.send(json.dumps(said).encode())
     theirs.close()
-    with pytest.raises(NotForked, match=reason):
+    with pytest.raises(ForkRefusal, match=reason):
         process.poll()
     process.stdout.close()
 

@@ -523,6 +523,7 @@ def resume(folder: Path, *flags: str) -> str:
     ).stdout
 
 
+@pytest.mark.faults("campaigns and workers killed")
 @pytest.mark.slow
 def test_a_lost_worker_starts_again_and_a_killed_campaign_loses_nothing(
     sequential: Finished, tmp_path: Path
@@ -554,6 +555,7 @@ def test_a_lost_worker_starts_again_and_a_killed_campaign_loses_nothing(
     assert {entry.status for entry in campaign.manifest.runs} == {Status.DONE}
 
 
+@pytest.mark.faults("campaigns and workers killed")
 @pytest.mark.slow
 def test_a_worker_whose_campaign_is_gone_ends_at_once(tmp_path: Path) -> None:
     run = plan_campaign(config_from_mapping(sections(tmp_path, {"max_steps": 500})), tmp_path).runs[
@@ -585,6 +587,7 @@ raise ImportError("on purpose " * 20_000)
 """
 
 
+@pytest.mark.faults("campaigns and workers killed")
 def test_a_child_that_a_plugin_leaves_does_not_hold_up_the_campaign(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -636,6 +639,18 @@ def test_ctrl_c_saves_and_ends_with_130(
     assert campaign.manifest[name].status is Status.INTERRUPTED
     saved = max((campaign.folder / "runs" / name / "checkpoints").glob("step_*"))
     assert int(saved.name.removeprefix("step_")) == campaign.steps(name)
+
+
+@pytest.mark.slow
+def test_a_second_signal_leaves_no_run_running_in_the_manifest(tmp_path: Path) -> None:
+    campaign = start(tmp_path / "c", "--seed", "1", "--max-steps", "200")
+    name = NAMES[0]
+    campaign.wait_for(lambda: campaign.steps(name) >= 2)
+    campaign.process.send_signal(signal.SIGTERM)
+    campaign.process.send_signal(signal.SIGINT)
+    printed, _ = campaign.process.communicate()
+    assert campaign.process.returncode in (130, 143), printed
+    assert campaign.manifest[name].status is Status.INTERRUPTED
 
 
 def test_overwrite_is_not_for_campaigns(tmp_path: Path) -> None:

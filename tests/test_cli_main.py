@@ -9,8 +9,7 @@ import pytest
 from retrain.cli.main import is_path, main
 from retrain.cli.run import parse_arguments
 from retrain.cli.usage import COMMANDS, FLAGS, usage
-from retrain.config.keys import all_keys
-from retrain.config.overrides import flag_table
+from retrain.config.keys import all_keys, flags
 from retrain.errors import ConfigurationError
 
 HEAVY = (
@@ -59,7 +58,7 @@ def test_help_lists_ten_flags_that_exist_and_every_command(
 ) -> None:
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert len(FLAGS) == 10 and set(FLAGS) <= {row.flag for row in flag_table()}
+    assert len(FLAGS) == 10 and set(FLAGS) <= {*flags()}
     assert all(name in shown for name in (*FLAGS, *COMMANDS))
 
 

@@ -5,6 +5,7 @@ import pytest
 from tests.wrong_inputs import CASES, Case, answer
 
 
+@pytest.mark.faults("wrong files and command lines")
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case.printed], ids=lambda case: case.title
 )

@@ -402,6 +402,7 @@ def test_what_was_not_bent_is_as_planned_and_nothing_is_left_out(
     assert "Left out" not in text and "attempts" not in text and "Known limits" not in text
 
 
+@pytest.mark.faults("tricks and accidents between runs and verdict")
 @pytest.mark.parametrize(("trick", "noticed"), TRICKS, ids=[trick.__name__ for trick, _ in TRICKS])
 def test_a_trick_is_noticed(
     trick: Edit, noticed: str, campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -461,9 +462,8 @@ def test_code_that_differs_within_an_arm_is_named(
                 "revision": "def" if late else "abc",
                 "plugins": {"my_losses.sapo": "22" if late else "11"},
             }
-            folders[arm, seed] = write_run(
-                tmp_path / f"{arm}{seed}", seed, environment={"code": code}
-            )
+            environment = {"code": code, "model_sha256": "22" if late else "11"}
+            folders[arm, seed] = write_run(tmp_path / f"{arm}{seed}", seed, environment=environment)
     text = said(
         capsys,
         *(folders["new", s] for s in range(1, 5)),
@@ -471,6 +471,7 @@ def test_code_that_differs_within_an_arm_is_named(
         *(folders["base", s] for s in range(1, 5)),
     )
     assert "maxrl+none ran on different revisions of retrain: seeds 1, 2 and 3, 4 differ." in text
+    assert "maxrl+none started from different files of the model: seeds 1, 2 and 3, 4" in text
     assert (
         "maxrl+none ran with different files of the plugin my_losses.sapo: seeds 1, 2 and 3, 4"
         " differ." in text

@@ -22,7 +22,7 @@ from benchmarks.calibration import (
     verdicts,
 )
 from retrain.analysis import power, verdict
-from retrain.analysis.verdict import Paired, Verdict, conclude
+from retrain.analysis.verdict import PairedDifferences, Verdict, conclude
 
 SEEDS = 8
 
@@ -69,11 +69,14 @@ def test_equivalence_is_claimed_wrongly_at_most_as_often_as_alpha_says() -> None
     """
     rng = np.random.default_rng(2)
     test = verdict.TestSettings(margin=1.0)
-    at_margin = [conclude([Paired.of(list(rng.normal(1.0, 0.4, 6)))], test)[0] for _ in range(2000)]
+    at_margin = [
+        conclude([PairedDifferences.of(list(rng.normal(1.0, 0.4, 6)))], test)[0]
+        for _ in range(2000)
+    ]
     wrong = sum(found.within_margin or found.verdict is Verdict.EQUIVALENT for found in at_margin)
     assert at_most(wrong, 2000, RULES.alpha) and not at_most(wrong, 2000, 0.5 * RULES.alpha)
     at_zero = [
-        conclude([Paired.of(list(rng.normal(0.0, 0.4, SEEDS)))], test)[0].verdict
+        conclude([PairedDifferences.of(list(rng.normal(0.0, 0.4, SEEDS)))], test)[0].verdict
         for _ in range(400)
     ]
     assert at_zero.count(Verdict.EQUIVALENT) > 0.9 * len(at_zero)
@@ -93,7 +96,7 @@ def test_real_effects_are_found_as_often_as_the_power_predicts() -> None:
 def test_the_interval_covers_the_true_difference() -> None:
     rng = np.random.default_rng(4)
     intervals = [
-        conclude([Paired.of(list(arms[1] - arms[0]))], RULES)[0].interval
+        conclude([PairedDifferences.of(list(arms[1] - arms[0]))], RULES)[0].interval
         for arms in (right_answers(rng, 2, SEEDS) for _ in range(600))
     ]
     covered = sum(
@@ -140,6 +143,6 @@ def test_over_a_family_with_skewed_luck_joint_flips_keep_the_rate() -> None:
     trials, wrong = 300, 0
     for _ in range(trials):
         runs = -rng.exponential(1, (5, 8))
-        family = [Paired.of(list(arm - runs[0])) for arm in runs[1:]]
+        family = [PairedDifferences.of(list(arm - runs[0])) for arm in runs[1:]]
         wrong += any(found.verdict is not Verdict.INCONCLUSIVE for found in conclude(family, RULES))
     assert at_most(wrong, trials, RULES.alpha)

@@ -134,7 +134,7 @@ def test_a_built_in_engine_or_backend_is_a_class_and_its_row(
 ) -> None:
     section, table, rows = ROWS[kind]
     text = TEXT.partition("## Where to add what")[2].partition("### An advantage")[0]
-    (about,) = re.findall(r"^(from \S+ import About)\n\n(about = .+)$", text, re.MULTILINE)
+    (about,) = re.findall(r"^(from \S+ import Description)\n\n(about = .+)$", text, re.MULTILINE)
     (row,) = re.findall(rf'^"(\w+)": "retrain\.{PLACES[kind]}\.(\w+)\.(\w+)"$', text, re.MULTILINE)
     name, module, attribute = row
     code = f"{block(section, 'python')}\n\n{about[0]}\n\n{attribute}.{about[1]}\n"

@@ -255,10 +255,10 @@ def test_the_learner_computes_on_its_device_as_the_current_one(
             current.pop()
 
     seen: list[str] = []
-    forward = Learner._forward
+    forward = Learner._hidden_states
     monkeypatch.setattr(
         Learner,
-        "_forward",
+        "_hidden_states",
         lambda learner, *args, **named: (
             seen.append(current[-1]) or forward(learner, *args, **named)
         ),

@@ -21,7 +21,7 @@ from retrain.model.devices import EngineOptions
 from retrain.model.functions import Norm
 from retrain.model.fused import FusedDecoder
 from retrain.model.packed import hold_layers_in_float8, quantised
-from retrain.model.projection import Pending
+from retrain.model.projection import LoraTerm
 from retrain.model.step_kernels import (
     Heads,
     StepKernels,
@@ -65,12 +65,12 @@ def make(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     ).to(DEVICE, dtype)
 
 
-def low_rank(rows: int, rank: int, size: int, dtype: torch.dtype) -> Pending | None:
+def low_rank(rows: int, rank: int, size: int, dtype: torch.dtype) -> LoraTerm | None:
     """A product that is about 1/4 and still to be added, whose left factors lie beside other
     numbers.
     """
     return (
-        Pending(
+        LoraTerm(
             make(rows, rank + 3, dtype=dtype)[:, :rank],
             make(rank, size, dtype=dtype) / (4 * rank**0.5),
         )
@@ -89,7 +89,7 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [32, 77])
 def test_a_sum_and_its_norm(kernels: StepKernels, dtype: torch.dtype, size: int) -> None:
-    norm, apart = Norm.of(make(size, dtype=dtype), 1e-6), make(3, size + 5, dtype=dtype)[:, :size]
+    norm, apart = Norm(make(size, dtype=dtype), 1e-6), make(3, size + 5, dtype=dtype)[:, :size]
     for update in (None, apart):
         found, expected = make(3, size, dtype=dtype, seed=2), make(3, size, dtype=dtype, seed=2)
         assert_near(
@@ -126,7 +126,7 @@ def test_heads_are_normed_turned_and_stored(
         torch.cat([half.cos(), half.cos()], -1).to(dtype),
         torch.cat([half.sin(), half.sin()], -1).to(dtype),
     )
-    norm = Norm.of(make(queries + keys, size, dtype=dtype), 1e-6) if has_norm else None
+    norm = Norm(make(queries + keys, size, dtype=dtype), 1e-6) if has_norm else None
     places = torch.arange(count).flip(0) * 4 + 5
     found, expected = (
         [torch.full((count + 1, 4, keys, size), 7.0, dtype=dtype) for _ in range(2)]
@@ -444,7 +444,7 @@ def test_a_kernel_that_does_not_fit_the_models_heads_is_not_used(
         return attend(query, *others)
 
     monkeypatch.setattr(attention, "attend", overflowing)
-    fused = FusedDecoder.of(model, merge=False, say=said.append)
+    fused = FusedDecoder.of(model, merge=False, log=said.append)
     assert (
         fused is not None and isinstance(fused.kernels, TorchKernels) and "shared memory" in said[0]
     )

@@ -2,6 +2,7 @@
 child that serves MAX.
 """
 
+import asyncio
 import json
 import os
 import signal
@@ -11,7 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -33,7 +35,7 @@ from retrain.backends.local.backend import LocalBackend
 from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed, ServerFailure
 from retrain.inference_engine import max as max_engine
 from retrain.inference_engine.base import NoiseKey, SampleRequest
-from retrain.inference_engine.mlx import to_mlx
+from retrain.inference_engine.mlx import MLXDialect, to_mlx
 from retrain.types import Completion, Row
 from tests.runs import small_run
 
@@ -204,6 +206,25 @@ def test_prompts_are_sent_as_text_one_request_per_sample_the_adapter_as_a_folder
     assert len(folders - {None}) == len(later) == 1 and all(
         Path(str(folder)).is_absolute() for folder in later
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"rope_parameters": {"rope_theta": 1e6}}, True),
+        ({"rope_parameters": {"rope_theta": 1e6}, "rope_theta": 1e6}, False),
+        ({"rope_parameters": {"rope_theta": 1e4}}, False),
+        ({"rope_parameters": None}, False),
+    ],
+)
+def test_rope_is_named_where_the_server_cannot_have_read_it(
+    settings: dict[str, Any], told: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    config = SimpleNamespace(model=SimpleNamespace(model=str(tmp_path)))
+    dialect, server = cast(Any, SimpleNamespace(config=config)), cast(Any, None)
+    found = asyncio.run(MLXDialect.why_it_differs(dialect, server))
+    assert ('"rope_theta": 1000000.0 beside it' in found) is told and bool(found) is told
 
 
 def test_a_prompt_that_does_not_survive_as_text_is_refused(mlx: MLXDouble, tmp_path: Path) -> None:

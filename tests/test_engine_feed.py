@@ -3,7 +3,6 @@ prompts is computed again.
 """
 
 import threading
-from time import monotonic
 from typing import Any, cast
 
 import numpy as np
@@ -210,7 +209,6 @@ def opened(repeatable: bool, count: int = 12) -> tuple[Dialogues, dict[tuple[int
         stage=stage,
         repeatable=repeatable,
         watcher=watcher,
-        clock=monotonic,
     )
     for dialogue in dialogues:
         dialogue.hear = lambda *_: None  # type: ignore[method-assign]

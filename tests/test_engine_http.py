@@ -55,7 +55,7 @@ class Net:
             urls,
             what="The server",
             timeout_s=2,
-            say=self.said.append,
+            log=self.said.append,
             patience=patience,
             transport=transport,
             **settings,
@@ -374,7 +374,7 @@ def ask_for_real(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> Any:
             what="The server",
             timeout_s=0.5,
             key_env="SERVER_KEY",
-            say=lambda line: None,
+            log=lambda line: None,
             patience=HASTY,
         )
         try:
@@ -402,7 +402,7 @@ def test_a_connection_that_breaks_while_a_server_is_looked_at_costs_nothing() ->
 
     with serving(first(hanging_up, 1, raw(b'{"done": 1}'))) as server:
         pool = ServerPool(
-            [server.url], what="The server", timeout_s=5, say=said.append, patience=HASTY
+            [server.url], what="The server", timeout_s=5, log=said.append, patience=HASTY
         )
         try:
             pool.run(pool.connect(look))

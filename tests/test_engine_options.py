@@ -11,7 +11,7 @@ from retrain.config.schema import Inference
 from retrain.errors import ConfigurationError, EnvironmentFailure, RetrainError
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.inference_engine.kv_cache import KVArena, PromptState
-from retrain.inference_engine.rows import Job
+from retrain.inference_engine.rows import SampleJob
 from retrain.inference_engine.scheduler import Rows
 from retrain.model.attention import FusedAttention, VarlenAttention
 from retrain.model.budget import kv_bytes_per_token, plan_decode
@@ -167,7 +167,7 @@ def test_every_draw_uses_the_noise_of_its_own_coordinates():
     borrows another's uniform.
     """
     jobs = [
-        Job(
+        SampleJob(
             i,
             SampleRequest(np.ones(2, np.int32), 1, 500, 1.0, NoiseKey(9 + i % 2, i, 4, 7 + i)),
             i,

@@ -536,7 +536,7 @@ def test_a_field_that_a_strict_server_refuses_is_left_out_and_said_once(
     server.refuses = frozenset({"repetition_penalty", "min_tokens"})
     said: list[str] = []
     with closing(engine_of(served(tmp_path, server.url, engine="openai"), OpenAIEngine)) as engine:
-        engine.say = said.append
+        engine.log = said.append
         asked = replace(
             request(1, adapter_slot=BASE_MODEL), messages=({"role": "user", "content": "1 + 5"},)
         )
@@ -1021,7 +1021,7 @@ def test_adapters_that_a_killed_run_left_are_unloaded_and_others_stay(
     } | {"mine": Path("/adapters/mine")}
     engine = engine_of(served(tmp_path, server.url))
     said: list[str] = []
-    engine.say = said.append
+    engine.log = said.append
     list(engine.sample([request(adapter_slot=BASE_MODEL)]))
     engine.close()
     assert list(server.adapters) == ["running", "elsewhere", "mine"]
@@ -1123,7 +1123,7 @@ def test_a_signal_is_answered_while_a_lost_server_should_load_an_adapter(
         if gone:
             raise Interrupted("stopped", signal.SIGINT)
 
-    engine.check, engine.say = stop, gone.append
+    engine.check, engine.log = stop, gone.append
     with closing(engine), pytest.raises(Interrupted):
         engine.sync(lab().save_adapter, 0)
     assert time.monotonic() - started < 30 and "it is tried again" in gone[0]

@@ -161,7 +161,7 @@ def test_the_exit_code_says_whether_it_would_be_refused(
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"loss": {"mode": "ppo"}}, "the gradient equals that of importance_sampling"),
+        ({"loss": {"mode": "ppo"}}, "the gradient is importance_sampling's"),
         (
             {"algorithm": {"transform_mode": "gtpo_sepa"}, "training": {"max_steps": 500}},
             "reaches at most 0.898",
@@ -203,7 +203,7 @@ def test_one_gradient_of_all_modes_is_claimed_only_where_no_ratio_can_reach_the_
 ) -> None:
     assert (
         any(
-            "the gradient equals that of importance_sampling" in note
+            "the gradient is importance_sampling's" in note
             for note in notes(small(tmp_path, **sections))
         )
         is said

@@ -17,7 +17,7 @@ from retrain.inference_engine.base import BASE_MODEL
 from retrain.inference_engine.decoder import Decoder
 from retrain.inference_engine.fixed_step import BUCKETS, Variant, bucket_of
 from retrain.inference_engine.paged_run import PagedEngine, PagedRun
-from retrain.inference_engine.rows import Job
+from retrain.inference_engine.rows import SampleJob
 from retrain.model import functions, truncation
 from retrain.model.budget import DecodeLimits
 from retrain.model.varlen import PagedRows, Spans, plain, plain_paged
@@ -47,7 +47,9 @@ def started(rows: int = 5) -> tuple[PagedRun, PagedEngine, Decoder]:
     decoder = Decoder(with_adapter(tiny()), False)
     engine = PagedEngine(decoder, DecodeLimits(8, 2000), np.array(EOS), 200, 8, keeps_prompts=True)
     jobs = [
-        Job(0, request, sample, 150) for request in requests(count=2, many=3) for sample in range(2)
+        SampleJob(0, request, sample, 150)
+        for request in requests(count=2, many=3)
+        for sample in range(2)
     ][:rows]
     run = PagedRun(decoder, jobs, engine)
     with decoder.sampling(0):
@@ -124,7 +126,7 @@ def test_no_buffer_moves_while_rows_come_and_go() -> None:
     before = [tensor.data_ptr() for tensor in held]
     run = PagedRun(
         decoder,
-        [Job(0, request, sample, 60) for request in requests(count=4) for sample in range(4)],
+        [SampleJob(0, request, sample, 60) for request in requests(count=4) for sample in range(4)],
         engine,
     )
     with decoder.sampling(0):
@@ -235,7 +237,7 @@ def test_the_norm_of_a_sampler_in_one_kernel_is_the_learners(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The same two roundings: of x times its scale, and of that times the weight."""
-    norm = functions.Norm(tiny().model.layers[0].input_layernorm.bfloat16())
+    norm = functions.Norm.of(tiny().model.layers[0].input_layernorm.bfloat16())
     norm.weight = torch.randn(32).bfloat16()
     x = torch.randn(50, 32).bfloat16() * 3
     with torch.no_grad():

@@ -96,6 +96,7 @@ def answered(*argv: str) -> int:
 # -- command lines ---------------------------------------------------------------------------------
 
 
+@pytest.mark.faults("wrong files and command lines")
 @pytest.mark.parametrize("value", NASTY.values(), ids=NASTY)
 def test_no_value_of_a_flag_is_a_traceback(
     value: str, place: Path, capsys: pytest.CaptureFixture[str]
@@ -138,6 +139,7 @@ def test_no_argument_of_a_command_is_a_traceback(
                 )
 
 
+@pytest.mark.faults("wrong files and command lines")
 @pytest.mark.parametrize("value", NASTY.values(), ids=NASTY)
 def test_no_name_of_a_file_is_a_traceback(value: str, tmp_path: Path) -> None:
     with inside(tmp_path):
@@ -367,6 +369,7 @@ FILES = (
 OTHERS = (".lock.owner", "checkpoints.json", "trainer_state.json")
 
 
+@pytest.mark.faults("wrong files and command lines")
 @pytest.mark.parametrize("name", [*FILES, *OTHERS])
 def test_a_file_of_another_shape_in_a_run_is_a_sentence(name: str, tmp_path: Path) -> None:
     whole = run_folder(tmp_path / "whole")

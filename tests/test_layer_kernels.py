@@ -63,13 +63,13 @@ def with_kernels(norm: Norm) -> Norm:
 def test_a_norm_and_its_gradient(dtype: torch.dtype, size: int) -> None:
     weight, gradient = make(size, dtype=dtype), make(5, size + 1, dtype=dtype)[:, :size]
     results = []
-    for norm in (with_kernels(Norm.of(weight, 1e-6)), Norm.of(weight, 1e-6)):
+    for norm in (with_kernels(Norm(weight, 1e-6)), Norm(weight, 1e-6)):
         x = make(5, size, dtype=dtype, seed=1).requires_grad_()
         y = normed(x, norm)
         results.append((y, torch.autograd.grad(y, x, gradient)[0]))
     for found, expected, same in zip(*results, (0.98, 0.9), strict=True):
         assert_near(found, expected, same)
-    norm = with_kernels(Norm.of(weight, 1e-6))
+    norm = with_kernels(Norm(weight, 1e-6))
     assert torch.equal(norm(x, norm.scale(x)), results[0][0]), (
         "computed again, it has the same bits"
     )
@@ -87,7 +87,7 @@ def test_normed_heads_that_turn_and_their_gradient(
     )
     gradient = make(heads, rows, size, dtype=dtype).transpose(0, 1)
     results = []
-    for norm in (with_kernels(Norm.of(weight, 1e-6)), Norm.of(weight, 1e-6)):
+    for norm in (with_kernels(Norm(weight, 1e-6)), Norm(weight, 1e-6)):
         qkv = make(rows, heads + 3, size, dtype=dtype, seed=1).requires_grad_()
         turned = apply_rope(qkv[:, :heads], angles.cos().to(dtype), angles.sin().to(dtype), norm)
         results.append((turned, torch.autograd.grad(turned, qkv, gradient)[0]))
@@ -148,7 +148,9 @@ def test_a_model_has_the_same_gradients_with_kernels(
         assert fused is not None and (fused._norm.kernels is not None) == bool(triton_devices)
         fused.refresh()
         hidden = fused.hidden_states(
-            torch.arange(20).view(2, 10), torch.arange(10).repeat(2, 1), fused_decoder._Whole()
+            torch.arange(20).view(2, 10),
+            torch.arange(10).repeat(2, 1),
+            fused_decoder.CausalAttention(),
         )
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         found.append(

@@ -1,12 +1,18 @@
 """The chunked head: the full head's values and gradients, without [tokens, vocabulary]."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from retrain.errors import ConfigurationError
 from retrain.model.head import Head, chunk_rows, score_tokens
+from retrain.model.load import find_head
 
 
 def full_head(
@@ -148,3 +154,29 @@ def test_a_chunk_holds_as_many_rows_as_its_bytes_allow_and_never_none() -> None:
 def test_greedy_has_no_log_probs_to_train() -> None:
     with pytest.raises(ValueError, match="above 0"):
         score_tokens(Head(torch.randn(5, 2)), torch.randn(1, 2), torch.tensor([0]), 0.0)
+
+
+def test_a_cap_is_found_by_its_name_and_an_unnamed_change_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """RecurrentGemma's cap moves these logits by less than 2% of the largest one."""
+    config = CONFIG_MAPPING["recurrent_gemma"](
+        vocab_size=61,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        lru_width=16,
+        logits_soft_cap=30.0,
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    forward = model.forward
+    assert find_head(model, model.model, "capped").softcap == 30.0
+
+    def moved(**asked: Any) -> Any:
+        found = forward(**asked)
+        found.logits = 1.005 * found.logits
+        return found
+
+    monkeypatch.setattr(model, "forward", moved)
+    with pytest.raises(ConfigurationError, match="changes its logits"):
+        find_head(model, model.model, "unnamed")

@@ -2,8 +2,10 @@
 nothing else could stop it.
 """
 
+import random
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -124,3 +126,17 @@ def test_a_million_hostile_characters_are_judged_at_once(text: str) -> None:
     assert (
         seconds(lambda answer: (decide_by_strings(answer, "4"), extract_boxed(answer)), text) < 5
     )  # quadratic time would be minutes
+
+
+@pytest.mark.slow
+@pytest.mark.faults("characters of model text, through every function that reads it")
+def test_a_million_characters_raise_nothing(record_property: Any) -> None:
+    """Pieces that hurt one reader or another, between characters of every plane."""
+    rng = random.Random(0)
+    alphabet = [*HOSTILE, *map(chr, rng.sample(range(0x110000), 200))]
+    texts = ["".join(rng.choices(alphabet, k=2000))[:5000].ljust(5000, "}") for _ in range(200)]
+    took = {name: sum(seconds(read, text, 1) for text in texts) for name, read in READERS.items()}
+    slowest = max(took, key=lambda name: took[name])
+    record_property("cases", sum(map(len, texts)))
+    record_property("slowest", f"{slowest}, {took[slowest]:.1f} s of processor time")
+    assert took[slowest] < 60

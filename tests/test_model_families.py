@@ -86,7 +86,7 @@ def test_a_fused_forward_without_the_familys_window_is_found_out_and_said(
         FAMILIES, family, {**FAMILIES[family], "sliding_window": 4096}
     )  # longer than a probe, as a real one is
     model, lines = tiny_model(family), list[str]()
-    assert FusedDecoder.of(model, merge=False, say=lines.append) is not None and not lines
+    assert FusedDecoder.of(model, merge=False, log=lines.append) is not None and not lines
 
     class Windowless(decoder._Layer):
         def __init__(self, layer: Any) -> None:
@@ -95,7 +95,7 @@ def test_a_fused_forward_without_the_familys_window_is_found_out_and_said(
 
     monkeypatch.setattr(decoder, "_Layer", Windowless)
     monkeypatch.setattr(decoder, "_shrunken_differences", {})  # of the class as it was
-    assert FusedDecoder.of(model, merge=False, say=lines.append) is None
+    assert FusedDecoder.of(model, merge=False, log=lines.append) is None
     assert len(lines) == 1 and "keeps its own" in lines[0] and type(model).__name__ in lines[0]
 
 

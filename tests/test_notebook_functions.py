@@ -11,7 +11,7 @@ from runs import lines, small
 from retrain import train
 from retrain.config import load_config, replaced
 from retrain.errors import ConfigurationError
-from retrain.run.notebook import module_source, with_functions
+from retrain.run.notebook import module_source
 
 PATTERN = re.compile("[0-9]")
 HALF = 0.5
@@ -122,8 +122,19 @@ def test_a_secret_in_a_function_is_not_written(
 ) -> None:
     monkeypatch.setenv("MY_API_KEY", "an even number of digits")  # stands in the docstring
     with pytest.raises(ConfigurationError, match="holds a secret"):
-        with_functions(small(tmp_path / "run"), {"reward.type": even})
+        train(small(tmp_path / "run"), reward=even)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_a_refused_run_leaves_no_source_behind(tmp_path: Path, has_folder: bool) -> None:
+    folder = tmp_path / "logs" / "run"
+    if has_folder:
+        folder.mkdir(parents=True)
+    with pytest.raises(ConfigurationError, match="has no no_such"):
+        train(small(folder, algorithm={"transform_mode": "json.no_such"}), reward=even)
+    assert not list(tmp_path.rglob("notebook_*"))
+    assert folder.exists() == has_folder
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from retrain.backends.declared import incapable, loss_notes
 from retrain.backends.local.loss import policy_terms
 from retrain.backends.losses import LOSSES, ActionTokens
 from retrain.backends.own_loss import OwnFunction
-from retrain.backends.proof import Unproved, prove, prove_aggregation, prove_correction
+from retrain.backends.proof import ProofError, prove, prove_aggregation, prove_correction
 from retrain.config import TrainConfig, config_from_mapping
 from retrain.config.schema import Loss
 from retrain.errors import ConfigurationError, RunFailed
@@ -330,7 +330,7 @@ def test_a_wrong_correction_or_aggregation_is_refused(
     prover: Any, function: Any, sentence: str
 ) -> None:
     kind = prover.__name__.removeprefix("prove_")
-    with pytest.raises(Unproved) as caught:
+    with pytest.raises(ProofError) as caught:
         prover(OwnFunction(kind, f"my_losses.{kind}", function, {}))
     assert sentence in str(caught.value)
 

@@ -124,6 +124,17 @@ def test_what_is_no_longer_there_is_named(copy: Path, capsys: pytest.CaptureFixt
     assert f"Not there, and so not compared: {said}." in capsys.readouterr().out
 
 
+def test_a_damaged_checkpoint_is_passed_over_in_a_line(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (copy / "checkpoints" / "step_000002" / "adapter_model.safetensors").unlink()
+    assert main(["verify", str(copy)]) == 0
+    printed = capsys.readouterr()
+    (line,) = [line for line in printed.err.splitlines() if "step_000002" in line]
+    assert line == "Checkpoint step_000002 is not used: adapter_model.safetensors is missing."
+    assert "steps 0 to 3" in printed.out
+
+
 def test_a_damaged_file_is_named_where_it_lies(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -217,6 +228,7 @@ def test_runs_with_groups_of_another_size_part_where_one_drew_more(
         (lambda arrays: arrays["rewards"].__setitem__(0, 0.5), "a reward verdict"),
         (lambda arrays: arrays["logprobs"].__iadd__(ROUNDING / 100), "rounding"),
         (lambda arrays: arrays["logprobs"].__iadd__(0.1), "other weights"),
+        (lambda _: None, "rounding, or the last bits of a weight: tokens with equal log-probs"),
         (lambda arrays: arrays["prompt_token_ids"].__iadd__(1), "the choice of prompts"),
     ],
 )

@@ -58,6 +58,7 @@ def test_state_survives_the_round_trip(store: CheckpointStore) -> None:
     assert newest.state() == _state(4)
 
 
+@pytest.mark.faults("checkpoints: bits flipped, and crashes at each write")
 def test_every_flipped_bit_is_noticed_and_the_one_before_is_used(store: CheckpointStore) -> None:
     newest = store.folder / "step_000004"
     rng = random.Random(1)
@@ -89,6 +90,7 @@ def test_a_missing_or_shortened_file_is_named(store: CheckpointStore) -> None:
         store.at(4)
 
 
+@pytest.mark.faults("checkpoints: bits flipped, and crashes at each write")
 def test_a_crash_at_any_write_leaves_the_last_good_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

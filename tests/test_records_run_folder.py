@@ -186,6 +186,7 @@ def test_a_given_adapter_path_is_honoured_and_another_runs_checkpoints_are_safe(
     small_run(small(tmp_path / "one" / "run", **shared), overwrite=True, quiet=True)
 
 
+@pytest.mark.faults("starters of one folder")
 def test_two_writers_of_one_folder_are_refused_and_the_owner_is_named(tmp_path: Path) -> None:
     with (
         Session.open(small(tmp_path / "run"), overwrite=False),

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from browser import CHROMIUM, Browser
 from campaigns import write_campaign, write_manifest, write_run
 from runs import small
 from showcase import HOSTILE, write_showcase
@@ -567,78 +566,3 @@ def test_the_server_answers_this_machine_only(server: ReportServer) -> None:
     assert fetch(server, "", Host="evil.example")[0] == 403
     assert fetch(server, "../../etc/passwd")[0] == fetch(server, "runs")[0] == 404
     assert fetch(server, "", Host=f"localhost:{server.port}")[0] == 200
-
-
-# -- looked at -------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip("no Chromium is installed")
-    with Browser() as browser:
-        yield browser
-
-
-TOO_WIDE = """[...document.querySelectorAll("body *")].filter(e => !e.closest(".wide") && e.getBoundingClientRect().right > innerWidth + 1)
-    .map(e => e.tagName + "." + e.className).slice(0, 5)"""
-OVERLAPS = """[...document.querySelectorAll("figure svg")].flatMap(svg => {
-    const boxes = [...svg.querySelectorAll("text")].map(t => [t.textContent, t.getBoundingClientRect()]);
-    return boxes.flatMap(([a, p], i) => boxes.slice(i + 1).filter(([b, q]) =>
-        Math.min(p.right, q.right) - Math.max(p.left, q.left) > 1 && Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top) > 4)
-        .map(([b]) => a + " / " + b));
-})"""
-
-
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 375])
-def test_the_page_looks_right_in_a_browser(
-    browser: Browser, campaign_page: str, run_page: str, tmp_path: Path, width: int, dark: bool
-) -> None:
-    for name, html in (("campaign", campaign_page), ("run", run_page)):
-        path = tmp_path / f"{name}.html"
-        path.write_text(html, encoding="utf-8")
-        browser.said.clear()
-        browser.requested.clear()
-        browser.open(path.as_uri(), width, dark=dark)
-        browser.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
-        assert browser.evaluate("document.documentElement.scrollWidth") <= width
-        assert browser.evaluate(TOO_WIDE) == []
-        assert browser.evaluate(OVERLAPS) == []
-        assert browser.evaluate("document.title") == f"{name} - retrain"
-        assert browser.requested == [path.as_uri()] and browser.said == []
-        paper = browser.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert paper == ("rgb(20, 24, 31)" if dark else "rgb(255, 255, 255)")
-
-
-def test_a_token_that_is_touched_shows_its_numbers(
-    browser: Browser, run_page: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "run.html"
-    path.write_text(run_page, encoding="utf-8")
-    browser.open(path.as_uri(), 375)
-    colour = "getComputedStyle(document.querySelector('.flow span')).backgroundColor"
-    by_advantage = browser.evaluate(colour)
-    browser.evaluate("document.querySelector('.flow span').click()")
-    assert "surprisal" in browser.evaluate("document.querySelector('.numbers').textContent")
-    browser.evaluate("document.querySelector('input[value=s]').click()")
-    assert (
-        browser.evaluate("document.querySelector('.view').dataset.by") == "s"
-        and browser.evaluate(colour) != by_advantage
-    )
-
-
-def test_a_served_page_comes_back_by_itself(browser: Browser, server: ReportServer) -> None:
-    browser.said.clear()
-    browser.open(server.url, 800)
-    browser.evaluate("document.querySelector('#completions details').open = true")
-    opened = browser.evaluate("document.querySelector('#completions details').id")
-    with (server.request.folder / "runs" / "maxrl+gtpo_s1" / "metrics.jsonl").open("a") as file:
-        file.write(
-            json.dumps({"step": 24, "condition": "maxrl+gtpo", "correct_rate": 0.125}) + "\n"
-        )
-    browser.wait_for(
-        "document.readyState == 'complete' && document.body.textContent.includes('25/24')"
-    )
-    assert browser.evaluate(f"document.getElementById({json.dumps(opened)}).open")
-    assert browser.said == []

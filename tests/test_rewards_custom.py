@@ -158,6 +158,7 @@ def test_a_float_or_a_bool_is_the_reward(function: str, reward: float) -> None:
         assert judged(scorer) == Score(Outcome.RIGHT if reward > 0.5 else Outcome.WRONG, reward)
 
 
+@pytest.mark.faults("rewards and judges that misbehave")
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
@@ -182,6 +183,7 @@ def test_a_function_gets_the_keywords_that_it_asks_for() -> None:
         assert judged(scorer, info={"row": np.array([1, 2])}).reward == 0.25
 
 
+@pytest.mark.faults("rewards and judges that misbehave")
 def test_info_that_cannot_travel_is_named() -> None:
     with custom("everything", params={"bonus": 0.25}) as scorer:
         score = judged(scorer, info={"row": {1, 2}})
@@ -189,6 +191,7 @@ def test_info_that_cannot_travel_is_named() -> None:
     assert "type set" in score.reason
 
 
+@pytest.mark.faults("rewards and judges that misbehave")
 @pytest.mark.parametrize(
     ("response", "reason"),
     [
@@ -260,6 +263,7 @@ def test_params_that_no_reward_takes_are_refused() -> None:
         )
 
 
+@pytest.mark.faults("rewards and judges that misbehave")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     "response",
@@ -275,6 +279,7 @@ def test_a_reply_that_cannot_be_read_could_not_judge_and_the_next_answer_is_its_
         assert [judged(scorer, "4").reward for _ in range(2)] == [1.0, 1.0]
 
 
+@pytest.mark.faults("rewards and judges that misbehave")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_worker_that_writes_for_ever_ends_on_the_deadline() -> None:
     with custom("by_channel", deadline_s=2.0) as scorer:
@@ -282,6 +287,7 @@ def test_a_worker_that_writes_for_ever_ends_on_the_deadline() -> None:
         assert judged(scorer).reward == 1.0
 
 
+@pytest.mark.faults("rewards and judges that misbehave")
 def test_a_child_that_a_reward_forks_answers_for_nobody() -> None:
     with custom("by_fork") as scorer:
         assert [

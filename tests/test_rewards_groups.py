@@ -233,6 +233,7 @@ def test_a_member_that_could_not_be_judged_leaves_the_others() -> None:
     assert (second.reward, third.reward) == (None, None)
 
 
+@pytest.mark.faults("rewards and judges that misbehave")
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
@@ -248,12 +249,14 @@ def test_a_group_that_could_not_be_judged_says_why(function: str, reason: str) -
     assert all(reason in score.reason for score in scores)
 
 
+@pytest.mark.faults("rewards and judges that misbehave")
 def test_a_group_function_that_hangs_is_killed_and_the_next_group_is_judged() -> None:
     with scorer_of("my_groups.by_first", deadline_s=1.0) as scorer:
         assert all("deadline_s = 1" in score.reason for score in scored(scorer, "hang", "b"))
         assert rewards(scorer, "a", "b") == [1.0, 1.0]
 
 
+@pytest.mark.faults("rewards and judges that misbehave")
 @pytest.mark.parametrize(
     "reply",
     [

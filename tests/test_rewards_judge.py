@@ -226,6 +226,7 @@ def test_no_answer_and_no_reference_are_wrong_and_cost_nothing() -> None:
 _NO_CHAT = b'{"choices": []}'
 
 
+@pytest.mark.faults("rewards and judges that misbehave")
 @pytest.mark.parametrize(
     ("fault", "requests"),
     [
@@ -255,6 +256,7 @@ def test_one_fault_is_retried(fault: Answer, requests: int) -> None:
     assert verdict.usage is not None and verdict.usage.requests == len(server.requests) == requests
 
 
+@pytest.mark.faults("rewards and judges that misbehave")
 @pytest.mark.parametrize(
     ("fault", "requests", "reason"),
     [
@@ -288,6 +290,7 @@ def test_a_fault_that_stays_is_could_not_judge_and_never_zero(
     assert verdict.usage is not None and verdict.usage.requests == len(server.requests) == requests
 
 
+@pytest.mark.faults("rewards and judges that misbehave")
 @pytest.mark.parametrize("fault", [hanging(2.0), dripping], ids=["silence", "a byte at a time"])
 def test_a_judge_that_is_too_slow_could_not_judge_within_its_own_limit(fault: Answer) -> None:
     with judged_by(fault, judge_timeout_s=0.3, deadline_s=0.01) as (scorer, _):

@@ -101,6 +101,7 @@ def test_equal_expressions_are_right_and_unparsable_ones_wrong(
     assert verify(patient_pool, answer, gold).result(60) == PartScore(value)
 
 
+@pytest.mark.faults("rewards and judges that misbehave")
 @pytest.mark.parametrize(
     ("answer", "gold"),
     [
@@ -122,6 +123,7 @@ def test_a_hard_answer_ends_on_the_deadline_and_a_new_worker_judges_the_next(
     assert children(os.getpid()) == servers  # the replacement is forked, not imported anew
 
 
+@pytest.mark.faults("rewards and judges that misbehave")
 def test_an_answer_that_swells_is_stopped_before_its_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -273,6 +275,7 @@ def score(response, reference):
 """
 
 
+@pytest.mark.faults("rewards and judges that misbehave")
 @linux_only
 @pytest.mark.parametrize("response", ["die", "sleep"])
 def test_a_child_that_holds_the_channel_delays_no_end(

@@ -124,6 +124,7 @@ def secretive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.faults("canaries x files and streams")
 def test_what_a_reward_says_is_masked_in_every_file_and_stream(
     secretive: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,6 +165,7 @@ def test_what_a_reward_says_is_masked_in_every_file_and_stream(
     assert_nothing_leaked(secretive / "run", out + err, MARKS)
 
 
+@pytest.mark.faults("canaries x files and streams")
 def test_what_a_judge_echoes_is_masked_in_every_file_and_stream(
     secretive: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 
 from retrain.advantages.pipeline import CreditPipeline
 from retrain.cli.main import main
-from retrain.config import config_from_mapping, config_from_toml, config_hash, dump_toml, replaced
+from retrain.config import (
+    config_from_mapping,
+    config_from_toml,
+    config_hash,
+    dump_toml,
+    replaced,
+    unused_keys,
+)
 from retrain.config.moving import movable, scheduled, value_at, with_values
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.run.control import CONTROLS, AdaptiveEntropy
@@ -24,6 +31,14 @@ from tests.runs import small, small_run, timeless
 from tests.split import two_devices
 
 WEIGHTS = "checkpoints/final/adapter_model.safetensors"
+
+
+def test_keys_that_belong_to_a_scheduled_one_are_in_use() -> None:
+    """[loss] kl_estimator has no effect at kl_coef = 0, and one where a schedule lifts that."""
+    loss = {"loss": {"kl_estimator": "k2"}}
+    lifted = {"schedule": {"loss.kl_coef": [[0, 0.0], [10, 0.1]]}}
+    assert "kl_estimator" in unused_keys(config_from_mapping(loss))[0]
+    assert not unused_keys(config_from_mapping(loss | lifted))
 
 
 @given(

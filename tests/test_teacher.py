@@ -14,13 +14,14 @@ import torch
 from retrain.advantages.pipeline import CreditPipeline
 from retrain.advantages.step import Segments, StepTokens
 from retrain.backends.local.backend import LocalBackend
-from retrain.config import TrainConfig, config_from_mapping, replaced
+from retrain.config import TrainConfig, config_from_mapping, dump_toml, replaced
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.run import teacher as teachers
 from retrain.run.dialogues import Watcher
 from retrain.run.parts import Parts, load_parts, training_plan
 from retrain.run.rollout import Rollout
 from retrain.types import Example, Group, Row
+from tests.commands import Ranks
 from tests.runs import lines, small, small_run, timeless
 from tests.split import two_devices
 
@@ -267,6 +268,26 @@ def test_in_split_mode_the_learner_teaches(trained: Path, tmp_path: Path) -> Non
     assert timeless(single.folder / "metrics.jsonl") == timeless(split.folder / "metrics.jsonl")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("reference", ["gold", "adapter"])
+def test_two_processes_are_taught_as_one(reference: str, trained: Path, tmp_path: Path) -> None:
+    """Each scores its own completions; the first step, before sums differ in their last bits, has
+    the same samples and the same loss.
+    """
+    teacher = str(trained) if reference == "adapter" else reference
+    sections: dict[str, Any] = {"training": {"max_steps": 2}}
+    alone = small_run(distilling(tmp_path / "alone", teacher, **sections), quiet=True)
+    file, shared = tmp_path / "shared.toml", tmp_path / "shared"
+    file.write_text(dump_toml(distilling(shared, teacher, **sections)), encoding="utf-8")
+    ranks = Ranks([sys.executable, "-m", "retrain", str(file), "--skip-parity"])
+    output, codes = ranks.communicate(timeout=240)
+    assert codes == [0, 0], output
+    one, two = (lines(folder / "metrics.jsonl") for folder in (alone.folder, shared))
+    assert len(one) == len(two) == 2
+    assert two[0]["loss"] == pytest.approx(one[0]["loss"], rel=1e-4)
+    assert two[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=1e-3)
+
+
 @pytest.mark.parametrize("settings", ["plain", pytest.param("turns", marks=pytest.mark.slow)])
 def test_a_distilling_run_resumes_byte_for_byte(settings: str, tmp_path: Path) -> None:
     sections = SETTINGS[settings]
@@ -389,6 +410,7 @@ def settings_of(folder: Path, trained: Path, **changes: Any) -> Path:
         ),
         ({"r": 8}, "has r = 8, and .model. lora_rank gives 4"),
         ({"lora_alpha": 32}, "has lora_alpha = 32, and .lora. alpha gives 8"),
+        ({"use_rslora": True}, "has use_rslora = True, and .lora. use_rslora gives False"),
     ],
 )
 def test_an_adapter_that_cannot_teach_is_refused_before_the_model_is_loaded(

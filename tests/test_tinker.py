@@ -70,7 +70,7 @@ def backend_for(
     return TinkerBackend(
         tinker_config(folder, **sections),
         eos_ids=[258],
-        say=(said if said is not None else []).append,
+        log=(said if said is not None else []).append,
     )
 
 

@@ -16,7 +16,7 @@ from retrain.config import TrainConfig
 from retrain.records.entries import StepRecord
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import RunFolder
-from retrain.tracking.base import Event, Started
+from retrain.tracking.base import Event, StartEvent
 from retrain.tracking.external import Background, ExternalSettings, ExternalTracker
 from tests.runs import small_run
 from tests.trackers import keep_here
@@ -55,7 +55,7 @@ def never() -> Iterator[threading.Event]:
 def started(sink: Recorder, folder: Path) -> tuple[Background, list[str]]:
     said: list[str] = []
     tracker = Background("recorder", sink, said.append, folder)
-    tracker.emit(Started("cpu"))
+    tracker.emit(StartEvent("cpu"))
     return tracker, said
 
 

@@ -18,7 +18,7 @@ from retrain.records.evaluation import Evaluation
 from retrain.records.redact import Redactor
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import encodable, one_line
-from retrain.tracking.base import GroupScore, GroupsScored, Progress, Started, Verbosity
+from retrain.tracking.base import GroupScore, GroupScores, Progress, StartEvent, Verbosity
 from retrain.tracking.console import Console
 from retrain.tracking.lines import evaluation_line, group_lines, step_line, summary_lines
 from retrain.tracking.screen import sparkline
@@ -122,10 +122,10 @@ def story(sink: Console) -> None:
     sink.message(LogLine("Loading dataset..."))
     sink.message(LogLine("Pre-encoded 4096 prompts", "4,096 prompts"))
     sink.message("[reward] note")
-    sink.emit(Started("cpu"))
+    sink.emit(StartEvent("cpu"))
     sink.message(LogLine("Parity gate passed: all of it.", "gate: passed"))
     sink.emit(evaluation(0, problem(4, 1), problem(4, 2)))
-    sink.emit(GroupsScored(MANY))
+    sink.emit(GroupScores(MANY))
     sink.emit(Progress("Step 0: sampling", 1, 10))
     sink.emit(replace(STEP, informative_fraction=0.5, exec_entropy_mean=0.042))
     sink.emit(evaluation(1, problem(4, 3), problem(4, 2)))
@@ -208,7 +208,7 @@ def test_a_sparkline_rises_with_its_values() -> None:
 
 def test_markup_of_a_model_is_printed_as_it_is() -> None:
     out = io.StringIO()
-    console(out).emit(GroupsScored([GroupScore(1, 2, "[bold red]x[/bold red]")]))
+    console(out).emit(GroupScores([GroupScore(1, 2, "[bold red]x[/bold red]")]))
     assert "answer=[bold red]x[/bold red]" in out.getvalue()
 
 

@@ -25,7 +25,7 @@ from retrain.records.run_folder import RunFolder
 from retrain.records.state import TrainerState
 from retrain.records.summary import RunSummary
 from retrain.records.token_table import TokenTable, read_tokens, write_tokens
-from retrain.tracking.base import Generations, Started
+from retrain.tracking.base import Generations, StartEvent
 from retrain.tracking.files import RunFiles, spread
 from tests.runs import small
 
@@ -310,7 +310,7 @@ def test_no_file_of_a_run_holds_a_secret(tmp_path: Path, monkeypatch: pytest.Mon
     )
     monkeypatch.chdir(tmp_path)
     files = run_files(tmp_path / "run", wandb_run_name=f"run-{secret}")
-    files.emit(Started("cpu"))
+    files.emit(StartEvent("cpu"))
     files.emit(
         Generations(0, [generation(completion=f"the key is {secret} and hf_abcdefghijklmnopqrst")])
     )
@@ -332,7 +332,7 @@ def test_environment_holds_versions_and_no_environment_value(
     monkeypatch.setenv("SOME_ORDINARY_VARIABLE", "a-value-of-the-environment")
     monkeypatch.chdir(tmp_path)
     files = run_files(tmp_path / "run")
-    files.emit(Started("cpu"))
+    files.emit(StartEvent("cpu"))
     text = (tmp_path / "run" / "environment.json").read_text()
     environment = json.loads(text)
     assert (
@@ -341,7 +341,7 @@ def test_environment_holds_versions_and_no_environment_value(
         and environment["git"] is None
     )
     assert "a-value-of-the-environment" not in text
-    files.emit(Started("cpu"))
+    files.emit(StartEvent("cpu"))
     assert len(json.loads((tmp_path / "run" / "environment.json").read_text())["resumed"]) == 1
 
 
@@ -423,7 +423,7 @@ def test_a_run_whose_output_is_its_log_writes_it_once(
         assert folder.output not in folder.written()
         files = run_files(tmp_path)
         files.message("a line")
-        files.emit(Started("cpu"))
+        files.emit(StartEvent("cpu"))
         files.close()
     assert folder.output.read_text(encoding="utf-8") == ""
     assert folder.output in folder.written()

@@ -19,7 +19,7 @@ from retrain.records.jsonl import read_jsonl
 from retrain.records.run_folder import RunFolder
 from retrain.squeeze import Analysis, TableRow, analyze_adapter
 from retrain.tracking import build_tracker
-from retrain.tracking.base import Generations, Started, Verbosity
+from retrain.tracking.base import Generations, StartEvent, Verbosity
 from retrain.tracking.build import track_squeeze
 from retrain.tracking.external import metrics
 from tests.runs import small_run
@@ -47,7 +47,7 @@ def session(
         resumed=resumed,
         first_step=steps[0] if resumed else 0,
     )
-    tracker.emit(Started("cpu"))
+    tracker.emit(StartEvent("cpu"))
     state = tracker.state()
     for step in steps:
         tracker.emit(Generations(step, [completion(step, f"answer {step} {SECRET}")]))
@@ -233,7 +233,7 @@ def test_tensorboard_shows_a_repeated_step_once_and_keeps_its_evaluation(
             resumed=resumed,
             first_step=first,
         )
-        tracker.emit(Started("cpu"))
+        tracker.emit(StartEvent("cpu"))
         for step in steps:
             if step > first or first == 0:  # a checkpoint's evaluation is not made again
                 tracker.emit(Evaluation(step, [EvaluationRecord(step, "a", "sums", 1, 1, 0, 1.0)]))

@@ -16,7 +16,7 @@ import retrain.tracking.wandb
 from retrain.records.entries import StepRecord
 from retrain.records.run_folder import RunFolder
 from retrain.tracking import build_tracker
-from retrain.tracking.base import Started
+from retrain.tracking.base import StartEvent
 from tests.trackers import SECRET, config, keep_here, wandb_history, wandb_logs
 
 LEAVING = """
@@ -27,7 +27,7 @@ import retrain.tracking.wandb
 from retrain.config import TrainConfig
 from retrain.records.run_folder import RunFolder
 from retrain.tracking import build_tracker
-from retrain.tracking.base import Started
+from retrain.tracking.base import StartEvent
 from retrain.tracking.external import Background
 
 Background.patience_s = 0.5
@@ -35,7 +35,7 @@ retrain.tracking.wandb._INIT_S = 60.0
 folder = Path(sys.argv[1])
 folder.mkdir()
 tracker = build_tracker(TrainConfig.model_validate({"logging": {"wandb_project": "p"}}), RunFolder(folder), condition="grpo+none")
-tracker.emit(Started("cpu"))
+tracker.emit(StartEvent("cpu"))
 tracker.close()
 """
 """A run that ends while wandb still waits for the server to answer its first question."""
@@ -87,7 +87,7 @@ def test_the_run_is_kept_on_disk_and_how_to_send_it_is_said_once(
     )
     (tmp_path / "run").mkdir()
     began = time.monotonic()
-    tracker.emit(Started("cpu"))
+    tracker.emit(StartEvent("cpu"))
     tracker.emit(StepRecord(step=0, condition="grpo+none", loss=0.5))
     assert time.monotonic() - began < 1, "the run waits for nobody"
     tracker.close()

@@ -120,6 +120,14 @@ class AdvantageContext:
         return spans
 
     @property
+    def turn_contexts(self) -> list[list[list[int]]]:
+        """[G][turns] the environment's tokens before each turn; none before the first, which
+        follows the prompt.
+        """
+        trajectories = self._source("turn_contexts").trajectories
+        return [[turn.context.tolist() for turn in one.turns] for one in trajectories]
+
+    @property
     def turn_rewards(self) -> list[tuple[float, ...]]:
         """[G][turns] the reward of each turn; empty tuples where the whole is judged."""
         return [member.score.turn_rewards for member in self._source("turn_rewards").members]

@@ -13,7 +13,7 @@ from retrain.types import Float32Array, Group, Row
 
 
 @dataclass(frozen=True)
-class Assigned:
+class CreditStages:
     """The stages of credit for one step of P groups, N completions and n tokens, as flat arrays."""
 
     episode: Float64Array
@@ -87,7 +87,7 @@ class CreditStatistics:
 
     @classmethod
     def of(
-        cls, tokens: StepTokens, assigned: Assigned, groups: Sequence[GroupCredit]
+        cls, tokens: StepTokens, assigned: CreditStages, groups: Sequence[GroupCredit]
     ) -> "CreditStatistics":
         planning, execution = tokens.planning, ~tokens.planning
         surprisals = surprisal(tokens.logprobs)
@@ -126,7 +126,7 @@ class Credit:
     sources: Sequence[Group]
     """The judged groups that credit was assigned to."""
     tokens: StepTokens
-    assigned: Assigned
+    assigned: CreditStages
     groups: list[GroupCredit]
     statistics: CreditStatistics
     exec_uncertainty: Float64Array
@@ -138,7 +138,7 @@ class Credit:
         cls,
         sources: Sequence[Group],
         tokens: StepTokens,
-        assigned: Assigned,
+        assigned: CreditStages,
         exec_uncertainty: Float64Array,
     ) -> "Credit":
         """Return the credit of each group, and the statistics over all of them."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from retrain.advantages.algorithms import AlgorithmContext, no_reference, recipe_of
-from retrain.advantages.credit import Assigned, Credit
+from retrain.advantages.credit import Credit, CreditStages
 from retrain.advantages.planning import Encoder, RegexDetector, SemanticDetector
 from retrain.advantages.resolve import (
     ADVANTAGE,
@@ -226,51 +226,46 @@ class CreditPipeline:
             assigned = self.compute(tokens, step, sepa_lambda)
         except ValueError as error:
             raise RunFailed(f"Credit assignment of step {step}: {error}.") from error
-        uncertainty = assigned.uncertainty if self.uses_sepa_controller else None
-        return Credit.of(
-            groups,
-            tokens,
-            assigned,
-            np.zeros(0) if uncertainty is None else uncertainty[~tokens.planning],
-        )
+        execution = np.zeros(0)  # what SEPA's controller learns from
+        if assigned.uncertainty is not None and self.uses_sepa_controller:
+            execution = assigned.uncertainty[~tokens.planning]
+        return Credit.of(groups, tokens, assigned, execution)
 
-    def compute(self, tokens: StepTokens, step: int, sepa_lambda: float) -> Assigned:
+    def compute(self, tokens: StepTokens, step: int, sepa_lambda: float) -> CreditStages:
         """Compute all stages over flat arrays. Raises ValueError naming group, completion and
         position, or RunFailed from a plugin.
         """
-        if self._uncertainty is None:
-            uncertainty = None
-        else:
+        uncertainty = None
+        if self._uncertainty is not None:
             uncertainty = capped(self._uncertainty(tokens, step))
         at = _Step(tokens, step, sepa_lambda if self.uses_sepa_controller else 0.0, uncertainty)
-        episode, stages = (
-            self._composed_stages(at) if self._algorithm is None else self._algorithm_stages(at)
-        )
+        if self._algorithm is None:
+            episode, stages = self._composed_stages(at)
+        else:
+            episode, stages = self._algorithm_stages(at)
         final = _last(stages)
-        informative = np.zeros(
-            len(tokens.rewards), dtype=np.bool_
-        )  # [P] True if some token of the group has an advantage
-        np.logical_or.at(
-            informative, tokens.group_of, tokens.segments.maxima(np.abs(final)) > UNINFORMATIVE
-        )
+        # [P] True if some token of the group has an advantage, before the top-rho mask.
+        informative = np.zeros(len(tokens.rewards), dtype=np.bool_)
+        has_any = tokens.segments.maxima(np.abs(final)) > UNINFORMATIVE
+        np.logical_or.at(informative, tokens.group_of, has_any)
         with_policy = informative[tokens.group_of] & tokens.in_loss
         completions = np.repeat(np.arange(len(tokens.segments)), tokens.segments.lengths)
         counts = with_policy[completions]
-        kept_fraction, tau = None, None
+        kept_fraction = tau = None
         if self.config.algorithm.surprisal_mask_rho > 0 and uncertainty is not None:
             keep, tau = self._mask(tokens, uncertainty, with_policy)
             stages["surprisal_mask"] = final = np.where(keep, final, 0.0)
             kept = keep & counts
-            kept_fraction = None
             if counts.any():
                 kept_fraction = float(kept.sum() / counts.sum())
-            counts = kept if self.config.algorithm.surprisal_mask_denominator == "kept" else counts
+            if self.config.algorithm.surprisal_mask_denominator == "kept":
+                counts = kept
         for token in np.flatnonzero(~np.isfinite(final)):
             raise ValueError(
                 f"{tokens.token_place(int(token))}: the advantage is {final[token]}, it must be a"
                 " finite number"
             )
-        return Assigned(
+        return CreditStages(
             episode,
             stages,
             uncertainty,
@@ -303,9 +298,8 @@ class CreditPipeline:
             stages["transform"] = self._by_context(at, episode, self._transform.function)
             return episode, stages
         if self.spec.use_gtpo and at.uncertainty is not None:
-            stages["gtpo"] = stages["episode"] * self._weights(
-                at.tokens, self._entropy_transform(at, at.uncertainty), episode
-            )
+            changed = self._entropy_transform(at, at.uncertainty)
+            stages["gtpo"] = stages["episode"] * self._weights(at.tokens, changed, episode)
         if self.spec.apply_hicra:
             stages["hicra"] = hicra(_last(stages), at.tokens.planning, self.config.hicra.alpha)
         if self.spec.distils:
@@ -316,10 +310,8 @@ class CreditPipeline:
             so_far = at.tokens.nested(_last(stages))  # [P][G][T]
 
             def post_process(context: TransformContext) -> Sequence[Sequence[float]]:
-                with user_code(
-                    f'post_process of transform "{self.spec.name}" on group {context.group}',
-                    RunFailed,
-                ):
+                where = f'post_process of transform "{self.spec.name}" on group {context.group}'
+                with user_code(where, RunFailed):
                     return own(so_far[context.group], context)
 
             stages["post_process"] = self._by_context(at, episode, post_process)
@@ -330,7 +322,7 @@ class CreditPipeline:
         completion's tokens.
         """
         assert self._algorithm is not None and at.uncertainty is not None
-        tokens = at.tokens
+        tokens, params = at.tokens, dict(self.config.algorithm.params)
         context = AlgorithmContext(
             rewards=[list(rewards) for rewards in tokens.rewards],
             logprobs=tokens.nested(tokens.logprobs),
@@ -340,10 +332,8 @@ class CreditPipeline:
             step=at.number,
             gtpo_beta=self.config.gtpo.beta,
             hicra_alpha=self.config.hicra.alpha,
-            params=dict(self.config.algorithm.params),
-            groups=tokens.contexts(
-                at.number, dict(self.config.algorithm.params), self.config.training.max_tokens
-            ),
+            params=params,
+            groups=tokens.contexts(at.number, dict(params), self.config.training.max_tokens),
             reference=lambda: tokens.nested_reference,
         )
         advantages = step_tokens(
@@ -405,16 +395,10 @@ class CreditPipeline:
         """Return the token advantages [n] that a plugin computes group by group."""
         assert at.uncertainty is not None
         tokens = at.tokens
-        logprobs, entropies, masks = (
-            tokens.nested(tokens.logprobs),
-            tokens.nested(at.uncertainty),
-            tokens.nested_masks(),
-        )
-        advantages = tokens.by_group(episode.tolist())
+        logprobs, entropies = tokens.nested(tokens.logprobs), tokens.nested(at.uncertainty)
+        masks, advantages = tokens.nested_masks(), tokens.by_group(episode.tolist())
         rows: list[Float64Array] = []
-        for group, (rewards, counts) in enumerate(
-            zip(tokens.rewards, tokens.token_counts, strict=True)
-        ):
+        for group, rewards in enumerate(tokens.rewards):
             context = TransformContext(
                 rewards=list(rewards),
                 advantages=advantages[group],
@@ -429,11 +413,8 @@ class CreditPipeline:
                 params=dict(self._transform.params),
                 reference=partial(tokens.reference_of, group),
             )
-            rows.extend(
-                token_lists(
-                    function(context), counts, f'group {group}: transform "{self.spec.name}"'
-                )
-            )
+            place = f'group {group}: transform "{self.spec.name}"'
+            rows += token_lists(function(context), tokens.token_counts[group], place)
         return flatten(rows)
 
     def _mask(
@@ -450,15 +431,11 @@ class CreditPipeline:
             "completion": (completions, len(segments)),
         }
         pool, count = pools[algorithm.surprisal_mask_scope]
-        result = top_rho(
-            uncertainty,
-            np.where(with_policy[completions], pool, -1),
-            count,
-            algorithm.surprisal_mask_rho,
-        )
-        return result.keep, (
-            result.thresholds[0] if algorithm.surprisal_mask_scope == "batch" else None
-        )
+        pool = np.where(with_policy[completions], pool, -1)
+        result = top_rho(uncertainty, pool, count, algorithm.surprisal_mask_rho)
+        if algorithm.surprisal_mask_scope == "batch":
+            return result.keep, result.thresholds[0]
+        return result.keep, None
 
 
 def _detector(

@@ -11,16 +11,15 @@ from typing import Any
 
 from retrain.analysis.integrity import repeated_numbers
 from retrain.analysis.measures import Metric, trained_on_chance
-from retrain.analysis.runs import StoredRun, seeds_words
+from retrain.analysis.runs import Pair, RunsBySeed, StoredRun, seeds_words
 from retrain.config.keys import all_keys
 from retrain.config.names import source_task
 from retrain.config.schema import Evaluation, Training
 from retrain.errors import ConfigurationError
+from retrain.system import Json
 
 # -- are two runs alike ----------------------------------------------------------------------------
 
-
-Pair = tuple[StoredRun, StoredRun]
 
 _PROMPT_KEYS = ("training.batch_size", "training.max_examples", "model.model")
 _RECORDED = {
@@ -33,6 +32,7 @@ _RECORDED = {
     "device_name": "device",
     "git": "code revision",
     "data_sha256": "training data",
+    "model_sha256": "files of the model",
     "engine": "engine",
     "backend": "backend",
 }
@@ -40,9 +40,9 @@ _RECORDED = {
 
 
 @dataclass(frozen=True)
-class Shared:
-    """How many of the pairs saw the same prompts, how many also drew the same sampling noise, and
-    what else differed.
+class Overlap:
+    """What the two runs of a pair share: how many pairs saw the same prompts, how many also drew
+    the same sampling noise, and what else differed.
     """
 
     pairs: int
@@ -51,7 +51,7 @@ class Shared:
     samplers: tuple[str, ...]
     """Samplers that chose the prompts of some run by what its rewards showed."""
     unrecorded: int
-    """Pairs of which a run did not record its data, so that nobody knows."""
+    """Pairs in which a run did not record its data, so the prompts are not known."""
     differing_keys: tuple[str, ...]
     """Keys that change the training and differ between the runs of some pair."""
     environment: tuple[str, ...]
@@ -63,7 +63,7 @@ class Shared:
         return self.prompts == self.pairs > 0 and not self.differing_keys and not self.environment
 
     @classmethod
-    def of(cls, pairs: Sequence[Pair]) -> "Shared":
+    def of(cls, pairs: Sequence[Pair]) -> "Overlap":
         prompts = [_same_prompts(one, other) for one, other in pairs]
         noise = [
             same and one.has_counter_noise and other.has_counter_noise
@@ -124,7 +124,7 @@ def differing_keys(pairs: Sequence[Pair]) -> list[str]:
     ]
 
 
-def mixed_values(runs: Mapping[int, StoredRun], value: Callable[[StoredRun], Any]) -> str:
+def mixed_values(runs: RunsBySeed, value: Callable[[StoredRun], Any]) -> str:
     """The seeds that differ in a value, such as "seeds 1 to 4 and 5 to 8"; "" if all are alike."""
     groups: dict[str, list[int]] = {}
     for seed in sorted(runs):
@@ -136,10 +136,13 @@ def mixed_values(runs: Mapping[int, StoredRun], value: Callable[[StoredRun], Any
     )
 
 
-def mixed_code(label: str, runs: Mapping[int, StoredRun]) -> Iterator[str]:
-    """A sentence for each part of the code, as environment.json records it, in which the runs of
-    one arm differ.
+def mixed_code(label: str, runs: RunsBySeed) -> Iterator[str]:
+    """A sentence for each part of the code, and one for the model, in which the runs of one arm
+    differ by their environment.json.
     """
+    recorded = {seed: run for seed, run in runs.items() if run.environment.get("model_sha256")}
+    if seeds := mixed_values(recorded, lambda run: run.environment["model_sha256"]):
+        yield f"{label} started from different files of the model: {seeds} differ."
     seeds = mixed_values(runs, lambda run: run.code.revision)
     if seeds:
         yield f"{label} ran on different revisions of retrain: {seeds} differ."
@@ -155,7 +158,7 @@ def differing_environment(one: StoredRun, other: StoredRun) -> Iterator[str]:
     ours, theirs = one.environment, other.environment
     for name, words in _RECORDED.items():
         if ours.get(name) != theirs.get(name):
-            is_short = name != "data_sha256" and not any(
+            is_short = not name.endswith("sha256") and not any(
                 isinstance(recorded.get(name), dict) for recorded in (ours, theirs)
             )
             yield (
@@ -174,7 +177,7 @@ def differing_environment(one: StoredRun, other: StoredRun) -> Iterator[str]:
             yield f"{name} ({_shown(ours.get(name))}, {_shown(theirs.get(name))})"
 
 
-def _packages(environment: dict[str, Any]) -> dict[str, Any]:
+def _packages(environment: Json) -> Json:
     packages = environment.get("packages")
     return packages if isinstance(packages, dict) else {}
 
@@ -195,7 +198,7 @@ class Arm:
     label: str
     values: Mapping[int, float]
     """Seed -> the metric."""
-    runs: Mapping[int, StoredRun]
+    runs: RunsBySeed
     failed: frozenset[int] = frozenset()
     """Seeds whose runs failed."""
     left_out: tuple[str, ...] = ()
@@ -278,7 +281,7 @@ def group_by_condition(
 
 def arm_of(
     label: str,
-    runs: Mapping[int, StoredRun],
+    runs: RunsBySeed,
     metric: Metric,
     failed: Iterable[int] = (),
 ) -> Arm:
@@ -294,7 +297,7 @@ def arm_of(
     )
 
 
-def control_label(conditions: Mapping[str, Mapping[int, StoredRun]], place: Path) -> str:
+def control_label(conditions: Mapping[str, RunsBySeed], place: Path) -> str:
     """The condition trained on random rewards. Raises ConfigurationError unless there is exactly
     one.
     """
@@ -318,7 +321,7 @@ def control_label(conditions: Mapping[str, Mapping[int, StoredRun]], place: Path
 
 
 def judged_by(
-    label: str, runs: Mapping[int, StoredRun], metric: Metric, judge: str
+    label: str, runs: RunsBySeed, metric: Metric, judge: str
 ) -> tuple[dict[int, StoredRun], list[str]]:
     """The runs whose metric `judge` decides, and a sentence for each other judge."""
     alike = {seed: run for seed, run in runs.items() if metric.judge(run) == judge}
@@ -363,13 +366,13 @@ def _words_of(evaluation: Evaluation, training: Training) -> str:
 
 
 def evaluated_alike(
-    label: str, runs: Mapping[int, StoredRun], way: str, *, insist: bool
+    label: str, runs: RunsBySeed, way: str, *, insist: bool
 ) -> tuple[dict[int, StoredRun], list[str]]:
     """The runs evaluated in this way, with `insist` all of them, and a sentence for each other
     way.
     """
     end = (
-        "their difference contains that of the evaluations."
+        "the difference between them includes the difference in evaluation."
         if insist
         else "they are not compared. Name --metric pass@1 to compare them all the same."
     )
@@ -382,7 +385,7 @@ def evaluated_alike(
 
 
 def _seeds_by(
-    runs: Mapping[int, StoredRun], words: Callable[[StoredRun], str], expected: str
+    runs: RunsBySeed, words: Callable[[StoredRun], str], expected: str
 ) -> dict[str, list[int]]:
     """Groups the seeds by the description that `words` gives their run, and leaves out the group
     whose description is `expected`.
@@ -394,13 +397,13 @@ def _seeds_by(
     return seeds
 
 
-def _which(seeds: list[int], runs: Mapping[int, StoredRun]) -> str:
+def _which(seeds: list[int], runs: RunsBySeed) -> str:
     if len(seeds) == len(runs):
         return ""
     return f" (seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))})"
 
 
-def check_one_condition(label: str, runs: Mapping[int, StoredRun]) -> None:
+def check_one_condition(label: str, runs: RunsBySeed) -> None:
     """Raises ConfigurationError if the runs of an arm were trained with different values of a key
     that no resume may change.
     """
@@ -411,7 +414,7 @@ def check_one_condition(label: str, runs: Mapping[int, StoredRun]) -> None:
         )
 
 
-def mixed_keys(runs: Mapping[int, StoredRun], *, fixed: bool) -> Iterator[tuple[str, str]]:
+def mixed_keys(runs: RunsBySeed, *, fixed: bool) -> Iterator[tuple[str, str]]:
     """Each key that changes the training and differs within an arm, with the seeds; `fixed` are
     those that may not change at a resume.
     """

@@ -14,7 +14,7 @@ from typing import Literal, cast
 import numpy as np
 
 from retrain.analysis.arms import RunsByCondition
-from retrain.analysis.held_out import Answers, Unjudged
+from retrain.analysis.held_out import Answers, UnjudgedRule
 from retrain.analysis.measures import Metric
 from retrain.analysis.runs import StoredRun
 from retrain.analysis.statistics import Floats
@@ -58,7 +58,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Between(Answers):
+class InterpolatedAnswers(Answers):
     """Answers at a budget between two evaluations of one run. Their counts come from the nearer
     evaluation.
     """
@@ -68,7 +68,7 @@ class Between(Answers):
     weight: float
     """Weight of `after`, from 0 to 1."""
 
-    def rates(self, k: int = 1, unjudged: Unjudged = Unjudged.NOTHING) -> Floats:
+    def rates(self, k: int = 1, unjudged: UnjudgedRule = UnjudgedRule.NOTHING) -> Floats:
         """Return [problems] rates, the weighted mean of both evaluations."""
         rates = (one.rates(k, unjudged) for one in (self.before, self.after))
         first, second = rates
@@ -138,7 +138,7 @@ class RunAtBudget(StoredRun):
         weight = (size - earlier) / (cost - earlier)
         nearer = after if weight > 0.5 else before
         counts = (nearer.right, nearer.judged, nearer.unjudged)
-        return Between(after.ids, *counts, before, after, weight)
+        return InterpolatedAnswers(after.ids, *counts, before, after, weight)
 
     def curve(self, name: str) -> Floats:
         points = super().curve(name)

@@ -15,8 +15,8 @@ import numpy as np
 from retrain.analysis import statistics
 from retrain.analysis.arms import (
     Arm,
+    Overlap,
     RunsByCondition,
-    Shared,
     control_label,
     evaluated_as,
     group_by_condition,
@@ -45,10 +45,10 @@ from retrain.analysis.pairs import (
     pair_up,
 )
 from retrain.analysis.planned import Absences, CampaignRecord, Look, planned_line
-from retrain.analysis.robust import Robust, second_line, with_collapsed_failed
+from retrain.analysis.robust import SecondLine, second_line, with_collapsed_failed
 from retrain.analysis.runs import MANIFEST, StoredRun, campaign_runs
 from retrain.analysis.selection import PairOfLabels, Request, Selection, select, worst_value
-from retrain.analysis.statistics import TwoWay
+from retrain.analysis.statistics import Differences, TwoWay
 from retrain.analysis.verdict import Conclusion, TestSettings, Verdict, conclude
 from retrain.errors import ConfigurationError
 from retrain.records.terminal import counted
@@ -183,7 +183,7 @@ class Contrast:
 
     condition: str
     baseline: str
-    differences: Mapping[int, float]
+    differences: Differences
     """Seed -> difference."""
     conclusion: Conclusion
     at_worst: Conclusion | None
@@ -197,8 +197,8 @@ class Contrast:
     losses: Losses | None
     tasks: TaskContrast | None
     """None unless the held-out problems come from several tasks."""
-    shared: Shared
-    robust: Robust | None
+    shared: Overlap
+    robust: SecondLine | None
     """The verdict's second line; None without a verdict, and for a metric that has no worst end at
     0."""
     same_runs: int
@@ -431,7 +431,7 @@ def _contrasts(
         arms = [(pairs.candidate, pairs.baseline) for pairs in family]
         at_worst = _concluded_at_worst(arms, metric, test, worst, record)
     # a rate's worst end is 0, where a collapsed run counts as a failed one
-    robust: Sequence[Robust | None] = [None] * len(family)
+    robust: Sequence[SecondLine | None] = [None] * len(family)
     if worst == 0 and any(conclusion.verdict in _CLAIMS for conclusion in conclusions):
         robust = _second_lines(selection, conclusions, record)
     rows = zip(family, conclusions, at_worst, robust, strict=True)
@@ -440,7 +440,7 @@ def _contrasts(
 
 def _second_lines(
     selection: Selection, conclusions: Sequence[Conclusion], record: CampaignRecord | None
-) -> list[Robust | None]:
+) -> list[SecondLine | None]:
     """For each claim, whether it holds with failed and collapsed runs at 0."""
     fallen = [
         (with_collapsed_failed(pairs.candidate), with_collapsed_failed(pairs.baseline))
@@ -457,7 +457,7 @@ def _contrast(
     pairs: Pairs,
     conclusion: Conclusion,
     at_worst: Conclusion | None,
-    robust: Robust | None,
+    robust: SecondLine | None,
     metric: Metric,
     test: TestSettings,
     *,
@@ -476,7 +476,7 @@ def _contrast(
         pairing=pairs.pairing(),
         losses=losses,
         tasks=contrast_tasks(pairs.runs, confidence) if by_task else None,
-        shared=Shared.of(pairs.runs),
+        shared=Overlap.of(pairs.runs),
         robust=robust,
         same_runs=are_the_same(pairs.runs),
     )

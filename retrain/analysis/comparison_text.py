@@ -8,7 +8,6 @@ verdicts, and how it was computed.
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from retrain.analysis.compare import ArmSummary, Comparison, Contrast
 from retrain.analysis.explanation import (
@@ -23,6 +22,7 @@ from retrain.analysis.headline import answer, name_of, p_words
 from retrain.analysis.measures import Metric, difference_words, interval_words, size_words
 from retrain.analysis.pairs import PROFILE_THRESHOLDS, TaskAggregate
 from retrain.records.terminal import GAP, filled_columns, markdown_lines, picked, table_lines
+from retrain.system import Json
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 """(head, rows)"""
@@ -248,7 +248,7 @@ def _mean_words(arm: ArmSummary, metric: Metric) -> str:
 def ranked(comparison: Comparison) -> list[ArmSummary]:
     """The conditions of a grid from the best mean to the worst; empty without a grid."""
     measured = [arm for arm in comparison.arms if arm.mean is not None and comparison.grid]
-    lower = comparison.test.lower_is_better or comparison.metric.better == "lower"
+    lower = comparison.test.direction(comparison.metric.better) == "lower"
     return sorted(measured, key=lambda arm: arm.mean or 0.0, reverse=not lower)
 
 
@@ -266,8 +266,8 @@ def ranking(comparison: Comparison) -> Iterator[str]:
         other = order[1].label
     yield f"{', '.join(places)}."
     yield (
-        f"This is a selection, not a test: the best of {len(order)} means is partly luck, so its"
-        f" own mean flatters it. Confirm {best} against {other} as the two"
+        f"This is a selection, not a test: the best of {len(order)} means is partly chance, so its"
+        f" own mean is biased upwards. Confirm {best} against {other} as the two"
         " [[campaign.conditions]] of a new campaign, on seeds that this one did not use."
     )
 
@@ -358,7 +358,7 @@ def task_table(comparison: Comparison) -> Table:
 # -- as data ---------------------------------------------------------------------------------------
 
 
-def to_json(comparison: Comparison) -> dict[str, Any]:
+def to_json(comparison: Comparison) -> Json:
     """The comparison as JSON values, differences and means in the metric's own units; what does not
     exist is null.
     """
@@ -370,7 +370,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
         "answer": answer(comparison),
         "metric": comparison.metric.name,
         "metric_description": comparison.metric.description,
-        "better": "lower" if test.lower_is_better else comparison.metric.better,
+        "better": test.direction(comparison.metric.better),
         "judge": comparison.judge or None,
         "evaluated": comparison.evaluated or None,
         "problems": comparison.problems or None,
@@ -398,7 +398,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _contrast_json(contrast: Contrast, comparison: Comparison) -> dict[str, Any]:
+def _contrast_json(contrast: Contrast, comparison: Comparison) -> Json:
     found, shared, alpha = contrast.conclusion, contrast.shared, comparison.test.alpha
     return {
         "condition": contrast.condition,
@@ -440,7 +440,7 @@ def _contrast_json(contrast: Contrast, comparison: Comparison) -> dict[str, Any]
     }
 
 
-def _tasks_json(tasks: TaskAggregate | None) -> dict[str, Any] | None:
+def _tasks_json(tasks: TaskAggregate | None) -> Json | None:
     if tasks is None:
         return None
     profile = dict(

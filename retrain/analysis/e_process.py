@@ -1,7 +1,7 @@
 """Evidence that may be looked at after every seed: an e-process for paired differences, its
 correction over a family, and the confidence sequence that it gives.
 
-The null hypothesis is that of the exact sign-flip test: given the sizes |d_s| of the differences so
+The null hypothesis is the exact sign-flip test's: given the sizes |d_s| of the differences so
 far and the past, the sign of each difference is as likely to be + as -. A bet multiplies its
 capital by 1 + sign(d_s) * b_s, where |b_s| <= 1 depends only on the sizes up to and with seed s.
 Under the null hypothesis the expected factor is 1, so the capital is a nonnegative martingale that
@@ -13,12 +13,12 @@ Sources: Vovk and Wang, arXiv 2208.08925 (nonparametric e-tests: Fisher, sign an
 1939; Vovk and Wang 2021, Annals of Statistics 49 (closed testing with means of e-values).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from retrain.analysis.statistics import Floats, numbers
+from retrain.analysis.statistics import Differences, Floats, Interval, Numbers, numbers
 
 _STRENGTHS = (1.5, 3.0)
 """Multiples of the size in b = tanh(strength * size). tanh(c |d|) is the likelihood ratio's bet for
@@ -103,7 +103,7 @@ def adjust(capitals: Floats) -> Floats:
     return largest
 
 
-def evidence(family: Sequence[Mapping[int, float]], looks: int) -> list[float]:
+def evidence(family: Sequence[Differences], looks: int) -> list[float]:
     """The evidence for each contrast after so many looks; a contrast maps the number of a look,
     from 0, to its difference there.
 
@@ -132,9 +132,7 @@ _REACH, _POINTS = 5.0, 1201
 it."""
 
 
-def confidence_sequence(
-    differences: Sequence[float] | Floats, confidence: float = 0.95
-) -> tuple[float, float] | None:
+def confidence_sequence(differences: Numbers, confidence: float = 0.95) -> Interval | None:
     """The interval after one or more differences, in the order of the looks; None while it is not
     bounded, as below six seeds at 95%.
 

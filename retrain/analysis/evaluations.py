@@ -8,7 +8,6 @@ differ by more than the interval says. Source: Miller 2024, arXiv 2411.00640.
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,12 +16,14 @@ from retrain.analysis.arms import evaluation_words
 from retrain.analysis.headline import p_words
 from retrain.analysis.held_out import AnswerDifference, Answers
 from retrain.analysis.measures import Metric, difference_words, interval_words
+from retrain.analysis.statistics import Interval
 from retrain.config import TrainConfig, load_stored
 from retrain.config.judging import judge_words, judging_rewards
 from retrain.errors import ConfigurationError
 from retrain.records.entries import EvaluationRecord
 from retrain.records.evaluation import EvaluationFolder
 from retrain.records.terminal import counted
+from retrain.system import Json
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,11 @@ class ProblemPairs:
     """ "" for all of them."""
     problems: int
     mean: float
-    interval: tuple[float, float]
+    interval: Interval
     """Student's, over the problems."""
     p: float
     """Sign flips of whole problems."""
-    bounds: tuple[float, float] | None
+    bounds: Interval | None
     """With every unjudged answer counted against the candidate, and for it; None where all were
     judged."""
 
@@ -190,11 +191,11 @@ def evaluation_lines(comparison: EvaluationComparison) -> Iterator[str]:
             " possible."
         )
     yield (
-        "Paired by problem. This is about these two sets of weights: whether what trained them"
-        " differs takes several seeds of both."
+        "Paired by problem. This compares two sets of weights; to compare how they were trained"
+        " takes several seeds of each."
     )
 
 
-def evaluation_json(comparison: EvaluationComparison) -> dict[str, Any]:
+def evaluation_json(comparison: EvaluationComparison) -> Json:
     content = asdict(comparison)
     return content | {"metric": comparison.metric.name, "differs": comparison.differs}

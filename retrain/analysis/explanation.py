@@ -9,7 +9,7 @@ from retrain.analysis.compare import Comparison, Contrast
 from retrain.analysis.headline import p_words, same_runs_words
 from retrain.analysis.measures import difference_words, interval_words, size_words
 from retrain.analysis.pairs import outlying_seeds
-from retrain.analysis.robust import Robust
+from retrain.analysis.robust import SecondLine
 from retrain.analysis.runs import seeds_words
 from retrain.analysis.verdict import FEW_PROBLEMS, Verdict
 from retrain.records.terminal import counted
@@ -33,10 +33,9 @@ def explanation(contrast: Contrast, comparison: Comparison) -> str:
             f"equivalent within {size_words(test.margin, metric)}: {shown}, adjusted p"
             f" {p_words(found.equivalence_p_adjusted)} (TOST)."
         )
+    within = ""
     if found.within_margin:
         within = f", but within the margin of {size_words(test.margin, metric)}"
-    else:
-        within = ""
     return f"{found.verdict}{within}: {shown}, adjusted p {p_words(found.p_adjusted)}."
 
 
@@ -157,7 +156,7 @@ def _about_failures(contrast: Contrast, comparison: Comparison) -> Iterator[str]
         )
 
 
-def _second_line(contrast: Contrast, robust: Robust) -> str:
+def _second_line(contrast: Contrast, robust: SecondLine) -> str:
     """Whether the verdict stands with failed and collapsed runs at their worst, seen and unseen."""
     ahead = (
         contrast.condition
@@ -172,10 +171,9 @@ def _second_line(contrast: Contrast, robust: Robust) -> str:
     )
     if robust.stands:
         return f"{worst}: {contrast.conclusion.verdict}."
+    enough = ""
     if robust.pairs_needed:
         enough = f" {robust.pairs_needed} pairs without a collapse would rule out enough."
-    else:
-        enough = ""
     return f"{worst}: undecided.{enough}"
 
 
@@ -199,7 +197,7 @@ def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
     unseen = 1 - 0.05 ** (
         1 / found.pairs
     )  # the fraction of runs in which an event may happen that no pair has shown
-    better = "lower" if comparison.test.lower_is_better else metric.better
+    better = comparison.test.direction(metric.better)
     mean = next((arm.mean for arm in comparison.arms if arm.label == contrast.condition), None)
     if (
         found.verdict is Verdict.IMPROVEMENT
@@ -310,7 +308,7 @@ def computed(comparison: Comparison) -> Iterator[str]:
     metric, test = comparison.metric, comparison.test
     judge = f", judged by {comparison.judge}" if comparison.judge else ""
     how = f", sampled at {comparison.evaluated}" if comparison.evaluated else ""
-    better = "lower" if test.lower_is_better else metric.better
+    better = test.direction(metric.better)
     direction = f"{better} is better" if better else "neither direction is better"
     yield (
         f"{metric.description[0].upper()}{metric.description[1:]}{judge}{how}; {direction}. The"

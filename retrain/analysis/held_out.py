@@ -21,7 +21,7 @@ from retrain.records.evaluation import pass_at_k
 Ints = npt.NDArray[np.int64]
 
 
-class Unjudged(Enum):
+class UnjudgedRule(Enum):
     """How to count an answer that could not be judged."""
 
     NOTHING = "nothing"
@@ -46,16 +46,13 @@ class Answers:
         ).reshape(-1, 3)
         return cls(tuple(item.example_id for item in ordered), *counts.T)
 
-    def rates(self, k: int = 1, unjudged: Unjudged = Unjudged.NOTHING) -> Floats:
+    def rates(self, k: int = 1, unjudged: UnjudgedRule = UnjudgedRule.NOTHING) -> Floats:
         """[problems] unbiased pass@k; NaN with fewer than k answers that count."""
-        if unjudged is Unjudged.NOTHING:
-            counts = self.judged
-        else:
-            counts = self.judged + self.unjudged
-        if unjudged is Unjudged.RIGHT:
-            right = self.right + self.unjudged
-        else:
-            right = self.right
+        right, counts = self.right, self.judged
+        if unjudged is not UnjudgedRule.NOTHING:
+            counts = counts + self.unjudged
+        if unjudged is UnjudgedRule.RIGHT:
+            right = right + self.unjudged
         if k == 1:
             rates: Floats = np.divide(
                 right, counts, out=np.full(len(counts), np.nan), where=counts > 0
@@ -68,6 +65,12 @@ class Answers:
             ],
             dtype=np.float64,
         )
+
+
+def mean_of_known(values: Floats) -> float:
+    """The mean of the values that are not NaN; NaN if there is none."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else float("nan")
 
 
 @dataclass(frozen=True)
@@ -86,23 +89,16 @@ class AnswerDifference:
     @property
     def mean(self) -> float:
         """The mean over the problems judged in both runs; NaN if there is none."""
-        known = self.by_problem[~np.isnan(self.by_problem)]
-        if len(known):
-            return float(known.mean())
-        return float("nan")
+        return mean_of_known(self.by_problem)
 
     @classmethod
     def between(cls, candidate: Answers, baseline: Answers, k: int) -> "AnswerDifference":
-        def mean(ours: Unjudged, theirs: Unjudged) -> float:
-            difference = candidate.rates(k, ours) - baseline.rates(k, theirs)
-            known = difference[~np.isnan(difference)]
-            if len(known):
-                return float(known.mean())
-            return float("nan")
+        def mean(ours: UnjudgedRule, theirs: UnjudgedRule) -> float:
+            return mean_of_known(candidate.rates(k, ours) - baseline.rates(k, theirs))
 
         return cls(
             by_problem=candidate.rates(k) - baseline.rates(k),
-            least=mean(Unjudged.WRONG, Unjudged.RIGHT),
-            most=mean(Unjudged.RIGHT, Unjudged.WRONG),
+            least=mean(UnjudgedRule.WRONG, UnjudgedRule.RIGHT),
+            most=mean(UnjudgedRule.RIGHT, UnjudgedRule.WRONG),
             unjudged=int(candidate.unjudged.sum() + baseline.unjudged.sum()),
         )

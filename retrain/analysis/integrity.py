@@ -15,6 +15,7 @@ from typing import Any
 
 from retrain.analysis.runs import (
     MANIFEST,
+    Pair,
     StoredRun,
     campaign_runs,
     is_campaign,
@@ -26,7 +27,7 @@ from retrain.config.names import by_path
 from retrain.config.schema import DEFAULT_CONDITIONS, Condition
 from retrain.config.sections import crossed, told_apart
 from retrain.records.redact import MASK
-from retrain.system import read_object
+from retrain.system import Json, read_object
 
 _MODES = ("advantage_mode", "transform_mode", "algorithm_mode")
 
@@ -96,7 +97,7 @@ def _not_as_planned(run: StoredRun, given: Mapping[str, Any]) -> str:
     return ""
 
 
-def planned_values(given: Mapping[str, Any], condition: str) -> dict[str, Any]:
+def planned_values(given: Mapping[str, Any], condition: str) -> Json:
     """Key -> value of the keys that a campaign's configuration gives to a condition and that no
     resume may change.
 
@@ -123,7 +124,7 @@ def _is_fixed(path: str) -> bool:
     return not (traits.may_change_at_resume or traits.own_to_a_run or traits.whole_campaign)
 
 
-def _condition(tables: Mapping[str, Any], label: str) -> dict[str, Any]:
+def _condition(tables: Mapping[str, Any], label: str) -> Json:
     """The keys of the campaign's condition of this label."""
     campaign = tables["campaign"]
     given = [
@@ -165,7 +166,7 @@ def repeated_numbers(runs: Iterable[StoredRun]) -> Iterator[list[StoredRun]]:
                 yield same
 
 
-def are_the_same(pairs: Sequence[tuple[StoredRun, StoredRun]]) -> int:
+def are_the_same(pairs: Sequence[Pair]) -> int:
     """How many pairs hold one run twice: equal numbers in every step and every evaluation, but for
     what the clock measured.
     """

@@ -10,8 +10,9 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from retrain.analysis.held_out import mean_of_known
 from retrain.analysis.runs import StoredRun
-from retrain.analysis.statistics import Floats
+from retrain.analysis.statistics import Floats, Interval
 from retrain.config.judging import judge_words, judging_rewards, training_rewards
 from retrain.errors import ConfigurationError
 from retrain.records.entries import Direction, StepRecord
@@ -123,11 +124,8 @@ def held_out(run: StoredRun, k: int) -> float | None:
     """
     if run.answers is None:
         return None
-    rates = run.answers.rates(k)
-    known = rates[~np.isnan(rates)]
-    if len(known):
-        return float(known.mean())
-    return None
+    mean = mean_of_known(run.answers.rates(k))
+    return None if np.isnan(mean) else mean
 
 
 def trained_on_chance(run: StoredRun) -> bool:
@@ -167,7 +165,7 @@ def size_words(value: float | None, metric: Metric) -> str:
     return f"{value:.4g}"
 
 
-def interval_words(interval: tuple[float, float] | None, metric: Metric) -> str:
+def interval_words(interval: Interval | None, metric: Metric) -> str:
     if interval is None:
         return ""
     low, high = interval

@@ -18,9 +18,9 @@ from retrain.analysis import statistics
 from retrain.analysis.arms import Arm
 from retrain.analysis.held_out import AnswerDifference
 from retrain.analysis.measures import Metric
-from retrain.analysis.runs import StoredRun
-from retrain.analysis.statistics import Floats, TwoWay, covaried_square, mean
-from retrain.analysis.verdict import FEW_PROBLEMS, Interval, Paired
+from retrain.analysis.runs import Pair, StoredRun
+from retrain.analysis.statistics import Differences, Floats, Interval, TwoWay, covaried_square, mean
+from retrain.analysis.verdict import FEW_PROBLEMS, PairedDifferences
 from retrain.records.entries import EvaluationRecord
 
 # -- tasks -----------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ class TaskAggregate:
     tasks: Mapping[str, float]
     """Task -> accuracy, averaged over the runs."""
     iqm: float
-    interval: tuple[float, float] | None
+    interval: Interval | None
     """The interval of the IQM, for new runs; None for a single run."""
     profile: Sequence[float]
     """Fraction of the runs x tasks scores above each of PROFILE_THRESHOLDS."""
@@ -50,7 +50,7 @@ class TaskContrast:
     """A candidate against the baseline on several tasks."""
 
     iqm_difference: float
-    interval: tuple[float, float]
+    interval: Interval
     probability_of_improvement: float
 
 
@@ -77,7 +77,7 @@ def iqm_rows(scores: Floats) -> Floats:
 
 def run_interval(
     scores: Floats, statistic: Statistic = iqm_rows, confidence: float = 0.95
-) -> tuple[float, float]:
+) -> Interval:
     """The percentile interval of a statistic of [runs, ...] scores, two runs or more; a resample
     draws runs whole, for all tasks at once.
 
@@ -100,7 +100,7 @@ def run_interval(
 
 def iqm_difference_interval(
     candidate: Floats, baseline: Floats, confidence: float = 0.95
-) -> tuple[float, float]:
+) -> Interval:
     """The interval of iqm(candidate) - iqm(baseline), both [seeds, tasks]; a resample takes the
     same seeds of both arms.
     """
@@ -140,9 +140,7 @@ def aggregate_tasks(runs: Mapping[int, StoredRun], confidence: float) -> TaskAgg
     )
 
 
-def contrast_tasks(
-    pairs: Sequence[tuple[StoredRun, StoredRun]], confidence: float
-) -> TaskContrast | None:
+def contrast_tasks(pairs: Sequence[Pair], confidence: float) -> TaskContrast | None:
     """Compare two arms over their tasks. `pairs` are (candidate, baseline), two or more; None
     unless all runs share two tasks or more.
     """
@@ -201,12 +199,12 @@ class Pairing:
 
 @dataclass(frozen=True)
 class Losses:
-    """Seeds of which a run failed, and the exact test of whether one arm loses more runs."""
+    """Seeds with a failed run, and the exact test of whether one arm loses more runs."""
 
     candidate: int
     baseline: int
     p: float
-    """The two-sided p over the seeds of which only one run failed (McNemar's exact test)."""
+    """The two-sided p over the seeds with one failed run (McNemar's exact test)."""
 
 
 @dataclass(frozen=True)
@@ -215,18 +213,18 @@ class Pairs:
 
     candidate: Arm
     baseline: Arm
-    differences: Mapping[int, float]
-    least: Mapping[int, float] | None
+    differences: Differences
+    least: Differences | None
     """The differences with every unjudged answer counted against the candidate; None where all were
     judged."""
-    most: Mapping[int, float] | None
+    most: Differences | None
     by_problem: Floats | None
     """[pairs, problems]; None without held-out answers."""
     looks: Mapping[int, int] | None = None
     """Seed -> number of the look that took it, from 0; None where nothing was looked at."""
 
     @property
-    def runs(self) -> list[tuple[StoredRun, StoredRun]]:
+    def runs(self) -> list[Pair]:
         """(candidate, baseline) of the pairs whose runs both finished."""
         ours, theirs = self.candidate.runs, self.baseline.runs
         return [
@@ -242,7 +240,7 @@ class Pairs:
         order = [seed for seed in looks if seed in self.differences]
         places = [list(self.differences).index(seed) for seed in order]
 
-        def ordered(values: Mapping[int, float] | None) -> dict[int, float] | None:
+        def ordered(values: Differences | None) -> dict[int, float] | None:
             if values is None:
                 return None
             return {seed: values[seed] for seed in order}
@@ -256,7 +254,7 @@ class Pairs:
             looks=looks,
         )
 
-    def paired(self, alpha: float, family: int) -> Paired:
+    def paired(self, alpha: float, family: int) -> PairedDifferences:
         """The input of a verdict. The interval for new problems, where a verdict needs one, has
         Bonferroni's level over the family.
         """
@@ -264,14 +262,14 @@ class Pairs:
         few = self.by_problem is not None and self.by_problem.shape[1] < FEW_PROBLEMS
         least, most = (None if end is None else self._keyed(end) for end in (self.least, self.most))
         unbounded = (-np.inf, np.inf)  # one problem, or too few that were judged
-        return Paired(
+        return PairedDifferences(
             self._keyed(self.differences),
             least,
             most,
             (wide.interval if wide else unbounded) if few else None,
         )
 
-    def _keyed(self, values: Mapping[int, float]) -> Mapping[int, float]:
+    def _keyed(self, values: Differences) -> Differences:
         if self.looks is None:
             return values
         return {self.looks[seed]: value for seed, value in values.items()}
@@ -407,7 +405,7 @@ def _between(
     return AnswerDifference(by_problem, mean, mean, 0)
 
 
-def outlying_seeds(differences: Mapping[int, float]) -> Sequence[int]:
+def outlying_seeds(differences: Differences) -> Sequence[int]:
     """Seeds whose difference lies far from the others: a robust z score above 8, from five pairs
     on.
 

@@ -16,7 +16,7 @@ from retrain.records.checkpoint import FINAL, MANIFEST, CheckpointStore, step_fo
 from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.entries import MEASURED
 from retrain.records.jsonl import read_jsonl
-from retrain.system import read_object, toml_value
+from retrain.system import Json, read_object, toml_value
 
 if TYPE_CHECKING:
     from retrain.records.token_table import TokenTable
@@ -56,7 +56,7 @@ class Parting:
     """The differing columns of metrics.jsonl, or the differing problem of an evaluation."""
     token: TokenPlace | None = None
     drift: float | None = None
-    """Largest |difference| of the log-probs of equal tokens, in nats; None where unrecorded."""
+    """Largest |difference| of the log-probs of equal tokens, in nats; None if none are stored."""
 
 
 def parting(one: StoredRun, other: StoredRun, steps: range) -> Parting | None:
@@ -77,7 +77,7 @@ def parting(one: StoredRun, other: StoredRun, steps: range) -> Parting | None:
     return None
 
 
-def _rows(run: StoredRun, steps: range) -> dict[int, dict[str, Any]]:
+def _rows(run: StoredRun, steps: range) -> dict[int, Json]:
     """Map each step to its line of metrics.jsonl, without the fields that depend on the clock or
     the machine.
     """
@@ -89,9 +89,9 @@ def _rows(run: StoredRun, steps: range) -> dict[int, dict[str, Any]]:
     }
 
 
-def _evaluations(run: StoredRun) -> dict[int, dict[str, Any]]:
+def _evaluations(run: StoredRun) -> dict[int, Json]:
     """Steps completed -> problem -> its line of evaluation.jsonl."""
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[int, Json] = {}
     if run.folder.evaluation.is_file():
         for line in read_jsonl(run.folder.evaluation):
             found.setdefault(int(line["step"]), {})[line["example_id"]] = line
@@ -117,10 +117,9 @@ def _in_step(one: StoredRun, other: StoredRun, step: int, fields: tuple[str, ...
     ours, theirs = (read_tokens(path) for path in paths)
     if not _equal(ours, theirs, "prompt_offsets", "prompt_token_ids"):
         return Parting(step, "prompts", fields)
-    token = _first_token(ours, theirs)
+    token, drift = _first_token(ours, theirs)
     if token:
-        return Parting(step, "tokens", fields, token, token.drift)
-    drift = float(abs(ours.logprobs - theirs.logprobs).max(initial=0.0))
+        return Parting(step, "tokens", fields, token, drift)
     if not _equal(ours, theirs, "rewards"):
         return Parting(step, "rewards", fields, drift=drift)
     if drift:
@@ -163,8 +162,13 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one.shape == other.shape and one.tobytes() == other.tobytes())
 
 
-def _first_token(ours: "TokenTable", theirs: "TokenTable") -> TokenPlace | None:
-    drift = 0.0
+def _first_token(
+    ours: "TokenTable", theirs: "TokenTable"
+) -> tuple[TokenPlace | None, float | None]:
+    """The first differing token, and the largest |difference| of log-probs up to it and up to the
+    first of each later completion; None if no completion has an equal token.
+    """
+    place, drift, shared = None, 0.0, False
     one, other = _completions(ours), _completions(theirs)
     for slot, sample in sorted({*one, *other}):
         ids, logprobs = one.get((slot, sample), _ABSENT)
@@ -176,11 +180,13 @@ def _first_token(ours: "TokenTable", theirs: "TokenTable") -> TokenPlace | None:
         else:
             position = length
         before = abs(logprobs[:position] - other_logprobs[:position])
-        drift = max(drift, float(before.max(initial=0.0)))
-        if position < max(len(ids), len(other_ids)):
+        drift, shared = max(drift, float(before.max(initial=0.0))), shared or position > 0
+        if place is None and position < max(len(ids), len(other_ids)):
             tokens = _token_at(ids, position), _token_at(other_ids, position)
-            return TokenPlace(slot, sample, position, tokens, drift)
-    return None
+            place = TokenPlace(slot, sample, position, tokens, drift)
+    if not shared:
+        return place, None
+    return place, drift
 
 
 _ABSENT = (np.empty(0, np.int32), np.empty(0, np.float32))
@@ -225,11 +231,13 @@ def causes(one: StoredRun, other: StoredRun, found: Parting | None) -> Iterator[
             f"other weights: log-probs of equal tokens differ by up to {found.drift:.2g} nats"
             " (the model's or the first adapter's files)"
         )
-    elif found.drift:
-        yield (
-            f"rounding, or the last bits of a weight: log-probs of equal tokens differ by up to"
-            f" {found.drift:.2g} nats"
-        )
+    elif found.drift is not None:
+        equal = f"log-probs of equal tokens differ by up to {found.drift:.2g} nats"
+        if not found.drift:
+            equal = "tokens with equal log-probs come before the difference"
+        yield f"rounding, or the last bits of a weight: {equal}"
+    elif found.token:
+        yield "other weights, or another draw: the first token of every completion is another"
     else:
         yield "nothing that was recorded: store tokens of the step with [logging] tokens_every"
 
@@ -300,9 +308,9 @@ def _adapters(run: StoredRun) -> dict[int, Path]:
     return {step: path for step, path in files.items() if path.is_file()}
 
 
-def _answers(run: StoredRun, steps: range) -> dict[int, list[dict[str, Any]]]:
+def _answers(run: StoredRun, steps: range) -> dict[int, list[Json]]:
     """Step -> its lines of generations.jsonl."""
-    found: dict[int, list[dict[str, Any]]] = {}
+    found: dict[int, list[Json]] = {}
     if run.folder.generations.is_file():
         for line in read_jsonl(run.folder.generations):
             if line["step"] in steps:

@@ -29,7 +29,7 @@ from retrain.analysis.power import (
     seeds_needed,
     seeds_to_conclude,
 )
-from retrain.analysis.runs import StoredRun, find_runs
+from retrain.analysis.runs import Pair, StoredRun, find_runs
 from retrain.analysis.statistics import paired_differences, sample_sd
 from retrain.errors import ConfigurationError
 
@@ -307,8 +307,8 @@ def read_pilot(folder: Path, metric_name: str | None = None) -> Pilot:
 
 
 def _pilot_of_pairs(base: Arm, paired: Sequence[Arm], metric: Metric) -> Pilot:
-    """The differences of all contrasts pooled. They share the baseline's runs, so the degrees of
-    freedom are those of the longest contrast.
+    """The differences of all contrasts pooled. They share the baseline's runs, so the longest
+    contrast gives the degrees of freedom.
     """
     differences = {arm.label: paired_differences(arm.values, base.values) for arm in paired}
     sds = {label: sample_sd(list(by_seed.values())) for label, by_seed in differences.items()}
@@ -325,7 +325,7 @@ def _pilot_of_pairs(base: Arm, paired: Sequence[Arm], metric: Metric) -> Pilot:
     return Pilot(metric, sd, max(freedom), source, len(paired), held_out, sds, spread)
 
 
-def held_out_variances(pairs: Sequence[tuple[StoredRun, StoredRun]]) -> HeldOutVariances | None:
+def held_out_variances(pairs: Sequence[Pair]) -> HeldOutVariances | None:
     """The variances over problems and samples, averaged over pairs of runs; None if no pair shares
     two problems that were judged equally often.
     """

@@ -18,7 +18,7 @@ from retrain.analysis.runs import StoredRun, seeds_words
 from retrain.errors import RunFailed
 from retrain.records.entries import Direction
 from retrain.records.terminal import counted
-from retrain.system import read_object
+from retrain.system import Json, read_object
 
 if TYPE_CHECKING:
     from retrain.analysis.verdict import TestSettings
@@ -45,7 +45,7 @@ class AnalysisPlan:
     margin: float | None = None
     """Differences below this are equivalent; None: no verdict of equivalence is planned."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The plan with `sha256`, the hash of the rest."""
         content = asdict(self)
         return content | {"sha256": _sha256(content)}
@@ -78,7 +78,7 @@ class Look:
         """Raises KeyError for a look without its seed, evidence or decisions."""
         return cls(stored["seed"], stored["evidence"], stored["decided"], stored.get("missing", ()))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         return asdict(self)
 
 
@@ -107,11 +107,8 @@ class CampaignRecord:
         path = folder / "manifest.json"
         content = read_object(path)
         try:
-            stored = content.get("plan")
-            if stored is None:
-                plan = None
-            else:
-                plan = _plan(stored)
+            stored: Any = content.get("plan")
+            plan = None if stored is None else _plan(stored)
             looks = [Look.from_json(look) for look in content.get("looks") or []]
             seeds = [int(seed) for seed in content.get("seeds") or []]
             grid = [*content.get("config", {}).get("campaign", {}).get("grid", {})]
@@ -119,25 +116,15 @@ class CampaignRecord:
             raise RunFailed(
                 f"{path} has a plan or a look that cannot be read ({error}): the file was changed."
             ) from error
-        if stored is None:
-            removed = "looks" in content  # which came with the plan
-            return cls(
-                None,
-                edited=False,
-                looks=looks,
-                seeds=seeds,
-                max_steps=content.get("max_steps"),
-                removed=removed,
-                grid=grid,
-            )
-        sha256 = _sha256(stored)
+        sha256 = _sha256(stored) if plan else ""
         return cls(
             plan,
-            stored.get("sha256") != sha256,
-            looks,
-            seeds,
-            content.get("max_steps"),
-            sha256,
+            edited=plan is not None and stored.get("sha256") != sha256,
+            looks=looks,
+            seeds=seeds,
+            max_steps=content.get("max_steps"),
+            sha256=sha256,
+            removed=plan is None and "looks" in content,  # which came with the plan
             grid=grid,
         )
 
@@ -149,13 +136,8 @@ class CampaignRecord:
     @property
     def undecided(self) -> list[str]:
         """The plan's conditions without a verdict, the baseline left out."""
-        if self.plan:
-            return [
-                condition
-                for condition in self.plan.conditions
-                if self.decided_at(condition) is None
-            ]
-        return []
+        planned = self.plan.conditions if self.plan else ()
+        return [condition for condition in planned if self.decided_at(condition) is None]
 
     def decided_at(self, condition: str) -> int | None:
         """The number of looks after which the condition was decided; None while it is not."""
@@ -172,19 +154,16 @@ class CampaignRecord:
         """Seed -> number of the look, from 0, at which the e-process of a condition took the pair
         of that seed.
         """
-        taken: dict[int, int] = {}
-        for number, look in enumerate(self.looks[: self.decided_at(condition)]):
-            if condition not in look.missing:
-                taken.setdefault(look.seed, number)
-        return taken
+        return self.first_looks(condition, missing=False)
 
-    def first_looks(self, condition: str) -> dict[int, int]:
-        """Seed -> number of the first look at it, from 0, whether the condition's pair was there or
-        not.
+    def first_looks(self, condition: str, *, missing: bool = True) -> dict[int, int]:
+        """Seed -> number of the first look at it, from 0; with `missing` also where the condition's
+        pair was not there.
         """
         first: dict[int, int] = {}
         for number, look in enumerate(self.looks[: self.decided_at(condition)]):
-            first.setdefault(look.seed, number)
+            if missing or condition not in look.missing:
+                first.setdefault(look.seed, number)
         return first
 
     def was_looked_at(self, condition: str, seed: int) -> bool:
@@ -248,7 +227,7 @@ def _settings(
 ) -> Iterator[tuple[str, object, object]]:
     """Yield (name, value now, planned value) of each."""
     planned_rule = "evidence" if plan.rule == "evidence" else "maxt"
-    better = "lower" if test.lower_is_better else metric.better
+    better = test.direction(metric.better)
     yield "baseline", baseline, plan.baseline
     yield "metric", metric.name, plan.metric
     yield "direction", f"{better} is better", f"{plan.better} is better"
@@ -287,8 +266,8 @@ class Absences:
         not_counted: Collection[Path],
         not_listed: Sequence[str] = (),
     ) -> "Absences | None":
-        """`runs` are those of the manifest, `not_counted` the folders of those that are not what
-        was planned. None without a plan.
+        """`runs` are the manifest's, `not_counted` the folders of runs that are not what was
+        planned. None without a plan.
         """
         plan = record.plan
         if plan is None:
@@ -367,8 +346,8 @@ def planned_line(
 
 
 def not_looked_at(record: CampaignRecord, pairs: Mapping[str, Collection[int]]) -> Iterator[str]:
-    """A sentence for each condition of which a look went without a pair that is there now; `pairs`
-    are its seeds that are done.
+    """A sentence for each condition that has a pair now which a look went without; `pairs` are its
+    seeds that are done.
     """
     for condition, seeds in pairs.items():
         if record.decided_at(condition) is None:

@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from retrain.analysis.e_process import adjust, capital
-from retrain.analysis.statistics import Floats, max_t_rows, seeds_to_reach
+from retrain.analysis.statistics import Floats, Interval, max_t_rows, seeds_to_reach
 from retrain.records.terminal import counted
 
 Correction = Literal["maxt", "holm", "evidence"]
@@ -194,7 +194,7 @@ def normal_seeds(effect: float, sd: float, alpha: float = 0.05, power: float = 0
     return float(((ndtri(1 - alpha / 2) + ndtri(power)) * sd / effect) ** 2)
 
 
-def sd_interval(sd: float, freedom: int, confidence: float = 0.95) -> tuple[float, float]:
+def sd_interval(sd: float, freedom: int, confidence: float = 0.95) -> Interval:
     """The confidence interval of a normal population's standard deviation, estimated as `sd` with
     `freedom` >= 1 degrees of freedom.
     """

@@ -16,6 +16,7 @@ from math import ceil, log
 import numpy as np
 
 from retrain.analysis.arms import Arm
+from retrain.analysis.statistics import Differences
 from retrain.analysis.verdict import Conclusion, Verdict
 
 CONFIDENCE = 0.95
@@ -24,7 +25,7 @@ _COLLAPSED = 0.5
 
 
 @dataclass(frozen=True)
-class Robust:
+class SecondLine:
     """Whether a verdict stands on the second line."""
 
     stands: bool
@@ -58,7 +59,7 @@ def pairs_without_collapse(undoing: float) -> int | None:
     return None
 
 
-def collapsed_seeds(values: Mapping[int, float]) -> frozenset[int]:
+def collapsed_seeds(values: Differences) -> frozenset[int]:
     """The seeds of runs whose rate is below half of the median of their arm, from three runs on."""
     if len(values) < 3:
         return frozenset()
@@ -78,7 +79,9 @@ def with_collapsed_failed(arm: Arm) -> Arm:
     )
 
 
-def second_line(candidate: Arm, baseline: Arm, at_worst: Conclusion, verdict: Verdict) -> Robust:
+def second_line(
+    candidate: Arm, baseline: Arm, at_worst: Conclusion, verdict: Verdict
+) -> SecondLine:
     """Judge a verdict in a rate of right answers. The arms are `with_collapsed_failed`; `at_worst`
     is their conclusion.
     """
@@ -93,7 +96,7 @@ def second_line(candidate: Arm, baseline: Arm, at_worst: Conclusion, verdict: Ve
     needed = None
     if same_verdict and not stands and not seen:
         needed = pairs_without_collapse(undoing)
-    return Robust(
+    return SecondLine(
         stands,
         {arm.label: sorted(arm.failed) for arm in (candidate, baseline) if arm.failed},
         unseen,

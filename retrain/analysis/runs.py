@@ -29,7 +29,7 @@ from retrain.records.entries import MEASURED, EvaluationRecord, StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.jsonl import read_jsonl, read_jsonl_backwards
 from retrain.records.run_folder import RunFolder, Writer
-from retrain.system import is_path_text, read_object
+from retrain.system import Json, is_path_text, read_object
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -99,20 +99,16 @@ class StoredRun:
         return 0
 
     @cached_property
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Json:
         """The content of summary.json, which is written when a session ends without being killed;
         empty if there is none.
         """
-        if self.folder.summary.is_file():
-            return read_object(self.folder.summary)
-        return {}
+        return _object_or_empty(self.folder.summary)
 
     @cached_property
-    def environment(self) -> dict[str, Any]:
+    def environment(self) -> Json:
         """The content of environment.json; empty if there is none."""
-        if self.folder.environment.is_file():
-            return read_object(self.folder.environment)
-        return {}
+        return _object_or_empty(self.folder.environment)
 
     @property
     def code(self) -> Code:
@@ -315,13 +311,21 @@ class StoredRun:
         )
         return [StepRecord.from_json(line, self.folder.metrics) for line in recent]
 
-    def _backwards(self, path: Path) -> Iterator[dict[str, Any]]:
+    def _backwards(self, path: Path) -> Iterator[Json]:
         if path.is_file():
             return read_jsonl_backwards(path)
         return iter(())
 
 
-def _unmeasured(line: dict[str, Any]) -> str:
+def _object_or_empty(path: Path) -> Json:
+    return read_object(path) if path.is_file() else {}
+
+
+Pair = tuple[StoredRun, StoredRun]
+RunsBySeed = Mapping[int, StoredRun]
+
+
+def _unmeasured(line: Json) -> str:
     return json.dumps(
         {
             name: value
@@ -449,6 +453,12 @@ _SUSPECT = re.compile(rb"^[^{]|:\s*-?(?:NaN|Inf)", re.MULTILINE)
 and that Arrow would call missing."""
 
 
+def _raise_damage(path: Path) -> None:
+    """Raise the error that names the damaged line, or its step; return where none is damaged."""
+    for _ in StepRecord.read(path):
+        pass
+
+
 def read_metrics(path: Path, names: Collection[str] = _KINDS.keys()) -> Any:
     """Read fields of metrics.jsonl as an Arrow table, numbers as float64; empty if there is no
     file.
@@ -472,10 +482,7 @@ def read_metrics(path: Path, names: Collection[str] = _KINDS.keys()) -> Any:
     if not whole:
         return schema.empty_table()
     if _SUSPECT.search(whole) or whole.count(b"[") + whole.count(b"{") > 2 * whole.count(b"\n"):
-        for _ in StepRecord.read(
-            path
-        ):  # raises also for a null line and for deep nesting, which would crash Arrow
-            pass
+        _raise_damage(path)  # also a null line and deep nesting, which would crash Arrow
     parsing = arrow_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
     reading = arrow_json.ReadOptions(use_threads=False, block_size=len(whole))
     try:
@@ -483,14 +490,10 @@ def read_metrics(path: Path, names: Collection[str] = _KINDS.keys()) -> Any:
             pa.BufferReader(whole), parse_options=parsing, read_options=reading
         ).select(schema.names)
         if not _is_plausible(table):
-            for _ in StepRecord.read(
-                path
-            ):  # raises the error that names the damaged line, or its step
-                pass
+            _raise_damage(path)
         return table
     except pa.ArrowInvalid as error:
-        for _ in StepRecord.read(path):  # raises the error that names the damaged line, or its step
-            pass
+        _raise_damage(path)
         raise RunFailed(
             f"{path} has a value of the wrong type ({error}): the file was changed or the disk is"
             " damaged."
@@ -550,10 +553,7 @@ def load_runs(folder: str | Path) -> "pd.DataFrame":
         }
     except (ValueError, TypeError) as error:
         for run in runs:
-            for _ in StepRecord.read(
-                run.folder.metrics
-            ):  # raises the error that names the damaged line, or its step
-                pass
+            _raise_damage(run.folder.metrics)
         raise RunFailed(
             f"{root} has metrics of the wrong type ({error}): a file was changed or the disk is"
             " damaged."

@@ -137,10 +137,9 @@ def _with_differences(
     arms: Mapping[str, Arm], wanted: Sequence[PairOfLabels], metric: Metric, test: TestSettings
 ) -> list[Pairs]:
     """The contrasts that have a difference."""
+    worst = None
     if test.failed == "worst":
         worst = worst_value(arms.values(), metric, test)
-    else:
-        worst = None
     family = [pair_up(arms[ours], arms[theirs], metric, worst) for ours, theirs in wanted]
     return [pairs for pairs in family if pairs.differences]
 
@@ -184,7 +183,7 @@ def worst_value(arms: Iterable[Arm], metric: Metric, test: TestSettings) -> floa
     """The value given to a failed run: the worst end of a rate (0 or 1), else the worst value of
     any run. None for a metric without a direction.
     """
-    better = "lower" if test.lower_is_better else metric.better
+    better = test.direction(metric.better)
     if better is None:
         return None
     if metric.is_rate:
@@ -231,13 +230,11 @@ def _no_pair(
 ) -> ConfigurationError:
     """`some_apart`: some runs were measured in another way than the baseline's first."""
     found = "; ".join(f"{arm.label}: {', '.join(map(str, arm.values)) or 'none'}" for arm in arms)
-    if len(left_out) > _SHOWN:
-        more = f" And {counted(len(left_out) - _SHOWN, 'more run')}."
-    else:
-        more = ""
     because = ""
     if left_out:
-        because = f" Left out: {' '.join(left_out[:_SHOWN])}{more}"
+        because = f" Left out: {' '.join(left_out[:_SHOWN])}"
+    if len(left_out) > _SHOWN:
+        because += f" And {counted(len(left_out) - _SHOWN, 'more run')}."
     advice = ""
     if some_apart:
         advice = " Train all arms with the same [evaluation] section."

@@ -33,6 +33,10 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
+Numbers = Sequence[float] | Floats
+Interval = tuple[float, float]
+Differences = Mapping[int, float]
+"""Seed -> difference."""
 Key = TypeVar("Key", bound=Hashable)
 
 EXACT_SEEDS = 20
@@ -45,7 +49,7 @@ _TIE = 1e-12
 binary only."""
 
 
-def numbers(values: Sequence[float] | Floats) -> Floats:
+def numbers(values: Numbers) -> Floats:
     """`values` as [n] float64. Raises ValueError unless they are one or more finite numbers in one
     dimension.
     """
@@ -62,14 +66,14 @@ def paired_differences(
     return {key: candidate[key] - value for key, value in baseline.items() if key in candidate}
 
 
-def mean(values: Sequence[float] | Floats) -> float:
+def mean(values: Numbers) -> float:
     """The mean of n >= 1 numbers, scaled so that a sum of huge ones does not overflow."""
     x = numbers(values)
     largest = _largest(x)
     return largest * float((x / largest).mean())
 
 
-def sample_sd(differences: Sequence[float] | Floats) -> float:
+def sample_sd(differences: Numbers) -> float:
     """The standard deviation (ddof = 1) of n >= 2 differences; exactly 0 if they are equal up to
     rounding.
     """
@@ -88,9 +92,7 @@ def _largest(values: Floats) -> float:
     return float(np.abs(values).max()) or 1.0
 
 
-def t_interval(
-    differences: Sequence[float] | Floats, confidence: float = 0.95
-) -> tuple[float, float]:
+def t_interval(differences: Numbers, confidence: float = 0.95) -> Interval:
     """Student's interval for the mean of n >= 2 differences, n - 1 degrees of freedom.
 
     Not a percentile bootstrap, whose coverage is too low below about ten runs (Colas et al., arXiv
@@ -103,7 +105,7 @@ def t_interval(
     return mean(d) - half, mean(d) + half
 
 
-def sign_flip_p(differences: Sequence[float] | Floats) -> float:
+def sign_flip_p(differences: Numbers) -> float:
     """Two-sided p of the mean under sign flips: the fraction of all 2^n flips whose mean is at
     least as far from 0.
 
@@ -160,7 +162,7 @@ def seeds_to_reach(alpha: float, comparisons: int = 1) -> int:
     return seeds
 
 
-def corrected_dz(differences: Sequence[float] | Floats) -> float:
+def corrected_dz(differences: Numbers) -> float:
     """J * mean / sd (ddof = 1): Cohen's d_z with Hedges' correction for the bias of few seeds.
 
     n >= 2; J and with it the result is 0 at n = 2. For equal differences, whose sd is 0: 0 if they
@@ -199,7 +201,7 @@ def holm(p: Sequence[float]) -> list[float]:
     return [float(value) for value in adjusted]
 
 
-def tost(differences: Sequence[float] | Floats, margin: float) -> float:
+def tost(differences: Numbers, margin: float) -> float:
     """p of the claim |mean| < margin: the larger of two one-sided paired t tests, against -margin
     and against +margin.
 
@@ -219,7 +221,7 @@ def tost(differences: Sequence[float] | Floats, margin: float) -> float:
     return float(stdtr(len(d) - 1, -inside / sd * np.sqrt(len(d))))
 
 
-def standard_error(values: Sequence[float] | Floats) -> float:
+def standard_error(values: Numbers) -> float:
     """The standard error of the mean of n >= 2 values: sqrt(var / n), ddof = 1."""
     return sample_sd(values) / float(np.sqrt(len(values)))
 
@@ -232,7 +234,7 @@ _FLIP_TIE = 1e-9
 """Statistics this close, of a unit variance, are equal: 0.1 + 0.2 and 0.3 differ in binary only."""
 
 
-def max_t(family: Sequence[Mapping[int, float]]) -> list[float]:
+def max_t(family: Sequence[Differences]) -> list[float]:
     """The adjusted two-sided p of each contrast, in the order given. A contrast maps a seed to its
     difference, one seed or more.
 
@@ -259,7 +261,7 @@ def max_t(family: Sequence[Mapping[int, float]]) -> list[float]:
     return [float(p) for p in adjusted]
 
 
-def _unit_columns(family: Sequence[Mapping[int, float]]) -> Floats:
+def _unit_columns(family: Sequence[Differences]) -> Floats:
     """[seeds, contrasts] differences, each contrast of unit length; 0 where it lacks the seed."""
     seeds = list(dict.fromkeys(chain.from_iterable(family)))
     columns = np.array([[contrast.get(seed, 0.0) for contrast in family] for seed in seeds])
@@ -369,9 +371,7 @@ class TwoWay:
         """The rest of it, run-to-run (seed) variance, which no larger evaluation removes."""
         return max(0.0, self.seed_square - self.residual_square) / self.problems
 
-    def interval(
-        self, confidence: float = 0.95, problem_square: float | None = None
-    ) -> tuple[float, float]:
+    def interval(self, confidence: float = 0.95, problem_square: float | None = None) -> Interval:
         """The interval of the mean over new seeds and new problems. `problem_square` replaces the
         problems' mean square, as a covariate leaves it.
 

@@ -20,6 +20,7 @@ from retrain.records.entries import StepRecord
 from retrain.records.run_folder import MARKER, Liveness, RunFolder, Writer
 from retrain.records.terminal import duration
 from retrain.records.untrained import untrained_line, untrained_streak
+from retrain.system import Json
 
 _WINDOW = 50
 """Steps at the end of a run over which the medians of step time and throughput are taken."""
@@ -89,7 +90,7 @@ class RunStatus:
     def name(self) -> str:
         return self.path.name
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         return asdict(self) | {"path": str(self.path), "name": self.name}
 
 
@@ -138,7 +139,7 @@ class CampaignStatus:
             return (self.max_steps - self.steps) * step_time / running
         return None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         names = ("counts", "steps", "max_steps", "median_step_time_s", "remaining_s")
         summary = {name: getattr(self, name) for name in names}
         return (
@@ -167,7 +168,7 @@ class Overview:
     def is_live(self) -> bool:
         return any(run.state in LIVE for run in self.all_runs)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         return {
             "campaigns": [item.to_json() for item in self.campaigns],
             "runs": [item.to_json() for item in self.runs],

@@ -11,7 +11,7 @@ It is equivalent only within a stated margin; otherwise inconclusive. The verdic
 effect".
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -19,10 +19,8 @@ from typing import Literal
 from retrain.analysis import power, statistics
 from retrain.analysis.e_process import anytime_p, confidence_sequence, evidence
 from retrain.analysis.power import Correction
-from retrain.analysis.statistics import max_t
+from retrain.analysis.statistics import Differences, Interval, max_t
 from retrain.records.entries import Direction
-
-Interval = tuple[float, float]
 
 FEW_PROBLEMS = 500
 """With fewer held-out problems a verdict needs the interval for new problems too: a few of them can
@@ -64,7 +62,11 @@ class TestSettings:
     def rule(self) -> Correction:
         return self.correction or "maxt"
 
-    def adjusted(self, family: Sequence[Mapping[int, float]]) -> list[float]:
+    def direction(self, better: Direction) -> Direction:
+        """Which end of a metric is better, where `better` is the metric's own."""
+        return "lower" if self.lower_is_better else better
+
+    def adjusted(self, family: Sequence[Differences]) -> list[float]:
         """The p of each contrast, adjusted over the family."""
         if self.rule == "evidence":
             return [anytime_p(value) for value in evidence(family, self.looks)]
@@ -85,13 +87,13 @@ class TestSettings:
             return statistics.holm(smallest)
         return smallest
 
-    def p(self, differences: Mapping[int, float]) -> float:
+    def p(self, differences: Differences) -> float:
         """The p of one contrast alone."""
         if self.rule == "evidence":
             return self.adjusted([differences])[0]
         return statistics.sign_flip_p([*differences.values()])
 
-    def interval(self, differences: Mapping[int, float]) -> Interval | None:
+    def interval(self, differences: Differences) -> Interval | None:
         """Student's t interval of the mean or, under looks, the confidence sequence of the centre.
         None: too few pairs.
         """
@@ -140,21 +142,21 @@ class TestSettings:
 
 
 @dataclass(frozen=True)
-class Paired:
+class PairedDifferences:
     """The differences of one contrast, one pair or more."""
 
-    by_seed: Mapping[int, float]
+    by_seed: Differences
     """Seed -> difference; with the correction "evidence" by the number of the look instead."""
-    least: Mapping[int, float] | None = None
+    least: Differences | None = None
     """The differences with every unjudged answer counted against the candidate; None where all
     answers were judged."""
-    most: Mapping[int, float] | None = None
+    most: Differences | None = None
     """The same with every unjudged answer counted for it."""
     problem_interval: Interval | None = None
     """The interval for new problems as well; None where a verdict does not need it."""
 
     @classmethod
-    def of(cls, differences: Sequence[float]) -> "Paired":
+    def of(cls, differences: Sequence[float]) -> "PairedDifferences":
         return cls(dict(enumerate(differences)))
 
     @property
@@ -162,7 +164,7 @@ class Paired:
         return list(self.by_seed.values())
 
     @property
-    def at_worst(self) -> Mapping[int, float]:
+    def at_worst(self) -> Differences:
         """The differences with every unjudged answer counted against the sign of their mean."""
         bound = self.least if statistics.mean(self.values) > 0 else self.most
         return self.by_seed if bound is None else bound
@@ -216,7 +218,7 @@ class Conclusion:
 
 
 def conclude(
-    family: Sequence[Paired], test: TestSettings, better: Direction = "higher"
+    family: Sequence[PairedDifferences], test: TestSettings, better: Direction = "higher"
 ) -> list[Conclusion]:
     """One conclusion per contrast; the p values are adjusted over the whole family. `better` is the
     metric's own direction.
@@ -227,13 +229,13 @@ def conclude(
         at_worst = test.adjusted([paired.at_worst for paired in family])
     smallest = test.smallest_adjusted([len(paired.by_seed) for paired in family])
     equivalence = _equivalence(family, test.margin)
-    better = "lower" if test.lower_is_better else better
+    better = test.direction(better)
     rows = zip(family, adjusted, at_worst, smallest, equivalence, strict=True)
     return [_conclusion(*row, test, len(family), better) for row in rows]
 
 
 def _conclusion(
-    paired: Paired,
+    paired: PairedDifferences,
     p_adjusted: float,
     p_at_worst: float,
     smallest: float | None,
@@ -244,18 +246,14 @@ def _conclusion(
 ) -> Conclusion:
     d = paired.values
     mean, sd = statistics.mean(d), statistics.sample_sd(d) if len(d) > 1 else None
-    equivalent = (
-        equivalence_p is not None
-        and equivalence_p < test.alpha
-        and smallest is not None
-        and smallest < test.alpha
-    )
+    # Too few pairs for a difference are too few to call two conditions equivalent as well.
+    levels = (equivalence_p, smallest)
+    equivalent = all(p is not None and p < test.alpha for p in levels)
     interval = test.interval(paired.by_seed)
     differs = p_adjusted < test.alpha and _excludes_zero(interval)
+    unsure = ""
     if differs:
         unsure = _unsure(paired, p_at_worst, test)
-    else:
-        unsure = ""
     verdict = Verdict.EQUIVALENT if equivalent else Verdict.INCONCLUSIVE
     # A difference that is shown outranks the margin, which `within_margin` then says beside it.
     if differs and not unsure:
@@ -290,7 +288,7 @@ def _excludes_zero(interval: Interval | None) -> bool:
     return interval is not None and (interval[0] > 0 or interval[1] < 0)
 
 
-def _unsure(paired: Paired, p_at_worst: float, test: TestSettings) -> str:
+def _unsure(paired: PairedDifferences, p_at_worst: float, test: TestSettings) -> str:
     """Why differences that are significant on their own make no verdict; "" if they do."""
     mean, worst = statistics.mean(paired.values), paired.at_worst
     if (
@@ -299,15 +297,12 @@ def _unsure(paired: Paired, p_at_worst: float, test: TestSettings) -> str:
         or mean * statistics.mean([*worst.values()]) <= 0
     ):
         return "unjudged"
-    if (
-        paired.problem_interval is not None
-        and paired.problem_interval[0] <= 0 <= paired.problem_interval[1]
-    ):
-        return "problems"
-    return ""
+    if paired.problem_interval is None or _excludes_zero(paired.problem_interval):
+        return ""
+    return "problems"
 
 
-def _equivalence(family: Sequence[Paired], margin: float | None) -> list[float | None]:
+def _equivalence(family: Sequence[PairedDifferences], margin: float | None) -> list[float | None]:
     """Holm-adjusted p of the claim |mean| < margin, per contrast; None without a margin and for a
     single pair.
 
@@ -317,7 +312,7 @@ def _equivalence(family: Sequence[Paired], margin: float | None) -> list[float |
     if margin is None:
         return [None] * len(family)
 
-    def p_of(paired: Paired) -> float:
+    def p_of(paired: PairedDifferences) -> float:
         ends = [list(end.values()) for end in (paired.least, paired.most) if end] or [paired.values]
         return max(2.0 ** -len(paired.by_seed), *(statistics.tost(end, margin) for end in ends))
 

@@ -29,7 +29,7 @@ _WARM_UP = 20
 
 
 @dataclass(frozen=True)
-class Judged:
+class CaseResult:
     case: Case
     score: Score
     seconds: float
@@ -50,10 +50,10 @@ class Rate:
     """The errors of a reward on some of the cases, either all right or all wrong."""
 
     name: str
-    cases: Sequence[Judged]
+    cases: Sequence[CaseResult]
 
     @cached_property
-    def judged(self) -> list[Judged]:
+    def judged(self) -> list[CaseResult]:
         return [item for item in self.cases if not item.could_not_judge]
 
     @property
@@ -116,7 +116,7 @@ class Audit:
     """The reward, with every parameter that decides."""
     source: str
     examples: int
-    judged: Sequence[Judged]
+    judged: Sequence[CaseResult]
     seconds: float
     """The time of the whole audit, many cases at a time."""
 
@@ -155,7 +155,7 @@ class Audit:
         """The tokens and the cost of the language model, where one judges."""
         return sum((item.score.usage for item in self.judged if item.score.usage), JudgeUsage())
 
-    def worst(self, most: int) -> list[Judged]:
+    def worst(self, most: int) -> list[CaseResult]:
         """One error of each form, the gold answers' first, then from the forms with most errors; at
         most `most` of each side.
         """
@@ -178,7 +178,7 @@ class Audit:
         ]
         return [*sides[0], *sides[1]]
 
-    def slowest(self, most: int) -> list[Judged]:
+    def slowest(self, most: int) -> list[CaseResult]:
         return sorted(self.judged, key=lambda item: -item.seconds)[:most]
 
     def to_json(self) -> dict[str, Any]:
@@ -198,7 +198,7 @@ class Audit:
         }
 
 
-def item_json(item: Judged) -> dict[str, Any]:
+def item_json(item: CaseResult) -> dict[str, Any]:
     case = item.case
     return {
         "example_id": case.example.example_id,
@@ -212,7 +212,7 @@ def item_json(item: Judged) -> dict[str, Any]:
     }
 
 
-def audit_reward(config: TrainConfig, examples: int, say: Callable[[str], None]) -> Audit:
+def audit_reward(config: TrainConfig, examples: int, log: Callable[[str], None]) -> Audit:
     """Audit `[reward]` on `examples` of the training examples, spread over the whole set.
 
     Raises ConfigurationError for a source without examples, EnvironmentFailure where the reward
@@ -222,7 +222,7 @@ def audit_reward(config: TrainConfig, examples: int, say: Callable[[str], None])
     cases: list[Case] = []
     for index, example in enumerate(loaded.examples):
         cases += cases_of(example, hostile=index < _HOSTILE_EXAMPLES)
-    say(f"{len(cases):,} completions for {len(loaded):,} examples of {loaded.data.source}")
+    log(f"{len(cases):,} completions for {len(loaded):,} examples of {loaded.data.source}")
     with build_scorer(config) as scorer:
         if scorer.judges_groups:
             raise ConfigurationError(
@@ -232,7 +232,7 @@ def audit_reward(config: TrainConfig, examples: int, say: Callable[[str], None])
             )
         note = scorer.probe()
         if note:
-            say(note)
+            log(note)
         if (
             "judge" not in config.reward.types
         ):  # no time of starting workers in a case's; a judge has answered its probe
@@ -259,7 +259,7 @@ def _at_once(reward: Reward) -> int:
     return workers
 
 
-def _judge_all(scorer: Scorer, cases: Iterable[Case], at_once: int) -> Iterator[Judged]:
+def _judge_all(scorer: Scorer, cases: Iterable[Case], at_once: int) -> Iterator[CaseResult]:
     """The verdicts in the order of the cases, at most `at_once` of them under way."""
     free = threading.Semaphore(at_once)
     started, ended = dict[int, float](), dict[int, float]()
@@ -278,7 +278,7 @@ def _judge_all(scorer: Scorer, cases: Iterable[Case], at_once: int) -> Iterator[
     for _ in range(at_once):  # until every callback has run: a result may be there before
         free.acquire()
     for number, case, verdict in waiting:
-        yield Judged(case, verdict.result(), ended[number] - started[number])
+        yield CaseResult(case, verdict.result(), ended[number] - started[number])
 
 
 def _request(case: Case, number: int) -> ScoreRequest:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from retrain.audit.run import Audit, Judged, Rate
+from retrain.audit.run import Audit, CaseResult, Rate
 from retrain.records.terminal import counted, one_line, table_lines
 
 HEAD = ("", "cases", "errors", "rate", "95% interval", "not judged", "median", "99%")
@@ -90,7 +90,7 @@ def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:,.0f} ms"
 
 
-def example_line(item: Judged) -> str:
+def example_line(item: CaseResult) -> str:
     case = item.case
     if item.could_not_judge:
         verdict = item.score.reason

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from retrain.backends.losses import LOSSES
 from retrain.distributed import ALONE, World
-from retrain.inference_engine.base import About, EngineCapabilities, InferenceEngine, Truncation
+from retrain.inference_engine.base import (
+    Description,
+    EngineCapabilities,
+    InferenceEngine,
+    Truncation,
+)
 from retrain.model.budget import NO_LIMIT
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
@@ -93,6 +98,9 @@ class TrialAdapter(ABC):
 
     groups: tuple[str, ...]
     """Names of the groups: each projection over all layers, and runs of consecutive layers."""
+    fine_groups: tuple[str, ...] = ()
+    """Names of smaller ones, each projection in each run, for half precision: there a group that is
+    missing must show by its direction."""
 
     @abstractmethod
     def __enter__(self) -> "TrialAdapter": ...
@@ -116,7 +124,7 @@ class Backend(ABC):
     """
 
     capabilities: BackendCapabilities
-    about: ClassVar[About]
+    about: ClassVar[Description]
     """Of a built-in backend."""
     address_flag: ClassVar[str] = "--inference-url"
     """The flag that gives its server another address."""
@@ -153,7 +161,7 @@ class Backend(ABC):
         log: Callable[[str], None],  # noqa: ARG003 - part of the interface
         world: World = ALONE,  # noqa: ARG003
     ) -> "Backend":
-        """Build a built-in backend. `log` is told what the start of a run prints about it."""
+        """Build a built-in backend. `log` receives the lines that the start of a run prints."""
         return cls(config, choices, eos_ids=eos_ids)  # type: ignore[call-arg]
 
     @classmethod
@@ -256,7 +264,7 @@ class Backend(ABC):
     def tempered_scores(
         self, rows: Sequence[Row], temperature: float, truncation: Truncation, tolerance: float
     ) -> list[Float32Array] | None:
-        """Return [T, 12] scores of each row, which [inference] calibration tests
+        """Return [T, 14] scores of each row, which [inference] calibration tests
         (`model.calibration.tempered_scores`). They are under the learner's distribution at
         `temperature` and `truncation`. None if the backend has no logits.
         """

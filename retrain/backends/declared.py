@@ -104,11 +104,9 @@ def incapable(config: "TrainConfig") -> list[str]:
 
 
 def _loss_problems(config: "TrainConfig", backend: BackendCapabilities) -> Iterator[str]:
-    """Look at the plugins of [loss], each of which is proved on a small batch, and at the
-    parameters of what is built in.
+    """Prove the plugins of [loss] on a small batch, and check the parameters of built-in ones.
 
-    Raises ConfigurationError for a plugin that cannot be loaded or of which a property does not
-    hold.
+    Raises ConfigurationError for a plugin that cannot be loaded or lacks a property.
     """
     loss, where = config.loss, f'backend "{config.backend.backend}"'
     names: dict[str, tuple[str, Collection[str]]] = {
@@ -135,7 +133,7 @@ def _loss_problems(config: "TrainConfig", backend: BackendCapabilities) -> Itera
         return
     if not own:
         return
-    from retrain.backends.proof import unproved  # torch comes with it
+    from retrain.backends.proof import proof_warnings  # torch comes with it
 
     has = {"entropy": backend.entropy, "reference": learner.has_reference}
     for one in own_functions(config):
@@ -146,7 +144,7 @@ def _loss_problems(config: "TrainConfig", backend: BackendCapabilities) -> Itera
                 f"{one.where} reads tokens.{name}, which {where} does not have; use backend ="
                 ' "local".'
             )
-    unproved(config)
+    proof_warnings(config)
 
 
 def _parameter_problems(
@@ -171,9 +169,9 @@ def loss_notes(config: "TrainConfig") -> list[str]:
     functions = own_functions(config)
     if not functions:
         return []
-    from retrain.backends.proof import has_wrong_sign, unproved  # torch comes with it
+    from retrain.backends.proof import has_wrong_sign, proof_warnings  # torch comes with it
 
-    warnings = unproved(config)
+    warnings = proof_warnings(config)
     notes = [warnings.get(one.kind) or f"{one.where} {_loss_words(one)}." for one in functions]
     turned = [
         one

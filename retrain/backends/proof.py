@@ -2,7 +2,7 @@
 
 A plugin gives terms and nothing else: it cannot see how the batch is cut into micro-batches, which
 process it runs in, or how often it is called. So every property below is one that a run relies on.
-The first that does not hold is told in one sentence.
+One sentence reports the first that does not hold.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 LENGTHS = (3, 1, 4, 2, 4)
 
 
-class Unproved(Exception):
-    """A property does not hold; the message is the predicate of a sentence about the plugin."""
+class ProofError(Exception):
+    """A plugin lacks a property; the message is the predicate of a sentence about the plugin."""
 
 
 @dataclass(frozen=True)
@@ -86,22 +86,22 @@ def small_batch(
 
 
 def prove(function: OwnFunction) -> None:
-    """Raise Unproved for the first property of a plugin that does not hold. torch's random state
+    """Raise ProofError for the first property of a plugin that does not hold. torch's random state
     stays as it was.
     """
     provers = {"loss": prove_loss, "correction": prove_correction, "aggregation": prove_aggregation}
     with torch.random.fork_rng(devices=[]):
         try:
             provers[function.kind](function)
-        except Unproved:
+        except ProofError:
             raise
         except Exception as error:  # the code is not ours
-            raise Unproved(f"fails on a part of a small example ({describe(error)})") from error
+            raise ProofError(f"fails on a part of a small example ({describe(error)})") from error
 
 
-def unproved(config: "TrainConfig") -> dict[str, str]:
-    """Return kind -> warning for each plugin of [loss] of which a property does not hold, where
-    [plugins] strict is false.
+def proof_warnings(config: "TrainConfig") -> dict[str, str]:
+    """Return kind -> warning for each plugin of [loss] that lacks a property, where [plugins]
+    strict is false.
 
     Raises ConfigurationError for the first of them where strict is true, or for a plugin that
     cannot be loaded.
@@ -110,7 +110,7 @@ def unproved(config: "TrainConfig") -> dict[str, str]:
     for function in own_functions(config):
         try:
             prove(function)
-        except Unproved as problem:
+        except ProofError as problem:
             warnings[function.kind] = report_probe(
                 function.kind, function.name, str(problem), config
             )
@@ -121,7 +121,7 @@ def unproved(config: "TrainConfig") -> dict[str, str]:
 
 
 def prove_loss(function: OwnFunction) -> None:
-    """Raise Unproved for the first property that does not hold."""
+    """Raise ProofError for the first property that does not hold."""
     batch = small_batch(function)
     terms = _called(function, batch)
     _unchanged_and_deterministic(
@@ -130,7 +130,7 @@ def prove_loss(function: OwnFunction) -> None:
     _proved_gradient(terms, batch)
     changed = replace(batch.tokens, weights=batch.tokens.weights * 2, regulariser_weights=None)
     if not torch.equal(function.call(changed).values, terms.values):
-        raise Unproved(
+        raise ProofError(
             "reads tokens.weights, which are the normalisation of the whole batch and are applied"
             " outside; give terms without"
         )
@@ -141,26 +141,26 @@ def prove_loss(function: OwnFunction) -> None:
         silent = small_batch(function)
         none = replace(silent.tokens, advantages=torch.zeros_like(silent.tokens.advantages))
         if (_gradient(function.call(none).values, silent) != 0).any():
-            raise Unproved(
+            raise ProofError(
                 "has a gradient where every advantage is 0; multiply its terms by"
                 f" tokens.advantages, or declare {_attribute(function, 'own_term')} = True"
             )
     single = small_batch(function, torch.float32)
     found = function.call(single.tokens).values
     if found.dtype != torch.float32:
-        raise Unproved(
+        raise ProofError(
             f"gives {found.dtype} for inputs of torch.float32; keep the dtype of tokens.new"
         )
     if not torch.isfinite(found).all():
-        raise Unproved("gives terms that are not finite in float32")
+        raise ProofError("gives terms that are not finite in float32")
     # As in the first update of every step, whose ratio is 1.
     start, where = on_policy(function), "where tokens.new equals tokens.old"
     try:
         values = function.call(start.tokens).values
     except Exception as error:
-        raise Unproved(f"fails {where} ({describe(error)})") from error
+        raise ProofError(f"fails {where} ({describe(error)})") from error
     if not (torch.isfinite(values).all() and torch.isfinite(_gradient(values, start)).all()):
-        raise Unproved(f"has terms or a gradient that are not finite {where}")
+        raise ProofError(f"has terms or a gradient that are not finite {where}")
 
 
 def on_policy(function: OwnFunction) -> Batch:
@@ -184,13 +184,15 @@ def has_wrong_sign(function: OwnFunction) -> bool:
 
 
 def _called(function: OwnFunction, batch: Batch) -> Terms:
-    """Call it once; whatever it raises is told."""
+    """Call it once. Raises ProofError with whatever it raises, and for terms of another dtype or
+    that are not finite.
+    """
     try:
         terms: Terms = function.call(batch.tokens)
     except Exception as error:
-        raise Unproved(_why(function, error)) from error
+        raise ProofError(_why(function, error)) from error
     if terms.values.dtype != torch.float64:
-        raise Unproved(
+        raise ProofError(
             f"gives {terms.values.dtype} for inputs of torch.float64; keep the dtype of tokens.new"
         )
     for place in torch.nonzero(~torch.isfinite(terms.values)).flatten().tolist():
@@ -198,7 +200,7 @@ def _called(function: OwnFunction, batch: Batch) -> Terms:
             f"{name} = {getattr(batch.tokens, name)[place].item():.3g}"
             for name in ("new", "old", "advantages")
         )
-        raise Unproved(
+        raise ProofError(
             f"gives {terms.values[place].item()} for a token with {given}; its terms must be finite"
         )
     return terms
@@ -240,23 +242,22 @@ def _unchanged_and_deterministic(
     were.
     """
     first, second = make(), make()
-    before, versions = torch.random.get_rng_state(), {}
-    for name, tensor in _tensors(first.tokens):
-        versions[name] = tensor._version
+    before = torch.random.get_rng_state()
+    versions = {name: tensor._version for name, tensor in _tensors(first.tokens)}
     answers = [values(function.call(batch.tokens)) for batch in (first, second)]
     if not torch.equal(torch.random.get_rng_state(), before):
-        raise Unproved(
+        raise ProofError(
             "draws random numbers, so a run with it could not be repeated or resumed; leave"
             " them out"
         )
     if not torch.equal(*answers):
-        raise Unproved(
+        raise ProofError(
             "gives other values when it is called again with the same tokens; it must depend on"
             " them alone"
         )
     for name, tensor in _tensors(first.tokens):
         if tensor._version != versions[name]:
-            raise Unproved(f"changes tokens.{name} in place; make a new tensor")
+            raise ProofError(f"changes tokens.{name} in place; make a new tensor")
 
 
 def _tensors(tokens: ActionTokens) -> Iterator[tuple[str, Tensor]]:
@@ -268,21 +269,21 @@ def _tensors(tokens: ActionTokens) -> Iterator[tuple[str, Tensor]]:
 
 def _proved_gradient(terms: Terms, batch: Batch) -> None:
     if terms.values.grad_fn is None:
-        raise Unproved(
+        raise ProofError(
             "has no gradient through tokens.new (everything is detached), so nothing would be"
             " learned"
         )
     for leaf in _leaves(terms.values.grad_fn):
         if leaf is not batch.new and leaf is not batch.entropy:
-            raise Unproved(
+            raise ProofError(
                 "carries gradient into a tensor other than tokens.new and tokens.entropy; detach"
                 " that"
             )
     gradient = _gradient(terms.values, batch)
     if not torch.isfinite(gradient).all():
-        raise Unproved("has a gradient that is not finite")
+        raise ProofError("has a gradient that is not finite")
     if not gradient.any():
-        raise Unproved(
+        raise ProofError(
             "has no gradient through tokens.new at any token of a small batch, so nothing would be"
             " learned"
         )
@@ -318,22 +319,27 @@ def _does_not_depend_on_the_cut(function: OwnFunction) -> None:
     """Each sequence alone, and for a token-level loss each token alone, has the same terms and
     gradients as in the whole batch.
     """
-    ends = list(accumulate(LENGTHS))
-    sequences = [list(range(end - length, end)) for end, length in zip(ends, LENGTHS, strict=True)]
+    sequences = _sequences()
     if not _equal_parts(function, [(index, [len(index)]) for index in reversed(sequences)]):
-        raise Unproved(
+        raise ProofError(
             "gives a sequence other terms when it stands alone, so the result would depend on how"
             " the batch is cut into micro-batches; a term may read its own sequence and nothing"
             " else ([loss] aggregation takes the mean)"
         )
-    whole = list(range(ends[-1]))
+    whole = list(range(sum(LENGTHS)))
     if not function.declares("sequence_level") and not _equal_parts(
         function, [(whole, [1] * len(whole))]
     ):
-        raise Unproved(
+        raise ProofError(
             "gives a token other terms when it is a sequence of its own, so it reads its sequence;"
             f" declare {_attribute(function, 'sequence_level')} = True"
         )
+
+
+def _sequences() -> list[list[int]]:
+    """The indices of each sequence's tokens in the small batch."""
+    ends = accumulate(LENGTHS)
+    return [list(range(end - length, end)) for end, length in zip(ends, LENGTHS, strict=True)]
 
 
 def _equal_parts(
@@ -363,17 +369,14 @@ def prove_correction(function: OwnFunction) -> None:
     try:
         weights = function.call(batch.tokens)
     except Exception as error:
-        raise Unproved(_why(function, error)) from error
+        raise ProofError(_why(function, error)) from error
     if not torch.isfinite(weights).all():
-        raise Unproved("gives weights that are not finite")
+        raise ProofError("gives weights that are not finite")
     _unchanged_and_deterministic(function, lambda: small_batch(function), lambda found: found)
-    ends = list(accumulate(LENGTHS))
-    for end, length in zip(ends, LENGTHS, strict=True):
-        index = range(end - length, end)
-        if not torch.allclose(
-            function.call(batch.part(index, [length])), weights[list(index)], rtol=1e-9, atol=1e-12
-        ):
-            raise Unproved(
+    for index in _sequences():
+        alone = function.call(batch.part(index, [len(index)]))
+        if not torch.allclose(alone, weights[index], rtol=1e-9, atol=1e-12):
+            raise ProofError(
                 "gives a sequence other weights when it stands alone, so the result would depend on"
                 " how the batch is cut into micro-batches"
             )
@@ -387,18 +390,18 @@ def prove_aggregation(function: OwnFunction) -> None:
         again, other = function.call(counts.copy(), group.copy()), np.array([2, 4, 0, 1, 3])
         moved = function.call(counts[other], (group + 7)[other])
     except Exception as error:
-        raise Unproved(_why(function, error)) from error
+        raise ProofError(_why(function, error)) from error
     if not (np.array_equal(given[0], counts) and np.array_equal(given[1], group)):
-        raise Unproved("changes counts or group in place; make a new array")
+        raise ProofError("changes counts or group in place; make a new array")
     if weights != again:
-        raise Unproved("gives other weights when it is called again with the same counts")
+        raise ProofError("gives other weights when it is called again with the same counts")
     if not np.allclose(moved, np.array(weights)[other], rtol=1e-9):
-        raise Unproved(
+        raise ProofError(
             "gives other weights when the completions come in another order or the groups have"
             " other numbers"
         )
     if not any(weights):
-        raise Unproved("gives every token the weight 0, so nothing would be learned")
+        raise ProofError("gives every token the weight 0, so nothing would be learned")
 
 
 def metric_names(function: OwnFunction, device: torch.device) -> tuple[str, ...]:

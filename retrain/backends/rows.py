@@ -26,20 +26,20 @@ TokenWeights = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64]], Sequence
 token of each completion."""
 
 
-class Numbered(Protocol):
+class StepRow(Protocol):
     """A row with its place in the step."""
 
     @property
     def number(self) -> int: ...
 
 
-NumberedRow = TypeVar("NumberedRow", bound=Numbered)
+AnyRow = TypeVar("AnyRow", bound=StepRow)
 
 
 # -- one row ---------------------------------------------------------------------------------------
 
 
-class Shifted(NamedTuple):
+class Shift(NamedTuple):
     """The actions of one row, shifted: the state at `predictors[t]` predicts `targets[t]`."""
 
     predictors: npt.NDArray[np.int64]
@@ -48,12 +48,12 @@ class Shifted(NamedTuple):
     """[T] the action tokens."""
 
 
-def shift(row: Row) -> Shifted:
+def shift(row: Row) -> Shift:
     """Return predictors and targets of the action tokens, in order; the sampled EOS is the last
     target, and nothing follows it.
     """
     positions = np.fromiter(row.action_positions(), dtype=np.int64, count=row.num_actions)
-    return Shifted(positions - 1, row.token_ids[positions])
+    return Shift(positions - 1, row.token_ids[positions])
 
 
 def needed_tokens(row: Row) -> int:
@@ -156,8 +156,8 @@ def row_weights(
     max_tokens: int,
     completions: float,
 ) -> list[float]:
-    """Return `sequence_weights` for rows, of which a completion whose history was rewritten has
-    several: together they are one sequence.
+    """Return `sequence_weights` for rows. A completion whose history was rewritten has several
+    rows, which count as one sequence.
 
     `counts`: the tokens of each row that a mean is over; a row without one weighs nothing.
     """
@@ -182,8 +182,8 @@ def num_completions(rows: Sequence[Row]) -> int:
 
 
 def minibatch_split(
-    rows: Sequence[NumberedRow], count: int, seed: int, step: int, turn: int
-) -> list[list[NumberedRow]]:
+    rows: Sequence[AnyRow], count: int, seed: int, step: int, turn: int
+) -> list[list[AnyRow]]:
     """Split rows into `count` parts of nearly equal size for pass number `turn`, drawn row by row
     from the counter noise; empty ones are left out.
 

@@ -112,6 +112,8 @@ class Board:
         self._quiet = quiet
         self._out = out or sys.stdout
         self._mask = Redactor().text
+        self._said: dict[str, Progress] = {}
+        """What the last line of each run said, so that none is repeated."""
         self._final: dict[str, Progress] = {}
         """Runs that are not running, which need not be read again."""
         self._numbers = {entry.name: number for number, entry in enumerate(manifest.runs, start=1)}
@@ -197,12 +199,16 @@ class Board:
                 last_lines = time.monotonic()
                 for entry in self._manifest.runs:
                     if entry.status is Status.RUNNING:
-                        progress = self._progress(entry)
-                        if progress.remaining_s is not None:
-                            left = f", {duration(progress.remaining_s)} left"
-                        else:
-                            left = ""
-                        self.say(f"{self._prefix(entry.name)} {progress.describe()}{left}")
+                        self._say_progress(self._progress(entry))
+
+    def _say_progress(self, progress: Progress) -> None:
+        if progress.steps == 0 or self._said.get(progress.name) == progress:
+            return
+        self._said[progress.name] = progress
+        left = ""
+        if progress.remaining_s:
+            left = f", {duration(progress.remaining_s)} left"
+        self.say(f"{self._prefix(progress.name)} {progress.describe()}{left}")
 
     # -- the table ---------------------------------------------------------------------------------
 

@@ -40,6 +40,7 @@ from retrain.errors import ConfigurationError, EnvironmentFailure, Interrupted, 
 from retrain.install import install_hint
 from retrain.records.redact import harmless
 from retrain.records.run_folder import OUTPUT, RunFolder
+from retrain.system import Json
 
 
 @dataclass(frozen=True)
@@ -262,7 +263,7 @@ def _groups(pool: Devices, settings: Campaign) -> Sequence[Devices]:
 class Subprocesses:
     """One worker for each slot, on the slot's devices; on a CPU the workers share the cores.
 
-    Where that is safe, workers are forked from a parent that holds what they have in common.
+    Where that is safe, workers are forked from a parent that holds what they share.
     """
 
     def __init__(self, slots: Sequence[Devices], not_forked: str = "") -> None:
@@ -300,8 +301,9 @@ class Subprocesses:
 
 
 FORKED = (
-    "Workers are forked from one process, which loads what they have in common once: libraries,"
-    " tokenizer, prompts and the base weights, which all of them read in one memory."
+    "Workers are forked from one process, which loads libraries, tokenizer, prompts and base"
+    " weights once; all workers read the same memory. Runs of a seed pass one parity gate and"
+    " sample their first step once, where that gives each the same bytes."
 )
 NOT_FORKED = "Each worker starts by itself, with its own libraries and model: {reason}."
 
@@ -469,7 +471,7 @@ class ForkParent:
         self._process.wait()
 
 
-class NotForked(Exception):
+class ForkRefusal(Exception):
     """The parent refused to fork; the message says why."""
 
 
@@ -511,7 +513,9 @@ class ForkedProcess:
                     # without a word its parent was lost, and the worker was killed with it
                     self._code = told.get("code", -signal.SIGKILL)
                 else:
-                    raise NotForked(told.get("refused", "the process that forks workers was lost"))
+                    raise ForkRefusal(
+                        told.get("refused", "the process that forks workers was lost")
+                    )
 
     def send_signal(self, number: int) -> None:
         with contextlib.suppress(OSError):  # it has ended, which `poll` reports
@@ -541,7 +545,7 @@ class ForkedRun:
         """The run's outcome; None while it is running."""
         try:
             return self._worker.poll()
-        except NotForked as refused:
+        except ForkRefusal as refused:
             self._start_apart(str(refused))
             return None
 
@@ -551,7 +555,7 @@ class ForkedRun:
 
     def kill(self) -> None:
         """End the process at once."""
-        with contextlib.suppress(NotForked):
+        with contextlib.suppress(ForkRefusal):
             self._worker.kill()
 
 
@@ -611,7 +615,7 @@ class RayLauncher:
             raise
 
     def _connect(self) -> None:
-        options: dict[str, Any] = {"address": self._settings.ray_address}
+        options: Json = {"address": self._settings.ray_address}
         if self._own_folder:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reports usage by default
             # "local" always starts a new cluster; without an address Ray would join one that
@@ -727,7 +731,7 @@ class RayJob:
         self._ray.cancel(self._task, force=True)
 
 
-def _perform(values: dict[str, Any], path: str, name: str, folder: str) -> tuple[str, str, bool]:
+def _perform(values: Json, path: str, name: str, folder: str) -> tuple[str, str, bool]:
     """The Ray task: start the worker process and wait for it. The worker ends with this process,
     which holds its standard input.
     """

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from retrain import __version__
 from retrain.analysis.planned import ALPHA, AnalysisPlan
@@ -26,7 +25,7 @@ from retrain.records.disk import replace_file
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import RunFolder, mark, writer_lock
 from retrain.records.terminal import clean
-from retrain.system import toml_value
+from retrain.system import Json, toml_value
 
 LOGS = Path("logs")
 TIMESTAMP = "%Y%m%d_%H%M%S"
@@ -72,18 +71,18 @@ class Manifest:
     timestamp: str
     """Local time of the start, YYYYMMDD_HHMMSS."""
     retrain_version: str
-    config: dict[str, Any]
+    config: Json
     """The keys given by file, environment variables and flags, with credentials masked."""
     conditions: list[str]
     seeds: list[int]
     max_steps: int
     runs: list[RunEntry]
-    squeeze: dict[str, Any] | None = None
+    squeeze: Json | None = None
     """recommended_rank, rule, threshold, table, ...; null without [squeeze]."""
-    plan: dict[str, Any] | None = None
+    plan: Json | None = None
     """The comparison as planned before the first run, with its hash (analysis/planned.py); a
     resumed campaign keeps it."""
-    looks: list[dict[str, Any]] = field(default_factory=list)
+    looks: list[Json] = field(default_factory=list)
     """With stop = "evidence": what each look found and decided."""
     _by_name: dict[str, RunEntry] = field(init=False, repr=False)
 
@@ -226,8 +225,8 @@ class Manifest:
         )
 
     def _check_looks(self, plan: CampaignPlan) -> None:
-        """Check a resumed plan. Raises ConfigurationError where the steps, conditions or order of
-        seeds differ from those of the looks already taken.
+        """Check a resumed plan. Raises ConfigurationError where its steps, conditions or order of
+        seeds differ from what the looks were taken with.
         """
         if plan.settings.stop != "evidence":
             return
@@ -271,7 +270,7 @@ def analysis_plan(plan: CampaignPlan) -> AnalysisPlan:
     )
 
 
-def stored_form(config: TrainConfig) -> dict[str, Any]:
+def stored_form(config: TrainConfig) -> Json:
     """The keys that were given, for JSON, with credentials masked. Defaults are left out: each
     run's config.toml holds every key.
     """

@@ -23,6 +23,7 @@ from retrain.environments.loading import environment_name, load_environment, loa
 from retrain.errors import ConfigurationError
 from retrain.run.notes import notes, preflight_lines
 from retrain.run.parts import check_plugins
+from retrain.system import Json
 from retrain.tracking.build import tracker_names
 
 RUNS = "runs"
@@ -137,7 +138,7 @@ def run_name(condition: str, seed: int) -> str:
     return f"{_NOT_IN_A_NAME.sub('_', condition)}_s{seed}"
 
 
-def _shared_evaluation(view: TrainConfig, base: TrainConfig) -> dict[str, Any]:
+def _shared_evaluation(view: TrainConfig, base: TrainConfig) -> Json:
     """Keys of [evaluation] that a condition takes from the base: the judge, and how held-out
     answers are sampled.
 
@@ -170,7 +171,7 @@ def _run(
     seed: int,
     steps: int,
     folder: Path,
-    shared: dict[str, Any],
+    shared: Json,
 ) -> CampaignRun:
     """One run; `view` is the campaign's configuration with the keys of this condition."""
     label = condition.label
@@ -215,7 +216,7 @@ def _tracking(given: Logging, name: str, label: str, seed: int) -> dict[str, str
     return keys
 
 
-def _put(data: dict[str, Any], section: str, **values: Any) -> None:
+def _put(data: Json, section: str, **values: Any) -> None:
     data[section] = {**data.get(section, {}), **values}
 
 
@@ -223,7 +224,7 @@ def _put(data: dict[str, Any], section: str, **values: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Checked:
+class Findings:
     """The findings of the checks."""
 
     lines: tuple[str, ...]
@@ -233,7 +234,7 @@ class Checked:
     is left out."""
 
 
-def check(plan: CampaignPlan) -> Checked:
+def check(plan: CampaignPlan) -> Findings:
     """Check what all runs need. Raises ConfigurationError if a run could not start; NoHeldOutSplit
     if an evaluation was asked for that has no held-out split.
     """
@@ -262,7 +263,7 @@ def check(plan: CampaignPlan) -> Checked:
                 len(plan.seeds), comparisons, problems, evaluation.samples, correction=correction
             )
         ]
-    return Checked((*lines, *condition_notes(plan), *missing, *design), frozenset(lacking))
+    return Findings((*lines, *condition_notes(plan), *missing, *design), frozenset(lacking))
 
 
 def condition_notes(plan: CampaignPlan) -> list[str]:
@@ -279,7 +280,7 @@ def condition_notes(plan: CampaignPlan) -> list[str]:
     ]
 
 
-def evaluated_where_possible(plan: CampaignPlan, checked: Checked) -> CampaignPlan:
+def evaluated_where_possible(plan: CampaignPlan, checked: Findings) -> CampaignPlan:
     """The plan without the default evaluation for conditions that have no held-out split."""
     no_evaluation = {"evaluation.at_end": False}
     runs = [

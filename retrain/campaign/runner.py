@@ -195,6 +195,10 @@ class _Execution:
         finally:
             for _, job in self._jobs.values():
                 job.kill()
+            # A second signal ends a run where it stands, in this process even while it starts.
+            for run in self._plan.runs:
+                if self._manifest[run.name].status is Status.RUNNING:
+                    self._manifest.ended(run.name, Status.INTERRUPTED, "Stopped at once.")
         number = self._interrupts.stopped_by
         if number is not None:
             again = campaign_command(self._plan.config, self._plan.folder)
@@ -288,7 +292,7 @@ class _Execution:
             if are_the_same([(StoredRun(pair[0].folder), StoredRun(pair[1].folder))]):
                 self._board.say(
                     f"{pair[0].name} is the same run as {pair[1].name}, byte for byte: what"
-                    f" {condition} sets changes nothing."
+                    f" {condition} sets changed nothing here, or both trained on nothing."
                 )
 
     def _record(self, run: CampaignRun, outcome: RunOutcome) -> None:

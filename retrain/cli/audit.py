@@ -1,17 +1,24 @@
 """`retrain audit CONFIG`: how often the configured reward errs, and how long it takes."""
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from retrain.cli.shared import AsJson, Form, Trust, load_dotenv, print_progress
+from retrain.cli.shared import (
+    FLAGS_FOLLOW,
+    AsJson,
+    Form,
+    Trust,
+    flags_after,
+    load_dotenv,
+    print_json,
+    print_masked,
+    print_progress,
+)
 from retrain.errors import ConfigurationError
 
-SETTINGS = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
-"""The configuration's flags are left to its own parser."""
+SETTINGS = FLAGS_FOLLOW
 
 
 def command(
@@ -38,13 +45,8 @@ def command(
     hostile completions. Any flag of the configuration may follow, such as --reward-type math.
     """
     from retrain.config import load_config
-    from retrain.config.overrides import parse_overrides
 
-    overrides = parse_overrides(context.args)
-    if overrides.rest:
-        raise ConfigurationError(
-            f"retrain audit takes one configuration; {overrides.rest[0]!r} is one too many."
-        )
+    overrides = flags_after(context, "audit takes one configuration")
     if not target.is_file():
         raise ConfigurationError(
             f"{target} is not a file; name a configuration, whose [reward] is audited on its"
@@ -54,10 +56,7 @@ def command(
     config = load_config(target, overrides)
     from retrain.audit.run import audit_reward
     from retrain.audit.text import to_text
-    from retrain.records.jsonl import finite
-    from retrain.records.redact import Redactor
     from retrain.records.run_folder import refuse_foreign_code
-    from retrain.records.terminal import clean
 
     if not trust:
         refuse_foreign_code(config, "its audit")
@@ -68,7 +67,6 @@ def command(
         write_audit_page(audit, output)
         print_progress(f"Page: {output}")
     if as_json or form == "json":
-        text = json.dumps(finite(audit.to_json()), indent=2) + "\n"
+        print_json(audit.to_json())
     else:
-        text = to_text(audit)
-    sys.stdout.write(clean(Redactor().text(text)))
+        print_masked(to_text(audit))

@@ -1,16 +1,15 @@
 """`retrain backends`: the engines and backends, what is installed of them, and what each can do."""
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from retrain.cli.shared import AsJson
+from retrain.cli.shared import AsJson, print_json
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from retrain.backends.declared import Entry
+    from retrain.backends.declared import Entry, KeyRow
 
 
 def command(
@@ -36,7 +35,7 @@ def command(
             f" {', '.join(entry.name for entry in known)}."
         )
     if as_json or form == "json":
-        print(json.dumps([entry.to_json() for entry in entries], indent=2))
+        print_json([entry.to_json() for entry in entries])
     elif form == "markdown":
         print("\n".join(markdown_of(entries)))
     else:
@@ -60,34 +59,38 @@ def _one(entry: "Entry") -> Iterator[str]:
     """Print one engine or backend with what becomes of each key."""
     from retrain.config.names import bracketed
     from retrain.records.terminal import GAP, table_lines
-    from retrain.system import toml_value
 
     yield from _lines(entry)
     yield ""
-    rows = []
-    for row in entry.keys:
-        if row.values:
-            values = f" = {' or '.join(map(toml_value, row.values))}"
-        else:
-            values = ""
-        rows.append((bracketed(row.key) + values, row.use, row.because))
+    rows = [(bracketed(row.key) + _values(row), row.use, row.because) for row in entry.keys]
     yield from table_lines(rows, indent=GAP)
+
+
+def _values(row: "KeyRow") -> str:
+    """The values of a key that a row is about, as they stand after it; "" for all of them."""
+    from retrain.system import toml_value
+
+    if row.values:
+        return f" = {' or '.join(map(toml_value, row.values))}"
+    return ""
 
 
 def _lines(entry: "Entry") -> Iterator[str]:
     from retrain.records.terminal import GAP, table_lines
 
-    here = [f"{name} {found}" for name, found in entry.installed.items() if found]
-    yield f"{GAP}{entry.name}: {entry.what}"
+    installed = [f"{name} {found}" for name, found in entry.installed.items() if found]
+    here, install = ", ".join(installed), ""
+    if not entry.packages:
+        here = here or "needs nothing"
+    elif not here:
+        here, install = "not installed", entry.install
     rows = [
         ("can", entry.words),
         ("verified", entry.verified),
-        (
-            "here",
-            ", ".join(here) if here else "not installed" if entry.packages else "needs nothing",
-        ),
-        ("install", "" if here or not entry.packages else entry.install),
+        ("here", here),
+        ("install", install),
     ]
+    yield f"{GAP}{entry.name}: {entry.what}"
     yield from table_lines([row for row in rows if row[1]], indent=2 * GAP)
 
 
@@ -97,7 +100,6 @@ def markdown_of(entries: "Sequence[Entry]") -> Iterator[str]:
     """
     from retrain.config.names import bracketed
     from retrain.records.terminal import markdown_lines
-    from retrain.system import toml_value
 
     what = [(f"`{entry.name}`", entry.what, entry.words, entry.verified) for entry in entries]
     yield from markdown_lines(("name", "what it is", "what it can do", "verified against"), what)
@@ -109,17 +111,7 @@ def markdown_of(entries: "Sequence[Entry]") -> Iterator[str]:
             (row.use, row.because) for row in rows
         ):  # one row per reason, in the order of the schema
             same = [row for row in rows if (row.use, row.because) == (use, because)]
-            shown = (
-                f"`{bracketed(row.key)}`"
-                + (f" = {' or '.join(map(toml_value, row.values))}" if row.values else "")
-                for row in same
-            )
-            keys.append(
-                (
-                    f"`{entry.name}`",
-                    ", ".join(shown),
-                    "by `retrain serve`" if use == "served" else use,
-                    because,
-                )
-            )
+            shown = ", ".join(f"`{bracketed(row.key)}`{_values(row)}" for row in same)
+            how = "by `retrain serve`" if use == "served" else use
+            keys.append((f"`{entry.name}`", shown, how, because))
     yield from markdown_lines(("name", "keys", "", "why"), keys)

@@ -2,12 +2,10 @@
 differ, as far as the seeds can tell.
 """
 
-import json
 import shutil
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from typer.core import TyperCommand
@@ -22,6 +20,7 @@ from retrain.cli.shared import (
     LowerIsBetter,
     Margin,
     pair_of,
+    print_json,
     refuse_two_baselines,
 )
 from retrain.errors import ConfigurationError
@@ -32,10 +31,7 @@ if TYPE_CHECKING:
     from retrain.analysis.verdict import TestSettings
 
 
-class Format(StrEnum):
-    TEXT = "text"
-    MARKDOWN = "markdown"
-    JSON = "json"
+Format = Literal["text", "markdown", "json"]
 
 
 class BaselineTakesSeveral(TyperCommand):
@@ -110,7 +106,7 @@ def command(
     correction: Correction = None,
     contrast: Contrast = None,
     failed: Failed = "exclude",
-    form: Annotated[Format, typer.Option("--format", help="How to print it.")] = Format.TEXT,
+    form: Annotated[Format, typer.Option("--format", help="How to print it.")] = "text",
     as_json: AsJson = False,
 ) -> None:
     """Compare conditions across seeds: paired differences, intervals, exact p values adjusted over
@@ -121,13 +117,13 @@ def command(
     from retrain.records.evaluation import is_evaluation
 
     if as_json:
-        form = Format.JSON
+        form = "json"
     if any(map(is_evaluation, targets)):
         if at is not None:
             raise ConfigurationError(
                 f"--at {at} is for runs, and {targets[0]} is one evaluation; leave --at out."
             )
-        _print_evaluations(targets, baseline or [], metric, alpha, as_json=form is Format.JSON)
+        _print_evaluations(targets, baseline or [], metric, alpha, as_json=form == "json")
         return
     test = TestSettings(alpha, margin, effect, power, lower_is_better, correction, failed)
     budget = None
@@ -140,12 +136,11 @@ def command(
 
 def _print(comparison: "Comparison", form: Format) -> None:
     from retrain.analysis.comparison_text import to_json, to_markdown, to_text
-    from retrain.records.jsonl import finite
     from retrain.records.terminal import clean
 
-    if form is Format.JSON:
-        print(json.dumps(finite(to_json(comparison)), indent=2))
-    elif form is Format.MARKDOWN:
+    if form == "json":
+        print_json(to_json(comparison))
+    elif form == "markdown":
         print(clean(to_markdown(comparison)), end="")
     else:
         print(clean(to_text(comparison, shutil.get_terminal_size().columns)), end="")
@@ -163,7 +158,6 @@ def _print_evaluations(
     )
     from retrain.analysis.measures import choose_metric
     from retrain.records.evaluation import is_evaluation
-    from retrain.records.jsonl import finite
     from retrain.records.terminal import clean
 
     if len(targets) != 1 or len(baseline) != 1 or not is_evaluation(Path(baseline[0])):
@@ -172,11 +166,10 @@ def _print_evaluations(
         )
     one, other = open_evaluation(targets[0]), open_evaluation(Path(baseline[0]))
     found = compare_evaluations(one, other, choose_metric(metric or "pass@1", []), alpha)
-    print(
-        json.dumps(finite(evaluation_json(found)), indent=2)
-        if as_json
-        else clean("\n".join(evaluation_lines(found)))
-    )
+    if as_json:
+        print_json(evaluation_json(found))
+    else:
+        print(clean("\n".join(evaluation_lines(found))))
 
 
 def _compare(
@@ -191,7 +184,8 @@ def _compare(
     from retrain.analysis.compare import compare_campaign, compare_runs
     from retrain.analysis.runs import is_campaign, stored_run
 
-    refuse_two_baselines(control, baseline[0] if baseline else None)
+    first = baseline[0] if baseline else None
+    refuse_two_baselines(control, first)
     for target in targets:
         if not target.is_dir():
             raise ConfigurationError(
@@ -205,13 +199,7 @@ def _compare(
                 " as --baseline."
             )
         return compare_campaign(
-            campaigns[0],
-            test,
-            baseline[0] if baseline else None,
-            metric,
-            control=control,
-            pairs=pairs,
-            budget=budget,
+            campaigns[0], test, first, metric, control=control, pairs=pairs, budget=budget
         )
     if pairs:
         raise ConfigurationError(

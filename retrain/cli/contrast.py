@@ -1,6 +1,5 @@
 """`retrain contrast`: the gradients of several algorithms on the same rollouts."""
 
-import json
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -8,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from retrain.cli.shared import AsJson, Figure, Trust, check_figure, load_dotenv, print_progress
+from retrain.cli.shared import (
+    AsJson,
+    Figure,
+    Trust,
+    check_figure,
+    load_dotenv,
+    print_json,
+    print_masked,
+    print_progress,
+)
 
 
 def command(
@@ -54,9 +62,6 @@ def command(
     )
     from retrain.contrast.gradients import contrast
     from retrain.contrast.text import text_lines
-    from retrain.records.jsonl import finite
-    from retrain.records.redact import Redactor
-    from retrain.records.terminal import clean
 
     load_dotenv()
     check_figure(figure)
@@ -78,8 +83,8 @@ def command(
 
         write_figure(figure, found)
     if as_json:
-        print(json.dumps(finite(found.to_json()), indent=2))
+        print_json(found.to_json())
         return
-    print(clean(Redactor().text("\n".join(text_lines(found)))))
+    print_masked("\n".join(text_lines(found)))
     if figure:
         print(f"Figure: {figure}")

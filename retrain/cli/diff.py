@@ -1,6 +1,5 @@
 """`retrain diff`: where two runs part, and why."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from retrain.cli.shared import AsJson
+from retrain.cli.shared import AsJson, print_json
 
 if TYPE_CHECKING:
     from retrain.analysis.parting import Parting
@@ -33,7 +32,7 @@ def command(
     ours, theirs = stored_run(one), stored_run(other)
     found = parting(ours, theirs, range(max(ours.steps, theirs.steps) + 1))
     if as_json:
-        print(json.dumps({"equal": found is None} | parting_json(ours, theirs, found), indent=2))
+        print_json({"equal": found is None} | parting_json(ours, theirs, found))
     else:
         print("\n".join(parting_lines(ours, theirs, found)))
     if found:
@@ -54,9 +53,13 @@ def parting_lines(one: "StoredRun", other: "StoredRun", found: "Parting | None")
         shorter = min(one, other, key=lambda run: run.steps)
         yield f"They are equal until {shorter.path} ends; it has no step {found.step}."
     else:
-        yield _place(found)
+        names = ", ".join(found.fields[:_SHOWN])
+        more = ""
+        if len(found.fields) > _SHOWN:
+            more = f" and {len(found.fields) - _SHOWN} more"
+        yield f"They part at step {found.step}, in the {found.stage}: {names}{more}."
     if found.token:
-        ours, theirs = map(_token, found.token.ids)
+        ours, theirs = ("the end" if each is None else str(each) for each in found.token.ids)
         yield (
             f"  First other token: prompt {found.token.slot}, sample {found.token.sample}, token"
             f" {found.token.position}: {ours} and {theirs}; log-probs before it differ by at most"
@@ -64,20 +67,6 @@ def parting_lines(one: "StoredRun", other: "StoredRun", found: "Parting | None")
         )
     for place, reason in enumerate(reasons):
         yield f"  {'Also' if place else 'Cause'}: {reason}."
-
-
-def _place(found: "Parting") -> str:
-    names = ", ".join(found.fields[:_SHOWN])
-    more = ""
-    if len(found.fields) > _SHOWN:
-        more = f" and {len(found.fields) - _SHOWN} more"
-    return f"They part at step {found.step}, in the {found.stage}: {names}{more}."
-
-
-def _token(number: int | None) -> str:
-    if number is None:
-        return "the end"
-    return str(number)
 
 
 def parting_json(one: "StoredRun", other: "StoredRun", found: "Parting | None") -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """`retrain doctor`: what this machine has, what it lacks, and what to do about each."""
 
 import importlib.metadata
-import json
 import os
 import platform
 import shutil
@@ -11,16 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import typer
 
-from retrain.cli.shared import AsJson, load_dotenv
+from retrain.cli.shared import AsJson, load_dotenv, print_json
 from retrain.errors import EnvironmentFailure, RetrainError
 from retrain.install import install_hint, missing_package
-
-if TYPE_CHECKING:
-    from retrain.backends.declared import Entry
 
 KEYS = ("HF_TOKEN", "OPENAI_API_KEY", "TINKER_API_KEY", "WANDB_API_KEY")
 """Credentials that a run may need, by their usual names. Their values are never shown."""
@@ -55,7 +51,7 @@ def command(as_json: AsJson = False) -> None:
     load_dotenv()
     findings = [check() for check in CHECKS]
     if as_json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+        print_json([asdict(finding) for finding in findings])
     else:
         print("\n".join(_lines(findings)))
     lacking = [finding.name for finding in findings if finding.state == "lacks"]
@@ -76,8 +72,7 @@ def _lines(findings: list[Finding]) -> Iterator[str]:
 
 
 def _python() -> Finding:
-    here = f"{platform.python_version()} at {sys.executable}"
-    return Finding("python", "ok", here)
+    return Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
 
 
 def _package() -> Finding:
@@ -127,8 +122,7 @@ def _memory() -> Finding:
 
 
 def _kernels() -> Finding:
-    missing = missing_package("torch")
-    if missing:
+    if missing_package("torch"):
         return Finding("kernels", "note", "not known without torch")
     import torch
 
@@ -182,7 +176,7 @@ def _folder() -> Finding:
 
 def _keys() -> Finding:
     present = [name for name in KEYS if os.environ.get(name)]
-    absent = [name for name in KEYS if not os.environ.get(name)]
+    absent = [name for name in KEYS if name not in present]
     found = f"set: {', '.join(present) or 'none'}; not set: {', '.join(absent) or 'none'}"
     return Finding("keys", "ok", found)
 
@@ -190,12 +184,10 @@ def _keys() -> Finding:
 def _extras() -> Finding:
     from retrain.backends.declared import catalogue
 
-    here = [entry.name for entry in catalogue() if not entry.packages or any(_versions(entry))]
+    here = [
+        entry.name for entry in catalogue() if not entry.packages or any(entry.installed.values())
+    ]
     return Finding("can use", "ok", f"{', '.join(here)}; `retrain backends` says more")
-
-
-def _versions(entry: "Entry") -> Iterator[str]:
-    yield from (version for version in entry.installed.values() if version)
 
 
 def _self_test() -> Finding:

@@ -8,11 +8,19 @@ from typing import Annotated
 
 import typer
 
-from retrain.cli.shared import AsJson, Form, load_dotenv, print_progress
+from retrain.cli.shared import (
+    FLAGS_FOLLOW,
+    AsJson,
+    Checkpoint,
+    Form,
+    Trust,
+    flags_after,
+    load_dotenv,
+    print_progress,
+)
 from retrain.errors import ConfigurationError
 
-SETTINGS = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
-"""The configuration's flags are left to its own parser."""
+SETTINGS = FLAGS_FOLLOW
 
 
 def command(
@@ -23,19 +31,14 @@ def command(
             metavar="RUN|CONFIG", help="A run's folder, or a configuration for its untrained model."
         ),
     ],
-    checkpoint: Annotated[
-        int | None,
-        typer.Option(help="The checkpoint after this many steps; by default the newest."),
-    ] = None,
+    checkpoint: Checkpoint = None,
     output: Annotated[
         Path | None,
         typer.Option(
             help="Folder for the answers; by default evaluations/ in the run's folder, or in logs/."
         ),
     ] = None,
-    trust: Annotated[
-        bool, typer.Option("--trust", help="Run the Python code that the run's folder names.")
-    ] = False,
+    trust: Trust = False,
     form: Form = "text",
     as_json: AsJson = False,
 ) -> None:
@@ -44,13 +47,7 @@ def command(
 
     Any flag of the configuration may follow, such as --evaluation-max-examples 50.
     """
-    from retrain.config.overrides import parse_overrides
-
-    overrides = parse_overrides(context.args)
-    if overrides.rest:
-        raise ConfigurationError(
-            f"retrain eval takes one run or configuration; {overrides.rest[0]!r} is one too many."
-        )
+    overrides = flags_after(context, "eval takes one run or configuration")
     if not target.exists():
         raise ConfigurationError(
             f"{target} does not exist; name a run's folder or a configuration."
@@ -67,15 +64,12 @@ def command(
         target,
         checkpoint=checkpoint,
         overrides=overrides,
-        say=print_progress,
+        log=print_progress,
         trust=trust,
         keep=folder.write,
     )
     if as_json or form == "json":
         print(json.dumps(finite(result.summary() | {"folder": str(folder.path)})))
     else:
-        print(
-            clean(
-                "\n".join([evaluation_line(result), *task_lines(result), f"Answers: {folder.path}"])
-            )
-        )
+        lines = [evaluation_line(result), *task_lines(result), f"Answers: {folder.path}"]
+        print(clean("\n".join(lines)))

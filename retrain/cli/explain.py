@@ -1,20 +1,25 @@
 """`retrain explain [FILE]`: what a configuration would do, and its memory, time and cost."""
 
-import json
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from retrain.cli.shared import AsJson, Form, Trust, load_dotenv, print_progress
+from retrain.cli.shared import (
+    FLAGS_FOLLOW,
+    AsJson,
+    Form,
+    Trust,
+    flags_after,
+    load_dotenv,
+    load_named,
+    print_json,
+    print_masked,
+    print_progress,
+)
 from retrain.errors import ConfigurationError, EnvironmentFailure
 
-if TYPE_CHECKING:
-    pass
-
-SETTINGS = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
-"""The file and the configuration's flags are left to its own parser."""
+SETTINGS = FLAGS_FOLLOW
 FILE_ARGUMENT = "[FILE]"
 _MAX = 1_000_000
 
@@ -47,28 +52,22 @@ def command(
     1e-4. The exit code is 2 if the configuration would be refused, and 3 if this machine lacks what
     it needs.
     """
-    from retrain.config import load_config
-    from retrain.config.overrides import parse_overrides
-
-    overrides = parse_overrides(context.args)
-    if len(overrides.rest) > 1:
-        raise ConfigurationError(
-            f"retrain explain takes one file; {overrides.rest[1]!r} is one too many."
-        )
-    _check_range("price-per-hour", price_per_hour)
-    _check_range("memory-gib", memory_gib)
+    overrides = flags_after(context, "explain takes one file", 1)
+    # NaN is not below the limit either.
+    for name, value in (("price-per-hour", price_per_hour), ("memory-gib", memory_gib)):
+        if value is not None and not value < _MAX:
+            raise ConfigurationError(
+                f"--{name} {value:g} is out of range; give a number from 0 to {_MAX:,}."
+            )
     if pilot and probe:
         raise ConfigurationError(
             "--pilot and --probe both give the step time; leave one of them out."
         )
     load_dotenv()
-    config = load_config(Path(overrides.rest[0]) if overrides.rest else None, overrides)
+    config = load_named(overrides)
     from retrain.explain import explain
     from retrain.explain.text import to_text
-    from retrain.records.jsonl import finite
-    from retrain.records.redact import Redactor
     from retrain.records.run_folder import refuse_foreign_code
-    from retrain.records.terminal import clean
 
     if not trust:
         refuse_foreign_code(config, "explaining it")
@@ -81,19 +80,10 @@ def command(
         say=print_progress,
     )
     if as_json or form == "json":
-        text = json.dumps(finite(seen.to_json()), indent=2) + "\n"
+        print_json(seen.to_json())
     else:
-        text = to_text(seen)
-    sys.stdout.write(clean(Redactor().text(text)))
-    if seen.refused or seen.unavailable:
-        raise typer.Exit(
-            ConfigurationError.exit_code if seen.refused else EnvironmentFailure.exit_code
-        )
-
-
-def _check_range(name: str, value: float | None) -> None:
-    """Raise ConfigurationError for a value that is not below _MAX; NaN is not."""
-    if value is not None and not value < _MAX:
-        raise ConfigurationError(
-            f"--{name} {value:g} is out of range; give a number from 0 to {_MAX:,}."
-        )
+        print_masked(to_text(seen))
+    if seen.refused:
+        raise typer.Exit(ConfigurationError.exit_code)
+    if seen.unavailable:
+        raise typer.Exit(EnvironmentFailure.exit_code)

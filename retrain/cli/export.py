@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from retrain.cli.shared import load_dotenv, print_progress
+from retrain.cli.shared import Checkpoint, load_dotenv, print_progress
 
 
 def command(
@@ -20,10 +20,7 @@ def command(
         Path | None,
         typer.Option(help="New folder; by default RUN-adapter or RUN-merged beside the run."),
     ] = None,
-    checkpoint: Annotated[
-        int | None,
-        typer.Option(help="The checkpoint after this many steps; by default the newest."),
-    ] = None,
+    checkpoint: Checkpoint = None,
     trust: Annotated[
         bool, typer.Option("--trust", help="Run the Python code of a model that has its own.")
     ] = False,
@@ -49,7 +46,7 @@ def command(
         merged=merged,
         uploads=bool(hub),
         trust=trust,
-        say=print_progress,
+        log=print_progress,
     )
     print(clean(f"{'Merged model' if merged else 'Adapter'}: {exported.folder}"))
     if exported.is_local and not merged:

@@ -22,7 +22,7 @@ RETRAIN_<SECTION>_<KEY> sets it from the environment.
 A later one wins: defaults, recipe, file, environment, flags.
 """
 _PAPERS_FIRST = """\
-algorithm_mode = "NAME" takes the settings of a paper, below those of your file:
+algorithm_mode = "NAME" takes the settings of a paper; your file wins over them:
 """
 _PAPERS_LAST = """\
 `retrain explain FILE --algorithm-mode NAME` shows what it sets; docs/papers.md has
@@ -119,12 +119,9 @@ def _page(name: str) -> str:
     if not keys and (meant := key_meant(word.removeprefix("--"))):
         keys = [meant]
     if not keys:
-        names = [
-            *COMMANDS,
-            *section_models(),
-            *(key.name for key in all_keys()),
-            *(key.flag for key in all_keys()),
-        ]
+        names = [*COMMANDS, *section_models()]
+        for key in all_keys():
+            names += [key.name, key.flag]
         near = nearest(word, names, NAME_CUTOFF)
         clause = instead(word.removeprefix("--")) or (
             f"did you mean `retrain help {near}`?" if near else "`retrain help` lists all."
@@ -139,7 +136,7 @@ def _page(name: str) -> str:
 
 
 def reference(section: str, width: int = MAX_WIDTH) -> str:
-    """Every key, or those of one section. Raises ConfigurationError for a section that does not
+    """Every key, or the keys of one section. Raises ConfigurationError for a section that does not
     exist.
     """
     from retrain.config.keys import all_keys, section_models

@@ -36,7 +36,10 @@ def command(
         raise ConfigurationError(
             f"--template {template!r} is not known; allowed are {', '.join(names)}."
         )
-    files = _files(template, output)
+    files = {output: template_text(template)}
+    plugin = _asset(template, ".py")
+    if plugin.is_file():  # a paper's, which its configuration names
+        files[output.parent / plugin.name] = plugin.read_text(encoding="utf-8")
     for path, text in files.items():  # all of a template's files, or none
         if path.is_dir() or (path.exists() and not force and not _holds(path, text)):
             raise _exists(path)
@@ -58,21 +61,9 @@ def _listed() -> Iterator[str]:
     """Each template with the first sentence of its comment."""
     width = max(map(len, template_names()))
     for name in template_names():
-        yield f"  {name:<{width}}  {_first_comment(template_text(name))}"
-
-
-def _first_comment(text: str) -> str:
-    lines = (line.removeprefix("# ") for line in text.splitlines() if line.startswith("# "))
-    return next(lines, "")
-
-
-def _files(template: str, output: Path) -> dict[Path, str]:
-    """The files of a template: the configuration, and the plugin that a paper's names."""
-    files = {output: template_text(template)}
-    plugin = _asset(template, ".py")
-    if plugin.is_file():
-        files[output.parent / plugin.name] = plugin.read_text(encoding="utf-8")
-    return files
+        lines = template_text(name).splitlines()
+        comments = (line.removeprefix("# ") for line in lines if line.startswith("# "))
+        yield f"  {name:<{width}}  {next(comments, '')}"
 
 
 def _holds(path: Path, text: str) -> bool:
@@ -114,12 +105,10 @@ def template_text(name: str) -> str:
 
 
 def template_names() -> list[str]:
-    """The templates of the package, and after them those of papers."""
+    """The templates of the package, then the papers'."""
     assets = resources.files("retrain.assets")
-    return [
-        *_names(assets / "templates"),
-        *(f"{PAPERS}/{name}" for name in _names(assets / PAPERS)),
-    ]
+    papers = [f"{PAPERS}/{name}" for name in _names(assets / PAPERS)]
+    return _names(assets / "templates") + papers
 
 
 def _names(folder: Traversable) -> list[str]:

@@ -3,23 +3,17 @@ more transforms.
 """
 
 import json
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from retrain.cli.shared import AsJson, Trust
+from retrain.cli.shared import AsJson, Form, Trust
 from retrain.errors import ConfigurationError
 from retrain.inspect import Quantity
 
 if TYPE_CHECKING:
     from retrain.inspect.credit import StepCredit
-
-
-class Format(StrEnum):
-    TEXT = "text"
-    JSON = "json"
 
 
 def command(
@@ -61,7 +55,7 @@ def command(
         typer.Option("--table", help="One line per token; the default where there is no colour."),
     ] = False,
     trust: Trust = False,
-    form: Annotated[Format, typer.Option("--format", help="How to print it.")] = Format.TEXT,
+    form: Form = "text",
     as_json: AsJson = False,
 ) -> None:
     """Show the credit of single tokens: advantage after each stage, surprisal, entropy, planning
@@ -82,7 +76,7 @@ def command(
         trust=trust,
     )
     numbers = _chosen(credit, prompt, sample)
-    if as_json or form is Format.JSON:
+    if as_json or form == "json":
         print(json.dumps(to_json(credit, numbers)))
         return
     console = Console()

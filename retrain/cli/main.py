@@ -46,7 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name not in _LOCAL_TRAINER:
             raise
-        return _ended_by(_without_local_trainer(error.name), arguments)
+        from retrain.install import install_hint
+
+        sentence = (
+            f"this needs {error.name}, which is not installed here (retrain-core leaves it out);"
+            f" install retrain itself with `{install_hint()}`, or train on a service with [backend]"
+            ' backend = "tinker".'
+        )
+        return _ended_by(EnvironmentFailure(sentence), arguments)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `retrain help config | head`: the reader has what it wanted
@@ -65,16 +72,6 @@ _LOCAL_TRAINER = ("torch", "peft")
 machine."""
 
 
-def _without_local_trainer(package: str) -> EnvironmentFailure:
-    from retrain.install import install_hint
-
-    return EnvironmentFailure(
-        f"this needs {package}, which is not installed here (retrain-core leaves it out); install"
-        f" retrain itself with `{install_hint()}`, or train on a service with [backend] backend ="
-        ' "tinker".'
-    )
-
-
 def _dispatch(arguments: list[str]) -> int:
     first = arguments[0] if arguments else ""
     if first in COMMANDS:
@@ -86,10 +83,9 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     from retrain.cli.first_words import TRAIN, advice
 
-    folder_of_that_name = Path(first).is_dir() and (
-        first in TRAIN or Path(f"{first}.toml").is_file()
-    )
-    if not first or first.startswith("-") or (is_path(first) and not folder_of_that_name):
+    # A word such as `run`, or the name of a file without its .toml, may also be a folder's.
+    is_word = Path(first).is_dir() and (first in TRAIN or Path(f"{first}.toml").is_file())
+    if not first or first.startswith("-") or (is_path(first) and not is_word):
         from retrain.cli.run import run_file
 
         return run_file(arguments)
@@ -196,15 +192,9 @@ def _replace_missing_streams() -> None:
     """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(
-                sys,
-                name,
-                os.fdopen(
-                    os.open(os.devnull, os.O_RDWR),
-                    "r" if name == "stdin" else "w",
-                    encoding="utf-8",
-                ),
-            )
+            mode = "r" if name == "stdin" else "w"
+            null = os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, os.fdopen(null, mode, encoding="utf-8"))
 
 
 def _let_go_of_closed_streams() -> None:
@@ -226,7 +216,6 @@ def _masked_traceback(
     from retrain.records.redact import Redactor
     from retrain.records.terminal import clean
 
-    sys.stderr.write(
-        clean(Redactor().text("".join(traceback.format_exception(kind, error, trace))))
-    )
+    text = "".join(traceback.format_exception(kind, error, trace))
+    sys.stderr.write(clean(Redactor().text(text)))
     sys.stderr.write("This is a bug in retrain, not in your configuration.\n")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from retrain.cli.manual import Topic, read_source, source_path, synced, topics_of
-from retrain.cli.shared import AsJson, Form
+from retrain.cli.shared import AsJson, Form, refuse_several
 from retrain.errors import ConfigurationError, EnvironmentFailure
 
 
@@ -39,22 +39,15 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Read the manual: in a pager in a terminal, as it is in a pipe, or as JSON."""
-    asked = [f"--topic {each}" for each in dict.fromkeys((name, topic)) if each]
-    asked += [
-        flag
-        for flag, given in (
-            ("--list-topics", list_topics),
-            ("--path", path),
-            ("--sync", sync),
-            ("--check", check),
-        )
-        if given
-    ]
-    if len(asked) > 1:
-        raise ConfigurationError(
-            f"{' and '.join(asked)} exclude each other: give one of them, or none to read the"
-            " manual."
-        )
+    given = {
+        f"--topic {name}": name,
+        f"--topic {topic}": topic,
+        "--list-topics": list_topics,
+        "--path": path,
+        "--sync": sync,
+        "--check": check,
+    }
+    refuse_several(given, "read the manual")
     if path:
         print(source_path())
     elif sync or check:

@@ -17,7 +17,7 @@ import typer
 from tomlkit.exceptions import TOMLKitError
 from tomlkit.items import InlineTable, Item, Table
 
-from retrain.cli.shared import AsJson, Form
+from retrain.cli.shared import AsJson, Form, refuse_several
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.records.disk import replace_file
 
@@ -132,13 +132,9 @@ def command(
         path, check=check, write=write, backup=backup, output=output, stdin=stdin, stdout=stdout
     )
     if path is None:
-        name = "standard input"
+        name, old = "standard input", sys.stdin.read()
     else:
-        name = str(path)
-    if path is None:
-        old = sys.stdin.read()
-    else:
-        old = _read(path)
+        name, old = str(path), _read(path)
     done = Migration(name, old, migrate_text(old, name))
     if output is not None:
         _write_new(output, done)
@@ -206,21 +202,8 @@ def _check_usage(
         raise ConfigurationError(
             "migrate-config reads one configuration: name a file, or give --stdin and no file."
         )
-    chosen = [
-        flag
-        for flag, given in (
-            ("--check", check),
-            ("--write", write),
-            ("--output", output is not None),
-            ("--stdout", stdout),
-        )
-        if given
-    ]
-    if len(chosen) > 1:
-        raise ConfigurationError(
-            f"{' and '.join(chosen)} exclude each other: give one of them, or none to see the"
-            " difference."
-        )
+    given = {"--check": check, "--write": write, "--output": output, "--stdout": stdout}
+    refuse_several(given, "see the difference")
     if write and stdin:
         raise ConfigurationError(
             "--write rewrites a file and --stdin has none; use --stdout or --output."

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -140,18 +140,8 @@ def usage_line(name: str) -> str:
     """`retrain compare CAMPAIGN_DIR | RUN... [options]`."""
     parts = [parameter.in_usage for parameter in parameters_of(name) if not parameter.is_option]
     file = getattr(module_of(name), "FILE_ARGUMENT", "")
-    return " ".join(
-        part
-        for part in [
-            "retrain",
-            name,
-            *parts,
-            file,
-            "[options]",
-            _ANY_FLAG if takes_flags(name) else "",
-        ]
-        if part
-    )
+    flags = _ANY_FLAG if takes_flags(name) else ""
+    return " ".join(filter(None, ["retrain", name, *parts, file, "[options]", flags]))
 
 
 def description(name: str) -> list[str]:
@@ -164,19 +154,13 @@ def description(name: str) -> list[str]:
 
 def help_page(name: str, width: int) -> str:
     """`retrain NAME --help`, in lines of at most `width` columns."""
-    parts = [
-        textwrap.fill(
-            f"Usage: {usage_line(name)}", width, subsequent_indent="       ", break_on_hyphens=False
-        )
-    ]
-    parts += [
-        textwrap.fill(paragraph, width, break_on_hyphens=False) for paragraph in description(name)
-    ]
+    fill = partial(textwrap.fill, width=width, break_on_hyphens=False)
+    parts = [fill(f"Usage: {usage_line(name)}", subsequent_indent="       ")]
+    parts += map(fill, description(name))
     parameters = parameters_of(name)
     for title, is_option in (("Arguments:", False), ("Options:", True)):
-        rows = [(each.head, each.text) for each in parameters if each.is_option is is_option] + (
-            [_HELP] if is_option else []
-        )
+        rows = [(each.head, each.text) for each in parameters if each.is_option is is_option]
+        rows += [_HELP] * is_option
         if rows:
             parts.append("\n".join([title, *columns(rows, width)]))
     return "\n\n".join([*parts, f"Example: {EXAMPLES[name]}"]) + "\n"
@@ -205,10 +189,9 @@ def wrong_use(name: str, arguments: Sequence[str], error: Any) -> str:
     if type(error).__name__ == "NoSuchOption":
         options = [each.name for each in parameters_of(name) if each.is_option]
         near = nearest(error.option_name, options, NAME_CUTOFF)
+        hint = f"{more}."
         if near:
             hint = f"did you mean {near}?"
-        else:
-            hint = f"{more}."
         return f"{error.option_name} is not an option of `retrain {name}`; {hint}"
     extra = re.search(r"unexpected extra argument\S* \((.*)\)", str(error))
     if extra:

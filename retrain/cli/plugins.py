@@ -2,7 +2,6 @@
 
 import ast
 import importlib.util
-import json
 import symtable
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,9 +9,8 @@ from dataclasses import asdict, dataclass
 from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Annotated
 
-import typer
+from retrain.cli.shared import JsonOnly, print_json
 
 
 @dataclass(frozen=True)
@@ -26,9 +24,7 @@ class Row:
     """Why it cannot be loaded, as far as its source tells; "" if nothing stands against it."""
 
 
-def command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
-) -> None:
+def command(as_json: JsonOnly = False) -> None:
     """List what every key that takes a plugin can be: built in, and installed.
 
     An installed plugin is read and not imported. What stands against loading it is said: a module
@@ -36,7 +32,7 @@ def command(
     """
     builtin, installed = list(_builtin()), _installed()
     if as_json:
-        print(json.dumps([asdict(row) for row in [*builtin, *installed]], indent=2))
+        print_json([asdict(row) for row in (*builtin, *installed)])
     else:
         print("\n".join(_lines(builtin, installed)))
 

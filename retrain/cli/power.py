@@ -2,7 +2,6 @@
 can find.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from retrain.cli.shared import Alpha, AsJson, Form
+from retrain.cli.shared import Alpha, AsJson, Form, print_json
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def command(
     plan = SeedPlan(effect, spread, alpha, power, comparisons or shown, correction)
     _check(plan, comparisons, found)
     if as_json or form == "json":
-        print(json.dumps(_as_json(plan, found), indent=2))
+        print_json(_as_json(plan, found))
     else:
         print("\n".join(_lines(plan, found)))
 

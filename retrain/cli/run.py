@@ -16,10 +16,10 @@ from retrain.system import expanded
 if TYPE_CHECKING:
     from retrain.config.overrides import Overrides
     from retrain.config.schema import Squeeze, TrainConfig
-    from retrain.squeeze.job import Squeezed
+    from retrain.squeeze.job import SqueezeResult
 
 _SWITCHES = {"--overwrite": False, "--quiet": False, "--verbose": False, "--skip-parity": False}
-"""Flags besides those of the schema; none takes a value."""
+"""Flags that are no key of the schema; none takes a value."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,8 @@ def _configuration(parsed: RunArguments) -> "tuple[TrainConfig, str]":
     from retrain.config import load_config
 
     _refuse_run_as_file(parsed)
-    config, note = _continued(parsed) or (
-        load_config(parsed.path, parsed.overrides),
-        "",
-    )  # a typo is answered before seconds of imports
+    # A typo is answered before seconds of imports.
+    config, note = _continued(parsed) or (load_config(parsed.path, parsed.overrides), "")
     _refuse_two_intents(parsed, config)
     return config, note
 
@@ -194,7 +192,7 @@ def _refuse_two_intents(parsed: RunArguments, config: "TrainConfig") -> None:
         )
 
 
-def _draw_squeeze(settings: "Squeeze", runs: Path, squeezed: "Squeezed") -> str:
+def _draw_squeeze(settings: "Squeeze", runs: Path, squeezed: "SqueezeResult") -> str:
     """Draw the variance curve, and return a line that tells where it is, or why there is none.
 
     It lies in the squeezed adapter's folder or, of an adapter that is only analysed, beside the
@@ -236,10 +234,8 @@ def parse_arguments(arguments: Sequence[str]) -> RunArguments:
     files = [argument for argument in overrides.rest if not argument.startswith("--")]
     for switch in switches:
         if switch not in _SWITCHES:
-            raise ConfigurationError(
-                f"{switch.partition('=')[0]} takes no value; leave {switch.partition('=')[2]!r}"
-                " out."
-            )
+            name, _, value = switch.partition("=")
+            raise ConfigurationError(f"{name} takes no value; leave {value!r} out.")
     if {"--quiet", "--verbose"} <= set(switches):
         raise ConfigurationError("--quiet and --verbose contradict each other; give one of them.")
     if len(files) > 1:

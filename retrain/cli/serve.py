@@ -1,20 +1,24 @@
 """`retrain serve ENGINE FILE`: the command that starts a server as a configuration needs it."""
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from retrain.cli.shared import load_dotenv, print_progress
+from retrain.cli.shared import (
+    FLAGS_FOLLOW,
+    flags_after,
+    load_dotenv,
+    load_named,
+    print_progress,
+)
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
     from retrain.inference_engine.commands import ServerCommand, ServerNeeds
 
-SETTINGS = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
-"""The file and the configuration's flags are left to its own parser."""
+SETTINGS = FLAGS_FOLLOW
 FILE_ARGUMENT = "[FILE]"
 _GATE_TOKENS = 512
 """Context that the parity gate needs for its long prompt."""
@@ -40,18 +44,12 @@ def command(
     Without a file it reads ./retrain.toml. Any flag of the configuration may follow, such as
     --max-tokens 512.
     """
-    from retrain.config import load_config
-    from retrain.config.overrides import parse_overrides
     from retrain.inference_engine.base import engine_kind
     from retrain.inference_engine.commands import ServerNeeds
 
-    overrides = parse_overrides(context.args)
-    if len(overrides.rest) > 1:
-        raise ConfigurationError(
-            f"retrain serve takes an engine and one file; {overrides.rest[1]!r} is one too many."
-        )
+    overrides = flags_after(context, "serve takes an engine and one file", 1)
     load_dotenv()
-    config = load_config(Path(overrides.rest[0]) if overrides.rest else None, overrides)
+    config = load_named(overrides)
     server_command(
         engine, config, ServerNeeds("", "", "", 0, 0), python
     )  # a mistake shows before the data is read
@@ -145,11 +143,10 @@ def _longest_prompt(config: "TrainConfig") -> int:
     stage = load_stage(config, text, print_progress)
     try:
         prompts = load_prompts(config, text, stage, print_progress)
+        held_out = None
         if config.evaluation.asked_for:
-            held_out = prompts_of(load_held_out(config, text, stage, prompts, print_progress))
-        else:
-            held_out = []
+            held_out = load_held_out(config, text, stage, prompts, print_progress)
     finally:
         if stage:
             stage.host.close()
-    return longest_prompt(prompts, held_out)
+    return longest_prompt(prompts, prompts_of(held_out))

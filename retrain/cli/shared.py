@@ -1,15 +1,27 @@
 """What several commands share: options, the .env file, and lines of progress on standard error."""
 
+import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from retrain.errors import ConfigurationError
 
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
+    from retrain.config.overrides import Overrides
+
+FLAGS_FOLLOW = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
+"""SETTINGS of a command that leaves the configuration's flags to their own parser."""
+
 Alpha = Annotated[float, typer.Option(help="Family-wise error rate of all comparisons.")]
 AsJson = Annotated[bool, typer.Option("--json", help="The same as --format json.")]
+Checkpoint = Annotated[
+    int | None, typer.Option(help="The checkpoint after this many steps; by default the newest.")
+]
 Contrast = Annotated[
     list[str] | None,
     typer.Option(
@@ -38,6 +50,7 @@ Figure = Annotated[
     Path | None, typer.Option(help="Also draw it: a file that ends in .svg, .pdf or .png.")
 ]
 Form = Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")]
+JsonOnly = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 LowerIsBetter = Annotated[
     bool, typer.Option("--lower-is-better", help="A negative difference is the improvement.")
 ]
@@ -67,6 +80,36 @@ def load_dotenv() -> bool:
     return True
 
 
+def flags_after(context: typer.Context, takes: str, places: int = 0) -> "Overrides":
+    """Read what follows a command's own options. Raises ConfigurationError for more than `places`
+    words that are no flags; `takes` says what the command takes.
+    """
+    from retrain.config.overrides import parse_overrides
+
+    overrides = parse_overrides(context.args)
+    if len(overrides.rest) > places:
+        raise ConfigurationError(f"retrain {takes}; {overrides.rest[places]!r} is one too many.")
+    return overrides
+
+
+def load_named(overrides: "Overrides") -> "TrainConfig":
+    """Load the file that stands among the flags, or else ./retrain.toml."""
+    from retrain.config import load_config
+
+    return load_config(next(map(Path, overrides.rest), None), overrides)
+
+
+def refuse_several(given: Mapping[str, object], otherwise: str) -> None:
+    """Raise ConfigurationError where more than one of the flags is given; `otherwise` says what the
+    command does without any.
+    """
+    flags = [flag for flag, value in given.items() if value]
+    if len(flags) > 1:
+        raise ConfigurationError(
+            f"{' and '.join(flags)} exclude each other: give one of them, or none to {otherwise}."
+        )
+
+
 def pair_of(text: str) -> tuple[str, str]:
     """Split a --contrast. Raises ConfigurationError unless it is two labels with a colon between
     them.
@@ -85,6 +128,23 @@ def refuse_two_baselines(control: bool, baseline: str | None) -> None:
         raise ConfigurationError(
             f"--control and --baseline {baseline} both name the baseline; give one of them."
         )
+
+
+def print_json(content: Any) -> None:
+    """Print a result as JSON; in a table a number that is not finite becomes null."""
+    from retrain.records.jsonl import finite
+
+    if isinstance(content, Mapping):
+        content = finite(content)
+    print_masked(json.dumps(content, indent=2))
+
+
+def print_masked(text: str) -> None:
+    """Print a result without credentials and control characters."""
+    from retrain.records.redact import Redactor
+    from retrain.records.terminal import clean
+
+    print(clean(Redactor().text(text.removesuffix("\n"))))
 
 
 def print_progress(line: str) -> None:

@@ -97,7 +97,8 @@ def lines(seen: "Overview", width: int | None = None) -> list[str]:
         if run.loss_note:
             explained.setdefault(run.loss_note, []).append(run.name)
     for note, names in explained.items():
-        some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        more = [f"{len(names) - 3} more"] * (len(names) > 3)
+        some = " and ".join([", ".join(names[:3]), *more])
         printed.append(note if len(names) == len(seen.all_runs) else f"{some}: {note}")
     return printed
 
@@ -112,9 +113,9 @@ def campaign_line(campaign: "CampaignStatus") -> str:
     )
     if campaign.median_step_time_s is not None:
         line += f", median step time {campaign.median_step_time_s:.2f} s"
-    return line + (
-        f", {duration(campaign.remaining_s)} left" if campaign.remaining_s is not None else ""
-    )
+    if campaign.remaining_s is not None:
+        line += f", {duration(campaign.remaining_s)} left"
+    return line
 
 
 def _table(runs: Sequence["RunStatus"], root: Path, width: int | None) -> list[str]:

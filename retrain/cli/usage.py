@@ -66,7 +66,7 @@ FLAGS = {
     "--lr": "learning rate",
     "--batch-size": "prompts per step",
     "--group-size": "completions per prompt",
-    "--max-tokens": "most new tokens per completion",
+    "--max-tokens": "maximum number of new tokens per completion",
     "--advantage-mode": "episode advantage: maxrl, grpo, rloo, ...",
     "--transform-mode": "token credit: none, gtpo, gtpo_hicra, gtpo_sepa, ...",
     "--log-dir": "the run's folder",

@@ -1,6 +1,5 @@
 """`retrain verify`: takes recorded steps again and compares every number, token and adapter."""
 
-import json
 import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from retrain.cli.diff import parting_json, parting_lines
-from retrain.cli.shared import AsJson, Trust, load_dotenv, print_progress
+from retrain.cli.shared import AsJson, Trust, load_dotenv, print_json, print_progress
 from retrain.errors import ConfigurationError, RunFailed
 
 if TYPE_CHECKING:
@@ -53,20 +52,23 @@ def command(
         content = parting_json(stored, again, found)
     equal = found is None and not other_file and other_adapter is None
     if as_json:
-        span = {"steps": [begin, stop], "equal": equal}
-        span |= {
+        span = {
+            "steps": [begin, stop],
+            "equal": equal,
             "other_file": other_file or None,
             "other_adapter": other_adapter,
             "missing": missing,
         }
-        print(json.dumps(span | content, indent=2))
+        print_json(span | content)
     elif equal:
         print(f"Verified: steps {begin} to {stop - 1} of {run} are the same, byte for byte.")
         _print_absent(missing)
     elif found:
         print("\n".join(lines))
+    elif other_file:
+        print(f"Records are equal, and {other_file} holds other answers, tokens or weights.")
     else:
-        print(f"Records are equal, and {_other(other_file, other_adapter)}.")
+        print(f"Records are equal, and the adapter after {other_adapter} steps is another.")
     if not equal:
         raise typer.Exit(1)
 
@@ -82,13 +84,7 @@ def _asked(run: "StoredRun", steps: str, trust: bool) -> tuple[int, int]:
         refuse_foreign_code(run.config, "verifying it")
     _refuse_served(run)
     start, stop = _range(steps, run)
-    return nearest_checkpoint(run.folder, start), stop
-
-
-def _other(file: str, adapter: int | None) -> str:
-    if file:
-        return f"{file} holds other answers, tokens or weights"
-    return f"the adapter after {adapter} steps is another"
+    return nearest_checkpoint(run.folder, start, print_progress), stop
 
 
 def _print_absent(things: list[str]) -> None:
@@ -128,7 +124,7 @@ def _range(text: str, run: "StoredRun") -> tuple[int, int]:
     if not taken:
         raise ConfigurationError(f"{run.path} has no step yet; there is nothing to verify.")
     if not text:
-        return nearest_checkpoint(run.folder, taken - 1), taken
+        return nearest_checkpoint(run.folder, taken - 1, print_progress), taken
     parts = re.fullmatch(r"(\d*):(\d*)", text)
     if parts:
         start, stop = int(parts[1] or 0), int(parts[2] or taken)

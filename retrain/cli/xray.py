@@ -1,6 +1,5 @@
 """`retrain xray`: what objective an advantage climbs, and how noisily."""
 
-import json
 import sys
 from contextlib import redirect_stdout
 from itertools import chain
@@ -9,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from retrain.cli.shared import Figure, Trust, check_figure, load_dotenv
+from retrain.cli.shared import Figure, JsonOnly, Trust, check_figure, load_dotenv, print_json
 from retrain.errors import ConfigurationError
 
 
@@ -40,12 +39,11 @@ def command(
         ),
     ] = False,
     trust: Trust = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    as_json: JsonOnly = False,
 ) -> None:
     """Show what an algorithm climbs, before any run: how much a prompt counts by its pass rate, the
     objective, and the noise beside the signal. Exact for right-or-wrong rewards, on policy.
     """
-    from retrain.records.jsonl import finite
     from retrain.xray.binary import RATES
     from retrain.xray.resolve import read_xray
     from retrain.xray.text import text_lines
@@ -53,7 +51,11 @@ def command(
     load_dotenv()
     _check(group, aggregation, wrong_length, figure)
     if exact:
-        _check_exact(aggregation, wrong_length, figure)
+        if aggregation or figure or wrong_length != 1:
+            raise ConfigurationError(
+                "--exact counts answers of equal length and draws nothing; leave --aggregation,"
+                " --wrong-length and --figure out."
+            )
         _print_exact(names, group, trust=trust, as_json=as_json)
         return
     with redirect_stdout(sys.stderr):  # what a plugin prints is no part of the result
@@ -78,34 +80,22 @@ def command(
             }
             for one in found
         ]
-        print(json.dumps(finite({"xrays": rows}), indent=2))
+        print_json({"xrays": rows})
         return
     print("\n".join(text_lines(found)))
     if figure:
         print(f"Figure: {figure}")
 
 
-def _check_exact(aggregation: str | None, wrong_length: float, figure: Path | None) -> None:
-    if aggregation or figure or wrong_length != 1:
-        raise ConfigurationError(
-            "--exact counts answers of equal length and draws nothing; leave --aggregation,"
-            " --wrong-length and --figure out."
-        )
-
-
 def _print_exact(names: list[str], group: int | None, *, trust: bool, as_json: bool) -> None:
-    from retrain.records.jsonl import finite
     from retrain.xray.resolve import read_exact
 
     with redirect_stdout(sys.stderr):
         found = list(chain.from_iterable(read_exact(name, group, trust=trust) for name in names))
     if as_json:
-        rows = [one.to_json() for one in found]
-        print(json.dumps(finite({"exact": rows}), indent=2))
+        print_json({"exact": [one.to_json() for one in found]})
         return
-    print(
-        "Expected gradients over all groups of two-token answers, beside that of the pass rate p."
-    )
+    print("Expected gradients over all groups of two-token answers, beside the pass rate's (p).")
     for one in found:
         print(f"{one.name} (G = {one.group}): {one.sentence()}")
 

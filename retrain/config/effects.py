@@ -8,6 +8,7 @@ of a run, `explain`, `retrain backends` and the documents all read these rows.
 """
 
 import importlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -27,9 +28,9 @@ from retrain.config.names import (
     table,
     transforms_with,
 )
-from retrain.config.rules import EVALUATION_SECTIONS, is_read, modes_of
+from retrain.config.rules import EVALUATION_SECTIONS, is_read, modes_of, transforms_of
 from retrain.config.schema import Backend, TrainConfig
-from retrain.config.section import Applies
+from retrain.config.section import Applicability
 from retrain.errors import ConfigurationError
 from retrain.system import toml_value
 
@@ -73,21 +74,14 @@ class Effect:
     def covers(self, path: str) -> bool:
         return path in self.paths
 
-    def holds(self, config: TrainConfig, path: str) -> bool:
-        return (
-            self.covers(path)
-            and (not self.values or config.value(path) in self.values)
-            and (self.when is None or self.when(config))
-        )
-
 
 @cache
 def _keys_of(name: str) -> tuple[str, ...]:
-    """The keys that "section.*" stands for; any other name is that of one key."""
+    """The keys that "section.*" stands for; any other name stands for itself."""
     section, _, rest = name.partition(".")
-    if rest != "*":
-        return (name,)
-    return tuple(key.path for key in all_keys() if key.section == section)
+    if rest == "*":
+        return tuple(key.path for key in all_keys() if key.section == section)
+    return (name,)
 
 
 Rows = tuple[Effect, ...]
@@ -98,10 +92,10 @@ class Table(Rows):
 
     @cached_property
     def _by_key(self) -> dict[str, list[Effect]]:
-        found: dict[str, list[Effect]] = {}
+        found = defaultdict[str, list[Effect]](list)
         for row in self:
             for path in row.paths:
-                found.setdefault(path, []).append(row)
+                found[path].append(row)
         return found
 
     @cached_property
@@ -110,7 +104,11 @@ class Table(Rows):
         return frozenset[str]().union(*(row.paths for row in self if row.outcome == "refused"))
 
     def that_hold(self, config: TrainConfig, path: str) -> Iterator[Effect]:
-        return (row for row in self._by_key.get(path, ()) if row.holds(config, path))
+        """The rows about a key that hold for its value, in their order."""
+        for row in self._by_key.get(path, ()):
+            held = not row.values or config.value(path) in row.values
+            if held and (row.when is None or row.when(config)):
+                yield row
 
 
 def used(*keys: str) -> Effect:
@@ -143,38 +141,27 @@ def _no_transform_with(trait: str) -> Test:
     """
 
     def test(config: TrainConfig) -> bool:
-        names = transforms_with(trait)
-        transforms = [modes_of(condition)[1] for condition in config.conditions]
-        return all(
-            transform in builtin_names("transform") and transform not in names
-            for transform in transforms
-        )
+        without = {*builtin_names("transform")} - transforms_with(trait)
+        return without.issuperset(transforms_of(config))
 
     return test
 
 
 def _reads_no_teacher(config: TrainConfig) -> bool:
     """Return True if no condition distils, nor has a plugin, which may read a teacher."""
-    modes = [modes_of(condition) for condition in config.conditions]
-    plugins = any(
-        advantage not in builtin_names("advantage") or transform not in builtin_names("transform")
-        for advantage, transform in modes
-    )
-    return not plugins and _no_transform_with("distils")(config)
+    advantages = {modes_of(condition)[0] for condition in config.conditions}
+    builtin = advantages <= {*builtin_names("advantage")}
+    return builtin and _no_transform_with("distils")(config)
 
 
 def _rewards(config: TrainConfig) -> set[str]:
     """Return the rewards of training and of held-out evaluation, if there is any; "plugin" stands
     for each that is not built in.
     """
-    if _no_evaluation(config):
-        held_out = set()
-    else:
-        held_out = {kind for kind, _ in judging_rewards(config)}
-    return {
-        kind if kind in builtin_names("reward") else "plugin"
-        for kind in {*config.reward.types, *held_out}
-    }
+    kinds = {*config.reward.types}
+    if not _no_evaluation(config):
+        kinds.update(kind for kind, _ in judging_rewards(config))
+    return {kind if kind in builtin_names("reward") else "plugin" for kind in kinds}
 
 
 def _no_reward(*names: str) -> Test:
@@ -187,8 +174,8 @@ def _no_correction_with(bound: str) -> Test:
 
 def _no_tracker_of(*names: str) -> Test:
     return lambda config: (
-        not (set(config.logging.trackers) | ({"wandb"} if config.logging.wandb_project else set()))
-        & set(names)
+        {*config.logging.trackers}.isdisjoint(names)
+        and not ("wandb" in names and config.logging.wandb_project)
     )
 
 
@@ -212,20 +199,18 @@ def _listed(words: Sequence[str], conjunction: str = "and") -> str:
     return last
 
 
-def _corrections_by_bound() -> dict[str, list[str]]:
-    """The corrections that read each of the keys of bounds."""
-    owners: dict[str, list[str]] = {}
-    for name, bounds in table("correction").items():
-        for bound in bounds:
-            owners.setdefault(bound, []).append(name)
-    return {bound: owners[bound] for bound in sorted(owners)}
-
-
-def _implied_by_traits() -> Iterator[Effect]:
-    """Rows of the keys that have the trait `applies_when`."""
+def _implied_by_names() -> Iterator[Effect]:
+    """Rows of the bounds that some corrections read, and of the keys with the trait
+    `applies_when`.
+    """
+    corrections = table("correction").items()
+    for bound in sorted({*chain.from_iterable(bounds for _, bounds in corrections)}):
+        owners = [name for name, bounds in corrections if bound in bounds]
+        because = f"it belongs to correction = {_listed(owners)}"
+        yield unused(f"loss.{bound}", because=because, when=_no_correction_with(bound))
     for key in all_keys():
         if key.traits.applies_when:
-            condition = Applies.parse(key.section, key.traits.applies_when)
+            condition = Applicability.parse(key.section, key.traits.applies_when)
             yield unused(key.path, because=condition.otherwise, when=condition.fails)
 
 
@@ -233,16 +218,21 @@ def _campaign_where(test: Callable[[Any], bool]) -> Test:
     return lambda config: config.campaign is not None and test(config.campaign)
 
 
-SQUEEZE_TRACKING = tuple(
-    f"logging.{name}"
-    for name in (
-        "trackers",
-        "wandb_project",
-        "wandb_entity",
-        "wandb_group",
-        "wandb_tags",
-        "log_dir",
-    )
+def _squeezes(config: TrainConfig) -> bool:
+    return config.kind == "squeeze"
+
+
+def _has_environment(config: TrainConfig) -> bool:
+    return bool(config.environment.provider)
+
+
+SQUEEZE_TRACKING = (
+    "logging.trackers",
+    "logging.wandb_project",
+    "logging.wandb_entity",
+    "logging.wandb_group",
+    "logging.wandb_tags",
+    "logging.log_dir",
 )
 """Where a squeeze job sends its analysis."""
 
@@ -260,7 +250,7 @@ _RUNS: Rows = (
             if section not in EVALUATION_SECTIONS
         ),
         because="a squeeze job does not train",
-        when=lambda c: c.kind == "squeeze",
+        when=_squeezes,
         but=SQUEEZE_TRACKING,
     ),
     unused(
@@ -283,18 +273,18 @@ _RUNS: Rows = (
     unused(
         "backend.shard_base",
         because="a squeeze job is one process and holds the whole model",
-        when=lambda c: c.kind == "squeeze",
+        when=_squeezes,
     ),
     unused(
         "data.*",
         because="the problems come from [environment]",
-        when=lambda c: bool(c.environment.provider),
+        when=_has_environment,
         but=("data.chat_template_args",),
     ),
     unused(
         "reward.*",
         because="the rubric of [environment] scores",
-        when=lambda c: bool(c.environment.provider),
+        when=_has_environment,
         but=("reward.correct_threshold", "reward.max_failure_rate"),
     ),
     unused(
@@ -317,7 +307,7 @@ _RUNS: Rows = (
         "evaluation.source",
         "evaluation.reward",
         because="the evaluation set of [environment] is used, and its rubric scores",
-        when=lambda c: bool(c.environment.provider),
+        when=_has_environment,
     ),
     unused(
         "data.path",
@@ -486,15 +476,7 @@ _RUNS: Rows = (
         because="Ray runs as many as its devices hold",
         when=_campaign_where(lambda c: c.launcher == "ray"),
     ),
-    *(
-        unused(
-            f"loss.{bound}",
-            because=f"it belongs to correction = {_listed(owners)}",
-            when=_no_correction_with(bound),
-        )
-        for bound, owners in _corrections_by_bound().items()
-    ),
-    *_implied_by_traits(),
+    *_implied_by_names(),
 )
 """In the order in which reasons are preferred."""
 RUNS = Table(_RUNS)
@@ -524,7 +506,7 @@ def _implied_by_backend(name: str, declared: Any, known: Reasons) -> Iterator[Ef
 
     if not part_class("backend", name).in_process:
         yield row("backend.shard_base", "it holds the model in its own way; leave it false")
-        yield from _without_entropies(declared.sampler, known)
+        yield from _without_entropies(declared.sampler)
         if declared.sampler is not None and not declared.sampler.kept_set:
             yield _no_cuts(known)
     if not declared.losses:
@@ -577,28 +559,19 @@ def _no_plugins(declared: Any, row: Callable[..., Effect]) -> Iterator[Effect]:
             yield row(path, "it takes no plugin here; use a built-in name", _names_plugin(kind))
 
 
-def _implied_by_engine(name: str, declared: Any, known: Reasons) -> Iterator[Effect]:
+def _implied_by_engine(name: str, declared: Any) -> Iterator[Effect]:
     """Rows of `EngineCapabilities`, with a backend that leaves sampling to an engine."""
-    lacks = {
-        "it cannot load a new adapter, so it would always sample from the untrained model": not (
-            declared.in_process or declared.adapter_reload
-        ),
-        "it returns text without token ids, and encoding it again may give other tokens": (
-            not declared.token_ids_out
-        ),
-        "it returns no log-probs, and the loss needs them for its ratio": (
-            declared.logprobs == "none"
-        ),
-    }
-    because = "; ".join(words for words, holds in lacks.items() if holds)
-    if because:
-        yield Effect(
-            ("inference.engine",),
-            "refused",
-            f"{because}; use another engine",
-            refuses_default=True,
-        )
-    yield from _without_entropies(declared, known)
+    lacks = []
+    if not (declared.in_process or declared.adapter_reload):
+        lacks = ["it cannot load a new adapter, so it would always sample from the untrained model"]
+    if not declared.token_ids_out:
+        lacks += ["it returns text without token ids, and encoding it again may give other tokens"]
+    if declared.logprobs == "none":
+        lacks += ["it returns no log-probs, and the loss needs them for its ratio"]
+    if lacks:
+        because = "; ".join([*lacks, "use another engine"])
+        yield Effect(("inference.engine",), "refused", because, refuses_default=True)
+    yield from _without_entropies(declared)
     if declared.logprobs == "raw":
         yield refused(
             "algorithm.reference",
@@ -609,7 +582,7 @@ def _implied_by_engine(name: str, declared: Any, known: Reasons) -> Iterator[Eff
             when=lambda config: config.training.temperature != 1,
         )
     if not declared.kept_set:
-        yield _no_cuts(known)
+        yield _no_cuts({})
     if not part_class("engine", name).supports_split:
         yield refused(
             "backend.shard_base",
@@ -622,16 +595,15 @@ def _implied_by_engine(name: str, declared: Any, known: Reasons) -> Iterator[Eff
         )
 
 
-def _without_entropies(sampler: Any, known: Reasons) -> Iterator[Effect]:
+def _without_entropies(sampler: Any) -> Iterator[Effect]:
     """Rows of a sampler that records no entropies. A transform's parameters may override
     [algorithm] uncertainty_kind.
     """
     if sampler is not None and sampler.entropy:
         return
-    because = known.get(
-        "algorithm.uncertainty_kind",
+    because = (
         "it returns log-probs only, without entropies; use surprisal or predictive_variance, or"
-        ' backend = "local" with engine = "pytorch"',
+        ' backend = "local" with engine = "pytorch"'
     )
     yield refused(
         "algorithm.uncertainty_kind",
@@ -659,12 +631,6 @@ def _no_cuts(known: Reasons) -> Effect:
 
 _SERVICE_LOSSES = importlib.import_module("retrain.backends.losses").TINKER_LOSSES
 """Losses that a Tinker service computes; the others are computed here."""
-
-
-def _computed_here_of_means(config: TrainConfig) -> bool:
-    return (
-        config.backend.tinker.loss_reduction == "mean" and config.loss.mode not in _SERVICE_LOSSES
-    )
 
 
 _SAMPLING = ("training.seed", "training.max_tokens", "training.temperature")
@@ -754,8 +720,8 @@ _LOCAL: Rows = (
         lambda config: config.model.load_in_4bit,
     ),
     _sharding_refused(
-        "another [inference] dtype than that of the weights would hold a whole copy of the model in"
-        ' every process; set dtype = "auto"',
+        "an [inference] dtype unlike the weights' would hold a whole copy of the model in every"
+        ' process; set dtype = "auto"',
         lambda config: config.inference.dtype != "auto",
     ),
     _eight_bits_refused(
@@ -784,7 +750,10 @@ _TINKER: Rows = (
             " carry the gradient of a loss that is computed here; use"
             f" {', '.join(_SERVICE_LOSSES[:-1])} or {_SERVICE_LOSSES[-1]}"
         ),
-        when=_computed_here_of_means,
+        when=lambda config: (
+            config.backend.tinker.loss_reduction == "mean"
+            and config.loss.mode not in _SERVICE_LOSSES
+        ),
     ),
     used(*_FILES, *_TINKER_ONLY, "backend.options", "training.seed", "training.max_tokens", *_LOOP),
     Effect(("training.temperature",), "used", values=(1.0,)),
@@ -808,8 +777,8 @@ _TINKER: Rows = (
         "loss.max_grad_norm",
         "training.updates_per_batch",
         "training.minibatches",
+        "model.lora_rank",
     ),
-    used("model.lora_rank"),
     unused("lora.alpha", because="the service chooses the scale of the adapter"),
     refused("lora.dropout", because="Tinker trains without dropout; leave it at 0"),
     refused(
@@ -823,8 +792,15 @@ _TINKER: Rows = (
     refused(
         "lora.use_rslora", because="the service chooses the scale of the adapter; leave it false"
     ),
-    used("loss.mode", "loss.params", "loss.clip_low", "loss.clip_high", "loss.mask_truncated"),
-    used("loss.aggregation", "loss.aggregation_params"),
+    used(
+        "loss.mode",
+        "loss.params",
+        "loss.clip_low",
+        "loss.clip_high",
+        "loss.mask_truncated",
+        "loss.aggregation",
+        "loss.aggregation_params",
+    ),
     refused("loss.dual_clip", because="Tinker's ppo has no second clip; leave it at 0"),
     refused("loss.kl_coef", because="Tinker's losses have no KL term; leave it at 0"),
     unused("loss.kl_estimator", because="Tinker's losses have no KL term"),
@@ -891,16 +867,16 @@ _PRIME_RL: Rows = (
         "loss.clip_high",
         "loss.dual_clip",
         "loss.log_ratio_clamp",
+        "loss.aggregation_params",
+        "loss.kl_estimator",
+        *_CORRECTION,
         because=_TRAINERS_OWN,
     ),
-    unused("loss.aggregation_params", because=_TRAINERS_OWN),
     refused(
         "loss.kl_coef",
         because="the KL term stands in the configuration of PRIME-RL's trainer; leave it at 0",
     ),
-    unused("loss.kl_estimator", because=_TRAINERS_OWN),
     refused("loss.old_logprobs", "loss.correction", because=_TRAINERS_RATIO),
-    unused(*_CORRECTION, because=_TRAINERS_OWN),
     used("loss.mask_truncated"),
     used(
         "inference.url",
@@ -1026,24 +1002,20 @@ _ENGINES: dict[str, Rows] = {
 
 
 def effects_of(kind: Literal["backend", "engine"], name: str, declared: Any = None) -> Table:
-    """All rows of a backend or an engine. `declared` are the capabilities of a plugin; those of a
-    built-in part are known.
+    """All rows of a backend or an engine. `declared` are a plugin's capabilities; a built-in part's
+    are known.
     """
     if declared is None:
         return _known_effects(kind, name)
-    return _with_implied(kind, name, declared)
+    if kind == "backend":
+        reasons, rows = _BACKENDS.get(name, ({}, ()))
+        return Table((*_implied_by_backend(name, declared, reasons), *rows))
+    return Table((*_implied_by_engine(name, declared), *_ENGINES.get(name, ())))
 
 
 @cache
 def _known_effects(kind: Literal["backend", "engine"], name: str) -> Table:
-    return _with_implied(kind, name, part_class(kind, name).capabilities)
-
-
-def _with_implied(kind: str, name: str, declared: Any) -> Table:
-    if kind == "backend":
-        reasons, rows = _BACKENDS.get(name, ({}, ()))
-        return Table((*_implied_by_backend(name, declared, reasons), *rows))
-    return Table((*_implied_by_engine(name, declared, {}), *_ENGINES.get(name, ())))
+    return effects_of(kind, name, part_class(kind, name).capabilities)
 
 
 def tables_of(
@@ -1080,16 +1052,13 @@ def refusals(
         value = config.value(key.path)
         given = config.is_set(key.path) and value != key.default
         for owner, rows in tables:
-            leading = takewhile(_refuses, rows.that_hold(config, key.path))
+            held = rows.that_hold(config, key.path)
+            leading = takewhile(lambda row: row.outcome == "refused", held)
             judged = [row for row in leading if given or row.refuses_default or row.values]
             where = f"[{key.section}] {key.name} = {toml_value(value)}"
             itself = not owner or key.path in ("backend.backend", "inference.engine")
             for because in dict.fromkeys(row.because for row in judged):
                 yield key.path, f"{where}{'' if itself else f' with {owner}'}: {because}"
-
-
-def _refuses(row: Effect) -> bool:
-    return row.outcome == "refused"
 
 
 def reason_unused(config: TrainConfig, key: Key) -> str:

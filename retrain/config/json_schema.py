@@ -4,11 +4,12 @@ from typing import Any
 
 from retrain.config.names import ALIASES, bracketed
 from retrain.config.schema import TrainConfig
+from retrain.system import Json
 
 
-def json_schema() -> dict[str, Any]:
+def json_schema() -> Json:
     """Every section and key with its type, default and help; aliases beside the keys they mean."""
-    schema: dict[str, Any] = _plain(TrainConfig.model_json_schema(by_alias=True))
+    schema: Json = _plain(TrainConfig.model_json_schema(by_alias=True))
     for alias, canonical in ALIASES.items():
         section, _, name = alias.partition(".")
         target, _, target_name = canonical.partition(".")

@@ -3,7 +3,7 @@ variable.
 """
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -42,7 +42,7 @@ class Key:
     field: FieldInfo
     default: Any
     traits: Traits = NO_TRAITS
-    """The key's own traits and those of its section."""
+    """The key's own traits and its section's."""
 
     @property
     def path(self) -> str:
@@ -75,10 +75,8 @@ class Key:
     @property
     def takes_plugin(self) -> bool:
         """True if a value may name a plugin."""
-        return any(
-            name.startswith("plugin ")
-            for name in choices_of(self.field, lambda kind: (f"plugin {kind}",))
-        )
+        named = choices_of(self.field, lambda kind: (f"plugin {kind}",))
+        return any(name.startswith("plugin ") for name in named)
 
     @property
     def type_name(self) -> str:
@@ -88,17 +86,14 @@ class Key:
     @property
     def kinds(self) -> frozenset[type]:
         """The plain Python types that a value can have: bool, int, float, str, list, dict."""
-        return frozenset(_plain_types(self.field.annotation))
+        return frozenset(chain.from_iterable(one.plain for one in _members(self.field.annotation)))
 
     @property
     def item_kinds(self) -> frozenset[type]:
         """The plain types of a list's items."""
-        return frozenset(
-            kind
-            for part in _flatten(self.field.annotation)
-            if get_origin(part) is list
-            for kind in _plain_types(get_args(part)[0])
-        )
+        lists = [one for one in _members(self.field.annotation) if one.kind is list]
+        items = chain.from_iterable(_members(one.args[0]) for one in lists)
+        return frozenset(chain.from_iterable(item.plain for item in items))
 
 
 def flag_of(section: str, name: str) -> str:
@@ -111,14 +106,8 @@ def flag_of(section: str, name: str) -> str:
 @cache
 def section_models() -> dict[str, type[Section]]:
     """Map section names to their classes, in the order of the schema."""
-    models: dict[str, type[Section]] = {}
-    for name, field in AllSections.model_fields.items():
-        models[name] = next(
-            part
-            for part in _flatten(field.annotation)
-            if isinstance(part, type) and issubclass(part, Section)
-        )
-    return models
+    fields = AllSections.model_fields.items()
+    return {name: next(_members(field.annotation)).kind for name, field in fields}
 
 
 @cache
@@ -181,20 +170,14 @@ def flags() -> dict[str, str]:
     """Map every flag to its "section.key". Aliases and second names of tables are included, dotted
     forms are not.
     """
+    named = [(key.flag, key.path) for key in all_keys()]
+    named += [(flag, path) for path, flag in SHORT_TABLE_FLAGS.items()]
+    named += [(flag_of(*alias.split(".")), alias) for alias in ALIASES]
     table: dict[str, str] = {}
-    for key in all_keys():
-        _add(table, key.flag, key.path)
-    for path, flag in SHORT_TABLE_FLAGS.items():
-        _add(table, flag, path)
-    for alias in ALIASES:
-        _add(table, flag_of(*alias.split(".")), alias)
+    for flag, path in named:
+        if table.setdefault(flag, path) != path:
+            raise ValueError(f"the flag {flag} would mean both {table[flag]} and {path}")
     return table
-
-
-def _add(table: dict[str, str], flag: str, path: str) -> None:
-    if flag in table:
-        raise ValueError(f"the flag {flag} would mean both {table[flag]} and {path}")
-    table[flag] = path
 
 
 def choices_of(
@@ -203,61 +186,97 @@ def choices_of(
     """Return the names that a field takes: the members of a closed set, or what `names` gives for
     its kind of plugin.
     """
-    return _choices(field.annotation, field.metadata, names)
+    found = (member.choices(names) for member in _members(field.annotation, field.metadata))
+    return tuple(dict.fromkeys(chain.from_iterable(found)))
 
 
 def describe_field(field: FieldInfo) -> str:
     """The allowed values of a field in words: "an integer of at least 1", '"mean" or "min"'."""
-    return _describe(field.annotation, list(field.metadata))
+    return _in_words(field.annotation, field.metadata)
 
 
-def _flatten(annotation: Any) -> list[Any]:
-    """The members of a union, with Annotated wrappers taken off."""
-    if get_origin(annotation) is Annotated:
-        return _flatten(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, types.UnionType):
-        return list(chain.from_iterable(_flatten(member) for member in get_args(annotation)))
-    return [annotation]
+@dataclass(frozen=True)
+class _Member:
+    """One member of a type's union; a type without a union has one."""
+
+    kind: Any
+    """Literal, list, dict or a plain type."""
+    args: tuple[Any, ...]
+    metadata: tuple[Any, ...]
+    """What Annotated says of the member and of the union."""
+
+    @property
+    def plain(self) -> list[type]:
+        """The Python types of its values."""
+        if self.kind is Literal:
+            return list(dict.fromkeys(map(type, self.args)))
+        return [self.kind]
+
+    @property
+    def type_name(self) -> str:
+        if self.kind is list:
+            return f"list[{_type_name(self.args[0])}]"
+        if self.kind is dict or issubclass(self.plain[0], BaseModel):
+            return "table"
+        return " or ".join(kind.__name__ for kind in self.plain)
+
+    def choices(self, names: Callable[[str], tuple[str, ...]]) -> Iterator[str]:
+        for item in self.metadata:
+            if isinstance(item, OpenName):
+                yield from names(item.kind)
+        if self.kind is Literal:
+            yield from (str(value) for value in self.args if value)
+        if self.kind is list:
+            for item in _members(self.args[0]):
+                yield from item.choices(names)
+
+    @property
+    def words(self) -> str:
+        for item in self.metadata:
+            if isinstance(item, OpenName):
+                return _open_words(item)
+            check = getattr(getattr(item, "func", None), "__name__", "")
+            if check in _SPECIAL:
+                return _SPECIAL[check]
+        if self.kind is Literal:
+            *first, last = (f'"{value}"' for value in self.args)
+            return " or ".join([", ".join(first), last] if first else [last])
+        bounds = [_BOUNDS[type(one)].format(one) for one in self.metadata if type(one) in _BOUNDS]
+        if self.kind is list:
+            some = " of at least one" if bounds else ""
+            return f"a list{some}, each {_in_words(self.args[0])}"
+        if self.kind is Condition:
+            return (
+                "a table with advantage_mode and transform_mode, or algorithm_mode, a label, and"
+                " any other key as section.key"
+            )
+        if self.args[1:] == (list[Any],):
+            return "a table of lists"
+        shown = " and ".join(bounds).replace(str(MAX_SEED), "2**32 - 1")
+        return f"{_WORDS[self.kind]} {shown}".rstrip()
 
 
-def _plain_types(annotation: Any) -> list[type]:
-    plain: list[type] = []
-    for part in _flatten(annotation):
-        if get_origin(part) is Literal:
-            plain.extend(type(value) for value in get_args(part))
-        elif part is not type(None):
-            plain.append(get_origin(part) or part)
-    return plain
+def _members(annotation: Any, metadata: Iterable[Any] = ()) -> Iterator[_Member]:
+    """The members of a union, with Annotated wrappers and None taken off."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        # pydantic keeps constraints plain on a field, and inside a FieldInfo on an item of a list
+        own = (item.metadata if isinstance(item, FieldInfo) else [item] for item in args[1:])
+        yield from _members(args[0], (*chain.from_iterable(own), *metadata))
+    elif origin in (Union, types.UnionType):
+        for member in args:
+            yield from _members(member, metadata)
+    elif annotation is not types.NoneType:
+        yield _Member(origin or annotation, args, tuple(metadata))
 
 
 def _type_name(annotation: Any) -> str:
-    names: list[str] = []
-    for part in _flatten(annotation):
-        if get_origin(part) is list:
-            names.append(f"list[{_type_name(get_args(part)[0])}]")
-        elif get_origin(part) is dict or (isinstance(part, type) and issubclass(part, BaseModel)):
-            names.append("table")
-        elif part is not type(None):
-            names.extend(kind.__name__ for kind in _plain_types(part))
-    return " or ".join(dict.fromkeys(names))
+    return " or ".join(dict.fromkeys(member.type_name for member in _members(annotation)))
 
 
-def _choices(
-    annotation: Any, metadata: list[Any], names: Callable[[str], tuple[str, ...]]
-) -> tuple[str, ...]:
-    found: list[str] = []
-    for item in metadata:
-        if isinstance(item, OpenName):
-            found.extend(names(item.kind))
-    if get_origin(annotation) is Annotated:
-        inner, *extra = get_args(annotation)
-        return (*found, *_choices(inner, extra, names))
-    if get_origin(annotation) is Literal:
-        return (*found, *(str(value) for value in get_args(annotation) if value))
-    for part in get_args(annotation):
-        if not isinstance(part, (str, int)):
-            found.extend(_choices(part, [], names))
-    return tuple(dict.fromkeys(found))
+def _in_words(annotation: Any, metadata: Iterable[Any] = ()) -> str:
+    words = (member.words for member in _members(annotation, metadata))
+    return ", or ".join(dict.fromkeys(words))
 
 
 _WORDS = {
@@ -266,38 +285,14 @@ _WORDS = {
     bool: "true or false",
     str: "a string",
     dict: "a table",
-    dict[str, list[Any]]: "a table of lists",
 }
-
-
-def _describe(annotation: Any, metadata: list[Any]) -> str:
-    if get_origin(annotation) is Annotated:
-        inner, *extra = get_args(annotation)
-        return _describe(inner, [*extra, *metadata])
-    for item in metadata:
-        if isinstance(item, OpenName):
-            return _describe_open(item)
-        if getattr(item, "func", None) is not None and item.func.__name__ in _SPECIAL:
-            return _SPECIAL[item.func.__name__]
-    if get_origin(annotation) in (Union, types.UnionType):
-        members = [member for member in get_args(annotation) if member is not type(None)]
-        return ", or ".join(_describe(member, metadata) for member in members)
-    if get_origin(annotation) is Literal:
-        *first, last = [f'"{value}"' for value in get_args(annotation)]
-        return f"{', '.join(first)} or {last}" if first else last
-    if get_origin(annotation) is list:
-        inner = _describe(get_args(annotation)[0], [])
-        least = any(isinstance(item, annotated_types.MinLen) for item in _constraints(metadata))
-        return f"a list{' of at least one' if least else ''}, each {inner}"
-    if isinstance(annotation, type) and issubclass(annotation, Condition):
-        return (
-            "a table with advantage_mode and transform_mode, or algorithm_mode, a label, and any"
-            " other key as section.key"
-        )
-    words = _WORDS.get(annotation) or _WORDS[get_origin(annotation)]
-    return words + _range(metadata)
-
-
+_BOUNDS = {
+    annotated_types.Ge: "of at least {0.ge}",
+    annotated_types.Gt: "above {0.gt}",
+    annotated_types.Le: "at most {0.le}",
+    annotated_types.Lt: "below {0.lt}",
+    annotated_types.MinLen: "that is not empty",
+}
 _SPECIAL = {
     "check_devices": "cpu, mps, gpu:N or cuda:N, or two of them with a comma",
     "check_label": "letters, digits and ._+=~-, at most 80",
@@ -305,40 +300,13 @@ _SPECIAL = {
     "check_grams": "a list of strings, a JSON array of strings, or a comma-separated string",
     "table_from_json": "a table, or a string with a JSON object",
 }
+"""The values that a check allows, by its name."""
 
 
-def _describe_open(item: OpenName) -> str:
+def _open_words(item: OpenName) -> str:
+    """The names that a key takes where plugins may add to them."""
     names = ", ".join(builtin_names(item.kind))
     empty = "empty, " if item.may_be_empty else ""
     if item.kind == "data":
         return f"{empty}{names}, hub:NAME[:config][:split], a path, or a dotted plugin path"
     return f"{empty}{names}, or a dotted plugin path such as my_module.my_{item.kind}"
-
-
-def _constraints(metadata: list[Any]) -> list[Any]:
-    """Return the constraints of a type. pydantic keeps them plain on a field, and inside a
-    FieldInfo on an item of a list.
-    """
-    return [
-        inner
-        for item in metadata
-        for inner in (item.metadata if isinstance(item, FieldInfo) else [item])
-    ]
-
-
-def _range(metadata: list[Any]) -> str:
-    words: list[str] = []
-    for item in _constraints(metadata):
-        if isinstance(item, annotated_types.Ge):
-            words.append(f"of at least {item.ge}")
-        elif isinstance(item, annotated_types.Gt):
-            words.append(f"above {item.gt}")
-        elif isinstance(item, annotated_types.Le):
-            words.append(f"at most {'2**32 - 1' if item.le == MAX_SEED else item.le}")
-        elif isinstance(item, annotated_types.Lt):
-            words.append(f"below {item.lt}")
-        elif isinstance(item, annotated_types.MinLen):
-            words.append("that is not empty")
-    if words:
-        return " " + " and ".join(words)
-    return ""

@@ -21,6 +21,7 @@ from retrain.config.values import (
     parse_devices,
     parse_grams,
 )
+from retrain.system import Json
 
 
 class Backend(Section):
@@ -88,7 +89,7 @@ class Backend(Section):
         """The same for the tinker backend."""
         return TinkerOptions.model_validate(self.options_of("tinker"))
 
-    def options_of(self, backend: str) -> dict[str, Any]:
+    def options_of(self, backend: str) -> Json:
         """The given options that belong to a backend."""
         return {
             name: value
@@ -238,7 +239,7 @@ class Algorithm(Section):
 
     @property
     def uncertainty(self) -> str:
-        """The name that is used: that of the transform's table, else `uncertainty_kind`."""
+        """The name in the transform's table, else `uncertainty_kind`."""
         return str(self.transform_params.get("uncertainty_kind", self.uncertainty_kind))
 
 
@@ -407,7 +408,7 @@ class Loss(Section):
         "importance_sampling", "Per-token objective, built in or a plugin."
     )
     params: Table = key(
-        {}, "Parameters of a mode: tau_pos and tau_neg (sapo), cap (dppo), or those of a plugin."
+        {}, "Parameters of a mode: tau_pos and tau_neg (sapo), cap (dppo), or a plugin's own."
     )
     clip_low: float | None = key(
         None,
@@ -516,7 +517,7 @@ class Loss(Section):
         )
 
 
-def _open_schedule(schema: dict[str, Any]) -> None:
+def _open_schedule(schema: Json) -> None:
     """Let the JSON Schema accept any "section.key", for editors."""
     schema["additionalProperties"] = True
 
@@ -536,8 +537,7 @@ class Schedule(Section):
     )
     control_params: Table = key(
         {},
-        "Parameters of the control: target, delta and start (adaptive_entropy), or those of a"
-        " plugin.",
+        "Parameters of the control: target, delta and start (adaptive_entropy), or a plugin's own.",
     )
 
     @model_validator(mode="before")
@@ -546,7 +546,7 @@ class Schedule(Section):
         """Move what is named "section.key", quoted or not, under `points`."""
         if not isinstance(data, dict):
             return data
-        moved: dict[str, Any] = {}
+        moved: Json = {}
         own = {}
         for name, value in data.items():
             if name in cls.model_fields:
@@ -562,7 +562,7 @@ class Schedule(Section):
         return own
 
 
-def _flat(table: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _flat(table: Json) -> Iterator[tuple[str, Any]]:
     """The values of nested tables by their dotted names."""
     for name, value in table.items():
         if isinstance(value, dict):

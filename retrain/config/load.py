@@ -7,7 +7,8 @@ flags. No plugin is imported.
 import os
 import re
 import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from retrain.config.keys import (
     is_settable,
     section_models,
 )
-from retrain.config.names import ALIASES, by_path, is_recipe, moved_aliases, nearest
+from retrain.config.names import ALIASES, by_path, copied, is_recipe, moved_aliases, nearest
 from retrain.config.overrides import (
     Override,
     Overrides,
@@ -37,12 +38,11 @@ from retrain.config.rules import Violation
 from retrain.config.schema import Condition, Provenance, Schedule, TrainConfig
 from retrain.config.sentences import Place, details_of, field_sentences, violations_of, wrong_paths
 from retrain.errors import ConfigurationError
-from retrain.system import ParseError, parse_toml
+from retrain.system import Json, ParseError, parse_toml
 
 DEFAULT_FILE = "retrain.toml"
 _SECTIONS_OF_A_SQUEEZE_JOB = {"squeeze", "model", "logging", "plugins"}
 """A file of these alone trains nothing on purpose."""
-Sections = dict[str, Any]
 _MODE = "algorithm.algorithm_mode"
 _REPLACED = {
     f"algorithm.{name}"
@@ -64,17 +64,11 @@ def load_config(
     the process's. Raises ConfigurationError with one sentence for each problem of the file, the
     variables and the flags together.
     """
-    if path is not None:
-        file = Path(path)
-    else:
-        file = Path(DEFAULT_FILE)
+    file = Path(path or DEFAULT_FILE)
     data = read_toml(file, named=path is not None)
-    if isinstance(overrides, Overrides):
-        flags = overrides
-    else:
-        flags = _flags_only(overrides)
-    given = [*variable_overrides(os.environ if environ is None else environ), *flags.given]
-    config = _build(data, given, file)
+    given = _flags_only(overrides)
+    variables = variable_overrides(os.environ if environ is None else environ)
+    config = _build(data, [*variables, *given], file)
     if (
         config.is_set("squeeze")
         and not config.squeeze.adapter_path
@@ -98,13 +92,10 @@ def config_from_mapping(
 
     `provenance` says where they came from, for errors and plugins.
     """
-    if isinstance(overrides, Overrides):
-        flags = overrides
-    else:
-        flags = _flags_only(overrides)
+    given = _flags_only(overrides)
     if provenance:
         return _validate(dict(data), provenance)
-    return _build(dict(data), list(flags.given), None)
+    return _build(dict(data), list(given), None)
 
 
 def config_from_toml(text: str, path: Path | None = None) -> TrainConfig:
@@ -140,14 +131,13 @@ def with_flags(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     problems = []
     for name in values:
         if name not in paths:
-            close = nearest(name, paths)
-            hint = ""
-            if close:
-                hint = f"; did you mean {close}?"
-            problems.append(
+            problem = (
                 f"with_({name}=...): no key of the configuration has the flag"
-                f" --{name.replace('_', '-')}{hint}"
+                f" --{name.replace('_', '-')}"
             )
+            if close := nearest(name, paths):
+                problem += f"; did you mean {close}?"
+            problems.append(problem)
     if problems:
         raise ConfigurationError(problems)
     return replaced(config, {paths[name]: value for name, value in values.items()})
@@ -162,9 +152,8 @@ def replaced(
     """Return a configuration with some "section.key" values changed, validated again; keys that
     were unset stay unset.
     """
-    data = given_values(config)
     given = [Override(path, value, origin) for path, value in values.items()]
-    merged = _merge(data, given)
+    merged = _merge(given_values(config), given)
     origins = {**config._provenance.origins, **dict.fromkeys(values, origin)}
     return _validate(merged, replace(config._provenance, origins=origins))
 
@@ -190,15 +179,15 @@ def with_drawn_seed(config: TrainConfig) -> TrainConfig:
     return replaced(config, {"training.seed": secrets.randbelow(2**32)}, origin="drawn")
 
 
-def given_values(config: TrainConfig) -> Sections:
+def given_values(config: TrainConfig) -> Json:
     """Return the given values as TOML would hold them: defaults are left out, and `from` has its
     TOML name.
     """
-    values: Sections = config.model_dump(exclude_unset=True, by_alias=True)
+    values: Json = config.model_dump(exclude_unset=True, by_alias=True)
     return {name: section for name, section in values.items() if section is not None}
 
 
-def read_toml(file: Path, named: bool = True) -> Sections:
+def read_toml(file: Path, named: bool = True) -> Json:
     """Read the sections of a file. Raises ConfigurationError with one sentence if it cannot be
     read.
     """
@@ -219,43 +208,44 @@ def read_toml(file: Path, named: bool = True) -> Sections:
         raise ConfigurationError(f"{file} cannot be read: {error.strerror}.") from error
 
 
-def _parse_toml(text: str, name: str) -> Sections:
+def _parse_toml(text: str, name: str) -> Json:
     try:
         return parse_toml(text)
-    except (
-        ParseError
-    ) as error:  # the parser names no key, so the line itself shows which quote or comma is meant
+    except ParseError as error:
+        # The parser names no key, so the line itself shows which quote or comma is meant.
         found = re.search(r"\(at line (\d+), ", str(error))
+        line = ""
         if found:
             line = f"; the line is `{text.split(chr(10))[int(found[1]) - 1].strip()[:_SHOWN]}`"
-        else:
-            line = ""
         raise ConfigurationError(f"{name} {error}{line}.") from error
 
 
-def _flags_only(argv: Sequence[str]) -> Overrides:
-    parsed = parse_overrides(list(argv))
+def _flags_only(given: Overrides | Sequence[str]) -> Sequence[Override]:
+    """The values of flags, parsed already or not; raises ConfigurationError for anything else among
+    those that are not.
+    """
+    if isinstance(given, Overrides):
+        return given.given
+    parsed = parse_overrides(list(given))
     if parsed.rest:
         raise ConfigurationError(
             f'"{parsed.rest[0]}" is not a flag; flags start with --, such as --lr 1e-4.'
         )
-    return parsed
+    return parsed.given
 
 
 def _build(
-    data: Sections, given: list[Override], file: Path | None, *, rules: bool = True
+    data: Json, given: list[Override], file: Path | None, *, rules: bool = True
 ) -> TrainConfig:
-    data, _ = moved_aliases(
-        data
-    )  # before the merge, so that a flag for the key wins over its alias in the file
+    # Before the merge, so that a flag for the key wins over its alias in the file.
+    data, _ = moved_aliases(data)
     given = [
         replace(override, path=ALIASES.get(override.path, override.path)) for override in given
     ]
     if isinstance(data.get("campaign"), dict):
         given = [_for_campaign(override) for override in given]
-    # variables for [campaign] may be set for campaigns to come; a flag needs a file with
-    # [campaign]
     else:
+        # Variables for [campaign] may be set for campaigns to come; a flag needs its section.
         of_campaign = [override for override in given if override.path.startswith("campaign.")]
         for override in of_campaign:
             if override.origin.startswith("flag "):
@@ -280,25 +270,21 @@ def _for_campaign(override: Override) -> Override:
     return override
 
 
-def _merge(data: Sections, given: Sequence[Override]) -> Sections:
-    merged: Sections = {
-        name: dict(section) if isinstance(section, dict) else section
-        for name, section in data.items()
-    }
+def _merge(data: Json, given: Sequence[Override]) -> Json:
+    merged = copied(data)
     for override in given:
         section, _, name = override.path.partition(".")
         keys = merged.setdefault(section, {})
         if not isinstance(keys, dict):
             continue  # the file has a value where a section belongs; validation says so
-        below = keys.get(name)
-        if override.adds and isinstance(below, dict):
-            keys[name] = deep_merge(below, override.value)
-        else:
-            keys[name] = override.value
+        value = override.value
+        if override.adds and isinstance(keys.get(name), dict):
+            value = deep_merge(keys[name], value)
+        keys[name] = value
     return merged
 
 
-def _validate(data: Sections, provenance: Provenance, *, rules: bool = True) -> TrainConfig:
+def _validate(data: Json, provenance: Provenance, *, rules: bool = True) -> TrainConfig:
     data = _gather_conditions(data)
     try:
         config = TrainConfig.model_validate(data, context={"rules": rules})
@@ -307,7 +293,7 @@ def _validate(data: Sections, provenance: Provenance, *, rules: bool = True) -> 
     config._provenance = provenance
     problems = _arm_problems(config) or _schedule_problems(config, provenance)
     if rules and not problems and not any(condition.sets_keys for condition in config.conditions):
-        place = Place(provenance or Provenance())
+        place = Place(provenance)
         problems = [place.sentence(Violation((key,), text)) for key, text in refusals(config)]
     if problems:
         raise ConfigurationError(problems)
@@ -339,7 +325,7 @@ def _schedule_problems(config: TrainConfig, provenance: Provenance) -> list[str]
     return []
 
 
-def _all_problems(error: ValidationError, data: Sections, place: Place) -> tuple[list[str], int]:
+def _all_problems(error: ValidationError, data: Json, place: Place) -> tuple[list[str], int]:
     """Return sentences about wrong values and about broken rules between the remaining keys, and
     the number of problems left unsaid.
     """
@@ -352,30 +338,19 @@ def _all_problems(error: ValidationError, data: Sections, place: Place) -> tuple
             TrainConfig.model_validate(_without(data, wrong))
         except ValidationError as second:
             violations = [*violations, *violations_of(details_of(second))]
-    touched = {path if "." in path else f"{path}." for path in wrong}
-    rules = [violation for violation in violations if not _touches(violation.keys, touched)]
-    return (
-        list(dict.fromkeys([*sentences, *(place.sentence(violation) for violation in rules)])),
-        unsaid,
-    )
+    # A rule is not judged where one of its keys, or a whole section of them, is wrong by itself.
+    for violation in violations:
+        if wrong.isdisjoint({*violation.keys, *(key.partition(".")[0] for key in violation.keys)}):
+            sentences.append(place.sentence(violation))
+    return list(dict.fromkeys(sentences)), unsaid
 
 
-def _touches(keys: Iterable[str], touched: Collection[str]) -> bool:
-    """True if one of the keys, or its whole section, is among those `touched`."""
-    return any(key in touched or f"{key.partition('.')[0]}." in touched for key in keys)
-
-
-def _without(data: Sections, paths: set[str]) -> Sections:
+def _without(data: Json, paths: set[str]) -> Json:
     """The sections without some sections and keys."""
-    kept: Sections = {}
-    for section, keys in data.items():
-        if section in paths:
-            continue
-        kept[section] = (
-            {n: v for n, v in keys.items() if f"{section}.{n}" not in paths}
-            if isinstance(keys, dict)
-            else keys
-        )
+    kept = {section: keys for section, keys in data.items() if section not in paths}
+    for section, keys in kept.items():
+        if isinstance(keys, dict):
+            kept[section] = {n: v for n, v in keys.items() if f"{section}.{n}" not in paths}
     return kept
 
 
@@ -394,15 +369,10 @@ def arms(config: TrainConfig) -> tuple[TrainConfig, ...]:
 
 
 def _arm(config: TrainConfig, condition: Condition) -> TrainConfig:
-    data = given_values(config)
-    for path, value in condition.sets.items():
-        section, _, name = path.partition(".")
-        data[section] = {**data.get(section, {}), name: value}
-    own = {
-        name: value
-        for name, value in condition.model_dump(exclude_unset=True).items()
-        if name in CONDITION_KEYS
-    }
+    sets = [Override(path, value, "") for path, value in condition.sets.items()]
+    data = _merge(given_values(config), sets)
+    dumped = condition.model_dump(exclude_unset=True)
+    own = {name: dumped[name] for name in CONDITION_KEYS if name in dumped}
     mode = condition.algorithm_mode
     if is_recipe(mode):
         data = above_recipe_of_condition(data, mode)
@@ -421,20 +391,19 @@ def _arm_problems(config: TrainConfig) -> list[str]:
     """
     if not any(condition.sets_keys for condition in config.conditions):
         return []
-    found: dict[str, list[int]] = {}
+    found = defaultdict[str, list[int]](list)
     for number, condition in enumerate(config.conditions, start=1):
         try:
             _arm(config, condition)
         except ConfigurationError as error:
             for problem in error.problems:
-                found.setdefault(problem, []).append(number)
+                found[problem].append(number)
     sentences = []
     for problem, numbers in found.items():
         place, _, sentence = problem.partition(": ")
         shared = len(numbers) == len(config.conditions) > 1
-        sentences.append(
-            problem if shared else f"{place}: {_numbered(config, numbers)}: {sentence}"
-        )
+        named = f"{place}: {_numbered(config, numbers)}: {sentence}"
+        sentences.append(problem if shared else named)
     return sentences
 
 
@@ -447,14 +416,14 @@ def _numbered(config: TrainConfig, numbers: Sequence[int]) -> str:
     return f"[[campaign.conditions]] number{plural} {', '.join(map(str, numbers))}"
 
 
-def _gather_conditions(data: Sections) -> Sections:
+def _gather_conditions(data: Json) -> Json:
     """Move what each condition sets under its `sets`, by "section.key", and write the grid's keys
     alike. Names that are no key of a run stay in place, to be refused.
     """
     campaign = data.get("campaign")
     if not isinstance(campaign, dict):
         return data
-    gathered: dict[str, Any] = {}
+    gathered: Json = {}
     if isinstance(campaign.get("conditions"), list):
         gathered["conditions"] = [
             _gathered(table) if isinstance(table, dict) else table
@@ -466,14 +435,15 @@ def _gather_conditions(data: Sections) -> Sections:
     return {**data, "campaign": {**campaign, **gathered}}
 
 
-def _gathered(table: Mapping[str, Any]) -> dict[str, Any]:
+def _gathered(table: Mapping[str, Any]) -> Json:
     """One condition. It names a key dotted (`loss.mode = "ppo"`), as a table (`loss = { mode =
     "ppo" }`), or by its bare name where one section alone has it (`lr = 1e-4`).
     """
-    own = {name: value for name, value in table.items() if name in (*CONDITION_KEYS, "sets")}
-    sets: dict[str, Any] = {}
+    own: Json = {}
+    sets: Json = {}
     for name, setting in table.items():
         if name in (*CONDITION_KEYS, "sets"):
+            own[name] = setting
             continue
         if name in section_models() and isinstance(setting, dict):
             settings = {f"{name}.{key}": value for key, value in setting.items()}
@@ -483,4 +453,6 @@ def _gathered(table: Mapping[str, Any]) -> dict[str, Any]:
         for given, value in settings.items():
             path = ALIASES.get(given, given)
             (sets if is_settable(path) else own)[path] = value
-    return own | ({"sets": {**own.get("sets", {}), **sets}} if sets else {})
+    if sets:
+        own["sets"] = {**own.get("sets", {}), **sets}
+    return own

@@ -17,6 +17,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal
 
+from retrain.system import Json
+
 ALIASES: dict[str, str] = {
     "algorithm.entropy_mask_rho": "algorithm.surprisal_mask_rho",
     "logging.strategic_grams": "planning.strategic_grams",
@@ -24,42 +26,41 @@ ALIASES: dict[str, str] = {
 """Second name of a key -> its canonical name; giving both is an error."""
 
 
-def moved_aliases(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def moved_aliases(data: Json) -> tuple[Json, list[str]]:
     """A copy of `data` with aliases moved to their canonical key, and the aliases left in place
     because both are given.
     """
-    copy = {
+    data, both = copied(data), []
+    for alias, canonical in ALIASES.items():
+        section, _, name = alias.partition(".")
+        target, _, target_name = canonical.partition(".")
+        if not isinstance(data.get(section), dict) or name not in data[section]:
+            continue
+        if not isinstance(data.setdefault(target, {}), dict) or target_name in data[target]:
+            both.append(alias)
+        else:
+            data[target][target_name] = data[section].pop(name)
+    return data, both
+
+
+def copied(sections: Json) -> Json:
+    """A copy whose tables can be changed."""
+    return {
         name: dict(section) if isinstance(section, dict) else section
-        for name, section in data.items()
+        for name, section in sections.items()
     }
-    return copy, [
-        alias for alias, canonical in ALIASES.items() if not _move(copy, alias, canonical)
-    ]
-
-
-def _move(data: dict[str, Any], alias: str, canonical: str) -> bool:
-    """Move one alias; returns False if the canonical key is given too."""
-    section, _, name = alias.partition(".")
-    if not isinstance(data.get(section), dict) or name not in data[section]:
-        return True
-    target, _, target_name = canonical.partition(".")
-    if not isinstance(data.setdefault(target, {}), dict) or target_name in data[target]:
-        return False
-    data[target][target_name] = data[section].pop(name)
-    return True
 
 
 def fixed_aggregation(algorithm_mode: str) -> str:
     """The value of `[loss] aggregation` that belongs to a built-in algorithm; "" where the user
     chooses it.
     """
-    recipe = table("algorithm").get(algorithm_mode)
-    return recipe.aggregation if recipe else ""
+    return getattr(table("algorithm").get(algorithm_mode), "aggregation", "")
 
 
-def by_path(tables: Mapping[str, Any]) -> dict[str, Any]:
+def by_path(tables: Mapping[str, Any]) -> Json:
     """Map "section.key" to the value; what is no table has no keys."""
-    values: dict[str, Any] = {}
+    values: Json = {}
     for section, keys in tables.items():
         if isinstance(keys, Mapping):
             values |= {f"{section}.{key}": value for key, value in keys.items()}
@@ -147,8 +148,7 @@ def transforms_with(trait: str) -> frozenset[str]:
 
 def canonical_uncertainty(name: str) -> str:
     """The built-in kind that an alias means; any other name as it is."""
-    from_alias = importlib.import_module("retrain.advantages.transforms").canonical_kind
-    return str(from_alias(name))
+    return str(importlib.import_module("retrain.advantages.transforms").canonical_kind(name))
 
 
 # -- names that are not built in -------------------------------------------------------------------
@@ -175,13 +175,13 @@ def names_of(kind: str) -> tuple[str, ...]:
 
 def is_known(kind: str, name: str) -> bool:
     """True if the configuration accepts `name`."""
-    if name in builtin_names(kind) or name in _registered.get(kind, ()) or is_dotted(name):
-        return True
-    if kind == "data" and is_data_location(name):
-        return True
-    return name in _entry_point_names(
-        tuple(sys.path)
-    )  # last, since the first look takes milliseconds
+    return (
+        name in names_of(kind)
+        or is_dotted(name)
+        or (kind == "data" and is_data_location(name))
+        # last, since the first look takes milliseconds
+        or name in _entry_point_names(tuple(sys.path))
+    )
 
 
 @cache
@@ -211,20 +211,22 @@ def source_task(source: str) -> str:
     name = source.removeprefix("hub:").rpartition("/")[2]
     for suffix in DATA_FILE_SUFFIXES:
         name = name.removesuffix(suffix)
-    if is_dotted(name):
-        return name.rpartition(".")[2]
-    return name
+    return _last_part(name)
 
 
 def condition_label(advantage_mode: str, transform_mode: str, algorithm_mode: str = "") -> str:
     """Name a condition: `{advantage}+{transform}`, or the algorithm. Of a dotted path only the last
     part is used.
     """
+    modes = [advantage_mode, transform_mode]
     if algorithm_mode:
         modes = [algorithm_mode]
-    else:
-        modes = [advantage_mode, transform_mode]
-    return "+".join(mode.rpartition(".")[2] if is_dotted(mode) else mode for mode in modes)
+    return "+".join(map(_last_part, modes))
+
+
+def _last_part(name: str) -> str:
+    """What a dotted path names; any other name as it is."""
+    return name.rpartition(".")[2] if is_dotted(name) else name
 
 
 # -- unknown names ---------------------------------------------------------------------------------

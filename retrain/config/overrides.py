@@ -8,26 +8,27 @@ imported inside the functions, so that `retrain --help` does not pay for it.
 
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from retrain.config.names import NAME_CUTOFF, instead, nearest
 from retrain.errors import MAX_SENTENCES, ConfigurationError
-from retrain.system import ParseError, parse_toml
+from retrain.system import Json, ParseError, parse_toml
 
 if TYPE_CHECKING:
     from retrain.config.keys import Key
 
 
-def deep_merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def deep_merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Json:
     """A new table in which `above` wins, and tables that both hold are merged."""
     merged = dict(below)
     for name, value in above.items():
         old = merged.get(name)
-        merged[name] = (
-            deep_merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-        )
+        if isinstance(old, dict) and isinstance(value, dict):
+            merged[name] = deep_merge(old, value)
+        else:
+            merged[name] = value
     return merged
 
 
@@ -60,28 +61,6 @@ class Overrides:
     caller's own flags."""
 
 
-@dataclass(frozen=True)
-class FlagRow:
-    """One line of the flag table."""
-
-    flag: str
-    path: str
-    type_name: str
-    doc: str
-
-
-def flag_table() -> tuple[FlagRow, ...]:
-    """Every flag of the schema. A test fixes the whole table, so that a new key never changes an
-    old flag.
-    """
-    from retrain.config.keys import flags
-
-    return tuple(
-        FlagRow(flag, path, _key_of(path).type_name, _key_of(path).doc)
-        for flag, path in flags().items()
-    )
-
-
 def parse_overrides(argv: Sequence[str], own_flags: Mapping[str, bool] | None = None) -> Overrides:
     """Split arguments into values for keys and the remaining arguments.
 
@@ -104,18 +83,16 @@ def variable_overrides(environ: Mapping[str, str]) -> list[Override]:
         key = variables.get(name)
         if key:
             found.append(Override(key.path, convert(key, text), f"environment {name}"))
-        elif name.startswith(VARIABLE_PREFIX) and (
-            problem := _unknown_variable(name, tuple(variables))
-        ):
-            problems.append(problem)
+        elif name.startswith(VARIABLE_PREFIX):
+            problems += _unknown_variable(name, tuple(variables))
     if problems:
         raise ConfigurationError(problems)
     return found
 
 
-def _unknown_variable(name: str, variables: tuple[str, ...]) -> str:
-    """Return a sentence for a RETRAIN_ variable that names or nearly names one of our sections; ""
-    for a variable that another program may use.
+def _unknown_variable(name: str, variables: tuple[str, ...]) -> Iterator[str]:
+    """Yield a sentence for a RETRAIN_ variable that names or nearly names one of our sections;
+    another program may use any other.
     """
     from retrain.config.keys import key_meant, section_models
 
@@ -123,12 +100,10 @@ def _unknown_variable(name: str, variables: tuple[str, ...]) -> str:
     ours = section in section_models()
     meant = key_meant(rest, section) if ours else None
     near = meant.variable if meant else nearest(name, variables, cutoff=0.6 if ours else 0.9)
-    if not near and not ours:
-        return ""
-    return (
-        f"environment {name} sets no key;"
-        f" {f'did you mean {near}?' if near else 'variables are RETRAIN_<SECTION>_<KEY>.'}"
-    )
+    if near:
+        yield f"environment {name} sets no key; did you mean {near}?"
+    elif ours:
+        yield f"environment {name} sets no key; variables are RETRAIN_<SECTION>_<KEY>."
 
 
 def convert(key: "Key", text: str) -> Any:
@@ -136,13 +111,14 @@ def convert(key: "Key", text: str) -> Any:
     unchanged.
     """
     kinds = key.kinds
-    if (
-        dict in kinds
-    ):  # a TOML inline table; a JSON object stays text, which environment.args reads by itself
-        parsed = _toml(f"value = {text}")
-        return parsed["value"] if parsed is not None else text
-    if list in kinds:
-        return _list(key, text)
+    # A TOML inline table or list; a JSON object stays text, which environment.args reads by itself.
+    if dict in kinds or (list in kinds and text.lstrip().startswith("[")):
+        return (_toml(f"value = {text}") or {"value": text})["value"]
+    # A key that also takes a string keeps one without commas.
+    if list in kinds and not (
+        str in kinds and ("," not in text or key.path == "planning.strategic_grams")
+    ):
+        return [_scalar(key.item_kinds, part.strip()) for part in text.split(",") if part.strip()]
     return _scalar(kinds, text)
 
 
@@ -159,26 +135,14 @@ def _scalar(kinds: frozenset[type], text: str) -> Any:
     return text
 
 
-def _list(key: "Key", text: str) -> Any:
-    """A TOML list, or parts between commas; a key that also takes a string keeps one without
-    commas.
-    """
-    if text.lstrip().startswith("["):
-        parsed = _toml(f"value = {text}")
-        return parsed["value"] if parsed is not None else text
-    if str in key.kinds and ("," not in text or key.path == "planning.strategic_grams"):
-        return text
-    return [_scalar(key.item_kinds, part.strip()) for part in text.split(",") if part.strip()]
-
-
-def _toml(text: str) -> dict[str, Any] | None:
+def _toml(text: str) -> Json | None:
     try:
         return parse_toml(text)
     except ParseError:
         return None
 
 
-def table_entry(text: str, flag: str) -> dict[str, Any]:
+def table_entry(text: str, flag: str) -> Json:
     """Parse `key=value` into a table: TOML's types, and a bare word is a string. Dots in the key
     nest.
     """
@@ -202,7 +166,7 @@ def table_entry(text: str, flag: str) -> dict[str, Any]:
     return _with_leaf(literal, value)
 
 
-def _with_leaf(table: dict[str, Any], leaf: str) -> dict[str, Any]:
+def _with_leaf(table: Json, leaf: str) -> Json:
     return {
         name: _with_leaf(value, leaf) if isinstance(value, dict) else leaf
         for name, value in table.items()
@@ -270,9 +234,7 @@ class _Parser:
                 )
             self._set(path, False, flag)
             return
-        if text is None:
-            text = self._following(key, flag)
-        if text is None:
+        if text is None and (text := self._following(key, flag)) is None:
             return
         try:
             if inside:
@@ -309,12 +271,10 @@ class _Parser:
         """Return the next argument as this flag's value. A switch needs none, and takes only true,
         false or its own words.
         """
-        following = self._argv[0] if self._argv else None
-        if bool in key.kinds:
-            if following in ("true", "false", *key.choices):
-                return self._argv.popleft()
+        following = self._argv[0] if self._argv else "--"
+        if bool in key.kinds and following not in ("true", "false", *key.choices):
             return "true"
-        if following is None or following.startswith("--"):
+        if following.startswith("--"):
             self._problems.append(f"flag {flag} needs a value: {key.allowed}.")
             return None
         return self._argv.popleft()
@@ -333,25 +293,19 @@ class _Parser:
             return
         word = flag.removeprefix("--")
         section, _, leaf = word.rpartition(".")
-        near = _nearest_flag(
-            word,
-            [
-                *self._flags,
-                *self._own,
-                *((f"--{path}" for path in keys_by_path()) if section else ()),
-            ],
-        )
-        clause = instead(leaf)
-        if clause:
-            self._problems.append(f"{flag} is not a flag; {clause}.")
-            return
+        known = [*self._flags, *self._own]
+        if section:
+            known += [f"--{path}" for path in keys_by_path()]
+        near = _nearest_flag(word, known)
         meant = key_meant(leaf, section)
         if meant and not (section and near):
             near = meant.flag
-        self._problems.append(
-            f"{flag} is not a flag;"
-            f" {f'did you mean {near}?' if near else '`retrain help config` lists them all.'}"
-        )
+        hint = "`retrain help config` lists them all."
+        if near:
+            hint = f"did you mean {near}?"
+        if clause := instead(leaf):
+            hint = f"{clause}."
+        self._problems.append(f"{flag} is not a flag; {hint}")
 
 
 def _nearest_flag(word: str, flags: Sequence[str]) -> str | None:
@@ -366,4 +320,4 @@ def _nearest_flag(word: str, flags: Sequence[str]) -> str | None:
         key.name.replace("_", "-"): key.flag for key in all_keys() if len(homes_of(key.name)) == 1
     } | known
     near = nearest(word.replace("_", "-"), known, NAME_CUTOFF) or nearest(word, known, NAME_CUTOFF)
-    return known[near] if near else None
+    return known.get(near or "")

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from retrain.config.names import OWN_PLUGINS, PAPERS, by_path, is_dotted, is_recipe
 from retrain.config.sections import AllSections
+from retrain.system import Json
 
 METHOD = ("updates_per_batch", "minibatches", "dynamic_sampling")
 """Keys of [training] that belong to a method."""
@@ -32,11 +33,10 @@ _FOLLOWS: dict[str, tuple[str, ...]] = {
 """Key -> keys that only apply to its value in the recipe; they are dropped when the user sets
 another value."""
 _MODES = ("algorithm.advantage_mode", "algorithm.transform_mode")
-Sections = dict[str, Any]
 
 
 @cache
-def recipe(name: str) -> dict[str, Any]:
+def recipe(name: str) -> Json:
     """Map "section.key" to the value that the recipe `name` gives it. Plugins beside the file have
     their full path, so that they are found from every folder.
     """
@@ -69,7 +69,7 @@ def recipe_modes(name: str) -> tuple[str, str]:
     return advantage, transform
 
 
-def above_recipe(data: Mapping[str, Any]) -> Sections:
+def above_recipe(data: Mapping[str, Any]) -> Json:
     """Return the sections with the keys of the recipe that [algorithm] algorithm_mode names added
     where they are not given; `data` as it is without one.
     """
@@ -79,7 +79,7 @@ def above_recipe(data: Mapping[str, Any]) -> Sections:
     return _filled(data, _wanted(name, _given(data)))
 
 
-def above_recipe_of_condition(data: Mapping[str, Any], name: str) -> Sections:
+def above_recipe_of_condition(data: Mapping[str, Any], name: str) -> Json:
     """Return the sections of a campaign's base above the recipe that a condition names, but for the
     modes, which are the condition's.
     """
@@ -88,7 +88,7 @@ def above_recipe_of_condition(data: Mapping[str, Any], name: str) -> Sections:
     return _filled(data, {path: value for path, value in wanted.items() if path not in _MODES})
 
 
-def _given(data: Mapping[str, Any]) -> dict[str, Any]:
+def _given(data: Mapping[str, Any]) -> Json:
     return {
         f"{section}.{key}": value
         for section, keys in data.items()
@@ -96,7 +96,7 @@ def _given(data: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _filled(data: Mapping[str, Any], values: Mapping[str, Any]) -> Sections:
+def _filled(data: Mapping[str, Any], values: Mapping[str, Any]) -> Json:
     """A copy of the sections with more values."""
     sections = dict(data)
     for path, value in values.items():
@@ -107,7 +107,7 @@ def _filled(data: Mapping[str, Any], values: Mapping[str, Any]) -> Sections:
     return sections
 
 
-def _wanted(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def _wanted(name: str, given: Mapping[str, Any]) -> Json:
     """The keys that a recipe fills in beside those that are given, and its tables with the given
     entries on top.
     """
@@ -118,7 +118,7 @@ def _wanted(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         if path in given and given[path] != values.get(path)
         for follower in followers
     }
-    wanted: dict[str, Any] = {}
+    wanted: Json = {}
     for path, value in values.items():
         if path in dropped:
             continue
@@ -129,7 +129,7 @@ def _wanted(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return wanted
 
 
-def _table(section: Any) -> dict[str, Any]:
+def _table(section: Any) -> Json:
     """The given keys of a section, in whichever form it comes."""
     if isinstance(section, BaseModel):
         return section.model_dump(exclude_unset=True, by_alias=True)
@@ -138,7 +138,7 @@ def _table(section: Any) -> dict[str, Any]:
     return {}
 
 
-def departures(config: AllSections) -> dict[str, Any]:
+def departures(config: AllSections) -> Json:
     """Map the keys of the configuration's recipe that have another value to that value; {} without
     a recipe. Keys that only go with one of them are left out.
     """

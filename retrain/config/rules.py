@@ -8,14 +8,15 @@ is refused by the part that knows.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from retrain.config.keys import describe_field, is_settable
-from retrain.config.learning_sections import BACKEND_OPTIONS
+from retrain.config.learning_sections import BACKEND_OPTIONS, Backend
 from retrain.config.names import (
     builtin_names,
     fixed_aggregation,
@@ -50,10 +51,12 @@ class RuleViolations(ValueError):
         super().__init__("; ".join(violation.message for violation in violations))
 
 
-Rule = Callable[[AllSections], Iterator[Violation]]
+Violations = Iterator[Violation]
+Rule = Callable[[AllSections], Violations]
 _RULES: list[Rule] = []
 _CAMPAIGN_RULES: list[Rule] = []
 """Rules about a campaign as a whole; all others are about its runs."""
+
 EVALUATION_SECTIONS = frozenset(
     {
         "squeeze",
@@ -95,31 +98,35 @@ def is_read(config: AllSections, path: str) -> bool:
     """Return True if the section of a key is read. A squeeze job does not train, so it reads few
     sections unless it evaluates.
     """
-    section = path.partition(".")[0]
     if config.kind != "squeeze":
         return True
+    read = frozenset({"squeeze"})
     if config.squeeze.evaluate and config.squeeze.output_path:
-        return section in EVALUATION_SECTIONS
-    return section == "squeeze"
+        read = EVALUATION_SECTIONS
+    return path.partition(".")[0] in read
 
 
 def modes_of(condition: Condition) -> tuple[str, str]:
     """The advantage and the transform of a condition; a plugin algorithm has neither: ("", "")."""
     if is_recipe(condition.algorithm_mode):
         return recipe_modes(condition.algorithm_mode)
-    if condition.algorithm_mode:
-        recipe = table("algorithm").get(condition.algorithm_mode)
-        if recipe:
-            return (recipe.advantage, recipe.transform)
-        return ("", "")
-    return condition.advantage_mode, condition.transform_mode
+    if not condition.algorithm_mode:
+        return condition.advantage_mode, condition.transform_mode
+    built_in = table("algorithm").get(condition.algorithm_mode)
+    if built_in:
+        return built_in.advantage, built_in.transform
+    return "", ""
+
+
+def transforms_of(config: AllSections) -> list[str]:
+    """The transform of each condition."""
+    return [modes_of(condition)[1] for condition in config.conditions]
 
 
 @_rule
-def _sepa_needs_a_ramp(config: AllSections) -> Iterator[Violation]:
+def _sepa_needs_a_ramp(config: AllSections) -> Violations:
     if config.sepa.schedule == "linear" and config.sepa.steps == 0:
-        for condition in config.conditions:
-            _, transform = modes_of(condition)
+        for transform in transforms_of(config):
             if transform in transforms_with("uses_sepa_controller"):
                 yield Violation(
                     (
@@ -135,10 +142,8 @@ def _sepa_needs_a_ramp(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
-def _entropy_mask_needs_rho(config: AllSections) -> Iterator[Violation]:
-    if config.algorithm.surprisal_mask_rho == 0 and any(
-        modes_of(condition)[1] == "entropy_mask" for condition in config.conditions
-    ):
+def _entropy_mask_needs_rho(config: AllSections) -> Violations:
+    if config.algorithm.surprisal_mask_rho == 0 and "entropy_mask" in transforms_of(config):
         yield Violation(
             ("algorithm.surprisal_mask_rho", "algorithm.transform_mode"),
             '[algorithm] transform_mode = "entropy_mask" needs surprisal_mask_rho above 0 and at'
@@ -147,11 +152,9 @@ def _entropy_mask_needs_rho(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
-def _distilling_needs_a_teacher(config: AllSections) -> Iterator[Violation]:
+def _distilling_needs_a_teacher(config: AllSections) -> Violations:
     algorithm = config.algorithm
-    distils = any(
-        modes_of(condition)[1] in transforms_with("distils") for condition in config.conditions
-    )
+    distils = not transforms_with("distils").isdisjoint(transforms_of(config))
     if distils and not algorithm.reference:
         yield Violation(
             ("algorithm.reference", "algorithm.transform_mode", "algorithm.algorithm_mode"),
@@ -170,7 +173,7 @@ def _distilling_needs_a_teacher(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
-def _group_relative_advantages_need_two(config: AllSections) -> Iterator[Violation]:
+def _group_relative_advantages_need_two(config: AllSections) -> Violations:
     if config.training.group_size > 1:
         return
     for condition in config.conditions:
@@ -186,7 +189,7 @@ def _group_relative_advantages_need_two(config: AllSections) -> Iterator[Violati
 
 
 @_rule
-def _one_token_is_no_choice(config: AllSections) -> Iterator[Violation]:
+def _one_token_is_no_choice(config: AllSections) -> Violations:
     if config.training.top_k == 1:
         yield Violation(
             ("training.top_k",),
@@ -196,7 +199,7 @@ def _one_token_is_no_choice(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
-def _one_checkpoint_is_not_enough(config: AllSections) -> Iterator[Violation]:
+def _one_checkpoint_is_not_enough(config: AllSections) -> Violations:
     if config.training.keep_checkpoints == 1:
         yield Violation(
             ("training.keep_checkpoints",),
@@ -206,7 +209,7 @@ def _one_checkpoint_is_not_enough(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
-def _a_step_has_an_end_and_fills_its_minibatches(config: AllSections) -> Iterator[Violation]:
+def _a_step_has_an_end_and_fills_its_minibatches(config: AllSections) -> Violations:
     completions = config.training.batch_size * config.training.group_size
     if completions > MAX_COMPLETIONS:
         yield Violation(
@@ -223,7 +226,7 @@ def _a_step_has_an_end_and_fills_its_minibatches(config: AllSections) -> Iterato
 
 
 @_rule
-def _corrections_need_recomputed_logprobs(config: AllSections) -> Iterator[Violation]:
+def _corrections_need_recomputed_logprobs(config: AllSections) -> Violations:
     if config.loss.correction != "none" and config.loss.old_logprobs != "recomputed":
         yield Violation(
             ("loss.correction", "loss.old_logprobs"),
@@ -233,7 +236,7 @@ def _corrections_need_recomputed_logprobs(config: AllSections) -> Iterator[Viola
 
 
 @_rule
-def _a_geometric_mean_needs_narrow_bounds(config: AllSections) -> Iterator[Violation]:
+def _a_geometric_mean_needs_narrow_bounds(config: AllSections) -> Violations:
     if config.loss.correction == "geometric" and not (
         config.is_set("loss.correction_low") and config.is_set("loss.correction_high")
     ):
@@ -246,7 +249,7 @@ def _a_geometric_mean_needs_narrow_bounds(config: AllSections) -> Iterator[Viola
 
 
 @_rule
-def _bounds_are_in_order(config: AllSections) -> Iterator[Violation]:
+def _bounds_are_in_order(config: AllSections) -> Violations:
     loss, pressure = config.loss, config.backpressure
     if loss.correction_low > loss.correction_high:
         yield Violation(
@@ -277,7 +280,7 @@ def _bounds_are_in_order(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
-def _back_pressure_knows_each_step(config: AllSections) -> Iterator[Violation]:
+def _back_pressure_knows_each_step(config: AllSections) -> Violations:
     if config.backpressure.enabled and len(config.backend.device_list) > 1:
         yield Violation(
             ("backpressure.enabled", "backend.devices"),
@@ -287,7 +290,7 @@ def _back_pressure_knows_each_step(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
-def _k1_is_no_loss_term(config: AllSections) -> Iterator[Violation]:
+def _k1_is_no_loss_term(config: AllSections) -> Violations:
     if config.loss.kl_coef > 0 and config.loss.kl_estimator == "k1":
         yield Violation(
             ("loss.kl_estimator", "loss.kl_coef"),
@@ -298,7 +301,7 @@ def _k1_is_no_loss_term(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
-def _clip_below_one(config: AllSections) -> Iterator[Violation]:
+def _clip_below_one(config: AllSections) -> Violations:
     loss = config.loss
     if loss.mode in ("ppo", "gspo") and loss.clip_low is not None and loss.clip_low >= 1:
         yield Violation(
@@ -309,7 +312,7 @@ def _clip_below_one(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
-def _pass_at_k_needs_samples(config: AllSections) -> Iterator[Violation]:
+def _pass_at_k_needs_samples(config: AllSections) -> Violations:
     evaluation = config.evaluation
     samples = max(part.samples for part in evaluation.parts)
     if max(evaluation.k) > samples:
@@ -321,7 +324,7 @@ def _pass_at_k_needs_samples(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
-def _greedy_samples_are_equal(config: AllSections) -> Iterator[Violation]:
+def _greedy_samples_are_equal(config: AllSections) -> Violations:
     for part in config.evaluation.parts:
         if part.temperature == 0 and part.samples > 1:
             yield Violation(
@@ -331,32 +334,36 @@ def _greedy_samples_are_equal(config: AllSections) -> Iterator[Violation]:
             )
 
 
+def _repeated(values: Iterable[Any]) -> list[Any]:
+    """The first value that is given twice, in a list; empty where each is given once."""
+    return [value for value, count in Counter(values).items() if count > 1][:1]
+
+
 @_rule
-def _evaluation_tasks_are_of_its_sources(config: AllSections) -> Iterator[Violation]:
+def _evaluation_tasks_are_of_its_sources(config: AllSections) -> Violations:
     evaluation = config.evaluation
     tasks = [source_task(source or config.data.source) for source in evaluation.sources]
+    # The own source is named by "" alone; in a list nobody could tell which task it is.
     if len(tasks) > 1 and "" in evaluation.sources:
         yield Violation(
             ("evaluation.source",),
             '[evaluation] source = "" in a list is no source; name each of them',
         )
-    repeated = [task for task, count in Counter(tasks).items() if count > 1]
-    if repeated:
+    for task in _repeated(tasks):
         yield Violation(
             ("evaluation.source",),
-            f'[evaluation] source names the task "{repeated[0]}" twice; rename a file, or drop one',
+            f'[evaluation] source names the task "{task}" twice; rename a file, or drop one',
         )
-    unknown = [name for name in evaluation.tasks if name not in tasks]
-    if unknown:
+    for name in [name for name in evaluation.tasks if name not in tasks][:1]:
         yield Violation(
             ("evaluation.tasks", "evaluation.source"),
-            f'[evaluation] tasks has "{unknown[0]}", and source gives {", ".join(tasks)}; name one'
+            f'[evaluation] tasks has "{name}", and source gives {", ".join(tasks)}; name one'
             " of them",
         )
 
 
 @_rule
-def _rewards_have_what_they_need(config: AllSections) -> Iterator[Violation]:
+def _rewards_have_what_they_need(config: AllSections) -> Violations:
     reward = config.reward
     if config.environment.provider:
         return
@@ -393,16 +400,15 @@ def _rewards_have_what_they_need(config: AllSections) -> Iterator[Violation]:
             f"[reward] weights has {len(reward.weights)} numbers and type has {len(reward.types)}"
             " rewards; give one weight for each",
         )
-    repeated = [name for name in builtin_names("reward") if reward.types.count(name) > 1]
-    if repeated:
+    for name in _repeated(kind for kind in reward.types if kind in builtin_names("reward")):
         yield Violation(
             ("reward.type",),
-            f'[reward] type names "{repeated[0]}" twice; give it once, with its weight',
+            f'[reward] type names "{name}" twice; give it once, with its weight',
         )
 
 
 @_rule
-def _negative_rewards_have_an_advantage(config: AllSections) -> Iterator[Violation]:
+def _negative_rewards_have_an_advantage(config: AllSections) -> Violations:
     reward = config.reward
     if config.environment.provider:
         return
@@ -420,7 +426,7 @@ def _negative_rewards_have_an_advantage(config: AllSections) -> Iterator[Violati
 
 
 @_rule
-def _overlong_has_room(config: AllSections) -> Iterator[Violation]:
+def _overlong_has_room(config: AllSections) -> Violations:
     reward, longest = config.reward, config.training.max_tokens
     if "overlong" in reward.types and reward.overlong_buffer > longest:
         yield Violation(
@@ -431,7 +437,7 @@ def _overlong_has_room(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
-def _files_have_a_path(config: AllSections) -> Iterator[Violation]:
+def _files_have_a_path(config: AllSections) -> Violations:
     if config.environment.provider:
         return
     if config.data.source in ("jsonl", "parquet") and not config.data.path:
@@ -443,7 +449,7 @@ def _files_have_a_path(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
-def _template_has_a_place(config: AllSections) -> Iterator[Violation]:
+def _template_has_a_place(config: AllSections) -> Violations:
     template = config.data.prompt_template
     if template is not None and "{prompt}" not in template:
         yield Violation(
@@ -461,7 +467,7 @@ _AN_ID = {
 
 
 @_rule
-def _environments_are_complete(config: AllSections) -> Iterator[Violation]:
+def _environments_are_complete(config: AllSections) -> Violations:
     environment = config.environment
     if environment.provider in builtin_names("environment") and not environment.id:
         yield Violation(
@@ -484,7 +490,7 @@ def _environments_are_complete(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
-def _one_squeezed_rank(config: AllSections) -> Iterator[Violation]:
+def _one_squeezed_rank(config: AllSections) -> Violations:
     squeeze = config.squeeze
     if squeeze.per_layer and squeeze.compress_to:
         yield Violation(
@@ -495,7 +501,7 @@ def _one_squeezed_rank(config: AllSections) -> Iterator[Violation]:
 
 
 @_campaign_rule
-def _campaign_base_has_no_algorithm(config: AllSections) -> Iterator[Violation]:
+def _campaign_base_has_no_algorithm(config: AllSections) -> Violations:
     if config.campaign is not None and config.algorithm.algorithm_mode:
         yield Violation(
             ("algorithm.algorithm_mode", "campaign"),
@@ -506,15 +512,12 @@ def _campaign_base_has_no_algorithm(config: AllSections) -> Iterator[Violation]:
 
 
 @_campaign_rule
-def _conditions_are_complete(config: AllSections) -> Iterator[Violation]:
+def _conditions_are_complete(config: AllSections) -> Violations:
     for number, condition in enumerate(
         config.campaign.conditions if config.campaign else (), start=1
     ):
-        modes = {
-            "advantage_mode": condition.advantage_mode,
-            "transform_mode": condition.transform_mode,
-        }
-        missing = [name for name, value in modes.items() if not value]
+        modes = ("advantage_mode", "transform_mode")
+        missing = [name for name in modes if not getattr(condition, name)]
         if condition.algorithm_mode and len(missing) < 2:
             yield Violation(
                 ("campaign.conditions",),
@@ -530,7 +533,7 @@ def _conditions_are_complete(config: AllSections) -> Iterator[Violation]:
 
 
 @_campaign_rule
-def _grid_varies_keys_of_a_run(config: AllSections) -> Iterator[Violation]:
+def _grid_varies_keys_of_a_run(config: AllSections) -> Violations:
     if config.campaign is None:
         return
     for path, values in config.campaign.grid.items():
@@ -552,20 +555,18 @@ def _grid_varies_keys_of_a_run(config: AllSections) -> Iterator[Violation]:
 
 
 @_campaign_rule
-def _labels_are_unique(config: AllSections) -> Iterator[Violation]:
+def _labels_are_unique(config: AllSections) -> Violations:
     if config.campaign is None:
         return
     seen: dict[str, tuple[int, str]] = {}
     for number, condition in enumerate(config.conditions, start=1):
-        folder = re.sub(
-            r"[^A-Za-z0-9+._-]", "_", condition.label
-        ).casefold()  # many disks do not tell upper from lower case
+        # Many disks do not tell upper from lower case.
+        folder = re.sub(r"[^A-Za-z0-9+._-]", "_", condition.label).casefold()
         first, label = seen.setdefault(folder, (number, condition.label))
         if first != number:
+            names = f'called "{label}" and "{condition.label}"'
             if label == condition.label:
                 names = f'both called "{label}"'
-            else:
-                names = f'called "{label}" and "{condition.label}"'
             yield Violation(
                 ("campaign.conditions",),
                 f"[[campaign.conditions]] numbers {first} and {number} are {names}, "
@@ -574,19 +575,17 @@ def _labels_are_unique(config: AllSections) -> Iterator[Violation]:
 
 
 @_campaign_rule
-def _seeds_are_unique(config: AllSections) -> Iterator[Violation]:
-    seeds = config.campaign.seeds if config.campaign else []
-    repeated = [seed for seed, count in Counter(seeds).items() if count > 1]
-    if repeated:
+def _seeds_are_unique(config: AllSections) -> Violations:
+    for seed in _repeated(config.campaign.seeds if config.campaign else ()):
         yield Violation(
             ("campaign.seeds",),
-            f"[campaign] seeds names {repeated[0]} twice; a repeated seed is the same run, not"
+            f"[campaign] seeds names {seed} twice; a repeated seed is the same run, not"
             " another sample",
         )
 
 
 @_campaign_rule
-def _evidence_may_take_every_seed(config: AllSections) -> Iterator[Violation]:
+def _evidence_may_take_every_seed(config: AllSections) -> Violations:
     campaign = config.campaign
     if campaign is None or campaign.stop != "evidence":
         return
@@ -605,7 +604,7 @@ def _evidence_may_take_every_seed(config: AllSections) -> Iterator[Violation]:
 
 
 @_rule
-def _an_algorithm_keeps_its_aggregation(config: AllSections) -> Iterator[Violation]:
+def _an_algorithm_keeps_its_aggregation(config: AllSections) -> Violations:
     for mode in dict.fromkeys(condition.algorithm_mode for condition in config.conditions):
         fixed = fixed_aggregation(mode)
         if fixed and config.is_set("loss.aggregation") and config.loss.aggregation != fixed:
@@ -617,47 +616,39 @@ def _an_algorithm_keeps_its_aggregation(config: AllSections) -> Iterator[Violati
 
 
 @_rule
-def _options_are_known(config: AllSections) -> Iterator[Violation]:
+def _options_are_known(config: AllSections) -> Violations:
     """Check the options of every backend, whichever is chosen, so that a file can switch
     backends.
     """
     if config.backend.backend not in builtin_names("backend") or not config.backend.options:
         return
+    for problem in _option_problems(config.backend):
+        yield Violation(("backend.options",), f"[backend.options] {problem}")
+
+
+def _option_problems(backend: Backend) -> Iterator[str]:
+    """What is wrong with an option, after the name of their table."""
     known = list(chain.from_iterable(model.model_fields for model in BACKEND_OPTIONS.values()))
-    wrong = [name for name in config.backend.options if name not in known]
+    wrong = [name for name in backend.options if name not in known]
     for name in wrong[: MAX_SENTENCES - 1]:
         near = nearest(name, known)
+        hint = f"known are {', '.join(known)}"
         if near:
-            hint = f'; did you mean "{near}"?'
-        else:
-            hint = f"; known are {', '.join(known)}"
-        yield Violation(
-            ("backend.options",), f"[backend.options] {name} is not a known option{hint}"
-        )
+            hint = f'did you mean "{near}"?'
+        yield f"{name} is not a known option; {hint}"
     more = len(wrong[MAX_SENTENCES - 1 :])
     if more:
-        yield Violation(
-            ("backend.options",),
-            f"[backend.options] {more:,} more of its names are not known options",
-        )
-    for backend, model in BACKEND_OPTIONS.items():
+        yield f"{more:,} more of its names are not known options"
+    for owner, model in BACKEND_OPTIONS.items():
         try:
-            model.model_validate(config.backend.options_of(backend))
+            model.model_validate(backend.options_of(owner))
         except ValidationError as error:
-            yield from _option_violations(error, model)
-    if config.backend.options.get("strict_advantages") is False:
-        yield Violation(
-            ("backend.options",),
-            "[backend.options] strict_advantages = false is refused, since it would average"
-            " per-token advantages in silence; leave it true",
-        )
-
-
-def _option_violations(error: ValidationError, model: type[BaseModel]) -> Iterator[Violation]:
-    for problem in error.errors(include_url=False)[:MAX_SENTENCES]:
-        name, value = str(problem["loc"][0]), problem["input"]
-        allowed = describe_field(model.model_fields[name])
-        yield Violation(
-            ("backend.options",),
-            f"[backend.options] {name} = {toml_value(value)} is refused; allowed: {allowed}",
+            for problem in error.errors(include_url=False)[:MAX_SENTENCES]:
+                name, value = str(problem["loc"][0]), toml_value(problem["input"])
+                allowed = describe_field(model.model_fields[name])
+                yield f"{name} = {value} is refused; allowed: {allowed}"
+    if backend.options.get("strict_advantages") is False:
+        yield (
+            "strict_advantages = false is refused, since it would average per-token advantages in"
+            " silence; leave it true"
         )

@@ -5,7 +5,7 @@ A key's documentation says what it does; its type and range say what is allowed,
 does not.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -25,6 +25,7 @@ from retrain.config.values import (
     refuse,
     table_from_json,
 )
+from retrain.system import Json
 
 SourceName = Annotated[str, OpenName("data", may_be_empty=True)]
 
@@ -41,7 +42,7 @@ class TaskSettings(BaseModel):
     """A local copy of the source's data."""
 
 
-def check_tasks(tasks: dict[str, Any]) -> dict[str, Any]:
+def check_tasks(tasks: Json) -> Json:
     """Refuse a table of tasks that holds something else than settings."""
     for name, settings in check_table(tasks).items():
         try:
@@ -70,7 +71,7 @@ class Evaluation(Section):
         "Data source of the problems, or a list of them, each a task of its own; empty means the"
         " training source's held-out split.",
     )
-    tasks: Annotated[dict[str, Any], AfterValidator(check_tasks)] = key(
+    tasks: Annotated[Json, AfterValidator(check_tasks)] = key(
         {},
         "What differs for a source of the list, by its name: samples, temperature, max_examples,"
         " and path, a local copy of its data.",
@@ -297,9 +298,7 @@ class Data(Section):
     sampler_params: Table = key({}, "Parameters of the sampler, such as threshold = 0.9.")
 
 
-Arguments = Annotated[
-    dict[str, Any], BeforeValidator(table_from_json), AfterValidator(check_arguments)
-]
+Arguments = Annotated[Json, BeforeValidator(table_from_json), AfterValidator(check_arguments)]
 
 
 class Environment(Section):
@@ -555,7 +554,7 @@ class Logging(Section):
     tokens_every: int = key(0, "Steps between per-token files for inspect; 0 is off.", ge=0)
     groups: bool = key(
         False,
-        "Print a line per group in every step, also where a step has more than 8 of them.",
+        "Print a line per group in every step, even for more than 8 groups.",
     )
 
     @property

@@ -45,12 +45,7 @@ class Traits:
 
     def __or__(self, other: "Traits") -> "Traits":
         """Combine the traits of a key with those of its section."""
-        return Traits(
-            **{
-                trait.name: getattr(self, trait.name) or getattr(other, trait.name)
-                for trait in fields(Traits)
-            }
-        )
+        return Traits(**{name: getattr(self, name) or getattr(other, name) for name in _TRAITS})
 
 
 NO_TRAITS = Traits()
@@ -64,25 +59,19 @@ def key(default: Any, doc: str, *, example: Any = None, **marks: Any) -> Any:
     and pydantic's ge, gt, le, lt, min_length and alias.
     """
     traits = {name: marks.pop(name) for name in _TRAITS if name in marks}
-    if example is None:
-        examples = None
-    else:
-        examples = [example]
-    return Field(
-        default, description=doc, examples=examples, json_schema_extra={"traits": traits}, **marks
-    )
+    if example is not None:
+        marks["examples"] = [example]
+    return Field(default, description=doc, json_schema_extra={"traits": traits}, **marks)
 
 
 def traits_of(field: FieldInfo) -> Traits:
     """The traits that `key` was given."""
-    extra: Any = field.json_schema_extra
-    if extra:
-        return Traits(**extra["traits"])
-    return NO_TRAITS
+    extra: Any = field.json_schema_extra or {"traits": {}}
+    return Traits(**extra["traits"])
 
 
 @dataclass(frozen=True)
-class Applies:
+class Applicability:
     """A parsed `applies_when`: "other" or "other not" in some values."""
 
     path: str
@@ -91,11 +80,14 @@ class Applies:
     """It applies with every other value."""
 
     @classmethod
-    def parse(cls, section: str, text: str) -> "Applies":
+    def parse(cls, section: str, text: str) -> "Applicability":
         name, unless, values = re.fullmatch(r"(\w+) (not )?in \((.+)\)", text).groups()  # type: ignore[union-attr]
         return cls(f"{section}.{name}", tuple(values.split(", ")), bool(unless))
 
     def fails(self, config: Any) -> bool:
+        """True where the key has no effect; a key that [schedule] moves takes other values too."""
+        if self.path in config.schedule.points:
+            return False
         value = config.value(self.path)
         if isinstance(value, int | float):
             shown = f"{value or 0:g}"  # -0.0 is 0
@@ -136,7 +128,4 @@ class Section(BaseModel):
         """True if the key was given rather than left to its default."""
         return ("from_" if name == "from" else name) in self.model_fields_set
 
-    @field_validator("*")
-    @classmethod
-    def _is_holdable(cls, value: Any) -> Any:
-        return check_serialisable(value)
+    _is_holdable = field_validator("*")(check_serialisable)

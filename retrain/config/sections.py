@@ -6,6 +6,7 @@ error are made from these classes.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import product, starmap
 from typing import Annotated, Any, Literal
@@ -47,10 +48,10 @@ from retrain.config.run_sections import (
 )
 from retrain.config.section import Section, Seed, Traits, key
 from retrain.config.values import LABEL, OpenName, check_grid, check_label
-from retrain.system import toml_value
+from retrain.system import Json, toml_value
 
 
-def _open_condition(schema: dict[str, Any]) -> None:
+def _open_condition(schema: Json) -> None:
     """Let the JSON Schema of a condition accept any key of a run, for editors."""
     schema["properties"].pop("sets")
     schema["additionalProperties"] = True
@@ -78,17 +79,17 @@ class Condition(Section):
         " with ~key=value.",
         alias="label",
     )
-    sets: dict[str, Any] = Field(default={})
+    sets: Json = Field(default={})
     """"section.key" -> value of every other key in the condition's table. The values are checked
     together with the base."""
 
     @model_serializer(mode="wrap")
-    def _flat(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _flat(self, handler: SerializerFunctionWrapHandler) -> Json:
         """Serialise the condition as a file holds it, with `loss.mode` beside `label`."""
-        values: dict[str, Any] = handler(self)
+        values: Json = handler(self)
         if "given_label" in values:
             values["label"] = values.pop("given_label")
-        sets: dict[str, Any] = values.pop("sets", {})
+        sets: Json = values.pop("sets", {})
         return values | sets
 
     @property
@@ -107,9 +108,9 @@ def told_apart(conditions: Sequence[Condition]) -> tuple[Condition, ...]:
     """Give conditions without a label that share a name the label NAME~key=value, of the keys in
     which they differ.
     """
-    alike: dict[str, list[Condition]] = {}
+    alike = defaultdict[str, list[Condition]](list)
     for condition in conditions:
-        alike.setdefault(condition.label, []).append(condition)
+        alike[condition.label].append(condition)
     return tuple(_told_apart(condition, alike[condition.label]) for condition in conditions)
 
 
@@ -117,15 +118,15 @@ def crossed(conditions: Sequence[Condition], grid: Mapping[str, Sequence[Any]]) 
     """Every condition with every combination of the grid's values; one that has a label carries the
     values behind it.
     """
-    combinations = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
-    return [_with_sets(each, values) for each in conditions for values in combinations]
-
-
-def _with_sets(condition: Condition, values: Mapping[str, Any]) -> Condition:
-    changes: dict[str, Any] = {"sets": {**condition.sets, **values}}
-    if condition.given_label:
-        changes["given_label"] = condition.given_label + "".join(starmap(_suffix, values.items()))
-    return condition.model_copy(update=changes)
+    made = []
+    for condition, combination in product(conditions, product(*grid.values())):
+        values = dict(zip(grid, combination, strict=True))
+        label = condition.given_label
+        if label:
+            label += "".join(starmap(_suffix, values.items()))
+        changes = {"sets": {**condition.sets, **values}, "given_label": label}
+        made.append(condition.model_copy(update=changes))
+    return made
 
 
 _NOT_IN_A_LABEL = re.compile(r"[^A-Za-z0-9._+=~-]+")
@@ -133,15 +134,18 @@ _NOT_IN_A_LABEL = re.compile(r"[^A-Za-z0-9._+=~-]+")
 
 def _suffix(path: str, value: Any) -> str:
     """How a label shows the value of a key: `~lr=1e-05`."""
-    shown = value
-    if not isinstance(value, str):
-        shown = toml_value(value)
-    return f"~{path.rpartition('.')[2]}={_NOT_IN_A_LABEL.sub('-', shown).strip('-')}"
+    shown = _NOT_IN_A_LABEL.sub("-", bare_value(value)).strip("-")
+    return f"~{path.rpartition('.')[2]}={shown}"
+
+
+def bare_value(value: Any) -> str:
+    """A value as TOML, but a string without its quotes."""
+    return value if isinstance(value, str) else toml_value(value)
 
 
 def _told_apart(condition: Condition, others: Sequence[Condition]) -> Condition:
-    """A condition with its label among those of the same name; one that has a label, or whose
-    values give none, stays as it is.
+    """A condition with a label that no other of its name has. One with a label, or whose values
+    give none, stays as it is.
     """
     label = condition.label
     for path, value in condition.sets.items():

@@ -10,6 +10,8 @@ from typing import Any
 
 from retrain.config.keys import Key, all_keys, section_models
 from retrain.config.schema import TrainConfig
+from retrain.config.sections import bare_value
+from retrain.config.values import items_within
 from retrain.system import toml_value
 
 
@@ -59,10 +61,7 @@ def campaign_command(config: TrainConfig, folder: Path) -> str:
         if origins.get(key.path, "").startswith("flag ")
         and key.path not in ("resume.from", "logging.log_dir")
     ]
-    values = [(key.flag, config.value(key.path)) for key in flags]
-    given = [
-        f"{flag}={value if isinstance(value, str) else toml_value(value)}" for flag, value in values
-    ]
+    given = [f"{key.flag}={bare_value(config.value(key.path))}" for key in flags]
     return " ".join(map(quote, ["retrain", str(file), *given, "--resume", str(folder)]))
 
 
@@ -70,16 +69,9 @@ def _stored_value(path: str, value: Any) -> str:
     """Write one value as TOML. environment.args may hold null, for which TOML has no form, so it is
     stored as JSON then.
     """
-    as_json = path == "environment.args" and _holds_none(value)
-    return toml_value(json.dumps(value, ensure_ascii=False) if as_json else value)
-
-
-def _holds_none(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_holds_none, value.values()))
-    if isinstance(value, list):
-        return any(map(_holds_none, value))
-    return value is None
+    if path == "environment.args" and any(item is None for _, item in items_within(value)):
+        value = json.dumps(value, ensure_ascii=False)
+    return toml_value(value)
 
 
 def config_hash(config: TrainConfig) -> str:
@@ -118,19 +110,20 @@ def resume_differences(stored: TrainConfig, current: TrainConfig) -> list[str]:
 
 def differing_keys(stored: TrainConfig, current: TrainConfig) -> list[Key]:
     """The keys whose values differ, in the order of the schema."""
-    return [key for key in all_keys() if _differs(key, stored, current)]
 
+    def kinds(config: TrainConfig) -> list[str]:
+        return [device.partition(":")[0] for device in config.backend.device_list]
 
-def _differs(key: Key, stored: TrainConfig, current: TrainConfig) -> bool:
-    if (
-        key.path == "backend.devices"
-    ):  # those of the same kind are as good, and an unset device is chosen by the machine
-        kinds = [
-            [device.partition(":")[0] for device in config.backend.device_list]
-            for config in (stored, current)
-        ]
-        return stored.is_set(key.path) and current.is_set(key.path) and kinds[0] != kinds[1]
-    return bool(_jsonable(stored.value(key.path)) != _jsonable(current.value(key.path)))
+    differing = [
+        key
+        for key in all_keys()
+        if _jsonable(stored.value(key.path)) != _jsonable(current.value(key.path))
+    ]
+    # Devices of the same kind are as good, and an unset one is chosen by the machine.
+    both = stored.is_set("backend.devices") and current.is_set("backend.devices")
+    if not both or kinds(stored) == kinds(current):
+        differing = [key for key in differing if key.path != "backend.devices"]
+    return differing
 
 
 def _jsonable(value: Any) -> Any:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,7 +15,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from retrain.config.names import builtin_names, canonical_uncertainty, is_known
-from retrain.system import ParseError, is_path_text, parse_json, unholdable
+from retrain.system import Json, ParseError, is_path_text, parse_json, unholdable
 
 MAX_SEED = 2**32 - 1
 MAX_COMPLETIONS = 1_000_000
@@ -121,8 +122,7 @@ def check_label(text: str) -> str:
     """Check a condition's label, which becomes part of folder names."""
     if text and not LABEL.fullmatch(text):
         raise refuse(
-            "cannot name a folder (letters, digits and ._+=~-, at most 80 of them, a letter or"
-            " digit first)"
+            "cannot name a folder (at most 80 letters, digits and ._+=~-, a letter or digit first)"
         )
     return text
 
@@ -182,11 +182,11 @@ def check_grams(value: str | list[str]) -> str | list[str]:
     return value
 
 
-def check_table(table: dict[str, Any]) -> dict[str, Any]:
+def check_table(table: Json) -> Json:
     """Refuse what neither JSON nor a stored configuration can say: nan, inf, dates, and null
     outside of JSON.
     """
-    _check_item(check_serialisable(table), may_hold_null=False)
+    _check_items(table, may_hold_null=False)
     return table
 
 
@@ -209,25 +209,21 @@ def check_grid(table: dict[str, list[Any]]) -> dict[str, list[Any]]:
     return table
 
 
-def check_arguments(table: dict[str, Any]) -> dict[str, Any]:
+def check_arguments(table: Json) -> Json:
     """Check a table as `check_table` does, but allow null, which JSON has."""
-    _check_item(check_serialisable(table), may_hold_null=True)
+    _check_items(table, may_hold_null=True)
     return table
 
 
-def _check_item(item: Any, may_hold_null: bool) -> None:
-    if isinstance(item, dict):
-        for name, value in item.items():
-            if not isinstance(name, str):
-                raise refuse(f"holds the key {name!r}, which is not a string")
-            _check_item(value, may_hold_null)
-    elif isinstance(item, list):
-        for value in item:
-            _check_item(value, may_hold_null)
-    elif isinstance(item, float) and not math.isfinite(item):
-        raise refuse(f"holds {item}, which is not a finite number")
-    elif not isinstance(item, str | int | float) and not (item is None and may_hold_null):
-        raise refuse(f"holds {item}, which is a {type(item).__name__}; write it as a string")
+def _check_items(table: Json, may_hold_null: bool) -> None:
+    for name, item in items_within(check_serialisable(table)):
+        if not isinstance(name, str):
+            raise refuse(f"holds the key {name!r}, which is not a string")
+        if isinstance(item, float) and not math.isfinite(item):
+            raise refuse(f"holds {item}, which is not a finite number")
+        held = isinstance(item, dict | list | str | int | float)
+        if not held and not (item is None and may_hold_null):
+            raise refuse(f"holds {item}, which is a {type(item).__name__}; write it as a string")
 
 
 def check_serialisable(value: Any) -> Any:
@@ -237,21 +233,22 @@ def check_serialisable(value: Any) -> Any:
     problem = unholdable(value)
     if problem:
         raise refuse(problem)
-    if any(_SURROGATE.search(text) for text in _texts(value)):
-        raise refuse("contains an unpaired surrogate, which UTF-8 cannot encode")
+    for text in chain([value], *items_within(value)):
+        if isinstance(text, str) and _SURROGATE.search(text):
+            raise refuse("contains an unpaired surrogate, which UTF-8 cannot encode")
     return value
 
 
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            yield from _texts(name)
-            yield from _texts(item)
+def items_within(value: Any) -> Iterator[tuple[Any, Any]]:
+    """(name, item) of everything nested in tables and lists; an item of a list is named ""."""
+    items: Any = ()
+    if isinstance(value, dict):
+        items = value.items()
     elif isinstance(value, list):
-        for item in value:
-            yield from _texts(item)
+        items = zip(repeat(""), value)
+    for name, item in items:
+        yield name, item
+        yield from items_within(item)
 
 
 def table_from_json(value: Any) -> Any:

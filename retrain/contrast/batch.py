@@ -28,6 +28,7 @@ from retrain.records.state import TrainerState
 from retrain.run.dialogues import Watcher
 from retrain.run.interrupts import Interrupts
 from retrain.run.parts import Parts, load_parts, training_plan
+from retrain.system import Json
 from retrain.types import Group
 
 Say = Callable[[str], None]
@@ -66,7 +67,7 @@ def read_arms(base: TrainConfig, path: Path | None, *, trust: bool, say: Say) ->
     code that a file in a run's folder names unless it is to be trusted.
     """
     values = given_values(base)
-    campaign: dict[str, Any] = dict(values.pop("campaign", {}))
+    campaign: Json = dict(values.pop("campaign", {}))
     if path is not None:
         campaign = _conditions_of(path)
     own = values.get("algorithm", {})
@@ -90,7 +91,7 @@ def read_arms(base: TrainConfig, path: Path | None, *, trust: bool, say: Say) ->
     return arms
 
 
-def _conditions_of(path: Path) -> dict[str, Any]:
+def _conditions_of(path: Path) -> Json:
     given = read_toml(path)
     nested = given.get("campaign", given)
     if "conditions" not in nested and nested is given:
@@ -111,8 +112,8 @@ def _visible(config: TrainConfig, say: Say) -> TrainConfig:
         hidden = [path for path in condition.sets if path.split(".")[0] not in _SEEN]
         if hidden:
             say(
-                f"{condition.label}: {', '.join(hidden)} is left out, since a gradient of the"
-                " rollouts that are there does not show it."
+                f"{condition.label}: {', '.join(hidden)} is left out, since it does not change a"
+                " gradient of the same rollouts."
             )
         kept = {path: value for path, value in condition.sets.items() if path not in hidden}
         conditions.append(
@@ -162,8 +163,8 @@ def load_base(target: Path, trust: bool) -> TrainConfig:
 def opened(
     target: Path, config: TrainConfig, step: int | None, say: Say
 ) -> Iterator[tuple[Parts, LocalBackend, TrainerState]]:
-    """Load the model with the weights of `step` completed steps, by default those of the newest
-    checkpoint. Raises ConfigurationError for a backend that computes elsewhere.
+    """Load the model with the weights of `step` completed steps, by default the newest
+    checkpoint's. Raises ConfigurationError for a backend that computes elsewhere.
     """
     if not backend_class(config).in_process:
         raise ConfigurationError(

@@ -9,7 +9,6 @@ batch, which `seeds` reads.
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
-from typing import Any
 
 import numpy as np
 
@@ -27,6 +26,7 @@ from retrain.distributed import ALONE
 from retrain.rewards import gold_response
 from retrain.run.parts import Parts, load_encoder
 from retrain.run.teacher import Teacher
+from retrain.system import Json
 from retrain.types import Outcome, Prompt, Row
 
 PARTS = ("planning tokens", "right completions", "first quarter", "last quarter")
@@ -87,9 +87,9 @@ class Contrast:
     """[A, A] cosines between the gradients of the arms."""
 
     def effect(self, arm: ArmGradient) -> float | None:
-        """The largest standardised difference to the baseline that a pair of runs can have: that of
-        the gradients' directions over the noise of both, if it keeps its direction for all steps
-        of a run. None where an arm does not agree with itself at all.
+        """The largest standardised difference to the baseline that a pair of runs can have: the
+        gradients' difference in direction over the noise of both, kept for all steps of a run.
+        None where an arm does not agree with itself at all.
         """
         ceilings = (self.arms[0].halves, arm.halves)
         if not all(value > 0 for value in ceilings):
@@ -110,7 +110,7 @@ class Contrast:
         """Probability that a campaign of `seeds` finds it."""
         return power_of(self.seeds, self.effect(arm) or 0.0, comparisons=len(self.arms) - 1)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         arms = [
             asdict(arm) | {"seeds_needed": self.seeds_for(arm) if arm is not self.arms[0] else None}
             for arm in self.arms
@@ -238,8 +238,8 @@ def _shares(
 ) -> dict[str, float]:
     """The share of each part: its gradient's projection on the whole, over the whole's length.
 
-    A part's gradient is that of its tokens' advantages alone, less that of no advantages at all:
-    what KL and entropy terms have.
+    A part's gradient comes from its tokens' advantages alone; what remains without any advantage,
+    from KL and entropy terms, is subtracted.
     """
     square = float(total @ total)
     if not square:

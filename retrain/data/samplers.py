@@ -293,7 +293,7 @@ def _trial_problem(name: str, make: Any, examples: list[Example], count: int) ->
 
 
 def _trial_group(example: Example, index: int) -> Group:
-    """Two judged completions, of which index % 3 are right."""
+    """Two judged completions; index % 3 of them are right."""
     members = []
     for sample in range(2):
         right = sample < index % 3

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from retrain.config.schema import Environment as Settings
 
 _INSTRUCTION = "Give the final answer inside <answer> and </answer>."
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_ANSWER = r"(?s)<answer>(.*?)</answer>"
 _TRAIN, _EVALUATION = 512, 64
 """Problems of a split unless `size` and `evaluation_size` say otherwise."""
 _EVALUATION_SEEDS = 1_000_000
@@ -33,8 +33,8 @@ class ReasoningGym(Environment):
     max_turns = 1
 
     def __init__(self, task: str, args: dict[str, Any]) -> None:
-        """`args`: size, evaluation_size, seed, instruction, and the parameters of the task
-        itself.
+        """`args`: size, evaluation_size, seed, instruction, answer, and the parameters of the task
+        itself. `answer` is a regular expression; the first group of its last match is scored.
         """
         import reasoning_gym
 
@@ -44,6 +44,18 @@ class ReasoningGym(Environment):
             for pair in (("size", _TRAIN), ("evaluation_size", _EVALUATION), ("seed", 0))
         )
         self._instruction = str(given.pop("instruction", _INSTRUCTION))
+        pattern = str(given.pop("answer", _ANSWER))
+        try:
+            self._pattern = re.compile(pattern)
+        except re.error as error:
+            raise ConfigurationError(
+                f"[environment] args.answer = {pattern!r} is not a regular expression: {error}."
+            ) from error
+        if self._pattern.groups != 1:
+            raise ConfigurationError(
+                f"[environment] args.answer = {pattern!r} has {self._pattern.groups} groups; it "
+                "needs one, the answer."
+            )
         known = reasoning_gym.factory.DATASETS
         if task not in known:
             near = nearest(task, known)
@@ -82,18 +94,21 @@ class ReasoningGym(Environment):
         )
 
     def episode(self) -> Episode:
-        return _OneAnswer(self._sets)
+        return _OneAnswer(self._sets, self._pattern)
 
     def gold(self, example: Example) -> list[str] | None:
         """Return the right reply; None for the tasks whose example has no single answer."""
         if example.reference in ("", "None"):
             return None
-        return [f"<answer>{example.reference}</answer>"]
+        for reply in (f"<answer>{example.reference}</answer>", example.reference):
+            if self._pattern.findall(reply)[-1:] == [example.reference]:
+                return [reply]
+        return None
 
 
 class _OneAnswer(Episode):
-    def __init__(self, sets: dict[str, Any]) -> None:
-        self._sets = sets
+    def __init__(self, sets: dict[str, Any], pattern: re.Pattern[str]) -> None:
+        self._sets, self._pattern = sets, pattern
 
     def reset(self, example: Example, seed: int) -> None:
         assert example.info is not None
@@ -101,7 +116,7 @@ class _OneAnswer(Episode):
         self._row = self._set[example.info["row"]]
 
     def step(self, reply: str) -> None:
-        found = _ANSWER.findall(reply)
+        found = self._pattern.findall(reply)
         self._answer = None
         if found:
             self._answer = str(found[-1]).strip()

@@ -43,7 +43,7 @@ from retrain.inference_engine.base import EngineCapabilities
 from retrain.records.redact import Redactor, note_secrets
 from retrain.run.notes import notes
 from retrain.run.parts import Say, check_device, check_inputs, check_model, check_packages
-from retrain.system import expanded
+from retrain.system import Json, expanded
 from retrain.xray.resolve import headline_of
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Power:
     """The seeds, problems and samples that find the same difference in the least time; None where
     the pilot does not show it."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         return asdict(self) | {"alpha": ALPHA, "power": POWER}
 
 
@@ -175,7 +175,7 @@ class ExplainedCondition:
     """A condition of a campaign, or the algorithm of a single run."""
 
     label: str
-    sets: dict[str, Any]
+    sets: Json
     """Keys that the condition sets, apart from its modes."""
     maximal_lambda: float | None
     """The largest lambda on SEPA's ramp; None unless the condition uses it."""
@@ -215,7 +215,7 @@ class Explanation:
     def kind(self) -> Literal["run", "campaign", "squeeze"]:
         return self.config.kind
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         training, adapter = (self.runs[0].config.training if self.runs else None), self.adapter
         shape = ("max_steps", "batch_size", "group_size", "max_tokens")
         return {

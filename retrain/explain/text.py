@@ -305,4 +305,5 @@ def _time_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
         )
     if schedule.forked:
         common = "libraries, tokenizer, prompts and base weights, which forked workers share"
-        yield ("start", "once", f"{common}; evaluations before step 0 once for a seed")
+        seed = "parity gate, evaluation before step 0 and first completions once for a seed"
+        yield ("start", "once", f"{common}; {seed}")

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from retrain.backends.base import backend_kind
 from retrain.campaign.launch import no_fork_reason, room_on_gpus, share_devices
 from retrain.errors import ConfigurationError
+from retrain.system import Json
 
 if TYPE_CHECKING:
     from retrain.campaign.plan import CampaignPlan
@@ -161,7 +162,7 @@ class Schedule:
             return self.device_hours * self.price_per_hour
         return None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         return {
             "total_runs": self.total_runs,
             "steps_per_run": self.steps_per_run,

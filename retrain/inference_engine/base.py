@@ -74,8 +74,8 @@ class SampleRequest:
     """The noise coordinate of the first token: in a later turn of a trajectory, the tokens sampled
     in the turns before."""
     extends: int = 0
-    """Tokens at the beginning of the prompt that are an earlier request's prompt and completion, so
-    that an engine may hold their keys and values still; 0 where nothing is known of them."""
+    """Leading prompt tokens that are an earlier request's prompt and completion, whose keys and
+    values an engine may still hold; 0 where that is not known."""
     extendable: bool = False
     """A later request may extend this one."""
     messages: tuple[ChatMessage, ...] = ()
@@ -84,19 +84,17 @@ class SampleRequest:
 
 
 class RequestFeed(Protocol):
-    """Requests that come up while others decode: in dialogues, the next reply after what the
-    environment said to the one before.
-    """
+    """Requests that arrive while others decode: the next turns of dialogues."""
 
     def more(self, idle: bool) -> Sequence[SampleRequest]:
-        """Return requests that can be sampled now. `idle`: none is under way, so it waits for some;
-        none then means that all is done.
+        """Return requests that can be sampled now. `idle`: none is under way, so wait for some; an
+        empty answer then ends the feed.
         """
         ...
 
 
-class Once:
-    """The feed of requests that are all known."""
+class RequestList:
+    """A feed of requests that are all known at the start."""
 
     def __init__(self, requests: Sequence[SampleRequest]) -> None:
         self._requests = requests
@@ -143,8 +141,8 @@ class EngineCapabilities:
 
 
 @dataclass(frozen=True)
-class About:
-    """What `retrain backends` says of a built-in engine or backend beside its capabilities."""
+class Description:
+    """The words of `retrain backends` about a built-in engine or backend."""
 
     what: str
     verified: str
@@ -187,19 +185,19 @@ class InferenceEngine(ABC):
     """
 
     capabilities: EngineCapabilities
-    about: ClassVar[About]
+    about: ClassVar[Description]
     """Of a built-in engine."""
     default_port: ClassVar[int] = 0
     """The port that its server uses by itself; 0 where `retrain serve` cannot start one."""
     needs_address: ClassVar[bool] = False
     """It samples on servers, and [inference] url must say where they are."""
     decodes_here: ClassVar[bool] = False
-    """Its data types are those of the learner's device."""
+    """It computes on the learner's device, in a data type of that device."""
     supports_split: ClassVar[bool] = False
     """It samples from a model in shards, and on a second device of [backend] devices."""
     cpu_note: ClassVar[str] = ""
     """A sentence about its server on a CPU."""
-    say: Callable[[str], None] = staticmethod(print)
+    log: Callable[[str], None] = staticmethod(print)
     """Reports what happens to the engine during a run; may be called from another thread."""
     check: Callable[[], None] = staticmethod(lambda: None)
     """Called while the engine waits for something that may take long; raises where a signal asked
@@ -215,9 +213,9 @@ class InferenceEngine(ABC):
 
     @classmethod
     def preflight(cls, config: "TrainConfig") -> str | None:  # noqa: ARG003 - part of the interface
-        """Say, before anything is loaded, why its completions are good for an evaluation alone, as
-        a sentence; "" or None where they can be trained on. Raises ConfigurationError or
-        EnvironmentFailure where the engine could not work.
+        """Return a sentence saying why its completions can be evaluated but not trained on; "" or
+        None where they can. Nothing is loaded yet. Raises ConfigurationError or EnvironmentFailure
+        where the engine could not work.
         """
         return ""
 

@@ -87,9 +87,11 @@ def _quoted(value: str) -> str:
 
 
 def _resolved(value: str) -> str:
-    if isinstance(value, Variable) and value not in os.environ:
+    if not isinstance(value, Variable):
+        return value
+    if value not in os.environ:
         raise EnvironmentFailure(f"[inference] api_key_env names {value}, which is not set.")
-    return os.environ[value] if isinstance(value, Variable) else value
+    return os.environ[value]
 
 
 # -- what all servers are told ---------------------------------------------------------------------
@@ -109,14 +111,14 @@ def address_flags(inference: "Inference", default_port: int) -> list[str]:
 
 def model_flags(model: "Model", served_model: str, revision: str) -> list[str]:
     """`revision` is the server's flag for a commit of the model's repository."""
+    flags = []
     if served_model:
-        name = ["--served-model-name", served_model]
-    else:
-        name = []
-    commit = []
+        flags = ["--served-model-name", served_model]
     if model.revision:
-        commit = [revision, model.revision]
-    return name + commit + (["--trust-remote-code"] if model.trust_remote_code else [])
+        flags += [revision, model.revision]
+    if model.trust_remote_code:
+        flags.append("--trust-remote-code")
+    return flags
 
 
 def concurrent_sequences(training: "Training") -> int:

@@ -74,19 +74,6 @@ class Decoder:
         """Tokens that a sequence may have, prompt and completion together."""
         return context_length(self._text_config)
 
-    @property
-    def uniform_positions(self) -> int:
-        """Length up to which rope's angles depend on the position alone. Beyond it, longrope's
-        also depend on the sequence's length.
-        """
-        rope = getattr(self._text_config, "rope_parameters", None) or {}
-        if rope.get("rope_type") != "longrope":
-            return self.context
-        original = rope.get("original_max_position_embeddings") or getattr(
-            self._text_config, "original_max_position_embeddings", None
-        )
-        return int(original or self.context)
-
     @contextmanager
     def sampling(self, slot: int) -> Iterator[None]:
         """Switch to evaluation mode, without gradient, with our attention and the adapter of this
@@ -97,15 +84,13 @@ class Decoder:
         no_grad and not inference_mode: some rotary embeddings store buffers on the module during a
         forward, and an inference tensor there would break the learner's backward.
         """
+        training = []
         if self.fused is None:
             training = [module for module in self._modules if module.training]
-        else:
-            training = []
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            if (
-                self.device.type == "cuda"
-            ):  # events, graphs and Triton's kernels go to the current device
+            # Events, graphs and Triton's kernels go to the current device.
+            if self.device.type == "cuda":
                 stack.enter_context(torch.cuda.device(self.device))
             if self.fused is None:
                 stack.enter_context(attention.plugged_in(self._base))
@@ -138,12 +123,8 @@ class Decoder:
             [held + np.arange(length) for held, length in zip(batch.held, lengths, strict=True)]
         )
         last = torch.tensor([stop - 1 for _, stop in batch.segments], device=self.device)
-        return self._forward(
-            np.concatenate(prompts)[None],
-            torch.from_numpy(positions[None]),
-            batch,
-            last,
-        )[0]
+        ids = np.concatenate(prompts)[None]
+        return self._forward(ids, torch.from_numpy(positions[None]), batch, last)[0]
 
     def decode(
         self,
@@ -179,11 +160,10 @@ class Decoder:
         ids, positions = upload(token_ids.astype(np.int64), self.device), positions.to(self.device)
         if self.fused is not None:
             hidden = self.fused.hidden_states(ids, positions, batch, cache=batch)
-            return self.fused.logits(
-                hidden[:, -logits_to_keep:]
-                if isinstance(logits_to_keep, int)
-                else hidden[:, logits_to_keep]
-            )
+            last: Any = logits_to_keep
+            if isinstance(logits_to_keep, int):
+                last = slice(-logits_to_keep, None)
+            return self.fused.logits(hidden[:, last])
         outputs = self._base(
             input_ids=ids,
             position_ids=positions,

@@ -22,6 +22,7 @@ from retrain.inference_engine.sampling import draw_scaled, upload
 from retrain.model.attention import Kernel
 from retrain.model.budget import sampling_chunk_bytes
 from retrain.model.fused import FusedDecoder
+from retrain.model.head import chunk_rows
 from retrain.model.truncation import FixedKeptSets
 
 BUCKETS: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, *range(96, 513, 32))
@@ -213,11 +214,8 @@ class FixedStep:
         batch = PagedTokens(
             self._pool, self._kernel, slot_mapping, state.block_table[:rows], cache_seqlens
         )
-        rotary = (
-            self._cos.index_select(0, position)[:, None],
-            self._sin.index_select(0, position)[:, None],
-        )
-        hidden = self._fused.step(state.token[:rows], rotary, batch)
+        cos, sin = (table.index_select(0, position)[:, None] for table in (self._cos, self._sin))
+        hidden = self._fused.step(state.token[:rows], (cos, sin), batch)
         drawn = self.draw(self._fused.logits(hidden), slice(rows), variant)
         state.ring[:, :rows].index_copy_(0, state.ring_place, drawn[None])
         self._take_over(drawn, active, slice(rows))
@@ -242,7 +240,7 @@ class FixedStep:
             return self._fused.kernels.draw(
                 logits, temperature, uniforms, cuts if variant.truncated else None
             )
-        chunk = max(1, sampling_chunk_bytes(logits.device.type) // (4 * logits.shape[1]))
+        chunk = chunk_rows(logits.shape[1], sampling_chunk_bytes(logits.device.type))
         inputs = zip(
             *(torch.split(tensor, chunk) for tensor in (logits, temperature, uniforms, *cuts)),
             strict=True,
@@ -303,13 +301,9 @@ def _draw_chunk(
     def keep(z: Tensor, weights: Tensor) -> FixedKeptSets:
         return FixedKeptSets.of_device_cuts(z, weights.sum(-1, dtype=torch.float64), *cuts)
 
+    greedy, divisors = None, temperature
     if variant.greedy:
         greedy = temperature == 0
-    else:
-        greedy = None
-    if greedy is None:
-        divisors = temperature
-    else:
         divisors = torch.where(greedy, 1.0, temperature)
     z = logits.float() / divisors[:, None]
     columns = draw_scaled(z, uniforms, greedy, keep if variant.truncated else None)

@@ -21,7 +21,7 @@ import httpx
 import stamina
 
 from retrain.errors import ConfigurationError, RetrainError, ServerFailure
-from retrain.web import Answer, EventLoop, TooLong, exchange, key_from, masked
+from retrain.web import Answer, AnswerOverflow, EventLoop, exchange, key_from, masked
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -63,8 +63,10 @@ class Patience:
     """Between two looks at a server that was left out while others answer."""
 
 
-class Unavailable(Exception):
-    """A request may succeed later or elsewhere: busy, unreachable, or its engine has died."""
+class TransientFailure(Exception):
+    """A server is busy, unreachable or has lost its engine: the request may succeed later or
+    elsewhere.
+    """
 
     def __init__(self, message: str, *, gone: bool) -> None:
         """`gone`: the server must show its health before it gets another request."""
@@ -72,9 +74,9 @@ class Unavailable(Exception):
         self.gone = gone
 
 
-class Unfit(Unavailable):
-    """An answer that another try may better: status 500, a page of HTML, half a body, values that
-    no completion has.
+class BadAnswer(TransientFailure):
+    """An answer that another try may improve: status 500, a page of HTML, half a body, or values
+    that no completion has.
     """
 
     def __init__(self, url: str, clause: str, status: int = 200) -> None:
@@ -83,21 +85,21 @@ class Unfit(Unavailable):
         self.status = status
 
 
-class Unreadable(ValueError):
-    """An answer in another form, in our own words, which go on after the server's address; it
-    becomes Unfit.
+class AnswerFormError(ValueError):
+    """An answer in another form; it becomes BadAnswer. The message continues a sentence that begins
+    with the server's address.
     """
 
 
-class Foreign(Exception):
-    """An answer that shows that the server cannot serve this run, such as a prompt with other token
-    ids. Its words go on in the same way.
+class ServerMismatch(Exception):
+    """The server cannot serve this run: its prompt had other token ids, for example. The message
+    continues a sentence that begins with the server's address.
     """
 
 
-class Refused(Exception):
-    """An answer without what was asked for, which a repetition would not change; `status` is as
-    sent, or as an error in its body says.
+class Refusal(Exception):
+    """An answer that refuses the request, and would again; `status` is as sent, or as an error in
+    the body says.
     """
 
     def __init__(self, status: int, message: str) -> None:
@@ -105,13 +107,13 @@ class Refused(Exception):
         self.status = status
 
 
-class TooSlow(Exception):
-    """No answer within `[inference] timeout_s`."""
+class RequestTimeout(Exception):
+    """A server did not answer within `[inference] timeout_s`."""
 
 
 @dataclass
 class Server:
-    """One address. The methods make one try each and raise Unavailable, Refused or TooSlow."""
+    """One address. Its methods try once, and raise TransientFailure, Refusal or RequestTimeout."""
 
     url: str
     """As shown: without credentials, a trailing slash or /v1."""
@@ -155,18 +157,17 @@ class Server:
                 self.client, method, path, body, seconds=seconds, max_bytes=_MAX_BYTES
             )
         except (TimeoutError, httpx.ReadTimeout, httpx.WriteTimeout) as error:
+            limit = f"{seconds:g} s"
             if timeout is None:
                 limit = f"[inference] timeout_s = {seconds:g}"
-            else:
-                limit = f"{seconds:g} s"
-            raise TooSlow(f"{self.url} did not answer a request within {limit}") from error
-        except TooLong as error:
-            raise Refused(
+            raise RequestTimeout(f"{self.url} did not answer a request within {limit}") from error
+        except AnswerOverflow as error:
+            raise Refusal(
                 200,
                 f"an answer of more than {_MAX_BYTES >> 20} MiB, which was not read to the end",
             ) from error
         except httpx.RequestError as error:
-            raise Unavailable(
+            raise TransientFailure(
                 f"{self.url}: {masked(_reason(error), *self.secrets)}", gone=True
             ) from error
         finally:
@@ -175,23 +176,25 @@ class Server:
         return self._content(answer)
 
     def _content(self, answer: Answer) -> Any:
-        """Return what a successful answer holds. Raises Refused or Unavailable for any other."""
+        """Return the content of a successful answer; for any other raise Refusal or
+        TransientFailure.
+        """
         status = _status(answer)
         if status < 300:
             return answer.content
         if status < 400:
-            raise Refused(
+            raise Refusal(
                 status,
                 f"it redirects to {answer.redirect_host}; name the address that answers itself",
             )
         said = answer.said(*self.secrets) or masked(answer.reason, *self.secrets)
         if self.lost and (reason := self.lost(status, said)):
-            raise Unavailable(f"{self.url}: {reason} ({status}: {said})", gone=True)
+            raise TransientFailure(f"{self.url}: {reason} ({status}: {said})", gone=True)
         if status in _BUSY:
-            raise Unavailable(f"{self.url}: {status} {said}", gone=False)
+            raise TransientFailure(f"{self.url}: {status} {said}", gone=False)
         if status == _BROKEN:
-            raise Unfit(self.url, f"answered {status}: {said}", status)
-        raise Refused(status, said)
+            raise BadAnswer(self.url, f"answered {status}: {said}", status)
+        raise Refusal(status, said)
 
 
 class ServerPool:
@@ -209,18 +212,18 @@ class ServerPool:
         health: str = "/health",
         lost: Callable[[int, str], str] | None = None,
         prepare: Callable[[Server], Awaitable[None]] | None = None,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
         patience: Patience = Patience(),
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """`what` names the servers in sentences. `prepare` makes a server that comes back as the
         others are, before it gets requests.
 
-        `say` is called from another thread. Raises ConfigurationError where `key_env` names a
+        `log` is called from another thread. Raises ConfigurationError where `key_env` names a
         variable that is not set.
         """
         self._what, self._timeout_s, self._key_env, self._health = what, timeout_s, key_env, health
-        self._prepare, self._say, self._patience = prepare, say, patience
+        self._prepare, self._log, self._patience = prepare, log, patience
         headers = {}
         if key_env:
             key = key_from(key_env)
@@ -259,7 +262,7 @@ class ServerPool:
 
     async def ask(self, request: Callable[[Server], Awaitable[T]]) -> T:
         """Make `request` on the live server with the fewest requests, again and elsewhere while it
-        is Unavailable or, a few times, stuck.
+        is TransientFailure or, a few times, stuck.
 
         `request` must be one that may be made twice. Raises ServerFailure in one sentence once
         patience is at its end, and at once for an answer that no repetition changes.
@@ -269,9 +272,9 @@ class ServerPool:
         while True:
             try:
                 return await self._ask_patiently(request, tried)
-            except Refused as error:
+            except Refusal as error:
                 raise self.refusal(error) from error
-            except TooSlow as error:
+            except RequestTimeout as error:
                 slow += 1
                 if slow == self._patience.slow_tries:
                     raise ServerFailure(
@@ -280,9 +283,10 @@ class ServerPool:
                     ) from error
 
     async def _ask_patiently(self, request: Callable[[Server], Awaitable[T]], tried: set[str]) -> T:
-        """Make `request` until it is answered. `tried` collects the servers that did not; others
-        come first. Raises Refused, ServerFailure, and TooSlow where a healthy server did not answer
-        in time.
+        """Make `request` until it is answered. `tried` collects the servers that did not answer;
+        others come first.
+
+        Raises Refusal, ServerFailure, and RequestTimeout for a healthy server that is too slow.
         """
         tries = 0
         started = time.monotonic()
@@ -296,13 +300,13 @@ class ServerPool:
                     try:
                         with self._understood(server):
                             return await request(server)
-                    except TooSlow as error:
+                    except RequestTimeout as error:
                         await self._look_after_silence(server, error)
-                    except Unavailable as error:
+                    except TransientFailure as error:
                         if error.gone:
                             self._leave_out(server, str(error))
                         raise
-        except Unavailable as error:
+        except TransientFailure as error:
             raise self._gave_up(
                 error,
                 f"{tries} {'try' if tries == 1 else 'tries'} in {time.monotonic() - started:.0f} s",
@@ -315,26 +319,25 @@ class ServerPool:
         """
         started = time.monotonic()
         results: dict[str, T] = {}
-        problems: list[Unavailable | TooSlow] = []
+        problems: list[TransientFailure | RequestTimeout] = []
 
         async def one(server: Server) -> None:
             try:
                 async for attempt in self._attempts(self._patience.attempts):
                     with attempt, self._understood(server):
                         results[server.url] = await request(server)
-            except (Unavailable, TooSlow) as error:
+            except (TransientFailure, RequestTimeout) as error:
                 problems.append(error)
                 self._leave_out(server, str(error))
-            except Refused as error:
+            except Refusal as error:
                 raise self.refusal(error, server) from error
 
         while not results:
+            # Any live server fulfils this: it waits for one.
             if not self.alive:
-                await self.ask(
-                    lambda _: asyncio.sleep(0)
-                )  # any live server fulfils this: it waits for one
+                await self.ask(lambda _: asyncio.sleep(0))
             await asyncio.gather(*(one(server) for server in self.alive))
-            is_unfit = bool(problems) and isinstance(problems[-1], Unfit)
+            is_unfit = bool(problems) and isinstance(problems[-1], BadAnswer)
             if not results and (is_unfit or time.monotonic() - started > self._patience.silent_s):
                 raise self._gave_up(problems[-1] if problems else None)
         return results
@@ -343,7 +346,7 @@ class ServerPool:
         """Check the health of every server, then `look`. Those that do not answer are left out;
         ServerFailure at once where none does.
         """
-        problems: list[Unavailable | TooSlow] = []
+        problems: list[TransientFailure | RequestTimeout] = []
 
         async def one(server: Server) -> None:
             try:
@@ -353,10 +356,10 @@ class ServerPool:
                 async for attempt in self._attempts(self._patience.look_attempts):
                     with attempt, self._understood(server):
                         await look(server)
-            except (Unavailable, TooSlow) as error:
+            except (TransientFailure, RequestTimeout) as error:
                 problems.append(error)
                 server.alive, server.problem = False, str(error)
-            except Refused as error:
+            except Refusal as error:
                 raise self.refusal(error, server) from error
 
         await asyncio.gather(*(one(server) for server in self.servers))
@@ -364,7 +367,7 @@ class ServerPool:
             raise self._gave_up(problems[-1])
         for server in self.servers:
             if not server.alive:
-                self._say(f"{self._what} {server.problem}; left out until it answers.")
+                self._log(f"{self._what} {server.problem}; left out until it answers.")
 
     def _attempts(self, attempts: int | None = None) -> Any:
         """The tries of one request. An unfit answer has `attempts`; without that number a server
@@ -374,8 +377,8 @@ class ServerPool:
 
         def is_worth_another(error: Exception) -> bool:
             nonlocal unfit
-            if not isinstance(error, Unfit):
-                return isinstance(error, Unavailable)
+            if not isinstance(error, BadAnswer):
+                return isinstance(error, TransientFailure)
             unfit += 1
             return unfit < patience.attempts and time.monotonic() - started < patience.total_s
 
@@ -395,7 +398,7 @@ class ServerPool:
             return
         self._told = now
         problems = "; ".join(server.problem for server in self.servers)
-        self._say(
+        self._log(
             f"{self._what} does not answer ({problems}); it is asked for another {left:.0f} s"
             " ([inference] patience_s)."
         )
@@ -403,8 +406,8 @@ class ServerPool:
     async def _choose(self, tried: Collection[str] = ()) -> Server:
         """Choose round robin among the least busy servers; servers in `tried` come last.
 
-        If none is alive, choose one that answers a health check again. Raises Unavailable if none
-        does.
+        If none is alive, choose one that answers a health check again; raise TransientFailure if
+        none does.
         """
         now = time.monotonic()
         dead = [server for server in self.servers if not server.alive]
@@ -412,7 +415,7 @@ class ServerPool:
             for server in dead:
                 await self._take_back(server)
             if not self.alive:
-                raise Unavailable("; ".join(server.problem for server in dead), gone=False)
+                raise TransientFailure("; ".join(server.problem for server in dead), gone=False)
         else:
             for server in dead:
                 if now - server.looked_at > self._patience.recheck_s:
@@ -437,25 +440,25 @@ class ServerPool:
                 if self._prepare is not None:
                     with self._understood(server):
                         await self._prepare(server)
-            except (Unavailable, TooSlow, Refused, RetrainError) as error:
+            except (TransientFailure, RequestTimeout, Refusal, RetrainError) as error:
                 server.problem = str(error)
                 return
             server.alive = self.came_back = True
-            self._say(f"{self._what} {server.url} answers again and is taken back.")
+            self._log(f"{self._what} {server.url} answers again and is taken back.")
 
     async def _check_health(self, server: Server) -> None:
         try:
             await server.get(self._health, timeout=self._patience.health_s)
-        except TooSlow as error:
-            raise Unavailable(
+        except RequestTimeout as error:
+            raise TransientFailure(
                 f"{server.url}: no answer from {self._health} within {self._patience.health_s:g} s",
                 gone=True,
             ) from error
-        except Refused as error:
+        except Refusal as error:
             if error.status in (401, 403) or error.status < 400:
                 raise
             if error.status >= 500:
-                raise Unavailable(
+                raise TransientFailure(
                     f"{server.url}: {self._health} answers {error.status}", gone=True
                 ) from error
 
@@ -464,55 +467,56 @@ class ServerPool:
         server.facts.pop("looked", None)  # it may come back as another
         if server.alive:
             server.alive = False
+            left = "it is tried again"
             if len(self.servers) > 1:
                 left = f"{len(self.alive)} of {len(self.servers)} servers left"
-            else:
-                left = "it is tried again"
-            self._say(f"{self._what} {problem}; {left}.")
+            self._log(f"{self._what} {problem}; {left}.")
 
-    async def _look_after_silence(self, server: Server, error: TooSlow) -> None:
-        """A silent server is left out, a healthy one is asked again. Always raises: Unavailable, or
-        TooSlow.
+    async def _look_after_silence(self, server: Server, error: RequestTimeout) -> None:
+        """Leave a silent server out, and ask a healthy one again. Always raises: TransientFailure,
+        or RequestTimeout.
         """
         try:
             await self._check_health(server)
-        except Unavailable as silent:
+        except TransientFailure as silent:
             self._leave_out(server, str(silent))
             raise
         if not server.was_slow:
             server.was_slow = True
-            self._say(f"{self._what} {error}, though it is healthy; such requests are made again.")
+            self._log(f"{self._what} {error}, though it is healthy; such requests are made again.")
         raise error
 
     @contextmanager
     def _understood(self, server: Server) -> Iterator[None]:
         """A dialect reads answers inside; where it cannot, the server has answered in an unknown
-        form, which is Unfit.
+        form, which is BadAnswer.
         """
         _came.set(None)
         try:
             yield
         except RetrainError:
             raise
-        except Foreign as error:
+        except ServerMismatch as error:
             raise ServerFailure(f"{self._what} {server.url} {error}.") from error
-        except Unreadable as error:
-            raise Unfit(server.url, str(error)) from error
+        except AnswerFormError as error:
+            raise BadAnswer(server.url, str(error)) from error
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             answer = _came.get()
             came = (answer and answer.begins(*server.secrets)) or "nothing"
-            raise Unfit(
+            raise BadAnswer(
                 server.url, f"answered in a form that retrain does not know: {came}"
             ) from error
 
-    def _gave_up(self, error: Unavailable | TooSlow | None, tries: str = "") -> ServerFailure:
+    def _gave_up(
+        self, error: TransientFailure | RequestTimeout | None, tries: str = ""
+    ) -> ServerFailure:
         """Return the failure to raise after the last `error`. An unfit answer's own sentence is
         kept, since it says what is wrong.
         """
         after = ""
         if tries:
             after = f" ({tries})"
-        if isinstance(error, Unfit):
+        if isinstance(error, BadAnswer):
             return ServerFailure(f"{self._what} {error}{after}.")
         found = "; ".join(
             dict.fromkeys(server.problem for server in self.servers if not server.alive)
@@ -524,7 +528,7 @@ class ServerPool:
             " [inference] url."
         )
 
-    def refusal(self, error: Refused, server: Server | None = None) -> ServerFailure:
+    def refusal(self, error: Refusal, server: Server | None = None) -> ServerFailure:
         where = ""
         if server:
             where = f" {server.url}"

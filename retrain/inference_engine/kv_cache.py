@@ -49,9 +49,9 @@ class PromptState:
     """[V]"""
 
 
-class Stored:
-    """Keys or values of one layer, [rows, H, C, D], as they are or as integers with one scale per
-    row, head and token.
+class LayerCache:
+    """Keys or values of one layer, [rows, H, C, D]: plain, or quantised with one scale per row,
+    head and token.
     """
 
     def __init__(self, rows: int, capacity: int, like: Tensor, storage: torch.dtype | None) -> None:
@@ -157,8 +157,8 @@ class KVArena:
         self, rows: int, capacity: int, first: PromptState, storage: torch.dtype | None
     ) -> None:
         self.rows, self.capacity = rows, capacity
-        self.keys = [Stored(rows, capacity, like, storage) for like in first.keys]
-        self.values = [Stored(rows, capacity, like, storage) for like in first.values]
+        self.keys = [LayerCache(rows, capacity, like, storage) for like in first.keys]
+        self.values = [LayerCache(rows, capacity, like, storage) for like in first.values]
         self.device = first.logits.device
 
     def write_prompt(self, rows: Sequence[int], prompt: PromptState) -> None:
@@ -170,16 +170,13 @@ class KVArena:
 
     def move(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
         """Copy the first `length` tokens of rows `source` over rows `target`."""
-        sources, targets = (
-            torch.tensor(source, device=self.device),
-            torch.tensor(target, device=self.device),
-        )
+        sources, targets = (torch.tensor(rows, device=self.device) for rows in (source, target))
         for stored in self.keys + self.values:
             stored.move(sources, targets, length)
 
     def reserve(self, tokens: int, most: int, active: int, used: int) -> None:
-        """Make sure that every row holds `tokens`; grows by doubling up to `most`, so that copying
-        stays linear.
+        """Make room for `tokens` in every row. The capacity doubles up to `most`, so copying stays
+        linear.
         """
         if tokens <= self.capacity:
             return
@@ -216,10 +213,8 @@ class PromptPass(Cache):  # type: ignore[misc]  # the base class has no types
         *args: object,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
-        self.keys[layer_idx], self.values[layer_idx] = (
-            self._by_prompt(key_states),
-            self._by_prompt(value_states),
-        )
+        self.keys[layer_idx] = self._by_prompt(key_states)
+        self.values[layer_idx] = self._by_prompt(value_states)
         return key_states, value_states
 
     def _by_prompt(self, states: Tensor) -> list[Tensor]:
@@ -248,11 +243,8 @@ class PromptPass(Cache):  # type: ignore[misc]  # the base class has no types
         kernel = self._kernel.packed_kernel(query, softcap)
         if kernel:
             q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-            return (
-                kernel(q, k, v, Spans.of(lengths, seen, query.device), scaling, window)
-                .transpose(0, 1)
-                .unsqueeze(0)
-            )
+            output = kernel(q, k, v, Spans.of(lengths, seen, query.device), scaling, window)
+            return output.transpose(0, 1).unsqueeze(0)
         parts = [
             self._kernel.causal(*part, scaling, window, softcap)
             for part in zip(
@@ -312,9 +304,8 @@ class DecodePass(Cache):  # type: ignore[misc]  # the base class has no types
             places = self._places[key_states.shape[1]] = keys.places(self.positions)
         keys.append(places, key_states[:, :, 0])
         values.append(places, value_states[:, :, 0])
-        return keys.read(self._count, self._rows.longest), values.read(
-            self._count, self._rows.longest
-        )
+        count, length = self._count, self._rows.longest
+        return keys.read(count, length), values.read(count, length)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._rows.longest - 1
@@ -473,11 +464,8 @@ class PagedTokens:
         `cache_seqlens` [R] int32 with the new tokens.
         """
         self.slot_mapping = slot_mapping
-        self._pool, self._attend, self._rows = (
-            pool,
-            kernel.paged,
-            PagedRows.of(block_table, cache_seqlens, pool.tokens),
-        )
+        self._pool, self._attend = pool, kernel.paged
+        self._rows = PagedRows.of(block_table, cache_seqlens, pool.tokens)
 
     def pages(self, number: int) -> tuple[Tensor, Tensor]:
         """Return keys and values [P, T, H, D] of a layer."""

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from retrain.errors import ConfigurationError, EnvironmentFailure
-from retrain.inference_engine.base import About, EngineCapabilities, SampleRequest
+from retrain.inference_engine.base import Description, EngineCapabilities, SampleRequest
 from retrain.inference_engine.commands import (
     ServerCommand,
     ServerNeeds,
@@ -28,7 +29,7 @@ from retrain.inference_engine.commands import (
     refuse_four_bits,
     setting_flags,
 )
-from retrain.inference_engine.http import Json, Refused, Server
+from retrain.inference_engine.http import Json, Refusal, Server
 from retrain.inference_engine.served import ServedAdapter, ServedEngine, sampling_seed
 from retrain.inference_engine.vllm import VLLMDialect
 
@@ -72,11 +73,8 @@ class MAXDialect(VLLMDialect):
 
     async def load(self, server: Server, adapter: ServedAdapter) -> None:
         try:
-            await server.post(
-                "/v1/load_lora_adapter",
-                {"lora_name": adapter.name, "lora_path": str(adapter.folder)},
-            )
-        except Refused as error:
+            await server.post("/v1/load_lora_adapter", adapter.fields)
+        except Refusal as error:
             if error.status == 501:
                 raise ConfigurationError(
                     f"{self.title} {server.url} was started without adapters, which MAX serves on a"
@@ -102,7 +100,7 @@ class MAXEngine(ServedEngine):
         in_process=False, adapter_reload=True, logprobs="raw", n=False, prefix_cache=True
     )
     """Adapters, and with them training, on a GPU only; there without the prefix cache."""
-    about = About(
+    about = Description(
         "a MAX server, started by retrain unless a URL is given",
         "max 26.7.0 on a CPU, base model only; adapters: contract",
         ("max",),
@@ -125,9 +123,8 @@ class MAXEngine(ServedEngine):
             config = self._child.wait()
         try:
             super().__init__(config, model=model, eos_ids=eos_ids, device=device)
-        except (
-            BaseException
-        ):  # a signal too: the child must not outlive the engine that was not made
+        # A signal too: the child must not outlive the engine that was not made.
+        except BaseException:
             self._end()
             raise
 
@@ -211,10 +208,9 @@ class MAXChild:
         self.config = config.model_copy(
             update={"inference": config.inference.model_copy(update={"url": url})}
         )
+        dtype = str(model.dtype).removeprefix("torch.")
         if config.inference.dtype == "bf16":
             dtype = "bfloat16"
-        else:
-            dtype = str(model.dtype).removeprefix("torch.")
         longest = longest_sampled(
             config.training, config.evaluation, config.environment, context_length(model.config)
         )
@@ -253,14 +249,10 @@ class MAXChild:
                     f"`max serve` ended with {self._guard.returncode} before it was ready;"
                     f" {self._log} says why."
                 )
-            try:
-                if (
-                    httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code
-                    == httpx.codes.OK
-                ):
+            with suppress(httpx.TransportError):
+                answer = httpx.get(f"{url}/health", timeout=5, trust_env=False)
+                if answer.status_code == httpx.codes.OK:
                     return self.config
-            except httpx.TransportError:
-                pass
             time.sleep(0.5)
         self.close()
         raise EnvironmentFailure(

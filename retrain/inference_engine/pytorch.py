@@ -1,6 +1,6 @@
 """What the built-in engine declares, without torch; `torch_engine.py` is the engine itself."""
 
-from retrain.inference_engine.base import About, EngineCapabilities, InferenceEngine
+from retrain.inference_engine.base import Description, EngineCapabilities, InferenceEngine
 
 
 class PyTorchEngine(InferenceEngine):
@@ -15,6 +15,6 @@ class PyTorchEngine(InferenceEngine):
         kept_set=True,
         prefix_cache=True,
     )
-    about = About("in this process, with the learner's weights", "this machine", ("torch",))
+    about = Description("in this process, with the learner's weights", "this machine", ("torch",))
     decodes_here = True
     supports_split = True

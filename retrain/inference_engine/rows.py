@@ -25,7 +25,7 @@ NOISE_BLOCK = 64
 
 
 @dataclass(frozen=True)
-class Job:
+class SampleJob:
     """One completion to sample."""
 
     request_index: int
@@ -47,7 +47,7 @@ class Job:
         return self.request.truncation if self.request.temperature > 0 else WHOLE_VOCABULARY
 
 
-def pieces(jobs: Sequence[Job], rows: int, most: int) -> list[Sequence[Job]]:
+def pieces(jobs: Sequence[SampleJob], rows: int, most: int) -> list[Sequence[SampleJob]]:
     """Cut the jobs into consecutive parts of nearly equal size, which decode apart from each other:
     at most `rows` jobs each, or else `most` parts.
 
@@ -61,7 +61,7 @@ def pieces(jobs: Sequence[Job], rows: int, most: int) -> list[Sequence[Job]]:
     return [jobs[start:stop] for start, stop in pairwise(edges)]
 
 
-def row_settings(jobs: Sequence[Job]) -> dict[str, npt.NDArray[np.generic]]:
+def row_settings(jobs: Sequence[SampleJob]) -> dict[str, npt.NDArray[np.generic]]:
     """Return how each row is sampled, by name: [R] each."""
     cuts = [job.truncation for job in jobs]
     return {
@@ -73,7 +73,7 @@ def row_settings(jobs: Sequence[Job]) -> dict[str, npt.NDArray[np.generic]]:
     }
 
 
-def noise_key(job: Job) -> tuple[int, int, int, int, int]:
+def noise_key(job: SampleJob) -> tuple[int, int, int, int, int]:
     """Return the coordinates of the job's noise, but for the position."""
     key = job.request.noise
     return key.seed, key.stream, key.step, key.prompt, job.sample
@@ -95,7 +95,7 @@ def noise_block(
     return noise
 
 
-def completion_of(job: Job, draws: Draws, ends: Collection[int]) -> Completion:
+def completion_of(job: SampleJob, draws: Draws, ends: Collection[int]) -> Completion:
     """Return the finished completion from its draws [T]; `ends`: the end tokens."""
     kept = draws.kept if job.truncation.active else None
     return Completion(
@@ -109,7 +109,7 @@ def completion_of(job: Job, draws: Draws, ends: Collection[int]) -> Completion:
     )
 
 
-def not_finite(job: Job, position: int) -> RunFailed:
+def not_finite(job: SampleJob, position: int) -> RunFailed:
     """Return the failure of a row whose logits hold NaN or +inf."""
     key = job.request.noise
     return RunFailed(

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from retrain.model.budget import sampling_chunk_bytes
-from retrain.model.head import exponentials
+from retrain.model.head import chunk_rows, exponentials
 from retrain.model.truncation import Cuts, KeptSets, running_sums
 
 
@@ -82,24 +82,15 @@ def draw(
     if logits.device.type == "mps":  # MPS has no float64
         logits = logits.cpu()
     rows, vocabulary = logits.shape
-    chunk = max(
-        1,
-        sampling_chunk_bytes(logits.device.type) // (4 * vocabulary),
-    )
+    chunk = chunk_rows(vocabulary, sampling_chunk_bytes(logits.device.type))
     columns = 3 if cuts is None else 4
-    packed = torch.empty(
-        rows, columns, dtype=torch.float64, device=logits.device
-    )  # one transfer to the host for all of them
+    # One transfer to the host for all of them.
+    packed = torch.empty(rows, columns, dtype=torch.float64, device=logits.device)
     for start in range(0, rows, chunk):
         part = slice(start, min(start + chunk, rows))
+        noise = upload(uniforms[part], logits.device)
         of_chunk = None if cuts is None else cuts[part]
-        _draw_chunk(
-            logits[part],
-            temperatures[part],
-            upload(uniforms[part], logits.device),
-            of_chunk,
-            packed[part],
-        )
+        _draw_chunk(logits[part], temperatures[part], noise, of_chunk, packed[part])
     return Draws.of_columns(packed.cpu().numpy())
 
 
@@ -165,9 +156,8 @@ def draw_scaled(
 
     log_total = total.log()
     logprobs = shifted.gather(1, tokens).double() - log_total
-    if greedy is None:
-        best = None
-    else:
+    best = None
+    if greedy is not None:
         best = _best(shifted[:, :vocabulary])
     # From here on `shifted` is spent: the entropy's moments are computed in its memory.
     moments = shifted.mul_(weights).view(rows, blocks, size).sum(-1).double().sum(-1, keepdim=True)
@@ -232,11 +222,9 @@ def _invert(weights: Tensor, cumulative: Tensor, uniforms: Tensor) -> Tensor:
     blocks, size = weights.shape[1:]
     total = cumulative[:, -1:]
     target = torch.minimum(uniforms * total, total)
-    block = torch.searchsorted(cumulative[:, 1:].contiguous(), target).clamp_(
-        max=blocks - 1
-    )  # the clamp is for NaN rows
-    inner = running_sums(
-        weights.gather(1, block[:, :, None].expand(-1, 1, size)).squeeze(1).double()
-    )
+    # The clamp is for NaN rows.
+    block = torch.searchsorted(cumulative[:, 1:].contiguous(), target).clamp_(max=blocks - 1)
+    own = weights.gather(1, block[:, :, None].expand(-1, 1, size)).squeeze(1)
+    inner = running_sums(own.double())
     rest = torch.minimum(target - cumulative.gather(1, block), inner[:, -1:])
     return block * size + torch.searchsorted(inner, rest)

@@ -4,6 +4,7 @@ and each leaves when it is finished.
 
 from collections import deque
 from collections.abc import Collection, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from retrain.inference_engine.kv_cache import (
 )
 from retrain.inference_engine.rows import (
     NOISE_BLOCK,
-    Job,
+    SampleJob,
     completion_of,
     noise_block,
     noise_key,
@@ -44,7 +45,7 @@ class DecodeRun:
     def __init__(
         self,
         decoder: Decoder,
-        jobs: Sequence[Job],
+        jobs: Sequence[SampleJob],
         limits: DecodeLimits,
         eos_ids: npt.NDArray[np.int64],
         prefixes: PrefixStore | None,
@@ -82,7 +83,7 @@ class DecodeRun:
                 return finished
         return []
 
-    def _admit(self, jobs: list[Job]) -> tuple[slice, Tensor]:
+    def _admit(self, jobs: list[SampleJob]) -> tuple[slice, Tensor]:
         """Prefill: give each job a row. Returns these rows and the logits [R, V] of their first
         tokens, from their prompts.
         """
@@ -139,14 +140,14 @@ class DecodeRun:
                 self._arena.move(sources, targets, int(self._rows.cached[targets].max()))
         return finished
 
-    def _prompt_states(self, jobs: Sequence[Job]) -> list[PromptState]:
+    def _prompt_states(self, jobs: Sequence[SampleJob]) -> list[PromptState]:
         """Return one state per job, in order. With shared prefixes a prompt is computed once for
         all of its completions.
         """
         if self._prefixes is None:
             return self._prefill(jobs)
         keys = [prompt_key(job.request) for job in jobs]
-        new: dict[PromptKey, Job] = {}
+        new: dict[PromptKey, SampleJob] = {}
         for key, job in zip(keys, jobs, strict=True):
             if key in self._prompts:
                 continue
@@ -159,14 +160,11 @@ class DecodeRun:
             self._prompts[key] = state
             self._prefixes.put(key, state)
         states = [self._prompts[key] for key in keys]
-        if self._waiting:
-            still_needed = {prompt_key(self._waiting[0].request)}
-        else:
-            still_needed = set()
-        self._prompts = {key: state for key, state in self._prompts.items() if key in still_needed}
+        following = {prompt_key(job.request) for job in islice(self._waiting, 1)}
+        self._prompts = {key: state for key, state in self._prompts.items() if key in following}
         return states
 
-    def _prefill(self, jobs: Sequence[Job]) -> list[PromptState]:
+    def _prefill(self, jobs: Sequence[SampleJob]) -> list[PromptState]:
         states: list[PromptState] = []
         for batch in prefill_batches(jobs, [len(job.request.prompt_ids) for job in jobs]):
             states += self._decoder.prefill([job.request.prompt_ids for job in batch])
@@ -180,7 +178,7 @@ class Rows:
 
     def __init__(self, rows: int, longest: int) -> None:
         self.count = 0
-        self.jobs: list[Job] = []
+        self.jobs: list[SampleJob] = []
         self.cached = np.zeros(rows, dtype=np.int64)
         """Tokens in the KV cache."""
         self.sampled = np.zeros(rows, dtype=np.int64)
@@ -207,7 +205,7 @@ class Rows:
             self._kept,
         ]  # fmt: skip
 
-    def start(self, jobs: list[Job]) -> range:
+    def start(self, jobs: list[SampleJob]) -> range:
         """Append a row for each job; returns their numbers."""
         added = range(self.count, self.count + len(jobs))
         rows = np.arange(added.start, added.stop)

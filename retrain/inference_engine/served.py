@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -32,19 +33,19 @@ from retrain.errors import ConfigurationError, EnvironmentFailure, ServerFailure
 from retrain.inference_engine.base import (
     BASE_MODEL,
     InferenceEngine,
-    Once,
     RequestFeed,
+    RequestList,
     SampleRequest,
 )
 from retrain.inference_engine.http import (
-    Foreign,
+    AnswerFormError,
     Json,
     Patience,
-    Refused,
+    Refusal,
     Server,
+    ServerMismatch,
     ServerPool,
-    Unavailable,
-    Unreadable,
+    TransientFailure,
 )
 from retrain.model.budget import context_length
 from retrain.noise import uniform
@@ -82,9 +83,14 @@ class ServedAdapter:
     folder: Path
     """A PEFT folder; servers read it, so it must lie where they see it under the same path."""
 
+    @property
+    def fields(self) -> Json:
+        """The body of a request to load it."""
+        return {"lora_name": self.name, "lora_path": str(self.folder)}
+
 
 @dataclass(frozen=True)
-class Sampled:
+class ServedSample:
     """One completion, as a server tells it."""
 
     token_ids: Sequence[int]
@@ -142,10 +148,10 @@ class Dialect(ABC):
         """
 
     @abstractmethod
-    def read(self, answer: Any, request: SampleRequest) -> list[Sampled]:
+    def read(self, answer: Any, request: SampleRequest) -> list[ServedSample]:
         """Read the completions of an answer, in any order. A LookupError, TypeError, ValueError or
         AttributeError means that it has another form, as in `look` and `load`: it is asked for
-        again. Foreign means that no repetition would help.
+        again. ServerMismatch means that no repetition would help.
         """
 
     @abstractmethod
@@ -212,9 +218,8 @@ class ServedEngine(InferenceEngine):
         self.replicas = len(self._pool.servers)
         try:
             self._pool.run(self._pool.connect(self._look))
-        except (
-            BaseException
-        ):  # a signal too: no caller holds this engine yet, so none could close it
+        # A signal too: no caller holds this engine yet, so none could close it.
+        except BaseException:
             self.close()
             raise
 
@@ -224,21 +229,15 @@ class ServedEngine(InferenceEngine):
         pool = _pool(dialect, config.inference, cls.patience, None, unsaid.append)
         try:
             pool.run(pool.connect(dialect.look))
-            return next(
-                (
-                    server.facts["text_alone"]
-                    for server in pool.alive
-                    if server.facts.get("text_alone")
-                ),
-                "",
-            )
+            sentences = (server.facts.get("text_alone") for server in pool.alive)
+            return next(filter(None, sentences), "")
         finally:
             pool.close()
 
     # -- sampling ----------------------------------------------------------------------------------
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        return self.sample_feed(Once(requests))
+        return self.sample_feed(RequestList(requests))
 
     def sample_feed(self, feed: RequestFeed) -> Iterator[Completion]:
         """Every request goes to a server as soon as there is one: the servers batch those that they
@@ -316,7 +315,7 @@ class ServedEngine(InferenceEngine):
     ) -> list[Completion]:
         sampled = self._dialect.read(answer, request)
         if len(sampled) != request.count:
-            raise Unreadable(
+            raise AnswerFormError(
                 f"returned {len(sampled)} completions and was asked for {request.count}"
             )
         for one in sampled:
@@ -324,10 +323,10 @@ class ServedEngine(InferenceEngine):
                 continue
             damage = _damage(one)
             if damage:
-                raise Unreadable(damage)
+                raise AnswerFormError(damage)
             problem = self._problem(one, request)
             if problem:
-                raise Foreign(problem)
+                raise ServerMismatch(problem)
         return [
             Completion(
                 request=index,
@@ -342,7 +341,7 @@ class ServedEngine(InferenceEngine):
             for number, one in enumerate(sampled)
         ]
 
-    def _problem(self, one: Sampled, request: SampleRequest) -> str:
+    def _problem(self, one: ServedSample, request: SampleRequest) -> str:
         """Say why a whole completion is not one of the policy; "" if it is."""
         ids, eos = one.token_ids, set(self._dialect.eos_ids)
         truncated = request.truncation.active and request.temperature > 0
@@ -358,21 +357,21 @@ class ServedEngine(InferenceEngine):
                 " serves another model or tokenizer"
             )
         if len(ids) != request.max_tokens and (len(ids) > request.max_tokens or not one.stopped):
-            many = (
-                f"returned {len(ids):,} tokens and was asked for at most {request.max_tokens:,}: it"
-                " ignores max_tokens"
-            )
-            few = (
+            if len(ids) > request.max_tokens:
+                return (
+                    f"returned {len(ids):,} tokens and was asked for at most"
+                    f" {request.max_tokens:,}: it ignores max_tokens"
+                )
+            return (
                 f"cut a completion after {len(ids)} of {request.max_tokens} tokens; raise its"
                 " longest sequence, or lower max_tokens"
             )
-            return many if len(ids) > request.max_tokens else few
         if truncated and (one.kept is None or len(one.kept) != len(ids)):
             return "does not say how many tokens top_k, top_p and min_p kept; leave the three off"
         return ""
 
     def _await(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for requests, with an ear for signals and for what is said meanwhile."""
+        """Wait for requests; pass on log lines and heed signals meanwhile."""
         future = self._pool.start(work)
         try:
             while True:
@@ -387,7 +386,7 @@ class ServedEngine(InferenceEngine):
     def _speak(self) -> None:
         """Pass on the lines of the other thread."""
         while self._lines:
-            self.say(self._lines.popleft())
+            self.log(self._lines.popleft())
 
     # -- the adapter -------------------------------------------------------------------------------
 
@@ -402,16 +401,17 @@ class ServedEngine(InferenceEngine):
         self._await(self._pool.on_each(self._prepare))
         self.unchecked |= self._asleep or self._pool.came_back
         self._asleep = self._pool.came_back = False
-        gone = old
-        if gone is not None:
-
-            async def unload(server: Server) -> None:
-                with suppress(Refused):  # it does not know the adapter, having been restarted
-                    await self._dialect.unload(server, gone)
-
-            self._await(self._pool.on_each(unload))
-            shutil.rmtree(gone.folder, ignore_errors=True)
+        if old is not None:
+            self._await(self._pool.on_each(partial(self._unload, old)))
+            shutil.rmtree(old.folder, ignore_errors=True)
         self._speak()
+
+    async def _unload(self, adapter: ServedAdapter, server: Server) -> None:
+        """Unload an adapter; a server that was restarted, or that another run asked first, does not
+        know it.
+        """
+        with suppress(Refusal):
+            await self._dialect.unload(server, adapter)
 
     async def _look(self, server: Server) -> None:
         """Look at the server, and unload adapters that a killed run left in it: it has few places,
@@ -431,8 +431,7 @@ class ServedEngine(InferenceEngine):
                     f"{self._dialect.title} {server.url} still had the adapter {name} of a killed"
                     " run; it was unloaded."
                 )
-                with suppress(Refused):  # another run was first
-                    await self._dialect.unload(server, ServedAdapter(name, Path(folder)))
+                await self._unload(ServedAdapter(name, Path(folder)), server)
 
     async def _prepare(self, server: Server) -> None:
         """Wake a server and give it the current adapter, which its own list confirms."""
@@ -445,7 +444,7 @@ class ServedEngine(InferenceEngine):
             return
         try:
             await self._dialect.load(server, adapter)
-        except Refused as error:
+        except Refusal as error:
             if any(words in str(error) for words in _UNSEEN):
                 raise self._unseen(server, adapter, str(error)) from error
             raise
@@ -478,10 +477,8 @@ class ServedEngine(InferenceEngine):
             self._asleep = any(server.facts.get("asleep") for server in self._pool.servers)
 
     def why_it_differs(self) -> str:
-        return next(
-            filter(None, self._pool.run(self._pool.on_each(self._dialect.why_it_differs)).values()),
-            "",
-        )
+        reasons = self._pool.run(self._pool.on_each(self._dialect.why_it_differs))
+        return next(filter(None, reasons.values()), "")
 
     def close(self) -> None:
         with suppress(ServerFailure):
@@ -496,7 +493,7 @@ class ServedEngine(InferenceEngine):
         adapter, self._adapter = self._adapter, None
 
         async def one(server: Server) -> None:
-            with suppress(Unavailable, Refused):
+            with suppress(TransientFailure, Refusal):
                 if server.facts.pop("asleep", False):
                     await self._dialect.wake(server)
                 if adapter is not None:
@@ -506,8 +503,8 @@ class ServedEngine(InferenceEngine):
             self._pool.run(self._pool.on_each(one))
 
 
-def _damage(one: Sampled) -> str:
-    """Say what no completion of any model has; "" where there is nothing."""
+def _damage(one: ServedSample) -> str:
+    """Name a defect that no model's completion can have; "" if there is none."""
     ids, values = one.token_ids, one.logprobs
     if not len(ids) == len(values) > 0:
         return f"returned {len(ids)} tokens with {len(values)} log-probs"
@@ -540,7 +537,7 @@ def _pool(
     inference: "Inference",
     patience: Patience,
     prepare: Callable[[Server], Any] | None,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> ServerPool:
     return ServerPool(
         inference.urls,
@@ -550,7 +547,7 @@ def _pool(
         health=dialect.health,
         lost=dialect.lost,
         prepare=prepare,
-        say=say,
+        log=log,
         patience=replace(patience, silent_s=min(patience.silent_s, inference.patience_s)),
     )
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from retrain.errors import ServerFailure
-from retrain.inference_engine.base import About, EngineCapabilities, SampleRequest
+from retrain.inference_engine.base import Description, EngineCapabilities, SampleRequest
 from retrain.inference_engine.commands import (
     ServerCommand,
     ServerNeeds,
@@ -20,12 +20,12 @@ from retrain.inference_engine.commands import (
     refuse_four_bits,
     setting_flags,
 )
-from retrain.inference_engine.http import Foreign, Json, Refused, Server, Unreadable
+from retrain.inference_engine.http import AnswerFormError, Json, Refusal, Server, ServerMismatch
 from retrain.inference_engine.served import (
     Dialect,
-    Sampled,
     ServedAdapter,
     ServedEngine,
+    ServedSample,
     sampling_seed,
 )
 
@@ -69,37 +69,35 @@ class SGLangDialect(Dialect):
             "return_logprob": True,
             "logprob_start_len": -1,
         }
-        return "/generate", body | (
-            {"lora_path": [adapter.name] * request.count} if adapter else {}
-        )
+        if adapter:
+            body["lora_path"] = [adapter.name] * request.count
+        return "/generate", body
 
-    def read(self, answer: Any, request: SampleRequest) -> list[Sampled]:
+    def read(self, answer: Any, request: SampleRequest) -> list[ServedSample]:
         return [self._read_one(one, len(request.prompt_ids)) for one in answer]
 
-    def _read_one(self, one: Json, prompt: int) -> Sampled:
+    def _read_one(self, one: Json, prompt: int) -> ServedSample:
         """Read ids and log-probs from the same pairs, the sampled EOS among them; output_ids may
         lack it.
         """
         about = one["meta_info"]
         if about["prompt_tokens"] != prompt:
-            raise Foreign(
+            raise ServerMismatch(
                 f"got a prompt of {prompt} tokens, which reached the model as"
                 f" {about['prompt_tokens']}"
             )
         reason = about["finish_reason"]["type"]
         if reason not in ("stop", "length"):
-            raise Unreadable(f'ended a completion with finish_reason "{reason}"')
+            raise AnswerFormError(f'ended a completion with finish_reason "{reason}"')
         pairs = about["output_token_logprobs"]
-        return Sampled(
+        return ServedSample(
             [token for _, token, *_ in pairs], [logprob for logprob, *_ in pairs], reason == "stop"
         )
 
     async def load(self, server: Server, adapter: ServedAdapter) -> None:
         try:
-            answer = await server.post(
-                "/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(adapter.folder)}
-            )
-        except Refused as error:
+            answer = await server.post("/load_lora_adapter", adapter.fields)
+        except Refusal as error:
             if "already" in str(error):
                 return  # a second try of a load whose answer was lost
             raise
@@ -117,7 +115,7 @@ class SGLangDialect(Dialect):
         that is busy keeps them for now.
         """
         await server.post("/unload_lora_adapter", {"lora_name": adapter.name})
-        with suppress(Refused):
+        with suppress(Refusal):
             await server.post("/flush_cache")
 
 
@@ -125,7 +123,7 @@ class SGLangEngine(ServedEngine):
     capabilities = EngineCapabilities(
         in_process=False, adapter_reload=True, logprobs="sampled", prefix_cache=True
     )
-    about = About(
+    about = Description(
         "an SGLang server",
         "contract (0.5.23)",
         ("sglang",),

@@ -37,11 +37,9 @@ class Texts:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode token ids, with the special tokens."""
-        return str(
-            self._tokenizer.decode(
-                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        from retrain.model.vocabulary import decode
+
+        return decode(self._tokenizer, list(ids))
 
     def encode(self, text: str) -> list[int]:
         """Encode a text, without a BOS."""

@@ -21,7 +21,7 @@ from retrain.inference_engine.decoder import Decoder
 from retrain.inference_engine.kv_cache import PrefixStore
 from retrain.inference_engine.paged_run import PagedEngine, PagedRun, wanted_tokens
 from retrain.inference_engine.pytorch import PyTorchEngine
-from retrain.inference_engine.rows import Job, pieces
+from retrain.inference_engine.rows import SampleJob, pieces
 from retrain.inference_engine.scheduler import DecodeRun
 from retrain.model.budget import STORE_SHARE, DecodeLimits
 from retrain.model.devices import EngineOptions
@@ -68,11 +68,10 @@ class TorchEngine(PyTorchEngine):
         """
         self._model = model
         self._copy = None
-        if options.weights is not None:
-            self._copy = CastCopy(model, options.weights)
-        if self._copy is None:
+        if options.weights is None:
             self._decoder = Decoder(model, options.flash, fused, shards)
         else:
+            self._copy = CastCopy(model, options.weights)
             self._decoder = Decoder(
                 self._copy.model, options.flash, merge=fused is not None and fused.merge
             )
@@ -97,9 +96,8 @@ class TorchEngine(PyTorchEngine):
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         """Completions under the base model follow those under the adapter."""
         jobs = self._jobs(requests)
-        if self._is_paged:
-            most = 1
-        else:
+        most = 1
+        if not self._is_paged:
             most = MAX_PIECES.get(self._decoder.device.type, 1)
         for _, completion in self._decode(pieces(jobs, self._limits.rows, most)):
             yield completion
@@ -109,7 +107,7 @@ class TorchEngine(PyTorchEngine):
         """Over pages requests join the running batch; else there are rounds, since a row's bits
         would depend on when another joins.
         """
-        given, left = 0, list[Job]()
+        given, left = 0, list[SampleJob]()
         if not (self._is_paged and self._pool.workers == self._decoder.shards.size == 1):
             while self._decoder.shards.any_rank(bool(requests := feed.more(idle=True))):
                 for completion in self.sample(requests):
@@ -125,9 +123,8 @@ class TorchEngine(PyTorchEngine):
             with closing(self._paged_run(left)) as run:
                 left = []
                 while run.unfinished:
-                    with self._decoder.sampling(
-                        run.adapter_slot
-                    ):  # not held over a yield: the consumer may train or score meanwhile
+                    # Not held over a yield: the consumer may train or score meanwhile.
+                    with self._decoder.sampling(run.adapter_slot):
                         finished = run.advance()
                     yield from finished
                     requests = feed.more(idle=not run.unfinished and not left)
@@ -136,7 +133,7 @@ class TorchEngine(PyTorchEngine):
                             left.append(job)
                     given += len(requests)
 
-    def _decode_piece(self, jobs: Sequence[Job]) -> Iterator[Completion]:
+    def _decode_piece(self, jobs: Sequence[SampleJob]) -> Iterator[Completion]:
         if self._forgets_prompts:
             self.release()
         self._follow_weights()
@@ -160,33 +157,33 @@ class TorchEngine(PyTorchEngine):
             and all(fits_head(size) for _, size in fused.kv_heads)
         )
 
-    def _run(self, jobs: Sequence[Job]) -> "DecodeRun | PagedRun":
+    def _run(self, jobs: Sequence[SampleJob]) -> "DecodeRun | PagedRun":
         if self._is_paged:
             return self._paged_run(jobs)
         return DecodeRun(
             self._decoder, jobs, self._limits, self._eos_ids, self._prefixes, self._kv_storage
         )
 
-    def _paged_run(self, jobs: Sequence[Job]) -> PagedRun:
+    def _paged_run(self, jobs: Sequence[SampleJob]) -> PagedRun:
         """Pages and captured steps are held from one call to the next, as long as rows fit their
         tables. A call that begins before another has ended has its own.
         """
-        longest, page, keeps = (
-            max(job.tokens for job in jobs) + 1,
-            self._options.page_tokens,
-            self._options.prefix_caching,
-        )
-        if any(
-            job.request.extendable for job in jobs
-        ):  # room for later turns, or else each would begin a batch
-            longest = min(2 * longest, self._decoder.uniform_positions)
+        longest, page = max(job.tokens for job in jobs) + 1, self._options.page_tokens
+        # Room for later turns, or else each would begin a batch.
+        if any(job.request.extendable for job in jobs):
+            longest = min(2 * longest, self._decoder.context)
         wanted = DecodeLimits(
             min(self._limits.rows, len(jobs)), min(self._limits.tokens, wanted_tokens(jobs, page))
         )
         if self._paged is None or self._paged.busy or not self._paged.serves(wanted, longest):
             self._paged = None  # first, so that both are never held
             self._paged = PagedEngine(
-                self._decoder, wanted, self._eos_ids, longest, page, keeps_prompts=keeps
+                self._decoder,
+                wanted,
+                self._eos_ids,
+                longest,
+                page,
+                keeps_prompts=self._options.prefix_caching,
             )
         return PagedRun(self._decoder, jobs, self._paged)
 
@@ -219,9 +216,9 @@ class TorchEngine(PyTorchEngine):
         self.release()
         self.free_pages()
 
-    def _jobs(self, requests: Sequence[SampleRequest], first: int = 0) -> list[Job]:
+    def _jobs(self, requests: Sequence[SampleRequest], first: int = 0) -> list[SampleJob]:
         """Jobs for the completions of all requests; `first` is the number of the first request."""
-        jobs: list[Job] = []
+        jobs: list[SampleJob] = []
         for index, request in enumerate(requests, start=first):
             prompt_tokens = len(request.prompt_ids)
             limit = min(request.max_tokens, self._decoder.context - prompt_tokens)
@@ -237,15 +234,8 @@ class TorchEngine(PyTorchEngine):
                     f" is {self._decoder.context} tokens, a prompt has at least one, max_tokens is"
                     " at least 1."
                 )
-            if prompt_tokens + limit > self._decoder.uniform_positions:
-                raise ConfigurationError(
-                    f"[training] max_tokens = {request.max_tokens} after a prompt of"
-                    f" {prompt_tokens} tokens passes {self._decoder.uniform_positions} tokens,"
-                    " where this model's longrope changes the angles of earlier positions; choose"
-                    " max_tokens so that prompt and completion stay below."
-                )
             jobs += [
-                Job(index, request, request.first_sample + number, limit)
+                SampleJob(index, request, request.first_sample + number, limit)
                 for number in range(request.count)
             ]
         return jobs
@@ -286,9 +276,8 @@ class CastCopy:
     def __init__(self, source: nn.Module, dtype: torch.dtype) -> None:
         self._source = source
         self.model = deepcopy(source).requires_grad_(False)
-        for (
-            parameter
-        ) in self.model.parameters():  # buffers stay: rotary frequencies are float32 in every dtype
+        # Buffers stay: rotary frequencies are float32 in every dtype.
+        for parameter in self.model.parameters():
             parameter.data, parameter.grad = parameter.data.to(dtype), None
 
     def follow(self) -> None:

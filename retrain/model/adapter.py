@@ -14,7 +14,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from retrain.errors import ConfigurationError, RunFailed, first_line
+from retrain.model.packed import in_block
 from retrain.noise import Stream
 from retrain.system import read_object
 
@@ -81,10 +82,14 @@ def uniform_words(
     return words.flatten(-2)[..., :count]
 
 
+def symmetric_uniforms(seed: int, stream: int, a: int, layer: int, like: Tensor) -> Tensor:
+    """float64 in (-1, 1) in the shape of `like`, with the counter (a, 0, layer)."""
+    words = uniform_words(seed, stream, a, 0, layer, like.numel(), like.device)
+    return ((words.double() + 0.5) / 2**31 - 1).view_as(like)
+
+
 class DropoutKey:
-    """The coordinates of the current forward pass's masks; shared by all layers, inactive by
-    default.
-    """
+    """The coordinates of the current forward pass's dropout masks, which all layers share."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -92,8 +97,7 @@ class DropoutKey:
         self.rows: Tensor | None = None
         """[batch] row numbers of the micro-batch; None switches dropout off."""
         self.lengths: Sequence[int] | None = None
-        """Tokens of each row where they are packed into one sequence; None where they are padded to
-        one length."""
+        """Tokens of each row of a packed sequence; None where rows are padded to one length."""
 
     @property
     def is_active(self) -> bool:
@@ -107,14 +111,11 @@ class DropoutKey:
         device: torch.device,
         lengths: Sequence[int] | None = None,
     ) -> Iterator[None]:
-        """Switch dropout on inside. The backward pass belongs inside too: gradient checkpointing
-        runs the forward again.
+        """Switch dropout on, for the forward pass and its backward: gradient checkpointing runs the
+        forward again.
         """
-        self.step, self.rows, self.lengths = (
-            step,
-            torch.tensor(rows, dtype=torch.int64, device=device),
-            lengths,
-        )
+        self.step, self.lengths = step, lengths
+        self.rows = torch.tensor(rows, dtype=torch.int64, device=device)
         try:
             yield
         finally:
@@ -157,9 +158,6 @@ class KeyedDropout(nn.Module):
         )
         return words.view(len(rows), positions, features) >= self.threshold
 
-    def extra_repr(self) -> str:
-        return f"rate={self.rate}, layer={self.layer}"
-
 
 # -- the adapter -----------------------------------------------------------------------------------
 
@@ -170,7 +168,7 @@ CARD_FILE = "README.md"
 
 _ADAPTER = "default"
 _ROUTER = "router"
-"""The linear layer that chooses experts in Llama 4; a server refuses an adapter of it."""
+"""The linear layer that chooses experts in Llama 4; servers do not adapt it."""
 
 
 class Adapter:
@@ -209,7 +207,8 @@ class Adapter:
             for number, module in enumerate(adapted):
                 module.lora_dropout[_ADAPTER] = KeyedDropout(lora.dropout, number, self.dropout)
         if lora.init_from:
-            self.start_from(Path(lora.init_from))
+            folder = Path(lora.init_from)
+            self._set(self.fitting(folder, f'[lora] init_from = "{folder}"'))
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -227,21 +226,15 @@ class Adapter:
             f" {100 * trainable / total:.4f}"
         )
 
-    @contextmanager
-    def disabled(self) -> Iterator[None]:
-        """Switch the adapter off: the model is the frozen base inside."""
-        with self.peft_model.disable_adapter():
-            yield
+    def disabled(self) -> AbstractContextManager[None]:
+        """Switch the adapter off: inside, the model is the frozen base."""
+        return self.peft_model.disable_adapter()  # type: ignore[no-any-return]  # peft has no types
 
-    @contextmanager
-    def uncast_inputs(self) -> Iterator[None]:
-        """Keep peft from casting: inside, it hands a layer's input on in its own dtype instead of
-        casting it to the adapter's.
-        """
+    def uncast_inputs(self) -> AbstractContextManager[None]:
+        """Keep peft from casting: inside, a layer reads its input in the input's own dtype."""
         from peft.helpers import disable_input_dtype_casting
 
-        with disable_input_dtype_casting(self.peft_model):
-            yield
+        return disable_input_dtype_casting(self.peft_model)  # type: ignore[no-any-return]
 
     # -- files -------------------------------------------------------------------------------------
 
@@ -283,17 +276,13 @@ class Adapter:
 
     @contextmanager
     def holding(self, weights: dict[str, Tensor]) -> Iterator[None]:
-        """Context manager: use other weights inside, and restore the exact bytes at its end."""
+        """Use other weights inside; the exact bytes are restored afterwards."""
         before = {name: own.detach().clone() for name, own in self.parameters.items()}
         self._set(weights)
         try:
             yield
         finally:
             self._set(before)
-
-    def start_from(self, folder: Path) -> None:
-        """Start from the weights of `[lora] init_from`."""
-        self._set(self.fitting(folder, f'[lora] init_from = "{folder}"'))
 
     def fitting(self, folder: Path, where: str) -> dict[str, Tensor]:
         """Read the weights of a folder. The adapter there must be of this rank, scale and set of
@@ -309,6 +298,8 @@ class Adapter:
                         f" give {ours[key]}; make them the same."
                     )
             return self._read(folder)
+        except ConfigurationError:
+            raise
         except FileNotFoundError as error:
             raise ConfigurationError(
                 f"{where}: no {Path(str(error.filename)).name} there; name a PEFT adapter folder."
@@ -316,8 +307,6 @@ class Adapter:
         except RunFailed as error:
             raise ConfigurationError(f"{where}: {error}") from error
         except ValueError as error:
-            if isinstance(error, ConfigurationError):
-                raise
             raise ConfigurationError(
                 f"{where} does not fit this run ({error}); make [model] lora_rank and [lora] the"
                 " same."
@@ -387,9 +376,8 @@ def lora_config(base: "BaseModel", lora: "Lora", rank: int) -> Any:
         target_modules=target_modules(base, lora.target_modules),
         use_rslora=lora.use_rslora,
         bias="none",
-        fan_in_fan_out=any(
-            isinstance(module, Conv1D) for module in base.model.modules()
-        ),  # GPT-2's Conv1D stores [in, out]
+        # GPT-2's Conv1D stores [in, out].
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in base.model.modules()),
     )
 
 
@@ -401,18 +389,11 @@ def target_modules(base: "BaseModel", wanted: list[str]) -> list[str]:
 
     names = set()
     for path, module in base.decoder.named_modules():
-        numbered = any(
-            part.isdigit() for part in path.split(".")
-        )  # inside the decoder's lists of blocks
-        name = path.rsplit(".", 1)[-1]
-        if (
-            numbered and not name.isdigit() and isinstance(module, nn.Linear | Conv1D)
-        ):  # bitsandbytes' layers are nn.Linear too
-            names.add(
-                name
-                # a layer that is itself an element of a list has the name of a block:
-                # peft would adapt that
-            )
+        name = path.rpartition(".")[2]
+        # A layer that is itself an element of a list has the name of a block, and peft would adapt
+        # the block. bitsandbytes' layers are nn.Linear too.
+        if in_block(path) and not name.isdigit() and isinstance(module, nn.Linear | Conv1D):
+            names.add(name)
     found = sorted(names)
     if not wanted:
         if not found:
@@ -431,20 +412,16 @@ def target_modules(base: "BaseModel", wanted: list[str]) -> list[str]:
 
 
 def _initialise(model: nn.Module, seed: int) -> None:
-    """Draw a uniform in +-1/sqrt(fan in), as peft draws it, from the counter noise; B zero. Layer
-    number and element are the counter.
+    """Draw A uniformly in +-1/sqrt(fan in), as peft does, but from the counter noise; B is zero.
 
-    So the weights depend on the seed alone, and an untouched adapter is the base model.
+    The weights depend on the seed alone, and an untrained adapter leaves the base model as it is.
     """
     layer = 0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".lora_A." in name:
-                words = uniform_words(
-                    seed, Stream.ADAPTER, 0, 0, layer, parameter.numel(), parameter.device
-                )
-                unit = (words.double() + 0.5) / 2**31 - 1  # in (-1, 1)
-                parameter.copy_((unit / math.sqrt(parameter.shape[1])).view_as(parameter))
+                unit = symmetric_uniforms(seed, Stream.ADAPTER, 0, layer, parameter)
+                parameter.copy_(unit / math.sqrt(parameter.shape[1]))
                 layer += 1
             elif ".lora_B." in name:
                 parameter.zero_()

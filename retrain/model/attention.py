@@ -50,15 +50,14 @@ class AttentionBatch(Protocol):
         scaling: float,
         window: int | None,
         softcap: float | None,
+        /,
     ) -> Tensor:
-        """Attend with queries [B, Hq, T, D] over keys and values [B, Hk, L, D] to outputs [B, Hq,
-        T, D].
-        """
+        """[B, Hq, T, D] of queries [B, Hq, T, D] over keys and values [B, Hk, L, D]."""
         ...
 
 
-class Unpluggable(ConfigurationError):
-    """An attention layer asks for something that `attend` does not compute; `reason` names it."""
+class AttentionError(ConfigurationError):
+    """A layer needs an attention that `attend` does not compute; `reason` names it."""
 
     def __init__(self, module: nn.Module, reason: str) -> None:
         super().__init__(_undecodable(type(module).__name__, "uses", reason))
@@ -66,12 +65,11 @@ class Unpluggable(ConfigurationError):
 
 
 def missing(model: Any) -> str:
-    """Return the reason why `attend` cannot compute a model's attention; empty if it can. The model
-    runs on a few tokens to tell.
+    """Return the reason why `attend` cannot compute a model's attention; "" if it can.
 
-    A model whose layers do not go through transformers' attention interface would silently compute
-    something else, and one with a state that goes from token to token would carry it from one
-    packed row to the next.
+    The model is tried on a few tokens: layers outside transformers' attention interface would
+    silently compute something else. A state that goes from token to token would go from one packed
+    row to the next.
     """
     config = model.config.get_text_config()
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
@@ -79,12 +77,11 @@ def missing(model: Any) -> str:
         return f"layers of type {', '.join(unknown)}"
     if getattr(model, "_is_stateful", False):
         return "layers with a state of their own"
-    pluggable = getattr(model, "_supports_attention_backend", False) and not getattr(
-        config, "is_encoder_decoder", False
-    )
-    if pluggable:
-        return _found_by_trying(model)
-    return "no pluggable attention"
+    if getattr(config, "is_encoder_decoder", False) or not getattr(
+        model, "_supports_attention_backend", False
+    ):
+        return "no pluggable attention"
+    return _found_by_trying(model)
 
 
 def refuse_undecodable(model: Any) -> None:
@@ -102,7 +99,7 @@ def _undecodable(name: str, verb: str, reason: str) -> str:
 
 
 _tried: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
-"""What trying found, by model: a load asks three times."""
+"""Results of `_found_by_trying`, by model: a load asks three times."""
 
 
 def _found_by_trying(model: Any) -> str:
@@ -121,7 +118,7 @@ def _found_by_trying(model: Any) -> str:
                 )
             if not batch.calls:
                 reason = "an attention that is not transformers' interface"
-        except Unpluggable as error:
+        except AttentionError as error:
             reason = error.reason
         except TypeError as error:
             reason = f"a forward pass that does not hand arguments on ({first_line(error)})"
@@ -130,27 +127,19 @@ def _found_by_trying(model: Any) -> str:
 
 
 class _Probe:
-    """An attention of the right shape for every layer, which counts them."""
+    """An attention that returns its queries, and counts its calls."""
 
     calls = 0
 
-    def attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attention(self, query: Tensor, *_: Any) -> Tensor:
         self.calls += 1
         return query
 
 
 @contextmanager
 def plugged_in(model: Any) -> Iterator[None]:
-    """Plug `attend` in: inside, every attention layer of a transformers model calls `attend`; the
-    forward needs `attention_batch=`.
+    """Let every attention layer of a transformers model call `attend`; the forward pass inside
+    needs `attention_batch=`.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -170,11 +159,10 @@ def plugged_in(model: Any) -> Iterator[None]:
 
 
 def _window_mask(*, local_size: int | None = None, **unused: Any) -> Tensor:
-    """Return, under transformers' mask signature, an empty [1, 1, 1, 1] whose attribute `window` is
-    the width of the sliding window, 0 for none.
+    """Return a [1, 1, 1, 1] whose attribute `window` is the sliding window's width, 0 for none.
 
-    Some families (Qwen2-MoE, Phi-MoE) name their window to the mask alone and not to the attention
-    function.
+    transformers' mask signature: some families (Qwen2-MoE, Phi-MoE) give their window to the mask
+    and not to the attention function.
     """
     mask = torch.empty((1, 1, 1, 1), dtype=torch.int8, device="cpu")
     mask.window = local_size or 0  # type: ignore[attr-defined]  # a note for our own kernels
@@ -193,8 +181,8 @@ def attend(
     attention_batch: AttentionBatch | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend under transformers' attention signature; returns [B, T, Hq, D]. A mask's window holds,
-    as in transformers' own attention.
+    """Return [B, T, Hq, D], by transformers' attention signature. A mask's window goes before
+    `sliding_window`, as in transformers' own attention.
     """
     # What this attention would silently leave out is refused.
     unknown = [
@@ -213,7 +201,7 @@ def attend(
     if value.shape[-1] != query.shape[-1]:
         unknown.append(f"values of size {value.shape[-1]} beside keys of size {query.shape[-1]}")
     if attention_batch is None or unknown:
-        raise Unpluggable(module, unknown[0])
+        raise AttentionError(module, unknown[0])
     output = attention_batch.attention(
         query, key, value, scaling or query.shape[-1] ** -0.5, window or None, softcap
     )
@@ -265,8 +253,8 @@ class Kernel(Protocol):
 
 
 class RowLengths:
-    """The number of tokens each row sees, including the one being decoded, and the resulting masks,
-    built once for all layers.
+    """The number of tokens that each row sees, the one being decoded included, and their masks,
+    which all layers share.
     """
 
     def __init__(self, lengths: Tensor, longest: int, ragged: bool) -> None:
@@ -278,10 +266,10 @@ class RowLengths:
         if window is not None and window >= self.longest:
             window = None
         if window not in self._biases:
-            everything = window is None and not self._ragged
-            self._biases[window] = (
-                None if everything else visible_bias(self.lengths, self.longest, window, dtype)
-            )
+            bias = None
+            if window is not None or self._ragged:
+                bias = visible_bias(self.lengths, self.longest, window, dtype)
+            self._biases[window] = bias
         return self._biases[window]
 
 
@@ -290,10 +278,14 @@ class FusedAttention:
     does decoding in float32 on a CPU.
     """
 
-    def __init__(self, paged: PagedKernel = plain_paged) -> None:
-        self._packed: PackedKernel | None = None
-        self._fits: Callable[[Tensor], bool] = fits_flash
-        self.paged = paged
+    def __init__(
+        self,
+        paged: PagedKernel = plain_paged,
+        packed: PackedKernel | None = None,
+        fits: Callable[[Tensor], bool] = fits_flash,
+    ) -> None:
+        """`fits`: whether `packed` takes queries of this shape and dtype."""
+        self.paged, self._packed, self._fits = paged, packed, fits
 
     def decode(
         self,
@@ -335,10 +327,7 @@ class FusedAttention:
         queries, length = query.shape[2], key.shape[2]
         groups = query.shape[1] // key.shape[1]
         if groups > 1:
-            key, value = (
-                key.repeat_interleave(groups, dim=1),
-                value.repeat_interleave(groups, dim=1),
-            )
+            key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
         windowed = window is not None and length > window
         if softcap is None and not windowed and queries == length:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
@@ -347,35 +336,26 @@ class FusedAttention:
         for start in range(0, queries, _MASKED_QUERIES):
             stop = min(start + _MASKED_QUERIES, queries)
             lengths = torch.arange(before + start + 1, before + stop + 1, device=query.device)
-            bias = visible_bias(lengths, before + stop, window, query.dtype).permute(
-                1, 2, 0, 3
-            )  # [1, 1, stop - start, before + stop]
-            part, seen_key, seen_value = (
-                query[:, :, start:stop],
-                key[:, :, : before + stop],
-                value[:, :, : before + stop],
-            )
+            # [1, 1, stop - start, before + stop]
+            bias = visible_bias(lengths, before + stop, window, query.dtype).permute(1, 2, 0, 3)
+            part = query[:, :, start:stop]
+            k, v = (tensor[:, :, : before + stop] for tensor in (key, value))
             if softcap is None:
-                outputs.append(
-                    F.scaled_dot_product_attention(
-                        part, seen_key, seen_value, attn_mask=bias, scale=scaling
-                    )
-                )
+                output = F.scaled_dot_product_attention(part, k, v, attn_mask=bias, scale=scaling)
             else:
-                outputs.append(_softcapped(part, seen_key, seen_value, bias, scaling, softcap))
+                output = _softcapped(part, k, v, bias, scaling, softcap)
+            outputs.append(output)
         return torch.cat(outputs, dim=2)
 
     def packed_kernel(self, query: Tensor, softcap: float | None) -> PackedKernel | None:
-        return (
-            self._packed
-            if self._packed is not None and softcap is None and self._fits(query)
-            else None
-        )
+        if softcap is None and self._fits(query):
+            return self._packed
+        return None
 
 
 class VarlenAttention(FusedAttention):
-    """`FusedAttention`, with packed sequences in one call wherever the kernel takes them; a soft
-    cap it does not know.
+    """`FusedAttention`, with packed sequences in one call where the kernel takes them; it knows no
+    soft cap.
     """
 
     def __init__(
@@ -384,9 +364,7 @@ class VarlenAttention(FusedAttention):
         fits: Callable[[Tensor], bool] = fits_flash,
         paged: PagedKernel = flash_paged,
     ) -> None:
-        """`fits`: whether the kernel takes queries of this shape and dtype."""
-        super().__init__(paged)
-        self._packed, self._fits = kernel, fits
+        super().__init__(paged, kernel, fits)
 
 
 def prefers_products(query: Tensor) -> bool:
@@ -403,11 +381,8 @@ def _products(
 ) -> Tensor:
     """softmax(scaling * q k + bias) v of queries [R, Hk, G, D], in float32; without gradient."""
     rows, heads = query.shape[:2]
-    queries, keys, values = (
-        query.float().flatten(0, 1),
-        key.float().flatten(0, 1).transpose(1, 2),
-        value.float().flatten(0, 1),
-    )
+    queries, keys, values = (tensor.float().flatten(0, 1) for tensor in (query, key, value))
+    keys = keys.transpose(1, 2)
     if bias is None:
         scores = torch.bmm(queries * scaling, keys)
     else:

@@ -38,8 +38,8 @@ def sampling_chunk_bytes(device_type: str) -> int:
 
 @dataclass(frozen=True)
 class DecodeLimits:
-    """The budget of one batch. Rows of one capacity reserve the longest completion, so that none
-    has to be thrown out; pages do not.
+    """The budget of one batch. Contiguous rows reserve the longest completion and are never
+    preempted; pages reserve nothing.
     """
 
     rows: int
@@ -53,11 +53,19 @@ class DecodeLimits:
 
 
 def context_length(model_config: Any) -> int:
-    """max_position_embeddings: the positions that prompt and completion share; NO_LIMIT if the
-    model names none.
+    """The positions that prompt and completion share: max_position_embeddings, and with longrope
+    its original length, past which the angles of all positions depend on the longest sequence of a
+    batch. NO_LIMIT if the model names none.
     """
     text = model_config.get_text_config()
-    return int(getattr(text, "max_position_embeddings", None) or NO_LIMIT)
+    most = int(getattr(text, "max_position_embeddings", None) or NO_LIMIT)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return most
+    original = rope.get("original_max_position_embeddings") or getattr(
+        text, "original_max_position_embeddings", None
+    )
+    return min(most, int(original or most))
 
 
 def longest_row(
@@ -66,11 +74,9 @@ def longest_row(
     context: int,
     prompt_tokens: int = PROMPT_ALLOWANCE,
 ) -> int:
-    """Tokens of the longest prompt and completion that are trained; where prompts are not known, an
-    allowance is made.
-
-    What an environment will say between the replies is not known, so all of it together has the
-    same allowance. `context` is the model's.
+    """Tokens of the longest prompt and completion that are trained. An unknown prompt counts as
+    PROMPT_ALLOWANCE tokens, and so do all answers of an environment together. `context` is the
+    model's.
     """
     answers = environment.provider not in ("", "reasoning_gym") and environment.max_turns != 1
     wanted = training.max_tokens + prompt_tokens + PROMPT_ALLOWANCE * answers

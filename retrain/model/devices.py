@@ -47,10 +47,8 @@ def engine_options(
     """Resolve the options. Raises ConfigurationError or EnvironmentFailure for a value that this
     device or installation cannot serve.
     """
-    narrow = inference.dtype == "bf16"
-    _check_attention(
-        inference.attention_kernel, device_type, torch.bfloat16 if narrow else model_dtype
-    )
+    dtype = torch.bfloat16 if inference.dtype == "bf16" else model_dtype
+    _check_attention(inference.attention_kernel, device_type, dtype)
     if inference.dtype in ("fp8", "fp4"):
         raise ConfigurationError(
             f'[inference] dtype = "{inference.dtype}" needs {inference.dtype[-1]}-bit matrix'
@@ -63,15 +61,11 @@ def engine_options(
             '[inference] kv_cache_dtype = "fp8" needs 8-bit floats, which mps lacks; use "auto",'
             ' "bf16" or "int8", or another device.'
         )
-    weights = torch.bfloat16 if narrow and model_dtype != torch.bfloat16 else None
     kv_storage = _KV_STORAGE.get(inference.kv_cache_dtype)
-    has, flash = (
-        has_flash(device_type, weights or model_dtype),
-        inference.attention_kernel != "cutlass",
-    )
+    has, flash = has_flash(device_type, dtype), inference.attention_kernel != "cutlass"
     return EngineOptions(
-        weights=weights,
-        kv_storage=None if kv_storage == (weights or model_dtype) else kv_storage,
+        weights=None if dtype == model_dtype else dtype,
+        kv_storage=None if kv_storage == dtype else kv_storage,
         flash=has and flash,
         prefix_caching=inference.prefix_caching,
         paged=has and ((flash and reads_pages()) or find_spec("triton") is not None),
@@ -80,11 +74,9 @@ def engine_options(
 
 def attention_of(kernel: str, device_type: str, dtype: torch.dtype) -> Kernel:
     """Return the learner's attention under `[inference] attention_kernel`, which holds for both."""
-    return (
-        VarlenAttention()
-        if kernel != "cutlass" and has_flash(device_type, dtype)
-        else FusedAttention()
-    )
+    if kernel != "cutlass" and has_flash(device_type, dtype):
+        return VarlenAttention()
+    return FusedAttention()
 
 
 _ABSENT_KERNELS = {
@@ -128,7 +120,7 @@ class DeviceChoice(NamedTuple):
     device: torch.device
     """The learner's device, and the sampler's unless it has its own."""
     note: str
-    """One line to print where the default device is absent; empty otherwise."""
+    """One line to print where the default device is absent; else ""."""
     sampler: torch.device | None = None
     """Split mode: a device of the sampler's own."""
 
@@ -191,15 +183,12 @@ def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
 
     Adapter weights are fp32 always.
     """
-    if wanted in ("auto", "fp8"):
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if wanted == "bf16" else torch.float32
+    narrow = wanted == "bf16" or (wanted in ("auto", "fp8") and device.type == "cuda")
+    return torch.bfloat16 if narrow else torch.float32
 
 
 def half_precision_note(model: "Model", inference: "Inference", device: torch.device) -> str:
-    """One line to print where bf16 is asked for on a processor that has no units for it; empty
-    otherwise.
-    """
+    """Return a line on bf16 where the processor has no units for it; "" otherwise."""
     keys = [
         key
         for key, dtype in (("[model]", model.dtype), ("[inference]", inference.dtype))

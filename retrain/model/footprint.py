@@ -36,8 +36,8 @@ _NF4_BYTES = 4.127 / 8
 3)."""
 
 
-class NotPredictable(EnvironmentFailure):
-    """The code of a model needs its weights even to be built."""
+class PredictionError(EnvironmentFailure):
+    """The memory of a model cannot be predicted: its code needs its weights."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Footprint:
     widened."""
     num_frozen: int
     layer_weights: int
-    """Bytes of the blocks' linear layers, where the fused forward may hold a second copy of them
-    and of the head; else 0."""
+    """Bytes of the blocks' linear layers, which the fused forward may copy; 0 without a fused
+    forward."""
     head_weights: int
     num_trainable: int
     """Parameters of the adapter."""
@@ -66,8 +66,13 @@ class Footprint:
     """The same where these inputs wait in the host's memory: one of them comes back while another
     goes."""
     gradients_per_token: int
-    """Bytes that live beside these in the backward pass, and in a forward pass that keeps nothing:
-    about what one layer keeps (measured on the lab model: 1.05 to 1.13 of it)."""
+    """Bytes beside these in the backward pass, and all of a forward pass that keeps nothing: about
+    what one layer keeps (measured on the lab model: 1.05 to 1.13 times as much)."""
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of the adapter with its gradient and two moments, in float32."""
+        return 4 * 4 * self.num_trainable
 
     def activations_per_token(self, *, checkpointing: bool, offloading: bool) -> int:
         """Count the bytes that a forward pass keeps for its backward under these choices."""
@@ -81,16 +86,15 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
     share one weight tensor.
 
     `device_type`: the device on which a model without weights would run; its attention kernel is
-    then counted. Raises NotPredictable where such a model cannot run.
+    then counted. Raises PredictionError where such a model cannot run.
     """
     kernel = attention_of(
         config.inference.attention_kernel, device_type or base.device.type, base.dtype
     )
     four_bits, drops = config.model.load_in_4bit, config.lora.dropout > 0
+    fused = None
     # Neither weights in 4 bits nor parts of weights have a fused forward.
-    if four_bits or base.shards.size > 1:
-        fused = None
-    else:
+    if not four_bits and base.shards.size == 1:
         fused = FusedDecoder.of(base.model, merge=False)
     if fused is not None:
         fused.refresh()
@@ -119,9 +123,7 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
 
 
 def _four_bits_save(base: BaseModel) -> int:
-    """Return the bytes by which a model shrinks when it is quantised: its linear layers do, but for
-    the head.
-    """
+    """Return the bytes that 4 bits save in the linear layers; the head is not quantised."""
     linears = [module.weight for module in base.decoder.modules() if isinstance(module, nn.Linear)]
     return sum(
         weight.nbytes - int(weight.numel() * _NF4_BYTES)
@@ -136,16 +138,15 @@ def weightless_model(
     model: "Model", lora: "Lora", settings: Any, dtype: torch.dtype, shards: World = ALONE
 ) -> BaseModel:
     """Return the configured model with its adapter on the meta device, as one of `shards` holds it;
-    `settings` is the model's own configuration. Raises NotPredictable where that fails.
+    `settings` is the model's own configuration. Raises PredictionError where that fails.
     """
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
     try:
         with _META, warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", FutureWarning
-            )  # peft reads an attribute that transformers deprecates
+            # peft reads an attribute that transformers deprecates.
+            warnings.simplefilter("ignore", FutureWarning)
             built = AutoModelForCausalLM.from_config(
                 settings, dtype=dtype, trust_remote_code=model.trust_remote_code
             )
@@ -166,7 +167,7 @@ def weightless_model(
     except ConfigurationError:
         raise
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-        raise NotPredictable(
+        raise PredictionError(
             f'[model] model = "{model.model}" cannot be built without its weights'
             f" ({type(error).__name__}), so its memory is not predicted."
         ) from error
@@ -177,7 +178,7 @@ def _kept_per_token(
     base: BaseModel, fused: FusedDecoder | None, kernel: Kernel, name: str, *, drops: bool
 ) -> int:
     """Count the bytes that a forward pass keeps of a token, under dropout if the adapter `drops`.
-    Raises NotPredictable where a model without weights cannot run.
+    Raises PredictionError where a model without weights cannot run.
     """
     try:
         # Under dropout the model's own forward learns, not the fused one.
@@ -187,7 +188,7 @@ def _kept_per_token(
         if base.device != _META:
             raise
         # torch's grouped product, as of experts, knows no other dtype than bfloat16 there
-        raise NotPredictable(
+        raise PredictionError(
             f'[model] model = "{name}" cannot be run without its weights'
             f" ({type(error).__name__}), so its memory is not predicted."
         ) from error
@@ -217,7 +218,7 @@ def _kept_bytes(base: BaseModel, fused: FusedDecoder | None, kernel: Kernel) -> 
 
 
 class _Factor(nn.Module):
-    """The tensors that dropout makes of its input: a factor for every element, and the product."""
+    """Dropout as memory sees it: a factor for every element, and the product."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.ones_like(x)
@@ -225,7 +226,7 @@ class _Factor(nn.Module):
 
 @contextmanager
 def _dropping(model: nn.Module) -> Iterator[None]:
-    """Make the adapter's dropout leave behind what it does while it is on."""
+    """Let the adapter keep the tensors that its dropout makes in training."""
     from peft.tuners.lora import LoraLayer
 
     places = [module.lora_dropout for module in model.modules() if isinstance(module, LoraLayer)]
@@ -250,17 +251,15 @@ def _forward(base: BaseModel, fused: FusedDecoder | None, kernel: Kernel) -> Ten
         return fused.hidden_states(ids, positions, attention)
     packs = not missing(base.model)
     with ExitStack() as stack:
-        if (
-            base.dtype != torch.float32 and base.device != _META
-        ):  # products in half precision over a float32 adapter
-            stack.enter_context(torch.autocast(base.device.type, base.dtype))
-            stack.enter_context(disable_input_dtype_casting(base.model))
-        elif (
-            base.dtype != torch.float32
-        ):  # autocast is missing there, so the adapter is in half precision too
+        if base.dtype != torch.float32 and base.device == _META:
+            # Without autocast, which that device lacks, the adapter is in half precision too.
             for parameter in base.model.parameters():
                 parameter.data = parameter.data.to(base.dtype)
-        stack.enter_context(plugged_in(base.model) if packs else nullcontext())
-        if packs:
-            return base.hidden_states(ids, positions, attention)
-        return base.hidden_states(ids)
+        elif base.dtype != torch.float32:
+            # Products in half precision over a float32 adapter.
+            stack.enter_context(torch.autocast(base.device.type, base.dtype))
+            stack.enter_context(disable_input_dtype_casting(base.model))
+        if not packs:
+            return base.hidden_states(ids)
+        stack.enter_context(plugged_in(base.model))
+        return base.hidden_states(ids, positions, attention)

@@ -1,6 +1,5 @@
-"""The pieces of a dense decoder layer as differentiable functions that keep as little as they can
-for the backward pass; and a whole layer of which only the input is kept, on the device or in the
-host's memory.
+"""The pieces of a dense decoder layer as differentiable functions that keep little for the backward
+pass; and a whole layer that keeps its input alone, on the device or in the host's memory.
 
 A frozen norm or activation is computed again in the backward pass from what stands before it.
 Gradients go to the residual stream and to the adapters; frozen weights have none. Shape letters: N
@@ -63,19 +62,16 @@ class Norm:
     (arXiv 1910.07467).
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.weight: Tensor = module.weight  # type: ignore[assignment]  # a Module attribute may be a Module to mypy
-        self.eps: float = module.variance_epsilon  # type: ignore[assignment]  # a Module attribute may be a Module to mypy
-
     kernels: LayerKernels | None = None
-    """Kernels of the device that take the place of torch's operators, for what follows the norm
-    too."""
+    """The device's kernels, in place of torch's operators, for the norm and what follows it."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self.weight, self.eps = weight, eps
 
     @classmethod
-    def of(cls, weight: Tensor, eps: float) -> "Norm":
-        norm = cls.__new__(cls)
-        norm.weight, norm.eps = weight, eps
-        return norm
+    def of(cls, module: Any) -> "Norm":
+        """The norm of a transformers module."""
+        return cls(module.weight, module.variance_epsilon)
 
     def scale(self, x: Tensor) -> Tensor:
         """[.., 1] float32, one over the root mean square of x [.., H]."""
@@ -93,12 +89,12 @@ class Norm:
         return (x * scale).to(x.dtype).mul_(self.weight)
 
     def forward(self, ctx: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(normed x, `scale`), or no scale where nothing is kept for a backward pass and one kernel
-        does it, with the same roundings.
+        """(normed x, `scale`); the scale is None where nothing is kept for a backward pass and one
+        kernel does all, with the same roundings.
         """
         if self.kernels is not None:
             return self.kernels.norm(x, self.weight, self.eps)
-        if isinstance(ctx, _Forgetful) and x.device.type in _FUSED_NORM:
+        if isinstance(ctx, _NoContext) and x.device.type in _FUSED_NORM:
             return F.rms_norm(x, x.shape[-1:], eps=self.eps).mul_(self.weight), None
         scale = self.scale(x)
         return self(x, scale), scale
@@ -121,17 +117,17 @@ class Norm:
 
 def normed(x: Tensor, norm: Norm) -> Tensor:
     """[N, H] from [N, H]."""
-    return _run(_Normed, x, norm)
+    return _run(_NormFunction, x, norm)
 
 
 def project(x: Tensor, projection: Projection) -> Tensor:
     """[N, O] from [N, I]."""
-    return _run(_Project, x, projection, *_trained(projection))
+    return _run(_Project, x, None, projection, *_trained(projection))
 
 
 def norm_project(x: Tensor, norm: Norm, projection: Projection) -> Tensor:
     """[N, O], the projection of the normed residual stream [N, H]."""
-    return _run(_NormProject, x, norm, projection, *_trained(projection))
+    return _run(_Project, x, norm, projection, *_trained(projection))
 
 
 def gated_mlp(x: Tensor, norm: Norm, gate_up: Projection, down: Projection) -> Tensor:
@@ -149,15 +145,15 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, norm: Norm | None) -> Tensor
 
 
 def _run(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
-    """Apply the function; without gradients, skip saving tensors for a backward pass, which costs
-    as much as a small operation.
+    """Apply the function. Without gradients nothing is saved for a backward pass, since saving
+    costs as much as a small operation.
     """
     if torch.is_grad_enabled():
         return function.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]  # torch does not annotate apply
-    return function.forward(_Forgetful(), *arguments)  # type: ignore[no-any-return]  # torch does not annotate forward
+    return function.forward(_NoContext(), *arguments)  # type: ignore[no-any-return]  # torch does not annotate forward
 
 
-class _Forgetful:
+class _NoContext:
     """The context of a function that is never differentiated."""
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
@@ -169,13 +165,13 @@ def _trained(projection: Projection) -> list[nn.Parameter]:
 
 
 def _wanted(ctx: Any, first: int, projection: Projection) -> bool:
-    """Return True if any of the projection's parameters, the function's inputs from `first` on,
-    needs a gradient.
+    """Return True if a parameter of the projection needs a gradient; the first one is the
+    function's input number `first`.
     """
     return any(ctx.needs_input_grad[first : first + len(_trained(projection))])
 
 
-class _Normed(torch.autograd.Function):
+class _NormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, norm: Norm) -> Tensor:
         output, scale = norm.forward(ctx, x)
@@ -192,29 +188,11 @@ class _Normed(torch.autograd.Function):
 
 class _Project(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, projection: Projection, *parameters: Tensor) -> Tensor:
-        product, reduced = projection.product(x)
-        ctx.save_for_backward(x, reduced)
-        ctx.projection = projection
-        return product
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        x, reduced = ctx.saved_tensors
-        grad_x, grad_params = ctx.projection.gradients(
-            grad_output, lambda: x, reduced, wants_params=_wanted(ctx, 2, ctx.projection)
-        )
-        return grad_x, None, *grad_params
-
-
-class _NormProject(torch.autograd.Function):
-    @staticmethod
     def forward(
-        ctx: Any, x: Tensor, norm: Norm, projection: Projection, *parameters: Tensor
+        ctx: Any, x: Tensor, norm: Norm | None, projection: Projection, *parameters: Tensor
     ) -> Tensor:
-        normed_x, scale = norm.forward(ctx, x)
-        product, reduced = projection.product(normed_x)
+        source, scale = _normed(ctx, x, norm)
+        product, reduced = projection.product(source)
         ctx.save_for_backward(x, scale, reduced)
         ctx.norm, ctx.projection = norm, projection
         return product
@@ -223,21 +201,36 @@ class _NormProject(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, reduced = ctx.saved_tensors
-        grad_normed, grad_params = ctx.projection.gradients(
+
+        def source() -> Tensor:
+            normed_x: Tensor = x
+            if ctx.norm is not None:
+                normed_x = ctx.norm(x, scale)
+            return normed_x
+
+        grad_source, grad_params = ctx.projection.gradients(
             grad_output,
-            lambda: ctx.norm(x, scale),
+            source,
             reduced,
-            wants_input=ctx.needs_input_grad[
-                0
-            ],  # not in the first layer: what is below it is frozen
+            # Not in the first layer: what is below it is frozen.
+            wants_input=ctx.needs_input_grad[0],
             wants_params=_wanted(ctx, 3, ctx.projection),
         )
-        return (
-            None if grad_normed is None else ctx.norm.input_gradient(grad_normed, x, scale),
-            None,
-            None,
-            *grad_params,
-        )
+        return _before_norm(ctx.norm, grad_source, x, scale), None, None, *grad_params
+
+
+def _normed(ctx: Any, x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor | None]:
+    """`Norm.forward`, or x itself where there is no norm."""
+    if norm is None:
+        return x, None
+    return norm.forward(ctx, x)
+
+
+def _before_norm(norm: Norm | None, grad: Tensor | None, x: Tensor, scale: Tensor) -> Tensor | None:
+    """The gradient of x from `grad`, the gradient of `_normed`; None if that is None."""
+    if norm is None or grad is None:
+        return grad
+    return norm.input_gradient(grad, x, scale)
 
 
 class _GatedMLP(torch.autograd.Function):
@@ -263,14 +256,8 @@ class _GatedMLP(torch.autograd.Function):
             reduced,
             wants_params=_wanted(ctx, 4, ctx.gate_up),
         )
-        return (
-            ctx.norm.input_gradient(grad_normed, x, scale),
-            None,
-            None,
-            None,
-            *grad_gate_up,
-            *grad_down,
-        )
+        grad_x = ctx.norm.input_gradient(grad_normed, x, scale)
+        return grad_x, None, None, None, *grad_gate_up, *grad_down
 
 
 def gated(gates: Tensor, kernels: LayerKernels | None) -> Tensor:
@@ -284,9 +271,7 @@ def gated(gates: Tensor, kernels: LayerKernels | None) -> Tensor:
 def _gate_gradients(
     ctx: Any, grad_output: Tensor, gates: Tensor, reduced: Tensor | None
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Gradients of the gates and of the down projection's adapter, given that of the MLP's
-    output.
-    """
+    """Gradients of the gates and of the down projection's adapter, from the output's gradient."""
     kernels, trained = ctx.norm.kernels, _wanted(ctx, 4 + len(_trained(ctx.gate_up)), ctx.down)
     if kernels is not None:
         grad_inner, grad_down = ctx.down.gradients(
@@ -302,8 +287,8 @@ def _gate_gradients(
 
 
 def gate_gradient(grad: Tensor, gates: Tensor, active: Tensor) -> Tensor:
-    """The gradient of `gates` [N, 2 I], given that of `gated`, which is changed, and the activated
-    gate.
+    """The gradient of `gates` [N, 2 I] from `grad`, the gradient of `gated`, which is overwritten;
+    `active` is silu(gate).
     """
     gate, up = gates.chunk(2, dim=-1)
     grad_gates = torch.empty_like(gates)
@@ -315,36 +300,24 @@ def gate_gradient(grad: Tensor, gates: Tensor, active: Tensor) -> Tensor:
 class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, norm: Norm | None) -> Tensor:
-        if norm is not None and norm.kernels is not None:
-            rotated, scale = norm.kernels.apply_rope(x, cos, sin, norm.weight, norm.eps)
-            ctx.save_for_backward(cos, sin, x, scale)
-            ctx.norm = norm
-            return rotated
-        normed_x, kept = norm.forward(ctx, x) if norm else (x, None)
-        ctx.save_for_backward(cos, sin, x if norm else None, kept)
         ctx.norm = norm
+        if norm is not None and norm.kernels is not None:
+            rotated, kept = norm.kernels.apply_rope(x, cos, sin, norm.weight, norm.eps)
+            ctx.save_for_backward(cos, sin, x, kept)
+            return rotated
+        normed_x, scale = _normed(ctx, x, norm)
+        ctx.save_for_backward(cos, sin, x if norm else None, scale)
         return _rotated(normed_x, cos, sin)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
-        cos, sin, x, scale = ctx.saved_tensors
-        if ctx.norm is not None and ctx.norm.kernels is not None:
-            return (
-                ctx.norm.kernels.apply_rope_gradient(
-                    grad_output, x, cos, sin, ctx.norm.weight, scale
-                ),
-                None,
-                None,
-                None,
-            )
-        grad_normed = _rotated(grad_output, cos, -sin)
-        return (
-            grad_normed if ctx.norm is None else ctx.norm.input_gradient(grad_normed, x, scale),
-            None,
-            None,
-            None,
-        )
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, None, None]:
+        (cos, sin, x, scale), norm = ctx.saved_tensors, ctx.norm
+        if norm is not None and norm.kernels is not None:
+            grad = norm.kernels.apply_rope_gradient(grad_output, x, cos, sin, norm.weight, scale)
+        else:
+            grad = _before_norm(norm, _rotated(grad_output, cos, -sin), x, scale)
+        return grad, None, None, None
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -364,25 +337,23 @@ def recomputed(
     """`layer(hidden, *others, **named)`. `offloaded`: the hidden states wait in the host's memory
     for the backward pass.
     """
-    if not offloaded:
-        return checkpoint(
-            layer, hidden, *others, use_reentrant=False, preserve_rng_state=False, **named
-        )
 
-    def run(held: _Offloaded, *others: Any, **named: Any) -> Any:
+    def run(held: _HostCopy, *others: Any, **named: Any) -> Any:
         return layer(held.take(), *others, **named)
 
-    return checkpoint(
-        run, _Offloaded(hidden), *others, use_reentrant=False, preserve_rng_state=False, **named
-    )
+    called: Callable[..., Any] = layer
+    held: Any = hidden
+    if offloaded:
+        called, held = run, _HostCopy(hidden)
+    return checkpoint(called, held, *others, use_reentrant=False, preserve_rng_state=False, **named)
 
 
-class _Offloaded:
-    """A tensor that is on its device when it is first taken, and a copy of what the host kept from
-    then on.
+class _HostCopy:
+    """A tensor in the host's memory. `take` returns the tensor itself once, then copies on its
+    device.
 
-    Copies are in the order of the device's own work, which waits for them (an estimate: 2 ms for
-    16,000 tokens of a 4B model's layer), and the host waits for none: its memory is pinned on CUDA.
+    The device's own work waits for the copies (an estimate: 2 ms for 16,000 tokens of a 4B model's
+    layer). The host does not: its memory is pinned on CUDA.
     """
 
     def __init__(self, tensor: Tensor) -> None:

@@ -82,34 +82,27 @@ class _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         self.head_size: int = attention.head_dim
         self.scaling: float = attention.scaling
-        settings = (
-            attention.config if attention.config.model_type in _WINDOW_IN_CONFIG else attention
-        )
-        self.window: int | None = getattr(settings, "sliding_window", None)
-        self.attention_norm, self.mlp_norm = (
-            Norm(layer.input_layernorm),
-            Norm(layer.post_attention_layernorm),
-        )
+        place = attention
+        if attention.config.model_type in _WINDOW_IN_CONFIG:
+            place = attention.config
+        self.window: int | None = getattr(place, "sliding_window", None)
+        self.attention_norm = Norm.of(layer.input_layernorm)
+        self.mlp_norm = Norm.of(layer.post_attention_layernorm)
         self.qkv = Projection([attention.q_proj, attention.k_proj, attention.v_proj])
         self.output = Projection([attention.o_proj])
         self.gate_up = Projection([mlp.gate_proj, mlp.up_proj])
         self.down = Projection([mlp.down_proj])
         self.heads = [outputs // self.head_size for outputs in self.qkv.outputs]
         self.head_norm: Norm | None = None
-        """The norms of query and key heads as one, whose weight [Hq + Hk, D] is a head's own; None
-        where the family has none."""
-        norms = [
-            getattr(attention, name)
-            for name in ("q_norm", "k_norm")
-            if getattr(attention, name, None) is not None
-        ]
-        if len(norms) == 2:
-            self.head_norm = Norm(norms[0])
+        """The norms of query and key heads as one: row i of its weight [Hq + Hk, D] is for head i.
+        None where the family has none."""
+        norms: list[Any] = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        if None not in norms:
             own = [
                 norm.weight.detach().expand(count, -1)
                 for norm, count in zip(norms, self.heads[:2], strict=True)
             ]
-            self.head_norm.weight = torch.cat(own)
+            self.head_norm = Norm(torch.cat(own), norms[0].variance_epsilon)
 
     def step(
         self,
@@ -134,11 +127,7 @@ class _Layer:
 
     @property
     def norms(self) -> list[Norm]:
-        return [
-            norm
-            for norm in (self.attention_norm, self.mlp_norm, self.head_norm)
-            if norm is not None
-        ]
+        return [norm for norm in (self.attention_norm, self.mlp_norm, self.head_norm) if norm]
 
     @property
     def projections(self) -> list[Projection]:
@@ -154,21 +143,16 @@ class _Layer:
         number: int,
     ) -> Tensor:
         """Return the residual stream [N, H] after the layer."""
-        fused = norm_project(hidden, self.attention_norm, self.qkv).view(
-            len(hidden), -1, self.head_size
-        )  # [N, Hq + 2 Hk, D]
+        qkv = norm_project(hidden, self.attention_norm, self.qkv)
+        fused = qkv.view(len(hidden), -1, self.head_size)  # [N, Hq + 2 Hk, D]
         heads, shared, _ = self.heads
-        rotated, values = (
+        parts = (
             apply_rope(fused[:, : heads + shared], *rotary, self.head_norm),
             fused[:, heads + shared :],
         )
-        rotated, values = (
-            part.view(rows, -1, *part.shape[1:]).transpose(1, 2) for part in (rotated, values)
-        )
-        queries, keys = (
-            rotated[:, :heads],
-            rotated[:, heads:],
-        )  # [B, Hq, T, D], and [B, Hk, T, D] as the values are
+        rotated, values = (part.view(rows, -1, *part.shape[1:]).transpose(1, 2) for part in parts)
+        # [B, Hq, T, D], and [B, Hk, T, D] as the values are.
+        queries, keys = rotated[:, :heads], rotated[:, heads:]
         if cache is not None:
             keys, values = cache.update(keys, values, number)
         attended = batch.attention(queries, keys, values, self.scaling, self.window, None)
@@ -187,11 +171,8 @@ class FusedDecoder:
         them.
         """
         decoder = model.base_model if model.base_model is not model else model.model
-        self._embed, self._rotary, self._norm = (
-            decoder.embed_tokens,
-            decoder.rotary_emb,
-            Norm(decoder.norm),
-        )
+        self._embed, self._rotary = decoder.embed_tokens, decoder.rotary_emb
+        self._norm = Norm.of(decoder.norm)
         self._layers = [_Layer(layer) for layer in decoder.layers]
         self._projections = list(chain.from_iterable(layer.projections for layer in self._layers))
         self._head: nn.Module = model.get_output_embeddings()
@@ -202,17 +183,17 @@ class FusedDecoder:
         self.kernels: StepKernels = TorchKernels()
         """The kernels of decoding steps."""
         self._packed_head: FrozenProduct | None = None
-        """The head laid out for few rows, while a sampler reads the copy."""
+        """The prepacked head, while a sampler reads it."""
         self._version: tuple[Any, ...] | None = None
 
     @classmethod
     def of(
-        cls, model: Any, *, merge: bool, say: Callable[[str], None] | None = None
+        cls, model: Any, *, merge: bool, log: Callable[[str], None] = lambda _: None
     ) -> "FusedDecoder | None":
         """Return None where the model is of another family, its layers are quantised or adapted in
         another way, or a probe differs.
 
-        `say` is told in a line where the family is a known one and the probe differs.
+        `log` receives a line where a model of a known family differs on the probe.
         """
         if model.config.model_type not in _FAMILIES or model.config.hidden_act != "silu":
             return None
@@ -228,24 +209,22 @@ class FusedDecoder:
         difference = fused._difference(model.base_model)
         if difference <= 1:
             difference = cls._shrunken_difference(model)
-        if difference <= 1:
-            device = fused._embed.weight.device
-            with (
-                torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-            ):  # Triton's kernels go to the current one
-                fused._take_kernels(say or (lambda _: None))
-            return fused
-        if say is not None:
-            say(
+        if difference > 1:
+            log(
                 f"{type(model).__name__} keeps its own, slower forward pass: the fused one differs"
                 f" from it on a probe by {difference:.1e} times what rounding allows."
             )
-        return None
+            return None
+        device = fused._embed.weight.device
+        # Triton's kernels go to the current device.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            fused._take_kernels(log)
+        return fused
 
     @classmethod
     def _shrunken_difference(cls, model: Any) -> float:
-        """Return `_difference` of a shrunken copy, which the class and the configuration decide:
-        the prediction of memory and the engine ask for the same one.
+        """Return `_difference` of a shrunken copy, computed once for a class and configuration: the
+        prediction of memory and the engine ask for the same one.
         """
         key = type(model), model.config.to_json_string(use_diff=False)
         if key not in _shrunken_differences:
@@ -253,25 +232,23 @@ class FusedDecoder:
             _shrunken_differences[key] = cls(small, merge=False)._difference(small.base_model)
         return _shrunken_differences[key]
 
-    def _take_kernels(self, say: Callable[[str], None]) -> None:
-        """Take the device's own kernels, and lay the adapter under the weights where kernels are
-        launched one by one.
+    def _take_kernels(self, log: Callable[[str], None]) -> None:
+        """Take the device's own kernels. Where kernels are launched one by one, the adapter's down
+        factors join the weights.
         """
         weight = self._embed.weight
         narrow = any(projection.scale is not None for projection in self._projections)
         first = self._layers[0]
         heads = Heads(first.heads[0], first.heads[1], first.head_size)
-        self.kernels = step_kernels(weight.device, weight.dtype, say, heads, narrow=narrow)
+        self.kernels = step_kernels(weight.device, weight.dtype, log, heads, narrow=narrow)
         if weight.device.type not in TRITON_DEVICES:
             return
         for projection in self._projections:
             projection.append_lora_a_to_weight()
             projection.scaled_product = self.kernels.scaled_product
-        self._version = (
-            None  # the down factors are in another place, where none has been written yet
-        )
+        self._version = None  # the down factors have another place, still empty
         if isinstance(self.kernels, TritonKernels):
-            of_layers = layer_kernels(weight.device, weight.dtype, say)
+            of_layers = layer_kernels(weight.device, weight.dtype, log)
             for norm in self.norms:
                 norm.kernels = of_layers
 
@@ -309,14 +286,18 @@ class FusedDecoder:
             return
         for projection in self._projections:
             projection.refresh(copy)
-        if copy == "none" or type(self._head) is not nn.Linear:
+        if copy == "none":
             self._packed_head = None
         elif self._packed_head is None:
-            self._packed_head = kept_pack(self._head.weight, self._head.weight, self._head.bias)
+            self._pack_head()
         self._version = version
 
+    def _pack_head(self) -> None:
+        if type(self._head) is nn.Linear:
+            self._packed_head = kept_pack(self._head.weight, self._head.weight, self._head.bias)
+
     def keep_packs(self) -> None:
-        """Make the copies that hold no adapter, for the sampler of every run inside
+        """Prepack the weights without the adapter, for the samplers of all runs inside
         `shared_packs`.
         """
         if not self.merge:
@@ -324,8 +305,7 @@ class FusedDecoder:
         for projection in self._projections:
             if projection.dtype != torch.float32 or projection.fits_half:
                 projection.refresh("plain")
-        if type(self._head) is nn.Linear:
-            self._packed_head = kept_pack(self._head.weight, self._head.weight, self._head.bias)
+        self._pack_head()
 
     @property
     def kv_heads(self) -> list[tuple[int, int]]:
@@ -382,11 +362,8 @@ class FusedDecoder:
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return the residual stream [N, H], cos and sin [N, 1, D]."""
         embedded = self._embed(token_ids)
-        cos, sin = self._rotary(embedded, positions)
-        return embedded.flatten(0, 1), (
-            cos.flatten(0, 1).unsqueeze(1),
-            sin.flatten(0, 1).unsqueeze(1),
-        )
+        cos, sin = (part.flatten(0, 1).unsqueeze(1) for part in self._rotary(embedded, positions))
+        return embedded.flatten(0, 1), (cos, sin)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [..., V] of hidden states [..., H]."""
@@ -404,9 +381,8 @@ class FusedDecoder:
         """
         if self._embed.weight.is_meta:
             return 0.0
-        ids = torch.arange(
-            min(_PROBE_TOKENS, self._embed.num_embeddings), device=self._embed.weight.device
-        ).unsqueeze(0)
+        count = min(_PROBE_TOKENS, self._embed.num_embeddings)
+        ids = torch.arange(count, device=self._embed.weight.device).unsqueeze(0)
         seen: list[tuple[Tensor, Tensor]] = []
         hooks = [
             layer.register_forward_hook(
@@ -420,66 +396,46 @@ class FusedDecoder:
             for hook in hooks:
                 hook.remove()
         self.refresh()
-        embedded, rotary = self._embedded(
-            ids, torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
-        )
+        embedded, rotary = self._embedded(ids, torch.arange(count, device=ids.device).unsqueeze(0))
         differences = [
             _distance(embedded, seen[0][0]),
             _distance(normed(seen[-1][1], self._norm), last),
         ]
-        for number, (layer, (before, after)) in enumerate(zip(self._layers, seen, strict=True)):
-            differences.append(
-                _distance(layer.forward(before, rotary, 1, _Whole(), None, number), after)
-            )
+        for layer, (before, after) in zip(self._layers, seen, strict=True):
+            found = layer.forward(before, rotary, 1, CausalAttention(), None, 0)
+            differences.append(_distance(found, after))
         return max(differences) / _TOLERANCE[last.dtype]
 
 
-class _Whole:
-    """Plain causal attention over whole rows."""
+class CausalAttention(FusedAttention):
+    """Causal attention within each row, as an `AttentionBatch`."""
 
-    def attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        return FusedAttention().causal(query, key, value, scaling, window, softcap)
+    attention = FusedAttention.causal
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
     """Largest ||found - expected|| / ||expected|| of a token; both [N, H]. A padding token's
     embedding may be zero, in both.
     """
-    smallest = torch.finfo(torch.float32).tiny
-    return float(
-        (
-            (found.float() - expected.float()).norm(dim=-1)
-            / expected.float().norm(dim=-1).clamp_min(smallest)
-        ).max()
-    )
+    found, expected = found.float(), expected.float()
+    size = expected.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+    return float(((found - expected).norm(dim=-1) / size).max())
 
 
 def shrunken(model: Any) -> Any:
-    """A narrow random model of the same class and settings, one layer of each type, whose sliding
-    window is shorter than the probe.
+    """A narrow random model of the same class and settings, in float32 on the CPU, with one layer
+    of each type. Its sliding window is shorter than the probe.
 
-    float32, on the CPU; the generators of random numbers are left as they were.
+    The random generators are left as they were.
     """
     config = deepcopy(model.config)
     types = sorted(set(getattr(config, "layer_types", None) or ()))
     groups = config.num_attention_heads // config.num_key_value_heads
-    config.head_dim = model.base_model.layers[
-        0
-    ].self_attn.head_dim  # kept: factors of the rotary embedding may be given for each of it
+    # Kept: the rotary embedding may have a factor for each of its elements.
+    config.head_dim = model.base_model.layers[0].self_attn.head_dim
     config.num_attention_heads, config.num_key_value_heads = 2 * groups, 2
-    config.hidden_size, config.intermediate_size, config.vocab_size = (
-        8 * config.num_attention_heads,
-        24,
-        _PROBE_TOKENS,
-    )
+    config.hidden_size, config.intermediate_size = 8 * config.num_attention_heads, 24
+    config.vocab_size = _PROBE_TOKENS
     config.num_hidden_layers = max(1, len(types))
     config.pad_token_id = config.bos_token_id = config.eos_token_id = None
     config._attn_implementation = "eager"

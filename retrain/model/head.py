@@ -11,6 +11,7 @@ alone: the sampled one and the most probable others, as many as the sampler kept
 The set is a constant to the gradient.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,8 +25,7 @@ from retrain.model.truncation import Cuts, KeptSets, keep_only
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 """Bytes of one fp32 tensor [chunk rows, vocabulary], by device; a handful of them live at a time.
-On a GPU a chunk has to have enough rows that the product, and not the reading of the head, takes
-the time."""
+A GPU needs so many rows, else reading the head takes longer than the product."""
 _LOG_SMALLEST, _SMALLEST = -87.0, 2e-38
 """The smallest normal float32 is 1.2e-38, whose logarithm is -87.3."""
 
@@ -108,13 +108,22 @@ def count_kept(
     """[N] float32 counts of the tokens that the cuts keep of softmax(logits / temperature), for
     `hidden` [N, H].
     """
+    chunks = shifted_logits(head, hidden, temperature)
+    return torch.cat([kept_counts(z, top_k, top_p, min_p).float() for _, z in chunks])
+
+
+def shifted_logits(
+    head: Head, hidden: Tensor, temperature: float
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield chunks of the rows of `hidden` [N, H]: (rows, logits / temperature minus its maximum
+    [R, V]).
+    """
     rows = chunk_rows(head.weight.shape[0], chunk_bytes_on(hidden.device.type))
-    counts = []
     for start in range(0, len(hidden), rows):
-        z = head.logits(hidden[start : start + rows]) / temperature
+        part = slice(start, start + rows)
+        z = head.logits(hidden[part]) / temperature
         z -= z.amax(-1, keepdim=True)
-        counts.append(kept_counts(z, top_k, top_p, min_p).float())
-    return torch.cat(counts)
+        yield part, z
 
 
 def kept_counts(z: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
@@ -145,9 +154,8 @@ class _ChunkedHead(torch.autograd.Function):
         entropy_gradient = None
         if wants_gradient and entropy:
             entropy_gradient = torch.empty_like(hidden)
-        products = hidden.new_empty(
-            min(rows, count), head.weight.shape[0]
-        )  # of one chunk after the other: new memory costs page faults
+        # Memory for one chunk after the other: new memory costs page faults.
+        products = hidden.new_empty(min(rows, count), head.weight.shape[0])
         for start in range(0, count, rows):
             part = slice(start, min(start + rows, count))
             of_part = None if kept is None else kept[part]
@@ -206,10 +214,9 @@ class _Chunk:
         self.head, self.targets, self.temperature = head, targets, temperature
         logits = head.logits(hidden, products)
         self.capped = logits.clone() if head.softcap is not None else None
+        u = logits
         if temperature != 1.0:
-            u = logits.div_(temperature)
-        else:
-            u = logits
+            u.div_(temperature)
         if kept is not None:
             keep_only(u, targets, kept)
         u.sub_(u.amax(-1, keepdim=True))

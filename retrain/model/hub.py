@@ -46,9 +46,8 @@ def _ask(endpoint: str, answers: list[bool]) -> None:
     import httpx
 
     try:
-        httpx.head(
-            endpoint, timeout=PATIENCE_S
-        )  # any status counts: the question is the network, not the page
+        # Any status counts: the question is the network, not the page.
+        httpx.head(endpoint, timeout=PATIENCE_S)
         answers.append(True)
     except (httpx.HTTPError, OSError):
         answers.append(False)

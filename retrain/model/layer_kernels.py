@@ -27,21 +27,18 @@ class TritonLayers:
 
         self.norm, self.norm_gradient = rowwise.norm, rowwise.norm_gradient
         self.apply_rope, self.apply_rope_gradient = rowwise.apply_rope, rowwise.apply_rope_gradient
-        self.gate, self.gate_gradient = (
-            partial(rowwise.gate, pending=None),
-            rowwise.gate_gradient,
-        )
+        self.gate, self.gate_gradient = partial(rowwise.gate, pending=None), rowwise.gate_gradient
 
 
 def layer_kernels(
-    device: torch.device, dtype: torch.dtype, say: Callable[[str], None]
+    device: torch.device, dtype: torch.dtype, log: Callable[[str], None]
 ) -> LayerKernels | None:
-    """Return the kernels of a device that has Triton's. None, and why in a line to `say`, if they
+    """Return the kernels of a device that has Triton's. None, and why in a line to `log`, if they
     fail or differ from torch's operators.
     """
     kernels, reason = choose(TritonLayers, partial(differences, device=device, dtype=dtype))
     if reason:
-        say(f"Learning uses torch's operators: {reason}.")
+        log(f"Learning uses torch's operators: {reason}.")
     return kernels
 
 
@@ -54,32 +51,32 @@ def differences(kernels: LayerKernels, device: torch.device, dtype: torch.dtype)
 
 def _norm_cases(make: Make) -> dict[str, Case]:
     x, weight, grad = make(18, 40), make(40), make(18, 40)
-
-    def results(kernels: LayerKernels | None) -> tuple[Tensor, Tensor]:
-        norm, leaf = Norm.of(weight, 1e-6), x.clone().requires_grad_()
-        norm.kernels = kernels
-        with torch.enable_grad():
-            output = normed(leaf, norm)
-        return output, torch.autograd.grad(output, leaf, grad)[0]
-
-    return {"norm": lambda of: results(of)[:1], "norm_gradient": lambda of: results(of)[1:]}
+    return _normed_cases("norm", x, weight, grad, normed)
 
 
 def _rope_cases(make: Make) -> dict[str, Case]:
     x, weight, grad = make(18, 5, 8), make(3, 8), make(18, 3, 8)
     rotary = make(18, 1, 4).repeat(1, 1, 2), make(18, 1, 4).repeat(1, 1, 2)
 
+    def rotated(x: Tensor, norm: Norm) -> Tensor:
+        return apply_rope(x[:, :3], *rotary, norm)
+
+    return _normed_cases("apply_rope", x, weight, grad, rotated)
+
+
+def _normed_cases(
+    name: str, x: Tensor, weight: Tensor, grad: Tensor, function: Callable[[Tensor, Norm], Tensor]
+) -> dict[str, Case]:
+    """Two cases of a function of x and a norm: its output and its gradient."""
+
     def results(kernels: LayerKernels | None) -> tuple[Tensor, Tensor]:
-        norm, leaf = Norm.of(weight, 1e-6), x.clone().requires_grad_()
+        norm, leaf = Norm(weight, 1e-6), x.clone().requires_grad_()
         norm.kernels = kernels
         with torch.enable_grad():
-            output = apply_rope(leaf[:, :3], *rotary, norm)
+            output = function(leaf, norm)
         return output, torch.autograd.grad(output, leaf, grad)[0]
 
-    return {
-        "apply_rope": lambda of: results(of)[:1],
-        "apply_rope_gradient": lambda of: results(of)[1:],
-    }
+    return {name: lambda of: results(of)[:1], f"{name}_gradient": lambda of: results(of)[1:]}
 
 
 def _gate_cases(make: Make) -> dict[str, Case]:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from retrain.config.schema import Backend, Model
 
 _PROBE_TOKENS = 8
-_PROBE_TOLERANCE = 2e-2
-"""Relative to the largest logit: bf16 keeps 8 bits, and an unknown scale or cap is far outside."""
+_PROBE_TOLERANCE, _HALF_TOLERANCE = 1e-3, 2e-2
+"""Relative to the largest logit, in float32 and in fewer bits: bf16 keeps 8."""
 _GATHERED = 2
 """Layers that are whole at once: the one that runs and the next one, which is gathered
 meanwhile."""
@@ -64,11 +64,10 @@ class BaseModel:
         """
         packed: dict[str, Any] = {}
         if attention_batch is not None:
-            visible = torch.ones_like(token_ids, dtype=torch.bool)
             packed = {
                 "position_ids": positions,
                 "attention_batch": attention_batch,
-                "attention_mask": visible,
+                "attention_mask": torch.ones_like(token_ids, dtype=torch.bool),
             }
         hidden: Tensor = self.decoder(
             input_ids=token_ids, use_cache=False, **packed
@@ -82,10 +81,10 @@ _model_cache: "dict[tuple[object, ...], BaseModel] | None" = None
 
 @contextmanager
 def shared_models() -> Iterator[None]:
-    """Share models: inside, a model stays loaded for the next backend that asks for it, so that
-    consecutive runs load it once.
+    """Keep a model loaded inside for the next backend that asks for it: consecutive runs load it
+    once.
 
-    Only one backend may use it at a time: the next one removes the adapter of the one before.
+    One backend uses it at a time; the next one removes the adapter of the one before.
     """
     global _model_cache  # noqa: PLW0603 - one cache per process, which a campaign turns on and off
     before, _model_cache = _model_cache, {}
@@ -108,9 +107,8 @@ def load_base_model(
             ' devices = "cpu".'
         )
     if part_class("engine", config.inference.engine).decodes_here:
-        engine_options(
-            config.inference, device.type, dtype
-        )  # refuses what cannot be served before gigabytes are loaded
+        # Refuses what cannot be served before gigabytes are loaded.
+        engine_options(config.inference, device.type, dtype)
     shards = shards_of(config.backend, world)
     if _model_cache is None or shards.size > 1:  # parts end with their ranks
         return _load(config.model, folder_or_id, device, dtype, shards)
@@ -125,8 +123,9 @@ def load_base_model(
         config.inference.attention_kernel,
         *model_files(folder_or_id),
     )
+    # Before the next one is loaded: there may not be memory for both.
     for other in [key for key in _model_cache if key[:-1] != source]:
-        del _model_cache[other]  # before the next one is loaded: there may not be memory for both
+        del _model_cache[other]
     key = (*source, device)
     if key in _model_cache:
         _remove_adapter(_model_cache[key].model)
@@ -148,8 +147,7 @@ def _load(
         shard(model, decoder, device, shards, settings.model)
     elif not settings.load_in_4bit:
         if device.type == "cpu":
-            # a weight in the file's dtype maps the file, and a single one keeps all
-            # of it resident
+            # A weight in the file's dtype maps the file, and a single one keeps all of it resident.
             for parameter in model.parameters():
                 parameter.data = parameter.data.clone()
         model.to(device)
@@ -178,9 +176,7 @@ def decoder_of(model: "PreTrainedModel", name: str) -> nn.Module:
 
 
 def _remove_adapter(model: "PreTrainedModel") -> None:
-    """Put back the frozen layers that peft wrapped; adapters are never merged, so they are as
-    loaded.
-    """
+    """Put back the frozen layers that peft wrapped; no adapter is ever merged into them."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     wrapped = [
@@ -211,12 +207,12 @@ def load_weights(
     if settings.revision:
         options["revision"] = settings.revision
     if settings.load_in_4bit:
-        if device.type != "cuda" or find_spec("bitsandbytes") is None:
-            missing = (
-                "a CUDA device"
-                if device.type != "cuda"
-                else "bitsandbytes (pip install bitsandbytes)"
-            )
+        missing = ""
+        if device.type != "cuda":
+            missing = "a CUDA device"
+        elif find_spec("bitsandbytes") is None:
+            missing = "bitsandbytes (pip install bitsandbytes)"
+        if missing:
             raise EnvironmentFailure(
                 f"[model] load_in_4bit = true needs {missing}: provide it, or set load_in_4bit ="
                 " false."
@@ -279,20 +275,20 @@ def find_head(model: "PreTrainedModel", decoder: nn.Module, name: str) -> Head:
         )
     weight, bias = output.weight, getattr(output, "bias", None)
     probe = torch.arange(min(_PROBE_TOKENS, weight.shape[0]), device=weight.device).unsqueeze(0)
-    softcaps = _numbers(model.config, ("final_logit_softcapping", "softcap"))
+    softcaps = _numbers(model.config, ("final_logit_softcapping", "logits_soft_cap", "softcap"))
     names = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
     mentioned = _numbers(model.config, names)
+    tolerance = _PROBE_TOLERANCE
+    if weight.dtype != torch.float32:
+        tolerance = _HALF_TOLERANCE
     with torch.no_grad():
         expected = model(input_ids=probe, use_cache=False).logits[0].float()
         hidden = decoder(input_ids=probe, use_cache=False).last_hidden_state[0]
-        for scale in (
-            1.0,
-            *mentioned,
-            *(1 / scale for scale in mentioned),
-        ):  # Granite divides by its scale, HyperCLOVA multiplies
+        # Granite divides by its scale, HyperCLOVA multiplies.
+        for scale in (1.0, *mentioned, *(1 / scale for scale in mentioned)):
             for softcap in (*softcaps, None):
                 head = Head(weight, bias, scale, softcap)
-                if _matches(head.logits(hidden), expected):
+                if _matches(head.logits(hidden), expected, tolerance):
                     return head
     raise ConfigurationError(
         f'[model] model = "{name}" changes its logits in a way that the learner does not know, so'
@@ -302,14 +298,14 @@ def find_head(model: "PreTrainedModel", decoder: nn.Module, name: str) -> Head:
 
 
 def _numbers(settings: Any, names: Sequence[str]) -> list[float]:
-    """Return those of the named attributes that exist and are not 0."""
+    """Return the named attributes that exist and are not 0."""
     values = [getattr(settings, name, None) for name in names]
     return [float(value) for value in values if value]
 
 
-def _matches(logits: Tensor, expected: Tensor) -> bool:
+def _matches(logits: Tensor, expected: Tensor, tolerance: float) -> bool:
     return logits.shape == expected.shape and bool(
-        (logits - expected).abs().max() <= _PROBE_TOLERANCE * expected.abs().max()
+        (logits - expected).abs().max() <= tolerance * expected.abs().max()
     )
 
 
@@ -349,13 +345,11 @@ def shard(
     for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
     whole = [parameter for parameter in model.parameters() if not is_sharded(parameter)]
-    fully_shard(
-        decoder, mesh=mesh, ignored_params=set(decoder.parameters()) & set(whole)
-    )  # the root, which orders the layers' gathers
+    # The root, which orders the layers' gathers.
+    fully_shard(decoder, mesh=mesh, ignored_params=set(decoder.parameters()) & set(whole))
+    # A copy on a CPU too, so that nothing maps the file.
     for tensor in (*whole, *model.buffers()):
-        tensor.data = tensor.data.to(
-            device, copy=True
-        )  # a copy on a CPU too, so that nothing maps the file
+        tensor.data = tensor.data.to(device, copy=True)
 
 
 def layers(decoder: nn.Module) -> list[nn.Module]:

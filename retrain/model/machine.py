@@ -50,11 +50,11 @@ measured on every card."""
 _CPU_SHARE = 0.8
 """Share of a computer's memory that a run may take in all; the computer has other work."""
 _MERGED_SHARE = 0.2
-"""Share for the sampler's copy of the weights, laid out for products with few rows; in float32 the
-adapter is merged into it."""
+"""Share for the sampler's prepacked copy of the weights; in float32 the adapter is merged into
+it."""
 _LARGE, _LARGE_ROWS = 64 << 20, 16
-"""Bytes of a model whose products take longer than what is around them even for few rows, and the
-rows of its pieces: a step of 32 completions then has work for two workers."""
+"""Bytes of a model whose products take most of the time even for few rows, and the rows of its
+pieces: a step of 32 completions then has work for two workers."""
 _PROBE_TOKENS, _PROBES = 32, 3
 _THREADS_PAY = 0.9
 """Share of the ideal speed-up that threads must reach. Workers reach nearly as much, and keep it
@@ -111,22 +111,14 @@ class Budget:
     @cached_property
     def longest(self) -> int:
         """Tokens of the longest row that is trained."""
-        return longest_row(
-            self.config.training,
-            self.config.environment,
-            context_length(self.model_config),
-            self.prompt_tokens,
-        )
+        config, context = self.config, context_length(self.model_config)
+        return longest_row(config.training, config.environment, context, self.prompt_tokens)
 
     @cached_property
     def longest_sampled(self) -> int:
-        config = self.config
+        config, context = self.config, context_length(self.model_config)
         return longest_sampled(
-            config.training,
-            config.evaluation,
-            config.environment,
-            context_length(self.model_config),
-            self.prompt_tokens,
+            config.training, config.evaluation, config.environment, context, self.prompt_tokens
         )
 
     @property
@@ -140,7 +132,7 @@ class Budget:
         if self.machine.device_type != "cuda":
             return int(self.spare * _LEARNING_SHARE)
         size = self.size
-        stays = 4 * 4 * size.num_trainable + size.adapter_copies + 2 * chunk_bytes_on("cuda")
+        stays = size.trained_bytes + size.adapter_copies + 2 * chunk_bytes_on("cuda")
         return int(max(0, self.spare - stays) * _CUDA_SHARE)
 
     @property
@@ -153,8 +145,12 @@ class Budget:
     @property
     def prompt_pass(self) -> int:
         """Bytes of a packed pass over prompts, beside their keys and values."""
-        tokens = min(PREFILL_TOKENS, self.config.training.batch_size * self.prompt_tokens)
-        return tokens * self.size.gradients_per_token
+        return self.prefill_tokens * self.size.gradients_per_token
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens of one packed pass."""
+        return min(PREFILL_TOKENS, self.config.training.batch_size * self.prompt_tokens)
 
     @cached_property
     def paged(self) -> bool:
@@ -166,9 +162,7 @@ class Budget:
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes of a copy of the weights for products with few rows: more than the weights where
-        these are in 8 bits.
-        """
+        """Bytes of a prepacked copy of the weights, which is more if these are in 8 bits."""
         size = self.size
         return max(size.weights, size.layer_weights + size.head_weights)
 
@@ -205,10 +199,9 @@ def choose(
     world: World = ALONE,
     stored: MachineChoices | None = None,
 ) -> MachineChoices:
-    """Return `plan`, with one worker of several threads in place of several of one thread where
-    these measure better.
+    """Return `plan`, or a plan for one worker of several threads where a measurement favours it.
 
-    `stored` holds the choices of a resumed run, which are kept, except the number of workers.
+    `stored`: the choices of a resumed run, which are kept except for the number of workers.
     """
     choices = plan(budget, world)
     if stored:
@@ -220,8 +213,8 @@ def choose(
 
 @torch.no_grad()
 def threads_pay(base: "BaseModel") -> bool:
-    """Return True if an operator's threads reach most of the ideal speed-up: products are large and
-    no other process takes the cores.
+    """Return True if an operator's threads reach most of the ideal speed-up; they need large
+    products and free cores.
     """
     threads = torch.get_num_threads()
     ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64)
@@ -255,11 +248,9 @@ def plan(budget: Budget, world: World = ALONE, *, shares: bool = True) -> Machin
         kv_cache_dtype=config.inference.kv_cache_dtype,
         paged=budget.paged,
     )
-    merges = budget.merges
+    merges, rows = budget.merges, decode.rows
     if size.weights > _LARGE:
-        rows = min(decode.rows, _LARGE_ROWS)
-    else:
-        rows = decode.rows
+        rows = min(rows, _LARGE_ROWS)
     kept = size.activations_per_token(checkpointing=checkpointing, offloading=offloading)
     fitting = [
         decode.tokens // (rows * budget.longest_sampled),
@@ -267,15 +258,13 @@ def plan(budget: Budget, world: World = ALONE, *, shares: bool = True) -> Machin
     ]
     if merges:
         fitting.append(int(budget.spare * _MERGED_SHARE) // budget.copy_bytes)
-    workers = min(machine.threads, *fitting)
+    workers, threads = min(machine.threads, *fitting), 1
     # torchrun's processes share the work already, and a sampler beside the learner computes at the
-    # same time
+    # same time.
     alone = world.size == 1 and len(config.backend.device_list) == 1
     can_share = shares and alone and machine.device_type == "cpu" and can_fork()
     if not can_share or 2 * workers < machine.threads:
         rows, workers, threads = decode.rows, 1, machine.threads
-    else:
-        threads = 1
     return MachineChoices(
         threads=threads,
         decode_rows=rows,
@@ -289,15 +278,13 @@ def plan(budget: Budget, world: World = ALONE, *, shares: bool = True) -> Machin
 
 
 def _check_adapter(rank: int, size: Footprint, machine: Machine) -> None:
-    """Raise EnvironmentFailure for an adapter that the whole machine could not hold with its
-    gradient and two moments, in float32.
-    """
-    learned = 4 * 4 * size.num_trainable
-    if learned > machine.memory:
+    """Raise EnvironmentFailure for an adapter whose training the whole machine could not hold."""
+    learned, there = (number / 2**30 for number in (size.trained_bytes, machine.memory))
+    if learned > there:
         raise EnvironmentFailure(
             f"[model] lora_rank = {rank} gives an adapter of {size.num_trainable:,} parameters,"
-            f" which take {learned / 2**30:,.0f} GiB with their gradient and two moments, and"
-            f" {machine.device_type} has {machine.memory / 2**30:,.0f} GiB; lower lora_rank."
+            f" which take {learned:,.0f} GiB with their gradient and two moments, and"
+            f" {machine.device_type} has {there:,.0f} GiB; lower lora_rank."
         )
 
 

@@ -6,6 +6,7 @@ chooses from the machine.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,6 @@ import torch
 from retrain.distributed import ALONE, World
 from retrain.model.budget import (
     PAGE_TOKENS,
-    PREFILL_TOKENS,
     PROMPT_ALLOWANCE,
     STORE_SHARE,
     DecodeLimits,
@@ -21,7 +21,7 @@ from retrain.model.budget import (
     sampling_chunk_bytes,
 )
 from retrain.model.devices import choose_device, choose_dtype
-from retrain.model.footprint import Footprint, NotPredictable, footprint, weightless_model
+from retrain.model.footprint import Footprint, PredictionError, footprint, weightless_model
 from retrain.model.head import chunk_bytes_on
 from retrain.model.machine import Budget, Machine, plan
 from retrain.model.packed import computes_bf16
@@ -31,11 +31,10 @@ from retrain.types import MachineChoices
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
 
-__all__ = ["GIB", "Memory", "NotPredictable", "Part", "byte_words", "predict_memory"]
+__all__ = ["GIB", "Memory", "Part", "PredictionError", "byte_words", "predict_memory"]
 
 GIB = 2**30
 _FLOAT = 4
-_MOMENTS = 2
 _SAMPLING_TENSORS = 4
 """Float32 tensors of [chunk, vocabulary] that live together in the sampler: logits, shifted ones,
 their exponentials, products."""
@@ -56,22 +55,27 @@ class Part:
 
 @dataclass(frozen=True)
 class Memory:
+    """The memory of one process, part by part."""
+
     device: str
     """torch's name of the learner's device: cpu, cuda:0."""
     sampler_device: str
     """The same, but in split mode."""
-    machine: Machine
-    size: Footprint
+    budget: Budget
     choices: MachineChoices
-    weights: Part
-    adapter: Part
-    optimizer: Part
-    merged_copy: Part
-    context: Part
-    prompt_pass: Part
-    kv_cache: Part
-    activations: Part
-    logits: Part
+    shards: int
+
+    @property
+    def machine(self) -> Machine:
+        return self.budget.machine
+
+    @property
+    def size(self) -> Footprint:
+        return self.budget.size
+
+    @property
+    def config(self) -> "TrainConfig":
+        return self.budget.config
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -100,11 +104,7 @@ class Memory:
         if self.sampler_device != self.device:
             return {
                 self.sampler_device: (
-                    self.context.bytes
-                    + self.weights.bytes
-                    + self.adapter.bytes
-                    + self.sampling
-                    + self.logits.bytes
+                    self.fixed - self.optimizer.bytes + self.sampling + self.logits.bytes
                 ),
                 self.device: self.fixed + self.activations.bytes + self.logits.bytes,
             }
@@ -149,103 +149,14 @@ class Memory:
             "offload_activations": self.choices.offload_activations,
         }
 
-
-def predict_memory(
-    config: "TrainConfig",
-    *,
-    prompt_tokens: int = PROMPT_ALLOWANCE,
-    memory_gib: float | None = None,
-    choices: MachineChoices | None = None,
-    shards: World = ALONE,
-) -> Memory:
-    """Predict the memory of one process on the local backend, at its longest completions after the
-    longest prompt of `prompt_tokens`.
-
-    `memory_gib` stands for a device that need not be here; `choices` are the stored ones of a
-    resumed run; `shards` are the processes that hold the base in parts (`load.shards_of`). Raises
-    EnvironmentFailure where the device or the model's configuration is not there, or where one
-    completion does not fit.
-    """
-    sampler: torch.device | None
-    if memory_gib is None:
-        device, _, sampler = choose_device(config.backend)
-        machine = Machine.of(device)
-    else:
-        devices = [
-            torch.device(name) for name in config.backend.device_list
-        ]  # in split mode the sampler's, then the learner's
-        device, sampler = devices[-1], devices[0] if len(devices) > 1 else None
-        machine = Machine(device.type, int(memory_gib * GIB), torch.get_num_threads())
-    model = config.model
-    model_config = load_model_config(model.model, model.revision, model.trust_remote_code)
-    size = _size_without_weights(config, model_config, device, shards)
-    budget = Budget(config, model_config, size, machine)
-    choices = choices or plan(budget)
-    estimate = _Estimate(replace(budget, prompt_tokens=prompt_tokens), choices, shards.size)
-    return Memory(
-        device=str(device),
-        sampler_device=str(sampler or device),
-        machine=machine,
-        size=size,
-        choices=choices,
-        weights=estimate.weights(),
-        adapter=estimate.adapter(),
-        optimizer=estimate.optimizer(),
-        merged_copy=estimate.merged_copy(),
-        context=Part("CUDA", machine.context, "context, kernels and workspaces, an estimate"),
-        prompt_pass=estimate.prompt_pass(),
-        kv_cache=estimate.kv_cache(),
-        activations=estimate.activations(),
-        logits=estimate.logits(),
-    )
-
-
-_sizes: dict[tuple[Any, ...], Footprint] = {}
-"""By all that they depend on: the runs of a campaign, and of a test process, have few."""
-
-
-def _size_without_weights(
-    config: "TrainConfig", model_config: Any, device: torch.device, shards: World
-) -> Footprint:
-    dtype = choose_dtype(config.model.dtype, device)
-    key = (
-        model_config.to_json_string(use_diff=False),
-        config.model.model_dump_json(),
-        config.lora.model_dump_json(),
-        config.inference.attention_kernel,
-        device.type,
-        dtype,
-        shards.size,
-    )
-    if key not in _sizes:
-        base = weightless_model(config.model, config.lora, model_config, dtype, shards)
-        _sizes[key] = footprint(base, config, device.type)
-    return _sizes[key]
-
-
-# -- the parts -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Estimate:
-    budget: Budget
-    choices: MachineChoices
-    shards: int
-
-    @property
-    def size(self) -> Footprint:
-        return self.budget.size
-
-    @property
-    def config(self) -> "TrainConfig":
-        return self.budget.config
+    # -- the parts ---------------------------------------------------------------------------------
 
     @property
     def completions(self) -> int:
         """Completions per step."""
         return self.config.training.batch_size * self.config.training.group_size
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Completions that decode at a time, by all workers, in a training step or in an
         evaluation.
@@ -255,11 +166,12 @@ class _Estimate:
             self.choices.decode_rows * self.choices.workers, self.choices.decode_tokens
         )
         asked = max(part.max_examples * part.samples or limits.rows for part in evaluation.parts)
-        return limits.rows_together(
-            self.budget.longest_sampled,
-            max(self.completions, asked) if evaluation.asked_for else self.completions,
-        )
+        most = self.completions
+        if evaluation.asked_for:
+            most = max(most, asked)
+        return limits.rows_together(self.budget.longest_sampled, most)
 
+    @cached_property
     def weights(self) -> Part:
         """Size the weights, with the second copy where the sampler computes in another dtype."""
         size, total = self.size, self.size.weights
@@ -277,6 +189,7 @@ class _Estimate:
             note += ", and in bf16 for the sampler"
         return Part("weights", total, note)
 
+    @cached_property
     def adapter(self) -> Part:
         count, rank = self.size.num_trainable, self.config.model.lora_rank
         return Part(
@@ -285,13 +198,12 @@ class _Estimate:
             f"{count:,} parameters of rank {rank} in fp32",
         )
 
+    @cached_property
     def optimizer(self) -> Part:
-        return Part(
-            "optimizer",
-            self.size.num_trainable * _FLOAT * (1 + _MOMENTS),
-            "gradient and two moments in fp32",
-        )
+        size = self.size.trained_bytes - self.size.num_trainable * _FLOAT
+        return Part("optimizer", size, "gradient and two moments in fp32")
 
+    @cached_property
     def merged_copy(self) -> Part:
         """Size the sampler's copy of the weights on a CPU, made anew for every step."""
         size = self.size
@@ -300,35 +212,34 @@ class _Estimate:
         copy = 0
         if makes and size.layer_weights:
             copy = (size.layer_weights + size.head_weights) // (2 if cast else 1)
-        workers = self.choices.workers
+        workers, each = self.choices.workers, ""
         if workers > 1:
             each = f", in each of {workers} processes"
-        else:
-            each = ""
         note = (
             "the layers, in fp32 with the adapter in them, and the head, laid out for few"
             f" rows{each}; half if all fit 16 bits"
         )
         return Part("merged copy", copy * workers, note)
 
+    @property
+    def context(self) -> Part:
+        size = self.machine.context
+        return Part("CUDA", size, "context, kernels and workspaces, an estimate")
+
+    @cached_property
     def prompt_pass(self) -> Part:
         """Size the pass over prompts on a GPU; on a CPU it is less than what a learning pass takes,
         and the two take turns.
         """
-        if self.budget.machine.device_type != "cuda":
+        if self.machine.device_type != "cuda":
             return Part("prompt pass", 0, "")
         plain = kv_bytes_per_token(self.budget.model_config, self.size.dtype.itemsize)
-        tokens = min(PREFILL_TOKENS, self.config.training.batch_size * self.budget.prompt_tokens)
-        if self.budget.paged:
-            kept = 0
-        else:
-            kept = tokens * plain
-        return Part(
-            "prompt pass",
-            self.budget.prompt_pass + kept,
-            f"{tokens:,} tokens of prompts at a time",
-        )
+        tokens, total = self.budget.prefill_tokens, self.budget.prompt_pass
+        if not self.budget.paged:
+            total += tokens * plain
+        return Part("prompt pass", total, f"{tokens:,} tokens of prompts at a time")
 
+    @cached_property
     def kv_cache(self) -> Part:
         """Size the rows that decode together, each at its longest, and the prompts of the step."""
         plain, inference = self.size.dtype.itemsize, self.config.inference
@@ -353,13 +264,12 @@ class _Estimate:
         kept = 0
         if inference.prefix_caching:
             kept = prompts * kv_bytes_per_token(self.budget.model_config, plain)
+        note = f"{self.rows:,} x {longest:,} tokens at {byte_words(per_token)}"
         if self.rows < self.completions:
-            turns = f"; {self.completions:,} completions take turns"
-        else:
-            turns = ""
-        note = f"{self.rows:,} x {longest:,} tokens at {byte_words(per_token)}{turns}"
+            note += f"; {self.completions:,} completions take turns"
         return Part("KV cache", self.rows * longest * per_token + kept, note)
 
+    @cached_property
     def activations(self) -> Part:
         """Size the activations of one micro-batch, or of the longest row if that is more, with the
         gradients of one layer.
@@ -378,6 +288,7 @@ class _Estimate:
             note += f", the layers' inputs offloaded ({byte_words(waiting)} of the host's memory)"
         return Part("activations", tokens * per_token, note)
 
+    @cached_property
     def logits(self) -> Part:
         """Size the chunks of rows over the whole vocabulary: the sampler's with the logits of a
         token of every row, or the learner's.
@@ -385,7 +296,7 @@ class _Estimate:
         vocabulary = self.budget.model_config.get_text_config().vocab_size
         workers = self.choices.workers
         chunk = min(
-            workers * sampling_chunk_bytes(self.budget.machine.device_type),
+            workers * sampling_chunk_bytes(self.machine.device_type),
             self.rows * vocabulary * _FLOAT,
         )
         truncating = _TRUNCATING_TENSORS if self.config.training.truncated else 0
@@ -396,11 +307,68 @@ class _Estimate:
         actions = self.completions * self.config.training.max_tokens
         tensors = _LEARNING_ENTROPY_TENSORS if self.config.loss.entropy_coef else _LEARNING_TENSORS
         learning = (tensors + truncating) * min(
-            workers * chunk_bytes_on(self.budget.machine.device_type), actions * vocabulary * _FLOAT
+            workers * chunk_bytes_on(self.machine.device_type), actions * vocabulary * _FLOAT
         )
         return Part(
             "logits", max(sampling, learning), f"chunks of {vocabulary:,} tokens of vocabulary"
         )
+
+
+def predict_memory(
+    config: "TrainConfig",
+    *,
+    prompt_tokens: int = PROMPT_ALLOWANCE,
+    memory_gib: float | None = None,
+    choices: MachineChoices | None = None,
+    shards: World = ALONE,
+) -> Memory:
+    """Predict the memory of one process on the local backend, at its longest completions after the
+    longest prompt of `prompt_tokens`.
+
+    `memory_gib` stands for a device that need not be here; `choices` are the stored ones of a
+    resumed run; `shards` are the processes that hold the base in parts (`load.shards_of`). Raises
+    EnvironmentFailure where the device or the model's configuration is not there, or where one
+    completion does not fit.
+    """
+    sampler: torch.device | None
+    if memory_gib is None:
+        device, _, sampler = choose_device(config.backend)
+        machine = Machine.of(device)
+    else:
+        # In split mode the sampler's, then the learner's.
+        *others, device = map(torch.device, config.backend.device_list)
+        sampler = next(iter(others), None)
+        machine = Machine(device.type, int(memory_gib * GIB), torch.get_num_threads())
+    model = config.model
+    model_config = load_model_config(model.model, model.revision, model.trust_remote_code)
+    size = _size_without_weights(config, model_config, device, shards)
+    budget = Budget(config, model_config, size, machine)
+    choices = choices or plan(budget)
+    budget = replace(budget, prompt_tokens=prompt_tokens)
+    return Memory(str(device), str(sampler or device), budget, choices, shards.size)
+
+
+_sizes: dict[tuple[Any, ...], Footprint] = {}
+"""By all that they depend on: a campaign's runs have few different ones."""
+
+
+def _size_without_weights(
+    config: "TrainConfig", model_config: Any, device: torch.device, shards: World
+) -> Footprint:
+    dtype = choose_dtype(config.model.dtype, device)
+    key = (
+        model_config.to_json_string(use_diff=False),
+        config.model.model_dump_json(),
+        config.lora.model_dump_json(),
+        config.inference.attention_kernel,
+        device.type,
+        dtype,
+        shards.size,
+    )
+    if key not in _sizes:
+        base = weightless_model(config.model, config.lora, model_config, dtype, shards)
+        _sizes[key] = footprint(base, config, device.type)
+    return _sizes[key]
 
 
 # -- words -----------------------------------------------------------------------------------------

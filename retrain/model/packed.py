@@ -1,19 +1,18 @@
-"""Frozen weights in another form: laid out once for products with few rows on a CPU, or held in 8
-bits.
+"""Frozen weights in another form: prepacked for small-batch products on a CPU, or held in 8 bits.
 
-A plain product on a CPU lays the whole weight out anew at every call, which with 32 rows takes as
-long as the multiplication itself; packed once, it is read as it lies. Few rows wait for the weight
-to come from memory, so a weight whose values fit 16 bits, as after training in bfloat16, is held in
-16 bits, and widened by the kernel as it is read: the arithmetic is float32 either way.
+A plain product on a CPU repacks the whole weight at every call. With 32 rows that takes as long as
+the multiplication, so it is done once. Small batches wait for the weight to come from memory. A
+weight whose values fit 16 bits, as after training in bfloat16, is therefore held in 16 bits; the
+kernel widens it, and the arithmetic is float32 either way.
 
 In 8 bits (e4m3, arXiv 2209.05433) a weight has one scale for each output. A scale is a power of
-two, so weight times scale is exact in bfloat16 and float32. Sampler and learner therefore compute
-with the same numbers, whether a product multiplies by the scale before or after it sums; and a
-float format loses nothing by a coarse scale. Shape letters: N tokens, I inputs, O outputs.
+two, so weight times scale is exact in bfloat16 and float32: sampler and learner compute with the
+same numbers, whether a product scales before or after it sums. A float format loses nothing by a
+coarse scale. Shape letters: N tokens, I inputs, O outputs.
 """
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
@@ -41,9 +40,8 @@ _ROWS_LOOKED_AT = 4096
 """The rows of a weight that are looked at together for whether they fit 16 bits."""
 
 
-_kept: "tuple[WeakIdKeyDictionary, WeakIdKeyDictionary] | None" = None
-"""Inside `shared_packs`: the packed copies, and whether 16 bits hold a weight, by frozen parameter.
-"""
+_kept: "dict[Callable[..., Any], WeakIdKeyDictionary] | None" = None
+"""Inside `shared_packs`: results of `prepack` and `fits_half`, by frozen parameter."""
 
 
 class FrozenProduct(Protocol):
@@ -62,8 +60,8 @@ class PackedWeight:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._bias = bias
-        # a large weight on a CPU that computes in its dtype, in a torch that has oneDNN
-        # and these operators
+        # A large weight on a CPU that computes in its dtype, in a torch that has oneDNN and these
+        # operators.
         self._packed = (
             weight.numel() >= _MIN_ELEMENTS
             and weight.device.type == "cpu"
@@ -89,10 +87,10 @@ class PackedWeight:
 
 
 class HalfWeight:
-    """The same of a float32 weight for which `fits_half` holds, in the layout of FBGEMM's kernels.
+    """The same product with a float32 weight that `fits_half`, in the layout of FBGEMM's kernels.
 
-    Each output's weights are held times a power of two, which the product is divided by. A row's
-    bits do not depend on the rows beside it.
+    Each output's weights are held times a power of two, by which the product is divided. A row's
+    bits do not depend on the other rows.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -109,11 +107,11 @@ class HalfWeight:
 
 @contextmanager
 def shared_packs() -> Iterator[None]:
-    """Keep, inside, what is found out and laid out about a model's frozen weights for as long as
-    the model lives, so that every run reads one copy.
+    """Keep packed copies of a model's frozen weights as long as the model lives, so that every run
+    inside reads one copy.
     """
     global _kept  # noqa: PLW0603 - one store per process, which the parent of forked runs opens
-    before, _kept = _kept, (WeakIdKeyDictionary(), WeakIdKeyDictionary())
+    before, _kept = _kept, {prepack: WeakIdKeyDictionary(), fits_half: WeakIdKeyDictionary()}
     try:
         yield
     finally:
@@ -121,31 +119,28 @@ def shared_packs() -> Iterator[None]:
 
 
 def kept_pack(layer: Tensor, weight: Tensor, bias: Tensor | None) -> FrozenProduct:
-    """Return `prepack`; `layer` is the frozen parameter, the first of those whose weights lie
-    together.
-    """
-    if _kept is None:
-        return prepack(weight, bias)
-    packs, _ = _kept
-    if layer not in packs:
-        packs[layer] = prepack(weight, bias)
-    pack: FrozenProduct = packs[layer]
+    """Return `prepack`, kept for `layer`, the first frozen parameter of a joined weight."""
+    pack: FrozenProduct = _keep(prepack, layer, weight, bias)
     return pack
 
 
 def kept_fit(layer: Tensor, weight: Tensor) -> bool:
-    """Return `fits_half`."""
+    """Return `fits_half`, kept for `layer`."""
+    return bool(_keep(fits_half, layer, weight))
+
+
+def _keep(compute: Callable[..., Any], layer: Tensor, *arguments: Any) -> Any:
     if _kept is None:
-        return fits_half(weight)
-    _, fits = _kept
-    if layer not in fits:
-        fits[layer] = fits_half(weight)
-    return bool(fits[layer])
+        return compute(*arguments)
+    results = _kept[compute]
+    if layer not in results:
+        results[layer] = compute(*arguments)
+    return results[layer]
 
 
 def prepack(weight: Tensor, bias: Tensor | None) -> FrozenProduct:
-    """Return the product with a weight [O, I] and a bias [O] that do not change, held in the fewest
-    bits that hold its values.
+    """Return the product with a frozen weight [O, I] and bias [O], in 16 bits if these hold its
+    values.
     """
     if fits_half(weight):
         return HalfWeight(weight, bias)
@@ -164,21 +159,20 @@ def fits_half(weight: Tensor) -> bool:
         weight.dtype != torch.float32
         or weight.device.type != "cpu"
         or weight.numel() < _MIN_ELEMENTS
+        or "fbgemm" not in torch.backends.quantized.supported_engines
     ):
-        return False
-    if "fbgemm" not in torch.backends.quantized.supported_engines:
         return False
     for part in torch.split(weight, _ROWS_LOOKED_AT):
         scaled = part * _scale(part)
         lost = (scaled - scaled.half().float()).abs_().amax(dim=1)
-        if not (lost <= _MAX_LOSS * scaled.abs().amax(dim=1)).all():  # so it is for NaN
+        if not (lost <= _MAX_LOSS * scaled.abs().amax(dim=1)).all():  # False for NaN too
             return False
     return True
 
 
 def _scale(weight: Tensor) -> Tensor:
-    """Return [O, 1] powers of two that bring the largest weight of each output to between a quarter
-    and half of float16's largest.
+    """Return [O, 1] powers of two that scale each output's largest weight to a quarter to half of
+    float16's maximum.
     """
     _, exponent = torch.frexp(weight.abs().amax(dim=1, keepdim=True))
     return torch.ldexp(
@@ -189,15 +183,13 @@ def _scale(weight: Tensor) -> Tensor:
 
 @cache
 def computes_bf16() -> bool:
-    """True if this processor has units for bfloat16 (AMX, avx512_bf16); without them oneDNN is many
-    times slower than in float32.
+    """Return True if this processor has units for bfloat16 (AMX, avx512_bf16); without them oneDNN
+    is many times slower than in float32.
     """
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # torch does not annotate it
         return False
-    if platform.machine().lower() in (
-        "x86_64",
-        "amd64",
-    ):  # oneDNN says yes on every AVX-512 processor
+    # oneDNN says yes on every AVX-512 processor.
+    if platform.machine().lower() in ("x86_64", "amd64"):
         return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -217,11 +209,8 @@ class Float8Linear(nn.Linear):
 
     def __init__(self, linear: nn.Linear) -> None:
         nn.Module.__init__(self)  # nn.Linear's own would make weights first
-        self.in_features, self.out_features, self.bias = (
-            linear.in_features,
-            linear.out_features,
-            linear.bias,
-        )
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
         weight, scale = quantised(linear.weight.detach())
         self.weight = nn.Parameter(weight, requires_grad=False)
         """[O, I] in 8 bits."""
@@ -272,6 +261,11 @@ def scaled_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
     return F.linear(x, dequantised(weight, scale), bias)
 
 
+def in_block(path: str) -> bool:
+    """Return True for the path of a module inside one of a decoder's lists of blocks."""
+    return any(part.isdigit() for part in path.split("."))
+
+
 def hold_layers_in_float8(decoder: nn.Module, name: str) -> None:
     """Put a `Float8Linear` in the place of every linear layer of the blocks. Embeddings, head,
     norms and biases stay as they are.
@@ -281,7 +275,7 @@ def hold_layers_in_float8(decoder: nn.Module, name: str) -> None:
     linears = [
         (path, module)
         for path, module in decoder.named_modules()
-        if type(module) is nn.Linear and any(part.isdigit() for part in path.split("."))
+        if type(module) is nn.Linear and in_block(path)
     ]
     if not linears:
         raise ConfigurationError(
@@ -294,8 +288,8 @@ def hold_layers_in_float8(decoder: nn.Module, name: str) -> None:
 
 
 def widened_bytes(decoder: nn.Module) -> int:
-    """Count the bytes of the largest layers that are wide at a time: a fused product joins at most
-    three of them with one input.
+    """Count the bytes of the layers that are widened together: at most three, since a fused
+    product joins three at most.
     """
     sizes = [
         module.weight.numel() * module.scale.dtype.itemsize

@@ -58,10 +58,8 @@ class Block:
     def turns(self, heads: int) -> Iterator[slice]:
         """The T queries, as many together as the scores' memory allows."""
         width = len(self.tokens) // self.rows
-        step = max(
-            _MIN_QUERIES,
-            _SCORES // (heads * self.rows * (self.prompt.stop - self.prompt.start + width)),
-        )
+        keys = self.prompt.stop - self.prompt.start + width
+        step = max(_MIN_QUERIES, _SCORES // (heads * self.rows * keys))
         for start in range(0, width, step):
             yield slice(start, min(start + step, width))
 
@@ -101,10 +99,8 @@ class _Attend(torch.autograd.Function):
         outputs, normalisers = [], []
         for block in blocks:
             queries, sources = block.gather(query).mul_(scaling), _sources(block, key, value)
-            output, normaliser = (
-                torch.empty_like(queries),
-                queries.new_empty(*queries.shape[:-1], 1),
-            )
+            output = torch.empty_like(queries)
+            normaliser = queries.new_empty(*queries.shape[:-1], 1)
             for turn in block.turns(query.shape[1] * query.shape[2]):
                 output[:, :, :, turn], normaliser[:, :, :, turn] = _output(
                     _turn(queries, turn), [source.until(turn) for source in sources]
@@ -138,7 +134,7 @@ class _Attend(torch.autograd.Function):
         grad_query, grad_key, grad_value = (
             torch.cat(parts).index_select(0, ctx.order) for parts in zip(*grad_tokens, strict=True)
         )
-        # A prompt's keys and values serve its own tokens and those of all rows that continue it.
+        # A prompt's keys and values serve its own tokens and all rows that continue it.
         for tokens, *grads in prompt_grads:
             for total, more in zip((grad_key, grad_value), grads, strict=True):
                 total[tokens, :, 0] += more.transpose(0, 1)
@@ -169,14 +165,9 @@ class _Source:
         """The part that the queries of a turn see."""
         if not self.own:
             return self
-        seen = slice(turn.stop)
-        return _Source(
-            self.keys[:, seen],
-            self.values[:, seen],
-            self.grad_keys[:, seen],
-            self.grad_values[:, seen],
-            own=True,
-        )
+        tensors = self.keys, self.values, self.grad_keys, self.grad_values
+        keys, values, grad_keys, grad_values = (tensor[:, : turn.stop] for tensor in tensors)
+        return _Source(keys, values, grad_keys, grad_values, own=True)
 
     def scores(self, queries: Tensor) -> Tensor:
         """[b, n, L] of queries [Hk, B, G, t, D], which are the last t of their own L."""
@@ -196,10 +187,9 @@ def _sources(block: Block, key: Tensor, value: Tensor, *, gradients: bool = Fals
     prompt = [packed[block.prompt, :, 0].transpose(0, 1).contiguous() for packed in (key, value)]
     sources = []
     for keys, values in (own, prompt):
+        grad_keys, grad_values = keys, values
         if gradients:
-            grad_keys, grad_values = (torch.zeros_like(keys), torch.zeros_like(values))
-        else:
-            grad_keys, grad_values = (keys, values)
+            grad_keys, grad_values = torch.zeros_like(keys), torch.zeros_like(values)
         sources.append(_Source(keys, values, grad_keys, grad_values, own=keys is own[0]))
     if prompt[0].shape[1]:
         return sources
@@ -270,8 +260,8 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 _MAX_TOKENS_AS_PRODUCTS = 512
-"""Tokens of a segment. Of a longer one the fused kernel skips the scores that causality hides,
-nearly half of them, and is faster."""
+"""Tokens of a segment. For longer ones the fused kernel is faster: it skips the scores that
+causality hides, nearly half of them."""
 
 
 @dataclass(frozen=True)
@@ -288,6 +278,11 @@ class Segment:
     @property
     def stop(self) -> int:
         return self.start + self.length
+
+    @property
+    def prompt(self) -> slice:
+        """The packed tokens of the prompt."""
+        return slice(self.prompt_start, self.prompt_start + self.prompt_length)
 
 
 @dataclass(frozen=True)
@@ -342,16 +337,10 @@ class PackedAttention:
         else:
             # Gather again in the backward pass instead of keeping the gathered tensors.
             def run(call: _Call, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-                q, k, v = (
-                    _rows(query, call.queries, call.rows),
-                    _rows(key, call.keys, call.rows),
-                    _rows(value, call.keys, call.rows),
-                )
-                return (
-                    self._kernel.causal(q, k, v, scaling, window, softcap)
-                    .transpose(1, 2)
-                    .flatten(0, 1)
-                )
+                q = _rows(query, call.queries, call.rows)
+                k, v = (_rows(packed, call.keys, call.rows) for packed in (key, value))
+                output = self._kernel.causal(q, k, v, scaling, window, softcap)
+                return output.transpose(1, 2).flatten(0, 1)
 
             calls, order = self._calls
             outputs: list[Tensor] = [
@@ -366,19 +355,12 @@ class PackedAttention:
         """The segments as sequences, and the packed tokens [Nk] of their keys; None where these are
         all tokens as they lie.
         """
-        keys = [
-            np.r_[
-                each.prompt_start : each.prompt_start + each.prompt_length, each.start : each.stop
-            ]
-            for each in self._segments
-        ]
-        spans = Spans.of(
-            [segment.length for segment in self._segments],
-            [len(seen) for seen in keys],
-            self._device,
-        )
-        shares = any(segment.prompt_length for segment in self._segments)
-        return spans, torch.from_numpy(np.concatenate(keys)).to(self._device) if shares else None
+        keys = [np.r_[each.prompt, each.start : each.stop] for each in self._segments]
+        lengths = [segment.length for segment in self._segments]
+        spans = Spans.of(lengths, list(map(len, keys)), self._device)
+        if any(segment.prompt_length for segment in self._segments):
+            return spans, self._placed(np.concatenate(keys))
+        return spans, None
 
     @cached_property
     def _calls(self) -> tuple[list[_Call], Tensor]:
@@ -386,11 +368,8 @@ class PackedAttention:
         calls: list[_Call] = []
         for part in parts:
             queries = _queries(part)
-            before = [
-                np.arange(segment.prompt_start, segment.prompt_start + segment.prompt_length)
-                for segment in part
-            ]
-            keys = np.concatenate([np.stack(before), queries], axis=1)
+            before = np.stack([np.r_[segment.prompt] for segment in part])
+            keys = np.concatenate([before, queries], axis=1)
             calls.append(
                 _Call(self._placed(queries.ravel()), self._placed(keys.ravel()), len(part))
             )
@@ -398,28 +377,20 @@ class PackedAttention:
 
     @cached_property
     def _blocks(self) -> tuple[list[Block], Tensor]:
-        parts = list(
-            _together(
-                self._segments,
-                self._budget,
-                lambda segment: (segment.prompt_length, segment.prompt_start),
-            )
-        )
+        def prompt(segment: Segment) -> tuple[int, int]:
+            return segment.prompt_length, segment.prompt_start
+
+        parts = list(_together(self._segments, self._budget, prompt))
         blocks: list[Block] = []
         for part in parts:
-            padding = np.flatnonzero(
-                np.arange(part[0].length) >= np.array([segment.length for segment in part])[:, None]
-            )
-            prompt = slice(part[0].prompt_start, part[0].prompt_start + part[0].prompt_length)
-            blocks.append(
-                Block(
-                    len(part), self._placed(_queries(part).ravel()), self._placed(padding), prompt
-                )
-            )
+            lengths = np.array([segment.length for segment in part])
+            padding = np.flatnonzero(np.arange(part[0].length) >= lengths[:, None])
+            tokens = self._placed(_queries(part).ravel())
+            blocks.append(Block(len(part), tokens, self._placed(padding), part[0].prompt))
         return blocks, self._order(parts)
 
     def _order(self, parts: Sequence[Sequence[Segment]]) -> Tensor:
-        """[N] where the packed tokens stand among those of all parts, padding included."""
+        """[N] the places of the packed tokens among the parts' tokens, padding included."""
         order = np.empty(sum(segment.length for segment in self._segments), np.int64)
         done = 0
         for part in parts:

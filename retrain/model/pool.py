@@ -1,9 +1,9 @@
 """Worker processes that compute the pieces of a step, each with one thread, and meet once per step.
 
-Threads inside an operator meet at every operator, and where another process takes one of the cores,
-all of them wait for the thread that it displaced. Here the rows of a step are cut into pieces by a
-rule that knows nothing of the workers. A worker takes the next piece when it has none, so one that
-is displaced computes fewer, and a piece's result is the same bytes in every process.
+Intra-op threads synchronise at every operator, so one preempted thread stalls them all. Here the
+rows of a step are cut into pieces by a rule that knows nothing of the workers. An idle worker takes
+the next piece, so a preempted one computes fewer. A piece's result has the same bytes in every
+process.
 
 Workers are forked from this process when they are first needed. They share its frozen weights, read
 the trained ones in memory that this process writes, leave signals to it, and die with it.
@@ -64,7 +64,7 @@ class Pool:
         effects."""
         self._changing = list(changing)
         self._works: list[Work[Any, Any]] = []
-        self._team: list[_Worker] = []
+        self._team: list[_Fork] = []
         if workers == 1:
             return
         # Anonymous memory, which no /dev/shm limit applies to; freed with the last tensor and
@@ -98,9 +98,9 @@ class Pool:
         the pieces under way finish and are dropped.
         """
         if not self._team:
-            self._team = [_Worker(self._serve) for _ in range(self.workers)]
+            self._team = [_Fork(self._serve) for _ in range(self.workers)]
         version = tuple(tensor._version for tensor in self._changing)
-        waiting, asked = enumerate(pieces), set[_Worker]()
+        waiting, asked = enumerate(pieces), set[_Fork]()
         following = next(waiting, None)
         while following or any(worker.busy for worker in asked):
             for worker in self._team:
@@ -125,11 +125,8 @@ class Pool:
         version: tuple[int, ...] = ()
         while True:
             task: _Task = pickle.loads(pipe.recv_bytes())
-            if (
-                task.version != version
-                # what was derived from the old values is known by their versions, which
-                # are a process's own
-            ):
+            if task.version != version:
+                # Derived values are told by versions, which each process counts for itself.
                 torch.autograd.graph.increment_version(self._changing)
                 version = task.version
             try:
@@ -165,16 +162,15 @@ class _Task:
     piece: Any
 
 
-class _Worker:
+class _Fork:
     """A forked process and the pipe to it."""
 
     def __init__(self, serve: Callable[[Connection], None]) -> None:
         self.pipe, theirs = Pipe()
         self.busy = False
         parent = os.getpid()
-        with (
-            warnings.catch_warnings()
-        ):  # from Python 3.12 on of threads beside this one: the worker needs none of their locks
+        # Python 3.12 warns of other threads, whose locks the worker does not need.
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
         if self.pid == 0:

@@ -38,14 +38,8 @@ def computed_in(base: BaseModel, dtype: torch.dtype) -> Iterator[BaseModel]:
     """
     embedding, blocks = base.model.get_input_embeddings(), layers(base.decoder)
     inside = set(chain.from_iterable(block.modules() for block in blocks))
-    units = [
-        *blocks,
-        *(
-            module
-            for module in base.decoder.modules()
-            if module not in inside and module is not embedding
-        ),
-    ]
+    inside.add(embedding)
+    units = [*blocks, *(module for module in base.decoder.modules() if module not in inside)]
     hooks = [embedding.register_forward_hook(lambda *called: called[-1].to(dtype))]
     for unit in units:
         weights = [
@@ -54,11 +48,9 @@ def computed_in(base: BaseModel, dtype: torch.dtype) -> Iterator[BaseModel]:
             if weight.dtype == base.dtype and not weight.requires_grad
         ]
         hooks += _converted(unit, weights, dtype) if weights else []
-    head = base.head
-    if head.bias is None:
-        bias = None
-    else:
-        bias = head.bias.to(dtype)
+    head, bias = base.head, base.head.bias
+    if bias is not None:
+        bias = bias.to(dtype)
     try:
         yield replace(
             base, head=replace(head, weight=head.weight.to(dtype), bias=bias), dtype=dtype

@@ -28,8 +28,8 @@ from retrain.model.packed import (
 )
 
 WEIGHTS: set[type[Tensor]] = {nn.Parameter}
-"""Types of the weights that may be laid side by side: not a DTensor, of which a process has a
-part."""
+"""Types of the weights that may be joined in one tensor: not a DTensor, since a process holds only
+a part of it."""
 _ALIGNED_ROWS = 16
 
 
@@ -40,8 +40,8 @@ class _Factors(NamedTuple):
     """[R, O], scaled: block k holds the rows of layer k's part at its outputs, zeros elsewhere."""
 
 
-class Pending(NamedTuple):
-    """The adapter's part of a product, which is still to be added to it."""
+class LoraTerm(NamedTuple):
+    """The adapter's part of a product, before it is added."""
 
     reduced: Tensor
     """[N, R] the input times the down factors."""
@@ -49,7 +49,7 @@ class Pending(NamedTuple):
     """[R, O]"""
 
     def added_to(self, y: Tensor) -> Tensor:
-        """`y` [N, O], which becomes the sum."""
+        """Add to `y` [N, O], in place."""
         return y.addmm_(self.reduced, self.up)
 
 
@@ -65,16 +65,18 @@ def fusable(module: nn.Module) -> bool:
     sharded (its weight a DTensor).
     """
     base, lora = lora_parts(module)
-    if (
-        type(base) not in (nn.Linear, Float8Linear)
-        or type(base.weight) not in WEIGHTS
-        or not base.weight.is_floating_point()
-    ):
-        return False
-    return lora is None or (
-        len(lora.lora_A) == 1
-        and not lora.merged
-        and not any(getattr(lora, "use_dora", {}).values())
+    return (
+        type(base) in (nn.Linear, Float8Linear)
+        and type(base.weight) in WEIGHTS
+        and base.weight.is_floating_point()
+        and (
+            lora is None
+            or (
+                len(lora.lora_A) == 1
+                and not lora.merged
+                and not any(getattr(lora, "use_dora", {}).values())
+            )
+        )
     )
 
 
@@ -86,7 +88,7 @@ class Projection:
         self.outputs: list[int] = [base.out_features for base in bases]
         self._weights: list[nn.Parameter] = [base.weight for base in bases]
         self.weight = _share_storage(self._weights)
-        """[O, I], as it is held."""
+        """[O, I], in 8 bits if it is held so."""
         self.scale: Tensor | None = None
         """[O, 1] of a weight in 8 bits."""
         if isinstance(bases[0], Float8Linear):
@@ -105,8 +107,7 @@ class Projection:
         self.scaled_product = scaled_product
         """Or a kernel that does the same."""
         self._joined: tuple[Tensor, Tensor | None] | None = None
-        """Weight [O + R', I] and bias of one product that gives both y and what the adapter's up
-        factors take."""
+        """Weight [O + R', I] and bias of one product for y and for the input of the up factors."""
 
     def _read_adapters(self) -> None:
         adapters = [(lora, next(iter(lora.lora_A))) for lora in self._loras if lora is not None]
@@ -148,8 +149,7 @@ class Projection:
         small products cost.
         """
         if self.downs:
-            updates = zip(self.downs, self.ups, self.scales, self.slices, strict=True)
-            self.factors = self._stacked(list(updates), self.factors)
+            self._write_factors()
         if copy == "merged" and self.fits_half:
             copy = "plain"
         if copy != "plain" or self._merged:
@@ -169,11 +169,11 @@ class Projection:
 
     @torch.no_grad()
     def append_lora_a_to_weight(self) -> None:
-        """Give the down factors the rows after the weight's own, so that products without gradient
-        take both as one.
+        """Place the down factors (lora_A) under the weight, so that a product without gradient
+        takes both as one.
 
-        Padded to a multiple of 16 rows, so that the rows of a product begin where matrix kernels
-        want them. A weight in 8 bits stays alone.
+        They are padded to a multiple of 16 rows: matrix kernels want aligned rows. A weight in 8
+        bits stays alone.
         """
         if not self.downs or self.scale is not None:
             return
@@ -182,32 +182,25 @@ class Projection:
         below = -(-rank // _ALIGNED_ROWS) * _ALIGNED_ROWS
         joined = _share_storage(self._weights, below)
         self.weight = joined[:outputs]
-        if self.factors is None or self.factors.down.data_ptr() != joined[outputs:].data_ptr():
-            if self.factors is None:
-                up = self.weight.new_zeros(rank, outputs)
-            else:
-                up = self.factors.up
-            self.factors = _Factors(joined[outputs : outputs + rank], up)
+        if self.factors is None:
+            self.factors = _Factors(joined, self.weight.new_zeros(rank, outputs))
+        self.factors = self.factors._replace(down=joined[outputs : outputs + rank])
         self._joined = joined, None if self.bias is None else F.pad(self.bias, (0, below))
 
-    def _stacked(
-        self, updates: Sequence[tuple[Tensor, Tensor, float, slice]], out: _Factors | None = None
-    ) -> _Factors:
-        """All updates (a, b, scale, outputs) as one pair of factors, written into `out` if
-        given.
-        """
-        ranks = [a.shape[0] for a, *_ in updates]
-        if out is None:
-            all_outputs, inputs = self.weight.shape
-            dtype, device = self.dtype, self.weight.device
-            down = torch.empty(sum(ranks), inputs, dtype=dtype, device=device)
-            out = _Factors(down, torch.zeros(sum(ranks), all_outputs, dtype=dtype, device=device))
+    def _write_factors(self) -> None:
+        """Write all adapters' factors side by side, over the last ones if there are any."""
+        if self.factors is None:
+            rank, (width, inputs) = sum(map(len, self.downs)), self.weight.shape
+            like = torch.empty(0, dtype=self.dtype, device=self.weight.device)
+            self.factors = _Factors(like.new_empty(rank, inputs), like.new_zeros(rank, width))
         start = 0
-        for (a, b, scale, outputs), rank in zip(updates, ranks, strict=True):
-            out.down[start : start + rank] = a
-            out.up[start : start + rank, outputs] = (b.T * scale).to(out.up)
-            start += rank
-        return out
+        for a, b, scale, outputs in zip(
+            self.downs, self.ups, self.scales, self.slices, strict=True
+        ):
+            part = slice(start, start + len(a))
+            self.factors.down[part] = a
+            self.factors.up[part, outputs] = (b.T * scale).to(self.factors.up)
+            start = part.stop
 
     def product(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """(y [N, O], reduced) of x [N, I], with the adapter as of the last `refresh`, or without it
@@ -221,7 +214,7 @@ class Projection:
             return (y, None)
         return (pending.added_to(y), pending.reduced)
 
-    def unadded(self, x: Tensor) -> tuple[Tensor, Pending | None]:
+    def unadded(self, x: Tensor) -> tuple[Tensor, LoraTerm | None]:
         """`product` in two parts, for a kernel that adds them; the second is None where the first
         is the whole.
         """
@@ -232,8 +225,8 @@ class Projection:
         assert self.factors is not None
         if self._joined is not None and not torch.is_grad_enabled():
             both, (rank, outputs) = F.linear(x, *self._joined), self.factors.up.shape
-            return both[:, :outputs], Pending(both[:, outputs : outputs + rank], self.factors.up)
-        return self._frozen_product(x), Pending(F.linear(x, self.factors.down), self.factors.up)
+            return both[:, :outputs], LoraTerm(both[:, outputs : outputs + rank], self.factors.up)
+        return self._frozen_product(x), LoraTerm(F.linear(x, self.factors.down), self.factors.up)
 
     def _frozen_product(self, x: Tensor) -> Tensor:
         """[N, O] without any adapter."""
@@ -257,17 +250,18 @@ class Projection:
 
         `x` is called for the input where it is needed; `reduced` is the second value of `product`.
         """
-        if reduced is None:
-            return grad_output @ self.wide_weight if wants_input else None, (
-                [None] * len(self.parameters) if self.adapted else []
-            )
-        assert self.factors is not None
-        grad_reduced = F.linear(grad_output, self.factors.up)
         grad_x = None
         if wants_input:
-            grad_x = (grad_output @ self.wide_weight).addmm_(grad_reduced, self.factors.down)
+            grad_x = grad_output @ self.wide_weight
+        none: list[Tensor | None] = [None] * (len(self.parameters) * self.adapted)
+        if reduced is None:
+            return grad_x, none
+        assert self.factors is not None
+        grad_reduced = F.linear(grad_output, self.factors.up)
+        if grad_x is not None:
+            grad_x.addmm_(grad_reduced, self.factors.down)
         if not wants_params:
-            return grad_x, [None] * len(self.parameters)
+            return grad_x, none
         grad_downs = grad_reduced.T @ x()  # [R, I]
         grads: list[Tensor | None] = []
         start = 0
@@ -286,10 +280,8 @@ class Projection:
 
 @torch.no_grad()
 def _share_storage(weights: Sequence[nn.Parameter], below: int = 0) -> Tensor:
-    """Concatenate the weights and make each a view of the result, which has `below` more rows,
-    zeros at first.
-
-    A second call finds them laid out so already.
+    """Concatenate the weights and make each a view of the result, which has `below` more rows of
+    zeros. A second call changes nothing.
     """
     if len(weights) == 1 and not below:
         return weights[0].data

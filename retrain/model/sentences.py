@@ -57,10 +57,8 @@ def _load(name: str, device: str) -> "SentenceTransformer":
         ) from error
     folder = Path(name).expanduser()
     here = folder.is_dir()
-    settings: dict[str, Any] = {
-        "device": device,
-        "model_kwargs": {"use_safetensors": True},
-    }  # weights in a pickle could run code
+    # Weights in a pickle could run code.
+    settings: dict[str, Any] = {"device": device, "model_kwargs": {"use_safetensors": True}}
     with no_progress_bar():
         try:
             return SentenceTransformer(

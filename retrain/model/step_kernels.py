@@ -14,13 +14,12 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from retrain.model.functions import Norm, apply_rope, normed
+from retrain.model.functions import Norm, apply_rope, gated, normed
 from retrain.model.packed import quantised, scaled_product
 from retrain.model.probe import Make, choose, compare, numbers
-from retrain.model.projection import Pending
+from retrain.model.projection import LoraTerm
 from retrain.model.varlen import PagedKernel, PagedRows, plain_paged
 
 TRITON_DEVICES = {"cuda"}
@@ -52,7 +51,7 @@ class StepKernels(Protocol):
     def apply_rope_and_store_kv(
         self,
         qkv: Tensor,
-        pending: Pending | None,
+        pending: LoraTerm | None,
         heads: Sequence[int],
         rotary: tuple[Tensor, Tensor],
         norm: Norm | None,
@@ -65,7 +64,7 @@ class StepKernels(Protocol):
         """
         ...
 
-    def gate(self, gates: Tensor, pending: Pending | None) -> Tensor:
+    def gate(self, gates: Tensor, pending: LoraTerm | None) -> Tensor:
         """silu(gate) * up [N, I] of both side by side, to which `pending` is added."""
         ...
 
@@ -91,6 +90,7 @@ class TorchKernels:
 
     draw = None
     attend = staticmethod(plain_paged)
+    scaled_product = staticmethod(scaled_product)
 
     def add_norm(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
         return normed(residual if update is None else residual.add_(update), norm)
@@ -98,7 +98,7 @@ class TorchKernels:
     def apply_rope_and_store_kv(
         self,
         qkv: Tensor,
-        pending: Pending | None,
+        pending: LoraTerm | None,
         heads: Sequence[int],
         rotary: tuple[Tensor, Tensor],
         norm: Norm | None,
@@ -106,9 +106,7 @@ class TorchKernels:
         slot_mapping: Tensor,
     ) -> Tensor:
         queries, keys = heads[:2]
-        fused = (qkv if pending is None else pending.added_to(qkv)).view(
-            len(qkv), -1, pages[0].shape[-1]
-        )
+        fused = _added(qkv, pending).view(len(qkv), -1, pages[0].shape[-1])
         rotated = apply_rope(fused[:, : queries + keys], *rotary, norm)
         for stored, new in zip(
             pages, (rotated[:, queries:], fused[:, queries + keys :]), strict=True
@@ -116,14 +114,15 @@ class TorchKernels:
             stored.view(-1, *stored.shape[2:]).index_copy_(0, slot_mapping, new)
         return rotated[:, :queries]
 
-    def gate(self, gates: Tensor, pending: Pending | None) -> Tensor:
-        gate, up = (gates if pending is None else pending.added_to(gates)).chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+    def gate(self, gates: Tensor, pending: LoraTerm | None) -> Tensor:
+        return gated(_added(gates, pending), None)
 
-    def scaled_product(
-        self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        return scaled_product(x, weight, scale, bias)
+
+def _added(y: Tensor, pending: LoraTerm | None) -> Tensor:
+    """`y` [N, O] with the adapter's part, if it is still to be added."""
+    if pending is None:
+        return y
+    return pending.added_to(y)
 
 
 class TritonKernels:
@@ -134,10 +133,8 @@ class TritonKernels:
 
         self.gate, self.draw = rowwise.gate, sampler.draw
         self._attend, self._narrow_product = attention.attend, products.scaled_product
-        self._add_norm, self._apply_rope_and_store_kv = (
-            rowwise.add_norm,
-            rowwise.apply_rope_and_store_kv,
-        )
+        self._add_norm = rowwise.add_norm
+        self._apply_rope_and_store_kv = rowwise.apply_rope_and_store_kv
 
     def add_norm(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
         return self._add_norm(residual, update, norm.weight, norm.eps)
@@ -145,7 +142,7 @@ class TritonKernels:
     def apply_rope_and_store_kv(
         self,
         qkv: Tensor,
-        pending: Pending | None,
+        pending: LoraTerm | None,
         heads: Sequence[int],
         rotary: tuple[Tensor, Tensor],
         norm: Norm | None,
@@ -196,18 +193,18 @@ _SMALL = Heads(4, 2, 8)
 def step_kernels(
     device: torch.device,
     dtype: torch.dtype,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     heads: Heads = _SMALL,
     *,
     narrow: bool = False,
 ) -> StepKernels:
     """Return the kernels of `device` for a model with these `heads`; `narrow`: its weights are in 8
-    bits. `say` is told in a line why Triton's were not taken on a device that has them.
+    bits. `log` receives a line saying why Triton's were not taken on a device that has them.
     """
     if device.type not in TRITON_DEVICES:
         return TorchKernels()
     if importlib.util.find_spec("triton") is None:
-        say(
+        log(
             "Decoding uses torch's operators: the package triton, which joins them in fewer"
             " kernels, is not installed."
         )
@@ -217,7 +214,7 @@ def step_kernels(
         TritonKernels, partial(differences, device=device, dtype=dtype, heads=heads, narrow=narrow)
     )
     if kernels is None:
-        say(f"Decoding uses torch's operators: {reason}.")
+        log(f"Decoding uses torch's operators: {reason}.")
         return TorchKernels()
     return kernels
 
@@ -250,7 +247,7 @@ def _cases(make: Make, heads: Heads, *, narrow: bool) -> dict[str, Case]:
     kernel fits the shared memory of this GPU; `narrow` adds products in 8 bits.
     """
     width = (heads.queries + 2 * heads.keys) * heads.size
-    qkv, pending = make(3, width + 6)[:, :width], Pending(make(3, 6), make(6, width))
+    qkv, pending = make(3, width + 6)[:, :width], LoraTerm(make(3, 6), make(6, width))
     cases = {
         "add_norm": _add_norm_case(make),
         "apply_rope_and_store_kv": _rope_case(make, heads, qkv, pending),
@@ -261,7 +258,7 @@ def _cases(make: Make, heads: Heads, *, narrow: bool) -> dict[str, Case]:
 
 
 def _add_norm_case(make: Make) -> Case:
-    residual, update, norm = make(3, 40), make(3, 48)[:, :40], Norm.of(make(40), 1e-6)
+    residual, update, norm = make(3, 40), make(3, 48)[:, :40], Norm(make(40), 1e-6)
 
     def case(kernels: StepKernels) -> list[Tensor]:
         total = residual.clone()
@@ -270,9 +267,9 @@ def _add_norm_case(make: Make) -> Case:
     return case
 
 
-def _rope_case(make: Make, heads: Heads, qkv: Tensor, pending: Pending) -> Case:
+def _rope_case(make: Make, heads: Heads, qkv: Tensor, pending: LoraTerm) -> Case:
     queries, keys, size = heads
-    rotary, norm = (make(3, 1, size), make(3, 1, size)), Norm.of(make(queries + keys, size), 1e-6)
+    rotary, norm = (make(3, 1, size), make(3, 1, size)), Norm(make(queries + keys, size), 1e-6)
     slot_mapping = torch.tensor([5, 0, 7], device=qkv.device)
 
     def case(kernels: StepKernels) -> list[Tensor]:
@@ -332,11 +329,9 @@ def _draws_right(draw: Draw, logits: Tensor) -> bool:
         ids = falling.indices[row, : int(found[3])].sort().values
         if not _is_half(logits[row], ids, found):
             return False
-    whole, ids = draw(logits, ones, halves, None).double(), torch.arange(vocabulary)
-    return all(
-        _is_half(logits[row], ids.to(logits.device), found)
-        for row, found in enumerate(whole.tolist())
-    )
+    whole = draw(logits, ones, halves, None).double().tolist()
+    ids = torch.arange(vocabulary, device=logits.device)
+    return all(_is_half(logits[row], ids, found) for row, found in enumerate(whole))
 
 
 def _is_half(logits: Tensor, ids: Tensor, drawn: Sequence[float]) -> bool:

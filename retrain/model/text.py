@@ -2,6 +2,7 @@
 the tokens that end a turn.
 """
 
+import hashlib
 import os
 import re
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
 from retrain.model import hub
 from retrain.model.budget import context_length
-from retrain.model.vocabulary import VocabularyTable
+from retrain.model.vocabulary import VocabularyTable, decode
 from retrain.system import expanded
 from retrain.types import Int32Array
 
@@ -57,11 +58,7 @@ class TextModel:
 
     def decode(self, token_ids: Int32Array) -> str:
         """Return the text of token ids with the names of special tokens."""
-        return str(
-            self.tokenizer.decode(
-                token_ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        return decode(self.tokenizer, token_ids.tolist())
 
 
 def resolve_model(name: str) -> str:
@@ -85,14 +82,35 @@ def model_files(name: str) -> list[tuple[str, int, int]]:
     return [(file, stat.st_mtime_ns, stat.st_size) for file, stat in stats]
 
 
+_BLOCK, _BLOCKS = 1 << 16, 64
+"""Bytes and number of the blocks of a large file that its model's fingerprint reads."""
+
+
+def model_fingerprint(model: "Model") -> str | None:
+    """Return the sha256 of a model's folder, of a large file by blocks over its whole length; the
+    commit of a hub id, None where it is not known.
+    """
+    folder = Path(resolve_model(model.model))
+    if not folder.is_dir():
+        config = load_model_config(model.model, model.revision, model.trust_remote_code)
+        return getattr(config, "_commit_hash", None)
+    seen = hashlib.sha256()
+    for name, _, size in model_files(model.model):
+        seen.update(f"{name} {size}\n".encode())
+        with (folder / name).open("rb") as file:
+            for start in range(0, size, max(_BLOCK, size // _BLOCKS)):
+                file.seek(start)
+                seen.update(file.read(_BLOCK))
+    return seen.hexdigest()
+
+
 def load_text_model(model: "Model") -> TextModel:
     """Load tokenizer, vocabulary, end-of-turn tokens and context length of `[model] model`.
 
     Raises EnvironmentFailure if there is no such folder and the hub does not provide the model.
     """
-    if (
-        find_spec("torch") is None
-    ):  # transformers advises to install it, and its tokenizers do without
+    # transformers advises to install torch, and its tokenizers do without.
+    if find_spec("torch") is None:
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     path = resolve_model(model.model)
     tokenizer = load_tokenizer(model.model, model.revision, model.trust_remote_code)
@@ -109,7 +127,7 @@ def load_text_model(model: "Model") -> TextModel:
     return TextModel(
         path=path,
         tokenizer=tokenizer,
-        vocabulary=VocabularyTable(tokenizer, int(_language_model(config).get("vocab_size") or 0)),
+        vocabulary=VocabularyTable(tokenizer, int(_of_text(config, "vocab_size") or 0)),
         eos_ids=eos_token_ids(tokenizer, config, generation),
         context=context_length(config),
     )
@@ -146,12 +164,12 @@ def _from_pretrained(
 ) -> Any:
     path = resolve_model(name)
     is_local = Path(path).is_dir()
-    online = is_local or (_is_hub_id(path) and hub.reachable())
     if not is_local and not _is_hub_id(path):
         raise EnvironmentFailure(
             f'[model] model = "{name}" is not a folder on this machine; name one, a hub id such as'
             ' owner/name, or "lab".'
         )
+    online = is_local or hub.reachable()
     try:
         return load(
             path,
@@ -159,11 +177,8 @@ def _from_pretrained(
             trust_remote_code=trust_remote_code,
             local_files_only=is_local or not online,
         )
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-    ) as error:  # transformers raises all three for missing and broken files
+    # transformers raises all three for missing and broken files.
+    except (OSError, ValueError, KeyError) as error:
         if online:
             where = "the Hugging Face hub"
             if is_local:
@@ -185,10 +200,11 @@ def _is_hub_id(name: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name) is not None
 
 
-def _language_model(config: "PretrainedConfig") -> dict[str, Any]:
-    """A model of several modalities keeps its language model's numbers apart."""
-    settings: dict[str, Any] = config.get_text_config().to_dict()
-    return settings
+def _of_text(config: "PretrainedConfig | None", name: str) -> Any:
+    """Return a setting of the language model, which a model of several modalities keeps apart."""
+    if config is None:
+        return None
+    return config.get_text_config().to_dict().get(name)
 
 
 # ---- the tokens that end a completion ------------------------------------------------------------
@@ -199,18 +215,14 @@ def eos_token_ids(
     config: "PretrainedConfig | None" = None,
     generation: "GenerationConfig | None" = None,
 ) -> tuple[int, ...]:
-    """Return every token that ends a completion, sorted: the tokenizer's EOS, those of config.json
-    and generation_config.json, and the special token that the chat template writes behind an
-    assistant's turn (a base model's EOS may be another one).
+    """Return every token that ends a completion, sorted: each EOS of the tokenizer, config.json and
+    generation_config.json, and the special token that the chat template writes after an assistant's
+    turn (a base model's EOS may be another one).
 
     Raises ConfigurationError if there is none: completions would never end.
     """
-    named = [
-        _language_model(config).get("eos_token_id") if config else None,
-        generation.eos_token_id if generation else None,
-    ]
     found = {tokenizer.eos_token_id, _end_of_turn(tokenizer)}
-    for value in named:
+    for value in (_of_text(config, "eos_token_id"), getattr(generation, "eos_token_id", None)):
         found |= set(value) if isinstance(value, list) else {value}
     ids = tuple(sorted(int(token) for token in found if token is not None))
     if not ids:

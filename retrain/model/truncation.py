@@ -132,10 +132,8 @@ class KeptSets:
         """`largest` holds the values of these rows in falling order, one more than `counts` unless
         there are no more.
         """
-        last = largest.gather(-1, counts[:, None] - 1)
-        after = largest.gather(-1, counts[:, None].clamp(max=largest.shape[1] - 1))
-        self.counts[rows], self.last[rows] = counts, last[:, 0]
-        self.tied[rows] = (after == last)[:, 0] & (counts < largest.shape[1])
+        self.counts[rows] = counts
+        self.last[rows], self.tied[rows] = _edge(largest, counts)
 
 
 class FixedKeptSets(KeptSets):
@@ -154,16 +152,20 @@ class FixedKeptSets(KeptSets):
         largest = z.sort(dim=-1, descending=True, stable=True).values
         most = torch.where(top_k > 0, top_k.clamp(max=vocabulary), vocabulary)
         counts, _ = _prefixes(largest, vocabulary, most, top_p, min_p, total)
-        last = largest.gather(-1, counts[:, None] - 1)
-        after = largest.gather(-1, counts[:, None].clamp(max=vocabulary - 1))
-        tied = (after == last)[:, 0] & (counts < vocabulary)
-        return cls(counts, last[:, 0], tied)
+        return cls(counts, *_edge(largest, counts))
 
     def beyond(self, z: Tensor) -> Tensor:
         last = self.last[:, None]
         above, equal = z > last, z == last
         places = self.counts[:, None] - above.sum(-1, keepdim=True)
         return ~above & ~(equal & (equal.cumsum(-1, dtype=torch.int32) <= places))
+
+
+def _edge(largest: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """`last` and `tied` [R] of kept sets, from values [R, size] in falling order."""
+    last = largest.gather(-1, counts[:, None] - 1)
+    after = largest.gather(-1, counts[:, None].clamp(max=largest.shape[1] - 1))
+    return last[:, 0], (after == last)[:, 0] & (counts < largest.shape[1])
 
 
 def _largest(z: Tensor, rows: Tensor, size: int) -> Tensor:
@@ -224,9 +226,8 @@ def running_sums(x: Tensor) -> Tensor:
         return x.cumsum(-1)
     count = x.shape[-1]
     if count <= _WIDEST:
-        return (
-            (x @ torch.ones(count, count, dtype=x.dtype, device=x.device).triu_()).cummax(-1).values
-        )
+        triangle = torch.ones(count, count, dtype=x.dtype, device=x.device).triu_()
+        return (x @ triangle).cummax(-1).values
     inner = running_sums(F.pad(x, (0, -count % _BLOCK)).view(-1, _BLOCK)).view(len(x), -1, _BLOCK)
     before = F.pad(running_sums(inner[:, :, -1]), (1, -1))
     return (inner + before[:, :, None]).flatten(1)[:, :count].cummax(-1).values

@@ -58,18 +58,17 @@ def flash(
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    before = -1 if window is None else window - 1  # it counts the keys before a query's own
     lengths = spans.queries, spans.keys, spans.most_queries, spans.most_keys
-    shared = (
-        {"enable_gqa": True} if _takes("enable_gqa") else {}
-    )  # torch 2.11 does not ask, and its kernel knows fewer key heads too
-    kernel: Any = (
-        varlen_attn  # its type has the pair too that it returns where log-sum-exps are asked for
-    )
-    output: Tensor = kernel(
-        query, key, value, *lengths, scale=scaling, window_size=(before, 0), **shared
-    )
-    return output
+    options: dict[str, Any] = {"scale": scaling, "window_size": _window_size(window)}
+    # torch 2.11 does not ask, and its kernel knows fewer key heads too.
+    if _takes("enable_gqa"):
+        options["enable_gqa"] = True
+    return varlen_attn(query, key, value, *lengths, **options)  # type: ignore[return-value]  # no log-sum-exp is asked for, so it is one tensor
+
+
+def _window_size(window: int | None) -> tuple[int, int]:
+    """Keys that a query sees before its own and after it, as the kernel counts them; -1: all."""
+    return (-1 if window is None else window - 1), 0
 
 
 def plain(
@@ -87,29 +86,27 @@ def plain(
             for part in (key, value)
         )
         # The queries are the last positions of their keys.
-        own = torch.arange(stop - start - (last - first), stop - start, device=query.device)[
-            :, None
-        ]
         seen = torch.arange(stop - start, device=query.device)
-        if window is None:
-            hidden = seen > own
-        else:
-            hidden = (seen > own) | (seen <= own - window)
+        own = seen[stop - start - (last - first) :, None]
+        hidden = seen > own
+        if window is not None:
+            hidden |= seen <= own - window
         scores = (q @ k.transpose(1, 2) * scaling).masked_fill(hidden, float("-inf"))
         outputs.append((torch.softmax(scores, dim=-1) @ v).transpose(0, 1))
     return torch.cat(outputs)
 
 
 class PagedRows(NamedTuple):
-    """Rows of which each has one query, the last of its tokens, which lie in its pages in order."""
+    """Rows with one query each, the last of their tokens. A row's tokens lie in its pages in
+    order.
+    """
 
     block_table: Tensor
     """[R, M] int32 pages."""
     cache_seqlens: Tensor
     """[R] int32 tokens."""
     spans: Spans
-    """The spans of one query per row, and of as many keys as `cache_seqlens` say; built once for
-    all layers."""
+    """One query per row over `cache_seqlens` keys; built once for all layers."""
 
     @classmethod
     def of(cls, block_table: Tensor, cache_seqlens: Tensor, page_tokens: int) -> "PagedRows":
@@ -135,11 +132,11 @@ def flash_paged(
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    spans, before = rows.spans, -1 if window is None else window - 1
+    spans = rows.spans
     return varlen_attn(  # type: ignore[return-value]  # no log-sum-exp is asked for, so it is one tensor
         query, keys, values, spans.queries, spans.keys, spans.most_queries, spans.most_keys,
-        scale=scaling, window_size=(before, 0), enable_gqa=True, seqused_k=rows.cache_seqlens,
-        block_table=rows.block_table, num_splits=1,
+        scale=scaling, window_size=_window_size(window), enable_gqa=True,
+        seqused_k=rows.cache_seqlens, block_table=rows.block_table, num_splits=1,
     )  # fmt: skip
 
 
@@ -153,10 +150,9 @@ def plain_paged(
         pages[rows.block_table.long()].flatten(1, 2).transpose(1, 2) for pages in (keys, values)
     )  # [R, Hk, L, D]
     position, seen = torch.arange(k.shape[2], device=query.device), rows.cache_seqlens[:, None]
-    if window is None:
-        hidden = position >= seen
-    else:
-        hidden = (position >= seen) | (position < seen - window)
+    hidden = position >= seen
+    if window is not None:
+        hidden |= position < seen - window
     scores = (grouped @ k.transpose(2, 3) * scaling).masked_fill(
         hidden[:, None, None], float("-inf")
     )
@@ -167,13 +163,12 @@ def has_flash(device_type: str, dtype: torch.dtype) -> bool:
     """Return whether `flash` runs there: torch 2.11 or later, on an NVIDIA GPU of 2020 (Ampere) or
     later, in half precision.
     """
-    if (
-        device_type != "cuda"
-        or dtype not in (torch.bfloat16, torch.float16)
-        or not _takes("window_size")
-    ):
-        return False
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= _OLDEST_GPU
+    return (
+        device_type == "cuda"
+        and dtype in (torch.bfloat16, torch.float16)
+        and _takes("window_size")
+        and (not torch.cuda.is_available() or torch.cuda.get_device_capability() >= _OLDEST_GPU)
+    )
 
 
 def reads_pages() -> bool:

@@ -72,12 +72,8 @@ class VocabularyTable:
 
     def text(self, token_ids: TokenIds) -> str:
         """Return the text of a completion; broken UTF-8 becomes U+FFFD."""
-        text = b"".join([self._bytes[index] for index in self._known(token_ids)]).decode(
-            "utf-8", errors="replace"
-        )
-        if self._spaced:
-            return text[1:]
-        return text
+        joined = b"".join([self._bytes[index] for index in self._known(token_ids)])
+        return joined.decode("utf-8", errors="replace")[int(self._spaced) :]
 
     def pieces(self, token_ids: TokenIds) -> list[str]:
         """Return one string per token; their concatenation is `text(token_ids)`."""
@@ -157,7 +153,8 @@ def _steps(decoder: dict[str, Any]) -> list[Callable[[str], str | bytes]] | None
         case {"type": "Sequence", "decoders": list(decoders)}:
             parts = [_steps(part) for part in decoders]
             known = [part for part in parts if part is not None]
-            return list(chain.from_iterable(known)) if len(known) == len(parts) else None
+            if len(known) == len(parts):
+                return list(chain.from_iterable(known))
         case {"type": "ByteLevel"}:
             return [_byte_level]
         case {"type": "ByteFallback"}:
@@ -193,18 +190,17 @@ def _byte_level(token: str) -> str | bytes:
 
 def _probe(tokenizer: "PreTrainedTokenizerBase") -> TokenReader:
     """Ask the tokenizer what a token adds to a text that has begun."""
-
-    def decode(token_ids: list[int]) -> str:
-        return str(
-            tokenizer.decode(
-                token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
-
     start = tokenizer("a", add_special_tokens=False)["input_ids"]
-    text = decode(start)
+    text = decode(tokenizer, start)
 
     def read(index: int, _: str) -> bytes:
-        return decode([*start, index]).removeprefix(text).encode("utf-8")
+        return decode(tokenizer, [*start, index]).removeprefix(text).encode("utf-8")
 
     return read
+
+
+def decode(tokenizer: "PreTrainedTokenizerBase", token_ids: list[int]) -> str:
+    """Return the tokenizer's own text of token ids, with the names of special tokens."""
+    return str(
+        tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    )

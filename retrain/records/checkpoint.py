@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,7 @@ class CheckpointStore:
             raise ValueError(
                 f"Step {state.step} is unfinished; a checkpoint holds the state between two steps."
             )
-        target = self.folder / f"step_{state.step:06d}"
+        target = self.folder / step_folder(state.step)
 
         def fill(folder: Path) -> None:
             write(folder)
@@ -73,7 +72,7 @@ class CheckpointStore:
 
         commit_folder(target, fill, step=state.step, config_hash=state.config_hash)
         for step in self.steps()[: -self.keep] if self.keep else ():
-            delete(self.folder / f"step_{step:06d}")
+            delete(self.folder / step_folder(step))
         return target
 
     def save_final(self, state: TrainerState, write: Callable[[Path], None]) -> Path:
@@ -93,7 +92,7 @@ class CheckpointStore:
         """The checkpoint of `step` completed steps. Raises RunFailed, naming the steps there are,
         if it does not verify.
         """
-        folder = self.folder / f"step_{step:06d}"
+        folder = self.folder / step_folder(step)
         problem = _unusable(folder)
         if problem:
             have = ", ".join(map(str, self.steps())) or "none"
@@ -103,28 +102,32 @@ class CheckpointStore:
         return Checkpoint(folder, step)
 
     def newest(
-        self, say: Callable[[str], None], beside: Callable[[Checkpoint], str] = lambda _: ""
+        self,
+        log: Callable[[str], None],
+        beside: Callable[[Checkpoint], str] = lambda _: "",
+        *,
+        until: float = float("inf"),
     ) -> Checkpoint | None:
-        """The newest checkpoint that verifies; `say` gets a line about each newer one that does
-        not.
+        """The newest checkpoint that verifies, after at most `until` steps; `log` receives a line
+        about each newer one that does not.
 
         `beside` returns a problem outside of a checkpoint's folder that makes it unusable, or "".
         """
-        steps = self.steps()
+        steps = [step for step in self.steps() if step <= until]
         for step in reversed(steps):
-            found = Checkpoint(self.folder / f"step_{step:06d}", step)
+            found = Checkpoint(self.folder / step_folder(step), step)
             problem = _unusable(found.folder) or beside(found)
             if not problem:
                 return found
             further = "; trying the previous one" if step > steps[0] else ""
-            say(f"Checkpoint {found.folder.name} is not used: {problem}{further}.")
+            log(f"Checkpoint {found.folder.name} is not used: {problem}{further}.")
         return None
 
-    def newest_to_read(self, say: Callable[[str], None]) -> Checkpoint | None:
+    def newest_to_read(self, log: Callable[[str], None]) -> Checkpoint | None:
         """The newest checkpoint that verifies; None if none was made. Raises RunFailed if none of
         those made verifies: the untrained model would answer in their place.
         """
-        found = self.newest(say)
+        found = self.newest(log)
         if found is None and self.steps():
             raise RunFailed(
                 f"No checkpoint in {self.folder} can be used; put back what is missing, or name"
@@ -132,22 +135,18 @@ class CheckpointStore:
             )
         return found
 
-    def make_room_after(self, step: int, say: Callable[[str], None]) -> None:
+    def make_room_after(self, step: int, log: Callable[[str], None]) -> None:
         """Set the checkpoints after `step` aside, and delete what a killed save left.
 
         A checkpoint after the one that is resumed was not usable. It is renamed instead of deleted,
         since a person may still recover something from it.
         """
-        for folder in [self.folder / f"step_{later:06d}" for later in self.steps() if later > step]:
-            names = (
-                f"{_DAMAGED}{folder.name}-{number}" if number > 1 else f"{_DAMAGED}{folder.name}"
-                for number in count(1)
-            )
-            aside = next(
-                path for path in map(self.folder.joinpath, names) if not os.path.lexists(path)
-            )
+        for folder in [self.folder / step_folder(later) for later in self.steps() if later > step]:
+            aside, number = folder.with_name(f"{_DAMAGED}{folder.name}"), 2
+            while os.path.lexists(aside):
+                aside, number = folder.with_name(f"{_DAMAGED}{folder.name}-{number}"), number + 1
             folder.rename(aside)
-            say(f"{folder.name} is kept as {aside.name}.")
+            log(f"{folder.name} is kept as {aside.name}.")
         for left in self.folder.glob(f"{TEMPORARY}*"):
             delete(left)
 
@@ -199,22 +198,16 @@ def commit_folder(
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
                     digest = hashlib.file_digest(file, "sha256").hexdigest()
-                entries.append(
-                    {
-                        "name": path.relative_to(aside).as_posix(),
-                        "size": path.stat().st_size,
-                        "sha256": digest,
-                    }
-                )
+                name, size = path.relative_to(aside).as_posix(), path.stat().st_size
+                entries.append({"name": name, "size": size, "sha256": digest})
         manifest = {
             "schema_version": SCHEMA_VERSION,
             "step": step,
             "config_hash": config_hash,
             "files": entries,
         }
-        write_synced(
-            aside / MANIFEST, json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1) + "\n"
-        )
+        manifest |= {"sha256": _digest(manifest)}
+        write_synced(aside / MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
 
 def _unusable(folder: Path) -> str:

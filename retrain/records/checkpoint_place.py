@@ -49,9 +49,8 @@ def checkpoint_folder(backend: Backend, folder: RunFolder, overwrite: bool) -> P
     if folder.checkpoint_pointer.is_file():
         foreign = bool(_foreign(target, _pointer(folder)[1], folder))
     else:  # the marker is made before the pointer, and the pointer goes first
-        foreign = marker.get("kind") != "checkpoints" or marker.get("run") != str(
-            folder.path.resolve()
-        )
+        own = {"kind": "checkpoints", "run": str(folder.path.resolve())}
+        foreign = marker | own != marker
     if foreign:
         raise ConfigurationError(
             f"{target} holds the checkpoints of another run, so [backend] adapter_path ="
@@ -70,7 +69,9 @@ def sign(target: Path, folder: RunFolder, run_id: str = "") -> None:
     """Write the run's folder into the marker at `target`, so that a run that was moved is found
     under its new name.
     """
-    here = {"run": str(folder.path.resolve())} | ({"run_id": run_id} if run_id else {})
+    here = {"run": str(folder.path.resolve())}
+    if run_id:
+        here["run_id"] = run_id
     marker = read_marker(target)
     if marker | here != marker:
         replace_file(target / MARKER, json.dumps(marker | here) + "\n")
@@ -122,4 +123,4 @@ def _foreign(target: Path, run_id: str, folder: RunFolder) -> str:
         or _pointer(owner)[1] != run_id
     ):
         return ""
-    return f"whose checkpoints belong to {owner.path}, of which {folder.path} is a copy"
+    return f"whose checkpoints belong to {owner.path}; {folder.path} is a copy of that run"

@@ -34,9 +34,8 @@ def path_error(error: OSError) -> RetrainError | None:
     """The error to show for an OSError that concerns a path or a disk; None for any other, which
     may be a fault of this program.
     """
-    where = str(
-        error.filename or "Standard output, or a file,"
-    )  # a write, unlike an open, does not know its name
+    # a write, unlike an open, does not know its name
+    where = str(error.filename or "Standard output, or a file,")
     if error.errno in _PATH_PROBLEMS:
         return ConfigurationError(f"{where} cannot be used: {_PATH_PROBLEMS[error.errno]}.")
     if error.errno in _DENIED:
@@ -92,10 +91,11 @@ def safetensors_io() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        number = re.search(r"os error (\d+)", str(error))
-        if number is None or type(error) not in (SafetensorError, Exception):
+        found = re.search(r"os error (\d+)", str(error))
+        if found is None or type(error) not in (SafetensorError, Exception):
             raise
-        raise OSError(int(number.group(1)), os.strerror(int(number.group(1)))) from error
+        number = int(found[1])
+        raise OSError(number, os.strerror(number)) from error
 
 
 @contextmanager

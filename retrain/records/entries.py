@@ -142,7 +142,7 @@ class StepRecord(_Record):
     """The step whose correct rate opened the gate."""
 
     num_datums: int | None = better(None)
-    """Completions that were trained on: those of groups with an advantage, or all judged ones with
+    """Completions that were trained on: the groups that have an advantage, or all judged ones with
     a KL or entropy term."""
     informative_fraction: float | None = better(None)
     """Fraction of the step's groups in which some token has an advantage; groups_skipped_* count
@@ -200,7 +200,7 @@ class StepRecord(_Record):
     identical_chance: float | None = better(None)
     """Bound on the chance that as many completions of a group, of 16 tokens or more, are identical
     as there are, by their own log-probs; 1 where none are, near 0 where the engine does not draw
-    them one by one; null where the log-probs are not those of the sampled policy."""
+    them one by one; null where the log-probs are not the sampled policy's."""
     calibration_lambda: float | None = better(None)
     """Of the completions that `[inference] calibration` tested in this step, the sum over tokens of
     surprisal - entropy under the trained policy, divided by the sum of log p's variance: they are
@@ -213,6 +213,11 @@ class StepRecord(_Record):
     one within it. At most 1 sound run in 10,000 ever reaches 4, where a warning is given."""
     calibration_tokens: int | None = better(None)
     """Tokens tested since the start."""
+    calibration_shared_prompt: float | None = better(None)
+    """Standard deviations by which the tested completions of one prompt, since the start, are more
+    alike than independent draws; a warning from 6."""
+    calibration_shared_number: float | None = better(None)
+    """The same between prompts, for completions of one sample number."""
     grad_norm: float | None = better(None)
     """Norm of the adapter's gradient before it is clipped, averaged over the step's updates."""
     nonfinite_updates: int | None = better("lower")

@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,11 +25,9 @@ def describe_environment(device: str) -> dict[str, Any]:
     which the caller masks secrets.
     """
     torch = sys.modules.get("torch")  # None for a run without it
-    cpuinfo = Path("/proc/cpuinfo")
+    cpuinfo, lines = Path("/proc/cpuinfo"), list[str]()
     if cpuinfo.is_file():
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
-    else:
-        lines = []
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     memory = None
     if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()):
@@ -61,9 +60,8 @@ def code_of(config: "TrainConfig") -> dict[str, Any]:
 
     folder = Path(__file__).resolve().parents[1]
     try:
-        _git(
-            folder, "ls-files", "--error-unmatch", "__init__.py"
-        )  # the folder may be installed inside another project's checkout
+        # The folder may be installed inside another project's checkout.
+        _git(folder, "ls-files", "--error-unmatch", "__init__.py")
         revision: str | None = _git(folder, "rev-parse", "HEAD")
     except (OSError, subprocess.SubprocessError):
         revision = None
@@ -74,27 +72,17 @@ def package_versions() -> dict[str, str]:
     """Return the installed versions of the declared requirements, extras included; of the main ones
     if retrain itself is not installed.
     """
-    requirements = next(
-        filter(None, map(_requirements, ("retrain", "retrain-core"))),
-        ["torch", "transformers", "peft"],
-    )
+    requirements = ["torch", "transformers", "peft"]
+    for distribution in ("retrain-core", "retrain"):
+        with suppress(metadata.PackageNotFoundError):
+            requirements = metadata.requires(distribution) or requirements
     versions = {}
     for requirement in requirements:
         match = _DISTRIBUTION_NAME.match(requirement)
         if match:
-            try:
+            with suppress(metadata.PackageNotFoundError):  # an extra that is not installed
                 versions[match.group()] = metadata.version(match.group())
-            except metadata.PackageNotFoundError:  # an extra that is not installed
-                continue
     return dict(sorted(versions.items()))
-
-
-def _requirements(distribution: str) -> list[str]:
-    """Return the declared requirements of a distribution; none if it is not installed."""
-    try:
-        return metadata.requires(distribution) or []
-    except metadata.PackageNotFoundError:
-        return []
 
 
 def git_revision(folder: Path) -> dict[str, Any] | None:

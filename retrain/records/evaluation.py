@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
+from itertools import count
 from math import sqrt
 from pathlib import Path
 from typing import Any, Self
@@ -27,7 +28,7 @@ from retrain.records.entries import EvaluationRecord, SampleRecord
 from retrain.records.environment import describe_environment
 from retrain.records.jsonl import encode_line, finite
 from retrain.records.redact import Redactor
-from retrain.records.run_folder import kind_of, mark
+from retrain.records.run_folder import Place, kind_of, mark
 from retrain.types import Group
 
 Z_95 = 1.959963984540054
@@ -126,22 +127,19 @@ class Evaluation:
 
     @property
     def _judged(self) -> list[EvaluationRecord]:
-        return [problem for problem in self.problems if problem.samples]
+        return self._with_samples(1)
+
+    def _with_samples(self, k: int) -> list[EvaluationRecord]:
+        """The problems with at least k judged samples."""
+        return [problem for problem in self.problems if problem.samples >= k]
 
     @property
     def pass_at(self) -> dict[int, float]:
         """k -> unbiased pass@k, the mean over the problems with at least k judged samples; a k that
         no problem reaches is absent.
         """
-        values = {
-            k: [
-                pass_at_k(item.samples, item.correct, k)
-                for item in self._judged
-                if item.samples >= k
-            ]
-            for k in self.ks
-        }
-        return {k: float(np.mean(rates)) for k, rates in values.items() if rates}
+        rates = {k: _pass_rates(self._with_samples(k), k) for k in self.ks}
+        return {k: float(np.mean(found)) for k, found in rates.items() if found}
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -152,11 +150,9 @@ class Evaluation:
         """Return the 95% interval of pass@k, for which `samples` answers count as samples // k
         draws of k.
         """
-        enough = [item for item in self._judged if item.samples >= k]
-        return clustered_interval(
-            [pass_at_k(item.samples, item.correct, k) for item in enough],
-            sum(item.samples // k for item in enough),
-        )
+        enough = self._with_samples(k)
+        draws = sum(item.samples // k for item in enough)
+        return clustered_interval(_pass_rates(enough, k), draws)
 
     @property
     def by_task(self) -> dict[str, "Evaluation"]:
@@ -183,22 +179,17 @@ class Evaluation:
         half = float(stdtrit(len(d) - 1, 0.975)) * float(d.std(ddof=1)) / sqrt(len(d))
         return float(d.mean()), (float(d.mean()) - half, float(d.mean()) + half)
 
-    def _scores(self) -> dict[str, Any]:
-        """Return pass@k and the intervals for summary.json; a task without a judged problem has
-        none.
+    def _scores(self, without: int = 0) -> dict[str, Any]:
+        """Return pass@k and the intervals for summary.json, but for the interval at `without`; a
+        task without a judged problem has none.
         """
         rates = {f"pass@{k}": rate for k, rate in sorted(self.pass_at.items())}
-        return rates | {
-            f"{name}_interval": list(self.interval_at(int(name.removeprefix("pass@"))))
-            for name in rates
-        }
+        ks = [k for k in sorted(self.pass_at) if k != without]
+        return rates | {f"pass@{k}_interval": list(self.interval_at(k)) for k in ks}
 
     def summary(self) -> dict[str, Any]:
         """Return the form that summary.json and `retrain eval --json` hold."""
-        values: dict[str, Any] = {f"pass@{k}": value for k, value in sorted(self.pass_at.items())}
-        values |= {
-            f"pass@{k}_interval": list(self.interval_at(k)) for k in sorted(self.pass_at) if k != 1
-        }
+        values = self._scores(without=1)
         tasks = self.by_task
         if len(tasks) > 1:
             values["tasks"] = {
@@ -214,6 +205,10 @@ class Evaluation:
         }
 
 
+def _pass_rates(problems: Sequence[EvaluationRecord], k: int) -> list[float]:
+    return [pass_at_k(item.samples, item.correct, k) for item in problems]
+
+
 # -- the folder that `retrain eval` writes ---------------------------------------------------------
 
 
@@ -227,30 +222,12 @@ _VALUES = {"right": "C", "wrong": "I", "could_not_judge": "N"}
 @dataclass(frozen=True)
 class EvaluationFolder:
     path: Path
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples.jsonl"
-
-    @property
-    def problems(self) -> Path:
-        return self.path / "evaluation.jsonl"
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.toml"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def environment(self) -> Path:
-        return self.path / "environment.json"
-
-    @property
-    def inspect_log(self) -> Path:
-        return self.path / "inspect.json"
+    samples = Place("samples.jsonl")
+    problems = Place("evaluation.jsonl")
+    config = Place("config.toml")
+    summary = Place("summary.json")
+    environment = Place("environment.json")
+    inspect_log = Place("inspect.json")
 
     @classmethod
     def new(cls, output: Path | None, target: Path) -> Self:
@@ -266,13 +243,11 @@ class EvaluationFolder:
                 )
             return cls(output)
         if target.is_dir():
-            above, name = (target / "evaluations", "")
+            above, name = target, ""
         else:
-            above, name = (Path("logs") / "evaluations", f"{target.stem}-")
-        number = 1
-        while (above / f"{name}{number}").exists():
-            number += 1
-        return cls(above / f"{name}{number}")
+            above, name = Path("logs"), f"{target.stem}-"
+        paths = (above / "evaluations" / f"{name}{number}" for number in count(1))
+        return cls(next(path for path in paths if not path.exists()))
 
     def write(self, config: TrainConfig, evaluation: Evaluation, groups: Sequence[Group]) -> None:
         """Write the answers and everything beside them. Raises EnvironmentFailure if the folder
@@ -290,20 +265,11 @@ class EvaluationFolder:
         )
         mark(self.path, KIND)
         try:
-            replace_file(
-                self.samples, b"".join(encode_line(record.to_json()) for record in records)
-            )
-            replace_file(
-                self.problems,
-                b"".join(encode_line(record.to_json()) for record in evaluation.problems),
-            )
+            for path, lines in ((self.samples, records), (self.problems, evaluation.problems)):
+                replace_file(path, b"".join(encode_line(line.to_json()) for line in lines))
             replace_file(self.config, dump_toml(shown))
-            replace_file(
-                self.environment,
-                _pretty(
-                    redactor.json(describe_environment(shown.backend.devices) | {"command": None})
-                ),
-            )
+            environment = describe_environment(shown.backend.devices) | {"command": None}
+            replace_file(self.environment, _pretty(redactor.json(environment)))
             replace_file(self.inspect_log, _pretty(log))
             replace_file(self.summary, _pretty(evaluation.summary()))
         except OSError as error:
@@ -314,12 +280,8 @@ class EvaluationFolder:
 
 
 def _pretty(content: dict[str, object]) -> bytes:
-    return (
-        json.dumps(finite(content), indent=1, ensure_ascii=False).encode(
-            "utf-8", "backslashreplace"
-        )
-        + b"\n"
-    )
+    text = json.dumps(finite(content), indent=1, ensure_ascii=False)
+    return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def is_evaluation(folder: Path) -> bool:
@@ -360,10 +322,8 @@ def inspect_log(
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     ids = list(dict.fromkeys(record.example_id for record in records))
     low, high = evaluation.interval
-    values = {f"pass@{k}": rate for k, rate in evaluation.pass_at.items()} | {
-        "interval_low": low,
-        "interval_high": high,
-    }
+    values = {f"pass@{k}": rate for k, rate in evaluation.pass_at.items()}
+    values |= {"interval_low": low, "interval_high": high}
     metrics = {name: {"name": name, "value": value, "params": {}} for name, value in values.items()}
     return {
         "version": 2,

@@ -19,9 +19,7 @@ from typing import Any, BinaryIO, Self
 
 from retrain.errors import RunFailed
 from retrain.records.disk import replace_file
-from retrain.system import ParseError, json_kind, parse_json
-
-Json = dict[str, Any]
+from retrain.system import Json, ParseError, json_kind, parse_json
 
 _BLOCK = 1 << 16
 """Bytes read at once from the end of a file: some forty lines of metrics."""
@@ -200,9 +198,8 @@ def read_jsonl_backwards(path: Path) -> Iterator[Json]:
         try:
             record = _parse(line, path, None)
         except RunFailed:
-            for _ in read_jsonl(
-                path
-            ):  # raises the error with the line's number, which is counted from the beginning
+            # Raises the error with the line's number, which is counted from the beginning.
+            for _ in read_jsonl(path):
                 pass
             raise
         yield record

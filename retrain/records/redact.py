@@ -54,24 +54,9 @@ _SHAPES = re.compile(
     re.VERBOSE,
 )
 _MARKS = (
-    *(
-        "hf_",
-        "sk-",
-        "rk-",
-        "pk-",
-        "tml-",
-        "wandb_",
-        "api_key=",
-        "ghp_",
-        "gho_",
-        "ghu_",
-        "ghs_",
-        "ghr_",
-        "github_pat_",
-        "glpat-",
-    ),
-    *("AKIA", "AIza", "xox", "eyJ", "Bearer", "Basic"),
-)
+    "hf_", "sk-", "rk-", "pk-", "tml-", "wandb_", "api_key=", "ghp_", "gho_", "ghu_", "ghs_",
+    "ghr_", "github_pat_", "glpat-", "AKIA", "AIza", "xox", "eyJ", "Bearer", "Basic",
+)  # fmt: skip
 """One of these stands in every token of a known shape."""
 _URL_CREDENTIALS = re.compile(
     r"(?<=://)[^/\s@'\"]+@|(?<=%3A%2F%2F)(?:[^\s/@&'\"%]|%(?!2F|40))+%40", re.IGNORECASE
@@ -84,7 +69,7 @@ _URL_PARAMETER = re.compile(
 
 
 _noted: set[str] = set()
-"""Secrets of the configurations that this process has used, beside those of its environment."""
+"""Secrets of the configurations that this process has used; its environment has others."""
 
 
 def note_secrets(config: "TrainConfig") -> None:
@@ -95,12 +80,8 @@ def note_secrets(config: "TrainConfig") -> None:
     from retrain.config.load import given_values
 
     variables = (config.reward.judge_api_key_env, config.inference.api_key_env)
-    note_values(
-        [
-            *_secrets_in(given_values(config)),
-            *(os.environ.get(name, "").strip() for name in variables),
-        ]
-    )
+    note_values(_secrets_in(given_values(config)))
+    note_values(os.environ.get(name, "").strip() for name in variables)
 
 
 def note_values(values: Iterable[str]) -> None:
@@ -177,9 +158,8 @@ class Redactor:
     def text(self, text: str) -> str:
         if self._values is not None:
             text = self._values.sub(MASK, text)
-        if any(
-            mark in text for mark in _MARKS
-        ):  # most texts hold none, and a search for them costs a hundredth
+        # Most texts hold none of these, and a search for them costs a hundredth.
+        if any(mark in text for mark in _MARKS):
             text = _SHAPES.sub(MASK, text)
         if "@" in text or "%40" in text:
             text = _URL_CREDENTIALS.sub(

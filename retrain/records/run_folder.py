@@ -38,94 +38,58 @@ _FORMAT = 1
 folders."""
 
 
+class Place:
+    """A file or folder that has a fixed name inside another, which has a `path`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, folder: Any, kind: type) -> Path:
+        path: Path = folder.path / self.name
+        return path
+
+
 @dataclass(frozen=True)
 class RunFolder:
     path: Path
-
-    @property
-    def marker(self) -> Path:
-        return self.path / MARKER
-
-    @property
-    def lock(self) -> Path:
-        return self.path / ".lock"
-
-    @property
-    def lock_owner(self) -> Path:
-        """The file that names the process holding the lock. It is separate since taking a lock
-        empties the lock's file.
-        """
-        return self.path / ".lock.owner"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def evaluation(self) -> Path:
-        return self.path / "evaluation.jsonl"
-
-    @property
-    def emergence_steps(self) -> Path:
-        return self.path / "emergence" / "steps.jsonl"
-
-    @property
-    def generations(self) -> Path:
-        return self.path / "emergence" / "generations.jsonl"
-
-    @property
-    def tokens(self) -> Path:
-        return self.path / "tokens"
+    marker = Place(MARKER)
+    lock = Place(".lock")
+    lock_owner = Place(".lock.owner")
+    """The file that names the process holding the lock. It is separate since taking a lock empties
+    the lock's file."""
+    metrics = Place("metrics.jsonl")
+    evaluation = Place("evaluation.jsonl")
+    emergence_steps = Place("emergence/steps.jsonl")
+    generations = Place("emergence/generations.jsonl")
+    tokens = Place("tokens")
+    config = Place("config.toml")
+    environment = Place("environment.json")
+    summary = Place("summary.json")
+    trainer_state = Place("trainer_state.json")
+    checkpoints = Place("checkpoints")
+    """The folder of checkpoints unless `[backend] adapter_path` names another."""
+    checkpoint_pointer = Place("checkpoints.json")
+    """The file that names the folder of the checkpoints if `[backend] adapter_path` put them
+    elsewhere."""
+    verdicts = Place("verdicts.jsonl")
+    """The judge's verdict on each completion, by content."""
+    evaluations = Place("evaluations")
+    """The folders that `retrain eval` wrote."""
+    output = Place(OUTPUT)
+    """Every line that the run prints without a terminal, of all its sessions."""
+    tensorboard = Place("tensorboard")
+    wandb = Place("wandb")
+    curve = Place("curve.svg")
+    """The picture of the learning curve."""
+    report = Place("report.html")
+    """The page of `retrain report`; its pictures are named after it."""
 
     def step_tokens(self, step: int) -> Path:
         return self.tokens / f"step_{step}.safetensors"
 
     @property
-    def config(self) -> Path:
-        return self.path / "config.toml"
-
-    @property
     def resume_command(self) -> str:
         return run_command(self.path)
-
-    @property
-    def environment(self) -> Path:
-        return self.path / "environment.json"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def trainer_state(self) -> Path:
-        return self.path / "trainer_state.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of checkpoints unless `[backend] adapter_path` names another."""
-        return self.path / "checkpoints"
-
-    @property
-    def checkpoint_pointer(self) -> Path:
-        """The file that names the folder of the checkpoints if `[backend] adapter_path` put them
-        elsewhere.
-        """
-        return self.path / "checkpoints.json"
-
-    @property
-    def verdicts(self) -> Path:
-        """The judge's verdict on each completion, by content."""
-        return self.path / "verdicts.jsonl"
-
-    @property
-    def evaluations(self) -> Path:
-        """The folders that `retrain eval` wrote."""
-        return self.path / "evaluations"
-
-    @property
-    def output(self) -> Path:
-        """Every line that the run prints without a terminal, of all its sessions."""
-        return self.path / OUTPUT
 
     @property
     def prints_to_output(self) -> bool:
@@ -135,37 +99,16 @@ class RunFolder:
         except (OSError, ValueError):  # no such file, or an output without a descriptor
             return False
 
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def wandb(self) -> Path:
-        return self.path / "wandb"
-
-    @property
-    def curve(self) -> Path:
-        """The picture of the learning curve."""
-        return self.path / "curve.svg"
-
-    @property
-    def report(self) -> Path:
-        """The page of `retrain report`; its pictures are named after it."""
-        return self.path / "report.html"
-
     def written(self) -> tuple[Path, ...]:
         """Every file and folder that a run or its report writes here, except the marker and the
         lock.
         """
-        folders = (
-            self.emergence_steps.parent,
-            self.tokens,
-            self.checkpoints,
+        own_output = () if self.prints_to_output else (self.output,)
+        return (
+            *self.folders(),
             self.evaluations,
             self.tensorboard,
             self.wandb,
-        )
-        files = (
             self.metrics,
             self.evaluation,
             self.config,
@@ -173,20 +116,18 @@ class RunFolder:
             self.trainer_state,
             self.curve,
             self.summary,
-        )
-        own_output = () if self.prints_to_output else (self.output,)
-        asides = (aside_of(self.metrics), aside_of(self.evaluation))
-        pictures = self.path.glob(f"{self.report.stem}-*.png")
-        return (
-            *folders,
-            *files,
             self.checkpoint_pointer,
             self.verdicts,
             self.report,
             *own_output,
-            *asides,
-            *pictures,
+            aside_of(self.metrics),
+            aside_of(self.evaluation),
+            *self.path.glob(f"{self.report.stem}-*.png"),
         )
+
+    def folders(self) -> tuple[Path, ...]:
+        """The folders whose content a resume cuts or continues."""
+        return (self.emergence_steps.parent, self.tokens, self.checkpoints)
 
     def lines(self) -> tuple[Path, ...]:
         """The files of JSON lines."""
@@ -199,23 +140,12 @@ class RunFolder:
 
     def links(self) -> list[Path]:
         """Return symbolic links in place of files that a resume cuts, deletes or continues."""
-        places = (
-            self.emergence_steps.parent,
-            self.tokens,
-            self.checkpoints,
-            *self.lines(),
-            self.verdicts,
-            self.output,
-        )
+        places = (*self.folders(), *self.lines(), self.verdicts, self.output)
         return [path for path in places if path.is_symlink()]
 
     def blocked(self) -> list[Path]:
         """Return files in place of folders that a run writes into."""
-        return [
-            path
-            for path in (self.emergence_steps.parent, self.tokens, self.checkpoints)
-            if path.exists() and not path.is_dir()
-        ]
+        return [path for path in self.folders() if path.exists() and not path.is_dir()]
 
     def create(self) -> None:
         """Make the folder and mark it. Raises ConfigurationError if a file is in the way,
@@ -237,7 +167,7 @@ class RunFolder:
         problems = (
             self._extent(path, state).problem(path) for path in (self.metrics, self.evaluation)
         )
-        return next((problem for problem in problems if problem), "")
+        return next(filter(None, problems), "")
 
     def broken_seal(self, path: Path, *, ended: bool) -> str:
         """How a file of JSON lines differs from what trainer_state.json recorded; "" if it does
@@ -246,10 +176,9 @@ class RunFolder:
         While a run goes on the file may be longer; a run that has `ended` wrote nothing after it
         recorded the file.
         """
+        state = {}
         if self.trainer_state.is_file():
             state = read_object(self.trainer_state)
-        else:
-            state = {}
         recorded = state.get("files")
         if not recorded:
             return ""
@@ -268,7 +197,7 @@ class RunFolder:
             return f"{path.name} has {path.stat().st_size} bytes instead of {values['size']}"
         return problem
 
-    def cut_to(self, state: TrainerState, say: Callable[[str], None]) -> None:
+    def cut_to(self, state: TrainerState, log: Callable[[str], None]) -> None:
         """Set the rows after `state` aside, and delete its token files: a resumed run is about to
         make them again.
         """
@@ -278,22 +207,22 @@ class RunFolder:
             if not problem:
                 truncate_to_size(path, extent.size)
                 continue
-            say(
+            log(
                 f"{path.relative_to(self.path)}: {problem}; the rest of it is kept, and the run"
                 " continues."
             )
+            step = state.step
             # An evaluation counts completed steps, and one at `state.step` may have been cut before
             # the state knew of it.
-            truncate_to_step(
-                path, state.last_evaluation + 1 if path == self.evaluation else state.step
-            )
+            if path == self.evaluation:
+                step = state.last_evaluation + 1
+            truncate_to_step(path, step)
         self._cut_tokens(state.step)
-        from retrain.records.token_table import (
-            damage_of,
-        )  # safetensors, which most readers of folders do without
+        # safetensors, which most readers of folders do without
+        from retrain.records.token_table import damage_of
 
         for damage in filter(None, map(damage_of, sorted(self.tokens.glob("step_*.safetensors")))):
-            say(f"{damage}; `retrain inspect` cannot show it, and the run continues.")
+            log(f"{damage}; `retrain inspect` cannot show it, and the run continues.")
 
     def forget_steps(self) -> None:
         """Set every row aside, and delete the token files, for a run that has no checkpoint yet."""
@@ -332,9 +261,7 @@ class Claim:
         damaged run may lack it.
         """
         # The pointer to checkpoints elsewhere is written before the run begins.
-        return self.kind == "run" and any(
-            path != self.folder.checkpoint_pointer for path in self.present
-        )
+        return self.kind == "run" and bool({*self.present} - {self.folder.checkpoint_pointer})
 
     def outer_run(self) -> RunFolder | None:
         """The run inside whose folder this one lies."""
@@ -414,9 +341,8 @@ def mark(folder: Path, kind: str, **content: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not read_marker(folder):
-            replace_file(
-                folder / MARKER, json.dumps({"kind": kind, "format": _FORMAT} | content) + "\n"
-            )
+            marker = {"kind": kind, "format": _FORMAT} | content
+            replace_file(folder / MARKER, json.dumps(marker) + "\n")
     except (FileExistsError, NotADirectoryError) as error:
         raise ConfigurationError(
             f"{folder} cannot be a folder: a file of that name is in the way; choose another path."
@@ -504,7 +430,13 @@ def _runs(pid: int, since: float) -> bool:
     the number.
     """
     if not Path("/proc/self/stat").exists():
-        return _answers(pid)
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:  # there, and another user's
+            return True
+        return True
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -514,16 +446,6 @@ def _runs(pid: int, since: float) -> bool:
     uptime = float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
     started = time.time() - uptime + start_ticks / os.sysconf("SC_CLK_TCK")
     return state not in "ZX" and started <= since + _CLOCK_SLACK_S
-
-
-def _answers(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # there, and another user's
-        return True
-    return True
 
 
 @contextmanager

@@ -79,12 +79,9 @@ class TrainerState:
         and learner differed by more than the limit; None, where that cannot be said, leaves the
         count of such steps.
         """
-        mismatch_streak = self.mismatch_streak
-        if mismatched is not None:
-            if mismatched:
-                mismatch_streak = mismatch_streak + 1
-            else:
-                mismatch_streak = 0
+        mismatch_streak = self.mismatch_streak + bool(mismatched)
+        if mismatched is False:
+            mismatch_streak = 0
         return replace(
             self,
             step=self.step + 1,

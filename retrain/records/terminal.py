@@ -128,10 +128,7 @@ def markdown_lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterat
     clean = [[cell.replace("|", "\\|") for cell in row] for row in (head, *rows)]
     widths = [max(map(len, column)) for column in zip(*clean, strict=True)]
     for index, row in enumerate(clean):
-        yield (
-            "| "
-            + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            + " |"
-        )
+        cells = " | ".join(map(str.ljust, row, widths))
+        yield f"| {cells} |"
         if index == 0:
             yield "|" + "|".join("-" * (width + 2) for width in widths) + "|"

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -73,32 +74,15 @@ class TokenTable:
     """None where every trajectory is one reply to its prompt."""
 
 
-_OPTIONAL = (
-    "entropies",
-    "mask",
-    "rewards",
-    "truncated",
-    "log_ratios",
-    "prompt_offsets",
-    "prompt_token_ids",
-    "kept",
-)
 _TURN_FIELDS = tuple(item.name for item in fields(TurnTable))
+_FIELDS = [item.name for item in fields(TokenTable) if item.name not in ("advantages", "turns")]
 
 
 def write_tokens(path: Path, table: TokenTable, step: int) -> None:
     """Write one step's table, atomically."""
     from safetensors.numpy import save_file
 
-    arrays: dict[str, npt.NDArray[np.generic]] = {
-        "offsets": table.offsets,
-        "slot": table.slot,
-        "sample": table.sample,
-        "token_ids": table.token_ids,
-        "logprobs": table.logprobs,
-    }
-    optional = {name: getattr(table, name) for name in _OPTIONAL}
-    arrays |= {name: values for name, values in optional.items() if values is not None}
+    arrays = {name: getattr(table, name) for name in _FIELDS}
     if table.turns is not None:
         arrays |= {f"{_TURNS}{name}": getattr(table.turns, name) for name in _TURN_FIELDS}
     arrays |= {f"{_STAGE}{stage}": values for stage, values in table.advantages.items()}
@@ -107,7 +91,11 @@ def write_tokens(path: Path, table: TokenTable, step: int) -> None:
     # since it orders entries at random.
     with safetensors_io(), replacing_file(path) as aside:
         save_file(
-            {name: np.ascontiguousarray(values) for name, values in arrays.items()},
+            {
+                name: np.ascontiguousarray(values)
+                for name, values in arrays.items()
+                if values is not None
+            },
             aside,
             metadata={"retrain": json.dumps({"step": step, "stages": list(table.advantages)})},
         )
@@ -135,17 +123,9 @@ def read_tokens(path: Path) -> TokenTable:
     with safe_open(path, framework="numpy") as file:
         stages: list[str] = json.loads((file.metadata() or {})["retrain"])["stages"]
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
-    return TokenTable(
-        offsets=arrays["offsets"],
-        slot=arrays["slot"],
-        sample=arrays["sample"],
-        token_ids=arrays["token_ids"],
-        logprobs=arrays["logprobs"],
-        advantages={stage: arrays[f"{_STAGE}{stage}"] for stage in stages},
-        **{name: arrays.get(name) for name in _OPTIONAL},
-        turns=(
-            TurnTable(**{name: arrays[f"{_TURNS}{name}"] for name in _TURN_FIELDS})
-            if f"{_TURNS}offsets" in arrays
-            else None
-        ),
-    )
+    turns = None
+    if f"{_TURNS}offsets" in arrays:
+        turns = TurnTable(**{name: arrays[f"{_TURNS}{name}"] for name in _TURN_FIELDS})
+    advantages = {stage: arrays[f"{_STAGE}{stage}"] for stage in stages}
+    columns: dict[str, Any] = {name: arrays.get(name) for name in _FIELDS}
+    return TokenTable(**columns, advantages=advantages, turns=turns)

@@ -18,12 +18,10 @@ read."""
 
 def untrained_streak(newest_first: Iterable[StepRecord]) -> list[StepRecord]:
     """Return the records since the last step that trained something, newest first."""
-    return list(takewhile(_is_untrained, newest_first))
-
-
-def _is_untrained(record: StepRecord) -> bool:
-    """Return True if no row was trained, or none for its reward, as with a KL term alone."""
-    return record.num_datums == 0 or record.informative_fraction == 0
+    # With a KL term alone rows are trained, and none for its reward.
+    return list(
+        takewhile(lambda one: 0 in (one.num_datums, one.informative_fraction), newest_first)
+    )
 
 
 def _is_solved(record: StepRecord) -> bool:

@@ -31,7 +31,7 @@ from retrain.analysis.status import RunStatus, run_status
 from retrain.analysis.verdict import TestSettings
 from retrain.config.schema import Squeeze
 from retrain.errors import ConfigurationError, RetrainError
-from retrain.inspect.credit import NothingJudged, StepCredit, read_step, stored_steps
+from retrain.inspect.credit import NoJudgedCompletion, StepCredit, read_step, stored_steps
 from retrain.plugins import ForeignCode
 from retrain.records.entries import EvaluationRecord, GenerationRecord
 from retrain.records.evaluation import Evaluation
@@ -511,7 +511,7 @@ def _tokens(
                 notes.append(f"Without {' and '.join(against)}: {error}")
                 credit = read_step(run)
             found.append(InspectedRun(arm.label, run.name, credit))
-        except NothingJudged as error:
+        except NoJudgedCompletion as error:
             notes.append(f"No tokens of {run.name}: {error}")
         except ConfigurationError:
             raise

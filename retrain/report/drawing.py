@@ -129,7 +129,7 @@ def to_picture(figure: Figure, name: str, form: str = "png") -> bytes:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class PageFigure:
     name: str
     """Names its file and its anchor in the page."""
     title: str
@@ -156,7 +156,7 @@ class Lines:
     """Label of the line in the report of a single run."""
 
 
-def line_figure(data: ReportData, lines: Lines) -> Drawn | None:
+def line_figure(data: ReportData, lines: Lines) -> PageFigure | None:
     """One line per condition, dashed for a second field. None if no run has the first field."""
     first, *second = lines.fields
     arms = [(index, arm) for index, arm in enumerate(data.arms) if arm.has(first)]
@@ -182,7 +182,7 @@ def line_figure(data: ReportData, lines: Lines) -> Drawn | None:
     has_dashes = any(arm.has(field) for field in second for _, arm in arms)
     note = lines.note if has_dashes or not second else ""
     words = filter(None, (_line_words(data, window), note))
-    return Drawn(lines.name, lines.title, " ".join(words), figure)
+    return PageFigure(lines.name, lines.title, " ".join(words), figure)
 
 
 def _scale(axes: Axes, lines: Lines) -> None:

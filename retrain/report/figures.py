@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 
 from retrain.analysis.compare import Comparison
 from retrain.analysis.statistics import t_interval
@@ -19,8 +20,8 @@ from retrain.report.drawing import (
     MARKERS,
     MUTED,
     ROW_HEIGHT,
-    Drawn,
     Lines,
+    PageFigure,
     add_legend,
     as_percentages,
     draw_band,
@@ -75,9 +76,9 @@ _SPEED = Lines(
 )
 
 
-def draw_figures(data: ReportData) -> list[Drawn]:
+def draw_figures(data: ReportData) -> list[PageFigure]:
     """Every figure for which there is data."""
-    makers: Sequence[Callable[[ReportData], Drawn | None]] = (
+    makers: Sequence[Callable[[ReportData], PageFigure | None]] = (
         _held_out,
         _differences,
         _training,
@@ -99,7 +100,7 @@ def draw_figures(data: ReportData) -> list[Drawn]:
 # -- learning --------------------------------------------------------------------------------------
 
 
-def _training(data: ReportData) -> Drawn | None:
+def _training(data: ReportData) -> PageFigure | None:
     drawn = line_figure(data, _TRAINING)
     if drawn and data.single and (points := data.arms[0].held_out[0]):
         (axes,) = drawn.figure.axes
@@ -122,7 +123,7 @@ def _training(data: ReportData) -> Drawn | None:
             **style,
         )
         as_percentages(axes)
-        return Drawn(
+        return PageFigure(
             "training",
             "Training and held-out accuracy",
             f"{drawn.caption} Dots: held-out pass@1 with its 95% interval over the problems.",
@@ -131,7 +132,7 @@ def _training(data: ReportData) -> Drawn | None:
     return drawn
 
 
-def _held_out(data: ReportData) -> Drawn | None:
+def _held_out(data: ReportData) -> PageFigure | None:
     bands = [(arm, arm.held_out_band()) for arm in data.arms]
     steps = {float(step) for _, band in bands if band for step in band.steps}
     if data.single or not steps:
@@ -152,12 +153,13 @@ def _held_out(data: ReportData) -> Drawn | None:
                 markersize=5,
             )
     as_percentages(axes)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.set(xlabel="steps completed", ylabel="held-out pass@1")
     caption = f"Mean over the runs{sd_words(data)}, on problems that were not trained on."
-    return Drawn("held-out", "Held-out accuracy", caption, figure)
+    return PageFigure("held-out", "Held-out accuracy", caption, figure)
 
 
-def _held_out_once(data: ReportData, step: int) -> Drawn:
+def _held_out_once(data: ReportData, step: int) -> PageFigure:
     """Draw one row per condition, since with one evaluation per run there is no curve."""
     arms = [(index, arm) for index, arm in enumerate(data.arms) if any(arm.held_out)]
     figure, axes = empty_figure(height=0.9 + ROW_HEIGHT * len(arms))
@@ -178,10 +180,10 @@ def _held_out_once(data: ReportData, step: int) -> Drawn:
         f"After {step} steps, on problems that were not trained on. Dots: one run each. Diamond and"
         f" line: their mean{bars}."
     )
-    return Drawn("held-out", "Held-out accuracy", caption, figure)
+    return PageFigure("held-out", "Held-out accuracy", caption, figure)
 
 
-def _differences(data: ReportData) -> Drawn | None:
+def _differences(data: ReportData) -> PageFigure | None:
     comparison = data.comparison
     if comparison is None:
         return None
@@ -211,7 +213,7 @@ def _differences(data: ReportData) -> Drawn | None:
     )
     without_scale(axes)
     title = f"Differences from {comparison.baseline}, paired by seed"
-    return Drawn("differences", title, _differences_caption(comparison), figure)
+    return PageFigure("differences", title, _differences_caption(comparison), figure)
 
 
 _BETTER_SIDE = {
@@ -234,7 +236,7 @@ def _differences_caption(comparison: Comparison) -> str:
 # -- what the policy is like -----------------------------------------------------------------------
 
 
-def _entropy(data: ReportData) -> Drawn | None:
+def _entropy(data: ReportData) -> PageFigure | None:
     """Draw the entropy if the engine recorded it, or else the surprisal under its own name."""
     if any(arm.has("exec_entropy_mean") for arm in data.arms):
         kind, title = "entropy", "Entropy of the policy"
@@ -248,7 +250,7 @@ def _entropy(data: ReportData) -> Drawn | None:
 # -- what it costs ---------------------------------------------------------------------------------
 
 
-def _phases(data: ReportData) -> Drawn | None:
+def _phases(data: ReportData) -> PageFigure | None:
     arms = [arm for arm in data.arms if arm.has("step_time_s")]
     if not arms:
         return None
@@ -275,7 +277,7 @@ def _phases(data: ReportData) -> Drawn | None:
         "Medians over the steps. Rewards are scored during sampling, so reward is only the wait"
         " after the last completion."
     )
-    return Drawn("phases", "Time by phase", caption, figure)
+    return PageFigure("phases", "Time by phase", caption, figure)
 
 
 def _median(arm: ConditionCurves, field: str) -> float:
@@ -287,7 +289,7 @@ def _median(arm: ConditionCurves, field: str) -> float:
     return 0.0
 
 
-def squeeze_figure(curve: SqueezeCurve) -> Drawn:
+def squeeze_figure(curve: SqueezeCurve) -> PageFigure:
     """Draw the variance kept by rank, with the threshold and the recommended rank."""
     figure, axes = empty_figure()
     ranks = np.array(curve.ranks, float)
@@ -335,7 +337,7 @@ def squeeze_figure(curve: SqueezeCurve) -> Drawn:
         f"Fraction of the squared singular values of the adapter{of} that each rank keeps; {judged}"
         " decides the recommendation."
     )
-    return Drawn(_SQUEEZE, "How much of its rank the adapter needs", caption, figure)
+    return PageFigure(_SQUEEZE, "How much of its rank the adapter needs", caption, figure)
 
 
 def write_squeeze_picture(curve: SqueezeCurve, path: Path) -> None:

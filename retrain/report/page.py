@@ -22,7 +22,7 @@ from retrain.analysis.comparison_text import arm_table, contrast_table, sections
 from retrain.analysis.explanation import caveats, explanation
 from retrain.analysis.headline import answer, name_of
 from retrain.analysis.status import RunStatus
-from retrain.audit.run import Audit, Judged, Rate
+from retrain.audit.run import Audit, CaseResult, Rate
 from retrain.audit.text import HEAD, judge_lines, milliseconds, rate_row, rate_rows
 from retrain.errors import EnvironmentFailure
 from retrain.inspect import Quantity
@@ -39,7 +39,7 @@ from retrain.report.data import (
     ReportRequest,
     read_report_data,
 )
-from retrain.report.drawing import Drawn, to_picture, to_svg
+from retrain.report.drawing import PageFigure, to_picture, to_svg
 from retrain.report.figures import draw_figures
 from retrain.report.paper import write_paper
 
@@ -191,7 +191,7 @@ class LiveReload:
 
 
 def render(
-    data: ReportData, figures: Sequence[Drawn], made: datetime, live: LiveReload | None = None
+    data: ReportData, figures: Sequence[PageFigure], made: datetime, live: LiveReload | None = None
 ) -> str:
     """The page as HTML, for a file or, with `live`, for a server."""
     script, style = asset("report.js"), asset("report.css")
@@ -413,7 +413,7 @@ def _run_row(status: RunStatus) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Written:
+class ReportFiles:
     page: Path
     pictures: list[Path]
 
@@ -429,7 +429,7 @@ def write_report(
     output: Path,
     figures_to: Path | None = None,
     formats: Sequence[str] = (),
-) -> Written:
+) -> ReportFiles:
     """Write the page to `output` and every figure to <its stem>-<figure>.png beside it; what a
     paper takes goes into the folder `figures_to`. Each file is replaced atomically.
 
@@ -452,7 +452,7 @@ def write_report(
         ) from error
     if figures_to is not None:
         pictures += write_paper(data, figures, figures_to, formats)
-    return Written(output, pictures)
+    return ReportFiles(output, pictures)
 
 
 # -- the page of an audit --------------------------------------------------------------------------
@@ -509,7 +509,7 @@ def _percent(rate: float | None) -> str:
     return f"{rate:.1%}"
 
 
-def _example_row(item: Judged) -> tuple[str, ...]:
+def _example_row(item: CaseResult) -> tuple[str, ...]:
     case = item.case
     verdict = item.score.reason or item.score.outcome.value
     texts = (case.example.example_id, case.name, case.example.reference, case.answer, verdict)

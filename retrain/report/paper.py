@@ -16,7 +16,7 @@ from retrain.records.disk import replace_file
 from retrain.records.redact import Redactor
 from retrain.records.terminal import clean, counted, markdown_lines
 from retrain.report.data import ConditionCurves, ReportData
-from retrain.report.drawing import Drawn, to_picture
+from retrain.report.drawing import PageFigure, to_picture
 
 FORMATS = ("svg", "pdf", "png")
 Table = tuple[Sequence[str], list[list[str]]]
@@ -24,7 +24,7 @@ Table = tuple[Sequence[str], list[list[str]]]
 
 
 def write_paper(
-    data: ReportData, figures: Sequence[Drawn], folder: Path, formats: Sequence[str]
+    data: ReportData, figures: Sequence[PageFigure], folder: Path, formats: Sequence[str]
 ) -> list[Path]:
     """Write <figure>.<format>, table.csv, table.md and methods.md into `folder`. Raises
     EnvironmentFailure if they cannot be written.

@@ -37,7 +37,7 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 """A brace, or an escape, which is skipped: an escaped brace, a line break, the first letter of a
 command."""
 MAX_ANSWER = 1 << 16
-"""Most characters of a box; a longer one counts as broken and is not read to its end."""
+"""Maximum characters of a box; a longer one counts as broken and is not read to its end."""
 _END_OF_THOUGHT = "</think>"
 
 
@@ -138,9 +138,8 @@ def hendrycks_normalize(text: str) -> str:
     text = text.replace(r"\left", "").replace(r"\right", "")
     text = text.replace(r"^{\circ}", "").replace(r"^\circ", "")
     text = text.replace(r"\$", "")
-    text, *units = text.split(
-        _UNITS
-    )  # a unit at the end, such as `5\text{ cm}`: a space right after `\text{` marks it
+    # A unit at the end, such as `5\text{ cm}`: a space right after `\text{` marks it.
+    text, *units = text.split(_UNITS)
     if len(units) > 1:
         raise _NotNormalizable(text)
     text = text.replace(r"\%", "")
@@ -151,9 +150,8 @@ def hendrycks_normalize(text: str) -> str:
     if len(right) == 1 and len(left) <= 2:  # `x = 5` is 5, `a+b=5` stays
         text = right[0]
     first, *radicands = text.split(r"\sqrt")
-    text = first + "".join(
-        r"\sqrt" + _braced_first(radicand) for radicand in radicands
-    )  # `\sqrt3` is `\sqrt{3}`
+    # `\sqrt3` is `\sqrt{3}`.
+    text = r"\sqrt".join([first, *map(_braced_first, radicands)])
     text = text.replace(" ", "")
     text = _brace_fractions(text)
     if text == "0.5":
@@ -198,9 +196,9 @@ MAX_NESTING = 8
 12 braces take 2.6 s, 12 `\\sin(` 3.6 s, 6 `\\sin^2` 12 s. With 8 levels no form that we found takes
 more than 1.3 s."""
 MAX_BARS = 16
-"""Most `|` signs: each may open or close, and the parser tries both."""
+"""Maximum number of `|` signs: each may open or close, and the parser tries both."""
 MAX_DIGITS = 4
-"""Most digits of a number in an exponent, before a factorial sign or in a binomial coefficient."""
+"""Maximum number of digits of a number in an exponent, before a factorial sign or in a binomial coefficient."""
 MAX_TERMS = 150
 """Terms of the powers of sums in an answer when they are multiplied out: sympy takes 0.4 s for
 `(x+2)^{100}`, 5 s for `(x+y+z+1)^{15}`."""
@@ -291,9 +289,8 @@ def is_refused(answer: str) -> bool:
         return True
     partner = _partners(plain)
     for argument in _large_arguments(plain, partner):
-        makes_numbers = (
-            "^" in argument or "!" in argument
-        )  # a power or a factorial, which are long numbers unless a variable is in them
+        # A power or a factorial is a long number unless a variable is in it.
+        makes_numbers = "^" in argument or "!" in argument
         if _LONG_NUMBER.search(argument) or (makes_numbers and not _VARIABLE.search(argument)):
             return True
     return _expanded_terms(plain, partner) > MAX_TERMS

@@ -30,7 +30,7 @@ from retrain.records.redact import harmless, secret_values
 from retrain.rewards.answers import after_thought
 from retrain.rewards.score import PartScore, ScoreRequest
 from retrain.types import Example, JudgeUsage
-from retrain.web import Answer, EventLoop, TooLong, exchange, key_from, masked
+from retrain.web import Answer, AnswerOverflow, EventLoop, exchange, key_from, masked
 
 if TYPE_CHECKING:
     from retrain.config.schema import Reward
@@ -140,7 +140,7 @@ class ChatClient:
             )
         except (TimeoutError, httpx.TimeoutException):
             raise _Transient(f"{self.host} did not answer within {self._timeout_s:g} s") from None
-        except TooLong:
+        except AnswerOverflow:
             raise _Transient(f"{self.host} answered with more than {MAX_REPLY >> 20} MiB") from None
         except httpx.HTTPError as error:
             raise _Transient(
@@ -161,13 +161,10 @@ class ChatClient:
         sentence = f"{self.host} answered {answer.status} {answer.reason}".rstrip()
         if said:
             sentence += f": {said}"
-        if isinstance(answer.content, dict):
-            error = answer.content.get("error")
-        else:
-            error = None
         blamed = ""
-        if isinstance(error, dict):
-            blamed = str(error.get("param") or "")
+        match answer.content:
+            case {"error": {"param": parameter}}:
+                blamed = str(parameter or "")
         if answer.status == 400 and self._without(blamed):
             return _Transient(sentence, 0.0)
         if answer.status not in _TRANSIENT and answer.status < 500:
@@ -211,9 +208,9 @@ def _reply(response: Answer, host: str, key: str) -> Reply:
             f"{host} answered with something other than a chat completion:"
             f" {response.said(key, *secret_values())!r}"
         ) from None
-    used = {}
-    if isinstance(answer.get("usage"), dict):
-        used = answer.get("usage")
+    used = answer.get("usage")
+    if not isinstance(used, dict):
+        used = {}
     cost = used.get("cost")
     usage = JudgeUsage(
         prompt_tokens=_count(used.get("prompt_tokens")),
@@ -378,10 +375,9 @@ class LanguageModelJudge:
         self._loop.close(self._client.close)
 
     async def _judge(self, request: ScoreRequest) -> PartScore:
+        completion = request.response
         if self._reward.after_think:
-            completion = after_thought(request.response)
-        else:
-            completion = request.response
+            completion = after_thought(completion)
         reference = (request.reference or "").strip()
         if not completion.strip() or (not reference and "{reference}" in self._template):
             return PartScore(0.0)
@@ -415,9 +411,8 @@ class LanguageModelJudge:
             try:
                 reply = await self._client.ask(message)
             except ChatFailed as error:
-                return PartScore(
-                    None, f"the judge gave no verdict: {error}", self._priced(usage + error.usage)
-                )
+                reason = f"the judge gave no verdict: {error}"
+                return PartScore(None, reason, self._priced(usage + error.usage))
             usage += reply.usage
             verdict = read_verdict(reply.text)
             if verdict is not None:
@@ -428,9 +423,8 @@ class LanguageModelJudge:
         if not self._reward.judge_prices:
             return usage
         reading, writing = self._reward.judge_prices
-        return replace(
-            usage, cost=(usage.prompt_tokens * reading + usage.completion_tokens * writing) / 1e6
-        )
+        cost = usage.prompt_tokens * reading + usage.completion_tokens * writing
+        return replace(usage, cost=cost / 1e6)
 
 
 def _unreadable(reply: Reply) -> str:

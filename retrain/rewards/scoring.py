@@ -70,38 +70,18 @@ class FailureGuard:
         stop it again at once.
         """
         outcomes = list(scores)
-        reasons = Counter(
-            score.reason or "no reason given"
-            for score in outcomes
-            if score.outcome is Outcome.COULD_NOT_JUDGE
-        )
-        self._steps.append(_StepFailures(len(outcomes), dict(reasons)))
-        total, failed = (
-            sum(step.total for step in self._steps),
-            sum(sum(step.reasons.values()) for step in self._steps),
-        )
-        allowed = self._max_failure_rate * total * self._window / len(self._steps)
-        if self._max_failure_rate < 1 and (
-            failed > allowed or (failed == total and total >= _MIN_COMPLETIONS)
-        ):
-            sentence = self._sentence(total, failed)
-            self._steps.clear()
-            raise ResumableFailure(sentence)
-
-    def _sentence(self, total: int, failed: int) -> str:
-        reasons: Counter[str] = Counter()
+        self._steps.append(_StepFailures(len(outcomes), dict(_reasons(outcomes))))
+        reasons, taken = Counter[str](), len(self._steps)
         for step in self._steps:
             reasons.update(step.reasons)
-        reason, count = reasons.most_common(1)[0]
-        if len(self._steps) > 1:
-            steps = f"{len(self._steps)} steps"
-        else:
-            steps = "step"
-        return (
-            f"{failed} of {total} completions of the last {steps} could not be judged ({count}"
-            f" times: {reason.rstrip('.')}), more than [reward] max_failure_rate ="
-            f" {self._max_failure_rate:g} allows; fix the reward."
-        )
+        total, failed = sum(step.total for step in self._steps), reasons.total()
+        too_many = failed > self._max_failure_rate * total * self._window / taken
+        nothing = failed == total and total >= _MIN_COMPLETIONS
+        if self._max_failure_rate < 1 and (too_many or nothing):
+            self._steps.clear()
+            steps = f"{taken} steps" if taken > 1 else "step"
+            what = f"{total} completions of the last {steps}"
+            raise _too_many_failures(what, reasons, self._max_failure_rate)
 
     def state_dict(self) -> dict[str, Any]:
         """Return [total, {reason: count}] for each step in the window, oldest first, as JSON."""
@@ -119,19 +99,26 @@ def check_held_out(scores: Iterable[Score], max_failure_rate: float) -> None:
     allows; a single one is always allowed.
     """
     outcomes = list(scores)
-    reasons = Counter(
+    reasons, total = _reasons(outcomes), len(outcomes)
+    if max_failure_rate < 1 and reasons.total() > max(1.0, max_failure_rate * total):
+        raise _too_many_failures(f"{total} held-out answers", reasons, max_failure_rate)
+
+
+def _reasons(scores: Iterable[Score]) -> Counter[str]:
+    """Why completions could not be judged, with their number."""
+    return Counter(
         score.reason or "no reason given"
-        for score in outcomes
+        for score in scores
         if score.outcome is Outcome.COULD_NOT_JUDGE
     )
-    failed = sum(reasons.values())
-    if max_failure_rate < 1 and failed > max(1.0, max_failure_rate * len(outcomes)):
-        reason, count = reasons.most_common(1)[0]
-        raise ResumableFailure(
-            f"{failed} of {len(outcomes)} held-out answers could not be judged ({count} times:"
-            f" {reason.rstrip('.')}), more than [reward] max_failure_rate = {max_failure_rate:g}"
-            " allows; fix the reward."
-        )
+
+
+def _too_many_failures(what: str, reasons: Counter[str], rate: float) -> ResumableFailure:
+    reason, count = reasons.most_common(1)[0]
+    return ResumableFailure(
+        f"{reasons.total()} of {what} could not be judged ({count} times: {reason.rstrip('.')}),"
+        f" more than [reward] max_failure_rate = {rate:g} allows; fix the reward."
+    )
 
 
 # -- scores ----------------------------------------------------------------------------------------
@@ -161,8 +148,7 @@ def box_reader(reward: "Reward") -> Callable[[str], str | None] | None:
     """Return the function that finds the answer in a completion's last box; None if the reward
     reads none.
     """
-    reads = any(REWARDS[kind].reads_boxes for kind in reward.types if kind in REWARDS)
-    if reads:
+    if any(REWARDS[kind].reads_boxes for kind in reward.types if kind in REWARDS):
         return partial(extract_boxed, after_think=reward.after_think)
     return None
 
@@ -239,24 +225,23 @@ class Scorer:
     ) -> "Future[PartScore]":
         if isinstance(value, Future):
             return value
-        future: Future[PartScore] = Future()
         if isinstance(value, list):
-            future.set_result(PartScore(None, members=tuple(map(PartScore, value))))
-            return future
-        if not isinstance(value, dict):
-            future.set_result(PartScore(value))
-            return future
-        assert self._pool is not None  # build_scorer starts one for every reward that gives jobs
-        try:
-            return self._pool.submit(value)
-        except TypeError as error:
-            future.set_result(
-                PartScore(None, f"the example's info cannot be sent to {value['handler']}: {error}")
-            )
-            return future
+            score = PartScore(None, members=tuple(map(PartScore, value)))
+        elif not isinstance(value, dict):
+            score = PartScore(value)
+        else:
+            assert self._pool is not None  # build_scorer starts one for every reward with jobs
+            try:
+                return self._pool.submit(value)
+            except TypeError as error:
+                reason = f"the example's info cannot be sent to {value['handler']}: {error}"
+                score = PartScore(None, reason)
+        future: Future[PartScore] = Future()
+        future.set_result(score)
+        return future
 
     def combine(self, parts: Sequence[Sequence[PartScore]]) -> list[Score]:
-        """Return the score of each member from those of its rewards.
+        """Return the score of each member from the scores of its rewards.
 
         Where they are normalised, the plain weighted sum still says who is right, and only the
         members that could be judged count in a mean.
@@ -285,12 +270,8 @@ class Scorer:
             values.append(score.value)
             reward += part.weight * score.value
         if not math.isfinite(reward):
-            return Score(
-                Outcome.COULD_NOT_JUDGE,
-                None,
-                f"the weighted sum of the rewards is {reward}, which is not finite",
-                usage,
-            )
+            reason = f"the weighted sum of the rewards is {reward}, which is not finite"
+            return Score(Outcome.COULD_NOT_JUDGE, None, reason, usage)
         judged = Score.of(reward, self._correct_threshold)
         return replace(judged, usage=usage, parts=tuple(values))
 
@@ -339,10 +320,9 @@ def build_scorer(config: "TrainConfig", verdicts: Path | None = None) -> Scorer:
 
             model = LanguageModelJudge(reward, verdicts)
             undo.callback(model.close)
+        source = None
         if config.source_path:
             source = str(config.source_path.absolute())
-        else:
-            source = None
         pool = _pool(reward, config.plugins, source, functions)
         of_groups: frozenset[str] = frozenset()
         if pool is not None:

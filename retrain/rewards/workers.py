@@ -22,16 +22,16 @@ from retrain.rewards.worker import BadMessage, Channel, ChannelClosed, Message, 
 from retrain.system import resident_bytes
 
 MEMORY_LIMIT = 2 << 30
-"""Most resident bytes of a verifying worker; the largest seen for an answer that ended in time is
-0.1 GiB."""
+"""Maximum resident bytes of a verifying worker; no answer that ended in time was seen to take more
+than 0.1 GiB."""
 ADDRESS_SPACE_LIMIT = 4 << 30
-"""Most bytes that a verifying worker may map: the second limit, for memory that grows faster than
-the parent looks."""
+"""Maximum bytes that a verifying worker may map: the second limit, for memory that grows faster
+than the parent looks."""
 _TICK_S = 0.05
 """Interval at which the parent checks the memory of a worker that has not answered."""
 _MAX_AUTOMATIC_WORKERS = 16
 _MAX_REPLY = 1 << 16
-"""Most bytes of a reply; a reward, or the reason for its absence, takes a few hundred."""
+"""Maximum bytes of a reply; a reward, or the reason for its absence, takes a few hundred."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class _Worker:
     channel: Channel
 
 
-class _Refused(Exception):
+class _SetupRefusal(Exception):
     """The worker cannot load what its set-up names."""
 
 
@@ -214,7 +214,7 @@ class _WorkerThread(threading.Thread):
             return "the run is ending"
         try:
             self._worker = self._spawn()
-        except _Refused as error:
+        except _SetupRefusal as error:
             self.refusal = str(error)
             return self.refusal
         # A TimeoutError is an OSError.
@@ -228,11 +228,11 @@ class _WorkerThread(threading.Thread):
             channel.send(self._setup.message(), STARTUP_LIMIT_S)
             answer = channel.receive(STARTUP_LIMIT_S, _MAX_REPLY)
             if "refused" in answer:
-                raise _Refused(str(answer["refused"]))
+                raise _SetupRefusal(str(answer["refused"]))
             if answer.get("ready") is not True:
                 raise BadMessage("its first reply does not say that it is ready")
             self.group_rewards = frozenset(answer["group_rewards"])
-        except (ChannelClosed, BadMessage, TimeoutError, _Refused):
+        except (ChannelClosed, BadMessage, TimeoutError, _SetupRefusal):
             channel.close()
             self._server.end(pid)
             raise

@@ -1,11 +1,14 @@
-"""Whether a run's completions are draws from the distribution that is trained: a test that is valid
-at every step, of which a warning and numbers come.
+"""Whether a run's completions are draws from the distribution that is trained: an anytime-valid
+test, which gives numbers and a warning.
 
 The evidence is a mean of likelihood ratios: of samplers tempered by more than the tolerance, on
 either side, to those tempered by the tolerance itself. For a sampler tempered by at most the
 tolerance each ratio has a mean of at most 1 at every step, so the mean exceeds 1 / alpha at any
 step of a run with a probability of at most alpha (Ville's inequality). So does a mean over the
 steps at which the ratios begin; those that begin late see a fault that begins late.
+
+Tokens may be fair one by one, and their noise shared: by all completions of a prompt, or by those
+of one number in all prompts. Then products of their places in the distribution add up.
 """
 
 from collections.abc import Sequence
@@ -26,6 +29,8 @@ TOLERANCE, WIDE_TOLERANCE = 0.03, 0.05
 """lambda of a sampler that counts as sound. The wide one holds where rounding has moved lambda by
 up to 0.009, or was not measured: below temperature 0.7, in 8 bits, and outside this process."""
 _COOL = 0.7
+SHARED_FROM = 6.0
+"""Standard deviations of the products of places from which noise counts as shared."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +48,23 @@ class Calibration:
     """Steps that the sums are over; 0 for one alone."""
     ratios: Sequence[float] = ()
     """Log of the likelihood ratios, of the flatter samplers and then the sharper ones."""
+    products: Sequence[float] = ()
+    """Of the places of two tokens at one position, in completions of one prompt: the sum of their
+    products, and its variance; then the same for completions of one number in two prompts."""
     warned: bool = False
     """The evidence has reached WARNED_FROM."""
+    shares: bool = False
+    """The products have reached SHARED_FROM."""
 
     @classmethod
-    def of(cls, scores: Sequence[Float32Array]) -> "Calibration | None":
-        """The sums of rows of [T, 12] `tempered_scores`; None where they are not finite."""
+    def of(cls, rows: Sequence[Row], scores: Sequence[Float32Array]) -> "Calibration | None":
+        """The sums of [T, 14] `tempered_scores` of each row; None where they are not finite."""
         sums = np.concatenate(scores).sum(0, dtype=np.float64)
         if not np.isfinite(sums).all():
             return None
-        surprise, variance, *ratios = sums.tolist()
-        return cls(sum(map(len, scores)), surprise, variance, ratios=ratios)
+        surprise, variance, *ratios = sums[:-2].tolist()
+        products = pair_products(rows, scores)
+        return cls(sum(map(len, scores)), surprise, variance, ratios=ratios, products=products)
 
     def after(self, step: Self) -> "Calibration":
         """Return the sums after one more step.
@@ -69,8 +80,13 @@ class Calibration:
             self.variance + step.variance,
             number,
             (begun + step.ratios).tolist(),
+            np.add(self.products or 0.0, step.products).tolist(),
         )
-        return replace(total, warned=self.warned or total.evidence >= WARNED_FROM)
+        return replace(
+            total,
+            warned=self.warned or total.evidence >= WARNED_FROM,
+            shares=self.shares or max(total.shared) >= SHARED_FROM,
+        )
 
     @property
     def effect(self) -> float | None:
@@ -88,11 +104,42 @@ class Calibration:
         return float(mean / np.log(10))
 
     @property
+    def shared(self) -> tuple[float, float]:
+        """Standard deviations by which completions of one prompt, and those of one number, are more
+        alike than independent ones; 0 where none were compared.
+        """
+        prompt, prompt_variance, number, number_variance = self.products or (0.0,) * 4
+        return (
+            prompt / max(prompt_variance, 1e-9) ** 0.5,
+            number / max(number_variance, 1e-9) ** 0.5,
+        )
+
+    @property
     def is_flat(self) -> bool:
         """The evidence is mostly for a flatter sampler."""
         half = len(self.ratios) // 2
         flat, sharp = self.ratios[:half], self.ratios[half:]
         return bool(np.logaddexp.reduce(flat) > np.logaddexp.reduce(sharp))
+
+
+def pair_products(rows: Sequence[Row], scores: Sequence[Float32Array]) -> list[float]:
+    """Calibration.products, of scores that end with a token's place and its variance. A rewritten
+    history counts up to where it was rewritten.
+    """
+    whole = [number for number, row in enumerate(rows) if row.part == 0]
+    # [rows, T, 2] places and their variances, 0 past the end
+    found = np.zeros((len(whole), max(map(len, scores), default=0), 2))
+    for place, number in enumerate(whole):
+        found[place, : len(scores[number])] = scores[number][:, -2:]
+    sums = []
+    for keys in ([rows[i].group for i in whole], [rows[i].sample for i in whole]):
+        _, sets = np.unique(keys, return_inverse=True)
+        totals = np.zeros_like(found)
+        np.add.at(totals, sets, found)
+        # of each set, the products of all pairs: half of (the sum's square - the sum of squares)
+        pairs = np.square(totals).sum((0, 1)) - np.square(found).sum((0, 1))
+        sums += (pairs / 2).tolist()
+    return sums
 
 
 def tolerance(inference: Inference, temperature: float, *, in_process: bool) -> float:
@@ -137,4 +184,17 @@ def warning(
         f" {total.effect or 0.0:+.3f} over {total.tokens:,} tokens). A sound engine is told this in"
         " at most 1 run of 10,000. Nothing is stopped; compare the engine's own sampling settings"
         " with [training]."
+    )
+
+
+def shared_warning(number: int, total: Calibration) -> str:
+    """Write the warning that completions are not drawn independently, and which are alike."""
+    by_prompt, by_number = total.shared
+    alike, how = "of one prompt", "one seed for all n of a request does so"
+    if by_number > by_prompt:
+        alike, how = "of one number in different prompts", "one seed for all requests does so"
+    return (
+        f"Step {number}: completions {alike} are more alike than independent draws, by"
+        f" {max(by_prompt, by_number):.3g} standard deviations since the start ({how}). Nothing is"
+        " stopped; compare how the engine takes seed and n."
     )

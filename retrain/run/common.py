@@ -26,7 +26,7 @@ from retrain.config import TrainConfig
 from retrain.config.load import with_judging_reward
 from retrain.config.names import table
 from retrain.inference_engine.base import InferenceEngine, SampleRequest
-from retrain.model.text import model_files
+from retrain.model.text import model_files, model_fingerprint
 from retrain.records.disk import replace_file
 from retrain.records.entries import EvaluationRecord
 from retrain.records.evaluation import Evaluation
@@ -181,8 +181,10 @@ class Common:
             "retrain": __version__,
             "torch": torch.__version__,
             "config": json.loads(config.model_dump_json(exclude=set(_DIFFER))),
-            "model": [list(file) for file in model_files(config.model.model)],
-            "choices": asdict(backend.choices) if backend.choices else None,
+            # the time of a file's change shows an edit, the commit what a branch of the hub holds
+            "model": [*map(list, model_files(config.model.model)), model_fingerprint(config.model)],
+            # the number of workers may differ between the seeds of a campaign, and changes no byte
+            "choices": asdict(replace(backend.choices, workers=1)) if backend.choices else None,
             "adapter": weights.hexdigest(),
         }
 

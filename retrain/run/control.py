@@ -88,8 +88,8 @@ CONTROLS: dict[str, type[Control]] = {"adaptive_entropy": AdaptiveEntropy}
 """`[schedule] control`."""
 
 
-class Moving:
-    """The configuration of each step of a run."""
+class MovingKeys:
+    """The scheduled keys of a run, step by step."""
 
     def __init__(self, config: TrainConfig) -> None:
         """Raises ConfigurationError for a control that cannot be loaded or fails a trial."""

@@ -122,13 +122,8 @@ class Dialogue:
     @property
     def token_ids(self) -> Int32Array:
         """Tokens of all turns; if the history was rewritten, as they were at each turn."""
-        return np.concatenate(
-            list(
-                chain.from_iterable(
-                    (turn.context, turn.completion.token_ids) for turn in self._turns
-                )
-            )
-        )
+        pieces = ((turn.context, turn.completion.token_ids) for turn in self._turns)
+        return np.concatenate(list(chain.from_iterable(pieces)))
 
     @property
     def trajectory(self) -> Trajectory:
@@ -157,18 +152,14 @@ class Dialogue:
             self._messages = list(heard.messages)
             following = renderer.opening(heard.messages, heard.tools)
         else:
+            new = heard.messages
             if heard.rewrites:
-                new = heard.messages[len(known) :]
-            else:
-                new = heard.messages
+                new = new[len(known) :]
             last = int(self._turns[-1].completion.token_ids[-1])
             following = renderer.continued(self._text, known, new, last, heard.tools)
             self._messages = [*known, *new]
-        self._text, self._context, self._restarts = (
-            following.text,
-            following.token_ids,
-            following.restarts,
-        )
+        self._text, self._context = following.text, following.token_ids
+        self._restarts = following.restarts
         if following.restarts:
             self.context_ids, self.extends = following.token_ids, 0
         else:
@@ -268,14 +259,13 @@ class Dialogues:
         stage: Stage | None,
         repeatable: bool,
         watcher: Watcher,
-        clock: Callable[[], float],
     ) -> None:
         """`exchanges` by the keys of `dialogues`; `text` decodes the token ids of a reply;
         `repeatable`: the engine's noise is counted.
         """
         self._exchanges, self._step, self._plan = exchanges, step, plan
         self._text, self._stage, self._repeatable = text, stage, repeatable
-        self._watcher, self._clock = watcher, clock
+        self._watcher = watcher
         self._open = deque(dialogues)
         """Dialogues that wait for an answer, in the order in which they were opened or had their
         reply."""
@@ -289,7 +279,7 @@ class Dialogues:
         """Return the next replies to sample; see `RequestFeed`. Samples that follow the same tokens
         share a request.
         """
-        started = self._clock()
+        started = time.monotonic()
         requests: list[SampleRequest] = []
         while not requests and (due := self._due(idle)):
             for dialogue in [dialogue for dialogue in due if self._continues(dialogue)]:
@@ -300,7 +290,7 @@ class Dialogues:
                     requests.append(request)
                 self._asked[self._requests + len(requests) - 1, dialogue.sample] = dialogue
         self._requests += len(requests)
-        self.seconds_waited += self._clock() - started
+        self.seconds_waited += time.monotonic() - started
         return requests
 
     def hear(self, completion: Completion) -> None:
@@ -316,9 +306,8 @@ class Dialogues:
     def _due(self, idle: bool) -> list[Dialogue]:
         """Take the dialogues whose answers are wanted now out of the open ones."""
         if idle and (self._repeatable or not self._requests):
-            due = sorted(
-                self._open, key=lambda dialogue: dialogue.key
-            )  # workers end in an order that does not repeat
+            # Workers end in an order that does not repeat.
+            due = sorted(self._open, key=lambda dialogue: dialogue.key)
         elif self._stage is None and not idle:
             due = []  # a score asks for nothing more, and is waited for at the end
         elif self._repeatable:
@@ -327,9 +316,8 @@ class Dialogues:
             while True:
                 self._watcher.check()
                 due = [dialogue for dialogue in self._open if self._exchanges[dialogue.key].ready]
-                if (
-                    due or not self._open or not idle
-                ):  # where nothing decodes, one answer is waited for
+                # Where nothing decodes, one answer is waited for.
+                if due or not self._open or not idle:
                     break
                 time.sleep(_POLL_S)
         for dialogue in due:
@@ -390,9 +378,8 @@ class Dialogues:
 
 def _merged(first: SampleRequest, second: SampleRequest) -> SampleRequest | None:
     """Return one request for the samples of both, where they follow the same tokens; else None."""
-    follows = (
-        first.noise == second.noise and second.first_sample == first.first_sample + first.count
-    )
+    after = first.first_sample + first.count
+    follows = first.noise == second.noise and second.first_sample == after
     same = first.prompt_ids is second.prompt_ids and first.first_position == second.first_position
     if follows and same:
         return replace(first, count=first.count + second.count)

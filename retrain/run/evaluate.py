@@ -3,6 +3,7 @@ model.
 """
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from retrain.config import TrainConfig, load_config, replaced
@@ -30,7 +31,7 @@ def evaluate_run(
     *,
     checkpoint: int | None = None,
     overrides: Overrides,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     trust: bool = False,
     keep: Keep = lambda *_: None,
 ) -> Evaluation:
@@ -51,52 +52,48 @@ def evaluate_run(
         raise ConfigurationError(
             f"--checkpoint {checkpoint} needs a run's folder, and {path} is a configuration."
         )
-    # A stored configuration is complete, so RETRAIN_ variables of today's shell do not apply to it.
     if stored:
+        # It is complete, so RETRAIN_ variables of today's shell do not apply to it.
         given = load_config(folder.config, overrides, environ={})
+        named = named_code(given)
+        if named and not trust:
+            raise ConfigurationError(
+                f"{folder.config} names Python code that its evaluation would execute:"
+                f" {'; '.join(named)}. Read the code first, then add --trust."
+            )
     else:
         given = load_config(path, overrides)
-    if stored and not trust and (named := named_code(given)):
-        raise ConfigurationError(
-            f"{folder.config} names Python code that its evaluation would execute:"
-            f" {'; '.join(named)}. Read the code first, then add --trust."
-        )
     note_secrets(given)
     for note in filter(None, (sharding_note(given, evaluates=True), trust_note(given.model))):
-        say(note)
+        log(note)
     config = replaced(given, {"evaluation.at_end": True, "backend.shard_base": False})
     found = None
     if stored:
         store = CheckpointStore(stored_checkpoints(folder))
         if checkpoint is None:
-            found = store.newest_to_read(say)
+            found = store.newest_to_read(log)
         else:
             found = store.at(checkpoint)
-        say(
-            f"Evaluating {found.folder}"
-            if found
-            else f"{folder.path} has no checkpoint: evaluating the untrained model"
-        )
-    return _evaluate(config, found, say, keep)
+        line = f"{folder.path} has no checkpoint: evaluating the untrained model"
+        if found:
+            line = f"Evaluating {found.folder}"
+        log(line)
+    return _evaluate(config, found, log, keep)
 
 
 def _evaluate(
-    config: TrainConfig, checkpoint: Checkpoint | None, say: Callable[[str], None], keep: Keep
+    config: TrainConfig, found: Checkpoint | None, log: Callable[[str], None], keep: Keep
 ) -> Evaluation:
-    step = checkpoint.step if checkpoint else 0
-    parts = load_parts(
-        config, checkpoint.state().choices if checkpoint else None, say, learns=False
-    )
-    try:
-        if checkpoint:
-            parts.backend.load(checkpoint.folder)
+    step, choices = 0, None
+    if found:
+        step, choices = found.step, found.state().choices
+    with closing(load_parts(config, choices, log, learns=False)) as parts:
+        if found:
+            parts.backend.load(found.folder)
         parts.backend.engine.sync(parts.backend.save_adapter, step)
         assert parts.evaluator is not None  # evaluation.at_end asked for it
         with Interrupts() as interrupts:
-            evaluation, groups = parts.evaluator.run_with_answers(
-                step, Watcher(interrupts.check, lambda _: None)
-            )
+            watcher = Watcher(interrupts.check, lambda _: None)
+            evaluation, groups = parts.evaluator.run_with_answers(step, watcher)
         keep(config, evaluation, groups)
         return evaluation
-    finally:
-        parts.close()

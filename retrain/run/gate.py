@@ -30,10 +30,11 @@ from retrain.noise import Stream
 from retrain.rewards import Scorer, ScoreRequest, gold_response
 from retrain.run.gate_fits import (
     GateInputs,
-    Sampled,
+    GateSample,
     Suspect,
     adapter_suspects,
     agreement,
+    groups_of,
     temperature_suspects,
     visible_strength,
 )
@@ -71,9 +72,9 @@ _ROUNDED_LOGPROB = 1e-3
 _IMPOSSIBLE = 1e-6
 """Chance of identical completions, in each of two looks, below which they are not drawn one by
 one."""
-_MISCOUNTED = 0.01
+_MISCOUNTED, _MISCOUNTED_IN_HALF = 0.01, 0.05
 """Share of tokens, and at least two of them, whose kept count may be outside of what rounding
-allows."""
+allows. Half precision is known by its mean alone, and single tokens move by several times that."""
 _ENDINGS, _EXPECTED_ENDINGS = 64, 10.0
 """Completions of one token that the gate asks for so that some are EOS, and how many it then has to
 expect to miss them: none has a chance of e^-10."""
@@ -139,30 +140,20 @@ class GateResult:
                 f" {self.gold}; engine and learner were not compared, since this backend's trainer"
                 " returns no log-probs."
             )
-        if self.adapter_effect is None:
-            effect = "the adapter's effect was not checked, since this backend cannot try one"
-        else:
+        effect = "the adapter's effect was not checked, since this backend cannot try one"
+        if self.adapter_effect is not None:
             effect = (
                 f"the adapter changes the log-probs by {self.adapter_effect:.2g} nats on average"
             )
-        found = (
-            f"{self.max_difference:.1e} nats over {self.tokens} tokens (tolerance"
-            f" {self.tolerance:.2g})"
-        )
+        found, own = f"{self.max_difference:.1e} nats", ""
         if self.half_precision:
-            if self.rounding is None:
-                own = ""
-            else:
-                own = f"; half precision moves the learner's own by {self.rounding:.2g}"
-            found = (
-                f"{self.mean_difference:.2g} nats on average over {self.tokens} tokens (tolerance"
-                f" {self.tolerance:.2g}{own})"
-            )
-        ends = (
-            "EOS is trained"
-            if self.endings
-            else "EOS is trained (no completion could be made to end)"
-        )
+            found = f"{self.mean_difference:.2g} nats on average"
+        if self.half_precision and self.rounding is not None:
+            own = f"; half precision moves the learner's own by {self.rounding:.2g}"
+        found += f" over {self.tokens} tokens (tolerance {self.tolerance:.2g}{own})"
+        ends = "EOS is trained"
+        if not self.endings:
+            ends = "EOS is trained (no completion could be made to end)"
         return (
             f"Parity gate passed: engine and learner agree to {found}, {effect}, {ends}, gold"
             f" answers score: {self.gold}."
@@ -221,7 +212,7 @@ def _compared(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
         tolerance=found.tolerance,
         gold=_NOT_APPLICABLE,
         adapter_effect=effect,
-        groups=len(trial.groups) if trial is not None else 0,
+        groups=len(groups_of(inputs, trial)) if trial is not None else 0,
         longest_prompt=max(len(prompt.token_ids) for prompt in asked),
         half_precision=inputs.half_precision,
         rounding=found.rounding,
@@ -261,16 +252,14 @@ def _long_prompt(inputs: GateInputs, prompts: Sequence[Prompt]) -> Prompt:
     sliding window if the run gets that far.
     """
     positions, window = inputs.backend.reach
-    wanted = (
-        max(_PAGE, window if window + _FEW_TOKENS < inputs.longest_row else 0) + 1
-    )  # a server has room for the longest row alone
-    length = max(1, min(wanted, positions - _FEW_TOKENS))
-    ids = np.resize(np.concatenate([prompt.token_ids for prompt in prompts]), length).astype(
-        np.int32
-    )
-    if (
-        not inputs.backend.engine.capabilities.token_ids_in
-    ):  # whole prompts then: cut anywhere else, text may encode to other ids
+    wanted = _PAGE
+    if window + _FEW_TOKENS < inputs.longest_row:  # a server has room for the longest row alone
+        wanted = max(wanted, window)
+    length = max(1, min(wanted + 1, positions - _FEW_TOKENS))
+    ids = np.resize(np.concatenate([prompt.token_ids for prompt in prompts]), length)
+    ids = ids.astype(np.int32)
+    # Whole prompts where text is sent: cut anywhere else, it may encode to other ids.
+    if not inputs.backend.engine.capabilities.token_ids_in:
         ids = prompts[0].token_ids
         for prompt in cycle([*prompts[1:], prompts[0]]):
             if len(ids) >= length or len(ids) + len(prompt.token_ids) > positions - _FEW_TOKENS:
@@ -284,10 +273,9 @@ def _long_prompt(inputs: GateInputs, prompts: Sequence[Prompt]) -> Prompt:
 
 def _first_look(
     inputs: GateInputs, prompts: Sequence[Prompt], when: str
-) -> tuple[GateInputs, Sampled]:
-    """Compare with the adapter as it is. An engine elsewhere of which no key says in what it
-    computes, and which differs as half precision makes this model differ, is compared as one in
-    half precision from then on: most servers are.
+) -> tuple[GateInputs, GateSample]:
+    """Compare with the adapter as it is. A server whose precision no key gives is compared in half
+    precision from then on if it differs as half precision makes this model differ.
     """
     try:
         return inputs, _compare(inputs, prompts, _FEW_TOKENS, when)
@@ -302,7 +290,9 @@ def _first_look(
         return halved, sampled
 
 
-def _compare(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int, when: str) -> Sampled:
+def _compare(
+    inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int, when: str
+) -> GateSample:
     """Sample and compare. Raises RunFailed if every look, each with its own noise, finds a
     fault.
     """
@@ -316,40 +306,39 @@ def _compare(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int, whe
 
 def _with_trial_adapter(
     inputs: GateInputs, trial: TrialAdapter, strength: float, prompts: Sequence[Prompt]
-) -> tuple[Sampled, float]:
+) -> tuple[GateSample, float]:
     """As `_compare`, under the trial adapter, which the engine serves; return its effect in nats
     too.
     """
     suspects = list[Suspect]()
     for look in range(_LOOKS):
         sampled = _sampled(inputs, prompts, _TOKENS, look)
-        fault = _fault(
-            sampled, "with a trial adapter, "
-        )  # first, since it measures rounding under this adapter
+        # First, since it measures rounding under this adapter.
+        fault = _fault(sampled, "with a trial adapter, ")
         effect, found = adapter_suspects(inputs, trial, strength, sampled)
         found += temperature_suspects(inputs, sampled)
         if not found and not fault:
             return sampled, effect
         suspects += found
-    raise RunFailed(
-        max(suspects, key=lambda suspect: suspect.explained).sentence if suspects else fault
-    )
+    if suspects:
+        fault = max(suspects, key=lambda suspect: suspect.explained).sentence
+    raise RunFailed(fault)
 
 
-def _fault(sampled: Sampled, when: str) -> str:
+def _fault(sampled: GateSample, when: str) -> str:
     """Return the fault that the completions show, as a sentence; "" if there is none."""
     return _miscounted(sampled) or _disagreement(sampled, when)
 
 
-def _miscounted(sampled: Sampled) -> str:
-    """Hold the engine's kept counts against those of the learner's own logits, which rounding may
-    move at the boundary.
+def _miscounted(sampled: GateSample) -> str:
+    """Compare the engine's kept counts with the counts by the learner's own logits, which rounding
+    may move at the boundary.
     """
     inputs, cuts = sampled.inputs, sampled.inputs.truncation
     if not cuts.active:
         return ""
-    # Rounding moves tokens across the boundary, so a count lies between those of a cut that is a
-    # little tighter and one that is a little wider.
+    # Rounding moves tokens across the boundary, so a count lies between the counts of a slightly
+    # tighter cut and of a slightly wider one.
     slack = 2 * agreement(sampled).tolerance
     fewest = inputs.backend.kept(sampled.rows, _moved(cuts, -slack))
     most = inputs.backend.kept(sampled.rows, _moved(cuts, slack))
@@ -358,7 +347,8 @@ def _miscounted(sampled: Sampled) -> str:
     low, high = np.concatenate(fewest), np.concatenate(most)
     found = np.concatenate([row.kept for row in sampled.rows if row.kept is not None])
     outside = (found < low) | (found > high)
-    if outside.sum() <= max(1, _MISCOUNTED * len(found)):
+    allowed = _MISCOUNTED_IN_HALF if inputs.half_precision else _MISCOUNTED
+    if outside.sum() <= max(1, allowed * len(found)):
         return ""
     worst = int(np.argmax(np.maximum(low - found, found - high)))
     if low[worst] == high[worst]:
@@ -380,14 +370,13 @@ def _moved(cuts: Truncation, slack: float) -> Truncation:
     The odds of a set's probability then change by a factor of at most e^|slack|, and so does the
     ratio of two probabilities.
     """
-    if cuts.top_p >= 1:
-        top_p = cuts.top_p
-    else:
-        top_p = 1 / (1 + (1 / cuts.top_p - 1) * exp(-slack))
+    top_p = cuts.top_p
+    if top_p < 1:
+        top_p = 1 / (1 + (1 / top_p - 1) * exp(-slack))
     return Truncation(cuts.top_k, top_p, min(1.0, cuts.min_p * exp(-slack)))
 
 
-def _disagreement(sampled: Sampled, when: str) -> str:
+def _disagreement(sampled: GateSample, when: str) -> str:
     inputs, found = sampled.inputs, agreement(sampled)
     if not found.excess:
         return ""
@@ -402,11 +391,9 @@ def _disagreement(sampled: Sampled, when: str) -> str:
             " how it loads adapters and caches prefixes"
         )
     elif inputs.in_process:
-        change = (
-            "set [inference] dtype to [model] dtype, or report it"
-            if inputs.dtype_set
-            else "report it"
-        )
+        change = "report it"
+        if inputs.dtype_set:
+            change = "set [inference] dtype to [model] dtype, or report it"
         advice = f"the ratio would be wrong, so {inputs.consequence}; {change}"
     else:
         dtype = "" if inputs.dtype_set else ", and its dtype: [inference] dtype says it"
@@ -414,35 +401,30 @@ def _disagreement(sampled: Sampled, when: str) -> str:
             f"so {inputs.consequence}; check that the server has the same model and"
             f" tokenizer{dtype}"
         )
-    if found.rounding is None:
-        own = ""
-    else:
+    own = ""
+    if found.rounding is not None:
         own = f", where half precision moves the learner's own by {found.rounding:.2g}"
     reason = inputs.backend.engine.why_it_differs() or advice
     return f"Parity gate: {when}engine and learner disagree {found.excess}{own}; {reason}."
 
 
-def _sampled(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int, look: int) -> Sampled:
+def _sampled(
+    inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int, look: int
+) -> GateSample:
     """Sample a few completions of each prompt, and one of the long prompt, which comes last."""
     *short, long = _requests(inputs, prompts, max_tokens, look)
-    noise = replace(
-        long.noise, prompt=_PROMPTS
-    )  # the same in every sample: an engine may know the prompt by it
-    asked = [
-        *short,
-        replace(long, count=1, max_tokens=min(_FEW_TOKENS, long.max_tokens), noise=noise),
-    ]
-    sampled = _scored(inputs, prompts, _ask(inputs, asked))
+    # The same noise in every sample: an engine may know the prompt by it.
+    noise, tokens = replace(long.noise, prompt=_PROMPTS), min(_FEW_TOKENS, long.max_tokens)
+    long = replace(long, count=1, max_tokens=tokens, noise=noise)
+    sampled = _scored(inputs, prompts, _ask(inputs, [*short, long]))
     last = len(short) * inputs.backend.engine.replicas
     if not np.isfinite(np.concatenate(sampled.differences)).all():
         raise RunFailed(
             "Parity gate: a log-prob is not finite before any training; check the model's weights"
             " and [model] dtype."
         )
-    return replace(
-        sampled,
-        long=frozenset(number for number, row in enumerate(sampled.rows) if row.group >= last),
-    )
+    rows = frozenset(number for number, row in enumerate(sampled.rows) if row.group >= last)
+    return replace(sampled, long=rows)
 
 
 def _ask(inputs: GateInputs, requests: Sequence[SampleRequest]) -> list[Completion]:
@@ -472,11 +454,8 @@ def _ask(inputs: GateInputs, requests: Sequence[SampleRequest]) -> list[Completi
 
 def _problem(completion: Completion, request: SampleRequest, eos_ids: Sequence[int]) -> str:
     """Say why a completion is not one of the policy; "" if it is."""
-    ids, logprobs, stopped = (
-        completion.token_ids,
-        completion.logprobs,
-        completion.finish_reason is FinishReason.STOP,
-    )
+    ids, logprobs = completion.token_ids, completion.logprobs
+    stopped = completion.finish_reason is FinishReason.STOP
     ends = np.isin(ids, eos_ids)
     if not len(ids) == len(logprobs) > 0:
         return (
@@ -508,7 +487,7 @@ def _problem(completion: Completion, request: SampleRequest, eos_ids: Sequence[i
 
 def _scored(
     inputs: GateInputs, prompts: Sequence[Prompt], completions: Sequence[Completion]
-) -> Sampled:
+) -> GateSample:
     """Completions of `prompts`, in the order in which `_ask` returns them, with the learner's
     log-probs.
     """
@@ -518,7 +497,7 @@ def _scored(
         rows += Row.of(
             prompts[item.request // replicas], Trajectory.of(item), nothing, group=item.request
         )
-    return Sampled(inputs, rows, inputs.learner_logprobs(rows))
+    return GateSample(inputs, rows, inputs.learner_logprobs(rows))
 
 
 def _requests(
@@ -546,11 +525,9 @@ def _room(inputs: GateInputs, prompt_tokens: int) -> int:
     for which a server was started.
     """
     positions, _ = inputs.backend.reach
-    if inputs.in_process:
-        most = positions
-    else:
-        most = min(positions, max(inputs.longest_row, _SERVED_ROOM))
-    return max(inputs.max_tokens, most - prompt_tokens)
+    if not inputs.in_process:
+        positions = min(positions, max(inputs.longest_row, _SERVED_ROOM))
+    return max(inputs.max_tokens, positions - prompt_tokens)
 
 
 # -- tokens, template, reward ----------------------------------------------------------------------
@@ -573,7 +550,7 @@ def _check_eos(inputs: GateInputs, prompt: Prompt) -> None:
         )
 
 
-def _check_endings(sampled: Sampled, prompt: Prompt) -> int:
+def _check_endings(sampled: GateSample, prompt: Prompt) -> int:
     """Make completions of `prompt` end, and compare them; return how many of the gate's ended.
     Raises RunFailed.
 
@@ -581,10 +558,9 @@ def _check_endings(sampled: Sampled, prompt: Prompt) -> int:
     sampled many times; at a temperature at which EOS is not certain, since its log-prob would be
     about 0.
     """
-    ended = sum(bool(np.isin(row.token_ids[-1], sampled.inputs.eos_ids)) for row in sampled.rows)
-    if (
-        not sampled.inputs.backend.engine.capabilities.token_ids_in
-    ):  # a prompt cut anywhere may not be encoded to the same ids again
+    ended = _ended(sampled)
+    # A prompt that is cut anywhere may not be encoded to the same ids again.
+    if not sampled.inputs.backend.engine.capabilities.token_ids_in:
         return ended
     inputs, place, probability = _likely_end(sampled, prompt)
     expected = _ENDINGS * probability
@@ -593,13 +569,10 @@ def _check_endings(sampled: Sampled, prompt: Prompt) -> int:
     for look in range(_LOOKS):
         request = _probe(inputs, place, _ENDINGS, 1, look)
         probes = _scored(inputs, [place], _ask(inputs, [request]))
-        found = sum(bool(np.isin(row.token_ids[-1], inputs.eos_ids)) for row in probes.rows)
+        found = _ended(probes)
         fault = _disagreement(probes, _ENDING)
-        if (
-            not found
-            and expected >= _EXPECTED_ENDINGS
-            and (probability > 0.5 or not inputs.truncation.active)
-        ):
+        surely_kept = probability > 0.5 or not inputs.truncation.active
+        if not found and expected >= _EXPECTED_ENDINGS and surely_kept:
             fault = (
                 f"Parity gate: none of {_ENDINGS} completions ended, where by the learner the"
                 f" end-of-sequence token has a probability of {probability:.2f}, so"
@@ -610,7 +583,12 @@ def _check_endings(sampled: Sampled, prompt: Prompt) -> int:
     raise RunFailed(fault)
 
 
-def _likely_end(sampled: Sampled, prompt: Prompt) -> tuple[GateInputs, Prompt, float]:
+def _ended(sampled: GateSample) -> int:
+    """How many completions end at EOS."""
+    return int(np.isin([row.token_ids[-1] for row in sampled.rows], sampled.inputs.eos_ids).sum())
+
+
+def _likely_end(sampled: GateSample, prompt: Prompt) -> tuple[GateInputs, Prompt, float]:
     """Return the place after `prompt` where EOS is most probable for the learner, as a prompt, and
     its probability there at the temperature of the inputs that are returned.
     """
@@ -635,11 +613,8 @@ def _likely_end(sampled: Sampled, prompt: Prompt) -> tuple[GateInputs, Prompt, f
     if probability > _CERTAIN and not inputs.raw:
         inputs = replace(inputs, temperature=max(_HOT, inputs.temperature))
         probability = float(_end_probabilities(inputs, [place], start)[0])
-    return (
-        inputs,
-        Prompt(Example(prompt="", reference="", example_id="the gate's ending"), "", place),
-        probability,
-    )
+    example = Example(prompt="", reference="", example_id="the gate's ending")
+    return inputs, Prompt(example, "", place), probability
 
 
 def _end_probabilities(
@@ -667,9 +642,7 @@ def _check_drawn_alone(inputs: GateInputs, prompt: Prompt) -> None:
     """
     hot = replace(inputs, temperature=max(_HOT, inputs.temperature))
     for look in range(_LOOKS):
-        request = _probe(
-            hot, prompt, _ALONE, min(_TOKENS, _room(inputs, len(prompt.token_ids))), look
-        )
+        request = _probe(hot, prompt, _ALONE, _TOKENS, look)
         probes = _scored(hot, [prompt], _ask(hot, [request]))
         rows, learner = probes.rows, probes.learner
         if hot.raw:
@@ -682,7 +655,7 @@ def _check_drawn_alone(inputs: GateInputs, prompt: Prompt) -> None:
             return
     raise RunFailed(
         f"Parity gate: completions of one prompt at temperature {hot.temperature:g} are identical,"
-        f" of which by the learner's log-probs the chance is below {chance:.0e}: the engine draws"
+        f" and by the learner's log-probs the chance is below {chance:.0e}: the engine draws"
         f" them with one seed, or ignores the temperature, so {inputs.consequence}; check how it"
         " takes n, seed and temperature."
     )
@@ -753,7 +726,8 @@ def scored_gold(scorer: Scorer, prompts: Sequence[Prompt]) -> str:
         )
         for slot, prompt in enumerate(prompts)
     ]
-    scores = [future.result() for future in [scorer.submit(request) for request in requests]]
+    futures = [scorer.submit(request) for request in requests]
+    scores = [future.result() for future in futures]
     for prompt, score in zip(prompts, scores, strict=True):
         if score.reward is None or not isclose(score.reward, scorer.gold_reward):
             raise RunFailed(

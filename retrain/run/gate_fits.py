@@ -123,7 +123,7 @@ class GateInputs:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class GateSample:
     """Completions as rows with the engine's log-probs, and the learner's view of them with the
     adapter of that moment.
     """
@@ -168,65 +168,43 @@ class Agreement:
     """What is too far apart, in words; "" if nothing is."""
 
 
-def agreement(sampled: Sampled) -> Agreement:
+def agreement(sampled: GateSample) -> Agreement:
     """Compare the differences with what rounding does to the learner. Log-probs that are not finite
     agree with nothing.
     """
     inputs, found = sampled.inputs, np.abs(np.concatenate(sampled.differences))
-    largest, mean, floor = (
-        float(found.max()),
-        float(found.mean()),
-        _FP32_IN_PROCESS if inputs.in_process else _FP32_SERVER,
-    )
+    largest, mean, excess = float(found.max()), float(found.mean()), ""
     if not inputs.half_precision:
+        floor = _FP32_IN_PROCESS if inputs.in_process else _FP32_SERVER
         tolerance = floor * inputs.sharpness
         if largest > tolerance and sampled.rounding is not None:
-            tolerance = max(
-                tolerance,
-                _ROUNDINGS * _FP32_SHARE * float(np.abs(np.concatenate(sampled.rounding)).max()),
-            )
-        if largest <= tolerance:
-            excess = ""
-        else:
+            moved = float(np.abs(np.concatenate(sampled.rounding)).max())
+            tolerance = max(tolerance, _ROUNDINGS * _FP32_SHARE * moved)
+        if not largest <= tolerance:
             excess = f"by {largest:.3g} nats (allowed: {tolerance:.2g})"
         return Agreement(len(found), largest, mean, tolerance, None, excess)
     # In half precision a mean counts, of all tokens and of each part: the largest difference is one
     # token's luck.
-    own = sampled.rounding
-    if own is not None:
-        moved = np.abs(np.concatenate(own))
-    else:
-        moved = np.zeros_like(found)
-    excess, worst = "", 1.0
+    rounded, rounding, worst = np.zeros_like(found), None, 1.0
+    if sampled.rounding is not None:
+        rounded = np.abs(np.concatenate(sampled.rounding))
+        rounding = float(rounded.mean())
     for where, part in _parts(sampled):
-        allowed = _allowed_mean(inputs, moved[part])
-        share = float(found[part].mean()) / allowed
-        if not share <= worst:
-            worst, excess = (
-                share,
-                f"by {found[part].mean():.3g} nats on average{where} (allowed: {allowed:.2g})",
-            )
-    return Agreement(
-        len(found),
-        largest,
-        mean,
-        _allowed_mean(inputs, moved),
-        None if own is None else float(moved.mean()),
-        excess,
-    )
+        allowed, off = _allowed_mean(inputs, rounded[part]), float(found[part].mean())
+        if not off / allowed <= worst:
+            worst = off / allowed
+            excess = f"by {off:.3g} nats on average{where} (allowed: {allowed:.2g})"
+    tolerance = _allowed_mean(inputs, rounded)
+    return Agreement(len(found), largest, mean, tolerance, rounding, excess)
 
 
-def _parts(sampled: Sampled) -> Iterator[tuple[str, npt.NDArray[np.bool_]]]:
+def _parts(sampled: GateSample) -> Iterator[tuple[str, npt.NDArray[np.bool_]]]:
     """Yield tokens that have to agree on average, [n] of all rows: a fault in few of them would not
     show in the mean of all.
     """
     ids = np.concatenate([row.token_ids[list(row.action_positions())] for row in sampled.rows])
-    long = np.concatenate(
-        [
-            np.full(row.num_actions, number in sampled.long)
-            for number, row in enumerate(sampled.rows)
-        ]
-    )
+    in_long = [number in sampled.long for number in range(len(sampled.rows))]
+    long = np.repeat(in_long, [row.num_actions for row in sampled.rows])
     for where, part in (
         ("", np.ones(len(ids), np.bool_)),
         (" after the long prompt", long),
@@ -240,16 +218,15 @@ def _allowed_mean(inputs: GateInputs, rounding: Float32Array) -> float:
     """Nats by which n tokens may differ on average in half precision, given the learner's own
     rounding [n].
     """
-    floor = (_HALF if rounding.any() and not inputs.eight_bits else _EIGHT_BITS) + _ONE / len(
-        rounding
-    )
+    floor = _HALF if rounding.any() and not inputs.eight_bits else _EIGHT_BITS
+    floor += _ONE / len(rounding)
     return max(floor * inputs.sharpness, _ROUNDINGS * float(rounding.mean()))
 
 
 # -- the adapter's effect --------------------------------------------------------------------------
 
 
-def visible_strength(inputs: GateInputs, trial: TrialAdapter, sampled: Sampled) -> float:
+def visible_strength(inputs: GateInputs, trial: TrialAdapter, sampled: GateSample) -> float:
     """Bisect for the strength at which the trial adapter changes log-probs visibly. Leaves the
     trial adapter at it.
     """
@@ -258,9 +235,8 @@ def visible_strength(inputs: GateInputs, trial: TrialAdapter, sampled: Sampled) 
     strength, bounds = _FIRST_STRENGTH, [0.0, float("inf")]
     for _ in range(_STRENGTH_TRIES):
         trial.set(strength)
-        effect = float(
-            np.abs(np.concatenate(inputs.learner_logprobs(sampled.rows)) - before).mean()
-        )
+        after = np.concatenate(inputs.learner_logprobs(sampled.rows))
+        effect = float(np.abs(after - before).mean())
         if visible[0] <= effect <= visible[1]:
             break
         bounds[effect > visible[1]] = strength
@@ -285,10 +261,10 @@ class Suspect:
 
 
 def adapter_suspects(
-    inputs: GateInputs, trial: TrialAdapter, strength: float, sampled: Sampled
+    inputs: GateInputs, trial: TrialAdapter, strength: float, sampled: GateSample
 ) -> tuple[float, list[Suspect]]:
-    """Return the trial adapter's mean effect in nats, and the groups of which the engine's
-    log-probs lack part, or have too much.
+    """Return the trial adapter's mean effect in nats, and the groups whose effect the engine's
+    log-probs lack in part, or have too much of.
 
     A group's effect is what the learner's log-probs lose without the group, on the completions that
     the whole adapter changes most. The whole adapter counts as one more group, on all completions.
@@ -323,11 +299,20 @@ def adapter_suspects(
     return float(np.abs(np.concatenate(whole)).mean()), suspects
 
 
+def groups_of(inputs: GateInputs, trial: TrialAdapter) -> tuple[str, ...]:
+    """The groups whose effect is looked for. In float32 the tolerance of a single token finds what
+    is smaller than those of `trial.groups`.
+    """
+    if inputs.half_precision:
+        return trial.groups + trial.fine_groups
+    return trial.groups
+
+
 def _group_effects(
     inputs: GateInputs,
     trial: TrialAdapter,
     strength: float,
-    sampled: Sampled,
+    sampled: GateSample,
     probed: Sequence[int],
 ) -> dict[str, Float32Array]:
     """Group of the adapter -> [n] what the learner's log-probs of the `probed` completions lose
@@ -336,13 +321,13 @@ def _group_effects(
     rows = [sampled.rows[number] for number in probed]
     own = np.concatenate([sampled.learner[number] for number in probed])
     effects = {}
-    for group in trial.groups:
+    for group in groups_of(inputs, trial):
         trial.set(strength, without=group)
         effects[group] = own - np.concatenate(inputs.learner_logprobs(rows))
     return effects
 
 
-def temperature_suspects(inputs: GateInputs, sampled: Sampled) -> list[Suspect]:
+def temperature_suspects(inputs: GateInputs, sampled: GateSample) -> list[Suspect]:
     """Return another temperature as a suspect where the differences, each within half precision's
     tolerance, together say so.
 
@@ -351,19 +336,15 @@ def temperature_suspects(inputs: GateInputs, sampled: Sampled) -> list[Suspect]:
     temperature, difference = inputs.engine_temperature, np.concatenate(sampled.differences)
     if not inputs.half_precision or len(difference) < _FITTED or not np.isfinite(difference).all():
         return []  # in float32 the tolerance of a single difference leaves nothing
-    hotter = np.concatenate(inputs.backend.logprobs(sampled.rows, _HOTTER * temperature)).astype(
-        np.float64
-    )
-    effect = hotter - np.concatenate(sampled.learner)
+    hotter = np.concatenate(inputs.backend.logprobs(sampled.rows, _HOTTER * temperature))
+    effect = hotter.astype(np.float64) - np.concatenate(sampled.learner)
     size = effect @ effect
-    if not size:
-        return []  # a backend whose learner knows one temperature only
-    if np.square(effect).max() > _ONE_TOKEN * size:
+    # The size is 0 for a backend whose learner knows one temperature only.
+    if not size or np.square(effect).max() > _ONE_TOKEN * size:
         return []
     share = float(effect @ difference / size)
-    if abs(share) <= max(
-        _WRONG_TEMPERATURE, _SIGNIFICANT * _standard_error(effect, difference - share * effect)
-    ):
+    error = _standard_error(effect, difference - share * effect)
+    if abs(share) <= max(_WRONG_TEMPERATURE, _SIGNIFICANT * error):
         return []
     looks = temperature * (1 + (_HOTTER - 1) * share)
     sentence = (
@@ -398,10 +379,9 @@ class Fit:
                 "Parity gate: the engine ignores the adapter and samples from the base model,"
                 f" {advice}"
             )
+        where = f" on {self.group}"
         if self.group == _WHOLE:
             where = ""
-        else:
-            where = f" on {self.group}"
         amount = f"{min(self.share, 1):.0%} of the adapter's effect{where} were missing"
         if self.share < 0:
             amount = f"the adapter's effect{where} were {-self.share:.0%} too large"

@@ -13,13 +13,10 @@ from retrain.types import Float32Array, Int32Array
 MIN_TOKENS = 16
 """Of shorter completions nothing is concluded."""
 
-Sampled = tuple[Int32Array, Float32Array]
-"""Token ids and log-probs [T] of a completion."""
 
-
-def chance_of_identical(groups: Iterable[Sequence[Sampled]]) -> float:
-    """Return an upper bound on the probability that completions of a group are identical as often
-    as they are, if each is drawn alone.
+def chance_of_identical(groups: Iterable[Sequence[tuple[Int32Array, Float32Array]]]) -> float:
+    """Return an upper bound on the probability that completions of a group, each of which is given
+    as token ids and log-probs [T], are identical as often as they are, if each is drawn alone.
 
     A completion equals one of those before it with a probability of at most Q, the sum of exp(sum
     log p) over the different ones. So for any w the product over m such trials of 1 - w + w [it

@@ -88,26 +88,19 @@ def train(
     signal raises StoppedAtOnce, which saves nothing.
     """
     functions = {"reward.type": reward, "algorithm.advantage_mode": advantage}
-    config = with_functions(config, {key: one for key, one in functions.items() if one})
-    folder = Path(config.resume.from_ or config.logging.log_dir)
-    opening = Session.open(
-        config,
-        overwrite=overwrite,
-        verbosity=Verbosity.QUIET if quiet else verbosity,
-        skip_parity=skip_parity,
-        said=said,
-    )
-    again = RunFolder(folder)
+    given = {key: function for key, function in functions.items() if function}
+    folder = RunFolder(Path(config.resume.from_ or config.logging.log_dir))
+    again = f"continue with `{folder.resume_command}`"
     with (
-        writing_to(
-            folder,
-            lambda: (
-                f"continue with `{again.resume_command}`"
-                if again.config.is_file()
-                else "start it again"
-            ),
-        ),
-        opening as session,
+        writing_to(folder.path, lambda: again if folder.config.is_file() else "start it again"),
+        with_functions(config, given) as config,
+        Session.open(
+            config,
+            overwrite=overwrite,
+            verbosity=Verbosity.QUIET if quiet else verbosity,
+            skip_parity=skip_parity,
+            said=said,
+        ) as session,
     ):
         try:
             while True:
@@ -118,16 +111,14 @@ def train(
                 take_step(session)
         except ResumableFailure as error:
             session.save_now()
-            raise RunFailed(
-                f"{str(error).rstrip('.')}, then continue with `{again.resume_command}`."
-            ) from error
+            raise RunFailed(f"{str(error).rstrip('.')}, then {again}.") from error
         except (Interrupted, RunFailed):
             session.save_now()
             raise
         except ServerFailure as error:
             saved = session.save_now()
             flag = backend_kind(config.backend.backend).address_flag
-            how = f"continue with `{again.resume_command}`, at another address with {flag}"
+            how = f"{again}, at another address with {flag}"
             raise ServerFailure(f"{error} {saved}: {how}.") from error
 
 

@@ -11,28 +11,35 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from retrain.config import TrainConfig, replaced
-from retrain.errors import ConfigurationError
-from retrain.records.disk import replace_file
+from retrain.errors import ConfigurationError, RetrainError
+from retrain.records.disk import remove_empty, replace_file
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import RunFolder
+from retrain.run.start import missing_folders, no_trace_of_a_refusal
 
 _CONSTANTS = (bool, int, float, str, bytes, tuple, list, dict, set, type(None))
 
 
-def with_functions(config: TrainConfig, functions: Mapping[str, Callable[..., Any]]) -> TrainConfig:
-    """Return the configuration with each function as the plugin of its key, such as "reward.type".
+@contextmanager
+def with_functions(
+    config: TrainConfig, functions: Mapping[str, Callable[..., Any]]
+) -> Iterator[TrainConfig]:
+    """Yield the configuration with each function as the plugin of its key, such as "reward.type".
 
-    Writes notebook_<hash>.py into the run's folder. Raises ConfigurationError for a function whose
-    source cannot stand alone, and for a folder that is not the run's.
+    Writes notebook_<hash>.py into the run's folder, and deletes it if the run is refused. Raises
+    ConfigurationError for a function whose source cannot stand alone, and for a folder that is not
+    the run's.
     """
     if not functions:
-        return config
+        yield config
+        return
     source = module_source(functions.values())
     if Redactor().text(source) != source:
         raise ConfigurationError(
@@ -42,15 +49,26 @@ def with_functions(config: TrainConfig, functions: Mapping[str, Callable[..., An
     folder = RunFolder(Path(config.resume.from_ or config.logging.log_dir))
     folder.claim().refuse_run(resuming=bool(config.resume.from_))
     name = f"notebook_{hashlib.sha256(source.encode()).hexdigest()[:8]}"
+    file, made = folder.path / f"{name}.py", list(missing_folders(folder.path.resolve()))
+    was_there = file.exists()
     folder.path.mkdir(parents=True, exist_ok=True)
-    replace_file(folder.path / f"{name}.py", source)
+    replace_file(file, source)
     values = {key: f"{name}.{function.__name__}" for key, function in functions.items()}
     if "algorithm.advantage_mode" in values:
         values["algorithm.algorithm_mode"] = ""
     config = replaced(config, values)
     # A plugin is looked for beside the configuration's file.
     config._provenance = replace(config._provenance, path=folder.config)
-    return config
+    try:
+        with no_trace_of_a_refusal(folder, made):
+            yield config
+    except RetrainError:
+        # A run that has begun names the file in its own configuration.
+        begun = folder.config.is_file() and name in folder.config.read_text(encoding="utf-8")
+        if not (was_there or begun):
+            file.unlink()
+            remove_empty(made)
+        raise
 
 
 def module_source(functions: Any) -> str:

@@ -28,14 +28,12 @@ from retrain.types import LogLine
 
 def preflight_lines(config: TrainConfig) -> list[str]:
     """Return the remarks at the start of a run, one sentence each."""
-    given = {
-        path: origin
+    # The file alone would mislead.
+    overrides = [
+        LogLine(f"{path} = {config.value(path)!r} from {origin}")
         for path, origin in config.origins.items()
         if config.is_set(path) and origin != "file" and not origin.startswith("recipe ")
-    }
-    overrides = [
-        LogLine(f"{path} = {config.value(path)!r} from {origin}") for path, origin in given.items()
-    ]  # the file alone would mislead
+    ]
     return [*overrides, *_recipe_line(config), *unused_keys(config), *notes(config)]
 
 
@@ -63,7 +61,7 @@ def departure_note(config: TrainConfig) -> str:
     return f"{config.algorithm.algorithm_mode} without its {', '.join(said)}."
 
 
-def _spent_rate_note(training: "Training") -> str:
+def _spent_rate_note(training: Training) -> str:
     horizon, steps = training.lr_horizon, training.max_steps
     if training.lr_schedule == "constant" or not 0 < horizon < steps:
         return ""
@@ -122,10 +120,8 @@ def unasked_note(config: TrainConfig, prompts: Sequence[str]) -> str:
         or any(_BOX in prompt for prompt in prompts)
     ):
         return ""
-    template = config.data.prompt_template
-    if template in (None, PLAIN_TEMPLATE):
-        asking = ASKING_TEMPLATE
-    else:
+    template, asking = config.data.prompt_template, ASKING_TEMPLATE
+    if template not in (None, PLAIN_TEMPLATE):
         asking = toml_value(f"{template} {ASKING}")
     return (
         f"[reward] type = {toml_value(config.reward.type)} reads the answer in the last {_BOX}{{}}"
@@ -188,21 +184,23 @@ def _loss_note(config: TrainConfig) -> str:
     loss, training = config.loss, config.training
     if loss.mode not in DEFAULT_CLIPS or training.updates_per_batch * training.minibatches > 1:
         return ""
-    low, high = loss.clips if loss.mode != "cispo" else (1 - loss.clips[0], loss.clips[1] - 1)
+    low, high = loss.clips
+    if loss.mode == "cispo":
+        low, high = 1 - low, high - 1
     if loss.old_logprobs == "recomputed":
         without_effect = low > 0 and high > 0
     elif config.lora.dropout or len(config.backend.device_list) > 1:
         without_effect = False
     else:
-        recomputed_if_rounded = loss.mode == "gspo" and not config.is_set("loss.old_logprobs")
-        without_effect = min(low, high) >= (
-            min(DEFAULT_CLIPS["gspo"]) if recomputed_if_rounded else _ROOM
-        )
+        room = _ROOM
+        if loss.mode == "gspo" and not config.is_set("loss.old_logprobs"):
+            room = min(DEFAULT_CLIPS["gspo"])  # half precision recomputes them
+        without_effect = min(low, high) >= room
     if not without_effect:
         return ""
     return (
         f'[loss] mode = "{loss.mode}" with one update per step: the ratio is 1 up to the mismatch'
-        " of sampler and learner, so the gradient equals that of importance_sampling; the clip"
+        " of sampler and learner, and the gradient is importance_sampling's; the clip"
         " acts with [training] updates_per_batch or minibatches of at least 2, and clip_fraction"
         " says how often."
     )

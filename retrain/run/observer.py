@@ -56,9 +56,8 @@ class StepObserver:
         self.config = config
         self.parts = parts
         self.tracker = tracker
-        if parts.stage:
-            self._boxes = None
-        else:
+        self._boxes = None
+        if not parts.stage:
             self._boxes = box_reader(config.reward)
         self._said_rewritten = False
         self._said_identical = False
@@ -186,9 +185,9 @@ class StepObserver:
         if chance < _IMPOSSIBLE and not self._said_identical:
             self._said_identical = True
             self.tracker.message(
-                f"Step {step.number}: completions of one prompt are identical, of which by their"
-                f" own log-probs the chance is below {chance:.0e}, so the engine does not draw them"
-                " one by one from the distribution that it reports; check how it takes n, seed and"
+                f"Step {step.number}: completions of one prompt are identical, and by their own"
+                f" log-probs the chance is below {chance:.0e}: the engine does not draw them one by"
+                " one from the distribution that it reports; check how it takes n, seed and"
                 " temperature. Every step records identical_chance."
             )
         return chance
@@ -233,7 +232,7 @@ def check_updates(state: TrainerState, result: StepResult) -> None:
     if state.nonfinite_streak >= _NONFINITE_LIMIT:
         raise RunFailed(
             f"{result.nonfinite_tensor} was not finite in {_NONFINITE_LIMIT} steps in a row; the"
-            " weights are those of the last finite update: start a new run from them ([lora]"
+            " weights come from the last finite update: start a new run from them ([lora]"
             " init_from) with a lower [training] lr, [loss] max_grad_norm = 1.0 or [model] dtype ="
             ' "fp32".'
         )

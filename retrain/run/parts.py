@@ -95,7 +95,7 @@ class Parts:
 def load_parts(
     config: TrainConfig,
     choices: MachineChoices | None,
-    say: Say,
+    log: Say,
     world: World = ALONE,
     *,
     learns: bool = True,
@@ -110,25 +110,23 @@ def load_parts(
         raise ConfigurationError(problems)
     check_plugins(config)
     for note in capability_notes(config):
-        say(note)
-    _connect_engine(config, say, learns)
+        log(note)
+    _connect_engine(config, log, learns)
+    verdicts = None
     if learns:
         verdicts = RunFolder(Path(config.logging.log_dir)).verdicts
-    else:
-        verdicts = None
     with ExitStack() as undo:
-        scorer = (
-            None if config.environment.provider else build_scorer(config, verdicts)
-        )  # its workers start while the model loads
-        if scorer:
+        scorer = None
+        if not config.environment.provider:  # its workers start while the model loads
+            scorer = build_scorer(config, verdicts)
             undo.callback(scorer.close)
-        return _load_rest(config, choices, say, world, scorer, verdicts, learns=learns, undo=undo)
+        return _load_rest(config, choices, log, world, scorer, verdicts, learns=learns, undo=undo)
 
 
 def _load_rest(
     config: TrainConfig,
     choices: MachineChoices | None,
-    say: Say,
+    log: Say,
     world: World,
     scorer: Scorer | None,
     verdicts: Path | None,
@@ -139,38 +137,38 @@ def _load_rest(
     """Load what may have to be asked of the hub; `undo` closes what was opened if something
     fails.
     """
-    text = load_text(config.model, say)
-    credit = _load_credit(config, text, say, world)
-    stage = load_stage(config, text, say)
+    text = load_text(config.model, log)
+    _log_context(config.training, text.context, log)
+    credit = _load_credit(config, text, log, world)
+    stage = load_stage(config, text, log)
     if stage:
         undo.callback(stage.host.close)
-    prompts = load_prompts(config, text, stage, say)
+    prompts = load_prompts(config, text, stage, log)
     check_answers(config, prompts.examples)
     if stage:
         note = ""
     else:
         note = unasked_note(config, prompts.texts)
     if note:
-        say(note)
+        log(note)
     held_out = None
     if config.evaluation.asked_for:
-        held_out = load_held_out(config, text, stage, prompts, say)
-    judge = load_judge(config, scorer, verdicts, say) if held_out and scorer else scorer
+        held_out = load_held_out(config, text, stage, prompts, log)
+    judge = load_judge(config, scorer, verdicts, log) if held_out and scorer else scorer
     if judge:
         undo.callback(judge.close)
-    _say_probes([asked for asked in (scorer, judge) if asked], say)
+    _log_probes([asked for asked in (scorer, judge) if asked], log)
     if learns:
-        say_memory(config, choices, prompts, prompts_of(held_out), say, world)
-    backend = build_backend(config, text.eos_ids, choices, say, world)
+        say_memory(config, choices, prompts, prompts_of(held_out), log, world)
+    backend = build_backend(config, text.eos_ids, choices, log, world)
     undo.callback(backend.close)
-    backend.engine.say = say
+    backend.engine.log = log
     undo.pop_all()
     decode = text.vocabulary.text
     sampler_of = partial(Sampler, backend.engine, text=decode, world=world, stage=stage)
+    evaluator = None
     if held_out:
         evaluator = build_evaluator(config, sampler_of(judge), held_out)
-    else:
-        evaluator = None
     return Parts(
         text,
         prompts,
@@ -187,20 +185,30 @@ def _load_rest(
     )
 
 
-def _load_credit(config: TrainConfig, text: TextModel, say: Say, world: World) -> CreditPipeline:
+def _log_context(training: Training, positions: int, log: Say) -> None:
+    """Say that max_tokens is more than the model has positions."""
+    if training.max_tokens >= positions:
+        log(
+            f"[training] max_tokens = {training.max_tokens:,}, and the model has {positions:,}"
+            " positions for prompt and completion (with longrope those of its original length): a"
+            " completion ends where they are full."
+        )
+
+
+def _load_credit(config: TrainConfig, text: TextModel, log: Say, world: World) -> CreditPipeline:
     credit = CreditPipeline(
         config, text.vocabulary.pieces, lambda name: load_encoder(config.backend, name, world)
     )
     for note in credit.notes:
-        say(note)
+        log(note)
     return credit
 
 
-def _say_probes(scorers: Sequence[Scorer], say: Say) -> None:
+def _log_probes(scorers: Sequence[Scorer], log: Say) -> None:
     """Try each scorer once, and print each note once."""
     notes = dict.fromkeys(scorer.probe() for scorer in dict.fromkeys(scorers))
     for note in filter(None, notes):
-        say(note)
+        log(note)
 
 
 def check_plugins(config: TrainConfig) -> None:
@@ -211,9 +219,8 @@ def check_plugins(config: TrainConfig) -> None:
     example.
     """
     problems: list[str] = []
-    regex = replaced(
-        config, {"planning.detector": "regex"}
-    )  # the other detector's encoder is a model of the hub
+    # The other detector's encoder is a model of the hub.
+    regex = replaced(config, {"planning.detector": "regex"})
     for load in (
         lambda: CreditPipeline(regex, lambda ids: [""] * len(ids)),
         lambda: _load_sources(config),
@@ -232,20 +239,15 @@ def _load_sources(config: TrainConfig) -> None:
     """Load the plugins of [data] and [environment]; none is called. A file here is no plugin,
     whatever its name ends in.
     """
-    source = config.data.source
-    if config.environment.provider and is_dotted(config.environment.provider):
-        load_plugin("environment", config.environment.provider, config)
-    elif (
-        not config.environment.provider
-        and is_dotted(source)
-        and not is_data_location(source)
-        and not Path(source).exists()
-    ):
+    source, provider = config.data.source, config.environment.provider
+    if provider:
+        if is_dotted(provider):
+            load_plugin("environment", provider, config)
+    elif is_dotted(source) and not is_data_location(source) and not Path(source).exists():
         load_plugin("data", source, config)
-    # A sampler of one's own may read its examples, so it is tried on those of the run alone.
-    if load_plugin("sampler", config.data.sampler, config, SAMPLERS) is not None and (
-        config.data.sampler in SAMPLERS
-    ):
+    known = load_plugin("sampler", config.data.sampler, config, SAMPLERS)
+    # A plugin may read its examples, so it is tried on the run's own, when they are loaded.
+    if known is not None and config.data.sampler in SAMPLERS:
         build_sampler(config, [Example("?", "")])
 
 
@@ -290,27 +292,26 @@ def check_device(config: TrainConfig) -> None:
         choose_device(config.backend)
 
 
-def _connect_engine(config: TrainConfig, say: Say, learns: bool) -> None:
+def _connect_engine(config: TrainConfig, log: Say, learns: bool) -> None:
     """Check, before a model is loaded, that an engine outside this process answers and can do what
     the run needs.
     """
     if not backend_kind(config.backend.backend).in_process:
         return
-    with user_code(
-        f'connecting [inference] engine = "{config.inference.engine}"', EnvironmentFailure
-    ):
+    where = f'connecting [inference] engine = "{config.inference.engine}"'
+    with user_code(where, EnvironmentFailure):
         text_alone = engine_class(config).preflight(config)
     if text_alone and learns:
         raise ConfigurationError(text_alone)
     if text_alone:
-        say(f"{text_alone} The text is scored as it comes, and encoded again to count its tokens.")
+        log(f"{text_alone} The text is scored as it comes, and encoded again to count its tokens.")
 
 
 def build_backend(
     config: TrainConfig,
     eos_ids: Sequence[int],
     choices: MachineChoices | None,
-    say: Say,
+    log: Say,
     world: World = ALONE,
 ) -> Backend:
     """Build the backend with the stored `choices` of a resumed run, or None at its first start."""
@@ -325,7 +326,7 @@ def build_backend(
         reason = kind.unavailable_reason()
         if reason:
             raise EnvironmentFailure(reason)
-        return kind.open(config, choices, eos_ids=eos_ids, log=say, world=world)
+        return kind.open(config, choices, eos_ids=eos_ids, log=log, world=world)
     make = backend_class(config)
     with user_code(f'building [backend] backend = "{name}"', ConfigurationError):
         return make(config, choices, eos_ids=eos_ids)  # type: ignore[call-arg]  # a plugin's own constructor
@@ -348,15 +349,14 @@ def _text_key(model: Model) -> tuple[Hashable, ...]:
     return "text", model.model, model.revision, *model_files(model.model)
 
 
-def load_text(model: Model, say: Say) -> TextModel:
-    say(LogLine(f"Loading tokenizer for {model.model} ..."))
-    if model.trust_remote_code:
-        key = None
-    else:
+def load_text(model: Model, log: Say) -> TextModel:
+    log(LogLine(f"Loading tokenizer for {model.model} ..."))
+    key = None
+    if not model.trust_remote_code:
         key = _text_key(model)
     text = shared(key, lambda: load_text_model(model))
-    say(LogLine("Loading vocabulary table..."))
-    say(LogLine(f"Vocabulary table: {len(text.vocabulary)} entries"))
+    log(LogLine("Loading vocabulary table..."))
+    log(LogLine(f"Vocabulary table: {len(text.vocabulary)} entries"))
     return text
 
 
@@ -365,7 +365,7 @@ def say_memory(
     choices: MachineChoices | None,
     prompts: PromptSet,
     held_out: list[Prompt],
-    say: Say,
+    log: Say,
     world: World = ALONE,
 ) -> None:
     """Predict the run's memory before the weights are loaded. Raises EnvironmentFailure if not even
@@ -373,11 +373,9 @@ def say_memory(
     """
     if not backend_kind(config.backend.backend).in_process:
         return
+    # They import torch, which other backends do without.
     from retrain.model.load import shards_of
-    from retrain.model.memory import (
-        NotPredictable,
-        predict_memory,
-    )  # torch, which other backends do without
+    from retrain.model.memory import PredictionError, predict_memory
 
     try:
         memory = predict_memory(
@@ -386,17 +384,17 @@ def say_memory(
             choices=choices,
             shards=shards_of(config.backend, world),
         )
-        say(LogLine(memory.line(), f"needs {memory.peak_words}"))
-    except NotPredictable as error:
-        say(str(error))
+        log(LogLine(memory.line(), f"needs {memory.peak_words}"))
+    except PredictionError as error:
+        log(str(error))
 
 
-def load_stage(config: TrainConfig, text: TextModel, say: Say) -> Stage | None:
+def load_stage(config: TrainConfig, text: TextModel, log: Say) -> Stage | None:
     """Load the environment of `[environment]`, ready for its episodes; None if there is none."""
     settings = config.environment
     if not settings.provider:
         return None
-    say(LogLine(f"Loading environment {environment_name(config.environment)} ..."))
+    log(LogLine(f"Loading environment {environment_name(config.environment)} ..."))
     environment = load_environment(config)
     host = EpisodeHost(
         environment,
@@ -408,13 +406,13 @@ def load_stage(config: TrainConfig, text: TextModel, say: Say) -> Stage | None:
     return Stage(host, renderer, text.decode, text.context)
 
 
-def load_prompts(config: TrainConfig, text: TextModel, stage: Stage | None, say: Say) -> PromptSet:
-    say(LogLine("Loading dataset..."))
+def load_prompts(config: TrainConfig, text: TextModel, stage: Stage | None, log: Say) -> PromptSet:
+    log(LogLine("Loading dataset..."))
     count, prompts = _read_prompts(config, text, stage, "train")
-    say(LogLine(f"Loaded {count} examples"))
-    say(LogLine(f"Pre-encoded {len(prompts)} prompts", counted(len(prompts), "prompt")))
+    log(LogLine(f"Loaded {count} examples"))
+    log(LogLine(f"Pre-encoded {len(prompts)} prompts", counted(len(prompts), "prompt")))
     for note in prompts.notes:
-        say(note)
+        log(note)
     return prompts
 
 
@@ -450,14 +448,13 @@ HeldOut = list[tuple[Evaluation, list[Prompt]]]
 
 
 def load_held_out(
-    config: TrainConfig, text: TextModel, stage: Stage | None, training: PromptSet, say: Say
+    config: TrainConfig, text: TextModel, stage: Stage | None, training: PromptSet, log: Say
 ) -> HeldOut:
     """Load `[evaluation] max_examples` of the held-out problems of each source, the same ones in
     the same order for every run of a data set.
     """
-    if stage:
-        configs = [config]
-    else:
+    configs = [config]
+    if not stage:
         configs = each_source(config)
     chosen = []
     for own in configs:
@@ -469,9 +466,9 @@ def load_held_out(
         if len(configs) > 1:
             drawn, name = of_task(drawn, source), f" of {source}"
         line = f"Held-out evaluation on {count} of {len(prompts)} problems{name}"
-        say(LogLine(line, f"{count:,} held-out{name}"))
+        log(LogLine(line, f"{count:,} held-out{name}"))
         for note in filter(None, (*prompts.notes, seen)):
-            say(note)
+            log(note)
         chosen.append((own.evaluation, drawn))
     return chosen
 
@@ -481,12 +478,12 @@ def prompts_of(held_out: HeldOut | None) -> list[Prompt]:
     return list(chain.from_iterable(prompts for _, prompts in held_out or ()))
 
 
-def load_judge(config: TrainConfig, scorer: Scorer, verdicts: Path | None, say: Say) -> Scorer:
+def load_judge(config: TrainConfig, scorer: Scorer, verdicts: Path | None, log: Say) -> Scorer:
     """Return the scorer of held-out answers: the run's own, unless that has a random part."""
     judging = with_judging_reward(config)
     if judging is config:
         return scorer
-    say(judging_note(config, judging))
+    log(judging_note(config, judging))
     return build_scorer(judging, verdicts)
 
 

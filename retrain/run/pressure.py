@@ -59,19 +59,11 @@ class Pressure:
         weights, settings = self._backend.frozen_weights, self.settings
         if weights is None or not (settings.peak_gflops and settings.peak_bw_gb_s):
             return None
-        decoded, trained = (
-            step.rollout.tokens,
-            sum(len(row.token_ids) for row in step.rows if row.trained),
-        )
+        trained = sum(len(row.token_ids) for row in step.rows if row.trained)
         per_token = _PASSES_OF_LORA + _RECOMPUTED * self._backend.recomputes
-        flops = step_flops(weights.parameters, decoded, trained, per_token)
-        return roofline(
-            flops,
-            weights.size * self._passes(step, trained),
-            seconds,
-            settings.peak_gflops,
-            settings.peak_bw_gb_s,
-        )
+        flops = step_flops(weights.parameters, step.rollout.tokens, trained, per_token)
+        size = weights.size * self._passes(step, trained)
+        return roofline(flops, size, seconds, settings.peak_gflops, settings.peak_bw_gb_s)
 
     def _passes(self, step: "Step", trained: int) -> int:
         """Count the readings of all weights: one per decoding step of the rows that run together,
@@ -82,12 +74,9 @@ class Pressure:
         trajectories = list(chain.from_iterable(group.trajectories for group in step.rollout.drawn))
         completions = chain.from_iterable(trajectory.completions for trajectory in trajectories)
         lengths = [len(completion.token_ids) for completion in completions]
-        choices = self._backend.choices
-        rows, micro_batch = (
-            (choices.decode_rows, choices.micro_batch_tokens)
-            if choices
-            else (len(lengths), trained)
-        )
+        choices, rows, micro_batch = self._backend.choices, len(lengths), trained
+        if choices:
+            rows, micro_batch = choices.decode_rows, choices.micro_batch_tokens
         decoding = max(*lengths, ceil(sum(lengths) / max(rows, 1)))
         return decoding + (2 + self._backend.recomputes) * ceil(trained / max(micro_batch, 1))
 

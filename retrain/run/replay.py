@@ -1,10 +1,11 @@
 """Takes steps of a stored run again, from its nearest checkpoint, in another folder."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from retrain.config import TrainConfig, dump_toml, replaced
-from retrain.records.checkpoint import CheckpointStore, step_folder, verify
+from retrain.records.checkpoint import CheckpointStore, step_folder
 from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.run_folder import RunFolder
 from retrain.run.loop import take_step
@@ -13,20 +14,28 @@ from retrain.system import read_object
 from retrain.tracking.base import Verbosity
 
 
-def nearest_checkpoint(folder: RunFolder, step: int) -> int:
-    """The newest checkpoint that is sealed and not after `step`; 0 without one."""
-    store = CheckpointStore(stored_checkpoints(folder))
-    for saved in reversed(store.steps()):
-        if saved <= step and not verify(store.folder / step_folder(saved)):
-            return saved
-    return 0
+def nearest_checkpoint(folder: RunFolder, step: int, log: Callable[[str], None]) -> int:
+    """The newest checkpoint that is sealed and not after `step`, 0 without one; `log` receives a
+    line about each that is passed over.
+    """
+    found = CheckpointStore(stored_checkpoints(folder)).newest(log, until=step)
+    return found.step if found else 0
 
 
 def replay(folder: RunFolder, config: TrainConfig, start: int, stop: int, scratch: Path) -> None:
     """Take the steps from `start`, which is 0 or a checkpoint's, to before `stop` again in
     `scratch`, an absent folder. The run in `folder`, which has `config`, is only read.
     """
-    config = _in_scratch(config, scratch, resumed=start > 0)
+    # The run's configuration in another folder, without trackers of its own.
+    changes = {
+        "logging.log_dir": str(scratch),
+        "logging.trackers": [],
+        "logging.wandb_project": "",
+        "backend.adapter_path": "",
+        "training.keep_checkpoints": 0,
+        "resume.from": str(scratch) if start else "",
+    }
+    config = replaced(config, changes)
     if start:
         _copy(folder, RunFolder(scratch), config, start)
     recorded = {}
@@ -42,19 +51,6 @@ def replay(folder: RunFolder, config: TrainConfig, start: int, stop: int, scratc
             if session.state.step >= stop or session.is_finished:
                 return
             take_step(session)
-
-
-def _in_scratch(config: TrainConfig, scratch: Path, *, resumed: bool) -> TrainConfig:
-    """The run's configuration in another folder, without trackers of its own."""
-    changes = {
-        "logging.log_dir": str(scratch),
-        "logging.trackers": [],
-        "logging.wandb_project": "",
-        "backend.adapter_path": "",
-        "training.keep_checkpoints": 0,
-        "resume.from": str(scratch) if resumed else "",
-    }
-    return replaced(config, changes)
 
 
 def _copy(source: RunFolder, target: RunFolder, config: TrainConfig, start: int) -> None:

@@ -46,15 +46,11 @@ class Rollout:
 
     @property
     def usable_groups(self) -> list[Group]:
-        """The judged part of each group; a group of which fewer than two completions could be
-        judged is dropped.
+        """The judged part of each group; a group with fewer than two judged completions is
+        dropped.
         """
-        judged = [group.judged() for group in self.groups]
-        return [
-            part
-            for part, whole in zip(judged, self.groups, strict=True)
-            if len(part) == len(whole) or len(part) >= 2
-        ]
+        judged = [(group.judged(), len(group)) for group in self.groups]
+        return [part for part, whole in judged if len(part) == whole or len(part) >= 2]
 
     @property
     def redrawn(self) -> int:
@@ -82,7 +78,6 @@ class Sampler:
         scorer: Scorer | None,
         text: Callable[[Int32Array], str],
         *,
-        clock: Callable[[], float] = monotonic,
         world: World = ALONE,
         stage: Stage | None = None,
     ) -> None:
@@ -92,7 +87,6 @@ class Sampler:
         self.engine = engine
         self.scorer = scorer
         self.text = text
-        self.clock = clock
         self.world = world
         self.stage = stage
 
@@ -131,7 +125,7 @@ class Sampler:
         rollout: Rollout,
     ) -> dict[int, Group]:
         """Draw one group for each slot of `prompts`; adds the seconds to `rollout`."""
-        started = self.clock()
+        started = monotonic()
         samples = range(first_sample, first_sample + plan.group_size)
         opened = [
             Dialogue(prompt, slot, sample) for slot, prompt in prompts.items() for sample in samples
@@ -156,12 +150,11 @@ class Sampler:
             stage=self.stage,
             repeatable=self.engine.capabilities.noise == "counter",
             watcher=watcher,
-            clock=self.clock,
         )
         for completion in self.engine.sample_feed(dialogues):
             dialogues.hear(completion)
         rollout.reward_seconds += dialogues.seconds_waited
-        rollout.sample_seconds += self.clock() - started - dialogues.seconds_waited
+        rollout.sample_seconds += monotonic() - started - dialogues.seconds_waited
         scored = dialogues.scored
         return {
             slot: Group(prompt, slot, [scored[slot, sample] for sample in samples])
@@ -169,7 +162,7 @@ class Sampler:
         }
 
 
-class _Dropped(Exception):
+class _RolloutDropped(Exception):
     """The prefetched rollout is no longer wanted."""
 
 
@@ -187,9 +180,8 @@ class PrefetchedRollout:
 
     def start(self, draw: Callable[[Watcher], Rollout]) -> None:
         self._unwanted.clear()
-        self._under_way = self._pool.submit(
-            draw, Watcher(check=self._go_on, completion=lambda _: None)
-        )
+        watcher = Watcher(self._go_on, lambda _: None)
+        self._under_way = self._pool.submit(draw, watcher)
 
     def take(self) -> Rollout | None:
         """Wait for the rollout that was started; None if there was none."""
@@ -200,11 +192,8 @@ class PrefetchedRollout:
         """Cancel the rollout under way, so that the next one is drawn with the newest weights."""
         self._unwanted.set()
         future, self._under_way = self._under_way, None
-        if (
-            future
-            and (error := future.exception())
-            and not isinstance(error, _Dropped | Interrupted)
-        ):
+        error = future and future.exception()
+        if error and not isinstance(error, _RolloutDropped | Interrupted):
             raise error
 
     def close(self) -> None:
@@ -213,5 +202,5 @@ class PrefetchedRollout:
 
     def _go_on(self) -> None:
         if self._unwanted.is_set():
-            raise _Dropped
+            raise _RolloutDropped
         self._check()

@@ -15,7 +15,7 @@ from retrain.config import TrainConfig
 from retrain.config.effects import splits_base
 from retrain.config.moving import with_values
 from retrain.data.samplers import PromptChoice
-from retrain.distributed import ALONE, World, joined
+from retrain.distributed import World, joined
 from retrain.errors import (
     ConfigurationError,
     EnvironmentFailure,
@@ -23,6 +23,7 @@ from retrain.errors import (
     NotReached,
     RetrainError,
 )
+from retrain.model.text import model_fingerprint
 from retrain.records.disk import replace_file
 from retrain.records.entries import EvaluationRecord, StepRecord
 from retrain.records.evaluation import Evaluation
@@ -30,9 +31,9 @@ from retrain.records.jsonl import read_jsonl
 from retrain.records.redact import note_secrets
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean
-from retrain.run.calibration import Calibration, chosen_rows, tolerance, warning
+from retrain.run.calibration import Calibration, chosen_rows, shared_warning, tolerance, warning
 from retrain.run.common import Common
-from retrain.run.control import Moving
+from retrain.run.control import MovingKeys
 from retrain.run.dialogues import SamplingPlan, Watcher
 from retrain.run.interrupts import Interrupts
 from retrain.run.notes import preflight_lines, skipped_gate_line
@@ -62,7 +63,7 @@ from retrain.run.start import RunStart, open_run, refuse_other_data
 from retrain.run.step_record import Step
 from retrain.system import read_object
 from retrain.tracking import Tracker, build_tracker
-from retrain.tracking.base import GroupScore, GroupsScored, Progress, Started, Verbosity
+from retrain.tracking.base import GroupScore, GroupScores, Progress, StartEvent, Verbosity
 from retrain.types import Float32Array, LogLine, Prompt, Row, RowKey, StepResult
 
 
@@ -77,9 +78,9 @@ class Session:
         tracker: Tracker,
         interrupts: Interrupts,
         parts: Parts,
-        world: World = ALONE,
+        world: World,
         *,
-        skip_parity: bool = False,
+        skip_parity: bool,
     ) -> None:
         self.config = opened.config
         self.folder = opened.folder
@@ -89,7 +90,7 @@ class Session:
         self.parts = parts
         self.common = Common(opened.config, parts, interrupts.check)
         self.world = world
-        self.moving = Moving(self.config)
+        self.moving = MovingKeys(self.config)
         self._values: dict[int, dict[str, float]] = {}
         """Step -> the values of its scheduled keys, from its sampling until it is recorded."""
         self.schedule = Schedule(self.config.training, self.config.evaluation)
@@ -168,9 +169,8 @@ class Session:
                         session._pass_gate()
                         with closing(session.prefetched) if session.prefetched else nullcontext():
                             yield session
-                    except (
-                        Exception
-                    ) as error:  # of any kind: the summary names it, and it goes on to the command
+                    # Of any kind: the summary names it, and it goes on to the command.
+                    except Exception as error:
                         session._sum_up_failure(error)
                         raise
             finally:
@@ -193,36 +193,31 @@ class Session:
                 self.pressure.load_state_dict(self.state.backpressure)
             # The first rank alone writes records, so it alone goes on from them.
             if self.world.is_rank_zero:
-                lines = (
-                    list(read_jsonl(self.folder.metrics)) if self.folder.metrics.exists() else []
-                )
-                self.observer.restore(
-                    StepRecord.from_json(line, self.folder.metrics) for line in reversed(lines)
-                )
-                stored = (
-                    EvaluationRecord.read(self.folder.evaluation)
-                    if self.folder.evaluation.exists()
-                    else ()
-                )
-                ks, by_step = (
-                    sorted({1, *self.config.evaluation.k}),
-                    groupby(stored, key=lambda record: record.step),
-                )
-                self.evaluations = [
-                    Evaluation(step=step, problems=[*problems], ks=ks) for step, problems in by_step
-                ]
+                self._restore_records()
         if self.state.choices not in (None, backend.choices):
             self.tracker.message(
                 "The machine's choices differ from the stored ones: from here on this run is not"
                 " byte-exact."
             )
         self.state = replace(self.state, choices=backend.choices, batch_size=self._next_batch_size)
-        self.tracker.emit(Started(backend.device_name))
+        self.tracker.emit(StartEvent(backend.device_name))
+
+    def _restore_records(self) -> None:
+        """Take up what an earlier session wrote of steps and evaluations."""
+        metrics, evaluation = self.folder.metrics, self.folder.evaluation
+        if metrics.exists():
+            newest_first = reversed(list(read_jsonl(metrics)))
+            self.observer.restore(StepRecord.from_json(line, metrics) for line in newest_first)
+        if evaluation.exists():
+            ks = sorted({1, *self.config.evaluation.k})
+            by_step = groupby(EvaluationRecord.read(evaluation), key=lambda record: record.step)
+            self.evaluations = [
+                Evaluation(step=step, problems=[*problems], ks=ks) for step, problems in by_step
+            ]
 
     def _pass_gate(self) -> None:
-        if self._skip_parity:
-            result = None
-        else:
+        result = None
+        if not self._skip_parity:
             once = None if self.state.step else self.common.gate
             result = run_parity_gate(self.config, self.parts, self.state.step, once=once)
         if result and self.state.gate_mismatch is None:
@@ -233,16 +228,14 @@ class Session:
         if result:
             line = LogLine(result.line(), result.brief)
         self.tracker.message(line)
-        environment = read_object(self.folder.environment)
-        environment |= {
+        environment = read_object(self.folder.environment) | {
             "parity_gate": result and result.to_json(),
             "data_sha256": self.parts.prompts.fingerprint,
-        }
-        environment |= {
+            "model_sha256": model_fingerprint(self.config.model),
             "engine": asdict(self.parts.backend.engine.capabilities),
             "backend": asdict(self.parts.backend.capabilities),
+            "loss": loss_notes(self.config),
         }
-        environment |= {"loss": loss_notes(self.config)}
         replace_file(self.folder.environment, json.dumps(environment, indent=2) + "\n")
         self.saver.rehearse()
 
@@ -254,11 +247,10 @@ class Session:
         if rollout is None:
             prompts, plan = self._prompts(self.state.step), self._plan(self.state.step)
             self._sync()
-            watcher = self._watch(
-                f"Step {self.state.step}: sampling", len(prompts) * plan.group_size
-            )
-            if self.state.step:
-                rollout = self.parts.sampler.draw(prompts, self.state.step, plan, watcher)
+            step, completions = self.state.step, len(prompts) * plan.group_size
+            watcher = self._watch(f"Step {step}: sampling", completions)
+            if step:
+                rollout = self.parts.sampler.draw(prompts, step, plan, watcher)
             else:
                 rollout = self.common.rollout(prompts, plan, watcher)
             self._check_again()  # before anything is learned from what it sampled
@@ -268,7 +260,7 @@ class Session:
             GroupScore(group.correct, len(group.rewards), group.prompt.example.reference)
             for group in rollout.groups
         ]
-        self.tracker.emit(GroupsScored(scores))
+        self.tracker.emit(GroupScores(scores))
         return rollout
 
     def turn_to_learning(self, used: int) -> None:
@@ -354,19 +346,21 @@ class Session:
         scores = backend.tempered_scores(rows, training.temperature, cuts, self._tolerance)
         if scores is None:
             return None
-        return Calibration.of(scores)
+        return Calibration.of(rows, scores)
 
-    def _calibrated(self, step: Step) -> tuple[dict[str, Any], str]:
-        """Return the sums since the start, and what to say; "" unless this step is the first to
-        tell that the engine is not sound.
+    def _calibrated(self, step: Step) -> tuple[dict[str, Any], list[str]]:
+        """Return the sums since the start, and what to say, if this step is the first to tell that
+        the engine is not sound.
         """
         before, own = Calibration(**self.state.calibration), step.calibration
         if own is None:
-            return self.state.calibration, ""
-        total, told = before.after(own), ""
+            return self.state.calibration, []
+        total, told = before.after(own), list[str]()
         if total.warned and not before.warned:
             temperature = self._settings.training.temperature
-            told = warning(step.number, own, total, self._tolerance, temperature)
+            told.append(warning(step.number, own, total, self._tolerance, temperature))
+        if total.shares and not before.shares:
+            told.append(shared_warning(step.number, total))
         return asdict(total), told
 
     @property
@@ -414,8 +408,8 @@ class Session:
         if self.observer.last and self.world.is_rank_zero:
             self.moving.observe(self.observer.last)
         self.state = state
-        if told:
-            self.tracker.message(told)
+        for line in told:
+            self.tracker.message(line)
         check_updates(state, result)
         check_mismatch(state, result.log_ratio_mean, limit, self.folder.resume_command)
         parts.guard.observe(
@@ -431,11 +425,9 @@ class Session:
         """Return the batch of a step, in the shuffle `after` prompts past the cursor. A sampler is
         asked by rank 0, which tells the others.
         """
-        count, seed = self.state.batch_size, self.state.seed
+        count, seed, indices = self.state.batch_size, self.state.seed, None
         if self.world.is_rank_zero:
             indices = self.choice.indices(step, count, seed)
-        else:
-            indices = None
         indices = self.world.broadcast(indices)
         return self.choice.take(step, self.state.cursor + after, count, seed, indices)
 
@@ -487,9 +479,8 @@ class Session:
             done += 1
             self.tracker.emit(Progress(label, done, share))
 
-        return Watcher(
-            check=self.interrupts.check if self.world.size == 1 else lambda: None, completion=count
-        )
+        check = self.interrupts.check if self.world.size == 1 else lambda: None
+        return Watcher(check, count)
 
     # -- between steps -----------------------------------------------------------------------------
 
@@ -570,18 +561,18 @@ class Session:
         """Write a summary that says why the run ended."""
         if not self.folder.config.is_file():
             return  # it has not begun
-        if isinstance(error, RetrainError):
-            reason = str(error)
-        else:
+        reason = str(error)
+        if not isinstance(error, RetrainError):
             reason = f"{type(error).__name__}: {error}"
         summary = self._summary("interrupted" if isinstance(error, Interrupted) else "failed")
-        with suppress(
-            OSError, EnvironmentFailure
-        ):  # a full disk may be the reason itself, which is on its way to the screen
+        # A full disk may be the reason itself, which is on its way to the screen.
+        with suppress(OSError, EnvironmentFailure):
             self.tracker.emit(replace(summary, reason=clean(reason)))
 
     def _summary(self, status: str) -> RunSummary:
-        inside = self._adapter.is_relative_to(self.folder.path)
+        adapter = self._adapter
+        if adapter.is_relative_to(self.folder.path):
+            adapter = adapter.relative_to(self.folder.path)
         return RunSummary(
             status=status,
             condition=self.config.condition_label,
@@ -593,7 +584,7 @@ class Session:
             after=next((item for item in reversed(self.evaluations) if item.step > 0), None),
             last=self.observer.last,
             untrained=self.observer.unlearned(self.state.step),
-            adapter=str(self._adapter.relative_to(self.folder.path) if inside else self._adapter),
+            adapter=str(adapter),
         )
 
 
@@ -610,19 +601,14 @@ def _opened(config: TrainConfig, overwrite: bool, world: World) -> Iterator[RunS
         return
     with ExitStack() as stack:
         try:
-            if overwrite:
-                _check_before_overwriting(config)
+            if overwrite:  # what can be refused is, while the old run is still there
+                problems = incapable(config)
+                if problems:
+                    raise ConfigurationError(problems)
+                for check in (check_inputs, check_model, check_device):
+                    check(config)
             opened = stack.enter_context(open_run(config, overwrite=overwrite))
         except RetrainError as error:
             world.broadcast(error)
             raise
         yield world.broadcast(opened)
-
-
-def _check_before_overwriting(config: TrainConfig) -> None:
-    """Refuse what can be refused while the old run is still there."""
-    problems = incapable(config)
-    if problems:
-        raise ConfigurationError(problems)
-    for check in (check_inputs, check_model, check_device):
-        check(config)

@@ -66,9 +66,9 @@ def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[RunStart]:
         places.append(
             expanded(config.backend.adapter_path, "[backend] adapter_path") / folder.path.name
         )
-    missing = [list(_missing(place.resolve())) for place in places]
+    missing = [list(missing_folders(place.resolve())) for place in places]
     folder.create()
-    with writer_lock(folder), _no_trace_of_a_refusal(folder, *missing):
+    with writer_lock(folder), no_trace_of_a_refusal(folder, *missing):
         # Asked again, since another process may have made its run here before we had the lock.
         holds_run = folder.claim().holds_run
         if resuming and holds_run:
@@ -83,24 +83,22 @@ def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[RunStart]:
 
 
 @contextmanager
-def _no_trace_of_a_refusal(
+def no_trace_of_a_refusal(
     folder: RunFolder, made: Sequence[Path], elsewhere: Sequence[Path] = ()
 ) -> Iterator[None]:
     """Delete the folders `made` for a run that is refused before it begins, so that the corrected
     command is a first one.
 
-    `elsewhere`: those of its checkpoints, outside of its folder.
+    `elsewhere`: the folders of its checkpoints, outside of its own.
     """
     try:
         yield
     except RetrainError as error:
         # A mistake in the configuration may show after the files are opened, but before the first
         # line of numbers.
-        files = (
-            (folder.metrics, folder.evaluation)
-            if isinstance(error, ConfigurationError)
-            else (folder.config,)
-        )
+        files = [folder.config]
+        if isinstance(error, ConfigurationError):
+            files = [folder.metrics, folder.evaluation]
         if made and not any(path.is_file() for path in files):
             if elsewhere and elsewhere[0].is_dir():
                 CheckpointStore(elsewhere[0]).empty()
@@ -113,7 +111,7 @@ def _no_trace_of_a_refusal(
         raise
 
 
-def _missing(path: Path) -> Iterator[Path]:
+def missing_folders(path: Path) -> Iterator[Path]:
     """The folders that are made with `path`, each one before its parent."""
     while not path.exists():
         yield path
@@ -190,20 +188,12 @@ def _refuse_damaged(folder: RunFolder) -> None:
     """Raise ConfigurationError for a folder in which a resume would write at other places than its
     own, or that lost its config.toml.
     """
-    links = folder.links()
-    if links:
-        raise _not_resumable(
-            folder,
-            f"{links[0]} is a link, and nothing behind a link is changed",
-            "put the file or folder itself there",
-        )
-    blocked = folder.blocked()
-    if blocked:
-        raise _not_resumable(
-            folder,
-            f"{blocked[0]} is a file, and a run keeps a folder of that name",
-            "move the file away",
-        )
+    for path in folder.links():
+        problem = f"{path} is a link, and nothing behind a link is changed"
+        raise _not_resumable(folder, problem, "put the file or folder itself there")
+    for path in folder.blocked():
+        problem = f"{path} is a file, and a run keeps a folder of that name"
+        raise _not_resumable(folder, problem, "move the file away")
     if not folder.config.is_file():
         raise _not_resumable(folder, f"{folder.config.name} is missing")
 
@@ -230,11 +220,9 @@ def refuse_other_schedule(stored: TrainConfig, config: TrainConfig, step: int) -
     that nobody named: `config` goes on after `step` steps.
     """
     before, after = stored.training, config.training
-    if before.max_steps == after.max_steps or before.lr_schedule == "constant":
-        return
-    if any(stored.value(key) != config.value(key) for key in WITH_OTHER_STEPS):
-        return
-    if after.lr_horizon:
+    same_end = before.max_steps == after.max_steps or before.lr_schedule == "constant"
+    other_rate = any(stored.value(key) != config.value(key) for key in WITH_OTHER_STEPS)
+    if same_end or other_rate or after.lr_horizon:
         return
     steps = sorted({step, before.max_steps - 1, after.max_steps - 1})
     choices = []
@@ -268,10 +256,9 @@ def refuse_other_data(opened: RunStart, fingerprint: str) -> None:
         return
     if read_object(opened.folder.environment).get("data_sha256") not in (None, fingerprint):
         data = opened.config.data
+        key = f'source = "{data.source}"'
         if data.path:
             key = f'path = "{data.path}"'
-        else:
-            key = f'source = "{data.source}"'
         raise ConfigurationError(
             f"[data] {key} holds other examples than those that {opened.folder.path} began with,"
             " which cannot change at resume; restore them, or start a new run."
@@ -279,7 +266,7 @@ def refuse_other_data(opened: RunStart, fingerprint: str) -> None:
 
 
 def _newest(
-    store: CheckpointStore, folder: RunFolder, say: Callable[[str], None]
+    store: CheckpointStore, folder: RunFolder, log: Callable[[str], None]
 ) -> Checkpoint | None:
     """Return the checkpoint to resume from; None if none was made. Raises ConfigurationError if
     none of those made can be used.
@@ -298,7 +285,7 @@ def _newest(
             " none",
         )
     for line in passed_over:
-        say(line)
+        log(line)
     return found
 
 

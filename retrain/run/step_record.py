@@ -118,9 +118,7 @@ def reward_statistics(rollout: Rollout, boxes: BoxReader | None = None) -> Rewar
         judged=len(rewards),
         correct=sum(group.correct for group in rollout.first_draws),
         mean_reward=mean_or_none(rewards),
-        reward_std=(
-            (float(np.std(rewards)) if min(rewards) < max(rewards) else 0.0) if rewards else None
-        ),
+        reward_std=_deviation(rewards),
         truncated=len(truncated),
         truncated_reward_mean=mean_or_none([reward for reward in truncated if reward is not None]),
         completion_tokens_mean=mean_or_none([member.trajectory.num_actions for member in members]),
@@ -129,6 +127,13 @@ def reward_statistics(rollout: Rollout, boxes: BoxReader | None = None) -> Rewar
         ),
         identical=sum(map(_is_identical, rollout.first_draws)),
     )
+
+
+def _deviation(rewards: Sequence[float]) -> float | None:
+    """The standard deviation, exactly 0 where all rewards are equal; None without any."""
+    if not rewards:
+        return None
+    return float(np.std(rewards)) if min(rewards) < max(rewards) else 0.0
 
 
 def _is_identical(group: Group) -> bool:
@@ -167,6 +172,8 @@ def calibration_fields(step: Calibration | None, total: Calibration) -> dict[str
         "calibration_lambda_total": total.effect,
         "calibration_evidence": total.evidence,
         "calibration_tokens": total.tokens,
+        "calibration_shared_prompt": total.shared[0],
+        "calibration_shared_number": total.shared[1],
     }
 
 

@@ -4,7 +4,7 @@ by another adapter, or by the policy itself with the answer in its prompt. No se
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,9 +45,7 @@ class Teacher:
         """[n] log-probs of the groups' action tokens, in order. Raises RunFailed for a prompt that
         cannot be given the answer.
         """
-        rows = list(
-            chain.from_iterable(self._rows(group, number) for number, group in enumerate(groups))
-        )
+        rows = list(chain.from_iterable(map(self._rows, groups, count())))
         self.backend.engine.sleep()  # sampling has ended; its memory is the learner's
         return flatten(self.backend.reference_logprobs(rows))
 
@@ -68,7 +66,10 @@ class Teacher:
         given = self.text.decode(row.token_ids[:start])
         if np.array_equal(row.token_ids[:start], prompt.token_ids):
             given = prompt.text
-        question = _question(prompt)
+        question = prompt.text  # else the last user message, as the chat template writes it
+        for message in prompt.messages:
+            if message["role"] == "user":
+                question = message["content"].strip()
         before, found, after = given.rpartition(question)
         if not found:
             raise RunFailed(
@@ -88,14 +89,6 @@ class Teacher:
         moved = len(told) - start
         spans = tuple((first + moved, stop + moved) for first, stop in row.spans)
         return replace(row, token_ids=ids, spans=spans)
-
-
-def _question(prompt: Prompt) -> str:
-    """The last user message, as the chat template writes it."""
-    said = [message["content"] for message in prompt.messages if message["role"] == "user"]
-    if said:
-        return said[-1].strip()
-    return prompt.text
 
 
 def _filled(template: str, question: str, answer: str) -> str:

@@ -24,13 +24,13 @@ from retrain.squeeze.analysis import (
     recommend_rank,
 )
 from retrain.squeeze.compression import Compression, compress_adapter, compressed_alpha
-from retrain.squeeze.job import Squeezed, run_squeeze, squeeze_adapter
+from retrain.squeeze.job import SqueezeResult, run_squeeze, squeeze_adapter
 
 __all__ = [
     "Analysis",
     "Compression",
     "LayerSpectrum",
-    "Squeezed",
+    "SqueezeResult",
     "TableRow",
     "analyze_adapter",
     "compress_adapter",

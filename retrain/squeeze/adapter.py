@@ -142,12 +142,12 @@ def _read_settings(folder: Path) -> dict[str, Any]:
         ) from error
     except ParseError as error:
         raise ConfigurationError(f"{path} {error}; save the adapter again.") from error
-    if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
-        kind = None
-        if isinstance(settings, dict):
-            kind = settings.get("peft_type")
+    if not isinstance(settings, dict):
+        settings = {}
+    if settings.get("peft_type") != "LORA":
         raise ConfigurationError(
-            f"{path} has peft_type {kind!r}; only LORA adapters can be squeezed."
+            f"{path} has peft_type {settings.get('peft_type')!r}; only LORA adapters can be"
+            " squeezed."
         )
     if not (_is_number(settings.get("r")) and _is_number(settings.get("lora_alpha"))):
         raise ConfigurationError(

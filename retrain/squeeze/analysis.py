@@ -253,10 +253,9 @@ def analyze(
             f"[squeeze] source_rank = {source_rank}, and {adapter.folder} has rank {adapter.rank};"
             " set it to that, or to 0 to read it."
         )
+    ranks = powers_of_two(adapter.rank)
     if target_ranks:
         ranks = checked_ranks(target_ranks, adapter.rank)
-    else:
-        ranks = powers_of_two(adapter.rank)
     layers = tuple(
         layer_spectrum(layer.a.to(device), layer.b.to(device), name=layer.name, scale=layer.scale)
         for layer in adapter.layers
@@ -294,21 +293,18 @@ def recommend_rank(
         raise ValueError(
             f"min_variance_retention = {threshold} is out of range; allowed: above 0 and at most 1"
         )
-    if source_rank is None:
+    source = source_rank
+    if source is None:
         source = max(ranks)
-    else:
-        source = source_rank
     trained = [layer for layer in layers if layer is not None]
     if not trained:
         raise ValueError("the adapter is untrained: every layer is zero")
     for k in checked_ranks(ranks, source):
-        values = [
-            1.0 if k > max(layer) else layer[k] for layer in trained
-        ]  # the last rank that a layer names keeps all of it
+        # The last rank that a layer names keeps all of it.
+        values = [1.0 if k > max(layer) else layer[k] for layer in trained]
+        kept = math.fsum(values) / len(values)
         if rule == "min":
             kept = min(values)
-        else:
-            kept = math.fsum(values) / len(values)
         if reaches(kept, threshold):
             return k
     return source

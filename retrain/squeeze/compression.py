@@ -81,10 +81,9 @@ def compressed_alpha(
             f" {source_rank}"
         )
     # multiply before dividing, so that 64 * 8 / 32 is exactly 16
+    exact = alpha * target_rank / source_rank
     if use_rslora:
         exact = alpha * sqrt(target_rank / source_rank)
-    else:
-        exact = alpha * target_rank / source_rank
     if exact == int(exact):
         return int(exact)
     return exact
@@ -214,9 +213,8 @@ def check_output(source: Path, output: Path, overwrite: bool) -> None:
 def _write(output: Path, tensors: dict[str, Tensor], settings: dict[str, Any], card: str) -> None:
     from safetensors.torch import save_file
 
-    with replacing_folder(
-        output
-    ) as aside:  # what it replaces is ours or empty: check_output looked
+    # What it replaces is ours or empty: check_output looked.
+    with replacing_folder(output) as aside:
         mark(aside, "squeeze")
         save_file(tensors, aside / WEIGHTS_FILE, metadata={"format": "pt"})
         with (aside / WEIGHTS_FILE).open("rb") as file:

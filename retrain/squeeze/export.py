@@ -42,7 +42,7 @@ _SHOWN = (
 
 
 @dataclass(frozen=True)
-class Exported:
+class Export:
     folder: Path
     base: str
     """What `base_model_name_or_path` says: a hub id, or a folder of this machine."""
@@ -58,15 +58,15 @@ def export_run(
     merged: bool,
     uploads: bool,
     trust: bool,
-    say: Say,
-) -> Exported:
+    log: Say,
+) -> Export:
     """Write the adapter of `checkpoint` (the newest by default), or the model merged with it, to
     `output`, which must be absent or empty.
 
     Raises ConfigurationError for a folder without a run or an adapter, for a folder that is in use,
     and for an adapter that `uploads` would send without its base; RunFailed for a missing or
-    damaged checkpoint; EnvironmentFailure where the base model cannot be had. No Python code that
-    the run names is executed, except with `trust` that of a model with `trust_remote_code`.
+    damaged checkpoint; EnvironmentFailure where the base model cannot be had. The run's own Python
+    code is not executed, but with `trust` a model's `trust_remote_code` is.
     """
     folder = RunFolder(run)
     _check_places(folder, output)
@@ -85,7 +85,7 @@ def export_run(
         )
     note = trust_note(config.model)
     if note:
-        say(note)
+        log(note)
     model = config.model
     tokenizer = load_tokenizer(model.model, model.revision, model.trust_remote_code)
     whole = None
@@ -96,7 +96,7 @@ def export_run(
     with _writing(output), replacing_folder(output.resolve()) as aside, no_progress_bar():
         tokenizer.save_pretrained(aside)
         if whole is not None:
-            whole.save_pretrained(aside)
+            _write_model(whole, aside)
         else:
             _write_adapter(found.folder, aside, base)
         # as text too: a masked value that the schema refuses stays in the configuration
@@ -104,7 +104,17 @@ def export_run(
         card = _card(again, "" if is_local else base, found, scores, merged)
         _write(aside / CARD_FILE, Redactor().text(card))
         sync_files(aside)
-    return Exported(output, base, is_local)
+    return Export(output, base, is_local)
+
+
+def _write_model(model: Any, folder: Path) -> None:
+    """Write a whole model. transformers 5 names rope_theta in rope_parameters alone, where MLX-LM
+    does not look.
+    """
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if "rope_theta" in rope:
+        model.config.rope_theta = rope["rope_theta"]
+    model.save_pretrained(folder)
 
 
 def _own_settings(config: TrainConfig) -> dict[str, str]:
@@ -301,7 +311,7 @@ def check_hub(name: str) -> None:
         )
 
 
-def push(exported: Exported, name: str) -> str:
+def push(exported: Export, name: str) -> str:
     """Upload the folder to a repository of the hub, which is private if it is new. Return its
     address.
     """

@@ -68,20 +68,17 @@ class Accuracy:
         far narrower than the intervals of the two accuracies. None for fewer than two problems, and
         if all differences are equal, so that the standard error is 0.
         """
-        d = self.differences
+        d, error = self.differences, 0.0
         if len(d) > 1:
             error = standard_error(d)
-        else:
-            error = 0.0
         if error:
             return (mean(d) - Z_95 * error, mean(d) + Z_95 * error)
         return None
 
     def to_json(self) -> dict[str, Any]:
+        difference = None
         if self.differences:
             difference = mean(self.differences)
-        else:
-            difference = None
         return {
             "before": self.before.summary(),
             "after": self.after.summary(),
@@ -124,7 +121,7 @@ def check_evaluable(adapter: LoraAdapter) -> None:
 
 
 def measure_accuracy(
-    config: TrainConfig, source: LoraAdapter, compressed: Path, say: Say
+    config: TrainConfig, source: LoraAdapter, compressed: Path, log: Say
 ) -> Accuracy:
     """Measure pass@1 of both adapters by `[evaluation]`, `[data]`, `[reward]` and `[training]`, on
     `[model] model` or the adapter's own base.
@@ -134,15 +131,13 @@ def measure_accuracy(
     """
     from safetensors.torch import save_file
 
-    settings = source.settings
+    settings, model = source.settings, config.model.model
+    if not config.is_set("model.model"):
+        model = settings["base_model_name_or_path"]
     config = replaced(
         config,
         {
-            "model.model": (
-                config.model.model
-                if config.is_set("model.model")
-                else settings["base_model_name_or_path"]
-            ),
+            "model.model": model,
             "model.lora_rank": source.rank,
             "lora.alpha": int(settings["lora_alpha"]),
             "lora.use_rslora": bool(settings.get("use_rslora")),
@@ -161,11 +156,11 @@ def measure_accuracy(
             tensors |= {key_a: a, key_b: b}
         save_file(tensors, padded / WEIGHTS_FILE)
         (padded / CONFIG_FILE).write_text(json.dumps(source.settings), encoding="utf-8")
-        return Accuracy(_evaluate(config, source.folder, say), _evaluate(config, padded, say))
+        return Accuracy(_evaluate(config, source.folder, log), _evaluate(config, padded, log))
 
 
-def _evaluate(config: TrainConfig, adapter: Path, say: Say) -> Evaluation:
-    parts = load_parts(replaced(config, {"lora.init_from": str(adapter)}), None, say, learns=False)
+def _evaluate(config: TrainConfig, adapter: Path, log: Say) -> Evaluation:
+    parts = load_parts(replaced(config, {"lora.init_from": str(adapter)}), None, log, learns=False)
     with closing(parts), Interrupts() as interrupts:
         assert parts.evaluator is not None  # evaluation.at_end asked for it
         parts.backend.engine.sync(parts.backend.save_adapter, 0)
@@ -179,7 +174,7 @@ REPORT_FILE = "squeeze.json"
 
 
 @dataclass(frozen=True)
-class Squeezed:
+class SqueezeResult:
     analysis: Analysis
     compression: Compression | None = None
     """None without `[squeeze] output_path`."""
@@ -197,32 +192,30 @@ class Squeezed:
 
     def lines(self) -> list[str]:
         """Return the printed table and results."""
+        lines = analysis_lines(self.analysis)
         if self.compression:
-            compression = compression_lines(self.compression)
-        else:
-            compression = []
-        return [
-            *analysis_lines(self.analysis),
-            *compression,
-            *([self.accuracy.line()] if self.accuracy else []),
-        ]
+            lines += compression_lines(self.compression)
+        if self.accuracy:
+            lines.append(self.accuracy.line())
+        return lines
 
 
-def run_squeeze(config: "TrainConfig", *, overwrite: bool = False, quiet: bool = False) -> Squeezed:
+def run_squeeze(
+    config: "TrainConfig", *, overwrite: bool = False, quiet: bool = False
+) -> SqueezeResult:
     """Run a configuration with `[squeeze] adapter_path` and no `[campaign]`: results go to standard
     output, progress to standard error.
     """
-    say, progress = (_silence, _silence) if quiet else (_print, partial(_print, file=sys.stderr))
-    loads_model = config.squeeze.evaluate and bool(config.squeeze.output_path)
-    for line in [
-        *unused_keys(config),
-        *([note] if loads_model and (note := trust_note(config.model)) else []),
-    ]:
-        say(line)
+    log, progress = (_silence, _silence) if quiet else (_print, partial(_print, file=sys.stderr))
+    notes = list(unused_keys(config))
+    if config.squeeze.evaluate and config.squeeze.output_path:
+        notes.append(trust_note(config.model))
+    for line in filter(None, notes):
+        log(line)
     with local_adapter(config) as adapter:
         squeezed = squeeze_adapter(config, adapter, overwrite=overwrite, progress=progress)
     for line in squeezed.lines():
-        say(line)
+        log(line)
     track_squeeze(
         config,
         RunFolder(Path(config.logging.log_dir).parent / SQUEEZE_RUN),
@@ -265,7 +258,7 @@ def _print(line: str, file: TextIO | None = None) -> None:
 
 def squeeze_adapter(
     config: "TrainConfig", adapter_path: Path, *, overwrite: bool = False, progress: Say = _silence
-) -> Squeezed:
+) -> SqueezeResult:
     """Analyse the adapter as `[squeeze]` says; with `output_path` also compress it, with `evaluate`
     also evaluate both adapters.
 
@@ -290,7 +283,7 @@ def squeeze_adapter(
         device,
     )
     if not output:
-        return Squeezed(analysis)
+        return SqueezeResult(analysis)
     ranks = (
         analysis.ranks_per_layer()
         if settings.per_layer
@@ -299,7 +292,7 @@ def squeeze_adapter(
     with writing_to(output, "run the job again"), safetensors_io():
         compression = compress(adapter, output, ranks, device, overwrite=overwrite)
     accuracy = measure_accuracy(config, adapter, output, progress) if settings.evaluate else None
-    squeezed = Squeezed(analysis, compression, accuracy)
+    squeezed = SqueezeResult(analysis, compression, accuracy)
     spectra = [
         {"name": layer.name, "rank": layer.rank, "singular_values": layer.singular_values}
         for layer in analysis.layers
@@ -350,20 +343,17 @@ def analysis_lines(analysis: Analysis) -> list[str]:
         *table_lines(rows, right=range(6), indent=GAP),
     ]
     judged = "the mean over the layers" if analysis.rule == "mean" else "the worst layer"
-    return [
-        *lines,
-        (
-            f"Recommended rank: {analysis.recommended_rank} ({judged} keeps"
-            f" {analysis.threshold:.0%} or more)."
-        ),
-    ]
+    lines.append(
+        f"Recommended rank: {analysis.recommended_rank} ({judged} keeps {analysis.threshold:.0%} or"
+        " more)."
+    )
+    return lines
 
 
 def compression_lines(compression: Compression) -> list[str]:
     low, high = min(compression.ranks.values()), compression.rank
-    if low == high:
-        rank = f"rank {high}"
-    else:
+    rank = f"rank {high}"
+    if low < high:
         rank = f"ranks {low} to {high}"
     saved = 1 - compression.parameters / compression.source_parameters
     return [

@@ -28,7 +28,7 @@ class Verbosity(IntEnum):
 
 
 @dataclass(frozen=True)
-class Started:
+class StartEvent:
     """The run holds its folder and is about to take its first step."""
 
     device: str
@@ -52,7 +52,7 @@ class GroupScore:
 
 
 @dataclass(frozen=True)
-class GroupsScored:
+class GroupScores:
     """The groups of the current step have been scored."""
 
     groups: Sequence[GroupScore]
@@ -84,9 +84,9 @@ class Tokens:
 
 
 Event = (
-    Started
+    StartEvent
     | Message
-    | GroupsScored
+    | GroupScores
     | Progress
     | Generations
     | Tokens
@@ -107,7 +107,7 @@ class Tracker:
     def emit(self, event: Event) -> None: ...
 
     def message(self, line: str) -> None:
-        """Emit a `Message`; other parts take this method as their `say` function."""
+        """Emit a `Message`; other parts take this method as their `log`."""
         self.emit(Message(line))
 
     def wants_tokens(self, step: int) -> bool:

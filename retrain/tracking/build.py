@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import RunFolder
 from retrain.records.summary import RunSummary, SqueezeSummary
-from retrain.tracking.base import Started, Tracker, Trackers, Verbosity
+from retrain.tracking.base import StartEvent, Tracker, Trackers, Verbosity
 from retrain.tracking.console import Console
 from retrain.tracking.external import Background, ExternalSettings, ExternalTracker, check_extra
 from retrain.tracking.files import RunFiles
@@ -66,7 +66,7 @@ def build_tracker(
 
 
 def track_squeeze(
-    config: "TrainConfig", folder: RunFolder, summary: SqueezeSummary, say: Callable[[str], None]
+    config: "TrainConfig", folder: RunFolder, summary: SqueezeSummary, log: Callable[[str], None]
 ) -> None:
     """Send the analysis of an adapter to the trackers that the configuration asks for, as a run
     `squeeze-analysis` of its own.
@@ -75,13 +75,13 @@ def track_squeeze(
     whose package is not installed.
     """
     tracker = Trackers(
-        _external_trackers(ExternalSettings(config, folder, SQUEEZE_RUN, Redactor(), {}, 0), say)
+        _external_trackers(ExternalSettings(config, folder, SQUEEZE_RUN, Redactor(), {}, 0), log)
     )
     if not tracker.sinks:
         return
     folder.path.mkdir(parents=True, exist_ok=True)
     try:
-        tracker.emit(Started(config.squeeze.device))
+        tracker.emit(StartEvent(config.squeeze.device))
         tracker.emit(summary)
         tracker.emit(
             RunSummary("done", SQUEEZE_RUN, config.training.seed, 0, 0.0, 0, None, None, None, "")
@@ -90,12 +90,12 @@ def track_squeeze(
         tracker.close()
 
 
-def _external_trackers(settings: ExternalSettings, say: Callable[[str], None]) -> list[Tracker]:
+def _external_trackers(settings: ExternalSettings, log: Callable[[str], None]) -> list[Tracker]:
     """Make each tracker in a thread of its own, so that its failures and delays do not reach the
     run.
     """
     return [
-        Background(name, _EXTERNAL[name](settings), say, settings.folder.path)
+        Background(name, _EXTERNAL[name](settings), log, settings.folder.path)
         for name in tracker_names(settings.config.logging)
     ]
 

@@ -17,7 +17,7 @@ from retrain.records.evaluation import Evaluation
 from retrain.records.redact import Redactor
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean, encodable
-from retrain.tracking.base import Event, Message, Started, Tracker, Verbosity
+from retrain.tracking.base import Event, Message, StartEvent, Tracker, Verbosity
 from retrain.tracking.lines import lines_of
 from retrain.tracking.screen import Bar, Row, Rows
 
@@ -70,7 +70,7 @@ class Console(Tracker):
         if self._verbosity == Verbosity.SILENT:
             return []
         if self._verbosity == Verbosity.QUIET:
-            if isinstance(event, Started | Message):
+            if isinstance(event, StartEvent | Message):
                 return self._rows.opening(event)
             if not isinstance(event, Evaluation | RunSummary):
                 return []

@@ -20,7 +20,7 @@ from retrain.records.evaluation import Evaluation
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import RunFolder
 from retrain.records.summary import RunSummary, SqueezeSummary, TableRow
-from retrain.tracking.base import Event, Generations, Started, Tracker
+from retrain.tracking.base import Event, Generations, StartEvent, Tracker
 from retrain.tracking.files import kept_generations
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ class ExternalTracker(Tracker):
     """A tracker that runs in a thread of its own (`Background`). It may raise any exception of its
     library.
 
-    `state` is read from another thread and before `Started`, so it uses only what the constructor
-    knows.
+    `state` is read from another thread and before `StartEvent`, so it uses only what the
+    constructor knows.
     """
 
     def __init__(self, settings: ExternalSettings) -> None:
@@ -190,12 +190,12 @@ class Background(Tracker):
     not to wait for a server that is down. """
 
     def __init__(
-        self, name: str, sink: ExternalTracker, say: Callable[[str], None], files: Path
+        self, name: str, sink: ExternalTracker, log: Callable[[str], None], files: Path
     ) -> None:
         """`files` is the folder to name in a complaint: it holds what the tracker misses."""
         self._name = name
         self._sink = sink
-        self._say = say
+        self._say = log
         self._files = files
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -207,7 +207,7 @@ class Background(Tracker):
 
     def emit(self, event: Event) -> None:
         match event:
-            case Started():
+            case StartEvent():
                 # daemon: a tracker that hangs must not keep the process alive
                 self._thread = threading.Thread(
                     target=self._work, name=f"tracker-{self._name}", daemon=True

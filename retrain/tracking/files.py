@@ -11,14 +11,14 @@ from retrain.records.disk import replace_file, sync_folder
 from retrain.records.entries import EMERGENCE_FIELDS, GenerationRecord, StepRecord
 from retrain.records.environment import code_of, describe_environment
 from retrain.records.evaluation import Evaluation
-from retrain.records.jsonl import Json, JsonlWriter, finite
+from retrain.records.jsonl import JsonlWriter, finite
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import RunFolder
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean
 from retrain.records.token_table import write_tokens
-from retrain.system import read_object
-from retrain.tracking.base import Event, Generations, Started, Tokens, Tracker
+from retrain.system import Json, read_object
+from retrain.tracking.base import Event, Generations, StartEvent, Tokens, Tracker
 from retrain.tracking.lines import lines_of
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class RunFiles(Tracker):
 
     def _write(self, event: Event) -> None:
         match event:
-            case Started(device):
+            case StartEvent(device):
                 self._start(device)
             case Generations(step, records):
                 for record in kept_generations(self._config.logging, step, records):
@@ -137,7 +137,7 @@ class Output:
     def emit(self, event: Event) -> None:
         if self._printed:
             return
-        if isinstance(event, Started):
+        if isinstance(event, StartEvent):
             self._writer = JsonlWriter(self._folder.output)
         lines = lines_of(event, self._folder.path, all_groups=self._all_groups)
         if isinstance(event, RunSummary) and event.reason:

@@ -8,7 +8,7 @@ from retrain.records.evaluation import Evaluation
 from retrain.records.run_folder import RunFolder
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import one_line
-from retrain.tracking.base import Event, GroupScore, GroupsScored, Message
+from retrain.tracking.base import Event, GroupScore, GroupScores, Message
 
 MAX_GROUP_LINES = 8
 """Groups of a step that are printed one by one; of more groups their outcomes are counted."""
@@ -19,7 +19,7 @@ def lines_of(event: Event, folder: Path, *, all_groups: bool = False) -> list[st
     match event:
         case Message(line):
             return [line]
-        case GroupsScored(groups):
+        case GroupScores(groups):
             return group_lines(groups, all_groups=all_groups)
         case StepRecord():
             return [step_line(event)]

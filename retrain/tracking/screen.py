@@ -12,7 +12,7 @@ from retrain.records.entries import StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import counted, one_line
-from retrain.tracking.base import Event, GroupsScored, Message, Progress, Started
+from retrain.tracking.base import Event, GroupScores, Message, Progress, StartEvent
 from retrain.tracking.lines import group_lines, number, summary_lines, task_lines
 from retrain.types import LogLine
 
@@ -87,9 +87,9 @@ class Rows:
         match event:
             case Message(line) if not isinstance(line, LogLine):
                 return [[(part, "yellow")] for part in self._wrapped(line)]
-            case Started() | Message():
+            case StartEvent() | Message():
                 return self.opening(event)
-            case GroupsScored(groups):
+            case GroupScores(groups):
                 shown = []
                 if self._all_groups:
                     shown = group_lines(groups, all_groups=True)
@@ -104,9 +104,9 @@ class Rows:
                 return self._summary(event)
         return []
 
-    def opening(self, event: Started | Message) -> list[Row]:
+    def opening(self, event: StartEvent | Message) -> list[Row]:
         """Return the rows before the first step: what runs, what was loaded, and the gate."""
-        if isinstance(event, Started):
+        if isinstance(event, StartEvent):
             self._started = True
             title = self._wrapped(f"{self._title}{_GAP}{event.device}")
             rows: list[Row] = [[(line, "bold")] for line in title]
@@ -276,7 +276,7 @@ class Bar:
         match event:
             case Message(line) if isinstance(line, LogLine) and not line.brief:
                 self._doing = line
-            case Started() | Message():
+            case StartEvent() | Message():
                 self._doing = ""
             case Progress(label, done, total):
                 self._doing = f"{label.partition(': ')[2] or label} {done}/{total}"

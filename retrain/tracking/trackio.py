@@ -6,7 +6,7 @@ from typing import Any
 from retrain.records.entries import StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.summary import SqueezeSummary
-from retrain.tracking.base import Event, Generations, Started
+from retrain.tracking.base import Event, Generations, StartEvent
 from retrain.tracking.external import (
     GENERATION_COLUMNS,
     STEP_METRIC,
@@ -33,7 +33,7 @@ class TrackioTracker(ExternalTracker):
 
     def emit(self, event: Event) -> None:
         match event:
-            case Started():
+            case StartEvent():
                 self._start()
             case StepRecord():
                 self._run.log(metrics(event) | {STEP_METRIC: event.step}, step=event.step)

@@ -14,7 +14,7 @@ import psutil
 from retrain.records.entries import GenerationRecord, StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.summary import RunSummary, SqueezeSummary
-from retrain.tracking.base import Event, Generations, Started
+from retrain.tracking.base import Event, Generations, StartEvent
 from retrain.tracking.external import (
     GENERATION_COLUMNS,
     RANK_METRIC,
@@ -58,7 +58,7 @@ class WandbTracker(ExternalTracker):
 
     def emit(self, event: Event) -> None:
         match event:
-            case Started():
+            case StartEvent():
                 self._start()
             case StepRecord():
                 self._run.log(metrics(event) | {STEP_METRIC: event.step})

@@ -20,6 +20,7 @@ import numpy as np
 
 from retrain.advantages.step import Float64Array, Int64Array
 
+Rates = Sequence[float] | Float64Array
 GroupAdvantages = Callable[[list[list[float]]], list[list[float]]]
 """[P][G] rewards of a step -> [P][G] advantages."""
 
@@ -54,16 +55,16 @@ class Xray:
         """[G] A(right | k+1) - A(wrong | k): the Bernstein coefficients of f'."""
         return self.right[1:] - self.wrong[:-1]
 
-    def weight(self, rates: Sequence[float] | Float64Array) -> Float64Array:
+    def weight(self, rates: Rates) -> Float64Array:
         """f'(p) at pass rates [n]: how much the gradient of a prompt's pass rate counts."""
         return bernstein(self.coefficients, rates)
 
-    def objective(self, rates: Sequence[float] | Float64Array) -> Float64Array:
+    def objective(self, rates: Rates) -> Float64Array:
         """f(p) - f(0) at pass rates [n]: the integral of the weight, exact for a polynomial."""
         sums = np.concatenate([[0.0], np.cumsum(self.coefficients)])
         return bernstein(sums, rates) / self.group
 
-    def noise(self, rates: Sequence[float] | Float64Array) -> Float64Array:
+    def noise(self, rates: Rates) -> Float64Array:
         """Standard deviation of one group's gradient over its mean, at pass rates [n]; infinite
         where the mean is 0.
 
@@ -176,7 +177,7 @@ def _length_weights(
     return ones, ones
 
 
-def binomial(count: int, rates: Sequence[float] | Float64Array) -> Float64Array:
+def binomial(count: int, rates: Rates) -> Float64Array:
     """[n, count+1] probability of each number of successes at success rates [n]."""
     p = np.asarray(rates, dtype=np.float64)[:, None]
     k = np.arange(count + 1)
@@ -185,7 +186,7 @@ def binomial(count: int, rates: Sequence[float] | Float64Array) -> Float64Array:
     return chances
 
 
-def bernstein(coefficients: Float64Array, rates: Sequence[float] | Float64Array) -> Float64Array:
+def bernstein(coefficients: Float64Array, rates: Rates) -> Float64Array:
     """The polynomial sum_k c_k Bin(k; n-1, p) of n coefficients at rates [m]."""
     values: Float64Array = binomial(len(coefficients) - 1, rates) @ coefficients
     return values

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations_with_replacement, product
 from math import factorial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from retrain.backends.losses import ActionTokens
 from retrain.backends.own_loss import aggregation_of, own_correction, own_loss
 from retrain.backends.rows import sequence_weights
 from retrain.errors import ConfigurationError
+from retrain.system import Json
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -42,7 +43,7 @@ _EXACT = 1e-5
 
 
 @dataclass(frozen=True)
-class Exact:
+class ExactXray:
     """The expected gradient g of one algorithm, at several policies."""
 
     name: str
@@ -86,7 +87,7 @@ class Exact:
             f" {self.rates[high]:.2g} beside 1 near p = 0.5 (retrain xray draws it).{away}"
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         return {
             "name": self.name,
             "group": self.group,
@@ -109,7 +110,7 @@ class Exact:
         )
 
 
-def exact(name: str, config: "TrainConfig", group: int) -> Exact:
+def exact(name: str, config: "TrainConfig", group: int) -> ExactXray:
     """Sum the expected gradient of `config`'s advantage, transform, loss and aggregation over all
     groups of `group` answers.
 
@@ -132,7 +133,9 @@ def exact(name: str, config: "TrainConfig", group: int) -> Exact:
         _, away = lab.compared(logits, logits + behind)
         found.append((lab.rate(logits), *lab.compared(logits, logits), away))
     rates, weights, elsewhere, off_policy = zip(*found, strict=True)
-    return Exact(name, group, np.array(rates), np.array(weights), max(elsewhere), max(off_policy))
+    return ExactXray(
+        name, group, np.array(rates), np.array(weights), max(elsewhere), max(off_policy)
+    )
 
 
 class _Lab:

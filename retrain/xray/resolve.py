@@ -19,7 +19,7 @@ from retrain.xray.text import headline
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
-    from retrain.xray.exact import Exact
+    from retrain.xray.exact import ExactXray
 
 _PLAIN = {"transform_mode": "none"}
 _EXACT_GROUP = 4
@@ -61,7 +61,7 @@ def read_xray(
     ]
 
 
-def read_exact(name: str, group: int | None, *, trust: bool = False) -> "list[Exact]":
+def read_exact(name: str, group: int | None, *, trust: bool = False) -> "list[ExactXray]":
     """Return what the exact lab finds of a TOML file (one a condition), of an advantage's name or
     of a loss's. A loss has the advantage `rloo`, which is unbiased. Raises ConfigurationError.
     """

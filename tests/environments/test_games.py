@@ -49,6 +49,26 @@ def test_training_and_evaluation_problems_differ_and_repeat() -> None:
     assert not prompts & {str(item.prompt) for item in first.examples("evaluation")}
 
 
+def test_a_pattern_of_ones_own_finds_the_answer() -> None:
+    args = {"size": 1, "evaluation_size": 1, "instruction": "", "answer": r"(-?\d+)"}
+    environment = ReasoningGym("chain_sum", args)
+    (example,) = environment.examples("train")
+    assert "<answer>" not in str(example.prompt)
+    host = EpisodeHost(environment, max_turns=1, timeout_s=60, correct_threshold=0.5)
+    gold = environment.gold(example)
+    assert gold is not None and play(host, example, gold).outcome is Outcome.RIGHT
+    for reply, outcome in {
+        f"3 and 4: it is {example.reference}": Outcome.RIGHT,
+        f"{example.reference}, no, 12345": Outcome.WRONG,
+        "no number": Outcome.WRONG,
+    }.items():
+        assert play(host, example, [reply]).outcome is outcome, reply
+    host.close()
+    for answer, named in (("(", "regular expression"), (r"\d+", "0 groups")):
+        with pytest.raises(ConfigurationError, match=named):
+            ReasoningGym("chain_sum", args | {"answer": answer})
+
+
 def test_a_game_is_played_and_its_seed_decides_it() -> None:
     arena = TextArena("GuessTheNumber-v0", {"size": 3, "evaluation_size": 1})
     host = EpisodeHost(arena, max_turns=0, timeout_s=30, correct_threshold=0.5)

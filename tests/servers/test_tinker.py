@@ -254,7 +254,7 @@ from pathlib import Path
 from retrain.backends.tinker.backend import TinkerBackend
 from retrain.config import load_config
 rows = pickle.loads(Path("rows.pickle").read_bytes())
-backend = TinkerBackend(load_config("run.toml"), eos_ids=[258], say=print)
+backend = TinkerBackend(load_config("run.toml"), eos_ids=[258], log=print)
 backend.load(Path(sys.argv[1]))
 before = backend.logprobs(rows)
 result = backend.train([r for r in rows], 0)

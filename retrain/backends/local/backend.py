@@ -25,7 +25,7 @@ from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import InferenceEngine, Truncation
 from retrain.inference_engine.pytorch import PyTorchEngine
-from retrain.model.adapter import Adapter, uniform_words
+from retrain.model.adapter import Adapter, symmetric_uniforms
 from retrain.model.attention import refuse_undecodable
 from retrain.model.budget import context_length
 from retrain.model.devices import choose_device, engine_options, half_precision_note
@@ -71,9 +71,11 @@ class LocalTrialAdapter(TrialAdapter):
         self._members: dict[str, set[int]] = {}
         for number, layer in enumerate(self._layers):
             part = _DEPTHS * number // len(self._layers)
-            for group in (layer.projection, f"part {part + 1} of {_DEPTHS} of the layers"):
+            run = f"part {part + 1} of {_DEPTHS} of the layers"
+            for group in (layer.projection, run, f"{layer.projection} in {run}"):
                 self._members.setdefault(group, set()).add(number)
-        self.groups = tuple(self._members)
+        self.fine_groups = tuple(group for group in self._members if " in part " in group)
+        self.groups = tuple(group for group in self._members if group not in self.fine_groups)
 
     def __enter__(self) -> Self:
         for layer in self._layers:
@@ -85,10 +87,9 @@ class LocalTrialAdapter(TrialAdapter):
 
     @torch.no_grad()
     def set(self, strength: float, without: str = "") -> None:
+        left_out: set[int] = set()
         if without:
             left_out = self._members[without]
-        else:
-            left_out = set()
         for number, layer in enumerate(self._layers):
             layer.change(0.0 if number in left_out else strength)
 
@@ -102,18 +103,13 @@ class _Layer:
         self._saved = self._trial = torch.empty(0)
         self._seed, self._number = seed, number
         size = module.scaling[adapter] * float(down.detach().norm())
-        self._width = 0.0
-        if size:
-            self._width = 3**0.5 / size
+        self._width = 3**0.5 / size if size else 0.0
         """Half the range of uniform values whose standard deviation is 1 / (s |A|)."""
 
     def begin(self) -> None:
         self._saved = self.up.detach().clone()
-        words = uniform_words(
-            self._seed, Stream.PARITY, 1, 0, self._number, self.up.numel(), self.up.device
-        )
-        unit = (words.double() + 0.5) / 2**31 - 1  # in (-1, 1)
-        self._trial = (self._width * unit).view_as(self.up).to(self._saved)
+        unit = symmetric_uniforms(self._seed, Stream.PARITY, 1, self._number, self.up)
+        self._trial = (self._width * unit).to(self._saved)
 
     def change(self, strength: float) -> None:
         self.up.copy_(
@@ -166,7 +162,7 @@ class LocalBackend(LocalFacts):
         torch.set_num_threads(self._choices.threads)
         notes: list[str] = []
         self._fused = FusedDecoder.of(
-            self._base.model, merge=self._choices.merge_adapter, say=notes.append
+            self._base.model, merge=self._choices.merge_adapter, log=notes.append
         )
         notes.append(old_logprobs_note(config.loss, rounded=self.half_precision))
         self.notes: tuple[str, ...] = tuple(filter(None, notes))
@@ -199,11 +195,8 @@ class LocalBackend(LocalFacts):
         backend = cls(config, choices, eos_ids=eos_ids, world=world)
         for line in backend.notes:
             log(line)
-        log(
-            LogLine(
-                backend.trainable_parameters_line(), f"{backend.num_trainable:,} weights trained"
-            )
-        )
+        trained = f"{backend.num_trainable:,} weights trained"
+        log(LogLine(backend.trainable_parameters_line(), trained))
         log(
             LogLine(
                 f"LocalTrainHelper ready (engine={config.inference.engine},"
@@ -341,10 +334,7 @@ class LocalBackend(LocalFacts):
         windowed = getattr(text, "use_sliding_window", True) and (
             layers is None or "sliding_attention" in layers
         )
-        if windowed:
-            window = getattr(text, "sliding_window", None)
-        else:
-            window = None
+        window = windowed and getattr(text, "sliding_window", None)
         return context_length(text), int(window or 0)
 
     # -- learning ----------------------------------------------------------------------------------
@@ -440,9 +430,8 @@ def _choose_kernels(attention: str) -> None:
     """Choose kernels before the first product on a CUDA device. The settings are the process's; no
     other device reads them.
     """
-    os.environ.setdefault(
-        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-    )  # else cuBLAS may sum in another order
+    # Else cuBLAS may sum in another order.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # cuDNN's attention plans anew for every length, and with a mask its backward can give NaN
     # (pytorch issue 196678).
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -1,7 +1,7 @@
 """What the local backend declares, without torch."""
 
 from retrain.backends.base import Backend, BackendCapabilities
-from retrain.inference_engine.base import About
+from retrain.inference_engine.base import Description
 
 
 class LocalFacts(Backend):
@@ -13,7 +13,7 @@ class LocalFacts(Backend):
         moves_settings=True,
         scores_reference=True,
     )
-    about = About(
+    about = Description(
         "PyTorch and PEFT on this machine", "this machine", ("torch", "transformers", "peft")
     )
     in_process = True

@@ -78,21 +78,9 @@ class _Settings:
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """The rows of one micro-batch, and what to do with them."""
+class _Question:
+    """What a scoring pass asks for: by default log-probs at the training temperature."""
 
-    rows: Sequence[LearnerRow]
-    share: bool
-    """A prompt is computed once for its rows."""
-    dummy: bool
-    """Dummy micro-batch, for the collectives of the other processes: its loss is 0 and its scores
-    are dropped."""
-    settings: _Settings
-    step: int = 0
-    weights: Sequence[_Weights] = ()
-    """One for each row."""
-    measured: bool = False
-    """The log-probs are wanted too."""
     reference: bool = False
     """Score by the frozen base, with the adapter off."""
     whole: bool = False
@@ -109,9 +97,31 @@ class _Piece:
     """If set, return `tempered_scores` with this tolerance under `truncation`, and no log-probs."""
 
 
+_LOGPROBS = _Question()
+
+
 @dataclass(frozen=True)
-class _Learned:
-    """The contribution of one piece to its update."""
+class _Piece:
+    """The rows of one micro-batch, and what to do with them."""
+
+    rows: Sequence[LearnerRow]
+    share: bool
+    """A prompt is computed once for its rows."""
+    dummy: bool
+    """Dummy micro-batch, for the collectives of the other processes: its loss is 0 and its scores
+    are dropped."""
+    settings: _Settings
+    step: int = 0
+    weights: Sequence[_Weights] = ()
+    """One for each row."""
+    measured: bool = False
+    """The log-probs are wanted too."""
+    question: _Question = _LOGPROBS
+
+
+@dataclass(frozen=True)
+class _Contribution:
+    """What one piece adds to its update."""
 
     loss: Tensor
     infinite: Tensor
@@ -227,7 +237,7 @@ class Learner:
         return step_result(updates, list(measured.values()), before)
 
     def _with_own_logprobs(self, batch: list[LearnerRow]) -> list[LearnerRow]:
-        """Replace the sampler's log-probs by those of the policy that sampled, without dropout."""
+        """Replace the sampler's log-probs by the learner's own, without dropout."""
         policy = self.score(batch)
         return [replace(row, sampler=own, old=own) for row, own in zip(batch, policy, strict=True)]
 
@@ -305,7 +315,7 @@ class Learner:
     def tempered_scores(
         self, rows: Sequence[Row], temperature: float, truncation: Truncation, tolerance: float
     ) -> list[Float32Array]:
-        """[T, 12] of each row: `model.calibration.tempered_scores`."""
+        """[T, 14] of each row: `model.calibration.tempered_scores`."""
         return self._looked_up(
             rows, temperature=temperature, truncation=truncation, tolerance=tolerance
         )
@@ -316,42 +326,20 @@ class Learner:
         scores = iter(self.score(filled, **asked))
         return [next(scores) if row.num_actions else np.empty(0, np.float32) for row in rows]
 
-    def score(
-        self,
-        rows: Sequence[LearnerRow],
-        *,
-        reference: bool = False,
-        whole: bool = False,
-        masks_of: int | None = None,
-        temperature: float | None = None,
-        dtype: torch.dtype | None = None,
-        truncation: Truncation | None = None,
-        tolerance: float | None = None,
-    ) -> list[Float32Array]:
-        """[T] log-probs of each row by the learner, with `reference` by the frozen base; `masks_of`
-        is the step whose dropout masks act.
+    def score(self, rows: Sequence[LearnerRow], **asked: Any) -> list[Float32Array]:
+        """[T] log-probs of each row, or what else the fields `asked` of a `_Question` ask for.
 
         The base is not truncated: its own most probable tokens are another set, and the divergence
         of a truncated policy from the whole base is finite. For a fixed kept set it exceeds the
         divergence over that set by a constant, -ln of the base's mass of the set.
         """
-        masked = masks_of is not None and self.adapter.drops
+        question = _Question(**asked)
+        masked = question.masks_of is not None and self.adapter.drops
         found: dict[int, Float32Array] = {}
         pieces = self._pieces(rows, share=not masked)
-        asked = (
-            replace(
-                piece,
-                reference=reference,
-                whole=whole or reference,
-                masks_of=masks_of,
-                temperature=temperature,
-                dtype=dtype,
-                truncation=truncation,
-                tolerance=tolerance,
-            )
-            for piece in pieces
-        )
-        for _, logprobs in self._score_pieces(asked):
+        for _, logprobs in self._score_pieces(
+            replace(piece, question=question) for piece in pieces
+        ):
             found |= logprobs
         found = self._of_all_processes(found)
         return [found[row.number] for row in rows]
@@ -366,8 +354,8 @@ class Learner:
         log_ratios: dict[int, Float32Array] | None,
     ) -> Update:
         """Compute the gradient of one optimizer batch and, if everything is finite, take one step.
-        `completions` is the batch's share of those that were drawn, trained or not; `log_ratios`
-        collects those of this process's rows, by row number.
+        `completions` is the batch's share of all completions drawn, trained or not; `log_ratios`
+        collects this process's log-ratios by row number.
         """
         name = _nonfinite_input(rows)
         if name:
@@ -375,10 +363,9 @@ class Learner:
         self.optimizer.zero_gradients()
         weights = self._weights(rows, completions)
         sampler_of = {row.number: row.sampler for row in rows}
-        loss = torch.zeros((), device=self.base.device)
-        infinite = torch.zeros((), device=self.base.device)
-        clip = torch.zeros(2, device=self.base.device)
-        metrics = torch.zeros(len(self._metrics), 2, device=self.base.device)
+        zeros = partial(torch.zeros, device=self.base.device)
+        loss, infinite, clip = zeros(()), zeros(()), zeros(2)
+        metrics = zeros(len(self._metrics), 2)
         pieces = self._training_pieces(rows, step, weights, measured=log_ratios is not None)
         # In the order of the pieces, whichever worker is done first: sums depend on the order.
         for learned in in_order(self._learn_pieces(pieces)):
@@ -448,30 +435,35 @@ class Learner:
             own = part or [min(rows, key=lambda row: row.tokens)]
             yield _Piece(own, share, not part, self._settings)
 
-    def _learn(self, piece: _Piece) -> Iterator[_Learned]:
+    def _learn(self, piece: _Piece) -> Iterator[_Contribution]:
         """Add the piece's gradient to the parameters' own; a worker returns it instead."""
         micro, settings = self._micro_batch(piece), piece.settings
         if self._pool.in_worker:
             self._settings = settings
             self.optimizer.zero_gradients()
         with self._training(micro, piece.step):
-            scores = self._forward(micro, entropy=settings.entropy)
-            tokens = _action_tokens(
-                micro,
-                scores,
-                [_Weights(0.0, 0.0)] * len(piece.rows) if piece.dummy else piece.weights,
+            scores = score_tokens(
+                self.base.head,
+                micro.states(self._hidden_states(micro)),
+                micro.targets,
+                self.temperature,
+                kept=micro.kept(),
+                entropy=settings.entropy,
             )
+            weights = piece.weights
+            if piece.dummy:
+                weights = [_Weights(0.0, 0.0)] * len(piece.rows)
+            tokens = _action_tokens(micro, scores, weights)
             own: Terms | None = None
             if self._own_loss:
                 own = replace(self._own_loss, params=settings.loss.params)(tokens)
+            correction = None
             if self._own_correction:
                 correction = self._own_correction(tokens)
-            else:
-                correction = None
             loss = policy_loss(tokens, settings.loss, own.values if own else None, correction)
             loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
         new = scores.logprobs.detach()
-        yield _Learned(
+        yield _Contribution(
             loss.detach(),
             torch.isfinite(new).logical_not().sum(),
             self._clip_counts(tokens, own),
@@ -486,11 +478,12 @@ class Learner:
 
     def _clip_counts(self, tokens: ActionTokens, own: Terms | None) -> Tensor:
         """[2] `clip_counts`; zeros for a loss of one's own that gives no mask."""
-        if own is None:
-            return clip_counts(tokens, self._settings.loss)
-        if own.clipped is None:
-            return torch.zeros(2, device=self.base.device)
-        return clip_counts(tokens, self._settings.loss, own.clipped)
+        clipped = None
+        if own is not None:
+            clipped = own.clipped
+            if clipped is None:
+                return torch.zeros(2, device=self.base.device)
+        return clip_counts(tokens, self._settings.loss, clipped)
 
     def _measured(self, own: Terms | None) -> Tensor:
         """[metrics, 2] (sum, number) of each metric; zeros for a dummy."""
@@ -512,77 +505,45 @@ class Learner:
     def _score(self, piece: _Piece) -> Iterator[dict[int, Float32Array]]:
         """Return the log-probs of the piece's rows, by row number."""
         self._settings = piece.settings
-        with (
-            torch.no_grad(),
-            self._attention(),
-            self.adapter.disabled() if piece.reference else nullcontext(),
-        ):
-            micro = self._micro_batch(piece)
-            with nullcontext() if piece.masks_of is None else self._dropout(micro, piece.masks_of):
-                values = self._values(micro, piece)
+        micro, question = self._micro_batch(piece), piece.question
+        with torch.no_grad(), self._attention(), ExitStack() as stack:
+            if question.reference:
+                stack.enter_context(self.adapter.disabled())
+            if question.masks_of is not None:
+                stack.enter_context(self._dropout(micro, question.masks_of))
+            values = self._values(micro, question)
         yield {} if piece.dummy else _by_row(micro, values)
 
-    def _values(self, micro: MicroBatch, piece: _Piece) -> Tensor:
-        """[A] log-probs of the action tokens, or what else the piece asks for."""
-        if piece.dtype is not None:
-            with computed_in(self.base, piece.dtype) as base:
+    def _values(self, micro: MicroBatch, question: _Question) -> Tensor:
+        """[A] log-probs of the action tokens, or what else the question asks for."""
+        head, temperature = self.base.head, question.temperature or self.temperature
+        if question.dtype is None:
+            hidden = self._hidden_states(micro)
+        else:
+            with computed_in(self.base, question.dtype) as base:
                 hidden = base.hidden_states(micro.token_ids, micro.positions, micro.attention)
-            states = hidden.flatten(0, 1).index_select(0, micro.predictors)
-            return score_tokens(
-                base.head,
-                states,
-                micro.targets,
-                piece.temperature or self.temperature,
-                kept=micro.kept(),
-            ).logprobs
-        if piece.truncation is not None:
-            states = self._hidden_states(micro).flatten(0, 1).index_select(0, micro.predictors)
-            if piece.tolerance is not None:
-                return tempered_scores(
-                    self.base.head,
-                    states,
-                    micro.targets,
-                    piece.temperature or self.temperature,
-                    piece.tolerance,
-                    *astuple(piece.truncation),
-                )
-            return count_kept(self.base.head, states, self.temperature, *astuple(piece.truncation))
-        return self._forward(
-            micro, truncated=not piece.whole, temperature=piece.temperature
-        ).logprobs
+            head = base.head
+        states = micro.states(hidden)
+        if question.truncation is not None:
+            cuts = astuple(question.truncation)
+            if question.tolerance is None:
+                return count_kept(head, states, temperature, *cuts)
+            return tempered_scores(
+                head, states, micro.targets, temperature, question.tolerance, *cuts
+            )
+        kept = None
+        if not (question.whole or question.reference):
+            kept = micro.kept()
+        return score_tokens(head, states, micro.targets, temperature, kept=kept).logprobs
 
     def _micro_batch(self, piece: _Piece) -> MicroBatch:
         if not self._packs:
             return pad(piece.rows, self.base.device)
-        if piece.dtype is None:
-            kernel = self._kernel
-        else:
-            kernel = self._kernel_of(piece.dtype)
+        kernel = self._kernel
+        if piece.question.dtype is not None:
+            kernel = self._kernel_of(piece.question.dtype)
         return pack(
             piece.rows, self.base.device, kernel, self.choices.micro_batch_tokens, share=piece.share
-        )
-
-    def _forward(
-        self,
-        micro: MicroBatch,
-        *,
-        truncated: bool = True,
-        entropy: bool = False,
-        temperature: float | None = None,
-    ) -> TokenScores:
-        """Return scores of the micro-batch's action tokens; the head sees the positions that
-        predict them and no others.
-        """
-        hidden = self._hidden_states(micro)
-        states = hidden.flatten(0, 1).index_select(0, micro.predictors)
-        kept = micro.kept() if truncated else None
-        return score_tokens(
-            self.base.head,
-            states,
-            micro.targets,
-            temperature or self.temperature,
-            kept=kept,
-            entropy=entropy,
         )
 
     def _hidden_states(self, micro: MicroBatch) -> Tensor:
@@ -602,11 +563,8 @@ class Learner:
                 offloaded=self.choices.offload_activations,
             )
         with ExitStack() as stack:
-            if (
-                self.base.dtype != torch.float32
-                # the adapter's fp32 weights take part in bf16 products: no activation is
-                # kept in fp32
-            ):
+            # The adapter's fp32 weights take part in bf16 products: no activation is kept in fp32.
+            if self.base.dtype != torch.float32:
                 stack.enter_context(torch.autocast(self.base.device.type, self.base.dtype))
                 stack.enter_context(self.adapter.uncast_inputs())
             return self.base.hidden_states(micro.token_ids, micro.positions, micro.attention)
@@ -643,10 +601,9 @@ class Learner:
         """The masks of `step` act inside, where the adapter has dropout."""
         if not self.adapter.drops:
             return nullcontext()
-        numbers, lengths = (
-            [row.number for row in micro.rows],
-            [row.tokens for row in micro.rows] if micro.attention else None,
-        )
+        numbers, lengths = [row.number for row in micro.rows], None
+        if micro.attention:
+            lengths = [row.tokens for row in micro.rows]
         return self.adapter.dropout.active(step, numbers, self.base.device, lengths)
 
 

@@ -151,8 +151,8 @@ def sapo_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
     """[N] -A f(rho), f(rho) = 4 / tau * sigmoid(tau (rho - 1)), tau = tau_pos where A > 0 and
     tau_neg elsewhere (SAPO, 2511.20347).
 
-    f'(1) = 1: on policy the gradient is that of importance sampling, and off policy it fades in
-    both directions.
+    f'(1) = 1: on policy the gradient equals importance sampling's, and off policy it fades in both
+    directions.
     """
     chosen = {**LOSSES["sapo"].parameters, **settings.params}
     ratios = ratio(tokens.new, tokens.old, settings.log_ratio_clamp)
@@ -261,7 +261,7 @@ def policy_loss(
     """Return the scalar to minimise: sum of weights * policy * correction + regulariser_weights *
     (kl_coef * KL - entropy_coef * entropy).
 
-    `terms` and `correction`, [N] each, are those of plugins; None: the built-in ones of `settings`.
+    `terms` and `correction`, [N] each, come from plugins; None: the built-in ones of `settings`.
     """
     if terms is None:
         terms = policy_terms(tokens, settings)

@@ -70,6 +70,10 @@ class MicroBatch:
         """[A] float32 on the device, from one array per row."""
         return torch.from_numpy(np.concatenate(arrays)).to(self.token_ids.device)
 
+    def states(self, hidden: Tensor) -> Tensor:
+        """[A, H] the hidden states that predict the actions."""
+        return hidden.flatten(0, 1).index_select(0, self.predictors)
+
     def kept(self) -> Tensor | None:
         """[A] int64 on the device: tokens that each action was drawn from; None where every one was
         drawn from the whole vocabulary.
@@ -146,10 +150,9 @@ class _Packer:
 
     def append(self, tokens: npt.NDArray[np.int32], prompt: Segment | None = None) -> Segment:
         start = self.segments[-1].stop if self.segments else 0
+        segment = Segment(start, len(tokens))
         if prompt:
             segment = Segment(start, len(tokens), prompt.start, prompt.length)
-        else:
-            segment = Segment(start, len(tokens))
         self.segments.append(segment)
         self.ids.append(tokens)
         self.positions.append(segment.prompt_length + np.arange(len(tokens)))
@@ -167,9 +170,7 @@ class _Packer:
 def pack(
     rows: Sequence[LearnerRow], device: torch.device, kernel: Kernel, budget: int, *, share: bool
 ) -> MicroBatch:
-    """`share` packs equal prompts once; without it every row stands for itself, one after the
-    other.
-    """
+    """Pack the rows into one sequence; `share` packs equal prompts once."""
     packer = _Packer()
     predictors = []
     for row in rows:
@@ -181,14 +182,14 @@ def pack(
             )
         else:
             predictors.append(wanted + packer.append(row.row.token_ids[: row.tokens]).start)
-    return MicroBatch(
+    ids, positions = np.concatenate(packer.ids), np.concatenate(packer.positions)
+    return _micro_batch(
         rows,
-        torch.from_numpy(np.concatenate(packer.ids)[None].astype(np.int64)).to(device),
-        torch.from_numpy(np.concatenate(packer.positions)[None]).to(device),
+        ids[None].astype(np.int64),
+        torch.from_numpy(positions[None]).to(device),
         PackedAttention(packer.segments, budget, kernel, device),
-        torch.from_numpy(np.concatenate(predictors)).to(device),
-        _targets(rows, device),
-        tuple(row.row.num_actions for row in rows),
+        predictors,
+        device,
     )
 
 
@@ -200,18 +201,21 @@ def pad(rows: Sequence[LearnerRow], device: torch.device) -> MicroBatch:
     for index, row in enumerate(rows):
         token_ids[index, : row.tokens] = row.row.token_ids[: row.tokens]
         predictors.append(shift(row.row).predictors + index * longest)
-    return MicroBatch(
-        rows,
-        torch.from_numpy(token_ids).to(device),
-        None,
-        None,
-        torch.from_numpy(np.concatenate(predictors)).to(device),
-        _targets(rows, device),
-        tuple(row.row.num_actions for row in rows),
+    return _micro_batch(rows, token_ids, None, None, predictors, device)
+
+
+def _micro_batch(
+    rows: Sequence[LearnerRow],
+    token_ids: npt.NDArray[np.int64],
+    positions: Tensor | None,
+    attention: PackedAttention | None,
+    predictors: Sequence[npt.NDArray[np.int64]],
+    device: torch.device,
+) -> MicroBatch:
+    targets = np.concatenate([shift(row.row).targets for row in rows]).astype(np.int64)
+    ids, indices, targeted = (
+        torch.from_numpy(array).to(device)
+        for array in (token_ids, np.concatenate(predictors), targets)
     )
-
-
-def _targets(rows: Sequence[LearnerRow], device: torch.device) -> Tensor:
-    return torch.from_numpy(
-        np.concatenate([shift(row.row).targets for row in rows]).astype(np.int64)
-    ).to(device)
+    lengths = tuple(row.row.num_actions for row in rows)
+    return MicroBatch(rows, ids, positions, attention, indices, targeted, lengths)

@@ -34,7 +34,7 @@ from retrain.config.load import replaced
 from retrain.distributed import ALONE, World
 from retrain.errors import Interrupted, RunFailed, ServerFailure
 from retrain.inference_engine.base import SampleRequest
-from retrain.inference_engine.http import Json, Refused, Server, Unavailable
+from retrain.inference_engine.http import Json, Refusal, Server, TransientFailure
 from retrain.inference_engine.served import ServedAdapter, ServedEngine
 from retrain.inference_engine.vllm import NEUTRAL, VLLMDialect
 from retrain.model.text import load_model_config
@@ -111,13 +111,10 @@ class PrimeDialect(VLLMDialect):
         assert isinstance(adapter, ServedPolicy)
         if adapter.name:
             try:
-                await server.post(
-                    "/load_lora_adapter",
-                    {"lora_name": adapter.name, "lora_path": str(adapter.folder)},
-                )
-            except Refused as error:
+                await server.post("/load_lora_adapter", adapter.fields)
+            except Refusal as error:
                 if error.status in (404, 500):  # a network file system may show the folder later
-                    raise Unavailable(
+                    raise TransientFailure(
                         f"{server.url}: {error.status} {error}", gone=False
                     ) from error
                 raise
@@ -188,7 +185,7 @@ class PrimeEngine(ServedEngine):
         self._ready()
         policy = self._broadcasts.take(step)
         if policy.version < step:
-            self.say(
+            self.log(
                 f"Step {step} is sampled with policy v{policy.version}: the trainer needs longer"
                 f" than sync_wait_s for v{step}, so sampling and learning overlap by one step."
             )
@@ -259,13 +256,11 @@ class PrimeRLBackend(PrimeRLFacts):
         self._lost = False
         self._sender = build_sender(options, self.output_dir)
         model = config.model
+        if not config.inference.urls:
+            config = replaced(config, {"inference.url": DEFAULT_URL})
         try:
             self.engine = PrimeEngine(
-                (
-                    config
-                    if config.inference.urls
-                    else replaced(config, {"inference.url": DEFAULT_URL})
-                ),
+                config,
                 model_config=load_model_config(
                     model.model, model.revision, model.trust_remote_code
                 ),
@@ -273,9 +268,8 @@ class PrimeRLBackend(PrimeRLFacts):
                 broadcasts=self._broadcasts,
                 ready=self._prepare,
             )
-        except (
-            BaseException
-        ):  # a signal too: no caller holds this backend yet, so none could close it
+        # A signal too: no caller holds this backend yet, so none could close it.
+        except BaseException:
             self._sender.close()
             raise
 
@@ -298,11 +292,9 @@ class PrimeRLBackend(PrimeRLFacts):
     def notes(self) -> list[str]:
         """Lines for the start of a run."""
         options, training = self._options, self.config.training
-        to = (
-            f"tcp://{options.zmq_host}:{options.zmq_port}"
-            if options.transport == "zmq"
-            else self.output_dir / BATCHES
-        )
+        to = str(self.output_dir / BATCHES)
+        if options.transport == "zmq":
+            to = f"tcp://{options.zmq_host}:{options.zmq_port}"
         lines = [
             (
                 f"PRIME-RL: batches go to {to}, policies come from {self._broadcasts.folder},"

@@ -1,7 +1,7 @@
 """What the PRIME-RL backend declares, without the packages of its wire format."""
 
 from retrain.backends.base import BackendCapabilities, RemoteBackend
-from retrain.inference_engine.base import About, EngineCapabilities
+from retrain.inference_engine.base import Description, EngineCapabilities
 from retrain.install import install_hint, missing_package
 
 SERVERS = EngineCapabilities(
@@ -21,7 +21,7 @@ class PrimeRLFacts(RemoteBackend):
         scores_rows=False,
         sampler=SERVERS,
     )
-    about = About(
+    about = Description(
         "PRIME-RL's trainer and inference server",
         "contract (v0.9.0); its receivers at commit 559b447",
         ("msgspec", "pyzmq"),

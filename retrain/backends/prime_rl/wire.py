@@ -175,7 +175,7 @@ def _sampling_mask(pack: Sequence[Sample]) -> list[bytes] | None:
 
 
 def trained_samples(rows: Sequence[Row]) -> Iterator[Sample]:
-    """Return the rows with a term in the loss, or one row without actions if there is none: the
+    """Yield the rows with a term in the loss; one row without actions if there are none, since the
     trainer waits for every step's batch.
     """
     trained = [row for row in rows if row.trained]
@@ -260,8 +260,7 @@ class FileSystemSender(Sender):
 
 
 class ZmqSender(Sender):
-    """Publishes on `zmq_port`, a topic per rank, and is told on the next port which ranks are
-    ready.
+    """Publishes on `zmq_port`, a topic per rank; ranks report on the next port that they are ready.
 
     A publisher drops what nobody subscribes to, in silence. The socket is an XPUB, which a
     subscriber cannot tell from a PUB and which reports subscriptions: a batch is sent only while
@@ -475,9 +474,7 @@ class Broadcasts:
 
 
 def check_weights(policy: Policy) -> None:
-    """Raise ServerFailure for a policy without weights, and for a file of which a part is
-    missing.
-    """
+    """Raise ServerFailure for a policy without weights or with a truncated file."""
     from safetensors import SafetensorError, safe_open
 
     files = sorted(policy.folder.glob("*.safetensors"))

@@ -48,7 +48,7 @@ from retrain.system import read_object
 from retrain.types import Float32Array, LogLine, MachineChoices, Row, StepResult
 
 if TYPE_CHECKING:
-    from retrain.backends.tinker.own import Computed
+    from retrain.backends.tinker.own import LossCall
     from retrain.config import TrainConfig
 
 STATE_FILE = "tinker.json"
@@ -65,7 +65,7 @@ class _TrainedRow:
 
 
 @dataclass(frozen=True)
-class _Requested:
+class _UpdateRequest:
     """An update under way."""
 
     rows: Sequence[_TrainedRow]
@@ -74,7 +74,7 @@ class _Requested:
     passed: Any
     stepped: Any
     """Futures of the pass and of the optimizer step."""
-    computed: "Computed | None" = None
+    computed: "LossCall | None" = None
     """The loss, where it is computed here."""
 
 
@@ -100,14 +100,14 @@ def _logprobs_of_pass(rows: Sequence[_TrainedRow], outputs: Sequence[Any]) -> li
 
 class TinkerBackend(TinkerFacts):
     def __init__(
-        self, config: "TrainConfig", *, eos_ids: Sequence[int], say: Callable[[str], None]
+        self, config: "TrainConfig", *, eos_ids: Sequence[int], log: Callable[[str], None]
     ) -> None:
         """Connect. The training client is made at its first use, or by `load` from a checkpoint,
-        and `say` reports it.
+        and `log` reports it.
         """
         self.config = config
-        self._say = say
-        say(LogLine("Connecting to Tinker..."))
+        self._log = log
+        log(LogLine("Connecting to Tinker..."))
         self._service = Service(config)
         self._own_loss, self._aggregation = own_loss(config), aggregation_of(config)
         self._trainer: Any = None
@@ -126,7 +126,7 @@ class TinkerBackend(TinkerFacts):
         log: Callable[[str], None],
         world: World = ALONE,  # noqa: ARG003 - refused with several processes
     ) -> Backend:
-        return cls(config, eos_ids=eos_ids, say=log)
+        return cls(config, eos_ids=eos_ids, log=log)
 
     @property
     def base_model(self) -> str:
@@ -138,7 +138,7 @@ class TinkerBackend(TinkerFacts):
         """The SDK's TrainingClient."""
         if self._trainer is None:
             rank = self.config.model.lora_rank
-            self._say(
+            self._log(
                 LogLine(
                     f"Creating LoRA training client (model={self.config.model.model},"
                     f" rank={rank})..."
@@ -147,7 +147,7 @@ class TinkerBackend(TinkerFacts):
             self._trainer = self._service.result(
                 f"a LoRA adapter of rank {rank} for {self.base_model}", self._create
             )
-            self._say(LogLine("Training client ready."))
+            self._log(LogLine("Training client ready."))
         return self._trainer
 
     def _create(self) -> Any:
@@ -202,7 +202,7 @@ class TinkerBackend(TinkerFacts):
         # Later minibatches were measured after an update; only the first one's rows had none.
         first = requested[0][1]
         unmoved = 0
-        if isinstance(first, _Requested):
+        if isinstance(first, _UpdateRequest):
             unmoved = len(first.rows)
         result = step_result(updates, log_ratios, log_ratios[:unmoved])
         if result.grad_norm is None or np.isfinite(result.grad_norm):
@@ -211,7 +211,7 @@ class TinkerBackend(TinkerFacts):
 
     def _request_update(
         self, rows: Sequence[_TrainedRow], step: int, completions: float
-    ) -> "_Requested | Update":
+    ) -> "_UpdateRequest | Update":
         """Ask for the gradient of one optimizer batch and for the step with it; an Update where
         nothing was asked for.
         """
@@ -242,13 +242,11 @@ class TinkerBackend(TinkerFacts):
             )
             for row, weight, factor in zip(rows, weights, undone, strict=True)
         ]
-        bounds = ratio_bounds(config.loss)
+        bounds, clip = ratio_bounds(config.loss), None
         if bounds:
             clip = {"clip_low_threshold": bounds[0], "clip_high_threshold": bounds[1]}
-        else:
-            clip = None
         with self._service.answering("an update"):
-            return _Requested(
+            return _UpdateRequest(
                 rows,
                 weights,
                 self.trainer.forward_backward(datums, config.loss.mode, clip),
@@ -257,25 +255,25 @@ class TinkerBackend(TinkerFacts):
 
     def _request_computed(
         self, rows: Sequence[_TrainedRow], weights: Sequence[float], adam: Any
-    ) -> "_Requested | Update":
+    ) -> "_UpdateRequest | Update":
         """Ask for an update with a loss that the service does not have."""
-        from retrain.backends.tinker.own import Computed, NotFinite  # torch comes with it
+        from retrain.backends.tinker.own import LossCall, NonfiniteError  # torch comes with it
 
         parts = [(row.shifted, row.row, weight) for row, weight in zip(rows, weights, strict=True)]
-        computed, datums = (
-            Computed(self.config.loss, self._own_loss, parts),
-            [scoring_datum(row.shifted) for row in rows],
-        )
+        computed = LossCall(self.config.loss, self._own_loss, parts)
+        datums = [scoring_datum(row.shifted) for row in rows]
         try:
             passed = self._service.bounded(
                 "an update", lambda: self.trainer.forward_backward_custom(datums, computed)
             )
-        except NotFinite as problem:
+        except NonfiniteError as problem:
             return Update(nonfinite=str(problem))
         with self._service.answering("an update"):
-            return _Requested(rows, weights, passed, self.trainer.optim_step(adam), computed)
+            return _UpdateRequest(rows, weights, passed, self.trainer.optim_step(adam), computed)
 
-    def _finished(self, update: "_Requested | Update", log_ratios: list[Float32Array]) -> Update:
+    def _finished(
+        self, update: "_UpdateRequest | Update", log_ratios: list[Float32Array]
+    ) -> Update:
         """Wait for an update. The service has then changed the weights, so log-probs that are not
         finite end the run.
         """
@@ -315,7 +313,7 @@ class TinkerBackend(TinkerFacts):
         if self.config.backend.tinker.loss_reduction == "sum" and not self._said_reduction:
             self._said_reduction = True
             if any(name.startswith("skyrl.ai/") for name in metrics):
-                self._say(
+                self._log(
                     "This service is SkyRL, whose JAX backend divides the loss by positions and"
                     ' rows: set [backend.options] loss_reduction = "mean", or eps and max_grad_norm'
                     " act on gradients that are far too small."
@@ -365,7 +363,7 @@ class TinkerBackend(TinkerFacts):
         try:
             download_adapter(self.config.model.base_url, path, folder, self._service.timeout)
         except EnvironmentFailure as error:
-            self._say(f"The adapter stays with the service as {path}: {error}")
+            self._log(f"The adapter stays with the service as {path}: {error}")
         self._write(folder, sampler=path)
 
     def _name(self, kind: str) -> str:
@@ -383,7 +381,7 @@ class TinkerBackend(TinkerFacts):
         import tinker
 
         path, seconds = stored_path(folder), self._service.timeout
-        self._say(f"Creating training client from {path}...")
+        self._log(f"Creating training client from {path}...")
         with self._service.answering(f"the state {path}"):
             try:
                 trainer = self._service.client.create_training_client_from_state_with_optimizer(
@@ -398,7 +396,7 @@ class TinkerBackend(TinkerFacts):
                 with without_deprecations():
                     trainer.load_state_with_optimizer(path).result(timeout=seconds)
             self._trainer = trainer
-        self._say(LogLine("Training client ready."))
+        self._log(LogLine("Training client ready."))
 
     def close(self) -> None:
         self._service.close()

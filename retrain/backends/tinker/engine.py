@@ -97,14 +97,12 @@ class TinkerEngine(InferenceEngine):
     ) -> Completion:
         tokens = np.array(sequence.tokens, np.int32)
         logprobs = sequence.logprobs
-        if logprobs is None or len(logprobs) != len(tokens) or not len(tokens):
-            if logprobs is None:
-                known = 0
-            else:
-                known = len(logprobs)
+        if logprobs is None:
+            logprobs = []
+        if not len(logprobs) == len(tokens) > 0:
             raise RunFailed(
-                f"Tinker returned {len(tokens)} tokens with {known} log-probs; the loss needs one"
-                " for each."
+                f"Tinker returned {len(tokens)} tokens with {len(logprobs)} log-probs; the loss"
+                " needs one for each."
             )
         ended = int(tokens[-1]) in self._eos_ids
         if not ended and len(tokens) < request.max_tokens:
@@ -114,14 +112,8 @@ class TinkerEngine(InferenceEngine):
                 " model would never learn to stop; nothing was trained on it."
             )
         reason = FinishReason.STOP if ended else FinishReason.LENGTH
-        return Completion(
-            number,
-            request.first_sample + index,
-            tokens,
-            np.array(logprobs, np.float32),
-            None,
-            reason,
-        )
+        sample, values = request.first_sample + index, np.array(logprobs, np.float32)
+        return Completion(number, sample, tokens, values, None, reason)
 
 
 def _seed(noise: NoiseKey, first_sample: int) -> int:

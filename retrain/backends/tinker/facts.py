@@ -2,7 +2,7 @@
 
 from retrain.backends.base import BackendCapabilities, RemoteBackend
 from retrain.backends.losses import TINKER_LOSSES
-from retrain.inference_engine.base import About, EngineCapabilities
+from retrain.inference_engine.base import Description, EngineCapabilities
 from retrain.install import install_hint, missing_package
 
 SAMPLER = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="raw")
@@ -20,7 +20,7 @@ class TinkerFacts(RemoteBackend):
         own_loss=True,
         sampler=SAMPLER,
     )
-    about = About(
+    about = Description(
         "a Tinker service",
         "tinker 0.38.0 with skyrl 0.4.0 on a CPU",
         ("tinker",),

@@ -29,13 +29,13 @@ LossFunction = Callable[[Sequence[Any], Sequence[Tensor]], tuple[Tensor, dict[st
 numbers to report."""
 
 
-class NotFinite(RetrainError):
-    """Something of an update is not finite, so nothing of it is sent; the message names it."""
+class NonfiniteError(RetrainError):
+    """A tensor of an update, which the message names, is not finite; nothing was sent."""
 
 
 @dataclass
-class Computed:
-    """The loss of one update, and what it found when the SDK called it."""
+class LossCall:
+    """The loss function of one update, and its results once the SDK has called it."""
 
     settings: "Loss"
     own: OwnFunction | None
@@ -91,7 +91,7 @@ class Computed:
 def _refuse_nonfinite(parts: Mapping[str, Sequence[Tensor]]) -> None:
     for name, tensors in parts.items():
         if not all(torch.isfinite(tensor).all() for tensor in tensors):
-            raise NotFinite(name)
+            raise NonfiniteError(name)
 
 
 def _flat(arrays: Sequence[Any]) -> Tensor:

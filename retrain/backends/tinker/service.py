@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from tempfile import TemporaryFile
 from threading import Thread
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from retrain.backends.tinker.facts import TinkerFacts
@@ -46,7 +46,6 @@ _SESSION_S = 30.0
 """Seconds for opening a session; where another program answers, the SDK tries for 300."""
 _CLOSE_S = 10.0
 _POLL_S = 0.05
-_OPEN = nullcontext()
 
 
 class Service:
@@ -59,13 +58,15 @@ class Service:
         base_url = config.model.base_url
         self.address = base_url or os.environ.get("TINKER_BASE_URL") or "its default address"
         self.timeout = config.backend.tinker.timeout_s
-        self.slot = throttle_of(config.backend).slot
+        throttle = throttle_of(config.backend)
+        self.slot: Callable[[], AbstractContextManager[None]] = nullcontext
         """A context that holds one of the campaign's `max_concurrent` places."""
+        if throttle:
+            self.slot = throttle.slot
         self._folder = Path(config.resume.from_ or config.logging.log_dir)
         self._broken = ""
-        os.environ.setdefault(
-            "TINKER_TELEMETRY", "0"
-        )  # read by the SDK, which reports usage by default
+        # Read by the SDK, which reports usage by default.
+        os.environ.setdefault("TINKER_TELEMETRY", "0")
         import httpx
 
         reason = TinkerFacts.unavailable_reason()
@@ -79,9 +80,8 @@ class Service:
                 f"{KEY} is not set, and Tinker at {self.address} asks for a key; set the variable,"
                 " or add it to .env."
             )
-        logging.getLogger("tinker.lib.retry_handler").setLevel(
-            logging.CRITICAL
-        )  # it logs what it then raises
+        # It logs what it then raises.
+        logging.getLogger("tinker.lib.retry_handler").setLevel(logging.CRITICAL)
         try:  # where nothing listens, the SDK would try for minutes before it says so
             if base_url:
                 httpx.get(base_url, timeout=_REACH_S)
@@ -98,7 +98,8 @@ class Service:
 
         try:
             with self.answering("a session"):
-                self._client = _in_thread(opened, _SESSION_S)
+                self.client: Any = _in_thread(opened, _SESSION_S)
+                """The SDK's ServiceClient."""
         except EnvironmentFailure as error:
             if not isinstance(error.__cause__, TimeoutError):
                 raise
@@ -115,15 +116,10 @@ class Service:
             return ""
         return f"; continue with `{run_command(self._folder)}`"
 
-    @property
-    def client(self) -> Any:
-        """The SDK's ServiceClient."""
-        return self._client
-
     @contextmanager
     def answering(self, what: str, *, of_sampler: bool = False) -> Iterator[None]:
-        """Turn what the SDK raises inside into EnvironmentFailure, one sentence about `what` was
-        asked for.
+        """Turn the SDK's exceptions into EnvironmentFailure: one sentence that names the request,
+        `what`.
 
         A refusal by the sampler (`of_sampler`) leaves the learner as it is, so the run is saved:
         ServerFailure. After any other failure no further call is made: the SDK refuses them for the
@@ -160,11 +156,10 @@ class Service:
         """End the session, so that the service gives its adapter's place to another."""
         import tinker
 
-        client, self._client = self._client, None
+        client, self.client = self.client, None
         if client is not None and not self._broken:
-            with suppress(
-                tinker.TinkerError, TimeoutError, RuntimeError, OSError
-            ):  # the session also ends by itself
+            # The session also ends by itself.
+            with suppress(tinker.TinkerError, TimeoutError, RuntimeError, OSError):
                 client.close("success").result(timeout=_CLOSE_S)
 
 
@@ -186,9 +181,7 @@ def _in_thread(call: Callable[[], Any], seconds: float) -> Any:
 
 @contextmanager
 def without_deprecations() -> Iterator[None]:
-    """Silence the SDK during a call that it announces to remove, and that a service needs which
-    lacks its successor.
-    """
+    """Silence the SDK's announcement that it will remove a call: older services need the call."""
     logger = logging.getLogger("tinker.lib.public_interfaces.training_client")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -223,28 +216,12 @@ def _reason(error: BaseException, seconds: float) -> str:
 def _detail(error: BaseException) -> str:
     """Return the service's own sentence, without the SDK's words around it."""
     body = getattr(error, "body", None)
-    if isinstance(body, dict):
-        detail = body.get("detail")
-    else:
-        detail = None
-    if detail:
-        return str(detail)
+    if isinstance(body, dict) and body.get("detail"):
+        return str(body["detail"])
     return first_line(error)
 
 
 # -- the campaign's throttle -----------------------------------------------------------------------
-
-
-class Gate(Protocol):
-    def slot(self) -> AbstractContextManager[None]:
-        """Wait for a slot, hold it inside the context."""
-
-
-class Unthrottled:
-    """Every call may go: no file is touched."""
-
-    def slot(self) -> AbstractContextManager[None]:
-        return _OPEN
 
 
 class Throttle:
@@ -284,13 +261,13 @@ class Throttle:
             time.sleep(_POLL_S * (0.5 + random.random()))
 
 
-def throttle_of(backend: "Backend") -> Gate:
-    """Return the campaign's throttle, where `[backend] throttle_dir` names its folder; a run of its
-    own has none.
+def throttle_of(backend: "Backend") -> Throttle | None:
+    """Return the campaign's throttle, in the folder `[backend] throttle_dir`; None for a run of its
+    own.
     """
     if backend.throttle_dir:
         return Throttle(Path(backend.throttle_dir), backend.max_concurrent)
-    return Unthrottled()
+    return None
 
 
 # -- adapters handed out ---------------------------------------------------------------------------
@@ -393,7 +370,7 @@ def _unpack(content: IO[bytes], path: str, folder: Path) -> None:
     try:
         with (
             gzip.open(content) as plain,
-            tarfile.open(fileobj=_Bounded(plain), mode="r:") as archive,
+            tarfile.open(fileobj=_HeaderReader(plain), mode="r:") as archive,
         ):
             for number, member in enumerate(archive):
                 if number == _MAX_MEMBERS:
@@ -427,8 +404,8 @@ def _unpack(content: IO[bytes], path: str, folder: Path) -> None:
         ) from error
 
 
-class _Bounded(io.BufferedReader):
-    """A file of which little is read at once."""
+class _HeaderReader(io.BufferedReader):
+    """A file that refuses to read more than a header at once."""
 
     def read(self, size: int | None = -1) -> bytes:
         if size is None or not 0 <= size <= _MAX_AT_ONCE:

@@ -1,0 +1,211 @@
+"""docs/replications: claims of papers, tried on the lab, with what was predicted before the first run.
+
+    python scripts/replications.py                  # all four, each continued where it stopped
+    python scripts/replications.py nsr              # one of them
+    python scripts/replications.py --pages          # the pages alone, from the runs that are there
+    python scripts/replications.py nsr --smollm2 models/smollm2-135m
+
+Claim and prediction stand at the head of each file of examples/replications. Of a page that exists
+the section "What it says" is kept: a reader writes it. With --smollm2 the campaigns run that model
+on chain_sum of reasoning_gym instead, for hours, and print the comparison.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+from retrain.run.evaluate import evaluate_run
+from retrain.types import Outcome
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = ROOT / "examples" / "replications"
+PAGES = ROOT / "docs" / "replications"
+METRICS = {
+    "luck": (),
+    "nsr": ("pass@1", "pass@8", "pass@64"),
+    "ranks": ("pass@1",),
+    "mismatch": ("pass@1",),
+}
+"""Name -> the metrics that its campaign is compared in, the planned one first."""
+READING = "## What it says\n"
+LAB = "logs/lab"
+LUCK = ["--evaluation-max-examples", "30", "--evaluation-samples", "10"]
+"""Sample n of every problem is evaluation n: its noise is independent of the others."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", choices=[*METRICS, []], help="which; all by default")
+    parser.add_argument("--pages", action="store_true", help="write the pages, run nothing")
+    parser.add_argument("--smollm2", type=Path, help="the folder of the model")
+    arguments = parser.parse_args()
+    for name in arguments.names or METRICS:
+        if arguments.smollm2 and name != "luck":
+            print(_campaign(name, arguments.smollm2))
+            continue
+        if not arguments.pages:
+            _run(name)
+        write_page(name)
+
+
+def retrain(*words: str) -> str:
+    command = [sys.executable, "-m", "retrain", *words]
+    return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def _run(name: str) -> None:
+    if name != "luck":
+        _campaign(name, None)
+        return
+    if not (ROOT / LAB / "checkpoints" / "final").is_dir():
+        retrain("examples/lab.toml")
+    verdicts: list[list[float]] = []
+
+    def keep(_: Any, __: Any, groups: list[Any]) -> None:
+        for group in groups:
+            scores = [member.score for member in group.members]
+            verdicts.append([float(score.outcome is Outcome.RIGHT) for score in scores])
+
+    evaluate_run(ROOT / LAB, overrides=LUCK, say=print, keep=keep)
+    file = ROOT / "logs" / "replications" / "luck.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(verdicts), encoding="utf-8")
+
+
+def _campaign(name: str, model: Path | None) -> str:
+    """Run a campaign, or continue it, and return its comparison."""
+    folder = Path("logs", "replications", name)
+    changes: list[str] = []
+    if model is not None:
+        folder = Path("logs", "replications-smollm2", name)
+        changes = ["--model", str(model), "--environment-provider", "reasoning_gym"]
+        changes += ["--environment-id", "chain_sum", "--log-dir", str(folder)]
+    if (ROOT / folder / "manifest.json").is_file():
+        changes += ["--resume", str(folder)]
+    retrain(f"examples/replications/{name}.toml", *changes)
+    return retrain("compare", str(folder))
+
+
+# --- a page ---------------------------------------------------------------------------------------
+
+
+def write_page(name: str) -> None:
+    page = PAGES / f"{name}.md"
+    reading = ""
+    if page.is_file():
+        reading = page.read_text(encoding="utf-8").partition(READING)[2]
+    PAGES.mkdir(exist_ok=True)
+    results = _luck() if name == "luck" else _comparisons(name)
+    text = "\n".join([*_head(name), *results, READING]) + reading
+    page.write_text(text, encoding="utf-8")
+
+
+def _head(name: str) -> Iterator[str]:
+    """The comment at the head of a campaign's file."""
+    file = next(FILES.glob(f"{name}.t*"))
+    comment = file.read_text(encoding="utf-8").partition("\n\n[")[0]
+    lines = [line.removeprefix("# ").removeprefix("#") for line in comment.splitlines()]
+    lines = [line for line in lines if line and "make replications" not in line]
+    title, *rest = lines
+    yield from (f"# {title.partition(':')[0]}", "", title.partition(": ")[2])
+    for line in rest:
+        if line.endswith(":"):
+            yield from ("", f"## {line[:-1]}", "")
+        else:
+            yield line
+    yield from ("", "## Found", "", "```bash", f"make replications ONLY={name}", "```", "")
+
+
+def _comparisons(name: str) -> Iterator[str]:
+    folder = f"logs/replications/{name}"
+    found = {
+        metric: json.loads(retrain("compare", folder, "--json", "--metric", metric))
+        for metric in METRICS[name]
+    }
+    first = found[METRICS[name][0]]
+    _draw(name, found)
+    yield from (f"![Differences]({name}.svg)", "", first["planned"], "")
+    for metric, comparison in found.items():
+        yield f"| {metric} | mean | difference | 95% interval | adjusted p | verdict |"
+        yield "|---|---|---|---|---|---|"
+        means = {arm["label"]: arm["mean"] for arm in comparison["arms"]}
+        yield f"| {comparison['baseline']} | {means.pop(comparison['baseline']):.1%} | | | | |"
+        for one in comparison["contrasts"]:
+            low, high = (100 * end for end in one["interval"])
+            yield (
+                f"| {one['condition']} | {means[one['condition']]:.1%} |"
+                f" {100 * one['mean_difference']:+.1f} pp | {low:+.1f} to {high:+.1f} |"
+                f" {one['p_adjusted']:.2g} | {one['word']} |"
+            )
+        yield from ("", f"{metric}: {comparison['answer']}", "")
+    if name == "mismatch":
+        yield from _doses(folder, [arm["label"] for arm in first["arms"]])
+
+
+def _doses(folder: str, labels: list[str]) -> Iterator[str]:
+    yield from ("| arm | dose: mean \\|learner - sampler\\| in nats per token |", "|---|---|")
+    for label in labels:
+        steps = [
+            json.loads(line)["log_ratio_mean"]
+            for path in (ROOT / folder / "runs").glob(f"{label}_s*/metrics.jsonl")
+            for line in path.read_text(encoding="utf-8").splitlines()
+        ]
+        yield f"| {label} | {fmean(step for step in steps if step is not None):.2g} |"
+    yield ""
+
+
+def _draw(name: str, found: dict[str, Any]) -> None:
+    plt.rcParams["svg.hashsalt"] = "retrain"  # the same runs give the same bytes
+    figure, axes = plt.subplots(
+        1, len(found), figsize=(2.2 + 2.6 * len(found), 2.6), layout="constrained", sharey=True
+    )
+    for axis, (metric, comparison) in zip([axes] if len(found) == 1 else axes, found.items()):
+        for place, one in enumerate(reversed(comparison["contrasts"])):
+            low, high = (100 * end for end in one["interval"])
+            axis.plot([low, high], [place, place], color="#1b6ca8")
+            axis.plot(100 * one["mean_difference"], place, "o", color="#1b6ca8")
+        names = [one["condition"] for one in reversed(comparison["contrasts"])]
+        axis.set_yticks(range(len(names)), names)
+        axis.axvline(0, color="#555555", linewidth=0.8)
+        for end in (-1, 1):
+            if comparison["margin"]:
+                axis.axvline(100 * end * comparison["margin"], color="#c98a1b", linestyle=":")
+        axis.set_title(f"{metric} beside {comparison['baseline']}, points", fontsize=9)
+    figure.savefig(PAGES / f"{name}.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
+def _luck() -> Iterator[str]:
+    verdicts = json.loads((ROOT / "logs/replications/luck.json").read_text(encoding="utf-8"))
+    scores = [fmean(column) for column in zip(*verdicts, strict=True)]
+    p = fmean(scores)
+    problems = len(verdicts)
+    within = sqrt(fmean(fmean(one) * (1 - fmean(one)) for one in verdicts) / problems)
+    numbers = " | ".join(str(place) for place in range(1, len(scores) + 1))
+    yield from (f"| evaluation | {numbers} |", "|---" * (len(scores) + 1) + "|")
+    yield "| score | " + " | ".join(f"{100 * score:.1f}" for score in scores) + " |"
+    yield ""
+    yield (
+        f"Mean {100 * p:.1f}%, standard deviation {100 * stdev(scores):.1f} points, from"
+        f" {100 * min(scores):.1f} to {100 * max(scores):.1f}. From the problems' own pass rates"
+        f" {100 * within:.1f} points are expected (a little too few, since ten samples estimate"
+        f" them), and {100 * sqrt(p * (1 - p) / problems):.1f} with new problems each time."
+    )
+    yield ""
+
+
+if __name__ == "__main__":
+    main()

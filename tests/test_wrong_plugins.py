@@ -1,0 +1,95 @@
+"""docs/dev/plugins.md: a wrong plugin of each kind, and the sentence that it gets before step 0."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from retrain.advantages.pipeline import CreditPipeline
+from retrain.backends.declared import incapable
+from retrain.config import config_from_mapping
+from retrain.data.samplers import build_sampler
+from retrain.errors import ConfigurationError
+from retrain.run.control import build_control
+from retrain.types import Example
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "dev" / "plugins.md"
+LOSS = "import torch\ndef wrong(tokens):\n    return "
+ADVANTAGE = "def wrong(rewards):\n    "
+ALGORITHM = "from retrain.advantages import AlgorithmOutput\ndef wrong(ctx):\n    "
+FORGETFUL = "    def state(self): return {'n': self.n}\n    def load(self, state): pass\n"
+WRONG: dict[tuple[str, str], str] = {
+    ("loss", "a mean in place of terms"): LOSS + "(-tokens.advantages * tokens.new).mean()",
+    ("loss", "a gradient through `old`"): (
+        LOSS + "-tokens.advantages * (tokens.new - tokens.old.requires_grad_()).exp()"
+    ),
+    ("loss", "a write in place"): LOSS + "-tokens.advantages.mul_(2) * tokens.new",
+    ("loss", "NaN"): LOSS + "-tokens.advantages * tokens.new * float('nan')",
+    ("loss", "another shape"): LOSS + "-(tokens.advantages * tokens.new)[1:]",
+    ("advantage", "a mean in place of one per completion"): ADVANTAGE + "return sum(rewards)",
+    ("advantage", "NaN"): ADVANTAGE + "return [float('nan') for _ in rewards]",
+    ("advantage", "another shape"): ADVANTAGE + "return rewards[1:]",
+    ("advantage", "a state that is not restored"): (
+        "class wrong:\n    def __init__(self): self.n = 0.0\n"
+        "    def __call__(self, rewards):\n"
+        "        self.n += 1\n        return [r - self.n for r in rewards]\n" + FORGETFUL
+    ),
+    ("algorithm", "NaN"): (
+        ALGORITHM + "return AlgorithmOutput([[[float('nan') for _ in t] for t in g] for g in"
+        " ctx.logprobs])"
+    ),
+    ("algorithm", "another shape"): ALGORITHM + "return AlgorithmOutput(ctx.rewards)",
+    ("sampler", "a state that is not restored"): (
+        "from retrain.data import PromptSampler\nclass wrong(PromptSampler):\n    n = 0\n"
+        "    def choose(self, step, count, uniforms): return [self.n % 8] * count\n"
+        "    def observe(self, indices, groups): self.n += 1\n" + FORGETFUL
+    ),
+    ("control", "a state that is not restored"): (
+        "from retrain.run.control import Control\nclass wrong(Control):\n"
+        "    keys = ('training.temperature',)\n    n = 0\n"
+        "    def values(self, step): return {'training.temperature': 1 + self.n / 100}\n"
+        "    def observe(self, record): self.n += 1\n" + FORGETFUL
+    ),
+}
+KEYS = {
+    "loss": ("loss", "mode"),
+    "advantage": ("algorithm", "advantage_mode"),
+    "algorithm": ("algorithm", "algorithm_mode"),
+    "sampler": ("data", "sampler"),
+    "control": ("schedule", "control"),
+}
+
+
+def sentence(kind: str, source: str) -> str:
+    """What a run with the plugin says before its first step; "" if nothing."""
+    Path("my_plugin.py").write_text(source, encoding="utf-8")
+    section, key = KEYS[kind]
+    sections: dict[str, dict[str, str]] = {"model": {"model": "lab"}, "data": {"source": "lab"}}
+    sections["algorithm"] = {"transform_mode": "none"}
+    sections.setdefault(section, {})[key] = "my_plugin.wrong"
+    config = config_from_mapping(sections)
+    try:
+        if kind == "loss":
+            return "".join(incapable(config))
+        if kind == "sampler":
+            build_sampler(config, [Example(f"{n}", "1") for n in range(8)])
+        elif kind == "control":
+            build_control(config)
+        else:
+            CreditPipeline(config, lambda ids: [""] * len(ids))
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_plugin_gets_the_sentence_of_the_page(
+    case: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    sys.modules.pop("my_plugin", None)
+    said = sentence(case[0], WRONG[case])
+    sys.modules.pop("my_plugin", None)
+    assert said and "\n" not in said and "Traceback" not in said
+    assert f"| {case[0]} | {case[1]} | {said} |" in PAGE.read_text(encoding="utf-8")
