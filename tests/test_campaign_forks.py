@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from retrain.backends.local.backend import LocalTrialAdapter
 from retrain.campaign import plan_campaign
 from retrain.campaign.launch import (
     ForkedProcess,
@@ -241,6 +242,7 @@ def test_what_runs_of_a_seed_have_in_common_before_step_0_is_made_once(
         return wrapped
 
     monkeypatch.setattr(gate, "_compared", counted("gate", gate._compared))
+    monkeypatch.setattr(LocalTrialAdapter, "set", counted("trial", LocalTrialAdapter.set))
     monkeypatch.setattr(TorchEngine, "sample_feed", counted("feed", TorchEngine.sample_feed))
     settings = {
         "reward": {"type": "match"},
@@ -252,6 +254,8 @@ def test_what_runs_of_a_seed_have_in_common_before_step_0_is_made_once(
         assert [launcher.start(run, 0).poll().status for run in runs] == [Status.DONE] * 6
     finally:
         launcher.close()
+    # A sound gate tells no groups of layers apart: eleven more trials each.
+    assert made.count("trial") < 2 * 11
     # The control names its judge by another key, and is evaluated by itself.
     assert (made.count("gate"), made.count("feed")) == (2, 6)
     kinds = Counter[str]()

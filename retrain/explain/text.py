@@ -246,6 +246,12 @@ def _memory(seen: "Explanation") -> Iterator[str]:
     yield from table_lines(rows, right=(1,), indent=GAP)
 
 
+_ONCE = (
+    "libraries, tokenizer, prompts and base weights, which forked workers share; parity gate,"
+    " evaluation before step 0 and first completions once for a seed"
+)
+
+
 def _time_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
     workers = ""
     if schedule.effective_parallelism > 1:
@@ -304,6 +310,4 @@ def _time_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
             f"recommended max_workers: {best.count} ({best.because})",
         )
     if schedule.forked:
-        common = "libraries, tokenizer, prompts and base weights, which forked workers share"
-        seed = "parity gate, evaluation before step 0 and first completions once for a seed"
-        yield ("start", "once", f"{common}; {seed}")
+        yield ("start", "once", _ONCE)

@@ -268,17 +268,13 @@ def adapter_suspects(
 
     A group's effect is what the learner's log-probs lose without the group, on the completions that
     the whole adapter changes most. The whole adapter counts as one more group, on all completions.
-    Groups are not told apart, at a learner's pass each, where all that differs is rounding.
     """
     trial.set(0.0)
     without = inputs.learner_logprobs(sampled.rows)
     whole = [own - other for own, other in zip(sampled.learner, without, strict=True)]
     by_change = sorted(range(len(whole)), key=lambda number: -float(np.abs(whole[number]).sum()))
-    probed, effects = by_change[:_PROBED], dict[str, Float32Array]()
-    differing = np.concatenate([sampled.differences[number] for number in probed])
-    if not np.sqrt(np.mean(np.square(differing))) <= _ROUNDING * inputs.sharpness:
-        effects = _group_effects(inputs, trial, strength, sampled, probed)
-    trial.set(strength)
+    probed = by_change[:_PROBED]
+    effects = _group_effects(inputs, trial, strength, sampled, probed)
     fits: list[Fit] = []
     # In half precision few tokens cannot tell an effect from rounding.
     fewest = _FITTED if inputs.half_precision else 1
@@ -316,14 +312,19 @@ def _group_effects(
     probed: Sequence[int],
 ) -> dict[str, Float32Array]:
     """Group of the adapter -> [n] what the learner's log-probs of the `probed` completions lose
-    without it. The trial adapter is left without the last group.
+    without it; nothing where all that differs is rounding. The trial adapter is whole afterwards.
     """
     rows = [sampled.rows[number] for number in probed]
     own = np.concatenate([sampled.learner[number] for number in probed])
+    differences = own - np.concatenate([row.logprobs for row in rows])
+    groups = groups_of(inputs, trial)
+    if np.sqrt(np.mean(np.square(differences))) <= _ROUNDING * inputs.sharpness:
+        groups = ()
     effects = {}
-    for group in groups_of(inputs, trial):
+    for group in groups:
         trial.set(strength, without=group)
         effects[group] = own - np.concatenate(inputs.learner_logprobs(rows))
+    trial.set(strength)
     return effects
 
 
