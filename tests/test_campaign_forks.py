@@ -235,9 +235,9 @@ def test_what_runs_of_a_seed_have_in_common_before_step_0_is_made_once(
     made: list[str] = []
 
     def counted(name: str, function: Any) -> Any:
-        def wrapped(*arguments: Any) -> Any:
+        def wrapped(*arguments: Any, **named: Any) -> Any:
             made.append(name)
-            return function(*arguments)
+            return function(*arguments, **named)
 
         return wrapped
 
