@@ -25,7 +25,9 @@ def test_the_wheel_trains_the_lab_in_an_environment_without_the_checkout(tmp_pat
     # is not searched for .pth files, so the checkout is not.
     site = folder / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*install, "--prefix", str(folder), str(wheel)], check=True)
+    # Without --ignore-installed pip would remove the checkout from its own environment.
+    aside = ["--ignore-installed", "--prefix", str(folder)]
+    subprocess.run([*install, *aside, str(wheel)], check=True)
     (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
