@@ -1,19 +1,18 @@
 """The first minutes on a GPU: what runs, how fast, and whether it is right. One file, without the
 packages that a bare machine may lack.
 
-    python benchmarks/gpu_first.py --output first.jsonl                    # Qwen3-4B's shapes and
-    random weights, under ten minutes python benchmarks/gpu_first.py --device cpu --shapes tiny
+    # Qwen3-4B's shapes and random weights, under ten minutes
+    python benchmarks/gpu_first.py --output first.jsonl
     # the same code without a GPU
+    python benchmarks/gpu_first.py --device cpu --shapes tiny
 
 Each probe prints one JSON line; one that fails says so in its line, and the others go on. The
-commands of a whole session of 30 minutes:
+commands of a whole session of 30 minutes; the last two need pydantic:
 
-    python benchmarks/gpu_first.py --output first.jsonl                                          # 8
-    minutes python -m pytest -q
-    tests/test_{cuda_device,decode_kernels,layer_kernels,engine_options}.py  # 8 minutes; needs
-    pydantic compute-sanitizer python benchmarks/gpu_first.py --shapes tiny --only
-    kernels,replay,learn python benchmarks/cuda.py --output benchmarks/results
-    # 9 minutes; needs pydantic
+    python benchmarks/gpu_first.py --output first.jsonl     # 8 minutes
+    compute-sanitizer python benchmarks/gpu_first.py --shapes tiny --only kernels,replay,learn
+    python -m pytest -q tests/test_{cuda_device,decode_kernels,layer_kernels,engine_options}.py
+    python benchmarks/cuda.py --output benchmarks/results   # 8 and 9 minutes
 """
 
 import argparse
@@ -76,7 +75,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 96,
     },
 }  # fmt: skip
-PLAIN = Variant(greedy=False, truncated=False, adapters="own")
+PLAIN = Variant(greedy=False, truncated=False, adapted=True)
 NO_END = np.array([2**31 - 1])
 Found = dict[str, Any]
 

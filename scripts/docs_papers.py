@@ -87,7 +87,7 @@ Another name of what is there:
 | spurious rewards ([2506.10947](https://arxiv.org/abs/2506.10947)) | `[reward] type = "random"` or `"majority"`, on any file |
 | LoRA without regret | `[model] lora_rank`; there is no arm that trains all weights |
 
-Not expressible, with the reason:
+Not here, with the reason:
 
 | paper | what is missing |
 |---|---|

@@ -7,13 +7,14 @@
 
 Claim and prediction stand at the head of each file of examples/replications. Of a page that exists
 the section "What it says" is kept: a reader writes it. With --smollm2 the campaigns run that model
-on chain_sum of reasoning_gym instead, for hours, and print the comparison.
+on the sums of examples/arithmetic.toml instead, for hours, and print the comparison.
 """
 
 import argparse
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from math import sqrt
 from pathlib import Path
@@ -79,7 +80,7 @@ def _run(name: str) -> None:
             scores = [member.score for member in group.members]
             verdicts.append([float(score.outcome is Outcome.RIGHT) for score in scores])
 
-    evaluate_run(ROOT / LAB, overrides=LUCK, say=print, keep=keep)
+    evaluate_run(ROOT / LAB, overrides=LUCK, log=print, keep=keep)
     file = ROOT / "logs" / "replications" / "luck.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(verdicts), encoding="utf-8")
@@ -91,8 +92,10 @@ def _campaign(name: str, model: Path | None) -> str:
     changes: list[str] = []
     if model is not None:
         folder = Path("logs", "replications-smollm2", name)
-        changes = ["--model", str(model), "--environment-provider", "reasoning_gym"]
-        changes += ["--environment-id", "chain_sum", "--log-dir", str(folder)]
+        changes = ["--model", str(model), "--log-dir", str(folder)]
+        sums = tomllib.loads((ROOT / "examples" / "arithmetic.toml").read_text(encoding="utf-8"))
+        for key, value in sums["environment"].items():
+            changes += [f"--environment-{key}", value if key != "args" else json.dumps(value)]
     if (ROOT / folder / "manifest.json").is_file():
         changes += ["--resume", str(folder)]
     retrain(f"examples/replications/{name}.toml", *changes)
@@ -120,12 +123,12 @@ def _head(name: str) -> Iterator[str]:
     lines = [line.removeprefix("# ").removeprefix("#") for line in comment.splitlines()]
     lines = [line for line in lines if line and "make replications" not in line]
     title, *rest = lines
-    yield from (f"# {title.partition(':')[0]}", "", title.partition(": ")[2])
-    for line in rest:
+    yield from (f"# {title.partition(':')[0]}", "")
+    for line in [title.partition(": ")[2], *rest]:
         if line.endswith(":"):
             yield from ("", f"## {line[:-1]}", "")
         else:
-            yield line
+            yield line.replace(" on the lab", " on [the lab](../lab.md)")
     yield from ("", "## Found", "", "```bash", f"make replications ONLY={name}", "```", "")
 
 
@@ -150,7 +153,7 @@ def _comparisons(name: str) -> Iterator[str]:
                 f" {100 * one['mean_difference']:+.1f} pp | {low:+.1f} to {high:+.1f} |"
                 f" {one['p_adjusted']:.2g} | {one['word']} |"
             )
-        yield from ("", f"{metric}: {comparison['answer']}", "")
+        yield from ("", comparison["answer"], "")
     if name == "mismatch":
         yield from _doses(folder, [arm["label"] for arm in first["arms"]])
 

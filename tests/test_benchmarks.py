@@ -2,17 +2,22 @@
 reported.
 """
 
+import ast
+import importlib
+import inspect
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "benchmarks"
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="memory is read from Linux's /proc"
@@ -160,3 +165,31 @@ def is_alive(pid: int) -> bool:
     """A zombie, which nobody has waited for yet, is not."""
     status = Path(f"/proc/{pid}/stat")
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_programs_beside_the_package_call_its_functions_as_they_are_defined() -> None:
+    for folder in ("benchmarks", "examples", "scripts"):
+        for path in (ROOT / folder).rglob("*.py"):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            names = imported_names(tree)
+            for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+                function = isinstance(call.func, ast.Name) and names.get(call.func.id)
+                given = [*call.args, *(word.arg for word in call.keywords)]
+                if not function or None in given or any(isinstance(a, ast.Starred) for a in given):
+                    continue
+                words = {str(word.arg): None for word in call.keywords}
+                try:
+                    inspect.signature(function).bind(*call.args, **words)
+                except TypeError as error:
+                    pytest.fail(f"{path}:{call.lineno}: {call.func.id}: {error}")
+
+
+def imported_names(tree: ast.Module) -> dict[str, Any]:
+    """What a program imports from the package, by the names that it gives."""
+    found = {}
+    for node in ast.walk(tree):
+        module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+        if module.startswith("retrain") and not module.startswith("retrain.model.kernels"):
+            home = importlib.import_module(module)
+            found.update({one.asname or one.name: getattr(home, one.name) for one in node.names})
+    return {name: one for name, one in found.items() if callable(one)}

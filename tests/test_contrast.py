@@ -7,20 +7,24 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
 
+from retrain.advantages.step import Segments
 from retrain.advantages.transforms import sure_sentence, top_share
+from retrain.analysis.power import seeds_needed
 from retrain.analysis.runs import StoredRun
 from retrain.backends.local.backend import LocalBackend
 from retrain.cli.main import main
 from retrain.config import TrainConfig, config_from_mapping, replaced
 from retrain.contrast import batch as batches
 from retrain.contrast.batch import Arm, Batch, load_base, opened, read_arms, take_batch
-from retrain.contrast.gradients import Contrast, contrast, halves
+from retrain.contrast.gradients import Contrast, _credit, _masks, contrast, halves
 from retrain.contrast.text import sentences
 from retrain.errors import ConfigurationError
 from retrain.records.token_table import read_tokens
@@ -196,6 +200,9 @@ def test_halves_agree_by_signal_over_signal_and_noise(
     mixed = 1 + np.random.default_rng(1).standard_normal((16, 20_000)) * np.sqrt(8)
     # Each half is a signal of 8 and a noise of sqrt(8 * 8) in every direction: S / (S + N) = 1/2.
     assert halves(mixed @ mixed.T)[1] == pytest.approx(0.5, abs=0.02)
+    # Two blocks have one halving, three have a block against two.
+    assert halves(np.array([[1.0, 0.5], [0.5, 4.0]])) == pytest.approx((0.25, 0.25, 0.25))
+    assert halves(np.eye(3) + 1)[1] == pytest.approx(2 / np.sqrt(2 * 6))
 
 
 def test_seeds_grow_as_arms_are_alike_and_noisy(
@@ -215,6 +222,27 @@ def test_seeds_grow_as_arms_are_alike_and_noisy(
     apart, said = of(0.3, 0.6)
     assert apart is not None and apart <= 8 and "8 seeds can tell them apart" in said
     assert of(0.9, -0.1)[0] is None and "noise alone" in of(0.9, -0.1)[1]
+    # Halves that agree by S / (S + N) have a noise of N / S, and the whole half of that: 1/2 and
+    # 3/2 of the two arms. Directions that differ by 1/4 in square, over 32 steps: sqrt(32 / 4 / 2).
+    base = dataclasses.replace(seen.arms[0], halves=0.5)
+    other = dataclasses.replace(seen.arms[1], halves=0.25, cosine=0.875)
+    assert dataclasses.replace(seen, arms=[base, other], steps=32).effect(other) == 2.0
+    for family in (1, 2):
+        one = dataclasses.replace(seen, arms=[base, *[other] * family], steps=32)
+        assert one.seeds_for(other) == seeds_needed(2.0, 1.0, comparisons=family)
+    assert seeds_needed(2.0, 1.0, comparisons=1) < seeds_needed(2.0, 1.0, comparisons=2)
+
+
+def test_quarters_are_of_each_completion(
+    loaded: tuple[Parts, LocalBackend, Batch], run: StoredRun
+) -> None:
+    """The middle of a token says in which quarter it lies."""
+    credit, _ = _credit(loaded[0], loaded[2], run.config)
+    group = SimpleNamespace(members=[credit.sources[0].members[0]] * 5)
+    tokens = SimpleNamespace(segments=Segments([4, 0, 8, 1, 3]))
+    _, first, last = _masks(cast(Any, SimpleNamespace(tokens=tokens, sources=[group])))
+    assert np.flatnonzero(first).tolist() == [0, 4, 5, 13]
+    assert np.flatnonzero(last).tolist() == [3, 10, 11, 15]
 
 
 def test_the_command_prints_draws_and_gives_json(

@@ -18,7 +18,7 @@ from retrain.config import TrainConfig
 from retrain.config.overrides import deep_merge
 from retrain.config.schema import Model
 from retrain.data.chat import ChatRenderer
-from retrain.environments import Environment, Episode, Observation, Result
+from retrain.environments import Environment, Episode, Observation, Result, reasoning_gym
 from retrain.environments.base import Split
 from retrain.environments.bridge import BridgedEpisode, RolloutBridge
 from retrain.environments.episodes import EpisodeHost, play
@@ -456,6 +456,39 @@ def test_a_hanging_episode_costs_only_itself(what: str) -> None:
         Outcome.COULD_NOT_JUDGE,
         Outcome.RIGHT,
     ]
+
+
+class OneTask:
+    """Stands for reasoning_gym."""
+
+    class factory:  # noqa: N801
+        DATASETS = ("task",)
+
+    @staticmethod
+    def create_dataset(*_: str, **__: int) -> Any:
+        return [{"question": "?", "answer": "a"}]
+
+
+def judge_with_a_slow_pattern() -> None:
+    sys.modules["reasoning_gym"] = OneTask  # type: ignore[assignment]
+    reasoning_gym._SEARCH_S = 0.5
+    environment = reasoning_gym.ReasoningGym("task", {"answer": "(a+)+$"})
+    host = EpisodeHost(environment, max_turns=1, timeout_s=0.3, correct_threshold=0.5)
+    (example,) = environment.examples("train")
+    assert "timeout_s = 0.3" in play(host, example, ["a" * 100_000 + "!"]).reason
+    slow = environment.episode()
+    slow.reset(example, 0)
+    with pytest.raises(TimeoutError, match=r"args\.answer = '\(a\+\)\+\$' searched longer than"):
+        slow.step("a" * 100_000 + "!")
+
+
+def test_a_pattern_that_backtracks_for_ever_costs_only_its_episode() -> None:
+    """In a process of its own: one that searches with `re` cannot be stopped by a signal."""
+    process = commands.forked(judge_with_a_slow_pattern)
+    process.join(240)
+    code = process.exitcode
+    process.kill()
+    assert code == 0
 
 
 class SelfPlaying(Misbehaving):

@@ -2,10 +2,12 @@
 was cut.
 """
 
+import json
 import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -19,6 +21,7 @@ from retrain.cli.main import main
 from retrain.config import TrainConfig, dump_toml, load_config, replaced, resume_differences
 from retrain.config.stored import campaign_command
 from retrain.errors import ConfigurationError, Interrupted, RunFailed
+from retrain.model.text import resolve_model
 from retrain.records.run_folder import RunFolder
 from retrain.run.session import Session
 from tests import commands
@@ -234,6 +237,30 @@ def test_what_may_not_change_is_refused_with_both_values(straight: Path) -> None
             small(straight, **merged(training={"lr": 0.5}, resume={"from": str(straight)})),
             quiet=True,
         )
+
+
+def test_a_run_that_goes_on_with_other_model_files_says_so_and_records_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, folder = tmp_path / "model", tmp_path / "run"
+    shutil.copytree(resolve_model("lab"), model)
+    config = small(folder, model={"model": str(model)}, training={"max_steps": 2, "save_every": 1})
+    small_run(config)
+    first = json.loads((folder / "environment.json").read_text())["model_sha256"]
+    (model / "notes.txt").write_text("other")
+    said = "The files of [model] model are others"
+    for steps, damaged in ((3, False), (4, True)):
+        assert said not in capsys.readouterr().out
+        if damaged:
+            (folder / "environment.json").unlink()
+        changes = {"training.max_steps": steps, "resume.from": str(folder)}
+        small_run(replaced(config, changes, origin="flag"))
+        stored = json.loads((folder / "environment.json").read_text())
+        if damaged:
+            assert stored["model_sha256"] != first and said not in capsys.readouterr().out
+        else:
+            assert stored["model_sha256"] == first != stored["resumed"][-1]["model_sha256"]
+            assert said in capsys.readouterr().out
 
 
 def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 that scores one reply.
 """
 
-import re
 from typing import TYPE_CHECKING, Any
+
+import regex
 
 from retrain.config.names import nearest
 from retrain.environments.base import Environment, Episode, Result, Split
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 _INSTRUCTION = "Give the final answer inside <answer> and </answer>."
 _ANSWER = r"(?s)<answer>(.*?)</answer>"
+_SEARCH_S = 10.0
+"""Maximum seconds for the answer in a reply: a pattern such as `(a+)+$` takes years for some."""
 _TRAIN, _EVALUATION = 512, 64
 """Problems of a split unless `size` and `evaluation_size` say otherwise."""
 _EVALUATION_SEEDS = 1_000_000
@@ -46,8 +49,8 @@ class ReasoningGym(Environment):
         self._instruction = str(given.pop("instruction", _INSTRUCTION))
         pattern = str(given.pop("answer", _ANSWER))
         try:
-            self._pattern = re.compile(pattern)
-        except re.error as error:
+            self._pattern = regex.compile(pattern)
+        except regex.error as error:
             raise ConfigurationError(
                 f"[environment] args.answer = {pattern!r} is not a regular expression: {error}."
             ) from error
@@ -107,7 +110,7 @@ class ReasoningGym(Environment):
 
 
 class _OneAnswer(Episode):
-    def __init__(self, sets: dict[str, Any], pattern: re.Pattern[str]) -> None:
+    def __init__(self, sets: dict[str, Any], pattern: Any) -> None:
         self._sets, self._pattern = sets, pattern
 
     def reset(self, example: Example, seed: int) -> None:
@@ -116,7 +119,13 @@ class _OneAnswer(Episode):
         self._row = self._set[example.info["row"]]
 
     def step(self, reply: str) -> None:
-        found = self._pattern.findall(reply)
+        try:
+            # `re` would hold the interpreter meanwhile, and no thread could stop the run.
+            found = self._pattern.findall(reply, timeout=_SEARCH_S, concurrent=True)
+        except TimeoutError:
+            raise TimeoutError(
+                f"args.answer = {self._pattern.pattern!r} searched longer than {_SEARCH_S:g} s"
+            ) from None
         self._answer = None
         if found:
             self._answer = str(found[-1]).strip()

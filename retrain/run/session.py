@@ -59,7 +59,7 @@ from retrain.run.parts import (
 from retrain.run.pressure import Pressure
 from retrain.run.rollout import PrefetchedRollout, Rollout
 from retrain.run.saver import Saver, Schedule
-from retrain.run.start import RunStart, open_run, refuse_other_data
+from retrain.run.start import RunStart, note_model, open_run, refuse_other_data
 from retrain.run.step_record import Step
 from retrain.system import read_object
 from retrain.tracking import Tracker, build_tracker
@@ -231,11 +231,13 @@ class Session:
         environment = read_object(self.folder.environment) | {
             "parity_gate": result and result.to_json(),
             "data_sha256": self.parts.prompts.fingerprint,
-            "model_sha256": model_fingerprint(self.config.model),
             "engine": asdict(self.parts.backend.engine.capabilities),
             "backend": asdict(self.parts.backend.capabilities),
             "loss": loss_notes(self.config),
         }
+        fingerprint, goes_on = model_fingerprint(self.config.model), self.saver.saved_at >= 0
+        if note := note_model(environment, fingerprint, goes_on=goes_on):
+            self.tracker.message(note)
         replace_file(self.folder.environment, json.dumps(environment, indent=2) + "\n")
         self.saver.rehearse()
 

@@ -26,7 +26,7 @@ from retrain.records.redact import Redactor
 from retrain.records.run_folder import MARKER, RunFolder, writer_lock
 from retrain.records.state import TrainerState
 from retrain.run.pressure import decided_by
-from retrain.system import expanded, read_object
+from retrain.system import Json, expanded, read_object
 
 
 @dataclass(frozen=True)
@@ -263,6 +263,23 @@ def refuse_other_data(opened: RunStart, fingerprint: str) -> None:
             f"[data] {key} holds other examples than those that {opened.folder.path} began with,"
             " which cannot change at resume; restore them, or start a new run."
         )
+
+
+def note_model(environment: Json, sha256: str | None, *, goes_on: bool) -> str:
+    """Put the fingerprint of the model's files into the content of environment.json: among what a
+    later session found, if the run `goes_on` from a checkpoint. Return what to say, or "".
+    """
+    later = environment.get("resumed")
+    if not (goes_on and later):
+        environment["model_sha256"] = sha256
+        return ""
+    later[-1]["model_sha256"] = sha256
+    if environment.get("model_sha256") in (None, sha256):
+        return ""
+    return (
+        "The files of [model] model are others than those that the run began with; if its weights"
+        " changed, restore them: the adapter was trained on the first ones."
+    )
 
 
 def _newest(
