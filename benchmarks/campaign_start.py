@@ -1,8 +1,9 @@
 """Eight parallel runs by fork beside eight by themselves: `python benchmarks/campaign_start.py`.
 
-The latter share nothing, as runs that `retrain` starts alone. Memory of the whole (proportional set size, in which a page that n processes share counts 1/n for
-each), seconds until all runs have passed their gate and sample step 0, seconds of the whole, and
-whether the runs are the same bytes. The two forms take turns; `--model` takes a folder.
+The latter share nothing, as runs that `retrain` starts alone. Memory of the whole (proportional set
+size: a page that n processes share counts 1/n for each), seconds until all runs have passed their
+gate and sample step 0, seconds of the whole, and whether the runs are the same bytes. The two forms
+take turns; `--model` takes a folder.
 """
 
 import argparse
@@ -64,14 +65,8 @@ def measure(
 ) -> dict[str, Any]:
     runs = runs_in(folder, model, steps, tokens)
     if not forked:  # each in a campaign's folder of its own
-        runs = [
-            next(
-                own
-                for own in runs_in(folder / run.name, model, steps, tokens)
-                if own.name == run.name
-            )
-            for run in runs
-        ]
+        apart = [runs_in(folder / run.name, model, steps, tokens) for run in runs]
+        runs = [own[number] for number, own in enumerate(apart)]
     launcher = launch.Subprocesses([()] * RUNS, "" if forked else "it is measured")
     launcher.notes.clear()
     began = time.monotonic()
