@@ -246,12 +246,6 @@ def _memory(seen: "Explanation") -> Iterator[str]:
     yield from table_lines(rows, right=(1,), indent=GAP)
 
 
-_ONCE = (
-    "libraries, tokenizer, prompts and base weights, which forked workers share; parity gate,"
-    " evaluation before step 0 and first completions once for a seed"
-)
-
-
 def _time_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
     workers = ""
     if schedule.effective_parallelism > 1:
@@ -309,5 +303,12 @@ def _time_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
             str(schedule.effective_parallelism),
             f"recommended max_workers: {best.count} ({best.because})",
         )
+    if schedule.total_runs > schedule.seeds > 0:
+        yield (
+            "shared",
+            f"{schedule.total_runs - schedule.seeds} of {schedule.total_runs}",
+            "runs take gate, evaluation before step 0 and first completions from one of their seed",
+        )
     if schedule.forked:
-        yield ("start", "once", _ONCE)
+        common = "libraries, tokenizer, prompts and base weights, which forked workers share"
+        yield ("start", "once", common)
