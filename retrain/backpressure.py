@@ -387,6 +387,7 @@ class BackpressureController:
         if not trusted or self.law is None:
             return Regime.UNKNOWN, self.batch_size
         if math.isinf(self.law.optimum):
+            # The configured batch may be above max_batch_size; to grow is not to fall to it.
             doubled = max(self.batch_size, min(2 * self.batch_size, settings.max_batch_size))
             # The next smaller concurrency observed.
             smaller = max((seen for seen, _ in self.observations if seen < p), default=None)

@@ -53,6 +53,7 @@ def _target(name: str, extra: str, installed: Distribution | None) -> str:
         return _folder(_SOURCE, name, extras, "-e ")
     if "dir_info" in origin:
         folder = Path(unquote(urlsplit(url).path))
+        # The core is made in a folder of the checkout, which `_folder` adds again.
         return _folder(folder.parent if folder.name == "core" else folder, name, extras)
     if "vcs_info" in origin:
         vcs, part = origin["vcs_info"], "#subdirectory=core" if name == _CORE else ""

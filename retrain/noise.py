@@ -77,6 +77,7 @@ def uniform(
     """
     words = philox(seed, stream, (a, b, c, d))
     high, low = words[0] >> np.uint64(5), words[1] >> np.uint64(6)
+    # 27 bits and 26 bits; the half keeps 0 and 1 out.
     bits = (high.astype(np.float64) * 67108864.0) + low.astype(np.float64)
     draws: npt.NDArray[np.float64] = (bits + 0.5) / 9007199254740992.0
     return draws

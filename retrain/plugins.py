@@ -234,6 +234,7 @@ def _file_of(name: str, config: "TrainConfig") -> Path | None:
             if where is None:
                 spec = None
                 break
+            # importlib.util.find_spec would import the parents, which is to run them.
             spec = PathFinder.find_spec(".".join(parts[: depth + 1]), where)
             where = spec.submodule_search_locations if spec is not None else None
         if spec is not None and spec.origin is not None and Path(spec.origin).is_file():
@@ -242,7 +243,7 @@ def _file_of(name: str, config: "TrainConfig") -> Path | None:
 
 
 def _modules_of(name: str, config: "TrainConfig") -> list[str]:
-    """Return the modules that may hold a dotted name, in the order in which they are tried."""
+    """Return the modules that may hold a dotted name, in the order of trial."""
     module = name.rpartition(".")[0]
     if name.startswith(OWN_PLUGINS):
         return [module]

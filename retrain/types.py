@@ -61,7 +61,7 @@ class Prompt:
     token_ids: Int32Array
     """[P] token ids."""
     messages: tuple[ChatMessage, ...] = ()
-    """What the chat template was given; empty for a prompt that was never text."""
+    """The messages that the chat template was given; empty for a prompt that was never text."""
 
     @property
     def prompt_id(self) -> str:

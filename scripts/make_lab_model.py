@@ -26,6 +26,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qw
 
 from retrain.data.lab import FAMILIES, examples
 from retrain.model.text import LAB_MODEL
+from retrain.types import ChatMessage
 
 SEED = 20_260_801
 
@@ -75,6 +76,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in (PAD, START, END)]
     )
+    return with_chat(tokenizer)
+
+
+def with_chat(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """The tokenizer as transformers loads it, with the lab's chat template."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,
@@ -114,12 +120,12 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 
 def encode_conversation(
-    tokenizer: PreTrainedTokenizerFast, rng: random.Random, errors: ErrorRates
+    tokenizer: PreTrainedTokenizerFast, messages: list[ChatMessage]
 ) -> tuple[list[int], list[bool]]:
     """Token ids as the chat template renders them, and True where the token is the assistant's own,
     its end of turn included.
     """
-    text = tokenizer.apply_chat_template(conversation(rng, errors), tokenize=False)
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
     ids = tokenizer.encode(text)
     header = tokenizer.encode(f"{START}assistant\n")
     mask, position = [False] * len(ids), 0
@@ -134,15 +140,19 @@ def encode_conversation(
     return ids, mask
 
 
+def step_conversations(step: int, phase: Phase) -> list[list[ChatMessage]]:
+    rng = random.Random(SEED * 1_000_003 + step)
+    return [conversation(rng, phase.errors) for _ in range(phase.batch)]
+
+
 def micro_batches(
-    tokenizer: PreTrainedTokenizerFast, step: int, phase: Phase
+    tokenizer: PreTrainedTokenizerFast, conversations: list[list[ChatMessage]]
 ) -> list[tuple[Tensor, Tensor]]:
     """The sequences of a step as [rows, length] ids and labels; -100 marks tokens without a
     loss.
     """
-    rng = random.Random(SEED * 1_000_003 + step)
     rows = sorted(
-        (encode_conversation(tokenizer, rng, phase.errors) for _ in range(phase.batch)),
+        (encode_conversation(tokenizer, messages) for messages in conversations),
         key=lambda row: len(row[0]),
     )
     parts: list[list[tuple[list[int], list[bool]]]] = [[]]
@@ -177,7 +187,8 @@ def pretrain(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, first:
     for phase in PHASES[first:]:
         adamw = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
         for step in range(phase.steps):
-            losses.append(accumulate_gradients(model, micro_batches(tokenizer, total, phase)))
+            batches = micro_batches(tokenizer, step_conversations(total, phase))
+            losses.append(accumulate_gradients(model, batches))
             total += 1
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             adamw.param_groups[0]["lr"] = LEARNING_RATE * schedule(step, phase.steps)

@@ -1,5 +1,6 @@
 """The lab: its problems, its packaged model, and the text that the model was made from."""
 
+import itertools
 import json
 import random
 import re
@@ -71,11 +72,21 @@ def test_a_reference_is_the_value_of_its_expression(difficulty: int) -> None:
         assert str(eval(expression)) == example.reference
 
 
-def test_the_last_difficulty_mixes_all_families_in_equal_parts() -> None:
-    tasks = [example.task for example in lab.examples("heldout", lab.MAX_DIFFICULTY)]
+def test_the_fifth_difficulty_mixes_the_four_families_in_equal_parts() -> None:
+    tasks = [example.task for example in lab.examples("heldout", lab.MIXED)]
     assert {tasks.count(f"lab/{family}") for family in lab.FAMILIES} == {
         len(tasks) // len(lab.FAMILIES)
     }
+
+
+def test_the_sixth_has_one_number_of_two_digits_and_often_two_digits_that_make_ten() -> None:
+    tens = 0
+    for example in lab.examples("train", 6):
+        numbers = sorted(int(text) for text in re.findall(r"\d+", str(example.prompt)))
+        digits, large = numbers[:3], numbers[3:]
+        assert digits[0] >= 1 and digits[2] <= 9 and 10 <= large[0] <= 59
+        tens += any(a + b == 10 for a, b in itertools.combinations(digits, 2))
+    assert 0.6 < tens / lab.NUM_EXAMPLES["train"] < 0.7
 
 
 def test_every_process_makes_the_same_examples() -> None:
@@ -98,7 +109,8 @@ def test_every_process_makes_the_same_examples() -> None:
 def test_the_problems_never_change() -> None:
     """Measured rates, and comparisons between versions, hold only for the same problems."""
     first = [lab.examples("heldout", difficulty)[0].prompt for difficulty in DIFFICULTIES]
-    assert first == ["37+45+54=?", "88-58+84-11=?", "39*4+45=?", "(47+28)*7-76=?", "37+45+54=?"]
+    assert first[:3] == ["37+45+54=?", "88-58+84-11=?", "39*4+45=?"]
+    assert first[3:] == ["(47+28)*7-76=?", "37+45+54=?", "8+4+6+46=?"]
 
 
 def test_the_problem_generator_imports_no_torch() -> None:
@@ -260,8 +272,8 @@ def test_the_model_is_trained_on_its_own_turns_as_the_chat_template_renders_them
 
     errors = make_lab_model.PHASES[-1].errors
     for seed in range(20):
-        ids, mask = make_lab_model.encode_conversation(tokenizer, random.Random(seed), errors)
         messages = make_lab_model.conversation(random.Random(seed), errors)
+        ids, mask = make_lab_model.encode_conversation(tokenizer, messages)
         assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
         learned = tokenizer.decode([token for token, own in zip(ids, mask, strict=True) if own])
         assert learned == "".join(

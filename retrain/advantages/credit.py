@@ -19,7 +19,7 @@ class CreditStages:
     episode: Float64Array
     """[N] episode advantages."""
     stages: dict[str, Float64Array]
-    """Stage -> token advantages [n], in the order in which the stages were applied; the last one
+    """Stage -> token advantages [n], in the order applied; the last one
     goes to the loss."""
     uncertainty: Float64Array | None
     """[n] uncertainty, capped and before SEPA; None if nothing reads it."""

@@ -306,6 +306,7 @@ def gtpo_group_weights(
     `groups` and `advantages` are [N]. Source: arXiv 2508.04349, equations 3 and 5.
     """
     means = np.zeros(segments.total)
+    # `spreads` are views, so that filling them fills `means`.
     pieces, spreads = segments.split(uncertainty), segments.split(means)
     cohorts: dict[tuple[int, float], list[int]] = {}
     for index, (group, advantage) in enumerate(zip(groups, advantages, strict=True)):

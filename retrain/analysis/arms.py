@@ -41,8 +41,8 @@ _RECORDED = {
 
 @dataclass(frozen=True)
 class Overlap:
-    """What the two runs of a pair share: how many pairs saw the same prompts, how many also drew
-    the same sampling noise, and what else differed.
+    """Data and noise that the two runs of a pair share: how many pairs saw the same prompts,
+    how many also drew the same sampling noise, and what else differed.
     """
 
     pairs: int
@@ -51,11 +51,11 @@ class Overlap:
     samplers: tuple[str, ...]
     """Samplers that chose the prompts of some run by what its rewards showed."""
     unrecorded: int
-    """Pairs in which a run did not record its data, so the prompts are not known."""
+    """Pairs with a run that did not record its data, so the prompts are not known."""
     differing_keys: tuple[str, ...]
     """Keys that change the training and differ between the runs of some pair."""
     environment: tuple[str, ...]
-    """What differs between the recorded environments of some pair, in words."""
+    """Differences between the recorded environments of some pair, in words."""
 
     @property
     def is_same(self) -> bool:

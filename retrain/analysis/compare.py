@@ -225,8 +225,7 @@ class Comparison:
     left_out: Sequence[str]
     notes: Sequence[str]
     planned: str = ""
-    """Whether it is as planned before the first run, in a sentence; "" where no plan was
-    recorded."""
+    """Return a sentence on whether it is as planned before the first run; "" without a plan."""
     looks: Sequence[Look] = ()
     """The looks of the campaign; empty unless the comparison is as planned."""
     budget: Budget | None = None

@@ -157,7 +157,7 @@ def _about_failures(contrast: Contrast, comparison: Comparison) -> Iterator[str]
 
 
 def _second_line(contrast: Contrast, robust: SecondLine) -> str:
-    """Whether the verdict stands with failed and collapsed runs at their worst, seen and unseen."""
+    """True if the verdict stands with failed and collapsed runs at their worst, seen and unseen."""
     ahead = (
         contrast.condition
         if contrast.conclusion.verdict is Verdict.IMPROVEMENT

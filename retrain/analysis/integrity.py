@@ -57,7 +57,7 @@ def problems_of(campaign: Path, runs: Iterable[StoredRun]) -> dict[Path, str]:
 
 
 def _contradiction(run: StoredRun) -> str:
-    """What the files of one run's folder say differently, as a predicate; "" if they agree."""
+    """Contradiction between the files of one run's folder, as a predicate; "" if they agree."""
     config = run.config
     if run.folder.trainer_state.is_file():
         state = read_object(run.folder.trainer_state)

@@ -288,7 +288,7 @@ def files_differ(one: StoredRun, other: StoredRun, steps: range) -> str:
 
 
 def absent(one: StoredRun, other: StoredRun, steps: range) -> list[str]:
-    """What `other` holds of `steps` and `one` does not, so that nothing was compared with it."""
+    """Steps of `steps` that `other` holds and `one` does not: nothing was compared with them."""
     ours, theirs = _answers(one, steps), _answers(other, steps)
     found = [f"the answers of step {step}" for step in theirs if step not in ours]
     found += [

@@ -202,7 +202,7 @@ class Pilot:
     freedom: int
     """Degrees of freedom of `sd`."""
     source: str
-    """What it was estimated from, in words."""
+    """The runs that it was estimated from, in words."""
     comparisons: int
     """Conditions besides the baseline."""
     held_out: HeldOutVariances | None

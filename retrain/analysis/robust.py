@@ -26,7 +26,7 @@ _COLLAPSED = 0.5
 
 @dataclass(frozen=True)
 class SecondLine:
-    """Whether a verdict stands on the second line."""
+    """The second line under a verdict: does it stand with failed runs at their worst?"""
 
     stands: bool
     fallen: Mapping[str, list[int]]

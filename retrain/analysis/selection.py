@@ -31,7 +31,7 @@ PairOfLabels = tuple[str, str]
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be compared with what."""
+    """The arms to be compared, and with which."""
 
     baseline: str
     test: TestSettings

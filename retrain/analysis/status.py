@@ -99,8 +99,7 @@ class CampaignStatus:
     path: Path
     runs: tuple[RunStatus, ...]
     evidence: str = ""
-    """What the looks of a campaign with stop = "evidence" have found, in a sentence; "" before the
-    first."""
+    """A sentence on the looks of a campaign with stop = "evidence"; "" before the first."""
 
     @property
     def counts(self) -> dict[str, int]:

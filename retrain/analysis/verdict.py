@@ -47,7 +47,7 @@ class TestSettings:
     """Differences below this are equivalent, in the metric's units; None: no verdict of
     equivalence."""
     effect: float | None = None
-    """The difference for which the number of seeds is computed; None: not computed."""
+    """The number of seeds is computed for this difference; None: not computed."""
     power: float = 0.8
     lower_is_better: bool = False
     """Overrides the metric's own direction."""

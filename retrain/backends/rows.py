@@ -234,7 +234,7 @@ class Update:
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Of a loss of one's own: (sum, number) of the values of each of its metrics."""
     nonfinite: str = ""
-    """The tensor for which the update was skipped; "" if it was done."""
+    """The tensor that was not finite, so that the update was skipped; "" if it was done."""
 
 
 def step_result(

@@ -113,7 +113,7 @@ class Board:
         self._out = out or sys.stdout
         self._mask = Redactor().text
         self._said: dict[str, Progress] = {}
-        """What the last line of each run said, so that none is repeated."""
+        """The last line of each run, so that none is repeated."""
         self._final: dict[str, Progress] = {}
         """Runs that are not running, which need not be read again."""
         self._numbers = {entry.name: number for number, entry in enumerate(manifest.runs, start=1)}

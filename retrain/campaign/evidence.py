@@ -114,7 +114,7 @@ class EvidenceRule:
         )
 
     def _failed(self, seed: int) -> list[str]:
-        """The undecided conditions for which a run of this seed's pair has failed."""
+        """The undecided conditions with a failed run in this seed's pair."""
         baseline = self._plan.conditions[0]
         pairs = {
             condition: [self._runs[label, seed] for label in (condition, baseline)]

@@ -91,7 +91,7 @@ class Manifest:
 
     @classmethod
     def of_plan(cls, plan: CampaignPlan, now: datetime) -> "Manifest":
-        """A manifest in which every run is pending."""
+        """A manifest with every run pending."""
         runs = [
             RunEntry(run.name, run.condition, run.seed, dir=f"{RUNS}/{run.name}")
             for run in plan.runs

@@ -35,7 +35,7 @@ _MIN_FREE = 10 * 2**30
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found."""
+    """The finding of one check."""
 
     name: str
     state: Literal["ok", "note", "lacks"]

@@ -30,7 +30,7 @@ _MEANT = {
     "a file with [squeeze] adapter_path is one: `retrain FILE.toml`": ("squeeze",),
     "`retrain plugins` lists what every key can be": ("plugin",),
 }
-"""What to do instead -> words of other programs."""
+"""Advice -> the words of other programs that it answers."""
 
 
 def advice(arguments: Sequence[str]) -> str:

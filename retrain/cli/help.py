@@ -163,7 +163,7 @@ def reference(section: str, width: int = MAX_WIDTH) -> str:
 
 
 def _options(width: int) -> Iterator[str]:
-    """What the table [backend.options] takes."""
+    """The keys of the table [backend.options]."""
     from retrain.config.keys import Key
     from retrain.config.schema import BACKEND_OPTIONS
 

@@ -22,11 +22,11 @@ _GENERATED = re.compile(f"{re.escape(BEGIN)}\n.*?{re.escape(END)}\n", re.DOTALL)
 class Topic:
     name: str
     source: str
-    """What stands below its heading, marks included."""
+    """The text below its heading, marks included."""
 
     @property
     def text(self) -> str:
-        """What a reader sees."""
+        """The text as a reader sees it."""
         return self.source.replace(f"{BEGIN}\n", "").replace(f"{END}\n", "").strip("\n") + "\n"
 
     @property

@@ -164,7 +164,7 @@ def _result(done: "Migration", *, check: bool) -> str:
 
 @dataclass
 class Migration:
-    """What became of one configuration."""
+    """The fate of one configuration."""
 
     name: str
     old: str

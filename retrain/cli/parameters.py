@@ -36,9 +36,9 @@ class Parameter:
     name: str
     """--option, or an argument's name."""
     value: str
-    """What follows an option: "N", "text|json"; "" for a switch and for an argument."""
+    """The value after an option: "N", "text|json"; "" for a switch and for an argument."""
     text: str
-    """What it does, with its default."""
+    """Its help, with its default."""
     allowed: str
     """The values in words."""
     is_option: bool

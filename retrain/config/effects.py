@@ -47,7 +47,7 @@ ENGINE_SECTIONS = ("inference",)
 
 @dataclass(frozen=True)
 class Effect:
-    """What becomes of some keys, and why."""
+    """The outcome for some keys, and why."""
 
     keys: tuple[str, ...]
     """ "section.key", or "section.*"."""
@@ -478,7 +478,7 @@ _RUNS: Rows = (
     ),
     *_implied_by_names(),
 )
-"""In the order in which reasons are preferred."""
+"""In the order of preference."""
 RUNS = Table(_RUNS)
 
 

@@ -203,7 +203,7 @@ class _Member:
     """Literal, list, dict or a plain type."""
     args: tuple[Any, ...]
     metadata: tuple[Any, ...]
-    """What Annotated says of the member and of the union."""
+    """The metadata of Annotated, on the member and on the union."""
 
     @property
     def plain(self) -> list[type]:

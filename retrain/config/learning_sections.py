@@ -148,7 +148,7 @@ class Model(Section):
 
     model: PathText = key(
         "Qwen/Qwen3-4B-Instruct-2507",
-        'Model id on the Hugging Face hub, a local folder, or "lab".',
+        'Model id on the Hugging Face hub, a local folder, "lab" or "lab2".',
         min_length=1,
         sets_step_time=True,
     )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def deep_merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Json:
-    """A new table in which `above` wins, and tables that both hold are merged."""
+    """Return a new table: `above` wins, and tables that both hold are merged."""
     merged = dict(below)
     for name, value in above.items():
         old = merged.get(name)

@@ -303,6 +303,7 @@ def _gold_gradient(parts: Parts, backend: LocalBackend) -> Float64Array | None:
     rows = [_gold_row(parts, number, prompt) for number, prompt in enumerate(answered)]
     if not rows:
         return None
+    # With its own log-probs as the sampler's every ratio is 1, and its gradient the log-prob's.
     scored = backend.logprobs(rows)
     rows = [replace(row, logprobs=own) for row, own in zip(rows, scored, strict=True)]
     plain: dict[str, object] = {

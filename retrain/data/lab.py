@@ -2,9 +2,10 @@ r"""The lab's arithmetic: problems made from counter-based noise, so that a fres
 download.
 
 A problem is a chain of operations worked from left to right, "(61-35)*4+27=?", and its reference is
-the last value as text. Each difficulty has one family of problems, and the last difficulty mixes
-them. The packaged lab model was pre-trained on the training side of the same families only
-(scripts/make_lab_model.py), so the held-out problems are new to it and to every run.
+the last value as text. Each difficulty has one family of problems; the fifth mixes the four before
+it, and the sixth is the second lab model's own. The packaged models were pre-trained on the
+training side of the same families only (scripts/make_lab_model.py, scripts/make_lab2_model.py), so
+the held-out problems are new to them and to every run.
 """
 
 import hashlib
@@ -22,9 +23,12 @@ from retrain.types import Example
 Split = Literal["train", "heldout"]
 
 FAMILIES = ("sum3", "chain4", "product", "expression")
-"""The families of problems in order of difficulty, from 1; one difficulty more mixes all of them in
-equal parts."""
-MAX_DIFFICULTY = len(FAMILIES) + 1
+"""The families of problems in order of difficulty, from 1."""
+MIXED = len(FAMILIES) + 1
+"""The difficulty that mixes all of them in equal parts."""
+LAB2_FAMILY = "sum4"
+"""The problems of the second lab model, at the last difficulty."""
+MAX_DIFFICULTY = MIXED + 1
 NUM_EXAMPLES: dict[Split, int] = {"train": 4096, "heldout": 512}
 
 _PROBLEM_SEED = 20_260_801  # fixed: the lab's problems are the same in every run, whatever its seed
@@ -118,6 +122,8 @@ def build_problem(family: str, draws: Sequence[float]) -> Problem:
     def times_digit() -> tuple[str, int]:
         return "*", 2 + int(8 * next(uniforms))
 
+    if family == LAB2_FAMILY:
+        return _sum_of_four(draws)
     first = value = two_digits()
     steps: list[tuple[str, int]] = []
     for kind in _PATTERNS[family]:
@@ -132,6 +138,20 @@ def build_problem(family: str, draws: Sequence[float]) -> Problem:
     return Problem(family, first, tuple(steps))
 
 
+def _sum_of_four(draws: Sequence[float]) -> Problem:
+    """A number of 10 to 59 and three digits in any order; in half of the problems, and by chance in
+    some others, two of the digits make 10.
+    """
+    place, tens, first, second, third, paired = draws[:6]
+    digits = [1 + int(9 * draw) for draw in (first, second, third)]
+    if paired < 0.5:
+        kept = int(6 * paired)  # which of the three makes no ten
+        one, other = (number for number in range(3) if number != kept)
+        digits[other] = 10 - digits[one]
+    digits.insert(int(4 * place), 10 + int(50 * tens))
+    return Problem(LAB2_FAMILY, digits[0], tuple(("+", digit) for digit in digits[1:]))
+
+
 _PATTERNS = {"sum3": "++", "chain4": "±±±", "product": "*±", "expression": "±*±"}
 
 
@@ -140,10 +160,12 @@ def families(difficulty: int) -> tuple[str, ...]:
     if not 1 <= difficulty <= MAX_DIFFICULTY:
         raise ConfigurationError(
             f"[data] difficulty = {difficulty}: the lab has 1 to {MAX_DIFFICULTY}, which are "
-            f"{', '.join(FAMILIES)} and a mixture of them; choose one of these."
+            f"{', '.join(FAMILIES)}, a mixture of them, and {LAB2_FAMILY}; choose one of these."
         )
-    if difficulty == MAX_DIFFICULTY:
+    if difficulty == MIXED:
         return FAMILIES
+    if difficulty == MAX_DIFFICULTY:
+        return (LAB2_FAMILY,)
     return (FAMILIES[difficulty - 1],)
 
 
@@ -158,7 +180,7 @@ def problems(split: Split, family: str) -> Iterator[Problem]:
         draws = uniform(
             _PROBLEM_SEED,
             _PROBLEM_STREAM,
-            FAMILIES.index(family),
+            (*FAMILIES, LAB2_FAMILY).index(family),
             index,
             np.arange(_DRAWS)[None, :],
             0,

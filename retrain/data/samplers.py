@@ -140,6 +140,7 @@ class Pools(_Counting):
         chosen: list[int] = []
         for pool, number in zip(pools, wanted, strict=True):
             chosen += self._in_turn(pool, min(number, len(pool)), uniforms)
+        # Large fractions, or their rounding, can ask for more than a step has.
         chosen = chosen[:count]
         rest = np.setdiff1d(np.arange(self.size), chosen)
         return chosen + self._in_turn(
@@ -245,6 +246,7 @@ def build_sampler(config: "TrainConfig", examples: Sequence[Example]) -> PromptS
             with user_code(where, ConfigurationError):
                 made: PromptSampler = plugin(some, data.sampler_params)
         except ConfigurationError as error:
+            # A sampler raises ValueError for wrong params; another error is a fault of its own.
             if isinstance(error.__cause__, ValueError):
                 raise ConfigurationError(f"[data] sampler_params: {error.__cause__}.") from error
             raise
@@ -269,7 +271,7 @@ _TOKEN = np.zeros(1, np.int32)
 
 
 def _trial_problem(name: str, make: Any, examples: list[Example], count: int) -> str:
-    """What is wrong with a sampler, tried for three steps; "" if nothing was found."""
+    """Return the fault of a sampler, tried for three steps; "" if none was found."""
     size = len(examples)
     tried = make(examples)
     for step in range(3):

@@ -111,7 +111,7 @@ class DaemonThreads:
 
 
 Answer = Observation | Score
-"""What comes after a reply: something to reply to, or the score."""
+"""The answer to a reply: something to reply to, or the score."""
 
 
 # -- episodes --------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class RunningEpisode:
         self._job = self._host.submit(partial(self._step, text, last))
 
     def end(self) -> None:
-        """Ask for the score without a further reply, for which there is no room."""
+        """Ask for the score without a further reply: there is no room for one."""
         self._job = self._host.submit(self._conclude)
 
     @property

@@ -80,6 +80,7 @@ class VerifiersV0(Environment):
 
     async def _rollout(self, bridge: RolloutBridge, example: Example, seed: int) -> Result:
         assert example.info is not None
+        # The episodes of a group share the row, and a rollout may change what it is given.
         row = deepcopy(dict(self._rows[example.info["split"]][example.info["row"]]))
         state = await self._environment.rollout(row, _SamplerClient(bridge), "policy", {})
         error = state.get("error")

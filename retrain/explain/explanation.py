@@ -195,7 +195,7 @@ class Explanation:
     """One sentence for each thing that this machine lacks: a device, a package, a model."""
     conditions: tuple[ExplainedCondition, ...] = ()
     runs: tuple[CampaignRun, ...] = ()
-    """The runs in the order in which they start."""
+    """The runs, in the order of their start."""
     schedule: Schedule | None = None
     memory: "Memory | None" = None
     memory_unknown: str = ""
@@ -346,7 +346,7 @@ def _capabilities(
 
 @dataclass
 class InputProblems:
-    """What runs would say about their plugins, rewards, data files and packages."""
+    """Warnings of runs about their plugins, rewards, data files and packages."""
 
     refused: list[str] = field(default_factory=list)
     """Refused by the run, exit 2."""

@@ -79,7 +79,7 @@ def _seeds(seen: "Explanation") -> list[int]:
 
 
 def _facts(seen: "Explanation") -> Iterator[tuple[str, str]]:
-    """Name and words of each fact, in the order in which they are shown."""
+    """Name and words of each fact, in the order shown."""
     run, config = seen.runs[0], seen.runs[0].config
     training = config.training
     folder = seen.config.resume.from_ or seen.config.logging.log_dir

@@ -26,7 +26,7 @@ from retrain.model.head import chunk_rows
 from retrain.model.truncation import FixedKeptSets
 
 BUCKETS: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, *range(96, 513, 32))
-"""Numbers of rows for which there is a step; the rows beyond the active ones compute and are not
+"""Numbers of rows that have a step of their own; rows beyond the active ones compute and are not
 read."""
 _RING = 64
 """Steps whose draws are on the device at a time."""
@@ -283,6 +283,7 @@ class FixedStep:
                 self.step(rows, variant)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
+        # One memory for all graphs: one runs at a time, and its results lie in the buffers.
         shared = None
         if self._graphs:
             shared = next(iter(self._graphs.values())).pool()

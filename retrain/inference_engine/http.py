@@ -45,9 +45,9 @@ class Patience:
     """
 
     silent_s: float = math.inf
-    """Seconds for which a busy or silent server is asked again: `[inference] patience_s`."""
+    """Seconds of asking a busy or silent server again: `[inference] patience_s`."""
     total_s: float = 60.0
-    """Seconds for which an answer that is unfit is asked for again, and `attempts` its limit."""
+    """Seconds of asking again for an answer that is unfit, and `attempts` its limit."""
     attempts: int = 10
     word_s: float = 30.0
     """Seconds between two lines on how much patience is left."""
@@ -417,6 +417,7 @@ class ServerPool:
             if not self.alive:
                 raise TransientFailure("; ".join(server.problem for server in dead), gone=False)
         else:
+            # Beside the request, which does not wait for a server that may stay away.
             for server in dead:
                 if now - server.looked_at > self._patience.recheck_s:
                     server.looked_at = now

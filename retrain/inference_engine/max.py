@@ -175,6 +175,7 @@ class MAXEngine(ServedEngine):
         command.add("--max-batch-size", str(concurrent_sequences(config.training)))
         if needs.device != "cpu":
             rank = str(config.model.lora_rank)
+            # Two adapters: a new version is loaded before the old one goes.
             command.add("--enable-lora", "--max-lora-rank", rank, "--max-num-loras", "2")
             command.add("--no-enable-prefix-caching", "--prefer-module-v3")
         elif config.inference.prefix_caching:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from retrain.config import TrainConfig
 
 _ROPE_THETA = 10000.0
-"""What MLX-LM takes where config.json names none."""
+"""MLX-LM's value where config.json names none."""
 _CONVERTED = "mlx"
 """The adapter in MLX's format, a folder inside the PEFT folder."""
 

@@ -232,6 +232,7 @@ class OpenAIDialect(VLLMDialect):
                 problem = f"{characters:,} characters as {counted:,}"
             fits = counted <= most and characters <= _MAX_TOKEN_CHARACTERS * most
         else:
+            # U+FFFD stands for bytes of a cut character, and would count as more tokens.
             longest = max(
                 len(self.texts.encode((one.text or "").replace("\ufffd", ""))) for one in sampled
             )

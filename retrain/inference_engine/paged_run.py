@@ -185,6 +185,7 @@ class Pager:
         key = prompt_key(request)
         if self.shares(row) and key in cached:
             using[key] = cached.pop(key)
+        # The last token of an extended row was drawn and never fed, so it is not cached.
         extended = row_key(row.job, request.prompt_ids[: max(0, request.extends - 1)])
         begun = cached.pop(extended, None)
         tokens = len(row.ids)
@@ -401,6 +402,7 @@ class PagedRun:
         if entering:
             self._prefill(sequences)
             self._draw_first(entering, using)
+        # Not before, or a further reservation could evict what an entering row reads.
         for key, prompt in using.items():
             self._pager.cached[key] = prompt
 

@@ -36,7 +36,7 @@ from retrain.model.truncation import Cuts
 from retrain.types import Completion
 
 _FIRST_TOKENS = 64
-"""Completion tokens for which a row has room at first; the arena doubles as completions grow."""
+"""Completion tokens that a row has room for at first; the arena doubles as completions grow."""
 
 
 class DecodeRun:
@@ -160,6 +160,7 @@ class DecodeRun:
             self._prompts[key] = state
             self._prefixes.put(key, state)
         states = [self._prompts[key] for key in keys]
+        # Completions of a prompt wait side by side, so only the next one's is still needed.
         following = {prompt_key(job.request) for job in islice(self._waiting, 1)}
         self._prompts = {key: state for key, state in self._prompts.items() if key in following}
         return states

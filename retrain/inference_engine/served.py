@@ -204,6 +204,7 @@ class ServedEngine(InferenceEngine):
         self._room = asyncio.Semaphore(self._dialect.concurrency * len(self._pool.servers))
         self._run = f"retrain-{token_hex(4)}"
         place = _place_of_adapters(config)
+        # A run that was killed could not remove its own.
         for old in place.glob(f"{_FOLDER}*"):
             if _owner_is_dead(old):
                 shutil.rmtree(old, ignore_errors=True)
@@ -319,6 +320,7 @@ class ServedEngine(InferenceEngine):
                 f"returned {len(sampled)} completions and was asked for {request.count}"
             )
         for one in sampled:
+            # Text alone comes without the ids and log-probs that are checked here.
             if one.text is not None:
                 continue
             damage = _damage(one)

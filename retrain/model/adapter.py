@@ -56,6 +56,8 @@ def philox(
     x0, x1, x2, x3 = torch.broadcast_tensors(*words)  # type: ignore[no-untyped-call]
     key0, key1 = seed & _MASK, int(stream) & _MASK
     for _ in range(10):
+        # int64 wraps around, and its shift to the right repeats the sign; the masks leave what
+        # unsigned words would give.
         product0, product1 = x0 * _MULTIPLIERS[0], x2 * _MULTIPLIERS[1]
         x0, x1, x2, x3 = (
             ((product1 >> 32) & _MASK) ^ x1 ^ key0,
@@ -298,6 +300,7 @@ class Adapter:
                         f" give {ours[key]}; make them the same."
                     )
             return self._read(folder)
+        # It is a ValueError too, but already says which key to change.
         except ConfigurationError:
             raise
         except FileNotFoundError as error:

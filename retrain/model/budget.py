@@ -143,6 +143,7 @@ def plan_decode(
         )
     allowance = 1.0 if paged else _STORE_ALLOWANCE
     tokens = int(memory_bytes / (per_token * allowance))
+    # Two pages may be full in part: the row's last, and its prompt's, which it has a copy of.
     if tokens < tokens_per_row + (2 * PAGE_TOKENS if paged else 0):
         needed = per_token * allowance * tokens_per_row
         raise EnvironmentFailure(

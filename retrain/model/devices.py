@@ -62,6 +62,7 @@ def engine_options(
             ' "bf16" or "int8", or another device.'
         )
     kv_storage = _KV_STORAGE.get(inference.kv_cache_dtype)
+    # Pages are read by torch's flash kernel, from torch 2.12 on, or by ours in Triton.
     has, flash = has_flash(device_type, dtype), inference.attention_kernel != "cutlass"
     return EngineOptions(
         weights=None if dtype == model_dtype else dtype,

@@ -117,6 +117,7 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
         adapter_copies=fused.adapter_copy_bytes if fused else 0,
         kept_per_token=kept,
         gradients_per_token=layer,
+        # The division above rounds down, hence + 1.
         checkpointed_per_token=text.num_hidden_layers * stream + layer + 1,
         offloaded_per_token=2 * stream + layer + 1,
     )

@@ -437,6 +437,7 @@ def shrunken(model: Any) -> Any:
     config.hidden_size, config.intermediate_size = 8 * config.num_attention_heads, 24
     config.vocab_size = _PROBE_TOKENS
     config.num_hidden_layers = max(1, len(types))
+    # Ids of the whole vocabulary, which the small one need not have.
     config.pad_token_id = config.bos_token_id = config.eos_token_id = None
     config._attn_implementation = "eager"
     if types:

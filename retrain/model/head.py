@@ -213,6 +213,7 @@ class _Chunk:
         """`products` [rows, V] is memory, which the chunk makes its own."""
         self.head, self.targets, self.temperature = head, targets, temperature
         logits = head.logits(hidden, products)
+        # What follows works in place; the slope of the cap needs the capped logits.
         self.capped = logits.clone() if head.softcap is not None else None
         u = logits
         if temperature != 1.0:
@@ -220,6 +221,7 @@ class _Chunk:
         if kept is not None:
             keep_only(u, targets, kept)
         u.sub_(u.amax(-1, keepdim=True))
+        # The exponentials overwrite u, which an entropy reads once more.
         self._u = u.clone() if entropy else None
         of_target = u.gather(-1, targets.unsqueeze(-1))
         self._weights = exponentials(u, out=u)

@@ -263,6 +263,7 @@ def plan(budget: Budget, world: World = ALONE, *, shares: bool = True) -> Machin
     # same time.
     alone = world.size == 1 and len(config.backend.device_list) == 1
     can_share = shares and alone and machine.device_type == "cpu" and can_fork()
+    # Fewer workers than that would leave more than half of the processor idle.
     if not can_share or 2 * workers < machine.threads:
         rows, workers, threads = decode.rows, 1, machine.threads
     return MachineChoices(

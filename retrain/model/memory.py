@@ -343,6 +343,7 @@ def predict_memory(
     model_config = load_model_config(model.model, model.revision, model.trust_remote_code)
     size = _size_without_weights(config, model_config, device, shards)
     budget = Budget(config, model_config, size, machine)
+    # With the allowance for prompts, as the run itself plans before it knows them.
     choices = choices or plan(budget)
     budget = replace(budget, prompt_tokens=prompt_tokens)
     return Memory(str(device), str(sampler or device), budget, choices, shards.size)

@@ -116,6 +116,8 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, *normalisers = ctx.saved_tensors
+        # The softmax's gradient is w (dw - sum(w dw)), and that sum is sum(grad * output) (arXiv
+        # 2205.14135).
         dot = (grad * output).sum(-1, keepdim=True)
         grad_tokens, prompt_grads = [], []
         for block, normaliser in zip(ctx.blocks, normalisers, strict=True):
@@ -151,7 +153,7 @@ class _Source:
     """[b, L, D]"""
     values: Tensor
     grad_keys: Tensor
-    """[b, L, D] gradients, to which each turn adds."""
+    """[b, L, D] gradients; each turn adds to them."""
     grad_values: Tensor
     own: bool
 

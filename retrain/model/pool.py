@@ -112,6 +112,7 @@ class Pool:
             for pipe in wait(busy):
                 worker = busy[pipe]  # type: ignore[index]  # wait returns some of its keys
                 message = worker.receive()
+                # It was at work for an earlier call, whose caller stopped listening.
                 if worker not in asked:
                     continue
                 if isinstance(message, Exception):
@@ -185,6 +186,8 @@ class _Fork:
             for number in _IGNORED:
                 signal.signal(number, signal.SIG_IGN)
             die_with_parent(parent)
+            # A collection would write to the pages that are shared with the parent, and so copy
+            # them.
             gc.freeze()
             serve(pipe)
         except EOFError:

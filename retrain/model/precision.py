@@ -39,6 +39,7 @@ def computed_in(base: BaseModel, dtype: torch.dtype) -> Iterator[BaseModel]:
     embedding, blocks = base.model.get_input_embeddings(), layers(base.decoder)
     inside = set(chain.from_iterable(block.modules() for block in blocks))
     inside.add(embedding)
+    # Outside of the blocks a module converts its own weights alone: those inside it are units too.
     units = [*blocks, *(module for module in base.decoder.modules() if module not in inside)]
     hooks = [embedding.register_forward_hook(lambda *called: called[-1].to(dtype))]
     for unit in units:

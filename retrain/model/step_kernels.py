@@ -65,7 +65,7 @@ class StepKernels(Protocol):
         ...
 
     def gate(self, gates: Tensor, pending: LoraTerm | None) -> Tensor:
-        """silu(gate) * up [N, I] of both side by side, to which `pending` is added."""
+        """silu(gate) * up [N, I] of both side by side, after `pending` is added."""
         ...
 
     def scaled_product(

@@ -36,6 +36,8 @@ __all__ = [
 
 LAB_MODEL = Path(__file__).resolve().parent.parent / "assets" / "lab"
 """The packaged model: what `model = "lab"` resolves to."""
+LAB_MODELS = {"lab": LAB_MODEL, "lab2": LAB_MODEL.with_name("lab2")}
+"""The packaged models by name."""
 _PROBE = (  # stands for an assistant's turn, to find what a chat template writes behind it
     "retrain-marks-this-turn"
 )
@@ -62,11 +64,11 @@ class TextModel:
 
 
 def resolve_model(name: str) -> str:
-    """Return the folder or hub id behind `[model] model`: "lab" is the packaged model, a folder
-    stays, anything else is a hub id.
+    """Return the folder or hub id behind `[model] model`: "lab" and "lab2" are packaged models, a
+    folder stays, anything else is a hub id.
     """
-    if name == "lab":
-        return str(LAB_MODEL)
+    if name in LAB_MODELS:
+        return str(LAB_MODELS[name])
     folder = expanded(name, "[model] model")
     if folder.exists():
         return str(folder)

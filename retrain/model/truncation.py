@@ -182,6 +182,7 @@ def _prefixes(
     """
     size = largest.shape[1]
     mass = running_sums(largest.exp().double())
+    # top_p is a share of what top_k leaves, whose weight may lie past the values looked at.
     of_top_k = mass.gather(-1, top_k.clamp(max=size)[:, None] - 1)[:, 0]
     target = top_p * torch.where(top_k <= size, of_top_k, total)
     above = (largest.double() >= min_p.log()[:, None]).sum(-1)
@@ -225,6 +226,7 @@ def running_sums(x: Tensor) -> Tensor:
     if x.device.type not in BY_PRODUCT:
         return x.cumsum(-1)
     count = x.shape[-1]
+    # A triangle of the whole width would be its square in size: sums within blocks, then over them.
     if count <= _WIDEST:
         triangle = torch.ones(count, count, dtype=x.dtype, device=x.device).triu_()
         return (x @ triangle).cummax(-1).values

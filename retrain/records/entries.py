@@ -348,7 +348,7 @@ class EvaluationRecord(_Record):
     example_id: str
     """Name of the problem, the same in every run on the data."""
     task: str
-    """Name of the task, by which `retrain compare` and the report group problems."""
+    """Name of the task: `retrain compare` and the report group problems by it."""
     samples: int
     """Judged answers."""
     correct: int

@@ -251,7 +251,7 @@ class Claim:
 
     folder: RunFolder
     kind: str
-    """What our marker says: run, campaign, checkpoints, evaluation or squeeze; "" without one."""
+    """Kind in our marker: run, campaign, checkpoints, evaluation or squeeze; "" without one."""
     present: tuple[Path, ...]
     """The files and folders there that have the names of a run's."""
 

@@ -43,11 +43,11 @@ class TrainerState:
     """Mean |engine - learner| log-prob, in nats, of the parity gate at the run's first start; the
     default mismatch_limit follows from it."""
     sampler: dict[str, Any] = field(default_factory=dict)
-    """What `[data] sampler` has seen; empty for the shuffle."""
+    """The state of `[data] sampler`; empty for the shuffle."""
     control: dict[str, Any] = field(default_factory=dict)
-    """What `[schedule] control` keeps; empty without one."""
+    """The state of `[schedule] control`; empty without one."""
     credit: dict[str, Any] = field(default_factory=dict)
-    """What a plugin of `[algorithm] advantage_mode` keeps; empty for a built-in one."""
+    """The state of a plugin of `[algorithm] advantage_mode`; empty for a built-in one."""
     sepa: dict[str, Any] = field(default_factory=dict)
     rewards: dict[str, Any] = field(default_factory=dict)
     backpressure: dict[str, Any] = field(default_factory=dict)

@@ -77,7 +77,7 @@ _SPEED = Lines(
 
 
 def draw_figures(data: ReportData) -> list[PageFigure]:
-    """Every figure for which there is data."""
+    """Every figure that has data."""
     makers: Sequence[Callable[[ReportData], PageFigure | None]] = (
         _held_out,
         _differences,

@@ -71,6 +71,7 @@ def _when_done(
     members: Sequence[Member], combine: Callable[[Sequence[Sequence[PartScore]]], list[Score]]
 ) -> None:
     """Set the members' scores once every part of every member is there."""
+    # Each once: a reward of the whole group is the same future in every member.
     parts = {id(part): part for part in chain.from_iterable(each.parts for each in members)}
     waiting, left = threading.Lock(), len(parts)
 

@@ -392,6 +392,7 @@ class LanguageModelJudge:
             return PartScore(known, usage=JudgeUsage(cached=1))
         twin = self._asked.get(key)
         if twin:
+            # Shielded, since giving up this wait must not cancel the other completion's question.
             return replace(await asyncio.shield(twin), usage=JudgeUsage(cached=1))
         task = self._asked[key] = asyncio.ensure_future(self._ask(message))
         try:

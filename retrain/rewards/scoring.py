@@ -327,6 +327,7 @@ def build_scorer(config: "TrainConfig", verdicts: Path | None = None) -> Scorer:
         of_groups: frozenset[str] = frozenset()
         if pool is not None:
             undo.callback(pool.close)
+            # Only a worker knows their signatures: the trainer's process never imports them.
             if functions:
                 of_groups = pool.wait_ready()
         undo.pop_all()

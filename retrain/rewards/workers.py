@@ -48,7 +48,7 @@ class WorkerSetup:
     source: str | None = None
     """The file of the configuration; user functions are looked for beside it too."""
     secrets: tuple[str, ...] = field(default=(), repr=False)
-    """What a worker masks in everything that it says, beside the secrets of its environment."""
+    """Texts that a worker masks in all that it says, beside the secrets of its environment."""
 
     @property
     def preload(self) -> list[str]:

@@ -151,6 +151,7 @@ def build_control(config: TrainConfig) -> Control | None:
             with user_code(where, ConfigurationError):
                 made: Control = plugin(config.schedule.control_params)
         except ConfigurationError as error:
+            # A control raises ValueError for wrong params; another error is a fault of its own.
             if isinstance(error.__cause__, ValueError):
                 problem = f"[schedule] control_params: {error.__cause__}."
                 raise ConfigurationError(problem) from error
@@ -178,7 +179,7 @@ def control_words(config: TrainConfig) -> str:
 
 
 def _wrong_keys(config: TrainConfig, control: Control) -> str:
-    """What is wrong with the keys that a control sets, as the end of a sentence; "" if nothing."""
+    """Return the fault of the keys that a control sets, as the end of a sentence; "" if none."""
     if isinstance(control.keys, str) or not control.keys:
         return 'names no keys; give the class keys = ("section.key", ...)'
     for path in control.keys:
@@ -197,7 +198,7 @@ def _wrong_keys(config: TrainConfig, control: Control) -> str:
 
 
 def wrong_values(config: TrainConfig, keys: tuple[str, ...], given: Any) -> str:
-    """What is wrong with a control's values, as the end of a sentence; "" if nothing."""
+    """Return the fault of a control's values, as the end of a sentence; "" if none."""
     if not isinstance(given, Mapping):
         return f"gives {type(given).__name__}, and must give a table of its keys and their values"
     if set(given) != set(keys):
@@ -221,7 +222,7 @@ def _checked(config: TrainConfig, values: Mapping[str, float]) -> None:
 
 
 def _trial_problem(config: TrainConfig, make: Any) -> str:
-    """What is wrong with a control, tried for three steps; "" if nothing was found."""
+    """Return the fault of a control, tried for three steps; "" if none was found."""
     tried = make()
     for step in range(3):
         before = json.dumps(tried.state(), sort_keys=True)

@@ -146,8 +146,10 @@ class Dialogue:
         the conversation.
         """
         known = self._messages
+        # An opening that is the prompt itself: its tokens stand already.
         if not self._turns and not heard.tools and (not heard.messages or heard.messages == known):
             return
+        # Whole conversations are mostly the known one and new messages: then nothing is rewritten.
         if heard.rewrites and not (self._turns and heard.messages[: len(known)] == known):
             self._messages = list(heard.messages)
             following = renderer.opening(heard.messages, heard.tools)

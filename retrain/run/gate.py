@@ -84,7 +84,7 @@ _FEW_EOS = 4
 _CERTAIN = 0.8
 """From this probability on, EOS is sampled hot."""
 _ALONE = 4
-"""Completions, sampled hot, of which none may equal another by chance."""
+"""Completions, sampled hot: none may equal another by chance."""
 _HOT = 2.0
 """The temperature of hot samples, if the run's is not higher: the highest that every server
 takes."""

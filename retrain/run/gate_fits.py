@@ -165,7 +165,7 @@ class Agreement:
     """Nats by which half precision moves the learner's own log-probs on average; None where it was
     not needed, or is not known."""
     excess: str
-    """What is too far apart, in words; "" if nothing is."""
+    """The difference that is too large, in words; "" if none is."""
 
 
 def agreement(sampled: GateSample) -> Agreement:

@@ -15,7 +15,8 @@ from retrain.config.names import bracketed, is_recipe
 from retrain.config.recipes import departures, recipe
 from retrain.config.schema import DEFAULT_CLIPS, Inference, Lora, Loss, Model, Training
 from retrain.data.chat import PLAIN_TEMPLATE
-from retrain.model.text import resolve_model
+from retrain.data.lab import MAX_DIFFICULTY
+from retrain.model.text import LAB_MODELS, resolve_model
 from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import counted
 from retrain.records.token_table import damage_of, read_tokens
@@ -80,6 +81,7 @@ def notes(config: TrainConfig) -> list[str]:
         maximal_lambda_note(config.algorithm, config.sepa, config.training.max_steps),
         _loss_note(config),
         _certainty_note(config),
+        _lab_note(config),
         _dropout_note(config.lora, config.loss),
         _truncation_note(config),
         _split_note(config),
@@ -111,12 +113,12 @@ def skipped_gate_line(inference: Inference, training: Training) -> str:
 
 
 def unasked_note(config: TrainConfig, prompts: Sequence[str]) -> str:
-    """Warn if the reward reads a box that no prompt asks for; "" otherwise. The lab model answers
+    """Warn if the reward reads a box that no prompt asks for; "" otherwise. The lab models answer
     in a box unasked.
     """
     if (
         box_reader(config.reward) is None
-        or config.model.model == "lab"
+        or config.model.model in LAB_MODELS
         or any(_BOX in prompt for prompt in prompts)
     ):
         return ""
@@ -171,6 +173,18 @@ def _certainty_note(config: TrainConfig) -> str:
         return ""
     found = read_object(known)
     return sure_sentence(found["top_share"], found["halves"])
+
+
+def _lab_note(config: TrainConfig) -> str:
+    """Warn of the second lab model on other problems than its own."""
+    data = config.data
+    if config.model.model != "lab2" or data.source != "lab" or data.difficulty == MAX_DIFFICULTY:
+        return ""
+    return (
+        f'[data] difficulty = {data.difficulty} with [model] model = "lab2", which knows sums of'
+        f" four numbers alone and gets nearly everything else wrong; set [data] difficulty ="
+        f" {MAX_DIFFICULTY}."
+    )
 
 
 def _loss_note(config: TrainConfig) -> str:

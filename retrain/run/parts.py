@@ -163,6 +163,7 @@ def _load_rest(
     backend = build_backend(config, text.eos_ids, choices, log, world)
     undo.callback(backend.close)
     backend.engine.log = log
+    # From here on `Parts.close` ends what was opened.
     undo.pop_all()
     decode = text.vocabulary.text
     sampler_of = partial(Sampler, backend.engine, text=decode, world=world, stage=stage)

@@ -100,6 +100,7 @@ class Sampler:
         pending = dict(enumerate(prompts))
         newest: dict[int, Group] = {}
         for attempt in range(plan.redraws + 1):
+            # Every rank holds the same `pending`, so all of them leave this loop together.
             own = {slot: pending[slot] for slot in self.world.share(list(pending))}
             shares = self.world.gather(
                 self._draw_once(own, step, plan, attempt * plan.group_size, watcher, rollout)

@@ -108,6 +108,7 @@ class Session:
         self.prefetched = None
         if parts.backend.capabilities.samples_ahead:
             self.prefetched = PrefetchedRollout(interrupts.check)
+        # Several ranks would wait for each other: they stop together, in `turn_to_learning`.
         if world.size == 1:
             parts.backend.engine.check = interrupts.check
         self._adapter = opened.store.folder / "final"
@@ -220,6 +221,7 @@ class Session:
         if not self._skip_parity:
             once = None if self.state.step else self.common.gate
             result = run_parity_gate(self.config, self.parts, self.state.step, once=once)
+        # A resumed run keeps the first figure: its mismatch_limit is a multiple of it.
         if result and self.state.gate_mismatch is None:
             self.state = replace(self.state, gate_mismatch=result.mean_difference)
         if not self.world.is_rank_zero:
@@ -384,6 +386,7 @@ class Session:
         decision = {}
         if self.pressure:
             decision = self.pressure.observe(step, seconds)
+        # After the step's own credit: SEPA acts on what it learns here from the next step on.
         parts.sepa.observe(rewards.correct_rate, step.number)
         parts.sepa.update_auto(step.credit.exec_uncertainty)
         limit = mismatch_limit(

@@ -64,6 +64,7 @@ class Teacher:
         """
         start = row.spans[0][0]
         given = self.text.decode(row.token_ids[:start])
+        # The text itself where it is known: decoded tokens need not give it back exactly.
         if np.array_equal(row.token_ids[:start], prompt.token_ids):
             given = prompt.text
         question = prompt.text  # else the last user message, as the chat template writes it

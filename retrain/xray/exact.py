@@ -125,6 +125,7 @@ def exact(name: str, config: "TrainConfig", group: int) -> ExactXray:
     lab = _Lab(config, group)
     rng = np.random.default_rng(0)
     found = []
+    # From a policy that is mostly wrong to one that is mostly right.
     for lift in np.linspace(-2.5, 2.5, _POLICIES):
         logits = torch.from_numpy(rng.standard_normal((1 + _VOCABULARY, _VOCABULARY)))
         for first, second in _RIGHT:
@@ -196,6 +197,7 @@ class _Lab:
         assigned = self._credit.compute(step, 0, 1.0)
         self._refuse_comparing_over_the_step(step, assigned.final)
         chances = self._ways * old.sum(dim=1).exp().numpy()[self.groups].prod(axis=1)
+        # A group counts by its probability, so that the gradient of this sum is the expected one.
         weights = np.repeat(chances[:, None] * self._completion_weights(), 2, axis=1)
         at = logits.clone().requires_grad_()
         tokens = ActionTokens(

@@ -45,7 +45,7 @@ def text_lines(xrays: Sequence[Xray]) -> Iterator[str]:
 
 
 def sentences(one: Xray) -> Iterator[str]:
-    """What the numbers of one advantage mean."""
+    """The meaning of one advantage's numbers."""
     if one.is_flat:
         yield (
             "no gradient at any pass rate: right and wrong completions get the same advantages in"
@@ -139,7 +139,7 @@ def _number(value: float) -> str:
 
 
 WEIGHTS = "weights of a prompt that is solved 5% / 50% / 95% of the time"
-"""What `headline` shows."""
+"""The numbers that `headline` shows."""
 
 
 def headline(one: Xray) -> str:

@@ -156,6 +156,7 @@ class LocalBackend(LocalFacts):
             refuse_undecodable(self._base.model)
         self._adapter = Adapter(self._base, config.model, config.lora, config.training.seed)
         budget = budget_of(config, self._base)
+        # One choice is measured, so ranks could choose differently.
         self._choices = world.broadcast(choose(budget, self._base, world, choices))
         self._bytes_left_for_kv_pages = budget.left_for_pages(self._choices)
         self._threads_before = torch.get_num_threads()

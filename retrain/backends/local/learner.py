@@ -121,7 +121,7 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Contribution:
-    """What one piece adds to its update."""
+    """The part of an update that one piece adds."""
 
     loss: Tensor
     infinite: Tensor

@@ -435,6 +435,7 @@ class Broadcasts:
         for version, folder in self._versions():
             if version > shipped:
                 continue
+            # By this session, or by an earlier one of the run, whose policy is taken up again.
             if (folder / ACKNOWLEDGED).exists():
                 if self.newest is not None and version <= self.newest.version:
                     continue

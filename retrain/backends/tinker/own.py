@@ -75,6 +75,7 @@ class LossCall:
         else:
             terms = Terms(policy_terms(tokens, self.settings), None, {})
         loss: Tensor = (terms.values * weights).sum()
+        # The SDK takes this gradient itself; here it is looked at before anything is sent.
         gradients = torch.autograd.grad(loss, list(logprobs), retain_graph=True)
         _refuse_nonfinite({"log-probs": [new], "loss": [loss], "gradient of the loss": gradients})
         self.loss = loss.item()

@@ -369,6 +369,7 @@ def _unpack(content: IO[bytes], path: str, folder: Path) -> None:
     missing, unpacked = set(_FILES), 0
     try:
         with (
+            # Unzipped outside of tarfile, so that `_HeaderReader` sees how long each header is.
             gzip.open(content) as plain,
             tarfile.open(fileobj=_HeaderReader(plain), mode="r:") as archive,
         ):

@@ -71,6 +71,7 @@ def _attend(
             tl.dot(asked.to(FACTORS), tl.trans(key.to(FACTORS)), input_precision="ieee") * scaling
         )
         scores = tl.where(seen[None, :], scores, float("-inf"))
+        # Never -inf: every block of this loop holds a token that is seen.
         reached = tl.maximum(largest, tl.max(scores, axis=1))
         weights, shrunk = tl.exp(scores - reached[:, None]), tl.exp(largest - reached)
         value = tl.load(values + at[:, None] + part[None, :], mask=inside, other=0.0)

@@ -76,9 +76,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _norm_gradient(grad, x, weight, scales, out, size, BLOCK: tl.constexpr):
-    """One row: s * (g w - x s^2 mean(x g w)), of which g w is rounded, as where it is an
-    operator.
-    """
+    """One row: s * (g w - x s^2 mean(x g w)), with g w rounded as its operator would."""
     dtype: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -403,6 +401,7 @@ def gate(gates: Tensor, pending: tuple[Tensor, Tensor] | None) -> Tensor:
     rows, size = len(gates), gates.shape[1] // 2
     out = torch.empty(rows, size, dtype=gates.dtype, device=gates.device)
     reduced, up = pending or (gates, gates[:0])
+    # With an adapter a block holds a matrix product, which has 16 rows at least.
     tall, wide = (ROWS, 64) if pending else (1, _BLOCK)
     _gate[triton.cdiv(rows, tall), triton.cdiv(size, wide)](
         gates, reduced, up, out, rows, gates.stride(0), reduced.stride(0), size,

@@ -100,6 +100,7 @@ def _pick(
     most = tl.max(most_of, axis=0)
     below = most_of - most
     factor = tl.exp(tl.where(below > _SMALLEST, below, _SMALLEST).to(tl.float64))
+    # A block with NaN keeps its weight, however small: NaN has to reach the log-prob.
     weight = tl.where((below > _SMALLEST) | (sum_of != sum_of), sum_of.to(tl.float64) * factor, 0.0)
     moment = tl.sum(
         tl.where(
@@ -208,6 +209,7 @@ def _cut(
         tl.load(largest + row * blocks + number, mask=number < blocks, other=float("-inf")), axis=0
     )
     k, p, m = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+    # `x * 0 + y` is y in the type of x: a branch may not change the type of a variable.
     none = most.to(tl.float64) * 0
     count = k.to(tl.int32) * 0 + vocabulary
     weightless = tl.where(none == none, none, 0.0)
@@ -289,6 +291,7 @@ def draw(
         of_blocks = tops, last, largest, sums, moments, stride, vocabulary, blocks
         _block_sums[rows, blocks](logits, temperatures, *of_blocks, CUT=cut, BLOCK=_BLOCK)
 
+    # A cut is relative to the largest z of a row, so what it leaves is summed in a second reading.
     sum_blocks(False)
     if cuts is not None:
         _cut[rows,](
