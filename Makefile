@@ -44,14 +44,14 @@ test: $(STAMP) ## the tests and the ten slowest, one process per core
 	@echo "Left out: whole runs that take long (make test-slow), tests/servers, which need real inference servers (make test-servers), tests/environments (make test-environments), and,"
 	@echo "without the package triton, the kernels for GPUs (make test-kernels)."
 
-test-slow: $(STAMP) ## the tests that are marked slow: runs in many processes, killed runs, long pages
-	$(PYTEST) -m slow
+test-slow: $(STAMP) ## the tests that are marked slow: runs in many processes, long pages
+	$(PYTEST) -m "slow and not faults"
 
 test-faults: $(STAMP) ## kills, damaged folders, hostile code and text: the rows of docs/reliability.md (minutes)
 	$(PYTEST) -m faults
 
-test-faults-long: $(STAMP) ## the same with more kills and stops
-	$(PYTEST) -m faults --kills 20 --stops 50
+test-faults-long: $(STAMP) ## the same with more kills and stops, every disk operation and 1,000 steps (an hour)
+	$(PYTEST) -m faults --kills 20 --stops 50 --long
 
 coverage: $(STAMP) ## both, and which lines of the package no test runs (slower)
 	$(PYTEST) -m "not servers and not environments and not max" --cov --cov-report=term:skip-covered
@@ -92,7 +92,7 @@ site: ## the manual as a site in build/site, strictly (installs mkdocs-material 
 docs-check: $(STAMP) ## commands, files and configurations in the documents; generated files
 	$(BIN)/python scripts/docs_check.py
 
-check: lint types docs-check site test test-slow test-kernels test-newest test-environments test-servers ## everything that .ci/run does
+check: lint types docs-check site test test-slow test-faults test-kernels test-newest test-environments test-servers ## everything that .ci/run does
 
 clean: ## caches and the environment; never a run
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

@@ -183,7 +183,7 @@ def last_bit(bench: Bench, _: int, rng: random.Random) -> Planted:
         flat[place] = np.nextafter(flat[place], flat.dtype.type(np.inf))
         save_file(arrays, bench.weights, metadata=metadata)
         bench.run("other")
-    return f"{name}[{place}]", "rounding, or the last bits of a weight"
+    return f"{name}[{place}]", "files of the model"
 
 
 def edited_plugin(bench: Bench, _: int, rng: random.Random) -> Planted:

@@ -29,6 +29,10 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
+PARTS = 4
+"""Tests that a fault repeats hundreds of times are as many, for the processes of the suite."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--kills",
@@ -41,6 +45,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=3,
         help="at how many of 50 moments two signals stop a run (test_run_resume.py)",
+    )
+
+    parser.addoption(
+        "--long",
+        action="store_true",
+        help="the long form of what `make test-faults` runs",
     )
 
 
@@ -56,6 +66,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "moment" in metafunc.fixturenames:
         moments = MOMENTS[: metafunc.config.getoption("stops")]
         metafunc.parametrize("moment", first_of(moments), ids=str)
+    if "share" in metafunc.fixturenames:
+        metafunc.parametrize("share", [(part, PARTS) for part in range(PARTS)], ids=str)
     if "kill" in metafunc.fixturenames:
         metafunc.parametrize("kill", first_of(range(metafunc.config.getoption("kills"))))
 
@@ -64,6 +76,11 @@ def first_of(values: Iterable[Any]) -> list[Any]:
     """The values as parameters of a test; all but the first one are slow."""
     slow = pytest.mark.slow
     return [pytest.param(value, marks=[slow] if at else []) for at, value in enumerate(values)]
+
+
+@pytest.fixture(scope="session")
+def long(pytestconfig: pytest.Config) -> bool:
+    return bool(pytestconfig.getoption("long"))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

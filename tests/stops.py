@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,17 @@ class Placed:
     def __str__(self) -> str:
         return f"{'after' if self.after else 'before'} {self.name} {self.call}"
 
-    def arm(self, fire: Callable[[], None], folder: Path) -> None:
+    def find(self) -> tuple[Any, str, Any]:
+        """The function, with the module or class that holds it and its name there."""
         owner: Any = importlib.import_module(self.module)
         *path, name = self.name.split(".")
         for part in path:
             owner = getattr(owner, part)
-        real, calls = getattr(owner, name), 0
+        return owner, name, getattr(owner, name)
+
+    def arm(self, fire: Callable[[], None], folder: Path) -> None:
+        owner, name, real = self.find()
+        calls = 0
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
@@ -78,7 +83,7 @@ def count(path: Path) -> int:
     return path.read_bytes().count(b"\n")
 
 
-_PLACED = (
+PLACED = (
     Placed(
         "retrain.backends.local.learner", "Learner._update", 6
     ),  # the second of the second step's four updates
@@ -86,14 +91,15 @@ _PLACED = (
     Placed("retrain.records.jsonl", "JsonlWriter.write", 60),
     Placed("retrain.backends.local.optimizer", "AdapterOptimizer.step", 15, after=True),
     Placed("retrain.advantages.sepa", "SEPAController.observe", 6, after=True),
-    Placed("retrain.tracking.files", "RunFiles._write_step", 5, after=True),
-    Placed("retrain.tracking.files", "RunFiles._write_evaluation", 2),
+    # Half of the fourth step's answers are written; nothing of the second evaluation.
+    Placed("retrain.tracking.files", "RunFiles._append", 42, after=True),
+    Placed("retrain.records.entries", "EvaluationRecord.to_json", 5),
     Placed("retrain.rewards.scoring", "FailureGuard.observe", 7),
     Placed("retrain.records.disk", "sync_folder", 9),
     Placed("retrain.records.checkpoint", "CheckpointStore.save", 2, after=True),
 )
 _RANDOM = tuple(Random(seed) for seed in range(40))
-MOMENTS = (*_PLACED[:2], *_RANDOM[:2], *_PLACED[2:], *_RANDOM[2:])
+MOMENTS = (*PLACED[:2], *_RANDOM[:2], *PLACED[2:], *_RANDOM[2:])
 """Ten placed and forty random ones."""
 
 
@@ -135,6 +141,18 @@ def _run_with_told_time(file: str, arguments: list[str]) -> None:
     real = Pressure.observe
     Pressure.observe = lambda self, step, seconds: real(self, step, 0.5 + step.number * 7 % 5)  # type: ignore[method-assign]
     sys.exit(main([file, "--quiet", *arguments]))
+
+
+def run_quietly(file: str, said: str, threads: int) -> None:
+    """Run a configuration in this process, which should be a forked one; errors go to `said`."""
+    import torch
+
+    from retrain.cli.main import main
+
+    torch.set_num_threads(threads)
+    with Path(said).open("w", encoding="utf-8") as errors, redirect_stderr(errors):
+        code = main([file, "--quiet", "--skip-parity"])
+    sys.exit(code)
 
 
 def hang_up(file: Path, folder: Path) -> int:

@@ -26,7 +26,7 @@ from retrain.records.run_folder import RunFolder
 from retrain.run.session import Session
 from tests import commands
 from tests.runs import assert_same_run, lines, small, small_run
-from tests.stops import Placed, Random, killed, stop_twice
+from tests.stops import PLACED, Placed, Random, killed, stop_twice
 
 STEPS = 8
 EVERYTHING: dict[str, Any] = {
@@ -186,6 +186,11 @@ def test_a_run_with_everything_at_once_killed_repeatedly_has_the_same_bytes(
     assert len({record["batch_size"] for record in lines(whole / "metrics.jsonl")}) > 1
     assert any(record["groups_redrawn"] for record in lines(whole / "metrics.jsonl"))
     assert_same_run(whole, cut, STEPS)
+
+
+def test_every_chosen_moment_is_one_of_the_package() -> None:
+    """All but the first ones are tried in the long form alone."""
+    assert all(callable(placed.find()[2]) for placed in PLACED)
 
 
 @pytest.mark.faults("two signals at chosen and random moments, resumed")

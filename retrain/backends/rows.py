@@ -266,7 +266,7 @@ def step_result(
         }
         or None,
         **_ratio_statistics(log_ratios),
-        **_mismatch(before),
+        **mismatch_fields(before),
     )
 
 
@@ -289,7 +289,7 @@ def _ratio_statistics(log_ratios: Sequence[Float32Array]) -> dict[str, Any]:
         }
 
 
-def _mismatch(log_ratios: Sequence[Float32Array]) -> dict[str, Any]:
+def mismatch_fields(log_ratios: Sequence[Float32Array]) -> dict[str, Any]:
     """Return the log_ratio_* fields of a result; none of them where there is no token."""
     sizes = np.abs(np.concatenate([np.empty(0, np.float32), *log_ratios]).astype(np.float64))
     if not len(sizes):

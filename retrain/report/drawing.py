@@ -101,6 +101,7 @@ def to_svg(figure: Figure, name: str, description: str) -> str:
     with drawing(name):
         figure.savefig(out, format="svg", metadata=_NO_METADATA)
     text = out.getvalue()
+    # The page has the namespaces, the size and the colours, and all figures share its ids.
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = (
@@ -174,6 +175,7 @@ def line_figure(data: ReportData, lines: Lines) -> PageFigure | None:
         colour = series(index)
         if data.single and window > 1 and (raw := arm.band(field)):  # each step, thin
             axes.plot(raw.steps + 1, raw.mean, color=colour, alpha=0.28, linewidth=1)
+        # The legend has the conditions alone; a note says what is dashed.
         style: dict[str, Any] = {"linestyle": (0, (4, 2))}
         if not lines.fields[field]:
             style = {"label": (data.single and lines.single_label) or arm.label}

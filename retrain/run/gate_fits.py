@@ -285,13 +285,11 @@ def adapter_suspects(
         difference = np.concatenate([sampled.differences[number] for number in numbers])
         if len(difference) >= fewest:
             fits += fits_of(difference, fitted, inputs.half_precision)
-    off = [
-        fit
+    suspects = [
+        Suspect(fit.explained, fit.sentence(inputs.consequence))
         for fit in fits
-        if abs(fit.share) > max(_MISSING, _SIGNIFICANT * fit.error)
-        and fit.nats > _ROUNDING * inputs.sharpness
+        if is_off(fit, inputs)
     ]
-    suspects = [Suspect(fit.explained, fit.sentence(inputs.consequence)) for fit in off]
     return float(np.abs(np.concatenate(whole)).mean()), suspects
 
 
@@ -390,6 +388,14 @@ class Fit:
             f"Parity gate: the engine's log-probs differ from the learner's as if {amount},"
             f" {advice}"
         )
+
+
+def is_off(fit: Fit, inputs: GateInputs) -> bool:
+    """Return True where a share is missing, or too much, that neither chance nor rounding gives."""
+    return (
+        abs(fit.share) > max(_MISSING, _SIGNIFICANT * fit.error)
+        and fit.nats > _ROUNDING * inputs.sharpness
+    )
 
 
 def fits_of(

@@ -26,6 +26,7 @@ from retrain.run.step_record import (
     generation_records,
     identical_chance,
     judge_fields,
+    lag_fields,
     peak_memory_gib,
     result_fields,
     reward_fields,
@@ -147,6 +148,7 @@ class StepObserver:
             **reward_fields(rewards),
             **judge_fields(step.rollout.drawn),
             **calibration_fields(step.calibration, Calibration(**state.calibration)),
+            **lag_fields(step.lag),
             **(environment_fields(step.rollout) if self.parts.stage else {}),
             **decision,
             running_correct_rate=state.correct / state.judged if state.judged else None,
@@ -253,3 +255,14 @@ def check_mismatch(
             " engine, or set [inference] mismatch_limit (0 is off) and continue with"
             f" `{resume}`."
         )
+
+
+def untrained_mismatch_line(number: int, result: StepResult, limit: float | None) -> str:
+    """Warn of a step whose tokens were not trained, and are further off than the limit of those
+    that are.
+    """
+    return (
+        f"Step {number} trained nothing; sampler and learner differed by"
+        f" {result.log_ratio_mean:.2g} nats per token over {result.log_ratio_tokens} tokens of"
+        f" it, above the limit of {limit:.2g}, which does not count such a step."
+    )

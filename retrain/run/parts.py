@@ -542,10 +542,8 @@ def run_parity_gate(
     `step` counts the training steps behind the weights. `trained`: the engine already serves these
     weights and is checked with them first.
     """
-    inputs, prompts = (
-        _gate_inputs(config, parts, step, trained),
-        _gate_prompts(config.training, parts),
-    )
+    inputs = gate_inputs(config, parts, step, trained)
+    prompts = _gate_prompts(config.training, parts)
     if once is None:
         return parity_gate(inputs, prompts)
     return parity_gate(inputs, prompts, partial(once, inputs, prompts))
@@ -553,14 +551,14 @@ def run_parity_gate(
 
 def check_again(config: TrainConfig, parts: Parts, step: int) -> None:
     """Check the engine's current adapter alone, after a server woke up or came back."""
-    adapter_check(_gate_inputs(config, parts, step, True), _gate_prompts(config.training, parts))
+    adapter_check(gate_inputs(config, parts, step, True), _gate_prompts(config.training, parts))
 
 
 def _gate_prompts(training: Training, parts: Parts) -> list[Prompt]:
     return parts.prompts.batch(0, min(training.batch_size, len(parts.prompts)), training.seed)
 
 
-def _gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) -> GateInputs:
+def gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) -> GateInputs:
     training = config.training
     if parts.stage:
         check_gold = partial(environment_gold, parts.stage.host)

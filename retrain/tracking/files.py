@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -150,6 +151,8 @@ class Output:
 
     def close(self) -> None:
         if self._writer is not None:
+            with suppress(OSError):  # a full disk, of which the run has spoken
+                self._writer.sync()
             self._writer.close()
 
 
