@@ -283,6 +283,11 @@ def _time_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
             str(schedule.effective_parallelism),
             f"recommended max_workers: {best.count} ({best.because})",
         )
+    yield from _shared_rows(schedule)
+
+
+def _shared_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
+    """What runs of a campaign have in common."""
     if schedule.total_runs > schedule.seeds > 0:
         yield (
             "shared",
