@@ -224,7 +224,8 @@ def recommended_workers(plan: "CampaignPlan", memory: "Memory | None") -> Worker
     """
     settings, backend = plan.settings, plan.config.backend
     bounds = [Workers(len(plan.runs), "all runs at once")]
-    if settings.ray_address:  # a Ray cluster elsewhere starts as many as it has room for
+    # A Ray cluster elsewhere starts as many as it has room for.
+    if settings.ray_address:
         return bounds[0]
     if backend_kind(backend.backend).throttled:
         bounds.append(

@@ -14,7 +14,7 @@ looked at again with other noise; what fails twice stops the run.
 """
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, cycle
 from math import exp, isclose
@@ -190,7 +190,7 @@ def parity_gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
     # 4. The end of a completion is trained, and completions are equal only by chance.
     _check_eos(inputs, prompts[0])
     _check_drawn_alone(inputs, prompts[0])
-    endings, found = _check_endings(sampled, prompts[0]), agreement(sampled)
+    endings, found = _check_endings(sampled, prompts), agreement(sampled)
     # 5. Gold answers are rewarded.
     return GateResult(
         tokens=found.tokens,
@@ -539,9 +539,9 @@ def _check_eos(inputs: GateInputs, prompt: Prompt) -> None:
         )
 
 
-def _check_endings(sampled: GateSample, prompt: Prompt) -> int:
-    """Make completions of `prompt` end, and compare them; return how many of the gate's ended.
-    Raises RunFailed.
+def _check_endings(sampled: GateSample, prompts: Sequence[Prompt]) -> int:
+    """Make completions end, and compare them; return how many of the gate's ended. Raises
+    RunFailed.
 
     Where the learner finds EOS most probable, after an answer or part of a completion, one token is
     sampled many times; at a temperature at which EOS is not certain, since its log-prob would be
@@ -551,17 +551,14 @@ def _check_endings(sampled: GateSample, prompt: Prompt) -> int:
     # A prompt that is cut anywhere may not be encoded to the same ids again.
     if not sampled.inputs.backend.engine.capabilities.token_ids_in:
         return ended
-    inputs, place, probability = _likely_end(sampled, prompt)
-    expected = _ENDINGS * probability
-    if expected < 1:
-        return ended
-    for look in range(_LOOKS):
+    fault = ""
+    for look, (inputs, place, probability) in enumerate(_ending_places(sampled, prompts)):
         request = _probe(inputs, place, _ENDINGS, 1, look)
         probes = _scored(inputs, [place], _ask(inputs, [request]))
         found = _ended(probes)
         fault = _disagreement(probes, _ENDING)
         surely_kept = probability > 0.5 or not inputs.truncation.active
-        if not found and expected >= _EXPECTED_ENDINGS and surely_kept:
+        if not found and _ENDINGS * probability >= _EXPECTED_ENDINGS and surely_kept:
             fault = (
                 f"Parity gate: none of {_ENDINGS} completions ended, where by the learner the"
                 f" end-of-sequence token has a probability of {probability:.2f}, so"
@@ -569,7 +566,23 @@ def _check_endings(sampled: GateSample, prompt: Prompt) -> int:
             )
         if not fault:
             return ended + found
-    raise RunFailed(fault)
+    if fault:
+        raise RunFailed(fault)
+    return ended
+
+
+def _ending_places(
+    sampled: GateSample, prompts: Sequence[Prompt]
+) -> Iterator[tuple[GateInputs, Prompt, float]]:
+    """Yield the places of two looks. The second comes after another prompt, since all draws at one
+    place have one rounding; after the first again, if no completion of the other is likely to end.
+    """
+    first = _likely_end(sampled, prompts[0])
+    if _ENDINGS * first[2] < 1:
+        return
+    yield first
+    other = _likely_end(sampled, prompts[-1])
+    yield other if _ENDINGS * other[2] >= 1 else first
 
 
 def _ended(sampled: GateSample) -> int:

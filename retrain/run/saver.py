@@ -1,4 +1,4 @@
-"""What is due between two steps, and the saving of checkpoints."""
+"""The evaluations and checkpoints that are due between two steps, and the saving of checkpoints."""
 
 from dataclasses import dataclass, replace
 

@@ -10,7 +10,8 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from retrain.backends.declared import incapable, loss_notes
+from retrain.backends.declared import incapable, is_raw, loss_notes
+from retrain.backends.rows import mismatch_fields
 from retrain.config import TrainConfig
 from retrain.config.effects import splits_base
 from retrain.config.moving import with_values
@@ -31,6 +32,7 @@ from retrain.records.jsonl import read_jsonl
 from retrain.records.redact import note_secrets
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean
+from retrain.run.adapter_lag import AdapterLag, adapter_lag, is_due, most_completions
 from retrain.run.calibration import Calibration, chosen_rows, shared_warning, tolerance, warning
 from retrain.run.common import evaluated_once
 from retrain.run.control import MovingKeys
@@ -43,6 +45,7 @@ from retrain.run.observer import (
     check_updates,
     is_above,
     mismatch_limit,
+    untrained_mismatch_line,
 )
 from retrain.run.parts import (
     Parts,
@@ -50,6 +53,7 @@ from retrain.run.parts import (
     check_device,
     check_inputs,
     check_model,
+    gate_inputs,
     is_rounded,
     load_parts,
     run_parity_gate,
@@ -65,6 +69,9 @@ from retrain.system import read_object
 from retrain.tracking import Tracker, build_tracker
 from retrain.tracking.base import GroupScore, GroupScores, Progress, StartEvent, Verbosity
 from retrain.types import Float32Array, LogLine, Prompt, Row, RowKey, StepResult
+
+_FEW_UNTRAINED = 4
+"""Completions that are scored in a step that trains none."""
 
 
 class Session:
@@ -301,9 +308,11 @@ class Session:
         """The configuration of this step."""
         return with_values(self.config, self._values.get(self.state.step, {}))
 
-    def learn(self, rows: list[Row]) -> tuple[dict[RowKey, Float32Array] | None, StepResult]:
-        """Train on the rows. Return, for each trained row, [T] learner - sampler log-prob before
-        the step, and the learner's report.
+    def learn(
+        self, rows: list[Row], rollout: Rollout
+    ) -> tuple[dict[RowKey, Float32Array] | None, StepResult]:
+        """Train on the rows of `rollout`. Return, for each trained row, [T] learner - sampler
+        log-prob before the step, and the learner's report.
 
         The log-ratios are None in a step whose tokens nobody stores, since they cost a forward
         pass, and where the backend cannot score rows.
@@ -321,9 +330,10 @@ class Session:
             trained = [row for row in rows if row.trained]
             scored = zip(trained, backend.logprobs(trained), strict=True)
             log_ratios = {row.key: own - row.logprobs for row, own in scored}
+        compared = self._untrained_mismatch(rows, rollout)
         self.state = replace(before, learning=True)  # until `record` has moved past the step
         try:
-            return log_ratios, backend.train(rows, before.step)
+            return log_ratios, replace(backend.train(rows, before.step), **compared)
         except NotReached:
             self.state = before  # nothing has left this process
             raise
@@ -347,6 +357,39 @@ class Session:
         if scores is None:
             return None
         return Calibration.of(rows, scores)
+
+    def test_adapter(self, rollout: Rollout) -> AdapterLag | None:
+        """Look, at few steps and before any learning, whether the engine sampled with this step's
+        adapter; None where that is not tested.
+        """
+        backend, step = self.parts.backend, self.state.step
+        if not is_due(step) or self._skip_parity or not self._samples_current_weights:
+            return None
+        inputs = gate_inputs(self._settings, self.parts, step, trained=True)
+        count = most_completions(half_precision=inputs.half_precision)
+        rows = chosen_rows(rollout.first_draws, self.state.seed, step, count)
+        return adapter_lag(inputs, backend.learned(step), rows)
+
+    def _untrained_mismatch(self, rows: list[Row], rollout: Rollout) -> dict[str, Any]:
+        """Return the log_ratio_* of a few completions of a step without a trained row; {} in any
+        other step, and where nothing can be compared.
+        """
+        backend, step = self.parts.backend, self.state.step
+        if any(row.trained for row in rows) or not self._samples_current_weights:
+            return {}
+        few = chosen_rows(rollout.first_draws, self.state.seed, step, _FEW_UNTRAINED)
+        scored = zip(few, backend.logprobs(few), strict=True)
+        return mismatch_fields([own - row.logprobs for row, own in scored])
+
+    @property
+    def _samples_current_weights(self) -> bool:
+        """True if the learner can score what the engine samples, with the weights that sampled
+        it.
+        """
+        backend = self.parts.backend
+        raw = is_raw(backend.engine.capabilities, self._settings.training.temperature)
+        able = backend.capabilities
+        return able.scores_rows and not able.samples_ahead and not raw
 
     def _calibrated(self, step: Step) -> tuple[dict[str, Any], list[str]]:
         """Return the sums since the start, and what to say, if this step is the first to tell that
@@ -372,11 +415,23 @@ class Session:
             in_process=self.parts.backend.engine.capabilities.in_process,
         )
 
+    @property
+    def _mismatch_limit(self) -> float | None:
+        """Nats that sampler and learner may differ by in three steps in a row; None: any."""
+        config, backend = self.config, self.parts.backend
+        return mismatch_limit(
+            config.inference,
+            config.lora,
+            self.state.gate_mismatch or 0.0,
+            half_precision=is_rounded(config.inference, backend),
+            samples_ahead=backend.capabilities.samples_ahead,
+        )
+
     def record(self, step: Step) -> None:
         """Move the run past a step and write the step down. Raises RunFailed afterwards if the run
         should not go on.
         """
-        parts, config, result = self.parts, self.config, step.result
+        parts, result = self.parts, step.result
         rewards = self.observer.rewards(step)
         seconds = self.world.broadcast(step.clock.total)
         decision = {}
@@ -385,14 +440,10 @@ class Session:
         # After the step's own credit: SEPA acts on what it learns here from the next step on.
         parts.sepa.observe(rewards.correct_rate, step.number)
         parts.sepa.update_auto(step.credit.exec_uncertainty)
-        limit = mismatch_limit(
-            config.inference,
-            config.lora,
-            self.state.gate_mismatch or 0.0,
-            half_precision=is_rounded(config.inference, parts.backend),
-            samples_ahead=parts.backend.capabilities.samples_ahead,
-        )
+        limit = self._mismatch_limit
         calibration, told = self._calibrated(step)
+        mismatch = result.log_ratio_mean if any(row.trained for row in step.rows) else None
+        told += _warnings(step, mismatch, limit)
         state = self.state.after_step(
             prompts=len(step.rollout.groups),
             next_batch_size=self._next_batch_size,
@@ -401,7 +452,7 @@ class Session:
             tokens=step.rollout.tokens,
             seconds=seconds,
             finite=result.updates > 0 or not result.nonfinite_updates,
-            mismatched=is_above(limit, result.log_ratio_mean),
+            mismatched=is_above(limit, mismatch),
             calibration=calibration,
         )
         self.choice.observe(step.number, step.rollout.first_draws)
@@ -412,7 +463,7 @@ class Session:
         for line in told:
             self.tracker.message(line)
         check_updates(state, result)
-        check_mismatch(state, result.log_ratio_mean, limit, self.folder.resume_command)
+        check_mismatch(state, mismatch, limit, self.folder.resume_command)
         parts.guard.observe(
             [member.score for group in step.rollout.drawn for member in group.members]
         )
@@ -588,6 +639,18 @@ class Session:
             untrained=self.observer.unlearned(self.state.step),
             adapter=str(adapter),
         )
+
+
+def _warnings(step: Step, mismatch: float | None, limit: float | None) -> list[str]:
+    """Say that the engine did not sample with the step's adapter, or that tokens which were not
+    trained, so that `mismatch` is None, are above the limit.
+    """
+    told = []
+    if step.lag and step.lag.off:
+        told.append(step.lag.sentence(step.number))
+    if mismatch is None and is_above(limit, step.result.log_ratio_mean):
+        told.append(untrained_mismatch_line(step.number, step.result, limit))
+    return told
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from torch import nn
 from retrain.backends.base import Backend, FrozenWeights, TrialAdapter
 from retrain.backends.declared import engine_class, is_raw
 from retrain.backends.local.facts import LocalFacts
+from retrain.backends.local.learned import learned_changes
 from retrain.backends.local.learner import Learner, old_logprobs_note, rounds
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
@@ -319,6 +320,9 @@ class LocalBackend(LocalFacts):
 
     def trial_adapter(self, seed: int) -> TrialAdapter:
         return LocalTrialAdapter(self._adapter, seed)
+
+    def learned(self, step: int) -> dict[str, TrialAdapter]:
+        return learned_changes(self._learner.optimizer, step)
 
     @property
     def reach(self) -> tuple[int, int]:
