@@ -90,6 +90,14 @@ def check_rows(rows: Sequence[Row]) -> None:
             )
 
 
+def first_nonfinite(inputs: Mapping[str, Sequence[Float32Array]]) -> str:
+    """Return the name of the first inputs that are not finite; "" if all are."""
+    for name, arrays in inputs.items():
+        if not all(np.isfinite(array).all() for array in arrays):
+            return name
+    return ""
+
+
 # -- an optimizer batch ----------------------------------------------------------------------------
 
 

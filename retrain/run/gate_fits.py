@@ -1,4 +1,4 @@
-"""What the differences between engine and learner mean: rounding, a missing part of the adapter, or
+"""The causes of differences between engine and learner: rounding, a missing part of the adapter, or
 another temperature.
 
 How much rounding is, the learner says: half precision may move log-probs as far as it moves the

@@ -109,7 +109,8 @@ class Session:
             )
         saved_at = opened.checkpoint.step if opened.checkpoint else -1
         self.choice = PromptChoice(self.config, parts.prompts)
-        self.saver = Saver(self.folder, opened.store, parts.backend, tracker, saved_at)
+        evaluated = self.state.last_evaluation if opened.checkpoint else -1
+        self.saver = Saver(self.folder, opened.store, parts.backend, tracker, saved_at, evaluated)
         self.observer = StepObserver(self.config, parts, tracker)
         self.evaluations: list[Evaluation] = []
         self.prefetched = None
@@ -578,7 +579,7 @@ class Session:
         """Save a checkpoint between two steps; within a step there is none to save. Return what is
         saved now, in a sentence.
         """
-        current = self.saver.saved_at == self.state.step
+        current = self.saver.holds(self.state)
         if self.world.is_rank_zero and not (current or self.state.learning):
             if self.prefetched:
                 self.prefetched.drop()
