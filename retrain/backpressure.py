@@ -1,8 +1,9 @@
 """Back pressure: the batch size follows measured throughput by the universal scalability law
 (Gunther), with a hint from the roofline.
 
-    X(p) = lambda C(p),  C(p) = p / (1 + sigma (p - 1) + kappa p (p - 1)),  p* = sqrt((1 - sigma) /
-    kappa)
+    X(p) = lambda C(p)
+    C(p) = p / (1 + sigma (p - 1) + kappa p (p - 1))
+    p*   = sqrt((1 - sigma) / kappa)
 
 p is the concurrency, here the completions of a step; sigma is contention, kappa coherency. p / X is
 a parabola A + B p + C p^2 with A = (1 - sigma) / lambda, B = (sigma - kappa) / lambda, C = kappa /

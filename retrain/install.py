@@ -6,6 +6,7 @@ other program.
 
 import importlib
 import json
+import sys
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -34,15 +35,24 @@ def install_hint(extra: str = "") -> str:
     """
     core = _found(_CORE)
     if core is None:
-        return f"pip install {_target('retrain', extra, _found('retrain'))}"
+        return f"{_installer()} {_target('retrain', extra, _found('retrain'))}"
     if extra in (core.metadata.get_all("Provides-Extra") or []):
-        return f"pip install {_target(_CORE, extra, core)}"
+        return f"{_installer()} {_target(_CORE, extra, core)}"
     return f"pip uninstall --yes {_CORE} && pip install {_target('retrain', extra, core)}"
 
 
+def _installer() -> str:
+    """The command that installs here. A tool of uv has no pip, and to install it again would
+    exchange its torch.
+    """
+    if (Path(sys.prefix) / "uv-receipt.toml").is_file():
+        return f"uv pip install --python {sys.executable}"
+    return "pip install"
+
+
 def _target(name: str, extra: str, installed: Distribution | None) -> str:
-    """What pip shall install: a folder, the repository that the package came from, or its version
-    in an index.
+    """Return the argument of `pip install`: a folder, the repository that the package came from, or
+    its version in an index.
     """
     extras = ""
     if extra:

@@ -179,6 +179,37 @@ class StopsReloading(Served):
         return self.taken < 3
 
 
+class StopsReloadingLater(Served):
+    """After the adapters of both gates: its adapter is that of step 1 for ever."""
+
+    def takes(self) -> bool:
+        return self.taken < 7
+
+
+class StopsReloadingLaterInBf16(StopsReloadingLater):
+    options = EngineOptions(weights=torch.bfloat16)
+
+
+class ServesTheBaseLater(Served):
+    """After both gates it serves an adapter of zeros."""
+
+    def changed(self, weights: Weights) -> Weights:
+        if self.taken < 7:
+            return weights
+        return {name: 0 * value if "lora_B" in name else value for name, value in weights.items()}
+
+
+class ServesAnotherLater(Served):
+    """After both gates it serves another adapter, of about the same size."""
+
+    def changed(self, weights: Weights) -> Weights:
+        if self.taken < 7:
+            return weights
+        return {
+            name: value.flip(0) if "lora_B" in name else value for name, value in weights.items()
+        }
+
+
 class KeepsOldKeysAndValues(TorchEngine):
     """A prefix cache that outlives the adapter that filled it."""
 
@@ -302,6 +333,25 @@ class CertainEOS(StripsEOS):
         for completion in TorchEngine.sample(self, requests):
             if completion.finish_reason is FinishReason.STOP:
                 completion.logprobs[-1] = 0.0
+            yield completion
+
+
+class RoundsOneEnding(StripsEOS):
+    """Is sound, but that its rounding moves EOS after the first prompt that only one token follows:
+    there, a thousand draws would differ as one does.
+    """
+
+    place: bytes = b""
+
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
+        for request in requests:
+            if request.max_tokens == 1 and not self.place:
+                self.place = request.prompt_ids.tobytes()
+        for completion in TorchEngine.sample(self, requests):
+            request = requests[completion.request]
+            ended = completion.finish_reason is FinishReason.STOP
+            if ended and request.prompt_ids.tobytes() == self.place:
+                completion.logprobs[-1] -= 0.05
             yield completion
 
 

@@ -251,6 +251,9 @@ def test_help_for_an_unknown_name_is_a_sentence(capsys: pytest.CaptureFixture[st
     assert "did you mean `retrain help init`?" in capsys.readouterr().err
     assert main(["help", "gamma"]) == 2
     assert "there is no critic" in capsys.readouterr().err
+    # A key has a similar name, and the sentence is no question for that.
+    assert main(["help", "do_sample"]) == 2
+    assert capsys.readouterr().err.endswith("--min-p shape it.\n")
 
 
 def test_the_quickstarts_keys_make_a_prompt_that_asks_for_a_box(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,15 @@ def test_an_installed_package_is_taken_from_where_it_came(
 ) -> None:
     installed(tmp_path, monkeypatch, "retrain", origin)
     assert install_hint("ray") == hint
+
+
+def test_uv_installs_into_a_tool_of_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(tmp_path, monkeypatch, "retrain", {"url": "file:///some/where", "dir_info": {}})
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    assert install_hint("ray") == 'pip install "/some/where[ray]"'
+    (tmp_path / "uv-receipt.toml").touch()
+    python = f"uv pip install --python {sys.executable}"
+    assert install_hint("ray") == f'{python} "/some/where[ray]"'
 
 
 def test_the_core_gets_its_own_extras_and_gives_way_to_retrain_for_all_else(

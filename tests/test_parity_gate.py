@@ -20,7 +20,7 @@ from retrain.errors import ConfigurationError, RunFailed
 from retrain.run import gate, gate_fits
 from retrain.run.identical import chance_of_identical
 from retrain.run.observer import default_mismatch_limit
-from retrain.run.parts import Parts, _gate_inputs, load_parts, run_parity_gate
+from retrain.run.parts import Parts, gate_inputs, load_parts, run_parity_gate
 
 CONFIG = small(Path("nowhere"), training={"temperature": 0.8, "max_examples": 0})
 
@@ -165,7 +165,7 @@ def test_the_long_prompt_passes_the_window_where_its_completion_fits_a_server_to
 ) -> None:
     """A server is started for the run's longest row."""
     monkeypatch.setattr(type(parts.backend), "reach", (4096, 1000))
-    inputs = replace(_gate_inputs(CONFIG, parts, 0, False), longest_row=longest_row)
+    inputs = replace(gate_inputs(CONFIG, parts, 0, False), longest_row=longest_row)
     prompt = gate._long_prompt(inputs, parts.prompts.prompts[:4])
     assert len(prompt.token_ids) == tokens
     assert tokens == 257 or tokens + gate._FEW_TOKENS <= longest_row
@@ -442,6 +442,12 @@ def test_the_gate_stops_an_engine_that_ends_or_draws_completions_otherwise(
     engine(fault)
     with pytest.raises(RunFailed, match=f"Parity gate: .*({told})"):
         run_parity_gate(CONFIG, parts, 0)
+
+
+def test_rounding_at_one_ending_stops_no_run(parts: Parts, engine: Any) -> None:
+    """All draws at one place have the same rounding, so the second look is at another."""
+    engine("RoundsOneEnding")
+    assert run_parity_gate(CONFIG, parts, 0).max_difference is not None
 
 
 @pytest.mark.parametrize("fault", ["AnotherTopP", "IgnoresTopP"])

@@ -158,6 +158,8 @@ def differing_environment(one: StoredRun, other: StoredRun) -> Iterator[str]:
     ours, theirs = one.environment, other.environment
     for name, words in _RECORDED.items():
         if ours.get(name) != theirs.get(name):
+            # Two hashes side by side, or two tables, tell a reader nothing: the name alone is
+            # given.
             is_short = not name.endswith("sha256") and not any(
                 isinstance(recorded.get(name), dict) for recorded in (ours, theirs)
             )
@@ -247,6 +249,7 @@ def group_by_condition(
     """
     grouped = RunsByCondition()
     for run in runs:
+        # Before the run is judged: a condition none of whose runs counts is still an arm.
         by_seed = grouped.conditions.setdefault(run.condition, {})
         if run.skipped:
             continue
@@ -419,9 +422,8 @@ def mixed_keys(runs: RunsBySeed, *, fixed: bool) -> Iterator[tuple[str, str]]:
     those that may not change at a resume.
     """
     for key in all_keys():
-        apart = (
-            key.section == "evaluation" or key.path == "training.max_steps"
-        )  # which are looked at elsewhere
+        # Evaluation and length have sentences of their own (evaluated_alike, comparison_notes).
+        apart = key.section == "evaluation" or key.path == "training.max_steps"
         if key.traits.own_to_a_run or key.traits.may_change_at_resume == fixed or apart:
             continue
         if seeds := mixed_values(runs, lambda run, path=key.path: run.config.value(path)):  # type: ignore[misc]

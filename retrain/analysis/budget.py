@@ -70,8 +70,7 @@ class InterpolatedAnswers(Answers):
 
     def rates(self, k: int = 1, unjudged: UnjudgedRule = UnjudgedRule.NOTHING) -> Floats:
         """Return [problems] rates, the weighted mean of both evaluations."""
-        rates = (one.rates(k, unjudged) for one in (self.before, self.after))
-        first, second = rates
+        first, second = (one.rates(k, unjudged) for one in (self.before, self.after))
         weighed: Floats = (1 - self.weight) * first + self.weight * second
         return weighed
 
@@ -112,6 +111,8 @@ class RunAtBudget(StoredRun):
         """The held-out answers at the budget; None without evaluations."""
         if not self.held_out_file.is_file():
             return None
+        # The step of an evaluation is the number of steps completed before it, the index into
+        # `costs`.
         stored = groupby(EvaluationRecord.read(self.held_out_file), key=lambda one: one.step)
         points = [(float(self.costs[step]), Answers.of(list(records))) for step, records in stored]
         if not points:

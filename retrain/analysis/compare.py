@@ -70,6 +70,7 @@ def comparison_notes(
     runs = list(chain.from_iterable(arm.runs.values() for arm in arms.values()))
     yield from (run.damage for run in runs if run.damage)
     if grouped.to_come:
+        # An e-process stays valid however often it is looked at.
         peeking = ""
         if test.rule != "evidence":
             peeking = " Peeking inflates the false-positive rate above alpha."
@@ -225,7 +226,8 @@ class Comparison:
     left_out: Sequence[str]
     notes: Sequence[str]
     planned: str = ""
-    """Return a sentence on whether it is as planned before the first run; "" without a plan."""
+    """A sentence that calls the comparison planned before the first run, or exploratory; ""
+    without a plan."""
     looks: Sequence[Look] = ()
     """The looks of the campaign; empty unless the comparison is as planned."""
     budget: Budget | None = None
@@ -261,10 +263,8 @@ def compare_campaign(
     default from the manifest. Raises ConfigurationError for labels that the campaign does not have.
     """
     runs, record = campaign_runs(folder), record or CampaignRecord.read(folder)
-    grouped, unlisted = (
-        group_by_condition(runs, problems_of(folder, runs)),
-        not_listed(folder, runs),
-    )
+    grouped = group_by_condition(runs, problems_of(folder, runs))
+    unlisted = not_listed(folder, runs)
     grouped.left_out += [
         f"{name} is not listed in {MANIFEST}, so it is not counted." for name in unlisted
     ]
@@ -272,6 +272,7 @@ def compare_campaign(
     if control:
         baseline = control_label(grouped.conditions, folder)
     baseline = _baseline(baseline, pairs, grouped, folder)
+    # The planned margin is a size in the planned metric, and means nothing in another.
     if record.plan and test.margin is None and metric in (None, record.plan.metric):
         test = replace(test, margin=record.plan.margin)
     absences = Absences.of(record, runs, grouped.not_counted, unlisted)
@@ -344,6 +345,7 @@ def compare_runs(
         )
     ((label, runs),) = base.conditions.items()
     failed = base.failed.get(label, set())
+    # One condition against itself, as with two versions of the code: the arms need two labels.
     if label in grouped.conditions:
         label = f"{label} (baseline)"
     both_sides = RunsByCondition(
@@ -440,7 +442,9 @@ def _contrasts(
 def _second_lines(
     selection: Selection, conclusions: Sequence[Conclusion], record: CampaignRecord | None
 ) -> list[SecondLine | None]:
-    """For each claim, whether it holds with failed and collapsed runs at 0."""
+    """The second line of each claim, with failed and collapsed runs at 0; None beside another
+    verdict.
+    """
     fallen = [
         (with_collapsed_failed(pairs.candidate), with_collapsed_failed(pairs.baseline))
         for pairs in selection.family

@@ -83,6 +83,7 @@ def _text(comparison: Comparison, width: int) -> Iterator[str]:
     for contrast, row in zip(comparison.contrasts, rows, strict=True):
         named = f"{name_of(contrast, comparison)}: {explanation(contrast, comparison)}"
         yield from _wrapped(named, width)
+        # What the terminal has no room for follows the verdict as a sentence.
         hidden = [
             f"{name} {cell}"
             for name, cell in zip(head, row, strict=True)
@@ -196,10 +197,8 @@ def seed_line(contrast: Contrast, comparison: Comparison) -> str:
 
 
 def arm_table(comparison: Comparison) -> Table:
-    failed, unjudged = (
-        any(arm.failed for arm in comparison.arms),
-        any(arm.unjudged for arm in comparison.arms),
-    )
+    failed = any(arm.failed for arm in comparison.arms)
+    unjudged = any(arm.unjudged for arm in comparison.arms)
 
     def row(arm: ArmSummary) -> tuple[str, ...]:
         if failed:
@@ -324,6 +323,7 @@ def _wide_words(contrast: Contrast, metric: Metric) -> str:
 def task_table(comparison: Comparison) -> Table:
     """One row per arm whose held-out problems come from several tasks."""
     metric = comparison.metric
+    # The last two columns are about the baseline, and a contrast of --contrast may have another.
     contrasts = {
         contrast.condition: contrast.tasks
         for contrast in comparison.contrasts

@@ -153,8 +153,10 @@ def confidence_sequence(differences: Numbers, confidence: float = 0.95) -> Inter
     kept = np.flatnonzero(
         (capital(d - candidates[:, np.newaxis]) < 1 / (1 - confidence)).all(axis=1)
     )
-    if len(kept) == 0:  # a narrow interval between two candidates
+    # The interval lies between two candidates, most likely at the median, where it is looked for.
+    if len(kept) == 0:
         kept = np.array([_POINTS // 2])
+    # An end at the outermost candidate may lie anywhere beyond it.
     if kept[0] == 0 or kept[-1] == _POINTS - 1:
         return None
     return float(candidates[kept[0] - 1]), float(candidates[kept[-1] + 1])

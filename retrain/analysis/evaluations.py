@@ -80,6 +80,7 @@ class EvaluationComparison:
         """True if the difference is significant, also with every unjudged answer counted against
         it.
         """
+        # The whole interval moves by what the unjudged answers could take from the mean.
         ends = self.pairs.bounds or (self.pairs.mean, self.pairs.mean)
         if self.pairs.mean > 0:
             shift = ends[0] - self.pairs.mean

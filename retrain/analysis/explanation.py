@@ -157,7 +157,7 @@ def _about_failures(contrast: Contrast, comparison: Comparison) -> Iterator[str]
 
 
 def _second_line(contrast: Contrast, robust: SecondLine) -> str:
-    """True if the verdict stands with failed and collapsed runs at their worst, seen and unseen."""
+    """A sentence on the verdict with failed and collapsed runs at their worst, seen and unseen."""
     ahead = (
         contrast.condition
         if contrast.conclusion.verdict is Verdict.IMPROVEMENT
@@ -178,11 +178,8 @@ def _second_line(contrast: Contrast, robust: SecondLine) -> str:
 
 
 def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
-    metric, found, seeds = (
-        comparison.metric,
-        contrast.conclusion,
-        outlying_seeds(contrast.differences),
-    )
+    metric, found = comparison.metric, contrast.conclusion
+    seeds = outlying_seeds(contrast.differences)
     if seeds:
         shown = ", ".join(
             f"{seed} ({difference_words(contrast.differences[seed], metric)})" for seed in seeds
@@ -194,11 +191,11 @@ def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
             f" {difference_words(statistics.mean(rest), metric)}. Sign flips and t intervals assume"
             " tails that are alike on both sides."
         )
-    unseen = 1 - 0.05 ** (
-        1 / found.pairs
-    )  # the fraction of runs in which an event may happen that no pair has shown
+    # An event in this fraction of the runs is missed by all pairs with a probability of 5%.
+    unseen = 1 - 0.05 ** (1 / found.pairs)
     better = comparison.test.direction(metric.better)
     mean = next((arm.mean for arm in comparison.arms if arm.label == contrast.condition), None)
+    # Only a gain in a rate can be undone by runs that fall to its end at 0.
     if (
         found.verdict is Verdict.IMPROVEMENT
         and metric.is_rate

@@ -89,6 +89,7 @@ def _not_as_planned(run: StoredRun, given: Mapping[str, Any]) -> str:
         return f"holds a run of {config.condition_label}, and {planned.condition} is planned"
     for path, value in planned_values(given, planned.condition).items():
         stored = _plain(config.value(path))
+        # A masked value may stand for any other, so it contradicts nothing.
         if stored != value and MASK not in f"{stored}{value}":
             return (
                 f"was trained with {path} = {json.dumps(stored)}, and {json.dumps(value)} is"
@@ -108,6 +109,8 @@ def planned_values(given: Mapping[str, Any], condition: str) -> Json:
     own = {}
     if "campaign" in tables:
         own = _condition(tables, condition)
+    # A condition's modes replace the file's as a whole: algorithm_mode goes with neither of the
+    # others.
     if own:
         values = {
             path: value
@@ -134,6 +137,7 @@ def _condition(tables: Mapping[str, Any], label: str) -> Json:
         )
         for table in campaign.get("conditions") or []
     ]
+    # A grid without conditions varies the one algorithm of the file.
     if campaign.get("grid"):
         keys = keys_by_path()
         algorithm = tables.get("algorithm", {})

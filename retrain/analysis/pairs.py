@@ -288,6 +288,7 @@ class Pairs:
             return None
         plain = table.interval(confidence)
         rates = self._base_rates()
+        # TwoWay.of leaves out the problems without any judged pair, so the covariate must too.
         known = ~np.isnan(self.by_problem).all(axis=0)
         if rates is None:
             square = None
@@ -312,6 +313,8 @@ class Pairs:
             run.base_answers for run in runs if run.base_answers and run.base_answers.ids == ids
         ]
         judged = sum((answers.judged for answers in base), np.zeros(len(ids), dtype=np.int64))
+        # A problem without a judged answer has no value of the covariate, and the regression needs
+        # all.
         if not base or not judged.all():
             return None
         rates: Floats = (
@@ -361,6 +364,7 @@ def pair_up(candidate: Arm, baseline: Arm, metric: Metric, worst: float | None) 
         return Pairs(
             candidate, baseline, statistics.paired_differences(ours, theirs), None, None, None
         )
+    # A difference is NaN where no problem was judged in both runs.
     found = {
         seed: _between(candidate, baseline, seed, metric.k, worst)
         for seed in theirs
@@ -395,9 +399,8 @@ def _between(
     by_problem = np.atleast_1d(
         np.asarray(rates[0], dtype=np.float64) - np.asarray(rates[1], dtype=np.float64)
     )
-    if (
-        not ours and not theirs
-    ):  # both failed: no difference, on as many problems as the other runs have
+    # Both failed: no difference, on as many problems as the other runs have.
+    if not ours and not theirs:
         runs = [*candidate.runs.values(), *baseline.runs.values()]
         problems = next(len(run.answers.ids) for run in runs if run.answers)
         by_problem = np.zeros(problems)

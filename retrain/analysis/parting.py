@@ -120,6 +120,7 @@ def _in_step(one: StoredRun, other: StoredRun, step: int, fields: tuple[str, ...
     token, drift = _first_token(ours, theirs)
     if token:
         return Parting(step, "tokens", fields, token, drift)
+    # Before the log-probs, since no drift of theirs explains why equal tokens are judged otherwise.
     if not _equal(ours, theirs, "rewards"):
         return Parting(step, "rewards", fields, drift=drift)
     if drift:
@@ -190,7 +191,8 @@ def _first_token(
 
 
 _ABSENT = (np.empty(0, np.int32), np.empty(0, np.float32))
-"""Of a completion that the other run alone has, where the groups are of another size."""
+"""The ids and log-probs of a completion that only the other run has, where its groups are
+larger."""
 
 
 def _completions(
@@ -280,9 +282,10 @@ def files_differ(one: StoredRun, other: StoredRun, steps: range) -> str:
             return str(path)
     last = stored_checkpoints(one.folder) / FINAL
     if (last / MANIFEST).is_file() and (last / _ADAPTER).is_file():
-        end = read_object(last / MANIFEST).get("step")
-        same = [path for step, path in _adapters(other).items() if step == end]
-        if same and same[0].read_bytes() != (last / _ADAPTER).read_bytes():
+        end = read_object(last / MANIFEST).get("step", -1)
+        # A replay keeps its adapters by step, so the last one of `one` is looked up by its step.
+        same = _adapters(other).get(end)
+        if same and same.read_bytes() != (last / _ADAPTER).read_bytes():
             return str(last / _ADAPTER)
     return ""
 

@@ -38,7 +38,7 @@ from retrain.errors import ConfigurationError
 
 PROBLEMS = (100, 200, 500, 1000, 2000)
 SAMPLES = (1, 2, 4, 8, 16)
-_MAX_SEEDS = 40
+MAX_DESIGN_SEEDS = 40
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,11 @@ def _parts(pairs: Pairs) -> tuple[float, float, float] | None:
     if table is None or samples < 2:
         return None
     rates = [answers.rates()[answers.judged > 1] for answers in evaluated]
+    # p (1 - p) of K answers is too small by the factor (K - 1) / K.
     variances = [
         float(np.mean(rate * (1 - rate))) * samples / (samples - 1) for rate in rates if len(rate)
     ]
+    # Both arms sample, so the variance of their difference has it twice.
     sampling = 2 * float(np.mean(variances))
     return table.luck_variance, max(0.0, table.residual_square - sampling / samples), sampling
 
@@ -125,8 +127,8 @@ def cheapest(
     power: float,
     correction: Correction = "maxt",
 ) -> Design | None:
-    """The design that finds `effect` in the least time; None if none of at most _MAX_SEEDS seeds
-    does.
+    """The design that finds `effect` in the least time; None if none of at most MAX_DESIGN_SEEDS
+    seeds does.
     """
     found = []
     for problems, samples in product(PROBLEMS, SAMPLES):
@@ -156,7 +158,8 @@ def _with_fewest_seeds(
             return float("inf")
         return found
 
-    counts = range(max(2, seeds_to_conclude(alpha, comparisons, correction)), _MAX_SEEDS + 1)
+    # More seeds find smaller differences, so that the fewest can be found by bisection.
+    counts = range(max(2, seeds_to_conclude(alpha, comparisons, correction)), MAX_DESIGN_SEEDS + 1)
     first = bisect_left(counts, True, key=lambda seeds: detectable(seeds) <= effect)
     if first == len(counts):
         return None
@@ -346,6 +349,7 @@ def _pair_variances(one: StoredRun, other: StoredRun) -> HeldOutVariances | None
     ours = {item.example_id: item for item in one.final_evaluation.problems}
     theirs = {item.example_id: item for item in other.final_evaluation.problems}
     samples = max((item.samples for item in ours.values()), default=0)
+    # A problem that was judged less often has another sampling variance, and is left out.
     shared = [
         name
         for name, item in ours.items()

@@ -124,7 +124,8 @@ class CampaignRecord:
             seeds=seeds,
             max_steps=content.get("max_steps"),
             sha256=sha256,
-            removed=plan is None and "looks" in content,  # which came with the plan
+            # Every version that writes "looks" writes a plan beside them.
+            removed=plan is None and "looks" in content,
             grid=grid,
         )
 
@@ -210,6 +211,7 @@ def deviations(
         yield f"its looks (at seeds {', '.join(map(str, record.looked))}, planned {planned})"
     if test.margin != plan.margin:
         yield f"margin ({_margin(test.margin)}, {_margin(plan.margin)} planned)"
+    # Another baseline is reported above, and changes the family by itself.
     contrasts = {(condition, plan.baseline) for condition in plan.conditions}
     if baseline == plan.baseline and set(pairs) != contrasts:
         yield f"the family of comparisons ({len(pairs)}, planned {len(contrasts)})"
@@ -281,6 +283,7 @@ class Absences:
         for condition in (plan.baseline, *plan.conditions):
             for seed in plan.seeds:
                 run = found.get((condition, seed))
+                # A campaign skips a run only where evidence decided without it.
                 if run is None or (
                     run.skipped and (plan.rule == "seeds" or record.was_looked_at(condition, seed))
                 ):

@@ -155,6 +155,7 @@ def seeds_needed(
         raise ValueError(
             f"an effect of {effect} at an sd of {sd} needs more than {MAX_SEEDS:,} seeds"
         )
+    # The normal approximation is near the answer, and every power on the way is a simulation.
     start = max(fewest, floor(normal_seeds(effect, sd, alpha / comparisons, power)))
     return _first_count(
         lambda seeds: power_of(seeds, effect / sd, alpha, comparisons, correction) >= power,
@@ -314,9 +315,8 @@ def design_line(
         )
     if not problems:
         return found
-    sd = 100 * float(
-        np.sqrt(0.5 / (problems * samples))
-    )  # the most that answers alone can give: independent arms, accuracy 1/2
+    # The largest sd that answers alone can give: independent arms, accuracy 1/2.
+    sd = 100 * float(np.sqrt(0.5 / (problems * samples)))
     return (
         f"{found} {problems:,} held-out problems x {counted(samples, 'sample')} alone give them an"
         f" sd of up to {sd:.1f} pp: that makes {units * sd:.1f} pp. More [evaluation] max_examples"

@@ -87,12 +87,14 @@ def second_line(
     """
     pairs, same_verdict = at_worst.pairs, at_worst.verdict is verdict
     ahead = candidate if verdict is Verdict.IMPROVEMENT else baseline
+    # Were all runs counted as fallen, `unseen_rate` would add nothing to them.
     seen = min(len(ahead.failed), pairs - 1)
     level = 0.0
     if ahead.values:
         level = float(np.mean(list(ahead.values.values())))
     unseen, undoing = unseen_rate(seen, pairs), abs(at_worst.mean) / level if level else 0.0
     stands = same_verdict and undoing > unseen
+    # The closed form behind `pairs_without_collapse` is for no collapse at all.
     needed = None
     if same_verdict and not stands and not seen:
         needed = pairs_without_collapse(undoing)

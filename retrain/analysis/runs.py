@@ -184,9 +184,8 @@ class StoredRun:
         and as many as summary.json counts.
         """
         path, counted = self.folder.metrics, self.summary.get("steps")
-        steps = (
-            [int(step) for step in _STEP.findall(path.read_bytes())] if path.is_file() else []
-        )  # a torn last line is left out
+        # A torn last line is left out: it has no line end, and a crash may leave one.
+        steps = [int(step) for step in _STEP.findall(path.read_bytes())] if path.is_file() else []
         if type(counted) is int:
             expected = counted
         else:
@@ -390,6 +389,7 @@ def campaign_runs(folder: Path) -> list[StoredRun]:
     entries = read_object(manifest).get("runs")
     if not isinstance(entries, list):
         raise RunFailed(f"{manifest} lists no runs: the file was changed or the disk is damaged.")
+    # Kinds are compared with `is`, since true is an int to isinstance.
     runs, shape = [], {"name": str, "condition": str, "seed": int}
     for entry in entries:
         whole = isinstance(entry, dict) and all(
@@ -408,9 +408,8 @@ def campaign_runs(folder: Path) -> list[StoredRun]:
             str(entry.get("reason") or ""),
             attempts if type(attempts) is int else 1,
         )
-        runs.append(
-            StoredRun(folder / directory, planned)
-        )  # a relative `dir` is relative to the campaign
+        # A relative `dir` is relative to the campaign.
+        runs.append(StoredRun(folder / directory, planned))
     return runs
 
 
@@ -481,8 +480,9 @@ def read_metrics(path: Path, names: Collection[str] = _KINDS.keys()) -> Any:
     whole = data[: data.rfind(b"\n") + 1]  # without a torn last line
     if not whole:
         return schema.empty_table()
+    # A null line and deep nesting are suspect too, since they would crash Arrow.
     if _SUSPECT.search(whole) or whole.count(b"[") + whole.count(b"{") > 2 * whole.count(b"\n"):
-        _raise_damage(path)  # also a null line and deep nesting, which would crash Arrow
+        _raise_damage(path)
     parsing = arrow_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
     reading = arrow_json.ReadOptions(use_threads=False, block_size=len(whole))
     try:

@@ -18,7 +18,7 @@ from retrain.analysis.budget import Budget, at_budget
 from retrain.analysis.measures import Metric, choose_metric
 from retrain.analysis.pairs import Pairs, pair_up
 from retrain.analysis.planned import Absences, CampaignRecord, deviations, not_looked_at
-from retrain.analysis.runs import StoredRun
+from retrain.analysis.runs import RunsBySeed, StoredRun
 from retrain.analysis.verdict import TestSettings
 from retrain.errors import ConfigurationError
 from retrain.records.terminal import counted
@@ -31,7 +31,7 @@ PairOfLabels = tuple[str, str]
 
 @dataclass(frozen=True)
 class Request:
-    """The arms to be compared, and with which."""
+    """The comparison that was asked for."""
 
     baseline: str
     test: TestSettings
@@ -65,9 +65,6 @@ class Selection:
     notes: Sequence[str]
 
 
-RunsBySeed = dict[int, StoredRun]
-
-
 def select(grouped: RunsByCondition, request: Request) -> Selection:
     """Raises ConfigurationError for runs that cannot be compared, and if there is no pair."""
     test = request.test
@@ -98,7 +95,7 @@ def select(grouped: RunsByCondition, request: Request) -> Selection:
 
 def _arms(
     grouped: RunsByCondition,
-    alike: Mapping[str, Mapping[int, StoredRun]],
+    alike: Mapping[str, RunsBySeed],
     labels: Iterable[str],
     metric: Metric,
 ) -> dict[str, Arm]:
@@ -162,12 +159,12 @@ def _deviations(request: Request, wanted: Sequence[PairOfLabels], metric: Metric
 
 def _measured_alike(
     grouped: RunsByCondition, reference: StoredRun | None, metric: Metric, *, insist: bool
-) -> tuple[dict[str, RunsBySeed], list[str], list[str]]:
+) -> tuple[Mapping[str, RunsBySeed], list[str], list[str]]:
     """The runs that the reference's reward judged and, for a held-out metric, that were evaluated
     as it was; and the sentences on the runs judged and evaluated otherwise.
     """
     if reference is None:
-        return {label: dict(runs) for label, runs in grouped.conditions.items()}, [], []
+        return grouped.conditions, [], []
     alike, apart, otherwise = dict(grouped.conditions), list[str](), list[str]()
     judge, way = metric.judge(reference), evaluated_as(reference)
     for label, runs in grouped.conditions.items():
@@ -196,13 +193,18 @@ def worst_value(arms: Iterable[Arm], metric: Metric, test: TestSettings) -> floa
     return max(values)
 
 
+def check_levels(alpha: float, power: float) -> None:
+    """Raises ConfigurationError for a level or a power that is no probability."""
+    for name, value, example in (("alpha", alpha, 0.05), ("power", power, 0.8)):
+        if not 0 < value < 1:
+            raise ConfigurationError(f"--{name} {value:g} is not between 0 and 1; use {example}.")
+
+
 def check_sizes(test: TestSettings, metric: Metric) -> None:
     """Raises ConfigurationError for a level, margin or effect outside its range, and for a worst
     value of a metric without a direction.
     """
-    for name, value, example in (("alpha", test.alpha, 0.05), ("power", test.power, 0.8)):
-        if not 0 < value < 1:
-            raise ConfigurationError(f"--{name} {value:g} is not between 0 and 1; use {example}.")
+    check_levels(test.alpha, test.power)
     for name, size in (("margin", test.margin), ("effect", test.effect)):
         if size is not None and not 0 < size < float("inf"):
             raise ConfigurationError(

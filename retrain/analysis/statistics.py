@@ -306,9 +306,8 @@ def _signs(seeds: int) -> Iterator[Floats]:
     total = 1 << (seeds - 1)
     for start in range(0, total, _AT_ONCE):
         numbers = np.arange(start, min(start + _AT_ONCE, total))
-        bits = (
-            numbers[:, np.newaxis] >> np.arange(seeds)
-        ) & 1  # the last seed's bit is always 0: a flip and its mirror image count alike
+        # The last seed's bit is always 0: a flip and its mirror image count alike.
+        bits = (numbers[:, np.newaxis] >> np.arange(seeds)) & 1
         yield (1 - 2 * bits).astype(np.float64)
 
 
@@ -393,9 +392,8 @@ class TwoWay:
             freedom = total**2 / sum(
                 square**2 / own for square, own in zip(squares, freedoms, strict=True)
             )
-            freedom = max(
-                freedom, min(freedoms)
-            )  # Satterthwaite's falls towards 0 where the mean squares nearly cancel
+            # Satterthwaite's falls towards 0 where the mean squares nearly cancel.
+            freedom = max(freedom, min(freedoms))
             halves.append(float(stdtrit(freedom, quantile)) * np.sqrt(total / cells))
         half = float(max(halves))
         return self.mean - half, self.mean + half

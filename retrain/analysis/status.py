@@ -261,7 +261,8 @@ def _read(run: StoredRun, now: float) -> RunStatus:
     folder, writer = run.folder, Writer.of(run.folder)
     if run.skipped:
         return RunStatus(run.path, run.condition, None, State.SKIPPED)
-    if not folder.config.is_file():  # written once the model is loaded
+    # A run writes its configuration once the model is loaded.
+    if not folder.config.is_file():
         return _without_config(run, writer)
     recent = run.last_metrics(_WINDOW)
     last = recent[0] if recent else None

@@ -113,9 +113,8 @@ class TestSettings:
         """The difference found with the stated power, over the 95% interval of the sd; None if
         nothing could be significant.
         """
-        if (
-            self.rule == "evidence"
-        ):  # the number of seeds is not fixed, so that there is no such difference
+        # Looks do not fix the number of seeds, so that there is no such difference.
+        if self.rule == "evidence":
             return None
         low, high = power.sd_interval(sd, pairs - 1)
         found = [

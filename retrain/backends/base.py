@@ -2,7 +2,7 @@
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -89,6 +89,11 @@ class FrozenWeights:
     parameters: int
     size: int
     """Bytes that a pass over all layers reads."""
+
+
+LAST_UPDATE, WHOLE_ADAPTER = "the last update", "the whole adapter"
+"""What `Backend.learned` takes back at strength 1: the newest optimizer update, which gives the
+adapter before it; and everything, which gives the base model."""
 
 
 class TrialAdapter(ABC):
@@ -224,6 +229,12 @@ class Backend(ABC):
         that its effect stays unchecked.
         """
         return None
+
+    def learned(self, step: int) -> Mapping[str, TrialAdapter]:
+        """Return changes that take back what the adapter has learned before `step`, by LAST_UPDATE
+        and WHOLE_ADAPTER; empty where the adapter cannot be set, or has learned nothing.
+        """
+        return {}
 
     @property
     def reach(self) -> tuple[int, int]:

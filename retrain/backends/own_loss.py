@@ -117,9 +117,10 @@ def _own(
 
 
 def _shape(value: Any) -> list[int] | None:
-    return (
-        list(value.shape) if hasattr(value, "grad_fn") else None
-    )  # a tensor, without importing torch
+    # Known as a tensor without importing torch.
+    if hasattr(value, "grad_fn"):
+        return list(value.shape)
+    return None
 
 
 def _one_per_token(values: Any, tokens: ActionTokens, what: str) -> None:

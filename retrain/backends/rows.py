@@ -90,6 +90,14 @@ def check_rows(rows: Sequence[Row]) -> None:
             )
 
 
+def first_nonfinite(inputs: Mapping[str, Sequence[Float32Array]]) -> str:
+    """Return the name of the first inputs that are not finite; "" if all are."""
+    for name, arrays in inputs.items():
+        if not all(np.isfinite(array).all() for array in arrays):
+            return name
+    return ""
+
+
 # -- an optimizer batch ----------------------------------------------------------------------------
 
 
@@ -266,7 +274,7 @@ def step_result(
         }
         or None,
         **_ratio_statistics(log_ratios),
-        **_mismatch(before),
+        **mismatch_fields(before),
     )
 
 
@@ -289,7 +297,7 @@ def _ratio_statistics(log_ratios: Sequence[Float32Array]) -> dict[str, Any]:
         }
 
 
-def _mismatch(log_ratios: Sequence[Float32Array]) -> dict[str, Any]:
+def mismatch_fields(log_ratios: Sequence[Float32Array]) -> dict[str, Any]:
     """Return the log_ratio_* fields of a result; none of them where there is no token."""
     sizes = np.abs(np.concatenate([np.empty(0, np.float32), *log_ratios]).astype(np.float64))
     if not len(sizes):

@@ -54,6 +54,7 @@ def command(
         )
     load_dotenv()
     config = load_config(target, overrides)
+    # After the configuration, so that a mistake in it is answered before seconds of imports.
     from retrain.audit.run import audit_reward
     from retrain.audit.text import to_text
     from retrain.records.run_folder import refuse_foreign_code

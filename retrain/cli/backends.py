@@ -107,9 +107,8 @@ def markdown_of(entries: "Sequence[Entry]") -> Iterator[str]:
     keys = []
     for entry in entries:
         rows = [row for row in entry.keys if row.use != "used"]
-        for use, because in dict.fromkeys(
-            (row.use, row.because) for row in rows
-        ):  # one row per reason, in the order of the schema
+        # One row per reason, in the order of the schema.
+        for use, because in dict.fromkeys((row.use, row.because) for row in rows):
             same = [row for row in rows if (row.use, row.because) == (use, because)]
             shown = ", ".join(f"`{bracketed(row.key)}`{_values(row)}" for row in same)
             how = "by `retrain serve`" if use == "served" else use

@@ -65,10 +65,12 @@ def command(
 
     load_dotenv()
     check_figure(figure)
-    with redirect_stdout(sys.stderr):  # what a plugin prints is no part of the result
+    # What a plugin prints is no part of the result.
+    with redirect_stdout(sys.stderr):
         base = load_base(target, trust)
         chosen = read_arms(base, arms, trust=trust, say=print_progress)
         config = base
+        # A campaign is no run to sample with; its first arm is.
         if base.campaign:
             config = chosen[0].config
         refuse_too_many(config, prompts)

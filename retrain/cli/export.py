@@ -37,6 +37,7 @@ def command(
 
     if hub:
         check_hub(hub)
+    # A run named as `.` has its name only once it is resolved.
     place = run.resolve()
     target = output or place.parent / f"{place.name}-{'merged' if merged else 'adapter'}"
     exported = export_run(

@@ -123,13 +123,13 @@ def _page(name: str) -> str:
         for key in all_keys():
             names += [key.name, key.flag]
         near = nearest(word, names, NAME_CUTOFF)
-        clause = instead(word.removeprefix("--")) or (
-            f"did you mean `retrain help {near}`?" if near else "`retrain help` lists all."
-        )
-        raise ConfigurationError(
-            f"{name!r} is not a key, a section or a command;"
-            f" {clause.rstrip('.?')}{'?' if near else '.'}"
-        )
+        clause = instead(word.removeprefix("--"))
+        hint = "`retrain help` lists all."
+        if clause:
+            hint = f"{clause}."
+        elif near:
+            hint = f"did you mean `retrain help {near}`?"
+        raise ConfigurationError(f"{name!r} is not a key, a section or a command; {hint}")
     return "\n".join(
         f"[{key.section}]\n" + "\n".join(_about(key, MAX_WIDTH)) + "\n" for key in keys
     )

@@ -38,9 +38,11 @@ def command(
         )
     files = {output: template_text(template)}
     plugin = _asset(template, ".py")
-    if plugin.is_file():  # a paper's, which its configuration names
+    # A paper's template may name a plugin, which comes with it.
+    if plugin.is_file():
         files[output.parent / plugin.name] = plugin.read_text(encoding="utf-8")
-    for path, text in files.items():  # all of a template's files, or none
+    # All of a template's files are written, or none.
+    for path, text in files.items():
         if path.is_dir() or (path.exists() and not force and not _holds(path, text)):
             raise _exists(path)
     done = {path: _write(path, text, force) for path, text in files.items()}

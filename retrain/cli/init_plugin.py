@@ -23,7 +23,9 @@ def command(
     kind: Annotated[str, typer.Option(help=f"What it is: {', '.join(KINDS)}.")],
     name: Annotated[str, typer.Option(help="Its name: of the file and of the function or class.")],
     with_test: Annotated[bool, typer.Option("--with-test", help="Write a test beside it.")] = False,
-    output: Annotated[Path, typer.Option(help="The folder to write to.")] = Path(),
+    output: Annotated[
+        Path, typer.Option(help="The folder to write to; the current one if not given.")
+    ] = Path(),
 ) -> None:
     """Write a plugin that runs as it is, NAME.py, and NAME.toml, which uses it on the lab.
 

@@ -80,6 +80,7 @@ def command(
         print(json.dumps(to_json(credit, numbers)))
         return
     console = Console()
+    # Sixteen colours have no shades, and the shade of a token is its amount.
     shades = not console.no_color and console.color_system in ("256", "truecolor")
     show(credit, numbers, by, console, table=table or not shades)
 

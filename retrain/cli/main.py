@@ -30,16 +30,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     _replace_missing_streams()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # a character that the encoding lacks is shown as its escape, and ends no run
+        # A character that the encoding lacks is shown as its escape, and ends no run.
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     prepare_torch()
+    # To look for pydantic's plugins reads the entry points of every installed package.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     sys.excepthook = _masked_traceback
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _dispatch(arguments)
-        sys.stdout.flush()  # here, where a reader that went away is expected
+        # Here, where a reader that went away is expected.
+        sys.stdout.flush()
         return code
     except (RetrainError, StoppedAtOnce) as error:
         return _ended_by(error, arguments)
@@ -56,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _ended_by(EnvironmentFailure(sentence), arguments)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `retrain help config | head`: the reader has what it wanted
+    # `retrain help config | head`: the reader has what it wanted.
+    except BrokenPipeError:
         return 0
     except OSError as error:
         known = path_error(error)
@@ -125,9 +128,8 @@ def _run_command(name: str, arguments: list[str]) -> int:
     if {"--help", "-h"} & set(arguments):
         sys.stdout.write(help_page(name, min(shutil.get_terminal_size().columns, MAX_WIDTH)))
         return 0
-    usage_error: type[Any] = typer.BadParameter.__bases__[
-        0
-    ]  # typer gives this class no name of its own
+    # Typer gives this class no name of its own.
+    usage_error: type[Any] = typer.BadParameter.__bases__[0]
     command = command_named(name)
     try:
         # Not typer's `app()`: that would put typer's own hook in place of the one that masks

@@ -153,7 +153,6 @@ def _show(text: str) -> None:
         return
     import pydoc
 
-    os.environ.setdefault(
-        "LESS", "FRX"
-    )  # as git sets it: less ends at once where all fits, and leaves it on the screen
+    # As git sets it: less ends at once where all fits, and leaves it on the screen.
+    os.environ.setdefault("LESS", "FRX")
     pydoc.pager(text)

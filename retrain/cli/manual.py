@@ -75,6 +75,7 @@ def synced(source: str) -> str:
                 text = text.replace(found.group(), block)
             elif block:
                 text = f"{text.rstrip(chr(10))}\n\n{block}\n"
+        # A topic that was generated alone and names nothing any more is empty now.
         if text.strip():
             pieces.append(f"== {name} =={text}")
     return "".join(pieces)

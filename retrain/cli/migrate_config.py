@@ -18,11 +18,11 @@ from tomlkit.exceptions import TOMLKitError
 from tomlkit.items import InlineTable, Item, Table
 
 from retrain.cli.shared import AsJson, Form, refuse_several
+from retrain.config.names import LEGACY_PREFIX
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.records.disk import replace_file
 
 BACKEND = "backend"
-LEGACY_PREFIX = "prime_rl_"
 
 
 def migrate_text(text: str, name: str = "the configuration") -> str:
@@ -45,6 +45,8 @@ def migrate_text(text: str, name: str = "the configuration") -> str:
     legacy = [key for key in backend if key.startswith(LEGACY_PREFIX)]
     if not legacy:
         return text
+    # Without a header of its own, as in backend.options or an inline table, the section cannot be
+    # followed by another, so options stays inline.
     adds_section = (
         "options" not in backend and isinstance(backend, Table) and f"[{BACKEND}]" in text
     )
@@ -59,9 +61,8 @@ def migrate_text(text: str, name: str = "the configuration") -> str:
         _move(backend, options, key, name)
     if adds_section and list(document)[-1] != BACKEND:
         options.add(tomlkit.nl())  # type: ignore[attr-defined]  # a blank line before the section that follows
-    migrated = tomlkit.dumps(
-        document
-    )  # tomlkit ends the lines that it adds with a bare newline, also in a CRLF file
+    # Tomlkit ends the lines that it adds with a bare newline, also in a CRLF file.
+    migrated = tomlkit.dumps(document)
     if "\r\n" in text:
         return migrated.replace("\r\n", "\n").replace("\n", "\r\n")
     return migrated
@@ -214,9 +215,8 @@ def _check_usage(
 
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode(
-            "utf-8"
-        )  # bytes, so that the file's line ends stay as they are
+        # Bytes, so that the file's line ends stay as they are.
+        return path.read_bytes().decode("utf-8")
     except FileNotFoundError as error:
         raise ConfigurationError(f"{path} does not exist.") from error
     except UnicodeDecodeError as error:
@@ -253,11 +253,13 @@ def _write_new(output: Path, done: Migration) -> None:
 def _rewrite(path: Path, done: Migration, *, backup: bool) -> None:
     if not done.is_needed:
         return
-    target = path.resolve()  # a link to a configuration stays a link
+    # A link to a configuration stays a link.
+    target = path.resolve()
     try:
         if backup:
             copy, number = path.with_name(f"{path.name}.bak"), 2
-            while copy.exists():  # an older backup is never lost
+            # An older backup is never lost.
+            while copy.exists():
                 copy, number = path.with_name(f"{path.name}.bak{number}"), number + 1
             shutil.copy2(path, copy)
             done.backup = copy

@@ -93,7 +93,7 @@ def _parameter(given: inspect.Parameter, annotation: Sequence[Any]) -> Parameter
     is_option, required = isinstance(info, OptionInfo), given.default is inspect.Parameter.empty
     value, allowed = _values(inner, info)
     text = info.help or ""
-    if not required and given.default not in (None, "", False):
+    if not required and given.default not in (None, "", False, Path()):
         text += f" Default: {given.default}."
     return Parameter(
         _name(given.name, info),
@@ -186,6 +186,7 @@ def columns(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
 def wrong_use(name: str, arguments: Sequence[str], error: Any) -> str:
     """Say in one sentence what typer's UsageError found in the arguments of a command."""
     more = f"`retrain {name} --help` says more"
+    # By name, since typer exports none of these classes.
     if type(error).__name__ == "NoSuchOption":
         options = [each.name for each in parameters_of(name) if each.is_option]
         near = nearest(error.option_name, options, NAME_CUTOFF)

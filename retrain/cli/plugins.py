@@ -83,7 +83,8 @@ def _read(point: EntryPoint) -> tuple[str, str]:
     file = _file_of(point.module)
     if file is None:
         return "", f"there is no module {point.module}"
-    if file.suffix != ".py":  # compiled code tells nothing
+    # Compiled code tells nothing.
+    if file.suffix != ".py":
         return "", ""
     source = file.read_bytes()
     try:
@@ -93,6 +94,7 @@ def _read(point: EntryPoint) -> tuple[str, str]:
         return "", f"{file} is not Python ({error})"
     imported = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     bound = {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
+    # A star import or the module's own __getattr__ may bring any name.
     is_open = any(alias.name == "*" for node in imported for alias in node.names)
     if point.attr not in bound and not is_open and "__getattr__" not in bound:
         return "", f"{file} has no {point.attr}"

@@ -79,9 +79,9 @@ def command(
 
 def _check(plan: "SeedPlan", comparisons: int | None, pilot: "Pilot | None") -> None:
     """Raises ConfigurationError for a value outside its range."""
-    for name, value, example in (("alpha", plan.alpha, 0.05), ("power", plan.power, 0.8)):
-        if not 0 < value < 1:
-            raise ConfigurationError(f"--{name} {value:g} is not between 0 and 1; use {example}.")
+    from retrain.analysis.selection import check_levels
+
+    check_levels(plan.alpha, plan.power)
     if plan.effect == 0:
         raise ConfigurationError(
             "--effect 0 needs infinitely many seeds; give the smallest difference that matters,"
@@ -150,6 +150,7 @@ def _pilot_lines(pilot: "Pilot") -> Iterator[str]:
 
 def _design_line(plan: "SeedPlan", spread: "Spread") -> str:
     """Seeds, problems and samples together, at the pilot's own spread."""
+    from retrain.analysis.pilot import MAX_DESIGN_SEEDS
     from retrain.records.terminal import counted
 
     luck = (
@@ -157,7 +158,10 @@ def _design_line(plan: "SeedPlan", spread: "Spread") -> str:
     )
     found = plan.cheapest(spread)
     if not found:
-        return f"{luck}; no design of at most 40 seeds finds {_number(plan.effect or 0.0)}."
+        return (
+            f"{luck}; no design of at most {MAX_DESIGN_SEEDS} seeds finds"
+            f" {_number(plan.effect or 0.0)}."
+        )
     return (
         f"{luck}. Cheapest at the pilot's spread and speed: {found.seeds} seeds,"
         f" {found.problems:,} problems x {counted(found.samples, 'sample')},"
@@ -188,8 +192,10 @@ def _seed_lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:
 
 
 def _count(seeds: int | None) -> str:
+    from retrain.analysis.power import MAX_SEEDS
+
     if seeds is None:
-        return "more than 100,000"
+        return f"more than {MAX_SEEDS:,}"
     return f"{seeds:,}"
 
 

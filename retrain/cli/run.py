@@ -39,7 +39,8 @@ def run_file(arguments: Sequence[str]) -> int:
     try:
         config, note = _configuration(parsed)
     except RetrainError:
-        if loaded and not parsed.quiet:  # its variables may be the mistake
+        # A variable of .env may be the mistake.
+        if loaded and not parsed.quiet:
             print(loaded, flush=True)
         raise
     said = [line for line in (loaded, note) if line]
@@ -156,11 +157,11 @@ def _differences(own: "TrainConfig", newer: "TrainConfig") -> tuple[str, str]:
     from retrain.config.stored import differing_keys, shown_value
     from retrain.records.redact import Redactor
 
-    if newer.training.seed == -1:  # the run's own was drawn
+    # The run's own seed was drawn from it.
+    if newer.training.seed == -1:
         newer = replaced(newer, {"training.seed": own.training.seed})
-    own, newer = (
-        config_from_toml(dump_toml(Redactor().config(config))) for config in (own, newer)
-    )  # as config.toml masks them
+    # Both as config.toml has them, with secrets masked and through TOML.
+    own, newer = (config_from_toml(dump_toml(Redactor().config(config))) for config in (own, newer))
     words: dict[bool, list[str]] = {False: [], True: []}
     for key in differing_keys(own, newer):
         if key.path not in ("resume.from", "logging.log_dir"):
@@ -211,6 +212,7 @@ def _draw_squeeze(settings: "Squeeze", runs: Path, squeezed: "SqueezeResult") ->
         picture = expanded(settings.output_path, "[squeeze] output_path") / "squeeze.png"
     else:
         adapter = expanded(settings.adapter_path, "[squeeze] adapter_path").resolve()
+        # Three parts of the path, since most adapters are some run's checkpoints/final.
         picture = runs / SQUEEZE_RUN / f"{'-'.join(adapter.parts[1:][-3:])}.png"
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)

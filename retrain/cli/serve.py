@@ -50,9 +50,8 @@ def command(
     overrides = flags_after(context, "serve takes an engine and one file", 1)
     load_dotenv()
     config = load_named(overrides)
-    server_command(
-        engine, config, ServerNeeds("", "", "", 0, 0), python
-    )  # a mistake shows before the data is read
+    # A mistake shows before the data is read.
+    server_command(engine, config, ServerNeeds("", "", "", 0, 0), python)
     needs = server_needs(config, prompt_tokens)
     found = server_command(engine, config, needs, python)
     note = engine_kind(engine).cpu_note
@@ -107,6 +106,7 @@ def server_needs(config: "TrainConfig", prompt_tokens: int) -> "ServerNeeds":
         config.model.model, config.model.revision, config.model.trust_remote_code
     )
     learner = str(choose_dtype(config.model.dtype, device)).removeprefix("torch.")
+    # Every other data type of inference keeps its activations in bfloat16.
     dtype = learner if config.inference.dtype == "auto" else "bfloat16"
     positions = context_length(model)
     prompt_tokens = prompt_tokens or _longest_prompt(config)

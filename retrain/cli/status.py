@@ -57,9 +57,8 @@ def command(
     try:
         while True:
             seen = overview(logs)
-            width = (
-                shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-            )  # no terminal: every column
+            # A pipe has no width, and gets every column.
+            width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
             if as_json:
                 text = json.dumps(seen.to_json())
             else:

@@ -48,6 +48,7 @@ def command(
         other_file = files_differ(stored, again, taken)
         other_adapter = adapters_differ(stored, again)
         missing = absent(stored, again, taken)
+        # Here, since the causes read files of the replay, which goes with its folder.
         lines = list(parting_lines(stored, again, found))
         content = parting_json(stored, again, found)
     equal = found is None and not other_file and other_adapter is None

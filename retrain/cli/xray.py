@@ -58,7 +58,8 @@ def command(
             )
         _print_exact(names, group, trust=trust, as_json=as_json)
         return
-    with redirect_stdout(sys.stderr):  # what a plugin prints is no part of the result
+    # What a plugin prints is no part of the result.
+    with redirect_stdout(sys.stderr):
         found = []
         for name in names:
             found += read_xray(name, group, aggregation, wrong_length, trust=trust)

@@ -1053,6 +1053,8 @@ def refusals(
         given = config.is_set(key.path) and value != key.default
         for owner, rows in tables:
             held = rows.that_hold(config, key.path)
+            # The first row that holds is a key's effect, so a row behind another outcome refuses
+            # nothing.
             leading = takewhile(lambda row: row.outcome == "refused", held)
             judged = [row for row in leading if given or row.refuses_default or row.values]
             where = f"[{key.section}] {key.name} = {toml_value(value)}"

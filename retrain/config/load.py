@@ -254,8 +254,9 @@ def _build(
                     " section; add one or drop the flag."
                 )
         given = [override for override in given if override not in of_campaign]
+    # A recipe of the command line replaces the file's algorithm as a whole.
     if any(override.path == _MODE and is_recipe(str(override.value)) for override in given):
-        data = _without(data, _REPLACED)  # by a recipe of the command line, as a whole
+        data = _without(data, _REPLACED)
     origins = dict.fromkeys(by_path(data), "file")
     origins |= {override.path: override.origin for override in given}
     return _validate(_merge(data, given), Provenance(file, origins), rules=rules)

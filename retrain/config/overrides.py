@@ -35,7 +35,7 @@ def deep_merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Json:
 VARIABLE_PREFIX = "RETRAIN_"
 
 _INTEGER = re.compile(r"[+-]?\d+(_\d+)*")
-_MAX_DIGITS = 4300
+MAX_DIGITS = 4300
 """Python converts no longer text to an integer."""
 _TOML_STRUCTURE = ("[", "{", '"', "'")
 
@@ -125,7 +125,7 @@ def convert(key: "Key", text: str) -> Any:
 def _scalar(kinds: frozenset[type], text: str) -> Any:
     if bool in kinds and text in ("true", "false"):
         return text == "true"
-    if int in kinds and _INTEGER.fullmatch(text) and len(text) < _MAX_DIGITS:
+    if int in kinds and _INTEGER.fullmatch(text) and len(text) < MAX_DIGITS:
         return int(text)
     if float in kinds:
         try:
@@ -158,6 +158,7 @@ def table_entry(text: str, flag: str) -> Json:
         raise ConfigurationError(
             f"flag {flag} {text!r}: the value is not valid TOML; quote it if it is a string."
         )
+    # A bare word: the key alone is parsed, and the word is its value as it stands.
     literal = _toml(f"{name} = ''")
     if literal is None:
         raise ConfigurationError(
@@ -250,9 +251,8 @@ class _Parser:
         """The key of a flag, the place inside of its table, and whether it is a --no- form."""
         if flag in self._flags:
             return self._flags[flag], "", False
-        positive = "--" + flag.removeprefix("--no-")
         if flag.startswith("--no-"):
-            path, inside, _ = self._find(positive) if positive != flag else (None, "", False)
+            path, inside, _ = self._find("--" + flag.removeprefix("--no-"))
             if path and not inside and bool in _key_of(path).kinds:
                 return path, "", True
             return None, "", False
@@ -298,6 +298,7 @@ class _Parser:
             known += [f"--{path}" for path in keys_by_path()]
         near = _nearest_flag(word, known)
         meant = key_meant(leaf, section)
+        # Behind a section a near flag is the better guess than a key that has the name elsewhere.
         if meant and not (section and near):
             near = meant.flag
         hint = "`retrain help config` lists them all."

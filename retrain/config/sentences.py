@@ -24,18 +24,19 @@ from retrain.config.keys import (
 from retrain.config.names import (
     ALIASES,
     DATA_FILE_SUFFIXES,
+    LEGACY_PREFIX,
     NAME_CUTOFF,
     instead,
     names_of,
     nearest,
     synonym,
 )
+from retrain.config.overrides import MAX_DIGITS
 from retrain.config.rules import RuleViolations, Violation
 from retrain.config.schema import Condition, Provenance
 from retrain.errors import MAX_SENTENCES
 from retrain.system import is_path_text, toml_value
 
-LEGACY_PREFIX = "prime_rl_"
 MAX_VALUE_CHARACTERS = 80
 """Characters of a value that a sentence shows."""
 
@@ -131,6 +132,7 @@ def _sentence(
         return f"{place.file}: {_finish(text)}"
     path = f"{loc[0]}.{loc[1]}"
     where = place.of(path, *(alias for alias, canonical in ALIASES.items() if canonical == path))
+    # Four parts are a condition's: campaign, conditions, number, key.
     if len(loc) == 4:
         return f"{where}: {_finish(_condition_problem(loc, details))}"
     if unknown:
@@ -175,6 +177,7 @@ def _unknown_key(section: str, name: str, place: Place) -> str:
         )
     own = [key.name for key in all_keys() if key.section == section]
     others = [key.section for key in all_keys() if key.name == name]
+    # From the surest guess to the weakest.
     meant = synonym(name, section)
     if meant:
         home, _, known = meant.partition(".")
@@ -252,6 +255,7 @@ def _unknown_setting(name: str) -> str:
 
 def _wrong_value(key: Key, value: Any, details: list[ErrorDetails]) -> str:
     refusal = next((detail for detail in details if detail["type"] == "refused"), None)
+    # Of a list, the refused item is the word that may be mistyped.
     word = value
     if isinstance(value, list):
         word = (refusal or details[0])["input"]
@@ -308,7 +312,7 @@ def _what_is_wrong(key: Key, value: Any, detail: ErrorDetails) -> str:
     if (
         int in key.kinds
         and isinstance(value, str)
-        and len(value) >= 4300
+        and len(value) >= MAX_DIGITS
         and value.lstrip("+-").isdecimal()
     ):
         return "has too many digits"

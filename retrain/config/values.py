@@ -32,9 +32,8 @@ def refuse(problem: str) -> PydanticCustomError:
     """A refusal that the loader turns into a sentence about the value: `problem` is its predicate,
     such as "is not a device".
     """
-    printable = problem.encode(
-        errors="backslashreplace"
-    ).decode()  # pydantic cannot hold a lone surrogate
+    # Pydantic cannot hold a lone surrogate.
+    printable = problem.encode(errors="backslashreplace").decode()
     return PydanticCustomError("refused", "{problem}", {"problem": printable})
 
 
@@ -191,7 +190,8 @@ def check_table(table: Json) -> Json:
 
 
 MAX_COMBINATIONS = 1000
-"""Of a grid; a campaign of more would not end, and its plan is slow to check."""
+"""The most combinations of a grid: a campaign of more would not end, and its plan is slow to
+check."""
 
 
 def check_grid(table: dict[str, list[Any]]) -> dict[str, list[Any]]:

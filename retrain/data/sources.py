@@ -153,9 +153,8 @@ def read_source(query: Query) -> ReadResult:
         return _local(query, DATA_FILE_SUFFIXES)
     from retrain.plugins import load_plugin
 
-    config = query.config.model_copy(
-        update={"data": query.data}
-    )  # an evaluation source does not take the training source's params
+    # An evaluation source does not take the training source's params.
+    config = query.config.model_copy(update={"data": query.data})
     return _call(query, load_plugin("data", source, config))
 
 

@@ -101,9 +101,8 @@ def environment_code(what: str, timeout_s: float) -> Iterator[None]:
             f"{what} took longer than {limit:g} s; look at what it waits for, or allow it more with"
             " [environment] timeout_s."
         ) from None
-    except (
-        BaseException
-    ) as error:  # the code is not ours, and its SystemExit would end the run without a word
+    # The code is not ours, and its SystemExit would end the run without a word.
+    except BaseException as error:
         raise ConfigurationError(f"{what} failed with {describe(error)}.") from error
 
 

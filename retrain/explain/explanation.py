@@ -96,14 +96,14 @@ def campaign_power(
     if pilot is not None:
         from retrain.analysis.pilot import read_pilot
 
-        with suppress(ConfigurationError):  # it has too few runs
+        # A pilot of too few runs, or without a difference, leaves the spread unknown.
+        with suppress(ConfigurationError):
             found = read_pilot(pilot)
-        found = (
-            found if found and found.sd > 0 else None
-        )  # differences that are all equal show no spread
+        found = found if found and found.sd > 0 else None
     detectable = minimal_detectable_effect(
         seeds, found.sd if found else 1.0, ALPHA, POWER, comparisons, correction
     )
+    # Looks do not fix the number of seeds, so no design has a cost beforehand.
     design = None
     if found and found.spread and detectable and correction == "maxt":
         design = cheapest(found.spread, detectable, comparisons, ALPHA, POWER)
@@ -468,9 +468,8 @@ def _memory(
     from retrain.model.devices import choose_device
     from retrain.model.memory import predict_memory
 
-    configs = [
-        replaced(config, {"model.trust_remote_code": False}) for config in configs
-    ]  # explaining runs no code
+    # Explaining runs no code.
+    configs = [replaced(config, {"model.trust_remote_code": False}) for config in configs]
     if memory_gib is None:
         try:
             choose_device(configs[0].backend)
@@ -482,7 +481,7 @@ def _memory(
     sizing = [
         key.path for key in all_keys() if key.traits.sizes_memory and key.path != "training.seed"
     ]
-    # runs of equal memory only once
+    # Runs of equal memory only once.
     distinct = {str(list(map(config.value, sizing))): config for config in configs}
     try:
         return (

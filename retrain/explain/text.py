@@ -83,6 +83,7 @@ def _facts(seen: "Explanation") -> Iterator[tuple[str, str]]:
     run, config = seen.runs[0], seen.runs[0].config
     training = config.training
     folder = seen.config.resume.from_ or seen.config.logging.log_dir
+    # A campaign shows these with each of its conditions.
     maximal_lambda = weights = None
     if seen.kind == "campaign":
         yield "seeds", ", ".join(map(str, _seeds(seen)))
@@ -138,43 +139,22 @@ def _squeeze(seen: "Explanation") -> Iterator[str]:
     judged = (
         "the mean over the layers keeps" if settings.rule == "mean" else "the worst layer keeps"
     )
-    rows = [
-        (
-            "rule",
-            (
-                f"the smallest rank at which {judged} {settings.min_variance_retention:.0%} of the"
-                " variance"
-            ),
-        )
-    ]
+    rows = []
+    if adapter:
+        size = f"{len(adapter.layers)} layers, {adapter.num_parameters:,} parameters"
+        rows.append(("adapter", f"rank {adapter.rank}, {size}"))
     ranks = _ranks(seen)
     if ranks:
-        rows.insert(0, ("ranks", ", ".join(map(str, ranks))))
-    if adapter:
-        rows.insert(
-            0,
-            (
-                "adapter",
-                (
-                    f"rank {adapter.rank}, {len(adapter.layers)} layers, {adapter.num_parameters:,}"
-                    " parameters"
-                ),
-            ),
-        )
+        rows.append(("ranks", ", ".join(map(str, ranks))))
+    kept = f"{settings.min_variance_retention:.0%} of the variance"
+    rows.append(("rule", f"the smallest rank at which {judged} {kept}"))
     if settings.output_path:
         fixed = "the recommended rank"
         if settings.compress_to:
             fixed = f"rank {settings.compress_to}"
         ranks_written = "a rank for each layer" if settings.per_layer else fixed
-        rows.append(
-            (
-                "writes",
-                (
-                    f"{settings.output_path},"
-                    f" {ranks_written}{', and evaluates both' if settings.evaluate else ''}"
-                ),
-            )
-        )
+        both = ", and evaluates both" if settings.evaluate else ""
+        rows.append(("writes", f"{settings.output_path}, {ranks_written}{both}"))
     yield from table_lines(rows, indent=GAP)
 
 
@@ -303,6 +283,17 @@ def _time_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
             str(schedule.effective_parallelism),
             f"recommended max_workers: {best.count} ({best.because})",
         )
+    yield from _shared_rows(schedule)
+
+
+def _shared_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
+    """What runs of a campaign have in common."""
+    if schedule.total_runs > schedule.seeds > 0:
+        yield (
+            "shared",
+            f"{schedule.total_runs - schedule.seeds} of {schedule.total_runs}",
+            "runs take gate, evaluation before step 0 and first completions from one of their seed",
+        )
     if schedule.forked:
         common = "libraries, tokenizer, prompts and base weights, which forked workers share"
-        yield ("start", "once", f"{common}; evaluations before step 0 once for a seed")
+        yield ("start", "once", common)

@@ -130,6 +130,8 @@ class Schedule:
     """Price of one device hour; 0 if it is not known."""
     forked: bool = False
     """Workers are forked from one process, which holds the base weights for all."""
+    seeds: int = 0
+    """Of a campaign."""
 
     @property
     def total_campaign_steps(self) -> int:
@@ -206,6 +208,7 @@ def schedule_campaign(
         step_time=step_time,
         price_per_hour=settings.price_per_hour if price_per_hour is None else price_per_hour,
         forked=settings.parallel and settings.launcher == "local" and not no_fork_reason(plan),
+        seeds=len(plan.seeds),
     )
 
 
@@ -224,7 +227,8 @@ def recommended_workers(plan: "CampaignPlan", memory: "Memory | None") -> Worker
     """
     settings, backend = plan.settings, plan.config.backend
     bounds = [Workers(len(plan.runs), "all runs at once")]
-    if settings.ray_address:  # a Ray cluster elsewhere starts as many as it has room for
+    # A Ray cluster elsewhere starts as many as it has room for.
+    if settings.ray_address:
         return bounds[0]
     if backend_kind(backend.backend).throttled:
         bounds.append(

@@ -147,7 +147,7 @@ class RunningRow:
         ).astype(np.int32)
 
     def grows_past(self, tokens: int) -> bool:
-        """Return whether the next step feeds it a token beyond this number."""
+        """Return True if the next step feeds it a token beyond this number."""
         return (
             self.launched < self.job.limit
             and len(self.job.request.prompt_ids) + self.launched > tokens
@@ -178,7 +178,7 @@ class Pager:
         return self.keeps_prompts and row.shares_prompt
 
     def reserve(self, row: RunningRow, using: dict[PromptKey, CachedTokens], running: int) -> bool:
-        """Return whether the row's pages are free beside a reserve for `running` rows. Cached
+        """Return True if the row's pages are free beside a reserve for `running` rows. Cached
         tokens give way, but not those that the row itself needs: its prompt goes to `using`.
         """
         request, cached = row.job.request, self.cached
@@ -288,7 +288,7 @@ class PagedEngine:
         """A run has its rows in the buffers."""
 
     def serves(self, limits: DecodeLimits, context: int) -> bool:
-        """Return whether it has the rows and tokens of `limits`, for rows of up to `context`
+        """Return True if it has the rows and tokens of `limits`, for rows of up to `context`
         tokens.
         """
         return (

@@ -33,9 +33,7 @@ class _Record:
         """
         kinds = _field_kinds(cls)  # type: ignore[arg-type]  # a class is hashable
         values = {name: line[name] for name in kinds if name in line}
-        missing = [
-            item.name for item in fields(cls) if item.default is MISSING and item.name not in values
-        ]
+        missing = [name for name in _required(cls) if name not in values]  # type: ignore[arg-type]
         problem = ""
         if missing:
             problem = f"no {missing[0]}, and every line has one"
@@ -74,6 +72,11 @@ class _Record:
 
 _SHOWN = 80
 """Characters of a value that a sentence shows."""
+
+
+@cache
+def _required(kind: type[_Record]) -> tuple[str, ...]:
+    return tuple(item.name for item in fields(kind) if item.default is MISSING)
 
 
 @cache
@@ -137,7 +140,7 @@ class StepRecord(_Record):
     """The strength, from 0 to 1, with which SEPA pooled the uncertainty of execution tokens in this
     step."""
     sepa_gate_open: bool | None = None
-    """Whether SEPA's gate, `[sepa] correct_rate_gate`, had been opened by the end of the step."""
+    """True once SEPA's gate, `[sepa] correct_rate_gate`, has opened, in this step or before."""
     sepa_gate_step: int | None = better(None)
     """The step whose correct rate opened the gate."""
 
@@ -188,7 +191,8 @@ class StepRecord(_Record):
     log_ratio_mean: float | None = better("lower")
     """Mean of |learner log-prob - sampler log-prob| before the step's first update, over the
     trained rows of its first minibatch (with one minibatch: all of them); its quantiles follow.
-    `[inference] mismatch_limit` is about this number."""
+    `[inference] mismatch_limit` is about this number. In a step without a trained row it is over 4
+    completions, and the limit does not count the step."""
     log_ratio_p50: float | None = better("lower")
     """Median of the same."""
     log_ratio_p90: float | None = better("lower")
@@ -218,6 +222,17 @@ class StepRecord(_Record):
     alike than independent draws; a warning from 6."""
     calibration_shared_number: float | None = better(None)
     """The same between prompts, for completions of one sample number."""
+    adapter_lag: float | None = better(None)
+    """Share of the last update's effect that the engine's log-probs lack, at steps 2, 8, 32 and so
+    on, over up to 8 completions: about 0 for a sound engine, 1 where it serves the adapter of the
+    step before. Null in other steps, and, like the next three fields, where the effect cannot be
+    measured."""
+    adapter_lag_error: float | None = better(None)
+    """Standard error of the same."""
+    adapter_missing: float | None = better(None)
+    """Share of the whole adapter's effect that they lack: 1 where it serves the base model."""
+    adapter_missing_error: float | None = better(None)
+    """Standard error of the same."""
     grad_norm: float | None = better(None)
     """Norm of the adapter's gradient before it is clipped, averaged over the step's updates."""
     nonfinite_updates: int | None = better("lower")

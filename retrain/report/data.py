@@ -173,6 +173,7 @@ def _band(curves: Sequence[tuple[Floats, Floats]]) -> Band | None:
         row[np.searchsorted(steps, own)] = values
     known = ~np.isnan(table)
     counts = known.sum(axis=0)
+    # A run without any value has not begun, and is not waited for.
     enough = counts * 2 >= max(1, known.any(axis=1).sum())
     steps, table, known, counts = steps[enough], table[:, enough], known[:, enough], counts[enough]
     if not len(steps) or not counts.any():
@@ -364,10 +365,10 @@ def read_report_data(request: ReportRequest) -> ReportData:
     if kind == "campaign":
         notes += filter(None, [evidence_line(CampaignRecord.read(folder))])
     campaigns = [run.path.parent.parent.name if run.planned else "" for run in begun]
-    several = len(set(campaigns)) > 1  # the name of its campaign then precedes a condition
-    conditions = [
-        clean(run.condition) or "?" for run in begun
-    ]  # matplotlib's warnings print a label as it is
+    # The name of its campaign then precedes a condition.
+    several = len(set(campaigns)) > 1
+    # Matplotlib's warnings print a label as it is.
+    conditions = [clean(run.condition) or "?" for run in begun]
     labels = [
         f"{name}: {label}" if several and name else label
         for label, name in zip(conditions, campaigns, strict=True)
@@ -472,8 +473,9 @@ def _squeeze(folder: Path, runs: Sequence[StoredRun], notes: list[str]) -> Squee
             return SqueezeCurve.from_json(runs[0].name if runs else "", squeeze)
     for run in runs:
         named, settings = run.summary.get("adapter"), run.config.squeeze
+        # An analysis takes seconds of SVDs, so a run without a key of [squeeze] has none.
         if (
-            settings == Squeeze()  # an analysis that nobody asked for takes seconds of SVDs
+            settings == Squeeze()
             or not named
             or not is_path_text(named)
             or not (run.path / named / "adapter_config.json").is_file()
@@ -509,10 +511,12 @@ def _tokens(
                 credit = read_step(run, against=against, trust=request.trust)
             except ForeignCode as error:
                 notes.append(f"Without {' and '.join(against)}: {error}")
+                # The run's own credit needs no code of the run.
                 credit = read_step(run)
             found.append(InspectedRun(arm.label, run.name, credit))
         except NoJudgedCompletion as error:
             notes.append(f"No tokens of {run.name}: {error}")
+        # A wrong --against; any other error leaves the tokens of one run out.
         except ConfigurationError:
             raise
         except RetrainError as error:

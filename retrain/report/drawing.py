@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO, StringIO
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -101,6 +102,7 @@ def to_svg(figure: Figure, name: str, description: str) -> str:
     with drawing(name):
         figure.savefig(out, format="svg", metadata=_NO_METADATA)
     text = out.getvalue()
+    # The page has the namespaces, the size and the colours, and all figures share its ids.
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = (
@@ -123,6 +125,14 @@ def to_picture(figure: Figure, name: str, form: str = "png") -> bytes:
             out, format=form, dpi=_PNG_DPI, facecolor=PAPER, metadata=_FILE_METADATA[form]
         )
     return out.getvalue()
+
+
+def write_picture(figure: Figure, path: Path) -> None:
+    """Write a figure on white; the file's ending says the format (svg, pdf, png)."""
+    metadata = None
+    if path.suffix == ".svg":
+        metadata = {"Date": None}
+    figure.savefig(path, facecolor=PAPER, metadata=metadata)
 
 
 # -- building blocks -------------------------------------------------------------------------------
@@ -174,6 +184,7 @@ def line_figure(data: ReportData, lines: Lines) -> PageFigure | None:
         colour = series(index)
         if data.single and window > 1 and (raw := arm.band(field)):  # each step, thin
             axes.plot(raw.steps + 1, raw.mean, color=colour, alpha=0.28, linewidth=1)
+        # The legend has the conditions alone; a note says what is dashed.
         style: dict[str, Any] = {"linestyle": (0, (4, 2))}
         if not lines.fields[field]:
             style = {"label": (data.single and lines.single_label) or arm.label}

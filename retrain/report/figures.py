@@ -168,6 +168,7 @@ def _held_out_once(data: ReportData, step: int) -> PageFigure:
         mean = float(values.mean())
         bounds = None
         if len(values) > 1:
+            # Student's interval of a rate may go beyond its ends.
             bounds = np.clip(t_interval(values), 0.0, 100.0)
         draw_row(axes, -float(row), values, mean, bounds, series(index))
         row_label(axes, -row + 0.26, f"{arm.label}: {mean:.1f}%")
@@ -194,6 +195,7 @@ def _differences(data: ReportData) -> PageFigure | None:
     axes.axvline(0.0, color=MUTED, linewidth=1)
     for row, contrast in enumerate(contrasts):
         found, place = contrast.conclusion, -float(row)
+        # The colour of the condition's curves, where a run of it has begun.
         if contrast.condition in labels:
             index = labels.index(contrast.condition)
         else:
@@ -256,6 +258,7 @@ def _phases(data: ReportData) -> PageFigure | None:
         return None
     names = [phase.removeprefix("time_").removesuffix("_s") for phase in PHASES]
     seconds = np.array([[_median(arm, phase) for phase in PHASES] for arm in arms])
+    # Medians do not add up: those of the phases may exceed that of the step.
     totals = np.maximum([_median(arm, "step_time_s") for arm in arms], seconds.sum(axis=1))
     parts = np.column_stack([seconds, totals - seconds.sum(axis=1)])
     figure, axes = empty_figure(height=1.0 + ROW_HEIGHT * len(arms))

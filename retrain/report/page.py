@@ -6,6 +6,7 @@ model is escaped and its invisible characters are shown.
 import base64
 import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import resources
@@ -424,6 +425,19 @@ def build_page(request: ReportRequest, live: LiveReload | None = None) -> str:
     return render(data, draw_figures(data), datetime.now().astimezone(), live)
 
 
+@contextmanager
+def _writing(output: Path) -> Iterator[None]:
+    """Make the folder of `output`. Raises EnvironmentFailure where it cannot be written."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise EnvironmentFailure(
+            f"{output} cannot be written: {error.strerror or error}; name another file with"
+            " --output."
+        ) from error
+
+
 def write_report(
     request: ReportRequest,
     output: Path,
@@ -438,18 +452,12 @@ def write_report(
     data = read_report_data(request)
     figures = draw_figures(data)
     pictures = []
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
+    with _writing(output):
         for drawn in figures:
             picture = output.with_name(f"{output.stem}-{drawn.name}.png")
             replace_file(picture, to_picture(drawn.figure, drawn.name))
             pictures.append(picture)
         replace_file(output, render(data, figures, datetime.now().astimezone()))
-    except OSError as error:
-        raise EnvironmentFailure(
-            f"{output} cannot be written: {error.strerror or error}; name another file with"
-            " --output."
-        ) from error
     if figures_to is not None:
         pictures += write_paper(data, figures, figures_to, formats)
     return ReportFiles(output, pictures)
@@ -464,13 +472,11 @@ _MAX_CHARACTERS = 200
 
 def write_audit_page(audit: Audit, output: Path) -> None:
     """Write the page. Raises EnvironmentFailure where it cannot be written."""
-    unjudged, everything = (
-        sum(item.could_not_judge for item in audit.judged),
-        Rate("", audit.judged),
-    )
+    unjudged = sum(item.could_not_judge for item in audit.judged)
+    everything = Rate("", audit.judged)
     tiles = [
-        (audit.false_negatives.name, _percent(audit.false_negatives.error_rate)),
-        (audit.false_positives.name, _percent(audit.false_positives.error_rate)),
+        (audit.false_negatives.name, _number(audit.false_negatives.error_rate, ".1%")),
+        (audit.false_positives.name, _number(audit.false_positives.error_rate, ".1%")),
         ("could not judge", f"{unjudged / len(audit.judged):.1%}"),
         ("time per completion, median", milliseconds(everything.seconds(0.5))),
         ("99%", milliseconds(everything.seconds(0.99))),
@@ -493,20 +499,8 @@ def write_audit_page(audit: Audit, output: Path) -> None:
             slowest=[_example_row(item) for item in audit.slowest(5)],
         )
     )
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
+    with _writing(output):
         replace_file(output, page)
-    except OSError as error:
-        raise EnvironmentFailure(
-            f"{output} cannot be written: {error.strerror or error}; name another file with"
-            " --output."
-        ) from error
-
-
-def _percent(rate: float | None) -> str:
-    if rate is None:
-        return "–"
-    return f"{rate:.1%}"
 
 
 def _example_row(item: CaseResult) -> tuple[str, ...]:

@@ -1,5 +1,5 @@
-"""Whether a run's completions are draws from the distribution that is trained: an anytime-valid
-test, which gives numbers and a warning.
+"""The test that a run's completions are draws from the distribution that is trained: valid at any
+time, it gives numbers and a warning.
 
 The evidence is a mean of likelihood ratios: of samplers tempered by more than the tolerance, on
 either side, to those tempered by the tolerance itself. For a sampler tempered by at most the
@@ -149,16 +149,18 @@ def tolerance(inference: Inference, temperature: float, *, in_process: bool) -> 
     return TOLERANCE
 
 
-def chosen_rows(groups: Sequence[Group], seed: int, step: int) -> list[Row]:
-    """Choose completions of the first draws by counter noise, which knows no reward: a group's
-    reward selects among its completions, and so moves the mean of D. Return their rows.
+def chosen_rows(
+    groups: Sequence[Group], seed: int, step: int, count: int = MAX_COMPLETIONS
+) -> list[Row]:
+    """Choose `count` completions of the first draws by counter noise, which knows no reward: a
+    group's reward selects among its completions, and so moves the mean of D. Return their rows.
     """
     members = [(group, one) for group in groups for one in group.trajectories]
     slots = np.array([group.slot for group, _ in members], np.int64)
     samples = np.array([one.sample for _, one in members], np.int64)
     noise = uniform(seed, Stream.CALIBRATION, step, slots, samples, 0)
     rows: list[Row] = []
-    for number in np.sort(np.argsort(noise)[:MAX_COMPLETIONS]):
+    for number in np.sort(np.argsort(noise)[:count]):
         group, one = members[number]
         nothing = np.zeros(one.num_actions, np.float32)
         rows += Row.of(group.prompt, one, nothing, group.slot)

@@ -1,4 +1,4 @@
-"""What the differences between engine and learner mean: rounding, a missing part of the adapter, or
+"""The causes of differences between engine and learner: rounding, a missing part of the adapter, or
 another temperature.
 
 How much rounding is, the learner says: half precision may move log-probs as far as it moves the
@@ -285,13 +285,11 @@ def adapter_suspects(
         difference = np.concatenate([sampled.differences[number] for number in numbers])
         if len(difference) >= fewest:
             fits += fits_of(difference, fitted, inputs.half_precision)
-    off = [
-        fit
+    suspects = [
+        Suspect(fit.explained, fit.sentence(inputs.consequence))
         for fit in fits
-        if abs(fit.share) > max(_MISSING, _SIGNIFICANT * fit.error)
-        and fit.nats > _ROUNDING * inputs.sharpness
+        if is_off(fit, inputs)
     ]
-    suspects = [Suspect(fit.explained, fit.sentence(inputs.consequence)) for fit in off]
     return float(np.abs(np.concatenate(whole)).mean()), suspects
 
 
@@ -312,12 +310,16 @@ def _group_effects(
     probed: Sequence[int],
 ) -> dict[str, Float32Array]:
     """Group of the adapter -> [n] what the learner's log-probs of the `probed` completions lose
-    without it. The trial adapter is whole again afterwards.
+    without it; nothing where all that differs is rounding. The trial adapter is whole afterwards.
     """
     rows = [sampled.rows[number] for number in probed]
     own = np.concatenate([sampled.learner[number] for number in probed])
+    differences = own - np.concatenate([row.logprobs for row in rows])
+    groups = groups_of(inputs, trial)
+    if np.sqrt(np.mean(np.square(differences))) <= _ROUNDING * inputs.sharpness:
+        groups = ()
     effects = {}
-    for group in groups_of(inputs, trial):
+    for group in groups:
         trial.set(strength, without=group)
         effects[group] = own - np.concatenate(inputs.learner_logprobs(rows))
     trial.set(strength)
@@ -386,6 +388,14 @@ class Fit:
             f"Parity gate: the engine's log-probs differ from the learner's as if {amount},"
             f" {advice}"
         )
+
+
+def is_off(fit: Fit, inputs: GateInputs) -> bool:
+    """Return True where a share is missing, or too much, that neither chance nor rounding gives."""
+    return (
+        abs(fit.share) > max(_MISSING, _SIGNIFICANT * fit.error)
+        and fit.nats > _ROUNDING * inputs.sharpness
+    )
 
 
 def fits_of(

@@ -26,6 +26,7 @@ from retrain.run.step_record import (
     generation_records,
     identical_chance,
     judge_fields,
+    lag_fields,
     peak_memory_gib,
     result_fields,
     reward_fields,
@@ -74,8 +75,8 @@ class StepObserver:
             self.last, self.untrained = last, untrained_streak(chain([last], records))
 
     def unlearned(self, steps: int) -> str:
-        """What to say of a run of `steps` steps that ends with some that trained nothing, or has no
-        other; "" for any other run.
+        """Return the line about a run of `steps` steps that ends with some that trained nothing, or
+        has no other; "" for any other run.
         """
         if len(self.untrained) >= min(ENOUGH, steps):
             return untrained_line(self.untrained)
@@ -147,6 +148,7 @@ class StepObserver:
             **reward_fields(rewards),
             **judge_fields(step.rollout.drawn),
             **calibration_fields(step.calibration, Calibration(**state.calibration)),
+            **lag_fields(step.lag),
             **(environment_fields(step.rollout) if self.parts.stage else {}),
             **decision,
             running_correct_rate=state.correct / state.judged if state.judged else None,
@@ -253,3 +255,14 @@ def check_mismatch(
             " engine, or set [inference] mismatch_limit (0 is off) and continue with"
             f" `{resume}`."
         )
+
+
+def untrained_mismatch_line(number: int, result: StepResult, limit: float | None) -> str:
+    """Warn of a step whose tokens were not trained, and are further off than the limit of those
+    that are.
+    """
+    return (
+        f"Step {number} trained nothing; sampler and learner differed by"
+        f" {result.log_ratio_mean:.2g} nats per token over {result.log_ratio_tokens} tokens of"
+        f" it, above the limit of {limit:.2g}, which does not count such a step."
+    )

@@ -525,28 +525,40 @@ def is_rounded(inference: Inference, backend: Backend) -> bool:
     return backend.half_precision or backend.engine.rounds or inference.reduced_precision
 
 
+OnceGate = Callable[[GateInputs, list[Prompt], Callable[[], GateResult]], GateResult]
+"""Takes an equal gate's result, or makes it."""
+
+
 def run_parity_gate(
-    config: TrainConfig, parts: Parts, step: int, *, trained: bool = False
+    config: TrainConfig,
+    parts: Parts,
+    step: int,
+    *,
+    trained: bool = False,
+    once: OnceGate | None = None,
 ) -> GateResult:
     """Check the first prompts of the data order, so that a resumed run is checked on the same ones.
 
     `step` counts the training steps behind the weights. `trained`: the engine already serves these
     weights and is checked with them first.
     """
-    inputs = _gate_inputs(config, parts, step, trained)
-    return parity_gate(inputs, _gate_prompts(config.training, parts))
+    inputs = gate_inputs(config, parts, step, trained)
+    prompts = _gate_prompts(config.training, parts)
+    if once is None:
+        return parity_gate(inputs, prompts)
+    return parity_gate(inputs, prompts, partial(once, inputs, prompts))
 
 
 def check_again(config: TrainConfig, parts: Parts, step: int) -> None:
     """Check the engine's current adapter alone, after a server woke up or came back."""
-    adapter_check(_gate_inputs(config, parts, step, True), _gate_prompts(config.training, parts))
+    adapter_check(gate_inputs(config, parts, step, True), _gate_prompts(config.training, parts))
 
 
 def _gate_prompts(training: Training, parts: Parts) -> list[Prompt]:
     return parts.prompts.batch(0, min(training.batch_size, len(parts.prompts)), training.seed)
 
 
-def _gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) -> GateInputs:
+def gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) -> GateInputs:
     training = config.training
     if parts.stage:
         check_gold = partial(environment_gold, parts.stage.host)

@@ -10,7 +10,8 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from retrain.backends.declared import incapable, loss_notes
+from retrain.backends.declared import incapable, is_raw, loss_notes
+from retrain.backends.rows import mismatch_fields
 from retrain.config import TrainConfig
 from retrain.config.effects import splits_base
 from retrain.config.moving import with_values
@@ -31,8 +32,9 @@ from retrain.records.jsonl import read_jsonl
 from retrain.records.redact import note_secrets
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean
+from retrain.run.adapter_lag import AdapterLag, adapter_lag, is_due, most_completions
 from retrain.run.calibration import Calibration, chosen_rows, shared_warning, tolerance, warning
-from retrain.run.common import evaluated_once
+from retrain.run.common import Common
 from retrain.run.control import MovingKeys
 from retrain.run.dialogues import SamplingPlan, Watcher
 from retrain.run.interrupts import Interrupts
@@ -43,6 +45,7 @@ from retrain.run.observer import (
     check_updates,
     is_above,
     mismatch_limit,
+    untrained_mismatch_line,
 )
 from retrain.run.parts import (
     Parts,
@@ -50,6 +53,7 @@ from retrain.run.parts import (
     check_device,
     check_inputs,
     check_model,
+    gate_inputs,
     is_rounded,
     load_parts,
     run_parity_gate,
@@ -65,6 +69,9 @@ from retrain.system import read_object
 from retrain.tracking import Tracker, build_tracker
 from retrain.tracking.base import GroupScore, GroupScores, Progress, StartEvent, Verbosity
 from retrain.types import Float32Array, LogLine, Prompt, Row, RowKey, StepResult
+
+_FEW_UNTRAINED = 4
+"""Completions that are scored in a step that trains none."""
 
 
 class Session:
@@ -88,6 +95,7 @@ class Session:
         self.tracker = tracker
         self.interrupts = interrupts
         self.parts = parts
+        self.common = Common(opened.config, parts, interrupts.check)
         self.world = world
         self.moving = MovingKeys(self.config)
         self._values: dict[int, dict[str, float]] = {}
@@ -101,7 +109,8 @@ class Session:
             )
         saved_at = opened.checkpoint.step if opened.checkpoint else -1
         self.choice = PromptChoice(self.config, parts.prompts)
-        self.saver = Saver(self.folder, opened.store, parts.backend, tracker, saved_at)
+        evaluated = self.state.last_evaluation if opened.checkpoint else -1
+        self.saver = Saver(self.folder, opened.store, parts.backend, tracker, saved_at, evaluated)
         self.observer = StepObserver(self.config, parts, tracker)
         self.evaluations: list[Evaluation] = []
         self.prefetched = None
@@ -218,7 +227,8 @@ class Session:
     def _pass_gate(self) -> None:
         result = None
         if not self._skip_parity:
-            result = run_parity_gate(self.config, self.parts, self.state.step)
+            once = None if self.state.step else self.common.gate
+            result = run_parity_gate(self.config, self.parts, self.state.step, once=once)
         # A resumed run keeps the first figure: its mismatch_limit is a multiple of it.
         if result and self.state.gate_mismatch is None:
             self.state = replace(self.state, gate_mismatch=result.mean_difference)
@@ -251,7 +261,10 @@ class Session:
             self._sync()
             step, completions = self.state.step, len(prompts) * plan.group_size
             watcher = self._watch(f"Step {step}: sampling", completions)
-            rollout = self.parts.sampler.draw(prompts, step, plan, watcher)
+            if step:
+                rollout = self.parts.sampler.draw(prompts, step, plan, watcher)
+            else:
+                rollout = self.common.rollout(prompts, plan, watcher)
             self._check_again()  # before anything is learned from what it sampled
         if self.moving.moves:
             self.parts.credit.use(self._settings)
@@ -300,9 +313,11 @@ class Session:
         """The configuration of this step."""
         return with_values(self.config, self._values.get(self.state.step, {}))
 
-    def learn(self, rows: list[Row]) -> tuple[dict[RowKey, Float32Array] | None, StepResult]:
-        """Train on the rows. Return, for each trained row, [T] learner - sampler log-prob before
-        the step, and the learner's report.
+    def learn(
+        self, rows: list[Row], rollout: Rollout
+    ) -> tuple[dict[RowKey, Float32Array] | None, StepResult]:
+        """Train on the rows of `rollout`. Return, for each trained row, [T] learner - sampler
+        log-prob before the step, and the learner's report.
 
         The log-ratios are None in a step whose tokens nobody stores, since they cost a forward
         pass, and where the backend cannot score rows.
@@ -320,9 +335,10 @@ class Session:
             trained = [row for row in rows if row.trained]
             scored = zip(trained, backend.logprobs(trained), strict=True)
             log_ratios = {row.key: own - row.logprobs for row, own in scored}
+        compared = self._untrained_mismatch(rows, rollout)
         self.state = replace(before, learning=True)  # until `record` has moved past the step
         try:
-            return log_ratios, backend.train(rows, before.step)
+            return log_ratios, replace(backend.train(rows, before.step), **compared)
         except NotReached:
             self.state = before  # nothing has left this process
             raise
@@ -346,6 +362,39 @@ class Session:
         if scores is None:
             return None
         return Calibration.of(rows, scores)
+
+    def test_adapter(self, rollout: Rollout) -> AdapterLag | None:
+        """Look, at few steps and before any learning, whether the engine sampled with this step's
+        adapter; None where that is not tested.
+        """
+        backend, step = self.parts.backend, self.state.step
+        if not is_due(step) or self._skip_parity or not self._samples_current_weights:
+            return None
+        inputs = gate_inputs(self._settings, self.parts, step, trained=True)
+        count = most_completions(half_precision=inputs.half_precision)
+        rows = chosen_rows(rollout.first_draws, self.state.seed, step, count)
+        return adapter_lag(inputs, backend.learned(step), rows)
+
+    def _untrained_mismatch(self, rows: list[Row], rollout: Rollout) -> dict[str, Any]:
+        """Return the log_ratio_* of a few completions of a step without a trained row; {} in any
+        other step, and where nothing can be compared.
+        """
+        backend, step = self.parts.backend, self.state.step
+        if any(row.trained for row in rows) or not self._samples_current_weights:
+            return {}
+        few = chosen_rows(rollout.first_draws, self.state.seed, step, _FEW_UNTRAINED)
+        scored = zip(few, backend.logprobs(few), strict=True)
+        return mismatch_fields([own - row.logprobs for row, own in scored])
+
+    @property
+    def _samples_current_weights(self) -> bool:
+        """True if the learner can score what the engine samples, with the weights that sampled
+        it.
+        """
+        backend = self.parts.backend
+        raw = is_raw(backend.engine.capabilities, self._settings.training.temperature)
+        able = backend.capabilities
+        return able.scores_rows and not able.samples_ahead and not raw
 
     def _calibrated(self, step: Step) -> tuple[dict[str, Any], list[str]]:
         """Return the sums since the start, and what to say, if this step is the first to tell that
@@ -371,11 +420,23 @@ class Session:
             in_process=self.parts.backend.engine.capabilities.in_process,
         )
 
+    @property
+    def _mismatch_limit(self) -> float | None:
+        """Nats that sampler and learner may differ by in three steps in a row; None: any."""
+        config, backend = self.config, self.parts.backend
+        return mismatch_limit(
+            config.inference,
+            config.lora,
+            self.state.gate_mismatch or 0.0,
+            half_precision=is_rounded(config.inference, backend),
+            samples_ahead=backend.capabilities.samples_ahead,
+        )
+
     def record(self, step: Step) -> None:
         """Move the run past a step and write the step down. Raises RunFailed afterwards if the run
         should not go on.
         """
-        parts, config, result = self.parts, self.config, step.result
+        parts, result = self.parts, step.result
         rewards = self.observer.rewards(step)
         seconds = self.world.broadcast(step.clock.total)
         decision = {}
@@ -384,14 +445,10 @@ class Session:
         # After the step's own credit: SEPA acts on what it learns here from the next step on.
         parts.sepa.observe(rewards.correct_rate, step.number)
         parts.sepa.update_auto(step.credit.exec_uncertainty)
-        limit = mismatch_limit(
-            config.inference,
-            config.lora,
-            self.state.gate_mismatch or 0.0,
-            half_precision=is_rounded(config.inference, parts.backend),
-            samples_ahead=parts.backend.capabilities.samples_ahead,
-        )
+        limit = self._mismatch_limit
         calibration, told = self._calibrated(step)
+        mismatch = result.log_ratio_mean if any(row.trained for row in step.rows) else None
+        told += _warnings(step, mismatch, limit)
         state = self.state.after_step(
             prompts=len(step.rollout.groups),
             next_batch_size=self._next_batch_size,
@@ -400,7 +457,7 @@ class Session:
             tokens=step.rollout.tokens,
             seconds=seconds,
             finite=result.updates > 0 or not result.nonfinite_updates,
-            mismatched=is_above(limit, result.log_ratio_mean),
+            mismatched=is_above(limit, mismatch),
             calibration=calibration,
         )
         self.choice.observe(step.number, step.rollout.first_draws)
@@ -411,7 +468,7 @@ class Session:
         for line in told:
             self.tracker.message(line)
         check_updates(state, result)
-        check_mismatch(state, result.log_ratio_mean, limit, self.folder.resume_command)
+        check_mismatch(state, mismatch, limit, self.folder.resume_command)
         parts.guard.observe(
             [member.score for group in step.rollout.drawn for member in group.members]
         )
@@ -505,8 +562,7 @@ class Session:
         if step:
             result = evaluate()
         else:
-            check = self.interrupts.check
-            result = evaluated_once(self.config, self.parts, evaluator, evaluate, check)
+            result = self.common.evaluation(evaluator, evaluate)
         self.tracker.emit(result)
         self.evaluations.append(result)
         self.state = self.state.after_evaluation(self.world.broadcast(result.seconds))
@@ -523,7 +579,7 @@ class Session:
         """Save a checkpoint between two steps; within a step there is none to save. Return what is
         saved now, in a sentence.
         """
-        current = self.saver.saved_at == self.state.step
+        current = self.saver.holds(self.state)
         if self.world.is_rank_zero and not (current or self.state.learning):
             if self.prefetched:
                 self.prefetched.drop()
@@ -587,6 +643,18 @@ class Session:
             untrained=self.observer.unlearned(self.state.step),
             adapter=str(adapter),
         )
+
+
+def _warnings(step: Step, mismatch: float | None, limit: float | None) -> list[str]:
+    """Say that the engine did not sample with the step's adapter, or that tokens which were not
+    trained, so that `mismatch` is None, are above the limit.
+    """
+    told = []
+    if step.lag and step.lag.off:
+        told.append(step.lag.sentence(step.number))
+    if mismatch is None and is_above(limit, step.result.log_ratio_mean):
+        told.append(untrained_mismatch_line(step.number, step.result, limit))
+    return told
 
 
 @contextmanager

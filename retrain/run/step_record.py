@@ -14,6 +14,7 @@ import numpy.typing as npt
 from retrain.advantages.credit import Credit
 from retrain.records.entries import GenerationRecord
 from retrain.records.token_table import TokenTable, TurnTable
+from retrain.run.adapter_lag import AdapterLag
 from retrain.run.calibration import Calibration
 from retrain.run.identical import chance_of_identical
 from retrain.run.rollout import Rollout
@@ -73,6 +74,8 @@ class Step:
     clock: StepClock
     calibration: Calibration | None = None
     """The sums of this step; None where nothing is tested."""
+    lag: AdapterLag | None = None
+    """What the engine lacks of the adapter; None in steps that do not test it."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +178,17 @@ def calibration_fields(step: Calibration | None, total: Calibration) -> dict[str
         "calibration_shared_prompt": total.shared[0],
         "calibration_shared_number": total.shared[1],
     }
+
+
+def lag_fields(lag: AdapterLag | None) -> dict[str, Any]:
+    """Return the adapter_* fields of a record; {} without a test."""
+    if lag is None:
+        return {}
+    fields: dict[str, Any] = {}
+    for name, fit in (("adapter_lag", lag.last), ("adapter_missing", lag.whole)):
+        if fit is not None:
+            fields |= {name: fit.share, f"{name}_error": fit.error}
+    return fields
 
 
 def credit_fields(credit: Credit, dropped_groups: int) -> dict[str, Any]:

@@ -352,6 +352,7 @@ def svd_device(name: str) -> torch.device:
 
 def _row(k: int, trained: Sequence[LayerSpectrum]) -> TableRow:
     values = [layer.retained(k) for layer in trained]
+    # Relative to the largest, since the squares of tiny updates would be 0.
     largest = max(layer.energy for layer in trained)
     weights = [layer.energy / largest for layer in trained]
     whole = math.fsum(weights)

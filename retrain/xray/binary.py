@@ -161,7 +161,7 @@ def _change(one: Xray, other: Xray) -> float:
 def _length_weights(
     right: Int64Array, group: int, aggregation: str, wrong_length: float, prompts: int | None
 ) -> tuple[Float64Array, Float64Array]:
-    """What the loss multiplies the gradients of right and of wrong completions by, where `right`
+    """The factors of the loss for the gradients of right and of wrong completions, where `right`
     [G+1] of a group are right; 1 where all lengths are equal.
     """
     ones = np.ones(group + 1)

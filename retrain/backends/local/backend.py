@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from torch import nn
 from retrain.backends.base import Backend, FrozenWeights, TrialAdapter
 from retrain.backends.declared import engine_class, is_raw
 from retrain.backends.local.facts import LocalFacts
+from retrain.backends.local.learned import learned_changes
 from retrain.backends.local.learner import Learner, old_logprobs_note, rounds
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
@@ -117,6 +119,10 @@ class _Layer:
 
 
 # -- the backend -----------------------------------------------------------------------------------
+
+
+_prepared: WeakSet[nn.Module] = WeakSet()
+"""Base models whose packed copies are kept for the runs that follow."""
 
 
 class LocalBackend(LocalFacts):
@@ -219,9 +225,12 @@ class LocalBackend(LocalFacts):
         if sampler_device is not None or config.backend.shard_base:
             return
         base = load_base_model(config, resolve_model(config.model.model), device)
+        if base.model in _prepared:
+            return
         fused = FusedDecoder.of(base.model, merge=budget_of(config, base).merges)
         if fused is not None:
             fused.keep_packs()
+        _prepared.add(base.model)
 
     def _build_engine(
         self,
@@ -319,6 +328,9 @@ class LocalBackend(LocalFacts):
 
     def trial_adapter(self, seed: int) -> TrialAdapter:
         return LocalTrialAdapter(self._adapter, seed)
+
+    def learned(self, step: int) -> dict[str, TrialAdapter]:
+        return learned_changes(self._learner.optimizer, step)
 
     @property
     def reach(self) -> tuple[int, int]:

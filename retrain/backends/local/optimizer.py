@@ -85,10 +85,25 @@ class AdapterOptimizer:
             )
         self._adamw.param_groups[0]["lr"] = learning_rate(self.training, training_step)
         self._adamw.step()
-        torch.autograd.graph.increment_version(
-            self.parameters.values()
-        )  # the fused kernel does not; copies follow by it
+        # The fused kernel does not, and copies of the weights follow by it.
+        torch.autograd.graph.increment_version(self.parameters.values())
         self.steps += 1
+
+    def last_update(self, training_step: int) -> dict[str, Tensor]:
+        """What the newest update added to each parameter, but for rounding, at the rate of
+        `training_step`: it follows from the moments, so a resumed run knows it too. {} before the
+        first.
+        """
+        found: dict[str, Tensor] = {}
+        settings, rate = self._adamw.param_groups[0], learning_rate(self.training, training_step)
+        beta1, beta2 = settings["betas"]
+        for name, parameter in self.parameters.items() if self.steps else ():
+            state = self._adamw.state[parameter]
+            mean = state["exp_avg"] / (1 - beta1**self.steps)
+            spread = (state["exp_avg_sq"] / (1 - beta2**self.steps)).sqrt()
+            decay = settings["weight_decay"] * parameter.detach()
+            found[name] = -rate * (mean / (spread + settings["eps"]) + decay)
+        return found
 
     def gradients(self) -> list[Tensor]:
         return [

@@ -1,0 +1,127 @@
+"""An engine that serves an old or a foreign adapter is found at a rate so small that no limit of nats
+sees it.
+"""
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from runs import lines, small, small_run
+
+from retrain import train
+from retrain.backends.base import LAST_UPDATE, WHOLE_ADAPTER
+from retrain.run.adapter_lag import adapter_lag, is_due
+from retrain.run.calibration import chosen_rows
+from retrain.run.dialogues import Watcher
+from retrain.run.parts import Parts, gate_inputs, load_parts, training_plan
+
+LR = 4e-5
+STEPS = 4
+QUIET = Watcher(lambda: None, lambda _: None)
+CONFIG = small(Path("nowhere"), training={"lr": LR, "max_tokens": 48, "max_examples": 8})
+
+
+def test_it_is_made_again_ever_less_often() -> None:
+    assert [step for step in range(600) if is_due(step)] == [2, 8, 32, 128, 512]
+
+
+@pytest.fixture(scope="module")
+def states() -> Iterator[tuple[Parts, list[dict[str, torch.Tensor]]]]:
+    """A backend after STEPS updates, and the adapter before each of them and after the last."""
+    with closing(load_parts(CONFIG, None, lambda _: None)) as parts:
+        backend: Any = parts.backend
+        parameters, kept = backend._adapter.parameters, []
+        for step in range(STEPS + 1):
+            kept.append({name: own.detach().clone() for name, own in parameters.items()})
+            if step < STEPS:
+                rows = sampled(parts, step)
+                advantages = [
+                    np.full_like(row.advantages, (-1.0) ** i) for i, row in enumerate(rows)
+                ]
+                backend.train([replace(r, advantages=a) for r, a in zip(rows, advantages)], step)
+        yield parts, kept
+
+
+def sampled(parts: Parts, step: int) -> Any:
+    prompts = parts.prompts.batch(0, 4, 0)
+    rollout = parts.sampler.draw(prompts, step, training_plan(CONFIG.training), QUIET)
+    return chosen_rows(rollout.first_draws, 0, step, 8)
+
+
+@pytest.mark.parametrize(
+    ("served", "last", "whole", "cause"),
+    [
+        ("this", 0, 0, ""),
+        ("before", 1, None, "the adapter of an earlier step"),
+        ("base", None, 1, "the base model"),
+        ("foreign", None, None, "the differences do not say which"),
+    ],
+)
+def test_the_share_that_is_missing_is_measured(
+    states: Any, served: str, last: float | None, whole: float | None, cause: str
+) -> None:
+    parts, kept = states
+    backend: Any = parts.backend
+    weights = {
+        "this": kept[-1],
+        "before": kept[-2],
+        "base": kept[0],
+        "foreign": {n: w.flip(0) if "lora_B" in n else w for n, w in kept[-1].items()},
+    }[served]
+    with backend._adapter.holding(weights):
+        rows = sampled(parts, STEPS)
+    inputs = gate_inputs(CONFIG, parts, STEPS, trained=True)
+    found = adapter_lag(inputs, backend.learned(STEPS), rows)
+    assert found and found.last and found.whole
+    assert found.off is bool(cause)
+    assert last is None or found.last.share == pytest.approx(last, abs=0.01)
+    assert whole is None or found.whole.share == pytest.approx(whole, abs=0.01)
+    assert cause in found.sentence(STEPS) if cause else True
+    # a lag of one step is far below the limit of 1e-3 nats
+    off = [np.abs(own - row.logprobs).mean() for own, row in zip(backend.logprobs(rows), rows)]
+    assert served in ("base", "foreign") or np.mean(off) < 5e-4
+    for name, own in backend._adapter.parameters.items():
+        assert torch.equal(own, kept[-1][name])
+
+
+def test_the_last_update_follows_from_the_moments(states: Any) -> None:
+    parts, kept = states
+    backend: Any = parts.backend
+    assert {*backend.learned(STEPS)} == {LAST_UPDATE, WHOLE_ADAPTER}
+    with backend.learned(STEPS)[LAST_UPDATE] as change:
+        change.set(1.0)
+        for name, own in backend._adapter.parameters.items():
+            assert torch.allclose(own, kept[-2][name], rtol=1e-5, atol=1e-3 * LR), name
+
+
+@pytest.mark.parametrize("engine", ["pytorch", "faulty_engines.StopsReloadingLater"])
+def test_a_run_records_it_and_warns_and_stops_nothing(
+    tmp_path: Path, engine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = {"lr": LR, "max_steps": 3, "max_tokens": 48, "batch_size": 4}
+    train(small(tmp_path, inference={"engine": engine}, training=training))
+    found = [record.get("adapter_lag") for record in lines(tmp_path / "metrics.jsonl")]
+    sound = engine == "pytorch"
+    assert found == [None, None, pytest.approx(0 if sound else 1, abs=0.02)]
+    said = capsys.readouterr().out
+    assert ("served the adapter of an earlier step" in said) is not sound
+
+
+def test_a_step_that_trains_nothing_is_compared_on_four_completions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing stops, however many steps are off."""
+    hopeless = {"reward": {"type": "match"}, "training": {"max_steps": 5, "max_tokens": 4}}
+    inference = {"engine": "faulty_engines.Drifts"}
+    small_run(small(tmp_path, inference=inference, **hopeless))
+    records = lines(tmp_path / "metrics.jsonl")
+    assert [record["num_datums"] for record in records] == [0] * 5
+    assert {record["log_ratio_tokens"] for record in records} == {16}
+    assert records[0]["log_ratio_mean"] < 1e-5 < records[1]["log_ratio_mean"]
+    said = capsys.readouterr().out
+    assert "Step 1 trained nothing; sampler and learner differed by 0.01 nats" in said
