@@ -22,6 +22,7 @@ setup: $(STAMP) ## install into .venv, again only when pyproject.toml or constra
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "retrain needs Python 3.11 or later; name it with make PYTHON=/path/to/python3.11" >&2; exit 3; }
+	@echo "Installing into $(VENV): about 2.3 GB, which takes minutes and prints nothing"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,report]"
 	@touch $@

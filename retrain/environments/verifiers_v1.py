@@ -244,11 +244,11 @@ class _SamplerClient(vf.Client):  # type: ignore[misc]  # the library is not typ
         turn: Any = None,
         headers: Any = None,
     ) -> Any:
-        if turn is not None:
-            request = turn
-        else:
+        if turn is None:
             request = dialect.parse_request(body)
-        asked = request.prompt if turn is not None else request.messages
+            asked = request.messages
+        else:
+            request, asked = turn, turn.prompt
         tools = [
             {
                 "type": "function",
@@ -257,10 +257,8 @@ class _SamplerClient(vf.Client):  # type: ignore[misc]  # the library is not typ
             for tool in request.tools
         ]
         try:
-            reply, reason = (
-                await self._bridge.ask([_plain(message) for message in asked], tools),
-                "stop",
-            )
+            reply = await self._bridge.ask([_plain(message) for message in asked], tools)
+            reason = "stop"
         except OutOfTokens:
             reply, reason = "", "length"
             self._silent += 1

@@ -40,7 +40,8 @@ def show(
     if not table:
         console.print(_legend(credit, by))
     shown_prompt = None
-    width = console.width if console.file.isatty() else None  # a file has no width
+    # A file has no width.
+    width = console.width if console.file.isatty() else None
     for number in numbers:
         completion = credit.completion(number)
         if completion.slot != shown_prompt:
@@ -126,6 +127,7 @@ def _text(credit: StepCredit, completion: CompletionCredit, by: Quantity, label:
         if position in said:
             text.append(f" [{one_line(said[position].strip(), 400)}] ", "dim italic")
         planning = completion.planning is not None and bool(completion.planning[position])
+        # Compared detectors mark the phrases themselves, each in its own way.
         marks = [
             f"{mark} "
             for name, mark in _DETECTOR_MARKS.items()

@@ -1,4 +1,4 @@
-"""What the differences between engine and learner mean: rounding, a missing part of the adapter, or
+"""The causes of differences between engine and learner: rounding, a missing part of the adapter, or
 another temperature.
 
 How much rounding is, the learner says: half precision may move log-probs as far as it moves the
@@ -310,12 +310,16 @@ def _group_effects(
     probed: Sequence[int],
 ) -> dict[str, Float32Array]:
     """Group of the adapter -> [n] what the learner's log-probs of the `probed` completions lose
-    without it. The trial adapter is whole again afterwards.
+    without it; nothing where all that differs is rounding. The trial adapter is whole afterwards.
     """
     rows = [sampled.rows[number] for number in probed]
     own = np.concatenate([sampled.learner[number] for number in probed])
+    differences = own - np.concatenate([row.logprobs for row in rows])
+    groups = groups_of(inputs, trial)
+    if np.sqrt(np.mean(np.square(differences))) <= _ROUNDING * inputs.sharpness:
+        groups = ()
     effects = {}
-    for group in groups_of(inputs, trial):
+    for group in groups:
         trial.set(strength, without=group)
         effects[group] = own - np.concatenate(inputs.learner_logprobs(rows))
     trial.set(strength)

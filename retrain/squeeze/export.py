@@ -202,9 +202,11 @@ def _merged(config: TrainConfig, base: str, adapter: Path) -> Any:
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors import safe_open
 
+    # The base as it was published: the merge would round weights in 4 bits once more.
     plain = replaced(config, {"model.load_in_4bit": False}).model
     model = load_weights(plain, base, torch.device("cpu"), "auto")
-    with warnings.catch_warnings():  # peft reads an attribute that transformers deprecates
+    # Peft reads an attribute that transformers deprecates.
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         try:
             wrapped: Any = PeftModel.from_pretrained(model, str(adapter))
@@ -212,6 +214,7 @@ def _merged(config: TrainConfig, base: str, adapter: Path) -> Any:
             raise _does_not_fit(adapter, base, first_line(error).rstrip(".:")) from error
     with safe_open(adapter / WEIGHTS_FILE, "pt") as weights:
         stored = set(weights.keys())
+    # Peft passes over stored weights for which the model has no place.
     loaded = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
     if left_out := stored - loaded.keys():
         raise _does_not_fit(adapter, base, f"no place for {min(left_out)}")

@@ -118,7 +118,8 @@ def summary_lines(summary: RunSummary, folder: Path) -> list[str]:
         )
     ]
     lines += [summary.untrained] if summary.untrained else []
-    if summary.status != "done":  # the reason is printed on standard error
+    # The reason is printed on standard error.
+    if summary.status != "done":
         return [
             *lines,
             f"Run folder: {folder} | continue with `{RunFolder(folder).resume_command}`",

@@ -320,6 +320,7 @@ class Bar:
         if self._max_steps:
             share = self._done / self._max_steps
         counts = f"{self._done}/{self._max_steps}"
+        # Eight columns for the share, with the spaces around it.
         used = len(counts) + len(times) + 8
         cells = max(min(_MAX_BAR, width - used), 0)
         full = round(share * cells)
