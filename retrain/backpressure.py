@@ -1,8 +1,9 @@
 """Back pressure: the batch size follows measured throughput by the universal scalability law
 (Gunther), with a hint from the roofline.
 
-    X(p) = lambda C(p),  C(p) = p / (1 + sigma (p - 1) + kappa p (p - 1)),  p* = sqrt((1 - sigma) /
-    kappa)
+    X(p) = lambda C(p)
+    C(p) = p / (1 + sigma (p - 1) + kappa p (p - 1))
+    p*   = sqrt((1 - sigma) / kappa)
 
 p is the concurrency, here the completions of a step; sigma is contention, kappa coherency. p / X is
 a parabola A + B p + C p^2 with A = (1 - sigma) / lambda, B = (sigma - kappa) / lambda, C = kappa /
@@ -68,12 +69,12 @@ def capacity(p: float, sigma: float, kappa: float) -> float:
 
 
 def optimal_concurrency(sigma: float, kappa: float) -> float:
-    """p*, where throughput is highest: infinite without a coherency penalty, 0 if contention alone
-    makes every p > 1 slower.
+    """p*, where throughput is highest: infinite without a coherency penalty, and 1 if more than one
+    completion at a time is always slower.
     """
     if kappa <= 0:
         return math.inf
-    return math.sqrt(max(0.0, 1 - sigma) / kappa)
+    return max(1.0, math.sqrt(max(0.0, 1 - sigma) / kappa))
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class ScalingLaw:
         """The highest throughput at any p from 1 to p_max; finite also without a coherency
         penalty.
         """
-        inside = min(max(self.optimum, 1.0), p_max)
+        inside = min(self.optimum, p_max)
         return max(self.throughput(p) for p in (1.0, inside, p_max))
 
 

@@ -51,8 +51,8 @@ def _installer() -> str:
 
 
 def _target(name: str, extra: str, installed: Distribution | None) -> str:
-    """What pip shall install: a folder, the repository that the package came from, or its version
-    in an index.
+    """Return the argument of `pip install`: a folder, the repository that the package came from, or
+    its version in an index.
     """
     extras = ""
     if extra:

@@ -8,6 +8,7 @@ current folder and the folder of the TOML file are importable.
 import hashlib
 import importlib
 import inspect
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,14 +18,16 @@ from importlib.metadata import EntryPoint, entry_points
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from retrain.config.names import OWN_PLUGINS, PLUGIN_GROUP, is_data_location, is_dotted, nearest
-from retrain.errors import ConfigurationError, RetrainError
+from retrain.errors import ConfigurationError, RetrainError, RunFailed
 from retrain.system import toml_value
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Kind:
     keywords: tuple[str, ...] = ()
     """Optional inputs, passed by name if the signature takes them."""
     context: bool = False
-    """Whether a function of one context object, `f(ctx)`, is allowed instead of the plain form."""
+    """True if a function of one context object, `f(ctx)`, is allowed instead of the plain form."""
     params_key: str = ""
     """The table whose values the plugin takes."""
     base: str = ""
@@ -382,6 +385,34 @@ def report_probe(kind: str, name: str, problem: str, config: "TrainConfig") -> s
             f"{sentence}; fix it, or set [plugins] strict = false to be warned only."
         )
     return f"{sentence}; the run continues because [plugins] strict = false."
+
+
+def built(kind: str, where: str, make: Callable[[], T]) -> T:
+    """Make an object of a plugin's class. Raises ConfigurationError: of its table of parameters for
+    a ValueError, of a fault of its own for any other exception.
+    """
+    try:
+        with user_code(where, ConfigurationError):
+            return make()
+    except ConfigurationError as error:
+        if isinstance(error.__cause__, ValueError):
+            raise ConfigurationError(f"{KINDS[kind].params_key}: {error.__cause__}.") from error
+        raise
+
+
+def with_defaults(params: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters over their defaults. Raises ValueError for one that has none."""
+    unknown = params.keys() - defaults.keys()
+    if unknown:
+        raise ValueError(f"{', '.join(sorted(unknown))} is not one of {', '.join(defaults)}")
+    return {**defaults, **params}
+
+
+def state_of(where: str, give: Callable[[], Any]) -> dict[str, Any]:
+    """Return, through JSON, what the `state` of a plugin gives. Raises RunFailed."""
+    with user_code(f"{where}: state()", RunFailed):
+        kept: dict[str, Any] = json.loads(json.dumps(give()))
+    return kept
 
 
 @contextmanager

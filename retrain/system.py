@@ -1,4 +1,4 @@
-"""What comes from outside the package: texts, as data that every later step can hold, and what the
+"""Facts from outside the package: texts, as data that every later step can hold, and what the
 operating system knows of a process and its children.
 
 The standard parsers of TOML and JSON raise RecursionError for deep nesting and a bare ValueError

@@ -73,7 +73,9 @@ def test_the_straight_run_learned_something_at_every_step(straight: Path) -> Non
     assert all(record["num_datums"] > 0 and record["grad_norm"] > 0 for record in records)
 
 
-def run_until(cut: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_until(
+    cut: int, folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: dict[str, Any]
+) -> None:
     """Interrupt a run between two steps, as a signal does."""
     real = Session.evaluate_if_due
 
@@ -84,7 +86,7 @@ def run_until(cut: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch, pytest.raises(Interrupted):
         patch.setattr(Session, "evaluate_if_due", stop_at_cut)
-        small_run(small(folder, **EVERYTHING), quiet=True)
+        small_run(small(folder, **(settings or EVERYTHING)), quiet=True)
 
 
 @pytest.mark.parametrize("cut", [5, pytest.param(6, marks=pytest.mark.slow)])
@@ -95,6 +97,20 @@ def test_k_steps_and_a_resume_equal_the_straight_run(
     run_until(cut, folder, monkeypatch)
     small_run(small(folder, **merged(resume={"from": str(folder)})), quiet=True)
     assert_same_run(straight, folder, STEPS)
+
+
+def test_a_run_cut_before_its_last_evaluation_is_sealed_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a comparison takes its evaluations for rows that somebody added."""
+    settings = {"training": {"max_steps": 2}, "evaluation": {"at_end": True, "max_examples": 2}}
+    run_until(2, tmp_path / "run", monkeypatch, **settings)
+    resume = {"from": str(tmp_path / "run")}
+    small_run(small(tmp_path / "run", **settings, resume=resume), quiet=True)
+    folder = RunFolder(tmp_path / "run")
+    assert lines(folder.evaluation)[-1]["step"] == 2
+    for path in (folder.metrics, folder.evaluation):
+        assert folder.broken_seal(path, ended=True) == ""
 
 
 def test_a_damaged_newest_checkpoint_costs_steps_but_no_bytes(

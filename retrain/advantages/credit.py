@@ -78,7 +78,7 @@ class CreditStatistics:
     max_abs_advantage: float | None
     surprisal_kept_fraction: float | None
     surprisal_tau: float | None
-    """Threshold of the mask; it and `surprisal_kept_fraction` are as in `Assigned`."""
+    """Threshold of the mask; it and `surprisal_kept_fraction` are as in `CreditStages`."""
     informative_fraction: float | None
     """Fraction of the groups in which some token has an advantage."""
     groups_skipped_all_correct: int

@@ -1,5 +1,5 @@
-"""Which tokens belong to a planning phrase ("let me check"): the mask that HICRA and SEPA read. Two
-detectors: strategic grams, and the meaning of windows of words.
+"""The tokens of planning phrases ("let me check"), as the mask that HICRA and SEPA read. Two
+detectors find them: by strategic grams, and by the meaning of windows of words.
 
 Both read decoded text with character offsets, never vocabulary strings, so that how a phrase is cut
 into tokens cannot matter. Words of a gram may be separated by white space, commas, semicolons,
@@ -109,6 +109,7 @@ class RegexDetector:
             return mask
         ends = np.fromiter(accumulate(map(len, pieces)), dtype=np.int64, count=len(pieces))
         starts, stops = np.array(matches, dtype=np.int64).T
+        # A character belongs to the first token that ends past it.
         firsts, lasts = (
             np.searchsorted(ends, starts, side="right").tolist(),
             np.searchsorted(ends, stops - 1, side="right").tolist(),
@@ -229,20 +230,7 @@ class SemanticDetector:
         """
         texts = ["".join(pieces) for pieces in completions]
         spans = [[match.span() for match in _WORD.finditer(text)] for text in texts]
-        # The first word of each window. The last window reaches the last word and has at least 7
-        # words, unless the text has fewer.
-        windows = [
-            range(
-                0,
-                (
-                    max(len(words) - WINDOW_WORDS + STRIDE_WORDS, 1)
-                    if len(words) >= MIN_WORDS
-                    else 0
-                ),
-                STRIDE_WORDS,
-            )
-            for words in spans
-        ]
+        windows = [_starts(len(words)) for words in spans]
         sentences = [
             _sentences(text, words, starts)
             for text, words, starts in zip(texts, spans, windows, strict=True)
@@ -268,6 +256,14 @@ class SemanticDetector:
         return masks
 
 
+def _starts(words: int) -> range:
+    """Return the first word of each window in a text of so many words."""
+    if words < MIN_WORDS:
+        return range(0)
+    # The last window reaches the last word and has at least 7 words, unless the text has fewer.
+    return range(0, max(words - WINDOW_WORDS + STRIDE_WORDS, 1), STRIDE_WORDS)
+
+
 def _sentences(text: str, words: Sequence[tuple[int, int]], starts: range) -> list[str]:
     last = len(words) - 1
     pieces = (
@@ -288,8 +284,7 @@ def _token_mask(
     ):
         edges[start] += 1
         edges[stop] -= 1
-    marked = np.concatenate(
-        [[0], np.cumsum(np.cumsum(edges)[:length])]
-    )  # [length + 1] marked characters before each place
+    # [length + 1] marked characters before each place.
+    marked = np.concatenate([[0], np.cumsum(np.cumsum(edges)[:length])])
     ends = np.cumsum([0, *map(len, pieces)])
     return np.asarray(np.diff(marked[ends]) > 0, dtype=np.uint8)

@@ -7,7 +7,6 @@ first step.
 """
 
 import inspect
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -48,6 +47,7 @@ from retrain.plugins import (
     params_of,
     refuse_unknown_params,
     report_probe,
+    state_of,
     user_code,
 )
 from retrain.types import (
@@ -140,7 +140,7 @@ def resolve(
     found = load_plugin(kind.name, name, config, kind.builtins)
     if params is None:
         params = params_of(kind.name, config)
-    if name in kind.builtins and found is kind.builtins[name]:
+    if name in kind.builtins:
         if kind.of_builtin:
             return kind.of_builtin(name, found, config, params)
         refuse_unknown_params(kind.name, name, frozenset(), config)
@@ -230,9 +230,7 @@ class PluginAdvantage:
     def state(self) -> dict[str, Any]:
         """Return what the plugin keeps between steps, through JSON; {} if it has no `state`."""
         give = getattr(self.plugin.function, "state", dict)
-        with user_code(f'advantage "{self.plugin.name}": state()', RunFailed):
-            kept: dict[str, Any] = json.loads(json.dumps(give()))
-        return kept
+        return state_of(f'advantage "{self.plugin.name}"', give)
 
     def load(self, state: dict[str, Any]) -> None:
         """Give the plugin what `state` returned."""
@@ -301,14 +299,14 @@ def _plugin_uncertainty(plugin: PluginCall) -> UncertaintyStage:
             entropies = tokens.segments.split(tokens.entropies)
         values = []
         for index, (completion, recorded) in enumerate(zip(logprobs, entropies, strict=True)):
-            place, group = tokens.place(index), int(tokens.group_of[index])
+            place, (group, number) = tokens.place(index), tokens.of_group(index)
             context = partial(
                 UncertaintyContext,
                 completion.tolist(),
                 None if recorded is None else recorded.tolist(),
                 step,
                 group,
-                index - int(np.searchsorted(tokens.group_of, group)),
+                number,
                 plugin.params,
             )
             given = plugin(completion.tolist(), context, f" on {place}")
@@ -527,6 +525,7 @@ def _small(rewards: list[list[float]], config: "TrainConfig | None" = None) -> S
     groups = []
     for slot, own in enumerate(rewards):
         members = []
+        # `own` stands first and ends first, so that no completion's log-probs are taken and lost.
         for sample, (reward, logprob) in enumerate(zip(own, logprobs, strict=False)):
             ids = np.arange(len(logprob), dtype=np.int32)
             completion = Completion(slot, sample, ids, logprob, None, FinishReason.STOP)

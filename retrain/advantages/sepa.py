@@ -1,9 +1,10 @@
 """SEPA's controller: how strongly the uncertainty of execution tokens is pooled, as a function of
 the step and of the run so far.
 
-    linear(s) = 0 if s <= delay_steps else min(1, (s - delay_steps) / steps) auto(s)   = 1 - min(1,
-    (var_ema / var_0) / var_threshold), and 0 until var_0 is known lambda(s) = 0 while the gate is
-    closed, else linear(s), or max(auto(s), linear(s)) with schedule = "auto"
+    linear(s) = 0 if s <= delay_steps else min(1, (s - delay_steps) / steps)
+    auto(s)   = 1 - min(1, (var_ema / var_0) / var_threshold), and 0 until var_0 is known
+    lambda(s) = 0 while the gate is closed, else linear(s), or max(auto(s), linear(s)) with
+                schedule = "auto"
 
 The order within a step is resolve, learn, observe, update_auto: a gate that opens in step s acts
 from step s + 1. Opening the gate does not restart the ramp, so lambda can jump. auto is not
@@ -22,9 +23,8 @@ from retrain.errors import ConfigurationError
 if TYPE_CHECKING:
     from retrain.config.schema import Algorithm, Sepa
 
-_VARIANCE_FLOOR = (
-    1e-8  # nats squared; keeps the ratio to var_0 finite for a policy that is sure from the start
-)
+_VARIANCE_FLOOR = 1e-8
+"""Nats squared; keeps the ratio to var_0 finite for a policy that is sure from the start."""
 
 
 class SEPAController:
@@ -49,9 +49,8 @@ class SEPAController:
         if not self.gate_open:
             return 0.0
         linear = linear_lambda(self.settings, step)
-        if (
-            self.settings.schedule != "auto" or self.var_0 is None or self.var_ema is None
-        ):  # auto begins after the warm-up
+        # auto begins after the warm-up.
+        if self.settings.schedule != "auto" or self.var_0 is None or self.var_ema is None:
             return linear
         auto = 1.0 - min(
             1.0, (self.var_ema / max(self.var_0, _VARIANCE_FLOOR)) / self.settings.var_threshold

@@ -35,9 +35,8 @@ class Segments:
             [np.zeros(1, dtype=np.int64), np.cumsum(self.lengths)]
         )
         """[N + 1], from 0 to n."""
-        self._filled = np.flatnonzero(
-            self.lengths
-        )  # reduceat reads a foreign element where a segment is empty
+        # reduceat reads a foreign element where a segment is empty.
+        self._filled = np.flatnonzero(self.lengths)
         self._starts = self.offsets[self._filled]
 
     def __len__(self) -> int:
@@ -233,10 +232,13 @@ class StepTokens:
 
     def place(self, completion: int) -> str:
         """Name a completion by its flat index: group 3, completion 1."""
+        group, number = self.of_group(completion)
+        return f"group {group}, completion {number}"
+
+    def of_group(self, completion: int) -> tuple[int, int]:
+        """Return the group of a completion, and its number within it, from its flat index."""
         group = int(self.group_of[completion])
-        return (
-            f"group {group}, completion {completion - int(np.searchsorted(self.group_of, group))}"
-        )
+        return group, completion - int(np.searchsorted(self.group_of, group))
 
     def token_place(self, token: int) -> str:
         completion, position = self.segments.locate(token)

@@ -115,9 +115,8 @@ def capped(uncertainty: Float64Array, cap: float = CAP) -> Float64Array:
     """
     if not cap > 0:
         raise ValueError(f"cap is {cap}, it must be a positive number")
-    return (
-        np.clip(_checked(uncertainty, "uncertainty"), 0.0, cap) + 0.0
-    )  # + 0.0 turns -0.0 into 0.0
+    # + 0.0 turns -0.0 into 0.0.
+    return np.clip(_checked(uncertainty, "uncertainty"), 0.0, cap) + 0.0
 
 
 def _checked(values: Numbers, name: str) -> Float64Array:

@@ -233,9 +233,9 @@ def audit_reward(config: TrainConfig, examples: int, log: Callable[[str], None])
         note = scorer.probe()
         if note:
             log(note)
-        if (
-            "judge" not in config.reward.types
-        ):  # no time of starting workers in a case's; a judge has answered its probe
+        # Starting workers is no part of a case's time. A judge has answered its probe, and its
+        # requests cost.
+        if "judge" not in config.reward.types:
             list(_judge_all(scorer, cases[:_WARM_UP], _at_once(config.reward)))
         began = time.perf_counter()
         judged = list(_judge_all(scorer, cases, _at_once(config.reward)))
@@ -275,7 +275,8 @@ def _judge_all(scorer: Scorer, cases: Iterable[Case], at_once: int) -> Iterator[
         verdict = scorer.submit(_request(case, number))
         verdict.add_done_callback(partial(end, number))
         waiting.append((number, case, verdict))
-    for _ in range(at_once):  # until every callback has run: a result may be there before
+    # Until every callback has run: a result may be there before.
+    for _ in range(at_once):
         free.acquire()
     for number, case, verdict in waiting:
         yield CaseResult(case, verdict.result(), ended[number] - started[number])

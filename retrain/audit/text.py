@@ -96,10 +96,8 @@ def example_line(item: CaseResult) -> str:
         verdict = item.score.reason
     else:
         verdict = f"called {item.score.outcome.value}"
-    answer, reference = (
-        one_line(case.answer, _ANSWER_WIDTH),
-        one_line(case.example.reference, _ANSWER_WIDTH),
-    )
+    answer = one_line(case.answer, _ANSWER_WIDTH)
+    reference = one_line(case.example.reference, _ANSWER_WIDTH)
     return (
         f"{case.example.example_id} ({case.name}, {milliseconds(item.seconds)}): {answer!r} for"
         f" {reference!r} {verdict}"

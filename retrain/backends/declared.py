@@ -1,5 +1,5 @@
-"""What engines and backends declare: the capabilities of a configuration's engine and backend, the
-problems and notes that follow, and the list of the built-in ones.
+"""Declarations of engines and backends: the capabilities of a configuration's engine and backend,
+the problems and notes that follow, and the list of the built-in ones.
 
 No engine and no backend is built. A plugin declares its capabilities in its class, so its module is
 imported. The built-in ones stand in a table, no model library is loaded, and versions come from the

@@ -40,7 +40,7 @@ class ActionTokens:
 
 @dataclass(frozen=True)
 class BuiltinLoss:
-    """What the configuration must know of a built-in [loss] mode."""
+    """The facts about a built-in [loss] mode that a configuration is checked by."""
 
     parameters: Mapping[str, float] = field(default_factory=dict)
     """Names of `[loss] params` and their defaults; each is a number above 0."""
@@ -75,7 +75,7 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "prompt_mean", "constant", "sum")
 
 
 ATTRIBUTES = ("own_term", "sequence_level", "needs_entropy", "needs_reference")
-"""What a loss of one's own may declare as attributes of its function, such as `sapo.own_term =
-True`. own_term: it has a gradient where the advantage is 0. sequence_level: the term of a token
-depends on the other tokens of its sequence. needs_entropy, needs_reference: it reads
-`tokens.entropy` or `tokens.reference`, which are computed then."""
+"""Attributes of a function that is a loss of one's own, such as `sapo.own_term = True`. own_term:
+it has a gradient where the advantage is 0. sequence_level: the term of a token depends on the other
+tokens of its sequence. needs_entropy, needs_reference: it reads `tokens.entropy` or
+`tokens.reference`, which are computed then."""

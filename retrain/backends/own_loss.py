@@ -117,9 +117,10 @@ def _own(
 
 
 def _shape(value: Any) -> list[int] | None:
-    return (
-        list(value.shape) if hasattr(value, "grad_fn") else None
-    )  # a tensor, without importing torch
+    # Known as a tensor without importing torch.
+    if hasattr(value, "grad_fn"):
+        return list(value.shape)
+    return None
 
 
 def _one_per_token(values: Any, tokens: ActionTokens, what: str) -> None:
@@ -156,6 +157,7 @@ def _checked_terms(answer: Any, tokens: ActionTokens) -> Terms:
         raise ValueError(
             f"its metric {CLIPPED} is {clipped.dtype}, and must be a mask of torch.bool"
         )
+    # In one order, since every micro-batch must report the same metrics.
     return Terms(
         values,
         clipped,

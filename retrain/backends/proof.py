@@ -1,4 +1,4 @@
-"""What is proved of a loss of one's own on a small batch, in float64, before a run starts.
+"""Proofs about a loss of one's own, on a small batch in float64, before a run starts.
 
 A plugin gives terms and nothing else: it cannot see how the batch is cut into micro-batches, which
 process it runs in, or how often it is called. So every property below is one that a run relies on.

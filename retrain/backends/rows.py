@@ -70,6 +70,7 @@ def check_rows(rows: Sequence[Row]) -> None:
     its tokens.
     """
     for index, row in enumerate(rows):
+        # Nothing predicts position 0.
         edge = 1
         for start, stop in row.spans:
             if not edge <= start <= stop <= len(row.token_ids):
@@ -88,6 +89,14 @@ def check_rows(rows: Sequence[Row]) -> None:
                 f"row {index}: {row.num_actions} action tokens need as many kept counts of 1 or"
                 f" more, not {row.kept.tolist()}"
             )
+
+
+def first_nonfinite(inputs: Mapping[str, Sequence[Float32Array]]) -> str:
+    """Return the name of the first inputs that are not finite; "" if all are."""
+    for name, arrays in inputs.items():
+        if not all(np.isfinite(array).all() for array in arrays):
+            return name
+    return ""
 
 
 # -- an optimizer batch ----------------------------------------------------------------------------

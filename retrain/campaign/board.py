@@ -271,10 +271,8 @@ class Board:
         found = Counter(run.status for run in runs)
         counts = {status: found[status] for status in _ORDER}
         words = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-        steps, planned = (
-            sum(run.steps for run in runs),
-            self._plan.max_steps * (len(runs) - counts[Status.SKIPPED]),
-        )
+        steps = sum(run.steps for run in runs)
+        planned = self._plan.max_steps * (len(runs) - counts[Status.SKIPPED])
         line = f"Campaign {self._plan.folder}: {words} | step {steps:,} of {planned:,}"
         times = [run.step_time_s for run in runs if run.step_time_s is not None]
         left = sum(
@@ -297,9 +295,8 @@ class Board:
         progress = Progress(entry.name, entry.status, max_steps=self._plan.max_steps)
         if entry.status not in (Status.PENDING, Status.SKIPPED):
             progress = replace(progress, reason=entry.reason or "")
-            with contextlib.suppress(
-                RetrainError, OSError
-            ):  # a file may be half written now; the comparison reports one that stays so
+            # A file may be half written now; the comparison reports one that stays so.
+            with contextlib.suppress(RetrainError, OSError):
                 progress = read_progress(self._plan, entry)
         if entry.status is not Status.RUNNING:
             self._final[entry.name] = progress

@@ -130,6 +130,7 @@ class EvidenceRule:
         return self._manifest[run.name].status
 
     def _take(self, seed: int) -> Look:
+        # The comparison reads the looks, so this one stands among them before it is judged.
         look = Look(seed, {}, {}, self._failed(seed))
         record = replace(CampaignRecord.read(self._plan.folder), looks=[*self._record.looks, look])
         name = (
@@ -138,7 +139,8 @@ class EvidenceRule:
         )
         try:
             comparison = compare_campaign(self._plan.folder, TestSettings(), record=record)
-        except ConfigurationError:  # no pair so far; the comparison at the end says why
+        # No pair so far; the comparison at the end says why.
+        except ConfigurationError:
             self._say(f"{name}: no pair yet, since runs failed.")
             return look
         if comparison.test.rule != "evidence":

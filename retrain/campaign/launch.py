@@ -96,6 +96,7 @@ def perform(config: TrainConfig) -> RunOutcome:
 
     folder = RunFolder(Path(config.logging.log_dir))
     try:
+        # A run that was begun has the marker; without a checkpoint it is resumed at step 0.
         train(
             replaced(config, {"resume.from": str(folder.path)}, origin="file")
             if folder.marker.is_file()
@@ -168,8 +169,10 @@ class InProcess:
         self._shared.enter_context(shared_parts())
         if loads_models:
             from retrain.model.load import shared_models
+            from retrain.model.packed import shared_packs
 
             self._shared.enter_context(shared_models())
+            self._shared.enter_context(shared_packs())
 
     def start(self, run: CampaignRun, slot: int) -> EndedJob:
         from retrain.run.common import common_results
@@ -302,7 +305,8 @@ class Subprocesses:
 
 FORKED = (
     "Workers are forked from one process, which loads libraries, tokenizer, prompts and base"
-    " weights once; all workers read the same memory."
+    " weights once; all workers read the same memory. Runs of a seed pass one parity gate and"
+    " sample their first step once, where that gives each the same bytes."
 )
 NOT_FORKED = "Each worker starts by itself, with its own libraries and model: {reason}."
 
@@ -333,9 +337,8 @@ def start_worker(run: CampaignRun, threads: int | None) -> "Worker":
             env=_environment(threads),
         )
     assert process.stdin is not None
-    with contextlib.suppress(
-        BrokenPipeError
-    ):  # the process has already ended, which `poll` reports
+    # The process may have ended already, which `poll` reports.
+    with contextlib.suppress(BrokenPipeError):
         process.stdin.write(_request(run) + b"\n")
         process.stdin.flush()
     return Worker(process)
@@ -597,9 +600,8 @@ class RayLauncher:
         """Logs and sockets of a local cluster, which Ray itself never deletes."""
         if not plan.settings.ray_address:
             try:
-                self._own_folder = mkdtemp(
-                    prefix="retrain-ray-", dir="/tmp"
-                )  # a path below TMPDIR may be too long for a socket
+                # A path below TMPDIR may be too long for a socket.
+                self._own_folder = mkdtemp(prefix="retrain-ray-", dir="/tmp")
             except OSError as error:
                 raise EnvironmentFailure(
                     '[campaign] launcher = "ray": a local cluster keeps its sockets in /tmp, which'
@@ -734,9 +736,8 @@ def _perform(values: Json, path: str, name: str, folder: str) -> tuple[str, str,
     """The Ray task: start the worker process and wait for it. The worker ends with this process,
     which holds its standard input.
     """
-    os.chdir(
-        folder
-    )  # paths in a configuration are relative to the folder where the campaign was started
+    # Paths in a configuration are relative to the folder where the campaign was started.
+    os.chdir(folder)
     config = config_from_mapping(values, provenance=Provenance(Path(path) if path else None))
     worker = start_worker(
         CampaignRun(name, config.condition_label, config.training.seed, config), threads=None

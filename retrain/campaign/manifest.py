@@ -59,8 +59,8 @@ class RunEntry:
     reason: str | None = None
     """The reason why it failed or was interrupted."""
     attempts: int = 1
-    """How often it was begun: one more for each time that it was tried again after it had failed or
-    had been done."""
+    """Number of times it was begun: one more for each time that it was tried again after it had
+    failed or had been done."""
 
 
 @dataclass
@@ -142,9 +142,8 @@ class Manifest:
         values = {name: getattr(self, name) for name in names} | {
             "runs": [asdict(entry) for entry in self.runs]
         }
-        masked = Redactor().json(values) | {
-            "config": self.config
-        }  # masked already, in a way that loads again
+        # The configuration is masked already, in a way that loads again.
+        masked = Redactor().json(values) | {"config": self.config}
         replace_file(self.folder / MANIFEST, json.dumps(masked, indent=1) + "\n")
 
     def __getitem__(self, name: str) -> RunEntry:
@@ -161,12 +160,8 @@ class Manifest:
     def started(self, name: str) -> None:
         """Record that a run is running; its first start time stays."""
         entry = self[name]
-        entry.status, entry.started, entry.ended, entry.reason = (
-            Status.RUNNING,
-            entry.started or _now(),
-            None,
-            None,
-        )
+        entry.status, entry.started = Status.RUNNING, entry.started or _now()
+        entry.ended = entry.reason = None
         self.write_if_possible()
 
     def ended(self, name: str, status: Status, reason: str = "") -> None:
@@ -188,6 +183,7 @@ class Manifest:
         Raises ConfigurationError if the plan lacks a run, changes how a run is trained, or gives
         looks that were taken another meaning.
         """
+        # Both plans as the manifest stores them: a masked value differs from none.
         before = {
             run.name: run
             for run in plan_campaign(config_from_mapping(self.config), plan.folder).runs
@@ -217,12 +213,8 @@ class Manifest:
         fresh = Manifest.of_plan(plan, datetime.now().astimezone())
         self.runs = [self._by_name.get(entry.name, entry) for entry in fresh.runs]
         self._by_name = {entry.name: entry for entry in self.runs}
-        self.config, self.conditions, self.seeds, self.max_steps = (
-            fresh.config,
-            fresh.conditions,
-            fresh.seeds,
-            fresh.max_steps,
-        )
+        self.config, self.conditions = fresh.config, fresh.conditions
+        self.seeds, self.max_steps = fresh.seeds, fresh.max_steps
 
     def _check_looks(self, plan: CampaignPlan) -> None:
         """Check a resumed plan. Raises ConfigurationError where its steps, conditions or order of
@@ -239,9 +231,8 @@ class Manifest:
                 f'[campaign] stop = "evidence": {self.folder} was planned to be tested once, after'
                 f" all of its seeds; {otherwise}"
             )
-        looked = list(
-            dict.fromkeys(look["seed"] for look in self.looks)
-        )  # a seed whose failed run was tried again has two looks
+        # A seed whose failed run was tried again has two looks.
+        looked = list(dict.fromkeys(look["seed"] for look in self.looks))
         for key, now, before in (
             ("max_steps", plan.max_steps, self.max_steps),
             ("conditions", list(plan.conditions), self.conditions),

@@ -61,6 +61,7 @@ class Parent:
         """
         while True:
             links = {link: pid for pid, link in self._workers.items()}
+            # The wait has an end, since a worker's end makes no descriptor readable.
             for ready in select.select([self._control, *links], [], [], _POLL_S)[0]:
                 if ready is self._control:
                     text, descriptors, _, _ = socket.recv_fds(ready, REQUEST_BYTES, 3)
@@ -88,8 +89,9 @@ class Parent:
 
     def _fork(self, request: dict[str, str], link: int, answer: int, log: int) -> bool:
         """Fork the worker of a request; True in the worker."""
+        # A warning of the preparation is the run's.
         for number in (1, 2):
-            os.dup2(log, number)  # a warning of the preparation is the run's
+            os.dup2(log, number)
         os.close(log)
         channel = socket.socket(fileno=link)
         reason = self._reason_against(request)
@@ -102,7 +104,8 @@ class Parent:
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
-        with warnings.catch_warnings():  # from Python 3.12 on of numpy's threads
+        # From Python 3.12 on a fork warns of numpy's threads.
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid:

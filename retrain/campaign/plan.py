@@ -248,7 +248,8 @@ def check(plan: CampaignPlan) -> Findings:
     lacking = _without_held_out(plan)
     sources = dict.fromkeys(lacking.values())
     missing = [f"No held-out evaluation at the end: {name} holds nothing out." for name in sources]
-    design = []  # what the campaign can conclude
+    # What the campaign can conclude.
+    design = []
     comparisons = len(plan.conditions) - 1
     if comparisons:
         from retrain.analysis.power import Correction, design_line
@@ -307,13 +308,10 @@ def _without_held_out(plan: CampaignPlan) -> dict[str, str]:
         if source not in known:
             known[source] = _has_held_out(run.config, plan.config)
         if not known[source]:
-            provider, data = (
-                run.config.environment.provider,
-                f"[data] source = {run.config.data.source!r}",
-            )
-            lacking[run.condition] = (
-                f"[environment] {environment_name(run.config.environment)}" if provider else data
-            )
+            place = f"[data] source = {run.config.data.source!r}"
+            if run.config.environment.provider:
+                place = f"[environment] {environment_name(run.config.environment)}"
+            lacking[run.condition] = place
     return lacking
 
 

@@ -59,7 +59,8 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
     run failed, and Interrupted after a signal, once the running runs have saved.
     """
     note_secrets(config)
-    draft = plan_campaign(config, Path("campaign"))  # refuses what it must before a folder is made
+    # What must be refused is refused before a folder is made.
+    draft = plan_campaign(config, Path("campaign"))
     checked = check(draft)
     with (
         closing(_launcher(draft)) as launcher,
@@ -67,6 +68,7 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
         Interrupts() as interrupts,
     ):
         plan = evaluated_where_possible(planned, checked)
+        # The planned metric is another where no condition has a held-out split.
         if not config.resume.from_:
             manifest.plan = analysis_plan(plan).to_json()
         resume_hint = f"continue with `{campaign_command(config, plan.folder)}`"
@@ -310,6 +312,7 @@ class _Execution:
             )
             self._waiting.appendleft(run)
             return
+        # A run that was killed while it saved has not failed.
         killed_by_stop = outcome.lost and self._stopping
         self._manifest.ended(
             run.name, Status.INTERRUPTED if killed_by_stop else outcome.status, outcome.reason

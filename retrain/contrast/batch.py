@@ -172,18 +172,16 @@ def opened(
             " one that computes here, such as --backend local."
         )
     note_secrets(config)
+    found = None
     if target.is_dir():
         found = _checkpoint(target, step, say)
-    else:
-        found = None
-    if not target.is_dir() and step:
+    elif step:
         raise ConfigurationError(
             f"--step {step} needs a run's folder, and {target} is a configuration."
         )
+    state = _untrained(config)
     if found:
         state = found.state()
-    else:
-        state = _untrained(config)
     parts = load_parts(config, state.choices, say, learns=False)
     try:
         backend = parts.backend

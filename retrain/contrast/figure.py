@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from retrain.contrast.gradients import Contrast
-from retrain.report.drawing import GRID, INK, PAPER, drawing, series
+from retrain.report.drawing import GRID, INK, PAPER, drawing, series, write_picture
 
 
 def write_figure(path: Path, seen: Contrast) -> None:
@@ -19,10 +19,7 @@ def write_figure(path: Path, seen: Contrast) -> None:
         matrix, bars = figure.subplots(1, 2, width_ratios=(1, 1.2))
         _draw_matrix(matrix, seen, labels)
         _draw_bars(bars, seen, labels)
-        metadata = None
-        if path.suffix == ".svg":
-            metadata = {"Date": None}
-        figure.savefig(path, facecolor=PAPER, metadata=metadata)
+        write_picture(figure, path)
 
 
 def _draw_matrix(axes: Axes, seen: Contrast, labels: list[str]) -> None:

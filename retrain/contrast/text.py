@@ -47,7 +47,7 @@ def _row(arm: ArmGradient) -> tuple[str, ...]:
 
 
 def sentences(seen: Contrast) -> Iterator[str]:
-    """What to expect of a campaign between these arms. It warns and decides nothing."""
+    """Forecast a campaign between these arms. It warns and decides nothing."""
     base = seen.arms[0]
     if base.is_flat:
         yield (

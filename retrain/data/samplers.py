@@ -1,4 +1,5 @@
-"""Which prompts a step takes: the shuffle of every epoch, or a sampler that learns from rewards.
+"""The choice of a step's prompts: by the shuffle of every epoch, or by a sampler that learns from
+rewards.
 
 A sampler's randomness is given to it, and what it has seen is in the checkpoint, so that a resumed
 run chooses as the undisturbed one.
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from retrain import noise
 from retrain.data.prompts import PromptSet
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.plugins import load_plugin, user_code
+from retrain.plugins import built, load_plugin, state_of, user_code, with_defaults
 from retrain.types import (
     Completion,
     Example,
@@ -71,11 +72,7 @@ class _Counting(PromptSampler):
 
     def __init__(self, examples: Sequence[Example], params: Mapping[str, Any]) -> None:
         super().__init__(examples, params)
-        unknown = params.keys() - self.defaults.keys()
-        if unknown:
-            names = ", ".join(self.defaults)
-            raise ValueError(f"{', '.join(sorted(unknown))} is not one of {names}")
-        self.params = {**self.defaults, **params}
+        self.params = with_defaults(params, self.defaults)
         for name, value in self.params.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
                 raise ValueError(f"{name} = {value} is not a number from 0 to 1")
@@ -221,9 +218,7 @@ class PromptChoice:
         """Return what the sampler keeps, through JSON; {} for the shuffle."""
         if self._sampler is None:
             return {}
-        with user_code(f'[data] sampler "{self.name}": state()', RunFailed):
-            kept: dict[str, Any] = json.loads(json.dumps(self._sampler.state()))
-        return kept
+        return state_of(f'[data] sampler "{self.name}"', self._sampler.state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._sampler and state:
@@ -242,14 +237,7 @@ def build_sampler(config: "TrainConfig", examples: Sequence[Example]) -> PromptS
     where = f'[data] sampler = "{data.sampler}"'
 
     def make(some: Sequence[Example]) -> PromptSampler:
-        try:
-            with user_code(where, ConfigurationError):
-                made: PromptSampler = plugin(some, data.sampler_params)
-        except ConfigurationError as error:
-            # A sampler raises ValueError for wrong params; another error is a fault of its own.
-            if isinstance(error.__cause__, ValueError):
-                raise ConfigurationError(f"[data] sampler_params: {error.__cause__}.") from error
-            raise
+        made: PromptSampler = built("sampler", where, lambda: plugin(some, data.sampler_params))
         return made
 
     # As many as a step takes: few examples may have to be repeated in the run as well.

@@ -153,9 +153,8 @@ def read_source(query: Query) -> ReadResult:
         return _local(query, DATA_FILE_SUFFIXES)
     from retrain.plugins import load_plugin
 
-    config = query.config.model_copy(
-        update={"data": query.data}
-    )  # an evaluation source does not take the training source's params
+    # An evaluation source does not take the training source's params.
+    config = query.config.model_copy(update={"data": query.data})
     return _call(query, load_plugin("data", source, config))
 
 
@@ -321,10 +320,7 @@ def _benchmark_copy(query: Query, read_row: RowReader) -> tuple[ReadResult, int]
     result = _read(query, rows, read_row)
     if heldout:
         return result, len(rows)
-    hashes = [
-        hashlib.sha256(str(example.prompt).encode("utf-8", "surrogatepass")).digest()
-        for example in result.examples
-    ]
+    hashes = [hashlib.sha256(str(example.prompt).encode()).digest() for example in result.examples]
     is_heldout = [int.from_bytes(digest[:4], "big") % HELDOUT_SHARE == 0 for digest in hashes]
     wanted = query.split == "heldout"
     result.examples = [
@@ -363,7 +359,7 @@ def _column_reader(data: "Data") -> RowReader:
             row[data.answer_column],
             row.get("task", "default"),
         )
-        if answer is None or answer == "" or (isinstance(answer, str) and not answer.strip()):
+        if answer is None or (isinstance(answer, str) and not answer.strip()):
             return Reason.NO_ANSWER
         if (
             prompt is None

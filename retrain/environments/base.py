@@ -29,7 +29,7 @@ class Observation:
 
 
 def is_conversation(messages: object) -> bool:
-    """Return whether an environment gave a list of messages, each with a role and text."""
+    """Return True if an environment gave a list of messages, each with a role and text."""
     return isinstance(messages, list | tuple) and all(
         isinstance(message, Mapping)
         and isinstance(message.get("role"), str)

@@ -231,9 +231,8 @@ class RunningEpisode:
             check()
             try:
                 failure = job.future.exception(_POLL)
-            except (
-                TimeoutError
-            ):  # of this wait: what the environment raised, SystemExit included, is returned
+            # Of this wait: what the environment raised, SystemExit included, is returned.
+            except TimeoutError:
                 if not self._is_late:
                     continue
                 self._host.abandon(job)

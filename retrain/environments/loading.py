@@ -101,9 +101,8 @@ def environment_code(what: str, timeout_s: float) -> Iterator[None]:
             f"{what} took longer than {limit:g} s; look at what it waits for, or allow it more with"
             " [environment] timeout_s."
         ) from None
-    except (
-        BaseException
-    ) as error:  # the code is not ours, and its SystemExit would end the run without a word
+    # The code is not ours, and its SystemExit would end the run without a word.
+    except BaseException as error:
         raise ConfigurationError(f"{what} failed with {describe(error)}.") from error
 
 
@@ -175,10 +174,12 @@ def load_problems(environment: Environment, config: "TrainConfig", split: Split)
                 " retrain.types.Example with prompts that are text or lists of messages {role,"
                 " content}."
             )
+    # Before the cut, so that no id depends on max_examples.
     named = [
         example if example.example_id else replace(example, example_id=f"{split}-{i}")
         for i, example in enumerate(examples)
     ]
+    # An environment writes its prompts itself: [data] adds no template and no system prompt.
     data = type(config.data)(
         prompt_template=PLAIN_TEMPLATE, chat_template_args=config.data.chat_template_args
     )

@@ -49,9 +49,8 @@ class TextArena(Environment):
                 f" here: {describe(error)}; download them where there is a network, or choose"
                 " another game."
             ) from error
-        except (
-            Exception
-        ) as error:  # games raise what they like; LookupError alone has a cause of its own
+        # Games raise what they like; LookupError alone has a cause of its own.
+        except Exception as error:
             raise ConfigurationError(
                 f'[environment] id = "{game}" of textarena cannot be started for one player with'
                 f" args {given}: {describe(error)}."

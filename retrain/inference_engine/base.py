@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from retrain.errors import ConfigurationError
+from retrain.noise import uniform
 from retrain.types import ChatMessage, Completion, Int32Array
 
 if TYPE_CHECKING:
@@ -30,6 +31,12 @@ class NoiseKey:
     stream: int
     step: int
     prompt: int
+
+    def seed_of(self, sample: int) -> int:
+        """Return a seed of 31 bits for one completion, for a sampler that draws its own noise: the
+        same for every condition of a campaign.
+        """
+        return int(uniform(self.seed, self.stream, self.step, self.prompt, sample, 0) * 2**31)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from retrain.inference_engine.commands import (
     setting_flags,
 )
 from retrain.inference_engine.http import Json, Refusal, Server
-from retrain.inference_engine.served import ServedAdapter, ServedEngine, sampling_seed
+from retrain.inference_engine.served import ServedAdapter, ServedEngine
 from retrain.inference_engine.vllm import VLLMDialect
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class MAXDialect(VLLMDialect):
         # tokens count as well.
         return path, body | {
             "ignore_eos": False,
-            "seed": sampling_seed(request, request.first_sample),
+            "seed": request.noise.seed_of(request.first_sample),
         }
 
     async def why_it_differs(self, server: Server) -> str:

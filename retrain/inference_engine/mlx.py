@@ -21,12 +21,13 @@ from retrain.inference_engine.commands import (
     refuse_four_bits,
     setting_flags,
 )
-from retrain.inference_engine.http import Json, Server, ServerMismatch
+from retrain.inference_engine.http import Json, Server
 from retrain.inference_engine.served import (
     Dialect,
     ServedAdapter,
     ServedEngine,
     ServedSample,
+    check_prompt,
     make_readable,
 )
 from retrain.inference_engine.texts import Texts
@@ -88,11 +89,7 @@ class MLXDialect(Dialect):
         return "/v1/completions", body
 
     def read(self, answer: Any, request: SampleRequest) -> list[ServedSample]:
-        seen, sent = answer["usage"]["prompt_tokens"], len(request.prompt_ids)
-        if seen != sent:
-            raise ServerMismatch(
-                f"got a prompt of {sent} tokens, which reached the model as {seen}"
-            )
+        check_prompt(answer["usage"]["prompt_tokens"], len(request.prompt_ids))
         return [self.read_one(answer)]
 
     def read_one(self, answer: Any) -> ServedSample:

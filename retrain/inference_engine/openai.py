@@ -22,7 +22,7 @@ from retrain.inference_engine.http import (
     Server,
     ServerMismatch,
 )
-from retrain.inference_engine.served import ServedAdapter, ServedSample
+from retrain.inference_engine.served import ServedAdapter, ServedSample, check_prompt
 from retrain.inference_engine.texts import Texts
 from retrain.inference_engine.vllm import COMPLETIONS, NEUTRAL, VLLMDialect, VLLMEngine, without
 from retrain.noise import Stream
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 CHAT = "/v1/chat/completions"
 _TOKEN = "token_id:"
 _MAX_STOPS = 4
-"""What OpenAI's API takes."""
+"""Maximum number of stop strings of OpenAI's API."""
 _LIMITS = ("max_tokens", "max_completion_tokens")
 """Names of the limit of a chat's reply; OpenAI's newer models refuse the first."""
 _CHAT_PROBE_TOKENS = 16
@@ -203,11 +203,8 @@ class OpenAIDialect(VLLMDialect):
         seen = _usage(answer, "prompt_tokens")
         # A chat's template is the server's.
         of_chat = any("message" in choice for choice in answer["choices"])
-        if seen is not None and seen != len(request.prompt_ids) and not of_chat:
-            raise ServerMismatch(
-                f"got a prompt of {len(request.prompt_ids)} tokens, which reached the model as"
-                f" {seen}"
-            )
+        if seen is not None and not of_chat:
+            check_prompt(seen, len(request.prompt_ids))
         sampled = super().read(answer, request)
         if any(one.text is not None for one in sampled):
             self._check_lengths(answer, sampled, request)
@@ -251,9 +248,11 @@ class OpenAIDialect(VLLMDialect):
             if request.noise.stream != Stream.EVALUATION:
                 raise
             message, reason = choice.get("message", {}), choice["finish_reason"]
-            text = (
-                (message.get("content") or "") if message else choice["text"]
-            )  # none at all where everything went into reasoning
+            if message:
+                # None at all where everything went into reasoning.
+                text = message.get("content") or ""
+            else:
+                text = choice["text"]
             declined = message.get("refusal") or message.get("tool_calls")
             if declined or not isinstance(text, str) or reason not in (*_STOPPED, "length"):
                 # Never asked again: what a filter lets through is another distribution.

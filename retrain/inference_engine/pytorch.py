@@ -1,4 +1,4 @@
-"""What the built-in engine declares, without torch; `torch_engine.py` is the engine itself."""
+"""The declarations of the built-in engine, without torch; `torch_engine.py` is the engine."""
 
 from retrain.inference_engine.base import Description, EngineCapabilities, InferenceEngine
 

@@ -1,4 +1,4 @@
-"""What both decoders keep about a completion: its job, its noise, its settings and its result.
+"""A completion in both decoders: its job, its noise, its settings and its result.
 
 Shape letters: R rows, T tokens of a completion.
 """

@@ -48,7 +48,6 @@ from retrain.inference_engine.http import (
     TransientFailure,
 )
 from retrain.model.budget import context_length
-from retrain.noise import uniform
 from retrain.system import expanded
 from retrain.types import Completion, FinishReason
 
@@ -65,7 +64,7 @@ _UNSEEN = (
     "Can't find",
     "Repo id must",
 )
-"""What vLLM and SGLang (through peft and the hub's client) say of an adapter's folder that they
+"""Words of vLLM and SGLang (through peft and the hub's client) about an adapter's folder that they
 cannot read."""
 T = TypeVar("T")
 _LOOK_S = 0.05
@@ -439,6 +438,7 @@ class ServedEngine(InferenceEngine):
         """Wake a server and give it the current adapter, which its own list confirms."""
         if server.facts.pop("asleep", False):
             await self._dialect.wake(server)
+        # One that was left out may have come back as another.
         if "looked" not in server.facts:
             await self._look(server)
         adapter = self._adapter
@@ -526,12 +526,10 @@ def _damage(one: ServedSample) -> str:
     return ""
 
 
-def sampling_seed(request: SampleRequest, sample: int) -> int:
-    """Return a seed of 31 bits for one completion, from the same coordinates as the noise of the
-    pytorch engine.
-    """
-    key = request.noise
-    return int(uniform(key.seed, key.stream, key.step, key.prompt, sample, 0) * 2**31)
+def check_prompt(seen: int, sent: int) -> None:
+    """Raise ServerMismatch if another number of prompt tokens reached the model than was sent."""
+    if seen != sent:
+        raise ServerMismatch(f"got a prompt of {sent} tokens, which reached the model as {seen}")
 
 
 def _pool(
@@ -590,7 +588,7 @@ def _place_of_adapters(config: "TrainConfig") -> Path:
 
 
 def _owner_is_dead(folder: Path) -> bool:
-    """Return whether a process of this machine made this folder for its adapters and has ended."""
+    """Return True if a process of this machine made this folder for its adapters and has ended."""
     made, _, rest = folder.name.partition(f"{_FOLDER}{_host()}-")
     owner = rest.partition("-")[0]
     return not made and owner.isdigit() and not psutil.pid_exists(int(owner))

@@ -20,13 +20,13 @@ from retrain.inference_engine.commands import (
     refuse_four_bits,
     setting_flags,
 )
-from retrain.inference_engine.http import AnswerFormError, Json, Refusal, Server, ServerMismatch
+from retrain.inference_engine.http import AnswerFormError, Json, Refusal, Server
 from retrain.inference_engine.served import (
     Dialect,
     ServedAdapter,
     ServedEngine,
     ServedSample,
-    sampling_seed,
+    check_prompt,
 )
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class SGLangDialect(Dialect):
         body: Json = {
             "input_ids": [request.prompt_ids.tolist()] * request.count,
             "sampling_params": [
-                {**settings, "sampling_seed": sampling_seed(request, sample)} for sample in samples
+                {**settings, "sampling_seed": request.noise.seed_of(sample)} for sample in samples
             ],
             "return_logprob": True,
             "logprob_start_len": -1,
@@ -81,11 +81,7 @@ class SGLangDialect(Dialect):
         lack it.
         """
         about = one["meta_info"]
-        if about["prompt_tokens"] != prompt:
-            raise ServerMismatch(
-                f"got a prompt of {prompt} tokens, which reached the model as"
-                f" {about['prompt_tokens']}"
-            )
+        check_prompt(about["prompt_tokens"], prompt)
         reason = about["finish_reason"]["type"]
         if reason not in ("stop", "length"):
             raise AnswerFormError(f'ended a completion with finish_reason "{reason}"')

@@ -18,9 +18,8 @@ class Texts:
     def __init__(self, model: "Model", title: str) -> None:
         """`title` names the server in a sentence. The tokenizer is loaded at the first use."""
         self._model, self._title = model, title
-        self.of = lru_cache(maxsize=4096)(
-            self._of
-        )  # every completion of a group asks for its prompt's
+        # Every completion of a group asks for its prompt's.
+        self.of = lru_cache(maxsize=4096)(self._of)
         """[P] ids to the text that the server's tokenizer turns into exactly these; it puts a BOS
         in front where the model wants one.
 

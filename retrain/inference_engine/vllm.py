@@ -42,9 +42,9 @@ NEUTRAL: Json = {
     "min_tokens": 0,
     "logit_bias": None,
 }
-"""What bends a distribution without a word: vLLM takes a field that a request leaves out from the
-model's generation_config, such as a repetition_penalty of 1.05 to 1.1 in Qwen2.5-Instruct, and its
-log-probs are then of another policy, or before the penalty."""
+"""Settings that bend a distribution, where they bend nothing. vLLM takes a field that a request
+leaves out from the model's generation_config, such as a repetition_penalty of 1.05 to 1.1 in
+Qwen2.5-Instruct, and its log-probs are then of another policy, or before the penalty."""
 _SAME = 1e-3
 """Nats. Log-probs of one prompt before the temperature differ by rounding between two requests;
 those after it by far more."""
@@ -287,6 +287,8 @@ class VLLMEngine(ServedEngine):
             command.add("--enforce-eager")  # compiling takes longer than most runs on a CPU
         else:
             command.add("--enable-sleep-mode")
+            if needs.share is not None:
+                command.add("--gpu-memory-utilization", f"{needs.share:.2f}")
         return command
 
 

@@ -53,9 +53,8 @@ class Pieces:
     """
 
     def __init__(self, model: "Model") -> None:
-        self._tokenizer = load_tokenizer(
-            model.model, model.revision
-        )  # no code that the run names is executed
+        # No code that the run names is executed.
+        self._tokenizer = load_tokenizer(model.model, model.revision)
         self.vocabulary = VocabularyTable(self._tokenizer)
 
     def of(self, token_ids: TokenIds) -> list[str]:
@@ -373,7 +372,8 @@ def _under(config: TrainConfig, name: str) -> TrainConfig:
         "algorithm.algorithm_mode": "",
         "algorithm.advantage_mode": advantage or (recipe.advantage if recipe else ""),
         "algorithm.transform_mode": transform,
-        "algorithm.transform_params": {},  # these belong to the run's own transform
+        # These belong to the run's own transform.
+        "algorithm.transform_params": {},
         "algorithm.uncertainty_kind": config.algorithm.uncertainty,
     }
     if advantage:

@@ -26,7 +26,7 @@ _POSITIVE = ("#d8e9f7", "#aed2ef", "#7db8e4", "#4a9ad6", "#1b75bc")
 _NEGATIVE = ("#fbe3d6", "#f7c4a8", "#f0a077", "#e57a48", "#cf5417")
 """Nearly everyone can tell blue from orange. Text is black, on the strongest shade white."""
 _DETECTOR_MARKS = {"regex": "underline bold", "semantic": "italic overline"}
-"""How tokens look that one of two compared detectors marks."""
+"""The style of a token that one of two compared detectors marks."""
 _MARKED = 8
 """Rows of the table below a coloured text."""
 
@@ -40,7 +40,8 @@ def show(
     if not table:
         console.print(_legend(credit, by))
     shown_prompt = None
-    width = console.width if console.file.isatty() else None  # a file has no width
+    # A file has no width.
+    width = console.width if console.file.isatty() else None
     for number in numbers:
         completion = credit.completion(number)
         if completion.slot != shown_prompt:
@@ -126,6 +127,7 @@ def _text(credit: StepCredit, completion: CompletionCredit, by: Quantity, label:
         if position in said:
             text.append(f" [{one_line(said[position].strip(), 400)}] ", "dim italic")
         planning = completion.planning is not None and bool(completion.planning[position])
+        # Compared detectors mark the phrases themselves, each in its own way.
         marks = [
             f"{mark} "
             for name, mark in _DETECTOR_MARKS.items()

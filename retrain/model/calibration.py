@@ -1,5 +1,5 @@
-"""Whether sampled tokens are draws from the learner's distribution: the two moments of their
-log-probs, and likelihood ratios of tempered samplers, from one row of logits each.
+"""Scores that tell draws from the learner's distribution from others: the two moments of a token's
+log-prob, and likelihood ratios of tempered samplers, from one row of logits each.
 
 For p = softmax(logits / T) of entropy H and a token x drawn from it, D = -log p(x) - H has mean 0,
 and variance V = sum p (log p + H)^2. A sampler at the temperature T / (1 - l) draws from

@@ -22,8 +22,8 @@ _FUSED_NORM = {"cuda"}
 
 
 class LayerKernels(Protocol):
-    """What lies between the products of a layer in one kernel each, with the roundings of torch's
-    operators.
+    """The operations between the products of a layer in one kernel each, with the roundings of
+    torch's operators.
     """
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -305,7 +305,7 @@ def _product_case(make: Make) -> Case:
 
 
 def _draws_right(draw: Draw, logits: Tensor) -> bool:
-    """Return whether draws from `logits` [N, V], N = 3, at half of the distribution have the token
+    """Return True if draws from `logits` [N, V], N = 3, at half of the distribution have the token
     and log-prob that they should: of everything, and of sets that top_k, top_p and min_p keep.
     """
     rows, vocabulary = logits.shape
@@ -335,7 +335,7 @@ def _draws_right(draw: Draw, logits: Tensor) -> bool:
 
 
 def _is_half(logits: Tensor, ids: Tensor, drawn: Sequence[float]) -> bool:
-    """Return whether `drawn` (token, log-prob, ..) is where the sum of the probabilities of `ids`,
+    """Return True if `drawn` (token, log-prob, ..) is where the sum of the probabilities of `ids`,
     in their order, passes a half.
     """
     logprobs = torch.log_softmax(logits.double()[ids], dim=0)

@@ -38,9 +38,8 @@ LAB_MODEL = Path(__file__).resolve().parent.parent / "assets" / "lab"
 """The packaged model: what `model = "lab"` resolves to."""
 LAB_MODELS = {"lab": LAB_MODEL, "lab2": LAB_MODEL.with_name("lab2")}
 """The packaged models by name."""
-_PROBE = (  # stands for an assistant's turn, to find what a chat template writes behind it
-    "retrain-marks-this-turn"
-)
+_PROBE = "retrain-marks-this-turn"
+"""Stands for an assistant's turn, to find what a chat template writes behind it."""
 
 
 # ---- loading -------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""Which tokens a truncated policy keeps: one definition, for the sampler that draws and the learner
-that scores.
+"""The tokens that a truncated policy keeps: one definition, for the sampler that draws and the
+learner that scores.
 
 With z = logits / temperature, the tokens are ordered by falling z, equal ones by rising id. Three
 cuts each keep a prefix of that order, and the shortest prefix counts:
@@ -7,8 +7,8 @@ cuts each keep a prefix of that order, and the shortest prefix counts:
 - top_k keeps the first k tokens;
 - top_p keeps the shortest prefix whose probability reaches top_p, among the tokens that top_k left
   and renormalised over them (transformers and vLLM apply the two in this order as well);
-- min_p keeps the tokens whose probability is at least min_p times the largest, which are those with
-z >= max z + ln(min_p).
+- min_p keeps the tokens whose probability is at least min_p times the largest, which have
+  z >= max z + ln(min_p).
 
 A kept set is therefore one number, the count of its tokens, and this count is all that the learner
 needs: it keeps as many of its own largest z. Let e be the largest difference between the learner's
@@ -98,6 +98,7 @@ class KeptSets:
         for size in _looks(z.shape[1]):
             if not len(rows):
                 break
+            # One value more than is searched: the next one may tie with the last one kept.
             largest = _largest(z, rows, size + 1)
             counts, found = _prefixes(
                 largest[:, :size], z.shape[1], top_k[rows], top_p[rows], min_p[rows], total[rows]

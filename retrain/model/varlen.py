@@ -160,7 +160,7 @@ def plain_paged(
 
 
 def has_flash(device_type: str, dtype: torch.dtype) -> bool:
-    """Return whether `flash` runs there: torch 2.11 or later, on an NVIDIA GPU of 2020 (Ampere) or
+    """Return True if `flash` runs there: torch 2.11 or later, on an NVIDIA GPU of 2020 (Ampere) or
     later, in half precision.
     """
     return (
@@ -194,7 +194,7 @@ def _arguments(kernel: Callable[..., object]) -> frozenset[str]:
 
 
 def fits_flash(query: Tensor) -> bool:
-    """Return whether `flash` takes queries of this head size and dtype."""
+    """Return True if `flash` takes queries of this head size and dtype."""
     return query.dtype in (torch.bfloat16, torch.float16) and fits_head(query.shape[-1])
 
 

@@ -227,7 +227,8 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 def verify(folder: Path) -> str:
     """The first difference between `folder` and its manifest; "" if every byte matches."""
-    if not (folder / MANIFEST).is_file():  # a pipe, too, which has no end to read to
+    # Not a pipe either, which has no end to read to.
+    if not (folder / MANIFEST).is_file():
         return f"{MANIFEST} is missing"
     try:
         manifest = parse_json((folder / MANIFEST).read_bytes())

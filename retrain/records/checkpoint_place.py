@@ -46,9 +46,11 @@ def checkpoint_folder(backend: Backend, folder: RunFolder, overwrite: bool) -> P
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return target
     marker = read_marker(target)
+    # Without a pointer the folder may be the run's own all the same: the marker is made before the
+    # pointer, and the pointer goes first.
     if folder.checkpoint_pointer.is_file():
         foreign = bool(_foreign(target, _pointer(folder)[1], folder))
-    else:  # the marker is made before the pointer, and the pointer goes first
+    else:
         own = {"kind": "checkpoints", "run": str(folder.path.resolve())}
         foreign = marker | own != marker
     if foreign:

@@ -140,7 +140,7 @@ class StepRecord(_Record):
     """The strength, from 0 to 1, with which SEPA pooled the uncertainty of execution tokens in this
     step."""
     sepa_gate_open: bool | None = None
-    """Whether SEPA's gate, `[sepa] correct_rate_gate`, had been opened by the end of the step."""
+    """True once SEPA's gate, `[sepa] correct_rate_gate`, has opened, in this step or before."""
     sepa_gate_step: int | None = better(None)
     """The step whose correct rate opened the gate."""
 

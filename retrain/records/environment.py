@@ -39,9 +39,8 @@ def describe_environment(device: str) -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": next(models, None) or platform.processor() or platform.machine(),
         "cpu_count": os.cpu_count(),
-        "threads": (
-            int(torch.get_num_threads()) if torch else None
-        ),  # their number decides how sums are rounded
+        # Their number decides how sums are rounded.
+        "threads": int(torch.get_num_threads()) if torch else None,
         "memory_gib": None if memory is None else round(memory / 2**30, 1),
         "device": device,
         "device_name": (

@@ -182,6 +182,7 @@ class RunFolder:
         recorded = state.get("files")
         if not recorded:
             return ""
+        # The state in the folder is a copy of its checkpoint's, so an edit of one of them shows.
         checkpoint = self.checkpoints / step_folder(state.get("step")) / self.trainer_state.name
         if checkpoint.is_file() and checkpoint.read_bytes() != self.trainer_state.read_bytes():
             return f"{self.trainer_state.name} differs from the one in {checkpoint.parent.name}"
@@ -441,7 +442,8 @@ def _runs(pid: int, since: float) -> bool:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return False
-    fields = text.rpartition(")")[2].split()  # after the name, which may hold anything
+    # After the name, which may hold anything.
+    fields = text.rpartition(")")[2].split()
     state, start_ticks = fields[0], int(fields[19])
     uptime = float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
     started = time.time() - uptime + start_ticks / os.sysconf("SC_CLK_TCK")

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO, StringIO
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -126,6 +127,14 @@ def to_picture(figure: Figure, name: str, form: str = "png") -> bytes:
     return out.getvalue()
 
 
+def write_picture(figure: Figure, path: Path) -> None:
+    """Write a figure on white; the file's ending says the format (svg, pdf, png)."""
+    metadata = None
+    if path.suffix == ".svg":
+        metadata = {"Date": None}
+    figure.savefig(path, facecolor=PAPER, metadata=metadata)
+
+
 # -- building blocks -------------------------------------------------------------------------------
 
 
@@ -200,7 +209,7 @@ def _scale(axes: Axes, lines: Lines) -> None:
 
 
 def _line_words(data: ReportData, window: int) -> str:
-    """What the lines are means over; `window` is the number of steps in a running mean."""
+    """A sentence on what the lines average; `window` is the number of steps in a running mean."""
     if data.single:
         if window > 1:
             return f"Bold: mean of {window} steps; thin: each step."

@@ -323,9 +323,8 @@ def _nesting(text: str) -> int:
             waiting += 1
         elif is_script:
             is_script = False
-        elif token.isalnum() or (
-            token[0] == "\\" and token not in _BEFORE_BRACES
-        ):  # the awaited argument
+        # The awaited argument.
+        elif token.isalnum() or (token[0] == "\\" and token not in _BEFORE_BRACES):
             waiting = 0
         deepest = max(deepest, outside + waiting)
     return deepest

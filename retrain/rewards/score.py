@@ -1,4 +1,4 @@
-"""What a reward is asked, and what it answers."""
+"""The question to a reward, and its answer."""
 
 from dataclasses import dataclass
 

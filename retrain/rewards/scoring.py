@@ -105,7 +105,7 @@ def check_held_out(scores: Iterable[Score], max_failure_rate: float) -> None:
 
 
 def _reasons(scores: Iterable[Score]) -> Counter[str]:
-    """Why completions could not be judged, with their number."""
+    """Count the completions that could not be judged, by reason."""
     return Counter(
         score.reason or "no reason given"
         for score in scores

@@ -1,5 +1,5 @@
-"""Whether a run's completions are draws from the distribution that is trained: an anytime-valid
-test, which gives numbers and a warning.
+"""The test that a run's completions are draws from the distribution that is trained: valid at any
+time, it gives numbers and a warning.
 
 The evidence is a mean of likelihood ratios: of samplers tempered by more than the tolerance, on
 either side, to those tempered by the tolerance itself. For a sampler tempered by at most the

@@ -4,7 +4,7 @@ earlier steps.
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from math import isfinite
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from retrain.backends.declared import declared_backend
 from retrain.config import TrainConfig, moving, replaced
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.plugins import load_plugin, user_code
+from retrain.plugins import built, load_plugin, state_of, user_code, with_defaults
 from retrain.records.entries import StepRecord
 
 
@@ -56,11 +56,7 @@ class AdaptiveEntropy(Control):
     defaults: ClassVar[Mapping[str, float]] = {"target": 0.2, "delta": 0.005, "start": 0.0}
 
     def __init__(self, params: Mapping[str, Any]) -> None:
-        super().__init__({**self.defaults, **params})
-        unknown = params.keys() - self.defaults.keys()
-        if unknown:
-            names = ", ".join(self.defaults)
-            raise ValueError(f"{', '.join(sorted(unknown))} is not one of {names}")
+        super().__init__(with_defaults(params, self.defaults))
         for name, value in self.params.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
                 raise ValueError(f"{name} = {value} is not a number of at least 0")
@@ -126,9 +122,7 @@ class MovingKeys:
         """Return what the control keeps, through JSON; {} without one."""
         if self.control is None:
             return {}
-        with user_code(f"{self._where}: state()", RunFailed):
-            kept: dict[str, Any] = json.loads(json.dumps(self.control.state()))
-        return kept
+        return state_of(self._where, self.control.state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.control is not None:
@@ -147,15 +141,7 @@ def build_control(config: TrainConfig) -> Control | None:
     plugin = load_plugin("control", name, config, CONTROLS)
 
     def make() -> Control:
-        try:
-            with user_code(where, ConfigurationError):
-                made: Control = plugin(config.schedule.control_params)
-        except ConfigurationError as error:
-            # A control raises ValueError for wrong params; another error is a fault of its own.
-            if isinstance(error.__cause__, ValueError):
-                problem = f"[schedule] control_params: {error.__cause__}."
-                raise ConfigurationError(problem) from error
-            raise
+        made: Control = built("control", where, lambda: plugin(config.schedule.control_params))
         return made
 
     control = make()
@@ -221,7 +207,7 @@ def _checked(config: TrainConfig, values: Mapping[str, float]) -> None:
     replaced(config, {path: whole.value(path) for path in changed})
 
 
-def _trial_problem(config: TrainConfig, make: Any) -> str:
+def _trial_problem(config: TrainConfig, make: Callable[[], Control]) -> str:
     """Return the fault of a control, tried for three steps; "" if none was found."""
     tried = make()
     for step in range(3):
@@ -235,6 +221,7 @@ def _trial_problem(config: TrainConfig, make: Any) -> str:
         if tried.values(step) != given:
             return "gives other values when it is asked again"
         tried.observe(_record(step).to_json())
+        # As in a resumed run: another control with the stored state goes on in the same way.
         again = make()
         after = json.dumps(tried.state(), sort_keys=True)
         again.load(json.loads(after))

@@ -75,8 +75,8 @@ class StepObserver:
             self.last, self.untrained = last, untrained_streak(chain([last], records))
 
     def unlearned(self, steps: int) -> str:
-        """What to say of a run of `steps` steps that ends with some that trained nothing, or has no
-        other; "" for any other run.
+        """Return the line about a run of `steps` steps that ends with some that trained nothing, or
+        has no other; "" for any other run.
         """
         if len(self.untrained) >= min(ENOUGH, steps):
             return untrained_line(self.untrained)

@@ -1,4 +1,4 @@
-"""What is due between two steps, and the saving of checkpoints."""
+"""The evaluations and checkpoints that are due between two steps, and the saving of checkpoints."""
 
 from dataclasses import dataclass, replace
 
@@ -56,6 +56,7 @@ class Saver:
         backend: Backend,
         tracker: Tracker,
         saved_at: int,
+        saved_evaluation: int,
     ) -> None:
         self.folder = folder
         self.store = store
@@ -63,8 +64,14 @@ class Saver:
         self.tracker = tracker
         self.saved_at = saved_at
         """The step of the newest checkpoint; -1 before the first."""
+        self.saved_evaluation = saved_evaluation
+        """The step of the newest evaluation that it knows; -1 before the first."""
         self._failures = 0
         """Attempts in a row that failed."""
+
+    def holds(self, state: TrainerState) -> bool:
+        """Return True if the newest checkpoint is of `state`, with the evaluation at its step."""
+        return (self.saved_at, self.saved_evaluation) == (state.step, state.last_evaluation)
 
     def what_is_saved(self, state: TrainerState) -> str:
         """Say what a resume would find, without a full stop."""
@@ -116,7 +123,7 @@ class Saver:
                 ) from error
             self.tracker.message(f"{sentence}; trying again after the next step.")
             return
-        self.saved_at = state.step
+        self.saved_at, self.saved_evaluation = state.step, state.last_evaluation
         self._failures = 0
 
     def save_final(self, state: TrainerState) -> None:

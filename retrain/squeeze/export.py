@@ -45,7 +45,7 @@ _SHOWN = (
 class Export:
     folder: Path
     base: str
-    """What `base_model_name_or_path` says: a hub id, or a folder of this machine."""
+    """The value of `base_model_name_or_path`: a hub id, or a folder of this machine."""
     is_local: bool
     """True if `base` is a folder."""
 
@@ -118,8 +118,8 @@ def _write_model(model: Any, folder: Path) -> None:
 
 
 def _own_settings(config: TrainConfig) -> dict[str, str]:
-    """What the exported configuration says in place of the run's own folder, and of a label that
-    has the form of a secret: masked, it would be no label.
+    """The settings that replace the run's own: its folder, and a label that has the form of a
+    secret, since masked it would be no label.
     """
     settings = {"logging.log_dir": "logs/reproduced"}
     if Redactor().text(config.logging.label) != config.logging.label:
@@ -202,9 +202,11 @@ def _merged(config: TrainConfig, base: str, adapter: Path) -> Any:
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors import safe_open
 
+    # The base as it was published: the merge would round weights in 4 bits once more.
     plain = replaced(config, {"model.load_in_4bit": False}).model
     model = load_weights(plain, base, torch.device("cpu"), "auto")
-    with warnings.catch_warnings():  # peft reads an attribute that transformers deprecates
+    # Peft reads an attribute that transformers deprecates.
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         try:
             wrapped: Any = PeftModel.from_pretrained(model, str(adapter))
@@ -212,6 +214,7 @@ def _merged(config: TrainConfig, base: str, adapter: Path) -> Any:
             raise _does_not_fit(adapter, base, first_line(error).rstrip(".:")) from error
     with safe_open(adapter / WEIGHTS_FILE, "pt") as weights:
         stored = set(weights.keys())
+    # Peft passes over stored weights for which the model has no place.
     loaded = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
     if left_out := stored - loaded.keys():
         raise _does_not_fit(adapter, base, f"no place for {min(left_out)}")

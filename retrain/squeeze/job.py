@@ -142,6 +142,7 @@ def measure_accuracy(
             "lora.alpha": int(settings["lora_alpha"]),
             "lora.use_rslora": bool(settings.get("use_rslora")),
             "lora.target_modules": sorted(settings["target_modules"]),
+            # Held-out problems are loaded only where an evaluation is asked for.
             "evaluation.at_end": True,
             "backend.shard_base": False,
         },
@@ -273,7 +274,8 @@ def squeeze_adapter(
     )
     check_settings(settings, adapter)
     if output:
-        check_output(adapter.folder, output, overwrite)  # before the work
+        # Before the work.
+        check_output(adapter.folder, output, overwrite)
     analysis = analyze(
         adapter,
         settings.min_variance_retention,

@@ -149,6 +149,12 @@ def squeeze_metrics(row: TableRow) -> dict[str, float]:
     }
 
 
+def squeeze_table(result: SqueezeSummary) -> tuple[list[str], list[list[float]]]:
+    """Return the head and the rows of the analysis as a table."""
+    columns = ["rank", *squeeze_metrics(result.table[0])]
+    return columns, [[row.rank, *squeeze_metrics(row).values()] for row in result.table]
+
+
 GENERATION_COLUMNS = tuple(field.name for field in fields(GenerationRecord))
 
 
@@ -214,9 +220,8 @@ class Background(Tracker):
                 )
                 self._thread.start()
                 self._hand_over(event)
-            case Generations(
-                step, records
-            ):  # cut before the queue, which would hold a whole step's texts
+            # Cut before the queue, which would hold a whole step's texts.
+            case Generations(step, records):
                 kept = kept_generations(self._sink.settings.config.logging, step, records)
                 if kept:
                     self._hand_over(Generations(step, kept))
@@ -277,7 +282,6 @@ class Background(Tracker):
             self._sink.close()
         except Exception as error:  # noqa: BLE001 - a library may raise anything, and none of it may end the run
             self._failure = error
-            with contextlib.suppress(
-                Exception
-            ):  # the first failure is reported; a second one adds nothing
+            # The first failure is reported; a second one adds nothing.
+            with contextlib.suppress(Exception):
                 self._sink.close()

@@ -68,17 +68,15 @@ class RunFiles(Tracker):
         from retrain.config import dump_toml
 
         self._folder.create()
-        self._folder.summary.unlink(
-            missing_ok=True
-        )  # an earlier session wrote it, and it is no longer true
+        # An earlier session wrote it, and it is no longer true.
+        self._folder.summary.unlink(missing_ok=True)
         replace_file(self._folder.config, dump_toml(self._redactor.config(self._config)))
         environment = describe_environment(device)
         environment = self._redactor.json(environment) | {
             "command": self._redactor.arguments(environment["command"])
         }
-        environment["code"] = code_of(
-            self._config
-        )  # hashes under names that may look like a secret's
+        # Not masked: hashes under names that may look like a secret's.
+        environment["code"] = code_of(self._config)
         if self._folder.environment.exists():
             first = read_object(self._folder.environment)
             before = first.get("resumed")

@@ -7,7 +7,7 @@ from retrain.records.entries import StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.run_folder import RunFolder
 from retrain.records.summary import RunSummary
-from retrain.records.terminal import one_line
+from retrain.records.terminal import number, one_line
 from retrain.tracking.base import Event, GroupScore, GroupScores, Message
 
 MAX_GROUP_LINES = 8
@@ -70,13 +70,6 @@ def step_line(record: StepRecord) -> str:
     return " | ".join(fields)
 
 
-def number(value: float | None, form: str) -> str:
-    """Format a number that may be missing, as a dash."""
-    if value is None:
-        return "-"
-    return format(value, form)
-
-
 def evaluation_line(result: Evaluation) -> str:
     samples = sum(problem.samples for problem in result.problems)
     skipped = sum(problem.could_not_judge for problem in result.problems)
@@ -118,7 +111,8 @@ def summary_lines(summary: RunSummary, folder: Path) -> list[str]:
         )
     ]
     lines += [summary.untrained] if summary.untrained else []
-    if summary.status != "done":  # the reason is printed on standard error
+    # The reason is printed on standard error.
+    if summary.status != "done":
         return [
             *lines,
             f"Run folder: {folder} | continue with `{RunFolder(folder).resume_command}`",

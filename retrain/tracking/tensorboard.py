@@ -36,9 +36,8 @@ class TensorboardTracker(ExternalTracker):
                     for record in records
                 )
                 text = self.settings.redactor.text("\n\n".join(lines))
-                code = "\n".join(
-                    f"    {line}" for line in text.splitlines()
-                )  # a model's text is no Markdown
+                # A model's text is no Markdown.
+                code = "\n".join(f"    {line}" for line in text.splitlines())
                 self._writer().add_text("completions", code, step)
             case SqueezeSummary():
                 for row in event.table:

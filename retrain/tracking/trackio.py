@@ -17,6 +17,7 @@ from retrain.tracking.external import (
     metrics,
     squeeze_metrics,
     squeeze_summary,
+    squeeze_table,
 )
 
 _RUN_NAME = "trackio_run_name"
@@ -70,8 +71,7 @@ class TrackioTracker(ExternalTracker):
     def _log_squeeze(self, result: SqueezeSummary) -> None:
         for row in result.table:
             self._run.log(squeeze_metrics(row), step=row.rank)
-        columns = ["rank", *squeeze_metrics(result.table[0])]
-        rows = [[row.rank, *squeeze_metrics(row).values()] for row in result.table]
+        columns, rows = squeeze_table(result)
         self._run.log(
             squeeze_summary(result)
             | {"squeeze/table": self._trackio.Table(columns=columns, data=rows)},

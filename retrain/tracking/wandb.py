@@ -26,6 +26,7 @@ from retrain.tracking.external import (
     metrics,
     squeeze_metrics,
     squeeze_summary,
+    squeeze_table,
 )
 
 _RUN_ID = "wandb_run_id"
@@ -157,8 +158,7 @@ class WandbTracker(ExternalTracker):
     def _log_squeeze(self, result: SqueezeSummary) -> None:
         for row in result.table:
             self._run.log(squeeze_metrics(row) | {RANK_METRIC: row.rank})
-        columns = ["rank", *squeeze_metrics(result.table[0])]
-        rows = [[row.rank, *squeeze_metrics(row).values()] for row in result.table]
+        columns, rows = squeeze_table(result)
         self._run.log({"squeeze/table": self._wandb.Table(columns=columns, data=rows)})
         self._run.summary.update(squeeze_summary(result))
 

@@ -1,5 +1,5 @@
-"""What objective an advantage climbs, and how noisily: exact for right-or-wrong rewards, without a
-model.
+"""The objective that an advantage climbs, and its noise: exact for right-or-wrong rewards, without
+a model.
 
 `binary.xray` computes it, `text` prints it and `figure` draws it.
 """

@@ -125,6 +125,7 @@ def xray(
     values = np.asarray(advantages(rewards), dtype=np.float64)
     if values.shape != (group + 1, group):
         raise ValueError(f"gave an array of shape {values.shape} for {group + 1} groups of {group}")
+    # So put, it refuses NaN too.
     if not np.abs(values).max() < _MAX_ADVANTAGE:
         raise ValueError(f"gave {np.abs(values).max():g}; give numbers below {_MAX_ADVANTAGE:g}")
     k = np.arange(group + 1, dtype=np.int64)
@@ -161,7 +162,7 @@ def _change(one: Xray, other: Xray) -> float:
 def _length_weights(
     right: Int64Array, group: int, aggregation: str, wrong_length: float, prompts: int | None
 ) -> tuple[Float64Array, Float64Array]:
-    """What the loss multiplies the gradients of right and of wrong completions by, where `right`
+    """The factors of the loss for the gradients of right and of wrong completions, where `right`
     [G+1] of a group are right; 1 where all lengths are equal.
     """
     ones = np.ones(group + 1)

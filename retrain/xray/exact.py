@@ -210,14 +210,11 @@ class _Lab:
             reference=old[flat].flatten(),
             entropy=self._entropies(at)[flat].flatten(),
         )
+        terms = correction = None
         if self._loss:
             terms = self._loss(tokens).values
-        else:
-            terms = None
         if self._correction:
             correction = self._correction(tokens)
-        else:
-            correction = None
         loss = policy_loss(tokens, self.config.loss, terms, correction)
         (gradient,) = torch.autograd.grad(loss, at)
         return -gradient

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from retrain.report.drawing import PAPER, drawing, series
+from retrain.report.drawing import drawing, series, write_picture
 from retrain.xray.binary import Xray
 from retrain.xray.text import relative_weight
 
@@ -35,10 +35,7 @@ def write_figure(path: Path, xrays: Sequence[Xray]) -> None:
         noise.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         noise.yaxis.set_minor_formatter(NullFormatter())
         figure.legend(loc="outside upper center", ncols=min(len(xrays), 5))
-        metadata = None
-        if path.suffix == ".svg":
-            metadata = {"Date": None}
-        figure.savefig(path, facecolor=PAPER, metadata=metadata)
+        write_picture(figure, path)
 
 
 def distinct(xrays: Sequence[Xray]) -> dict[str, Xray]:

@@ -52,9 +52,10 @@ def sentences(one: Xray) -> Iterator[str]:
             " expectation, so nothing is learned from right-or-wrong rewards."
         )
         return
-    weight = one.weight(np.linspace(0.001, 0.999, 999))
+    rates = np.linspace(0.001, 0.999, 999)
+    weight = one.weight(rates)
     if np.any(weight < -_ALIKE) and np.any(weight > _ALIKE):
-        turns = np.linspace(0.001, 0.999, 999)[np.flatnonzero(np.diff(np.sign(weight)))]
+        turns = rates[np.flatnonzero(np.diff(np.sign(weight)))]
         yield (
             "it lowers the pass rate of some prompts: the weight changes its sign at p ="
             f" {', '.join(f'{rate:.2g}' for rate in turns)}."
@@ -93,10 +94,9 @@ def objective_name(one: Xray) -> str:
     group, coefficients = one.group, one.coefficients
     scale = coefficients[0]
     if np.allclose(coefficients, scale, rtol=_ALIKE) and scale > 0:
+        factor = f"{scale:.4g} x "
         if np.isclose(scale, 1, rtol=_ALIKE):
             factor = ""
-        else:
-            factor = f"{scale:.4g} x "
         return f"{factor}the pass rate p, as grpo and rloo do"
     # (1 - (1-p)^(G-1)) / p, the slope of log p's expansion, as a Bernstein polynomial.
     likelihood = group / np.arange(1, group + 1)

@@ -1,4 +1,4 @@
-"""What the local backend declares, without torch."""
+"""The declarations of the local backend, without torch."""
 
 from retrain.backends.base import Backend, BackendCapabilities
 from retrain.inference_engine.base import Description

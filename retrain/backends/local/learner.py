@@ -31,6 +31,7 @@ from retrain.backends.proof import metric_names
 from retrain.backends.rows import (
     Update,
     check_rows,
+    first_nonfinite,
     minibatch_split,
     num_completions,
     row_weights,
@@ -67,8 +68,8 @@ class _Weights(NamedTuple):
 
 @dataclass(frozen=True)
 class _Settings:
-    """What the learner reads anew in each step; a piece carries it, since a worker process does not
-    see what changes in this one.
+    """The settings that may move from step to step; a piece carries them, since a worker process
+    does not see what changes in this one.
     """
 
     loss: "Loss"
@@ -79,7 +80,7 @@ class _Settings:
 
 @dataclass(frozen=True)
 class _Question:
-    """What a scoring pass asks for: by default log-probs at the training temperature."""
+    """The wishes of a scoring pass: by default log-probs at the training temperature."""
 
     reference: bool = False
     """Score by the frozen base, with the adapter off."""
@@ -159,6 +160,7 @@ class Learner:
             adapter.parameters, config.optimizer, config.training, config.loss.max_grad_norm
         )
         self.max_tokens = config.training.max_tokens
+        # Before `use`, which asks the loss what it reads.
         self._read_loss(config)
         self.use(config)
         self.seed = config.training.seed
@@ -702,12 +704,12 @@ def _by_row(micro: MicroBatch, values: Tensor) -> dict[int, Float32Array]:
 
 def _nonfinite_input(rows: Sequence[LearnerRow]) -> str:
     """Return the first kind of input that is not finite; "" if all are."""
-    for name, arrays in (
-        ("advantages", [row.row.advantages for row in rows]),
-        ("sampler log-probs", [row.sampler for row in rows]),
-        ("old log-probs", [row.old for row in rows]),
-        ("reference log-probs", [row.reference for row in rows if row.reference is not None]),
-    ):
-        if not all(np.isfinite(array).all() for array in arrays):
-            return name
-    return ""
+    references = [row.reference for row in rows if row.reference is not None]
+    return first_nonfinite(
+        {
+            "advantages": [row.row.advantages for row in rows],
+            "sampler log-probs": [row.sampler for row in rows],
+            "old log-probs": [row.old for row in rows],
+            "reference log-probs": references,
+        }
+    )

@@ -43,9 +43,8 @@ def sequence_means(values: Tensor, lengths: Sequence[int]) -> Tensor:
 def spread(values: Tensor, lengths: Sequence[int]) -> Tensor:
     """[N] the value of each token's sequence, from [sequences]."""
     counts = torch.tensor(lengths, dtype=torch.int64, device=values.device)
-    return values.repeat_interleave(
-        counts, output_size=sum(lengths)
-    )  # else the host waits for the sum of the counts
+    # Without the size the host would wait for the sum of the counts.
+    return values.repeat_interleave(counts, output_size=sum(lengths))
 
 
 def gspo_ratio(new: Tensor, old: Tensor, lengths: Sequence[int], log_ratio_clamp: float) -> Tensor:

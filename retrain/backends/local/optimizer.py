@@ -85,9 +85,8 @@ class AdapterOptimizer:
             )
         self._adamw.param_groups[0]["lr"] = learning_rate(self.training, training_step)
         self._adamw.step()
-        torch.autograd.graph.increment_version(
-            self.parameters.values()
-        )  # the fused kernel does not; copies follow by it
+        # The fused kernel does not, and copies of the weights follow by it.
+        torch.autograd.graph.increment_version(self.parameters.values())
         self.steps += 1
 
     def last_update(self, training_step: int) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What the PRIME-RL backend declares, without the packages of its wire format."""
+"""The declarations of the PRIME-RL backend, without the packages of its wire format."""
 
 from retrain.backends.base import BackendCapabilities, RemoteBackend
 from retrain.inference_engine.base import Description, EngineCapabilities

@@ -1,5 +1,5 @@
-"""What goes over the wire to PRIME-RL's trainer and comes back: rows in its format, ways of a
-batch, and the policies that it broadcasts.
+"""The exchange with PRIME-RL's trainer: rows in its format, the ways of a batch, and the policies
+that it broadcasts.
 
 A step's rows are msgpack arrays whose entries stand in the order of the format's fields. It has no
 names and no version, so the order is all there is. The layout is the one of PRIME-RL v0.9.0 (24
@@ -279,9 +279,9 @@ class ZmqSender(Sender):
         self._batches, self._ready = self._context.socket(zmq.XPUB), self._context.socket(zmq.PULL)
         self._batches.set(zmq.SNDHWM, options.zmq_hwm)
         self._ready.set(zmq.RCVHWM, options.zmq_hwm)
-        host = (
-            "127.0.0.1" if options.zmq_host == "localhost" else options.zmq_host
-        )  # ZMQ binds to addresses and interfaces, not names
+        host = options.zmq_host
+        if host == "localhost":
+            host = "127.0.0.1"  # ZMQ binds to addresses and interfaces, not names
         try:
             for socket, port in (
                 (self._batches, options.zmq_port),
@@ -337,6 +337,7 @@ class ZmqSender(Sender):
 
 
 def _number(folder: Path) -> int:
+    """Return the number of a folder step_<N>; -1 for any other."""
     digits = folder.name.removeprefix("step_")
     if digits.isdigit():
         return int(digits)
@@ -464,13 +465,11 @@ class Broadcasts:
 
     def _versions(self) -> Iterator[tuple[int, Path]]:
         """Return the policies that the trainer has offered, lowest version first."""
-        found = (
-            (folder.name.removeprefix("step_"), folder) for folder in self.folder.glob("step_*")
-        )
+        found = ((_number(folder), folder) for folder in self.folder.glob("step_*"))
         yield from sorted(
-            (int(digits), folder)
-            for digits, folder in found
-            if digits.isdigit() and (folder / OFFERED).exists()
+            (number, folder)
+            for number, folder in found
+            if number >= 0 and (folder / OFFERED).exists()
         )
 
 

@@ -22,6 +22,7 @@ from retrain.backends.own_loss import aggregation_of, own_loss
 from retrain.backends.rows import (
     Update,
     check_rows,
+    first_nonfinite,
     learning_rate,
     minibatch_split,
     num_completions,
@@ -182,7 +183,12 @@ class TinkerBackend(TinkerFacts):
         ]
         if not batch:
             return step_result([], [], [])
-        name = _nonfinite_input(batch)
+        name = first_nonfinite(
+            {
+                "advantages": [row.row.advantages for row in batch],
+                "sampler log-probs": [row.row.logprobs for row in batch],
+            }
+        )
         if name:
             return step_result([Update(nonfinite=name)], [], [])
         completions = num_completions(rows) / training.minibatches
@@ -414,17 +420,6 @@ def stored_path(folder: Path) -> str:
             " path); name another checkpoint."
         )
     return path
-
-
-def _nonfinite_input(rows: Sequence[_TrainedRow]) -> str:
-    """Return the first kind of input that is not finite; "" if all are."""
-    for name, arrays in (
-        ("advantages", [row.row.advantages for row in rows]),
-        ("sampler log-probs", [row.row.logprobs for row in rows]),
-    ):
-        if not all(np.isfinite(array).all() for array in arrays):
-            return name
-    return ""
 
 
 def _flat(arrays: Sequence[Float32Array]) -> Values:

@@ -12,11 +12,8 @@ import numpy as np
 from retrain.backends.tinker.facts import SAMPLER
 from retrain.backends.tinker.service import Service
 from retrain.errors import RunFailed
-from retrain.inference_engine.base import InferenceEngine, NoiseKey, SampleRequest
-from retrain.noise import uniform
+from retrain.inference_engine.base import InferenceEngine, SampleRequest
 from retrain.types import Completion, FinishReason
-
-_SEEDS = 1 << 31
 
 
 class TinkerEngine(InferenceEngine):
@@ -83,7 +80,7 @@ class TinkerEngine(InferenceEngine):
         params = types.SamplingParams(
             max_tokens=request.max_tokens,
             temperature=request.temperature,
-            seed=_seed(request.noise, request.first_sample),
+            seed=request.noise.seed_of(request.first_sample),
             stop=self._eos_ids,
         )
         prompt = types.ModelInput.from_ints(request.prompt_ids.tolist())
@@ -114,12 +111,3 @@ class TinkerEngine(InferenceEngine):
         reason = FinishReason.STOP if ended else FinishReason.LENGTH
         sample, values = request.first_sample + index, np.array(logprobs, np.float32)
         return Completion(number, sample, tokens, values, None, reason)
-
-
-def _seed(noise: NoiseKey, first_sample: int) -> int:
-    """Return a seed for the service's own noise, from the coordinates of the request: the same for
-    every condition of a campaign.
-    """
-    return int(
-        float(uniform(noise.seed, noise.stream, noise.step, noise.prompt, first_sample, 0)) * _SEEDS
-    )

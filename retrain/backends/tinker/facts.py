@@ -1,4 +1,4 @@
-"""What the Tinker backend declares, without the service's SDK."""
+"""The declarations of the Tinker backend, without the service's SDK."""
 
 from retrain.backends.base import BackendCapabilities, RemoteBackend
 from retrain.backends.losses import TINKER_LOSSES

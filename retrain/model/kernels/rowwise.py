@@ -193,6 +193,7 @@ def _apply_rope_and_store_kv(
         )
     slot = tl.load(slot_mapping + row, mask=row < rows, other=0)
     place = (slot * (K * size))[:, None] + at[None, :]
+    # Values are neither normed nor rotated.
     if head >= Q + K:
         target = values + place + (head - Q - K) * size
         tl.store(target, left.to(dtype), mask=inside)
@@ -338,7 +339,7 @@ def _apply_rope_gradient(
 def apply_rope_gradient(
     grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, scales: Tensor
 ) -> Tensor:
-    """The gradient of x [N, heads, D], given that of `turn`'s first result and its second."""
+    """The gradient of x [N, heads, D], given that of `apply_rope`'s first result."""
     grad = grad if grad.stride(2) == 1 else grad.contiguous()
     (rows, heads, size), out = x.shape, x.new_empty(x.shape)
     _apply_rope_gradient[triton.cdiv(rows, ROWS), heads](

@@ -55,9 +55,8 @@ def _block_sums(
     inside = at < vocabulary
     z = _scaled(logits, row_stride, row, at, inside, _divisor(temperatures, row))
     most = tl.max(z, axis=0)
-    below = tl.where(
-        z == float("-inf"), _FLOOR, z - most
-    )  # NaN stays NaN, and the row's sum with it
+    # NaN stays NaN, and the row's sum with it.
+    below = tl.where(z == float("-inf"), _FLOOR, z - most)
     weight = tl.where(below <= _SMALLEST, 0.0, tl.exp(below))
     if CUT:
         depth, last, bound = (
@@ -178,6 +177,7 @@ def _shallowest(
     before it, and of the tokens at it.
     """
     low, high = wanted_count * 0 - 1, wanted_count * 0 + _FLOOR_BITS
+    # A depth has 31 bits, so as many halvings find it.
     for _ in range(31):
         middle = low + (high - low) // 2
         count, mass = _up_to(logits, row_stride, row, divisor, most, middle, vocabulary, BLOCK)
