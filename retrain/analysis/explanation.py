@@ -73,8 +73,8 @@ def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
     unit = " points" if metric.is_rate else ""
     return (
         f"{interval_alone}So many pairs find a true difference of {high}{unit} in"
-        f" {100 * test.power:g}% of campaigns and one below {low}{unit} more seldom; in between that"
-        " is not known."
+        f" {100 * test.power:g}% of campaigns and one below {low}{unit} more seldom; in between"
+        " that is not known."
     )
 
 
