@@ -259,6 +259,7 @@ class _Parser:
         from retrain.config.keys import keys_by_path
         from retrain.config.names import ALIASES
 
+        # The dotted forms: --section.key, and --section.table.name for a value in a table.
         section, _, rest = flag.removeprefix("--").partition(".")
         leaf, _, inside = rest.partition(".")
         path = f"{section}.{leaf.replace('-', '_')}"
