@@ -252,8 +252,8 @@ class _Parser:
         if flag in self._flags:
             return self._flags[flag], "", False
         if flag.startswith("--no-"):
-            path, inside, _ = self._find("--" + flag.removeprefix("--no-"))
-            if path and not inside and bool in _key_of(path).kinds:
+            path, inside, negated = self._find("--" + flag.removeprefix("--no-"))
+            if path and not inside and not negated and bool in _key_of(path).kinds:
                 return path, "", True
             return None, "", False
         from retrain.config.keys import keys_by_path
