@@ -1,8 +1,9 @@
 """Eight parallel runs by fork beside eight by themselves: `python benchmarks/campaign_start.py`.
 
-Memory of the whole (proportional set size, in which a page that n processes share counts 1/n for
-each), seconds until all runs have passed their gate and sample step 0, seconds of the whole, and
-whether the runs are the same bytes. The two forms take turns; `--model` takes a folder.
+The latter share nothing, as runs that `retrain` starts alone. Memory of the whole (proportional set
+size: a page that n processes share counts 1/n for each), seconds until all runs have passed their
+gate and sample step 0, seconds of the whole, and whether the runs are the same bytes. The two forms
+take turns; `--model` takes a folder.
 """
 
 import argparse
@@ -28,12 +29,19 @@ _POLL_S = 0.02
 _MEASURE_S = 0.5
 
 
-def runs_in(folder: Path, model: str, steps: int, tokens: int = 64) -> list[CampaignRun]:
-    """Two conditions x four seeds, 2 x 4 completions of `tokens` tokens a step."""
-    modes = [{"advantage_mode": mode, "transform_mode": "none"} for mode in ("grpo", "maxrl")]
+def runs_in(
+    folder: Path, model: str, steps: int, tokens: int = 64, conditions: int = 4
+) -> list[CampaignRun]:
+    """Conditions x seeds, 2 x 4 completions of `tokens` tokens a step."""
+    names = [(mode, transform) for transform in ("none", "gtpo") for mode in ("grpo", "maxrl")]
+    modes = [{"advantage_mode": a, "transform_mode": t} for a, t in names[:conditions]]
     config = config_from_mapping(
         {
-            "campaign": {"seeds": [1, 2, 3, 4], "max_steps": steps, "conditions": modes},
+            "campaign": {
+                "seeds": [*range(RUNS // conditions)],
+                "max_steps": steps,
+                "conditions": modes,
+            },
             "model": {"model": model, "lora_rank": 16},
             "data": {"source": "lab"},
             "reward": {"type": "match"},
@@ -59,24 +67,29 @@ def resident() -> tuple[int, int]:
     return shares, private
 
 
-def measure(
-    folder: Path, model: str, steps: int, tokens: int = 64, *, forked: bool
-) -> dict[str, Any]:
-    runs = runs_in(folder, model, steps, tokens)
+def measure(folder: Path, *settings: Any, forked: bool) -> dict[str, Any]:
+    """`settings`: those of `runs_in`."""
+    runs = runs_in(folder, *settings)
+    if not forked:  # each in a campaign's folder of its own
+        apart = [runs_in(folder / run.name, *settings) for run in runs]
+        runs = [own[number] for number, own in enumerate(apart)]
     launcher = launch.Subprocesses([()] * RUNS, "" if forked else "it is measured")
     launcher.notes.clear()
     began = time.monotonic()
     jobs = {run.name: launcher.start(run, slot) for slot, run in enumerate(runs)}
     at_step_0: dict[str, float] = {}
-    peak, looked = (0, 0), 0.0
+    peak, look_at = (0, 0), 0.0
     while jobs:
         now = time.monotonic() - began
         for run in runs:
             log = run.folder / OUTPUT
             if run.name not in at_step_0 and log.exists() and "Parity gate" in log.read_text():
                 at_step_0[run.name] = now
-        if now - looked > _MEASURE_S:
-            peak, looked = max(peak, resident()), now
+        if now > look_at:
+            peak = max(peak, resident())
+            # Reading the pages of large processes takes time from them: a twentieth at most.
+            took = time.monotonic() - began - now
+            look_at = now + max(_MEASURE_S, 20 * took)
         for name, job in list(jobs.items()):
             outcome = job.poll()
             if outcome is not None:
@@ -111,6 +124,9 @@ def main() -> None:
     parser.add_argument("--model", default="lab")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64, help="of a completion")
+    parser.add_argument(
+        "--conditions", type=int, choices=(1, 2, 4), default=4, help="of 8 runs; the rest are seeds"
+    )
     parser.add_argument("--pairs", type=int, default=3)
     add_output(parser)
     arguments = parser.parse_args()
@@ -120,7 +136,12 @@ def main() -> None:
         for pair in range(arguments.pairs):
             for forked in (pair % 2 == 0, pair % 2 == 1):
                 place = Path(folder) / f"{pair}_{forked}"
-                settings = arguments.model, arguments.steps, arguments.tokens
+                settings = (
+                    arguments.model,
+                    arguments.steps,
+                    arguments.tokens,
+                    arguments.conditions,
+                )
                 found[forked].append(measure(place, *settings, forked=forked))
     same = all(one["bytes"] == found[True][0]["bytes"] for side in found.values() for one in side)
     names = {
@@ -146,7 +167,9 @@ def main() -> None:
     name = Path(arguments.model).name
     publish(
         f"campaign-start-{name}",
-        f"{RUNS} parallel runs of {name}, {arguments.steps} steps of 2 x 4 x {arguments.tokens} tokens, by fork and by themselves",
+        f"{RUNS} parallel runs of {name}, {arguments.steps} steps of 2 x 4 x {arguments.tokens} tokens,"
+        f" {arguments.conditions} conditions x {RUNS // arguments.conditions} seeds, by fork and by"
+        " themselves",
         [
             table(["", "forked", "by themselves", "ratio (range of the pairs)"], rows),
             f"All runs the same bytes: {'yes' if same else 'NO'}. {arguments.pairs} pairs in turn.",

@@ -69,12 +69,12 @@ def capacity(p: float, sigma: float, kappa: float) -> float:
 
 
 def optimal_concurrency(sigma: float, kappa: float) -> float:
-    """p*, where throughput is highest: infinite without a coherency penalty, 0 if contention alone
-    makes every p > 1 slower.
+    """p*, where throughput is highest: infinite without a coherency penalty, and 1 if more than one
+    completion at a time is always slower.
     """
     if kappa <= 0:
         return math.inf
-    return math.sqrt(max(0.0, 1 - sigma) / kappa)
+    return max(1.0, math.sqrt(max(0.0, 1 - sigma) / kappa))
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class ScalingLaw:
         """The highest throughput at any p from 1 to p_max; finite also without a coherency
         penalty.
         """
-        inside = min(max(self.optimum, 1.0), p_max)
+        inside = min(self.optimum, p_max)
         return max(self.throughput(p) for p in (1.0, inside, p_max))
 
 

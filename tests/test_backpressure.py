@@ -61,7 +61,7 @@ def test_the_optimum_is_where_throughput_is_highest() -> None:
     assert LAW.peak(100) == LAW.throughput(100)
     assert capacity(1, 0.3, 0.2) == 1.0 and capacity(0, 0.3, 0.2) == 0.0
     assert optimal_concurrency(0.1, 0.0) == optimal_concurrency(0.1, -1.0) == math.inf
-    assert optimal_concurrency(1.5, 0.01) == 0.0
+    assert optimal_concurrency(1.5, 0.01) == optimal_concurrency(1.0, 0.01) == 1.0
 
 
 def test_without_a_coherency_penalty_the_optimum_is_infinite_and_the_peak_is_not() -> None:

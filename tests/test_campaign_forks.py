@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from retrain.backends.local.backend import LocalTrialAdapter
 from retrain.campaign import plan_campaign
 from retrain.campaign.launch import (
     ForkedProcess,
@@ -31,9 +33,10 @@ from retrain.campaign.launch import (
 from retrain.campaign.manifest import Status
 from retrain.campaign.plan import CampaignRun
 from retrain.config import config_from_mapping, dump_toml
+from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.model.packed import kept_fit, kept_pack, shared_packs
 from retrain.model.text import LAB_MODEL
-from retrain.run.evaluation import Evaluator
+from retrain.run import gate
 from retrain.run.loop import train
 from retrain.run.sharing import shared, shared_parts
 from tests.campaigns import sections
@@ -213,45 +216,63 @@ def test_forked_workers_end_with_their_parent(tmp_path: Path) -> None:
             time.sleep(0.05)
 
 
-def test_runs_of_a_seed_are_evaluated_once_before_step_0(
+def test_what_runs_of_a_seed_have_in_common_before_step_0_is_made_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not those of another seed, and each has the bytes of the run alone."""
+    """Gate, evaluation and first completions, also beside another reward and learning rate; not
+    those of another seed. Each run has the bytes of the run alone.
+    """
+    grpo = {"advantage_mode": "grpo", "transform_mode": "none"}
     campaign = {
         "conditions": [
-            {"advantage_mode": mode, "transform_mode": "none"} for mode in ("grpo", "maxrl")
+            grpo,
+            grpo | {"label": "fast", "lr": 3e-4},
+            grpo | {"label": "control", "reward.type": "random"},
         ],
         "seeds": [1, 2],
         "max_steps": 1,
     }
-    evaluated: list[int] = []
-    run_evaluator = Evaluator.run
+    made: list[str] = []
 
-    def counting(evaluator: Evaluator, step: int, watcher: Any) -> Any:
-        evaluated.append(step)
-        return run_evaluator(evaluator, step, watcher)
+    def counted(name: str, function: Any) -> Any:
+        def wrapped(*arguments: Any, **named: Any) -> Any:
+            made.append(name)
+            return function(*arguments, **named)
 
-    monkeypatch.setattr(Evaluator, "run", counting)
-    settings = {"reward": {"type": "match"}, "evaluation": {"at_start": True, "max_examples": 8}}
+        return wrapped
+
+    monkeypatch.setattr(gate, "_compared", counted("gate", gate._compared))
+    monkeypatch.setattr(LocalTrialAdapter, "set", counted("trial", LocalTrialAdapter.set))
+    monkeypatch.setattr(TorchEngine, "sample_feed", counted("feed", TorchEngine.sample_feed))
+    settings = {
+        "reward": {"type": "match"},
+        "evaluation": {"at_start": True, "at_end": False, "max_examples": 8},
+    }
     runs = runs_of(tmp_path / "together", campaign=campaign, **settings)
     launcher = InProcess()
     try:
-        assert [launcher.start(run, 0).poll().status for run in runs] == [Status.DONE] * 4
+        assert [launcher.start(run, 0).poll().status for run in runs] == [Status.DONE] * 6
     finally:
         launcher.close()
-    assert evaluated.count(0) == 2 and evaluated.count(1) == 4
-    stored = sorted((tmp_path / "together" / "common").glob("*.json"))
-    assert len(stored) == 2
-    for file in stored:
+    # A sound gate tells no groups of layers apart: eleven more trials each.
+    assert made.count("trial") < 2 * 11
+    # The control names its judge by another key, and is evaluated by itself.
+    assert (made.count("gate"), made.count("feed")) == (2, 6)
+    kinds = Counter[str]()
+    for file in (tmp_path / "together" / "common").glob("*.json"):
         inputs = json.loads(file.read_text())["inputs"]
         assert file.stem == hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
-    (alone,) = [
-        run
-        for run in runs_of(tmp_path / "alone", campaign=campaign, **settings)
-        if run.name == runs[1].name
-    ]
-    train(alone.config, quiet=True)
-    the_same(runs[1].folder, alone.folder)
+        kinds[inputs["result"]] += 1
+    assert kinds == {"gate": 2, "evaluation": 4, "completions": 2}
+    for number in (1, 2):
+        alone = runs_of(tmp_path / "alone", campaign=campaign, **settings)[number]
+        train(alone.config, quiet=True)
+        the_same(runs[number].folder, alone.folder)
+        gates = [
+            json.loads((folder / "environment.json").read_text())["parity_gate"]
+            for folder in (runs[number].folder, alone.folder)
+        ]
+        assert gates[0] == gates[1]
 
 
 @pytest.mark.slow

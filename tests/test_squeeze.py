@@ -305,6 +305,13 @@ def test_mixed_ranks_and_untrained_layers_are_analysed_by_layer(tmp_path: Path) 
         assert ranks[layer.name] == 1 or layer.retained(ranks[layer.name] - 1) < 0.9
 
 
+def test_the_recommended_rank_is_a_row_of_the_table(tmp_path: Path) -> None:
+    source = peft_adapter(tmp_path / "source")
+    analysis = analyze_adapter(source, min_variance_retention=1.0, target_ranks=[1, 2])
+    assert analysis.recommended_rank == 8
+    assert [row.rank for row in analysis.table] == [1, 2, 8]
+
+
 def test_the_error_in_the_table_is_that_of_the_compression(tmp_path: Path) -> None:
     source = peft_adapter(tmp_path / "source", alpha_pattern={"wide": 30})
     errors = {row.rank: row.error for row in analyze_adapter(source).table}

@@ -263,8 +263,8 @@ benchmarks/robust.py."""
 
 
 def known_limits(comparison: Comparison) -> Iterator[str]:
-    """How often a verdict is wrong where what its test assumes does not hold; nothing without a
-    verdict.
+    """Sentences on how often a verdict is wrong where its test's assumptions do not hold; none
+    without a verdict.
     """
     if not any(contrast.conclusion.verdict in _DIFFERENCES for contrast in comparison.contrasts):
         return

@@ -177,7 +177,7 @@ def _with_fewest_seeds(
 
 
 ASSURANCE = 0.8
-"""How often a pilot's upper limit of the sd is above the true one."""
+"""Fraction of pilots whose upper limit of the sd is above the true one."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class PlannedRun:
     status: str
     reason: str
     attempts: int = 1
-    """How often it was begun, but for the times that it went on after it was interrupted or
+    """Number of times it was begun, but for the times that it went on after it was interrupted or
     killed."""
 
 

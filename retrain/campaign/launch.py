@@ -169,8 +169,10 @@ class InProcess:
         self._shared.enter_context(shared_parts())
         if loads_models:
             from retrain.model.load import shared_models
+            from retrain.model.packed import shared_packs
 
             self._shared.enter_context(shared_models())
+            self._shared.enter_context(shared_packs())
 
     def start(self, run: CampaignRun, slot: int) -> EndedJob:
         from retrain.run.common import common_results
@@ -303,7 +305,8 @@ class Subprocesses:
 
 FORKED = (
     "Workers are forked from one process, which loads libraries, tokenizer, prompts and base"
-    " weights once; all workers read the same memory."
+    " weights once; all workers read the same memory. Runs of a seed pass one parity gate and"
+    " sample their first step once, where that gives each the same bytes."
 )
 NOT_FORKED = "Each worker starts by itself, with its own libraries and model: {reason}."
 

@@ -283,6 +283,17 @@ def _time_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
             str(schedule.effective_parallelism),
             f"recommended max_workers: {best.count} ({best.because})",
         )
+    yield from _shared_rows(schedule)
+
+
+def _shared_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
+    """What runs of a campaign have in common."""
+    if schedule.total_runs > schedule.seeds > 0:
+        yield (
+            "shared",
+            f"{schedule.total_runs - schedule.seeds} of {schedule.total_runs}",
+            "runs take gate, evaluation before step 0 and first completions from one of their seed",
+        )
     if schedule.forked:
         common = "libraries, tokenizer, prompts and base weights, which forked workers share"
-        yield ("start", "once", f"{common}; evaluations before step 0 once for a seed")
+        yield ("start", "once", common)

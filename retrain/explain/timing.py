@@ -130,6 +130,8 @@ class Schedule:
     """Price of one device hour; 0 if it is not known."""
     forked: bool = False
     """Workers are forked from one process, which holds the base weights for all."""
+    seeds: int = 0
+    """Of a campaign."""
 
     @property
     def total_campaign_steps(self) -> int:
@@ -206,6 +208,7 @@ def schedule_campaign(
         step_time=step_time,
         price_per_hour=settings.price_per_hour if price_per_hour is None else price_per_hour,
         forked=settings.parallel and settings.launcher == "local" and not no_fork_reason(plan),
+        seeds=len(plan.seeds),
     )
 
 

@@ -1,19 +1,22 @@
-"""The held-out evaluation of untrained weights, made once for the runs of a campaign that would
-make the same bytes.
+"""What runs of a campaign have in common before step 0, made once: the parity gate, the held-out
+evaluation of the untrained weights, and the completions of the first step.
 
-Runs that share a seed evaluate the same prompts with the same noise, and before step 0 with the
-same weights. The first makes the result, and the others wait for it. It is stored under the sha256
-of all that it depends on, so that a run takes what it would make, or makes it.
+Runs that share a seed use the same prompts and the same noise, and before step 0 the same weights.
+The first makes a result, and the others wait for it. It is stored under the sha256 of all that it
+depends on, so that a run takes what it would make, or makes it. What a run does with it, it does
+itself: it scores the completions and the gold answers by its own reward.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -22,19 +25,27 @@ from retrain import __version__
 from retrain.config import TrainConfig
 from retrain.config.load import with_judging_reward
 from retrain.config.names import table
+from retrain.inference_engine.base import InferenceEngine, SampleRequest
 from retrain.model.text import model_files, model_fingerprint
 from retrain.records.disk import replace_file
 from retrain.records.entries import EvaluationRecord
 from retrain.records.evaluation import Evaluation
+from retrain.run.dialogues import SamplingPlan, Watcher
 from retrain.run.evaluation import Evaluator
+from retrain.run.gate import GateResult
+from retrain.run.gate_fits import GateInputs
 from retrain.run.parts import Parts
+from retrain.run.rollout import Rollout
 from retrain.system import read_object
+from retrain.types import Completion, FinishReason, Prompt
 
 _POLL_S = 0.1
 _CREDIT = ("algorithm", "gtpo", "hicra", "sepa", "planning", "loss", "optimizer")
-_DIFFER = (*_CREDIT, "logging", "resume", "campaign", "squeeze")
-"""Sections that no evaluation of untrained weights depends on."""
+_JUDGING = ("reward", "evaluation")
+_DIFFER = (*_CREDIT, *_JUDGING, "training", "logging", "resume", "campaign", "squeeze")
+"""Sections whose values no result depends on, but for those that are among its own inputs."""
 
+Result = TypeVar("Result")
 _folder: Path | None = None
 
 
@@ -49,42 +60,143 @@ def common_results(folder: Path) -> Iterator[None]:
         _folder = before
 
 
-def evaluated_once(
-    config: TrainConfig,
-    parts: Parts,
-    evaluator: Evaluator,
-    make: Callable[[], Evaluation],
-    check: Callable[[], None],
-) -> Evaluation:
-    """Return what `make` returns, or returned in an earlier run with the same inputs; `check` is
-    called while another run makes it.
-    """
-    inputs = _inputs(config, parts, evaluator)
-    if _folder is None or inputs is None:
-        return make()
-    text = json.dumps(inputs, sort_keys=True)
-    key = hashlib.sha256(text.encode()).hexdigest()
-    _folder.mkdir(parents=True, exist_ok=True)
-    file, lock = _folder / f"{key}.json", FileLock(_folder / f"{key}.lock")
-    while not _taken(lock):
-        check()
-    try:
-        stored = {}
-        if file.exists():
-            stored = read_object(file)
-        if stored.get("inputs") == inputs:
-            problems = [EvaluationRecord.from_json(line, file) for line in stored["problems"]]
+class Common:
+    """The results of one run before its first optimizer step that other runs may have made."""
+
+    def __init__(self, config: TrainConfig, parts: Parts, check: Callable[[], None]) -> None:
+        """`check` is called while another run makes a result."""
+        self._config, self._parts, self._check = config, parts, check
+
+    def gate(
+        self, inputs: GateInputs, prompts: list[Prompt], make: Callable[[], GateResult]
+    ) -> GateResult:
+        """The gate's result, but for the gold answers, which each run scores."""
+        plain = (str, int, float, bool)
+        values = {k: v for k, v in vars(inputs).items() if isinstance(v, plain)}
+        own = values | {"truncation": repr(inputs.truncation), "prompts": _digest(prompts)}
+        return self._once(
+            "gate", own, make, GateResult.to_json, lambda stored: GateResult(**stored)
+        )
+
+    def evaluation(self, evaluator: Evaluator, make: Callable[[], Evaluation]) -> Evaluation:
+        """The evaluation of the untrained weights, where a rule says what is right."""
+        rewards, judging = table("reward"), with_judging_reward(self._config)
+        kinds = judging.reward.types
+        if not all(kind in rewards and rewards[kind].compares_answers for kind in kinds):
+            return make()
+
+        def dumped(made: Evaluation) -> dict[str, Any]:
+            return {"tokens": made.tokens, "problems": [one.to_json() for one in made.problems]}
+
+        def read(stored: dict[str, Any]) -> Evaluation:
+            place = Path("evaluation.jsonl")
+            problems = [EvaluationRecord.from_json(line, place) for line in stored["problems"]]
             return Evaluation(0, problems, evaluator.ks, tokens=stored["tokens"])
-        made = make()
-        content = {
-            "inputs": inputs,
-            "tokens": made.tokens,
-            "problems": [problem.to_json() for problem in made.problems],
+
+        own = {
+            "judging": json.loads(judging.model_dump_json(include=set(_JUDGING))),
+            "max_failure_rate": self._config.reward.max_failure_rate,
+            "prompts": _digest(evaluator.prompts),
+            "sampling": [[len(prompts), repr(plan)] for prompts, plan in evaluator.sets],
         }
-        replace_file(file, json.dumps(content) + "\n")
-        return made
-    finally:
-        lock.release()
+        return self._once("evaluation", own, make, dumped, read)
+
+    def rollout(self, prompts: list[Prompt], plan: SamplingPlan, watcher: Watcher) -> Rollout:
+        """The first step's rollout. Only its completions are another run's, and not where rewards
+        or measured seconds decide about them.
+        """
+        sampler = copy(self._parts.sampler)
+        if plan.redraws or self._config.backpressure.enabled:
+            return sampler.draw(prompts, 0, plan, watcher)
+        drawn, heard = list[Rollout](), list[Completion]()
+
+        def hear(completion: Completion) -> None:
+            heard.append(completion)
+            watcher.completion(completion)
+
+        def make() -> list[Completion]:
+            drawn.append(sampler.draw(prompts, 0, plan, replace(watcher, completion=hear)))
+            return heard
+
+        own = {"prompts": _digest(prompts), "sampling": repr(plan)}
+        completions = self._once(
+            "completions",
+            own,
+            make,
+            lambda made: [_dumped(one) for one in made],
+            lambda stored: [_read(one) for one in stored],
+        )
+        if not drawn:
+            sampler.engine = _Stored(sampler.engine, completions)
+            drawn.append(sampler.draw(prompts, 0, plan, watcher))
+        return drawn[0]
+
+    def _once(
+        self,
+        kind: str,
+        own: dict[str, Any],
+        make: Callable[[], Result],
+        dumped: Callable[[Result], Any],
+        read: Callable[[Any], Result],
+    ) -> Result:
+        """Return what `make` returns, or returned in an earlier run with the same inputs: `own` and
+        those of all results.
+        """
+        if _folder is None or self._inputs is None:
+            return make()
+        inputs = {"result": kind, **own, **self._inputs}
+        key = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+        _folder.mkdir(parents=True, exist_ok=True)
+        file, lock = _folder / f"{key}.json", FileLock(_folder / f"{key}.lock")
+        while not _taken(lock):
+            self._check()
+        try:
+            stored = {}
+            if file.exists():
+                stored = read_object(file)
+            if stored.get("inputs") == inputs:
+                return read(stored["made"])
+            made = make()
+            content = {"inputs": inputs, "made": dumped(made)}
+            replace_file(file, json.dumps(content) + "\n")
+            return made
+        finally:
+            lock.release()
+
+    @cached_property
+    def _inputs(self) -> dict[str, Any] | None:
+        """What every result depends on; None where equal inputs may give other results, or it is
+        not made in this process.
+        """
+        config, backend = self._config, self._parts.backend
+        exact = backend.capabilities.exact_resume and backend.engine.capabilities.in_process
+        if self._parts.stage or not exact:
+            return None
+        import torch
+
+        with TemporaryDirectory() as folder:
+            backend.save_adapter(Path(folder))
+            weights = hashlib.sha256((Path(folder) / "adapter_model.safetensors").read_bytes())
+        return {
+            "retrain": __version__,
+            "torch": torch.__version__,
+            "config": json.loads(config.model_dump_json(exclude=set(_DIFFER))),
+            # the time of a file's change shows an edit, the commit what a branch of the hub holds
+            "model": [*map(list, model_files(config.model.model)), model_fingerprint(config.model)],
+            # the number of workers may differ between the seeds of a campaign, and changes no byte
+            "choices": asdict(replace(backend.choices, workers=1)) if backend.choices else None,
+            "adapter": weights.hexdigest(),
+        }
+
+
+class _Stored(InferenceEngine):
+    """Gives what an engine sampled in another run, in its order."""
+
+    def __init__(self, engine: InferenceEngine, completions: list[Completion]) -> None:
+        self.capabilities, self._completions = engine.capabilities, completions
+
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:  # noqa: ARG002 - equal to those of the other run
+        yield from self._completions
 
 
 def _taken(lock: FileLock) -> bool:
@@ -95,37 +207,33 @@ def _taken(lock: FileLock) -> bool:
     return True
 
 
-def _inputs(config: TrainConfig, parts: Parts, evaluator: Evaluator) -> dict[str, Any] | None:
-    """Return what the evaluation depends on; None where it may differ between equal inputs, or is
-    not made in this process.
-    """
-    backend = parts.backend
-    rewards = table("reward")
-    kinds = with_judging_reward(config).reward.types
-    by_rule = all(kind in rewards and rewards[kind].compares_answers for kind in kinds)
-    exact = backend.capabilities.exact_resume and backend.engine.capabilities.in_process
-    if parts.stage or not by_rule or not exact:
-        return None
-    import torch
-
+def _digest(prompts: list[Prompt]) -> str:
     seen = hashlib.sha256()
-    for prompt in evaluator.prompts:
+    for prompt in prompts:
         example = prompt.example
         seen.update(json.dumps([prompt.prompt_id, example.task, example.reference]).encode())
         seen.update(np.asarray(prompt.token_ids, np.int64).tobytes())
-    with TemporaryDirectory() as folder:
-        backend.save_adapter(Path(folder))
-        weights = hashlib.sha256((Path(folder) / "adapter_model.safetensors").read_bytes())
-    sections = json.loads(config.model_dump_json(exclude=set(_DIFFER)))
+    return seen.hexdigest()
+
+
+_PLAIN = ("request", "sample", "finish_reason")
+_ARRAYS = {"token_ids": np.int32, "logprobs": np.float32, "entropies": np.float32, "kept": np.int32}
+
+
+def _dumped(completion: Completion) -> dict[str, Any]:
+    """As JSON, in which a float32 is the same number when it is read."""
+    values = {name: getattr(completion, name) for name in (*_ARRAYS, *_PLAIN)}
     return {
-        "retrain": __version__,
-        "torch": torch.__version__,
-        "config": sections,
-        # the time of a file's change shows an edit, the commit what a branch of the hub holds
-        "model": [*map(list, model_files(config.model.model)), model_fingerprint(config.model)],
-        # the number of workers may differ between the seeds of a campaign, and changes no byte
-        "choices": asdict(replace(backend.choices, workers=1)) if backend.choices else None,
-        "adapter": weights.hexdigest(),
-        "prompts": seen.hexdigest(),
-        "sampling": [[len(prompts), repr(plan)] for prompts, plan in evaluator.sets],
+        name: value.tolist() if isinstance(value, np.ndarray) else value
+        for name, value in values.items()
     }
+
+
+def _read(stored: dict[str, Any]) -> Completion:
+    arrays = {
+        name: None if stored[name] is None else np.array(stored[name], kind)
+        for name, kind in _ARRAYS.items()
+    }
+    plain = {name: stored[name] for name in _PLAIN}
+    reason = FinishReason(stored["finish_reason"])
+    return Completion(**{**plain, **arrays, "finish_reason": reason})

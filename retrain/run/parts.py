@@ -525,8 +525,17 @@ def is_rounded(inference: Inference, backend: Backend) -> bool:
     return backend.half_precision or backend.engine.rounds or inference.reduced_precision
 
 
+OnceGate = Callable[[GateInputs, list[Prompt], Callable[[], GateResult]], GateResult]
+"""Takes an equal gate's result, or makes it."""
+
+
 def run_parity_gate(
-    config: TrainConfig, parts: Parts, step: int, *, trained: bool = False
+    config: TrainConfig,
+    parts: Parts,
+    step: int,
+    *,
+    trained: bool = False,
+    once: OnceGate | None = None,
 ) -> GateResult:
     """Check the first prompts of the data order, so that a resumed run is checked on the same ones.
 
@@ -534,7 +543,10 @@ def run_parity_gate(
     weights and is checked with them first.
     """
     inputs = gate_inputs(config, parts, step, trained)
-    return parity_gate(inputs, _gate_prompts(config.training, parts))
+    prompts = _gate_prompts(config.training, parts)
+    if once is None:
+        return parity_gate(inputs, prompts)
+    return parity_gate(inputs, prompts, partial(once, inputs, prompts))
 
 
 def check_again(config: TrainConfig, parts: Parts, step: int) -> None:

@@ -34,7 +34,7 @@ from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean
 from retrain.run.adapter_lag import AdapterLag, adapter_lag, is_due, most_completions
 from retrain.run.calibration import Calibration, chosen_rows, shared_warning, tolerance, warning
-from retrain.run.common import evaluated_once
+from retrain.run.common import Common
 from retrain.run.control import MovingKeys
 from retrain.run.dialogues import SamplingPlan, Watcher
 from retrain.run.interrupts import Interrupts
@@ -95,6 +95,7 @@ class Session:
         self.tracker = tracker
         self.interrupts = interrupts
         self.parts = parts
+        self.common = Common(opened.config, parts, interrupts.check)
         self.world = world
         self.moving = MovingKeys(self.config)
         self._values: dict[int, dict[str, float]] = {}
@@ -226,13 +227,14 @@ class Session:
     def _pass_gate(self) -> None:
         result = None
         if not self._skip_parity:
-            result = run_parity_gate(self.config, self.parts, self.state.step)
+            once = None if self.state.step else self.common.gate
+            result = run_parity_gate(self.config, self.parts, self.state.step, once=once)
         # A resumed run keeps the first figure: its mismatch_limit is a multiple of it.
         if result and self.state.gate_mismatch is None:
             self.state = replace(self.state, gate_mismatch=result.mean_difference)
         if not self.world.is_rank_zero:
             return
-        line = skipped_gate_line(self.config.inference, self.config.training)
+        line = skipped_gate_line(self.config)
         if result:
             line = LogLine(result.line(), result.brief)
         self.tracker.message(line)
@@ -259,7 +261,10 @@ class Session:
             self._sync()
             step, completions = self.state.step, len(prompts) * plan.group_size
             watcher = self._watch(f"Step {step}: sampling", completions)
-            rollout = self.parts.sampler.draw(prompts, step, plan, watcher)
+            if step:
+                rollout = self.parts.sampler.draw(prompts, step, plan, watcher)
+            else:
+                rollout = self.common.rollout(prompts, plan, watcher)
             self._check_again()  # before anything is learned from what it sampled
         if self.moving.moves:
             self.parts.credit.use(self._settings)
@@ -557,8 +562,7 @@ class Session:
         if step:
             result = evaluate()
         else:
-            check = self.interrupts.check
-            result = evaluated_once(self.config, self.parts, evaluator, evaluate, check)
+            result = self.common.evaluation(evaluator, evaluate)
         self.tracker.emit(result)
         self.evaluations.append(result)
         self.state = self.state.after_evaluation(self.world.broadcast(result.seconds))

@@ -229,7 +229,8 @@ def analyze_adapter(
     """Compute the singular values of every layer of the PEFT folder, the table over `target_ranks`,
     and the recommended rank.
 
-    Empty `target_ranks` mean 1, 2, 4, ... below the source rank, and the source rank. A
+    Empty `target_ranks` mean 1, 2, 4, ... below the source rank, and the source rank, which is
+    recommended, with a row of its own, where none of them keeps enough. A
     `source_rank` other than 0 must be the adapter's. Raises ConfigurationError for an adapter that
     is not plain LoRA or not trained, and for ranks that do not fit it.
     """
@@ -268,7 +269,7 @@ def analyze(
         )
     retained = [{k: layer.retained(k) for k in ranks} for layer in trained]
     recommended = recommend_rank(retained, ranks, threshold, rule, adapter.rank)
-    table = tuple(_row(k, trained) for k in ranks)
+    table = tuple(_row(k, trained) for k in sorted({*ranks, recommended}))
     return Analysis(adapter.folder, adapter.rank, recommended, rule, threshold, table, layers)
 
 

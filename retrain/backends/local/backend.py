@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -120,6 +121,10 @@ class _Layer:
 # -- the backend -----------------------------------------------------------------------------------
 
 
+_prepared: WeakSet[nn.Module] = WeakSet()
+"""Base models whose packed copies are kept for the runs that follow."""
+
+
 class LocalBackend(LocalFacts):
     """Loads the model, attaches the adapter, and builds the engine that samples from both.
 
@@ -220,9 +225,12 @@ class LocalBackend(LocalFacts):
         if sampler_device is not None or config.backend.shard_base:
             return
         base = load_base_model(config, resolve_model(config.model.model), device)
+        if base.model in _prepared:
+            return
         fused = FusedDecoder.of(base.model, merge=budget_of(config, base).merges)
         if fused is not None:
             fused.keep_packs()
+        _prepared.add(base.model)
 
     def _build_engine(
         self,
