@@ -533,6 +533,7 @@ def load_runs(folder: str | Path) -> "pd.DataFrame":
     runs = find_runs(root)
     tables = [read_metrics(run.folder.metrics) for run in runs]
     rows = [len(table) for table in tables]
+    # The folder of a single run has no path below itself.
     names = {
         run.path: (
             root.resolve().name
