@@ -39,6 +39,9 @@ class ServerNeeds:
     """Tokens of the longest prompt and completion together."""
     kv_bytes: int
     """Bytes of one token's keys and values."""
+    share: float | None = None
+    """Part of the GPU's memory that the learner leaves; None where it is not on this GPU, or not
+    known."""
 
 
 @dataclass

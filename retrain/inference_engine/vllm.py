@@ -288,6 +288,8 @@ class VLLMEngine(ServedEngine):
             command.add("--enforce-eager")  # compiling takes longer than most runs on a CPU
         else:
             command.add("--enable-sleep-mode")
+            if needs.share is not None:
+                command.add("--gpu-memory-utilization", f"{needs.share:.2f}")
         return command
 
 
