@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from retrain.cli.main import main
-from retrain.cli.serve import server_command, startable_engines
+from retrain.cli.serve import left_by_learner, server_command, startable_engines
 from retrain.config import TrainConfig, config_from_mapping
 from retrain.config.effects import effects_of
 from retrain.errors import ConfigurationError
@@ -54,6 +55,21 @@ def test_vllm_is_told_everything_that_a_run_relies_on() -> None:
         "  --enforce-eager",
     ):
         assert line in lines
+
+
+def test_vllm_takes_what_the_learner_leaves_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default it takes 90%, and the learner finds nothing left."""
+    backend = {"devices": "cuda:0"}
+    config = config_of(model={"model": "lab"}, data={"source": "lab"}, backend=backend)
+    large = left_by_learner(config, 100, memory_gib=80)
+    small = left_by_learner(config, 100, memory_gib=4)
+    assert large == pytest.approx(0.9, abs=0.06) and small is not None and 0 < small < large
+    monkeypatch.setattr("retrain.cli.serve._UNPREDICTED", 1.0)
+    with pytest.raises(ConfigurationError, match=r"leaves no room for a server: give it another"):
+        left_by_learner(config, 100, memory_gib=4)
+    told = command("vllm", replace(GPU, share=small))
+    assert f"--gpu-memory-utilization {small:.2f}" in told
+    assert "--gpu-memory-utilization" not in command("vllm") + command("vllm", CPU)
 
 
 @pytest.mark.parametrize("rank", [1, 2, 8, 9, 257, 512])

@@ -73,7 +73,7 @@ def adapter_bytes(parts: Parts) -> dict[str, bytes]:
         ("KeepsTheFirstAdapter", "ignores the adapter"),
         (
             "KeepsTheTrialAdapter",
-            "after the trial adapter was taken back, .* still serves another adapter",
+            "after the trial adapter was taken back, .* log-probs are those of the trial adapter",
         ),
         ("KeepsOldKeysAndValues", "cach(ed|es) prefixes"),
     ],
@@ -110,6 +110,28 @@ def test_the_gate_passes_a_sound_engine_and_restores_every_byte(parts: Parts, en
         assert result.groups == 7 + 4 and result.longest_prompt > 256, (
             "seven projections, four parts; a page of 256 is filled"
         )
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("Hotter", r"as at a temperature of 0\.8[78] in place of 0\.8"),
+        ("Noisy", "another temperature, or draw otherwise; the differences do not say which"),
+        ("KeepsOldKeysAndValues", "only what follows the long prompt differs"),
+    ],
+)
+def test_a_later_fault_is_named_only_where_the_evidence_separates_it(
+    parts: Parts, engine: Any, fault: str, told: str
+) -> None:
+    engine(fault)
+    inputs, prompts = gate_inputs(CONFIG, parts, 1, True), parts.prompts.batch(0, 2, 3)
+    if fault == "KeepsOldKeysAndValues":  # of the trial adapter, which is gone when it is asked
+        with pytest.raises(RunFailed, match=r"cach(ed|es) prefixes"):
+            gate.parity_gate(inputs, prompts)
+        return
+    with pytest.raises(RunFailed, match=f"came back, .*{told}") as stopped:
+        gate.adapter_check(inputs, prompts)
+    assert "still serves another adapter:" not in str(stopped.value)
 
 
 @pytest.mark.slow
@@ -268,7 +290,11 @@ def test_an_engine_plugin_runs_and_passes_the_gate_again_at_its_first_new_adapte
     ("name", "told", "steps"),
     [
         ("IgnoresTheAdapter", "ignores the adapter", 0),
-        ("StopsReloading", "after the first step's adapter was synced", 1),
+        (
+            "StopsReloading",
+            "after the first step's adapter was synced, .* those of the adapter of the step before",
+            1,
+        ),
     ],
 )
 def test_a_run_on_an_engine_plugin_stops_at_the_gate(

@@ -214,6 +214,7 @@ class CreditPipeline:
         if teacher is not None:
             scored = partial(teacher, groups)
         if isinstance(self._episode, PluginAdvantage):
+            # For `state_dict`, in case the step is interrupted and taken again.
             self._before = (step, self._episode.state())
         try:
             planning = None  # for a condition that does not look for planning phrases
@@ -431,6 +432,7 @@ class CreditPipeline:
             "completion": (completions, len(segments)),
         }
         pool, count = pools[algorithm.surprisal_mask_scope]
+        # Tokens without a policy term set no threshold.
         pool = np.where(with_policy[completions], pool, -1)
         result = top_rho(uncertainty, pool, count, algorithm.surprisal_mask_rho)
         if algorithm.surprisal_mask_scope == "batch":

@@ -109,6 +109,7 @@ class RegexDetector:
             return mask
         ends = np.fromiter(accumulate(map(len, pieces)), dtype=np.int64, count=len(pieces))
         starts, stops = np.array(matches, dtype=np.int64).T
+        # A character belongs to the first token that ends past it.
         firsts, lasts = (
             np.searchsorted(ends, starts, side="right").tolist(),
             np.searchsorted(ends, stops - 1, side="right").tolist(),

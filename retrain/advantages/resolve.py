@@ -525,6 +525,7 @@ def _small(rewards: list[list[float]], config: "TrainConfig | None" = None) -> S
     groups = []
     for slot, own in enumerate(rewards):
         members = []
+        # `own` stands first and ends first, so that no completion's log-probs are taken and lost.
         for sample, (reward, logprob) in enumerate(zip(own, logprobs, strict=False)):
             ids = np.arange(len(logprob), dtype=np.int32)
             completion = Completion(slot, sample, ids, logprob, None, FinishReason.STOP)

@@ -49,7 +49,7 @@ class PlannedRun:
     status: str
     reason: str
     attempts: int = 1
-    """How often it was begun, but for the times that it went on after it was interrupted or
+    """Number of times it was begun, but for the times that it went on after it was interrupted or
     killed."""
 
 
@@ -533,6 +533,7 @@ def load_runs(folder: str | Path) -> "pd.DataFrame":
     runs = find_runs(root)
     tables = [read_metrics(run.folder.metrics) for run in runs]
     rows = [len(table) for table in tables]
+    # The folder of a single run has no path below itself.
     names = {
         run.path: (
             root.resolve().name

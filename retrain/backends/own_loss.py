@@ -157,6 +157,7 @@ def _checked_terms(answer: Any, tokens: ActionTokens) -> Terms:
         raise ValueError(
             f"its metric {CLIPPED} is {clipped.dtype}, and must be a mask of torch.bool"
         )
+    # In one order, since every micro-batch must report the same metrics.
     return Terms(
         values,
         clipped,

@@ -70,6 +70,7 @@ def check_rows(rows: Sequence[Row]) -> None:
     its tokens.
     """
     for index, row in enumerate(rows):
+        # Nothing predicts position 0.
         edge = 1
         for start, stop in row.spans:
             if not edge <= start <= stop <= len(row.token_ids):

@@ -59,8 +59,8 @@ class RunEntry:
     reason: str | None = None
     """The reason why it failed or was interrupted."""
     attempts: int = 1
-    """How often it was begun: one more for each time that it was tried again after it had failed or
-    had been done."""
+    """Number of times it was begun: one more for each time that it was tried again after it had
+    failed or had been done."""
 
 
 @dataclass

@@ -150,7 +150,7 @@ def command(
 
 
 def _result(done: "Migration", *, check: bool) -> str:
-    """What was written, whether `check` finds a need, or the difference; with its line end."""
+    """The text to print: what was written, what `check` finds, or the difference."""
     if done.said:
         return "\n".join(done.said) + "\n"
     if not done.is_needed:

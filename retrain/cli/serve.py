@@ -22,6 +22,9 @@ SETTINGS = FLAGS_FOLLOW
 FILE_ARGUMENT = "[FILE]"
 _GATE_TOKENS = 512
 """Context that the parity gate needs for its long prompt."""
+_MAX_SHARE, _UNPREDICTED = 0.9, 0.05
+"""vLLM's own share of a GPU's memory, and the part that the learner's allocator may take beyond
+what is predicted."""
 
 
 def command(
@@ -123,7 +126,38 @@ def server_needs(config: "TrainConfig", prompt_tokens: int) -> "ServerNeeds":
     kv_bytes = kv_bytes_per_token(
         model, 4 if dtype == "float32" else 2, config.inference.kv_cache_dtype
     )
-    return ServerNeeds(resolve_model(config.model.model), dtype, device.type, context, kv_bytes)
+    share = None
+    if device.type == "cuda" and not device.index:  # a server takes the first GPU too
+        share = left_by_learner(config, prompt_tokens)
+    path = resolve_model(config.model.model)
+    return ServerNeeds(path, dtype, device.type, context, kv_bytes, share)
+
+
+def left_by_learner(
+    config: "TrainConfig", prompt_tokens: int, memory_gib: float | None = None
+) -> float | None:
+    """Return the part of the GPU's memory that a server may take beside the learner's predicted
+    peak; None where that cannot be predicted. Raises ConfigurationError where nothing is left.
+    """
+    from retrain.model.footprint import PredictionError
+    from retrain.model.memory import predict_memory
+
+    try:
+        memory = predict_memory(config, prompt_tokens=prompt_tokens, memory_gib=memory_gib)
+    except PredictionError:
+        return None
+    peak, whole = memory.peaks[memory.device], memory.machine.memory
+    share = min(_MAX_SHARE, 1 - peak / whole - _UNPREDICTED)
+    if share <= 0:
+        raise ConfigurationError(
+            f"The learner's predicted peak is {memory.peak_words}, which leaves no room for a"
+            " server: give it another GPU, or lower [training] max_tokens or [model] lora_rank."
+        )
+    print_progress(
+        f"The learner's predicted peak is {memory.peak_words}; beside it the server may take"
+        f" {share:.0%} of the GPU's memory."
+    )
+    return share
 
 
 def _longest_prompt(config: "TrainConfig") -> int:

@@ -187,6 +187,7 @@ def halves(gram: Float64Array) -> tuple[float, float, float]:
     count = len(gram)
     if count < 2:
         return float("nan"), float("nan"), float("nan")
+    # The same halvings for every arm.
     rng = np.random.default_rng(0)
     cosines = []
     for _ in range(_HALVINGS):

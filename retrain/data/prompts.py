@@ -45,6 +45,7 @@ def load_examples(config: "TrainConfig", split: Split = "train") -> ReadResult:
         details = "; ".join(filter(None, [result.dropped_rows(), *result.notes])) or "it is empty"
         kind = "training" if split == "train" else "held-out"
         raise ConfigurationError(f"{query.key} has no usable {kind} row: {details}.")
+    # Before the cut, so that no id depends on max_examples.
     named = [
         example if example.example_id else replace(example, example_id=f"{data.source}-{index}")
         for index, example in enumerate(result.examples)

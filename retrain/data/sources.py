@@ -320,10 +320,7 @@ def _benchmark_copy(query: Query, read_row: RowReader) -> tuple[ReadResult, int]
     result = _read(query, rows, read_row)
     if heldout:
         return result, len(rows)
-    hashes = [
-        hashlib.sha256(str(example.prompt).encode("utf-8", "surrogatepass")).digest()
-        for example in result.examples
-    ]
+    hashes = [hashlib.sha256(str(example.prompt).encode()).digest() for example in result.examples]
     is_heldout = [int.from_bytes(digest[:4], "big") % HELDOUT_SHARE == 0 for digest in hashes]
     wanted = query.split == "heldout"
     result.examples = [
@@ -362,7 +359,7 @@ def _column_reader(data: "Data") -> RowReader:
             row[data.answer_column],
             row.get("task", "default"),
         )
-        if answer is None or answer == "" or (isinstance(answer, str) and not answer.strip()):
+        if answer is None or (isinstance(answer, str) and not answer.strip()):
             return Reason.NO_ANSWER
         if (
             prompt is None

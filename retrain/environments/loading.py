@@ -174,10 +174,12 @@ def load_problems(environment: Environment, config: "TrainConfig", split: Split)
                 " retrain.types.Example with prompts that are text or lists of messages {role,"
                 " content}."
             )
+    # Before the cut, so that no id depends on max_examples.
     named = [
         example if example.example_id else replace(example, example_id=f"{split}-{i}")
         for i, example in enumerate(examples)
     ]
+    # An environment writes its prompts itself: [data] adds no template and no system prompt.
     data = type(config.data)(
         prompt_template=PLAIN_TEMPLATE, chat_template_args=config.data.chat_template_args
     )

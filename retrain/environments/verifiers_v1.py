@@ -9,7 +9,10 @@ addresses; there is no public hook for it.
 import sys
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import chain, count
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +32,8 @@ from retrain.environments.bridge import (
     tool_calls,
 )
 from retrain.environments.verifiers import module_name
-from retrain.errors import ConfigurationError
+from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.install import install_hint
 from retrain.plugins import describe
 from retrain.types import ChatMessage, Example
 from retrain.web import EventLoop
@@ -51,7 +55,7 @@ def load(settings: "Settings") -> Environment:
     fields of its taskset for held-out problems.
 
     Raises ConfigurationError if it cannot be built, has seats besides the trained one, or serves
-    tools to our harness.
+    tools to our harness, EnvironmentFailure if it is of the interface before 0.4.
     """
     given = dict(settings.args)
     evaluation = given.pop("evaluation", None)
@@ -65,6 +69,13 @@ def load(settings: "Settings") -> Environment:
                 loaders.taskset_config_type(name).model_validate(values)
             )
     except Exception as error:  # building it runs code that is not ours
+        if is_older(settings.id):
+            raise EnvironmentFailure(
+                f'[environment] id = "{settings.id}" is of the older interface of verifiers, a'
+                f" module with load_environment, and verifiers {version('verifiers')} has the newer"
+                f" one alone; {install_hint('verifiers-v0')} in an environment of its own, or use"
+                " the environment's newer version."
+            ) from error
         raise ConfigurationError(
             f'[environment] id = "{settings.id}" could not be loaded with args'
             f" {dict(settings.args)}: {describe(error)}."
@@ -89,6 +100,17 @@ def load(settings: "Settings") -> Environment:
                 ' harness = { id = "null" } } }, whose programs need uv.'
             )
     return VerifiersV1(environment, held_out)
+
+
+def is_older(environment_id: str) -> bool:
+    """Return True if the source of an environment's module has the function of the interface before
+    0.4, and nothing of the newer one.
+    """
+    found = find_spec(module_name(environment_id))
+    if found is None or not found.origin or not found.origin.endswith(".py"):
+        return False
+    source = Path(found.origin).read_text(encoding="utf-8", errors="replace")
+    return "def load_environment(" in source and "verifiers.v1" not in source
 
 
 def _built(settings: "Settings", given: Mapping[str, Any]) -> Any:

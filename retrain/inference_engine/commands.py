@@ -39,6 +39,9 @@ class ServerNeeds:
     """Tokens of the longest prompt and completion together."""
     kv_bytes: int
     """Bytes of one token's keys and values."""
+    share: float | None = None
+    """Part of the GPU's memory that the learner leaves; None where it is not on this GPU, or not
+    known."""
 
 
 @dataclass
@@ -145,6 +148,19 @@ def setting_flags(
             )
         found += flags[value]
     return found
+
+
+def attention_flags(
+    engine: str, inference: "Inference", kernels: Mapping[str, str], caches: Mapping[str, str]
+) -> list[str]:
+    """Return the flags for attention and its cache; `kernels` and `caches` are the server's names
+    for our values.
+    """
+    known = {
+        "attention_kernel": {key: ("--attention-backend", name) for key, name in kernels.items()},
+        "kv_cache_dtype": {key: ("--kv-cache-dtype", name) for key, name in caches.items()},
+    }
+    return setting_flags(engine, inference, known)
 
 
 def refuse_four_bits(engine: str, model: "Model") -> None:

@@ -156,6 +156,7 @@ class Server:
             answer = await exchange(
                 self.client, method, path, body, seconds=seconds, max_bytes=_MAX_BYTES
             )
+        # A connection that did not come in time is another failure: nothing was asked yet.
         except (TimeoutError, httpx.ReadTimeout, httpx.WriteTimeout) as error:
             limit = f"{seconds:g} s"
             if timeout is None:
@@ -565,6 +566,7 @@ def _server(
         base_url=full,
         headers=headers,
         timeout=httpx.Timeout(timeout_s, connect=_CONNECT_S, pool=None),
+        # The engine itself bounds the requests that are under way.
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         trust_env=parts.hostname not in LOOPBACK,  # a proxy cannot reach this machine's own servers
         transport=transport,

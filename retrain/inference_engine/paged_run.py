@@ -219,6 +219,7 @@ class Pager:
         if key not in using:
             using[key] = CachedTokens(self.pool.take(pages), len(ids))
             computed = [PrefillSequence(ids, row.job, using[key].pages, using[key])]
+        # Rows read a full page together; the last one they write on in, so each has its own.
         full = using[key].pages[: len(ids) // self.pool.tokens]
         self.pool.share(full)
         row.pages = full + self.pool.take(pages - len(full))
@@ -273,6 +274,7 @@ class PagedEngine:
     ) -> None:
         """`context`: tokens of the longest row that it can decode."""
         assert decoder.fused is not None
+        # The longest row must fit, whatever the limits.
         pages = max(limits.tokens, context) // page_tokens + 1
         self.context, self.eos_ids = context, eos_ids
         self.pool = PagePool(
@@ -455,6 +457,7 @@ class PagedRun:
         fresh = [row for row in launching if row.launched % NOISE_BLOCK == 0]
         if fresh:
             self.buffers.put(np.array([row.slot for row in fresh], np.int64), noise=_noise(fresh))
+        # `launching` is in the order of the slots.
         bucket = bucket_of(launching[-1].slot + 1)
         self._engine.step.launch(bucket, self._variant)
         for row in launching:

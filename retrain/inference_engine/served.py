@@ -438,6 +438,7 @@ class ServedEngine(InferenceEngine):
         """Wake a server and give it the current adapter, which its own list confirms."""
         if server.facts.pop("asleep", False):
             await self._dialect.wake(server)
+        # One that was left out may have come back as another.
         if "looked" not in server.facts:
             await self._look(server)
         adapter = self._adapter

@@ -223,6 +223,7 @@ def load_weights(
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
+        # bitsandbytes quantises a weight as it arrives on its device.
         options |= {"quantization_config": quantisation, "device_map": {"": device}}
     try:
         with no_progress_bar():

@@ -98,6 +98,7 @@ class KeptSets:
         for size in _looks(z.shape[1]):
             if not len(rows):
                 break
+            # One value more than is searched: the next one may tie with the last one kept.
             largest = _largest(z, rows, size + 1)
             counts, found = _prefixes(
                 largest[:, :size], z.shape[1], top_k[rows], top_p[rows], min_p[rows], total[rows]

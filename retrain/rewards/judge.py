@@ -126,6 +126,7 @@ class ChatClient:
         await self._http.aclose()
 
     async def _attempt(self, message: str) -> Reply:
+        # Again after each wait: another answer may have asked for more.
         while (wait := self._resting_until - asyncio.get_running_loop().time()) > 0:
             await asyncio.sleep(wait)
         content = self._options | {"messages": [{"role": "user", "content": message}]}

@@ -221,6 +221,7 @@ def _trial_problem(config: TrainConfig, make: Callable[[], Control]) -> str:
         if tried.values(step) != given:
             return "gives other values when it is asked again"
         tried.observe(_record(step).to_json())
+        # As in a resumed run: another control with the stored state goes on in the same way.
         again = make()
         after = json.dumps(tried.state(), sort_keys=True)
         again.load(json.loads(after))

@@ -28,6 +28,7 @@ from retrain.errors import RunFailed
 from retrain.inference_engine.base import NoiseKey, SampleRequest, Truncation
 from retrain.noise import Stream
 from retrain.rewards import Scorer, ScoreRequest, gold_response
+from retrain.run.gate_causes import ServedAdapters, learned_adapters, likely_cause
 from retrain.run.gate_fits import (
     GateInputs,
     GateSample,
@@ -200,7 +201,9 @@ def _compared(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
             sampled, effect = _with_trial_adapter(inputs, trial, strength, asked)
         _sync(inputs)
         if not inputs.in_process:
-            _compare(inputs, few, _FEW_TOKENS, "after the trial adapter was taken back, ")
+            served = {"the trial adapter": (trial, strength)}
+            when = "after the trial adapter was taken back, "
+            _compare(inputs, few, _FEW_TOKENS, when, served)
     # 4. The end of a completion is trained, and completions are equal only by chance.
     _check_eos(inputs, prompts[0])
     _check_drawn_alone(inputs, prompts[0])
@@ -291,14 +294,18 @@ def _first_look(
 
 
 def _compare(
-    inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int, when: str
+    inputs: GateInputs,
+    prompts: Sequence[Prompt],
+    max_tokens: int,
+    when: str,
+    served: ServedAdapters | None = None,
 ) -> GateSample:
-    """Sample and compare. Raises RunFailed if every look, each with its own noise, finds a
-    fault.
+    """Sample and compare. Raises RunFailed if every look, each with its own noise, finds a fault;
+    `served` are adapters that the engine may serve by mistake.
     """
     for look in range(_LOOKS):
         sampled = _sampled(inputs, prompts, max_tokens, look)
-        fault = _fault(sampled, when)
+        fault = _fault(sampled, when, served)
         if not fault:
             return sampled
     raise RunFailed(fault)
@@ -325,9 +332,9 @@ def _with_trial_adapter(
     raise RunFailed(fault)
 
 
-def _fault(sampled: GateSample, when: str) -> str:
+def _fault(sampled: GateSample, when: str, served: ServedAdapters | None = None) -> str:
     """Return the fault that the completions show, as a sentence; "" if there is none."""
-    return _miscounted(sampled) or _disagreement(sampled, when)
+    return _miscounted(sampled) or _disagreement(sampled, when, served)
 
 
 def _miscounted(sampled: GateSample) -> str:
@@ -376,7 +383,7 @@ def _moved(cuts: Truncation, slack: float) -> Truncation:
     return Truncation(cuts.top_k, top_p, min(1.0, cuts.min_p * exp(-slack)))
 
 
-def _disagreement(sampled: GateSample, when: str) -> str:
+def _disagreement(sampled: GateSample, when: str, served: ServedAdapters | None = None) -> str:
     inputs, found = sampled.inputs, agreement(sampled)
     if not found.excess:
         return ""
@@ -386,10 +393,9 @@ def _disagreement(sampled: GateSample, when: str) -> str:
             " end-of-sequence token"
         )
     elif when:
-        advice = (
-            "the engine still serves another adapter, or keys and values computed with it; check"
-            " how it loads adapters and caches prefixes"
-        )
+        if served is None and inputs.trained:
+            served = learned_adapters(sampled)
+        advice = likely_cause(sampled, served or {})
     elif inputs.in_process:
         change = "report it"
         if inputs.dtype_set:
@@ -611,6 +617,7 @@ def _likely_end(sampled: GateSample, prompt: Prompt) -> tuple[GateInputs, Prompt
         for row in sampled.rows
         if np.array_equal(row.token_ids[: row.spans[0][0]], prompt.token_ids)
     ]
+    # By their tokens: completions that begin alike share their places.
     begun = {
         ids[start:stop].tobytes(): ids[:stop]
         for ids in own
@@ -660,6 +667,7 @@ def _check_drawn_alone(inputs: GateInputs, prompt: Prompt) -> None:
         rows, learner = probes.rows, probes.learner
         if hot.raw:
             learner = inputs.backend.logprobs(rows, hot.temperature)
+        # A group for each server, since `_ask` sends the request to all of them.
         groups: dict[int, list[tuple[Int32Array, Float32Array]]] = {}
         for row, own in zip(rows, learner, strict=True):
             groups.setdefault(row.group, []).append((row.token_ids[row.spans[0][0] :], own))

@@ -326,32 +326,57 @@ def _group_effects(
     return effects
 
 
-def temperature_suspects(inputs: GateInputs, sampled: GateSample) -> list[Suspect]:
-    """Return another temperature as a suspect where the differences, each within half precision's
-    tolerance, together say so.
-
-    They are fitted by least squares as a share of what a hotter temperature would change.
+@dataclass(frozen=True)
+class TemperatureFit:
+    """Least squares over the tokens: engine - learner as a share of what a hotter temperature would
+    change.
     """
-    temperature, difference = inputs.engine_temperature, np.concatenate(sampled.differences)
-    if not inputs.half_precision or len(difference) < _FITTED or not np.isfinite(difference).all():
-        return []  # in float32 the tolerance of a single difference leaves nothing
+
+    temperature: float
+    """The engine's, by the fit."""
+    share: float
+    error: float
+    """Standard error of the share."""
+    explained: float
+    """The part of the difference's sum of squares that the fit explains, between 0 and 1."""
+
+
+def temperature_fit(sampled: GateSample) -> TemperatureFit | None:
+    """Fit another temperature; None where the differences cannot tell."""
+    inputs, difference = sampled.inputs, np.concatenate(sampled.differences)
+    temperature = inputs.engine_temperature
     hotter = np.concatenate(inputs.backend.logprobs(sampled.rows, _HOTTER * temperature))
     effect = hotter.astype(np.float64) - np.concatenate(sampled.learner)
     size = effect @ effect
     # The size is 0 for a backend whose learner knows one temperature only.
     if not size or np.square(effect).max() > _ONE_TOKEN * size:
-        return []
+        return None
     share = float(effect @ difference / size)
-    error = _standard_error(effect, difference - share * effect)
-    if abs(share) <= max(_WRONG_TEMPERATURE, _SIGNIFICANT * error):
+    return TemperatureFit(
+        temperature * (1 + (_HOTTER - 1) * share),
+        share,
+        _standard_error(effect, difference - share * effect),
+        float(share**2 * size / (difference @ difference)),
+    )
+
+
+def temperature_suspects(inputs: GateInputs, sampled: GateSample) -> list[Suspect]:
+    """Return another temperature as a suspect where the differences, each within half precision's
+    tolerance, together say so.
+    """
+    difference = np.concatenate(sampled.differences)
+    if not inputs.half_precision or len(difference) < _FITTED or not np.isfinite(difference).all():
+        return []  # in float32 the tolerance of a single difference leaves nothing
+    fit = temperature_fit(sampled)
+    if fit is None or abs(fit.share) <= max(_WRONG_TEMPERATURE, _SIGNIFICANT * fit.error):
         return []
-    looks = temperature * (1 + (_HOTTER - 1) * share)
     sentence = (
         "Parity gate: the engine's log-probs differ from the learner's as if its temperature were"
-        f" {looks:.2g} instead of {temperature:g}, so {inputs.consequence}; check that its"
-        " log-probs are those of the distribution it samples from."
+        f" {fit.temperature:.2g} instead of {inputs.engine_temperature:g}, so"
+        f" {inputs.consequence}; check that its log-probs are those of the distribution it samples"
+        " from."
     )
-    return [Suspect(float(share**2 * size / (difference @ difference)), sentence)]
+    return [Suspect(fit.explained, sentence)]
 
 
 @dataclass(frozen=True)

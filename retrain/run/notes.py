@@ -13,7 +13,7 @@ from retrain.config import TrainConfig, unused_keys
 from retrain.config.effects import sharding_note
 from retrain.config.names import bracketed, is_recipe
 from retrain.config.recipes import departures, recipe
-from retrain.config.schema import DEFAULT_CLIPS, Inference, Lora, Loss, Model, Training
+from retrain.config.schema import DEFAULT_CLIPS, Lora, Loss, Model, Training
 from retrain.data.chat import PLAIN_TEMPLATE
 from retrain.data.lab import MAX_DIFFICULTY
 from retrain.model.text import LAB_MODELS, resolve_model
@@ -101,10 +101,14 @@ def notes(config: TrainConfig) -> list[str]:
     return [note for note in found if note]
 
 
-def skipped_gate_line(inference: Inference, training: Training) -> str:
+def skipped_gate_line(config: TrainConfig) -> str:
     """Say what `--skip-parity` leaves unchecked."""
+    training, backend = config.training, config.backend.backend
+    sampler = f"sampler of backend = {toml_value(backend)}"
+    if backend_kind(backend).in_process:
+        sampler = f"{config.inference.engine} engine"
     return (
-        f"PARITY GATE SKIPPED (--skip-parity): nothing checks that the {inference.engine} engine"
+        f"PARITY GATE SKIPPED (--skip-parity): nothing checks that the {sampler}"
         f" samples from the trained policy. Its log-probs at temperature {training.temperature:g},"
         " the adapter's effect, cached prefixes, the end-of-sequence token, the chat template and"
         " the gold answers are taken on trust, now, at the first new adapter and after a server"

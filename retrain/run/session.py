@@ -234,7 +234,7 @@ class Session:
             self.state = replace(self.state, gate_mismatch=result.mean_difference)
         if not self.world.is_rank_zero:
             return
-        line = skipped_gate_line(self.config.inference, self.config.training)
+        line = skipped_gate_line(self.config)
         if result:
             line = LogLine(result.line(), result.brief)
         self.tracker.message(line)

@@ -260,6 +260,7 @@ def generation_records(
     """Return every trajectory of the step as text, with its advantage; with `in_turns` also what
     its environment reports about it.
     """
+    # Of the judged groups alone: a completion outside of them has none.
     advantages = {
         (source.slot, trajectory.sample): advantage
         for source, given in zip(credit.sources, credit.groups, strict=True)

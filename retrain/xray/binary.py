@@ -125,6 +125,7 @@ def xray(
     values = np.asarray(advantages(rewards), dtype=np.float64)
     if values.shape != (group + 1, group):
         raise ValueError(f"gave an array of shape {values.shape} for {group + 1} groups of {group}")
+    # So put, it refuses NaN too.
     if not np.abs(values).max() < _MAX_ADVANTAGE:
         raise ValueError(f"gave {np.abs(values).max():g}; give numbers below {_MAX_ADVANTAGE:g}")
     k = np.arange(group + 1, dtype=np.int64)

@@ -15,7 +15,7 @@ from retrain.config.schema import Environment as Settings  # noqa: E402
 from retrain.environments.base import Environment  # noqa: E402
 from retrain.environments.episodes import EpisodeHost, play  # noqa: E402
 from retrain.environments.verifiers import load as load_verifiers  # noqa: E402
-from retrain.errors import ConfigurationError  # noqa: E402
+from retrain.errors import ConfigurationError, EnvironmentFailure  # noqa: E402
 from retrain.types import Outcome  # noqa: E402
 from tests.environments.checks import check_learns, check_trained, scripted  # noqa: E402
 from tests.environments.conftest import GENERATION  # noqa: E402
@@ -115,3 +115,16 @@ def test_what_cannot_train_says_so(tmp_path: Path) -> None:
             ),
             quiet=True,
         )
+
+
+def test_an_environment_of_the_older_interface_is_told_from_a_broken_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = Path(__file__).parent / "packages" / "v0" / "lab_sums.py"
+    (tmp_path / "older_sums.py").write_bytes(older.read_bytes())
+    (tmp_path / "broken_sums.py").write_text("import verifiers.v1 as vf\n1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(EnvironmentFailure, match=r"is of the older interface of verifiers.*0\.4"):
+        loaded("older_sums")
+    with pytest.raises(ConfigurationError, match="ZeroDivisionError"):
+        loaded("broken_sums")

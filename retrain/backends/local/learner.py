@@ -160,6 +160,7 @@ class Learner:
             adapter.parameters, config.optimizer, config.training, config.loss.max_grad_norm
         )
         self.max_tokens = config.training.max_tokens
+        # Before `use`, which asks the loss what it reads.
         self._read_loss(config)
         self.use(config)
         self.seed = config.training.seed

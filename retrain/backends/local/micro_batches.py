@@ -176,6 +176,7 @@ def pack(
     for row in rows:
         wanted = shift(row.row).predictors
         if share:
+            # The row's tokens lie in two places: its prompt's, which other rows share, and its own.
             prompt, own = packer.append_sharing(row)
             predictors.append(
                 wanted + np.where(wanted < prompt.length, prompt.start, own.start - prompt.length)

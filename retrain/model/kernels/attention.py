@@ -109,6 +109,7 @@ def _join(
     largest = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     summed = tl.zeros([WIDTH], tl.float32)
+    # From the first part that has tokens: nothing was written for those before it.
     for start in range(tl.maximum(length - window, 0) // PART, last, TILE):
         number = start + tl.arange(0, TILE)
         source = ((row * (heads // GROUP) + head // GROUP) * parts + number) * GROUP + head % GROUP

@@ -193,6 +193,7 @@ def _apply_rope_and_store_kv(
         )
     slot = tl.load(slot_mapping + row, mask=row < rows, other=0)
     place = (slot * (K * size))[:, None] + at[None, :]
+    # Values are neither normed nor rotated.
     if head >= Q + K:
         target = values + place + (head - Q - K) * size
         tl.store(target, left.to(dtype), mask=inside)

@@ -177,6 +177,7 @@ def _shallowest(
     before it, and of the tokens at it.
     """
     low, high = wanted_count * 0 - 1, wanted_count * 0 + _FLOOR_BITS
+    # A depth has 31 bits, so as many halvings find it.
     for _ in range(31):
         middle = low + (high - low) // 2
         count, mass = _up_to(logits, row_stride, row, divisor, most, middle, vocabulary, BLOCK)
