@@ -11,8 +11,8 @@ never see dropout.
 """
 
 import json
-import re
 import math
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
