@@ -120,6 +120,38 @@ class RawDouble(VLLMDouble):
             return super().with_raw_logprobs(one, request)
 
 
+class LlamaCppDouble(RawDouble):
+    """llama.cpp's /v1/completions, as its server writes it (tools/server/server-task.cpp, August
+    2026): ids beside the log-probs, no adapters, and sampling settings of its own.
+    """
+
+    def get(self, path: str) -> Answer:
+        if path == "/v1/models":
+            return 200, {"object": "list", "data": [{"id": "lab.gguf", "owned_by": "llamacpp"}]}
+        return super().get(path) if path == "/health" else (404, {"error": "File Not Found"})
+
+    def post(self, path: str, body: Any) -> Answer:
+        if "lora" in path:
+            return 404, {"error": {"code": 404, "message": "File Not Found"}}
+        return super().post(path, body | {"model": "base"})
+
+    def complete(self, body: Any, prompt: Any, settings: Any) -> Answer:
+        assert "ignore_eos" not in settings or "return_token_ids" in settings, "a probe alone"
+        neutral = (settings.get("top_k", 40), settings.get("min_p", 0.05))
+        assert settings["max_tokens"] == 1 or neutral == (-1, 0.0), "its defaults cut"
+        status, answer = super().complete(body, prompt, {**settings, "logprobs": 0})
+        for choice in answer["choices"]:
+            values = choice["logprobs"]["token_logprobs"]
+            content = [
+                {"id": token, "token": "", "bytes": [], "logprob": value, "top_logprobs": []}
+                for token, value in zip(choice["token_ids"], values, strict=True)
+            ]
+            for own in ("token_ids", "prompt_token_ids", "sampling_mask"):
+                choice.pop(own, None)
+            choice |= {"text": "", "logprobs": {"content": content}}
+        return status, answer | {"usage": {"prompt_tokens": len(prompt)}}
+
+
 class MAXDouble(RawDouble):
     """Raw log-probs, one sample whatever `n` says, names of adapters without folders. `on_a_cpu`:
     without adapters.
