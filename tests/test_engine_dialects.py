@@ -433,7 +433,7 @@ def test_with_raw_log_probs_a_step_is_the_same_as_with_those_of_the_policy(tmp_p
 # -- llama.cpp ---------------------------------------------------------------------------------
 
 
-def test_llama_cpps_server_is_evaluated_by_its_token_ids_and_not_trained_with(
+def test_llama_cpps_server_is_evaluated_and_not_trained_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = LlamaCppDouble()

@@ -34,10 +34,11 @@ CHAT = "/v1/chat/completions"
 _TOKEN = "token_id:"
 _LIKE_LLAMA_CPP = (
     "can be evaluated but not trained with: it answers as llama.cpp's server does, which takes and"
-    " returns token ids with log-probs, but loads no PEFT adapter while it runs, and its log-probs"
-    " are those before the temperature. In an evaluation of the base model, or of a merged export,"
-    ' its token ids are used; for a judge, [reward] type = "judge" needs text alone. To train, use'
-    " vllm, sglang, mlx or max."
+    " returns token ids with log-probs, but loads no PEFT adapter while it runs, leaves out the"
+    " tokens of a character that is cut, and gives log-probs before the temperature. In an"
+    " evaluation of the base model, or of a merged export, the text is scored as it comes, and"
+    ' encoded again to count its tokens; for a judge, [reward] type = "judge" needs text alone. To'
+    " train, use vllm, sglang, mlx or max."
 )
 _MAX_STOPS = 4
 """Maximum number of stop strings of OpenAI's API."""
@@ -197,7 +198,7 @@ class OpenAIDialect(VLLMDialect):
         if server.facts["like_llama_cpp"]:
             # What a request leaves out is not neutral there: its top_k is 40, and its min_p 0.05.
             cuts = {name: body[name] for name in ("top_k", "min_p", "max_tokens", "prompt")}
-            return path, kept | cuts | {"repeat_penalty": 1.0, "logprobs": self.chosen_logprob}
+            return path, kept | cuts | {"repeat_penalty": 1.0}
         limit = server.facts["chat_limit"]
         if limit:
             if not request.messages:
