@@ -196,9 +196,7 @@ class OpenAIDialect(VLLMDialect):
             kept |= {name: body[name] for name in ("top_k", "min_p")}
         kept["model"] = server.facts["base"] if server.facts.get("base_alone") else body["model"]
         if server.facts["like_llama_cpp"]:
-            # What a request leaves out is not neutral there: its top_k is 40, and its min_p 0.05.
-            cuts = {name: body[name] for name in ("top_k", "min_p", "max_tokens", "prompt")}
-            return path, kept | cuts | {"repeat_penalty": 1.0}
+            return path, kept | _llama_cpp_settings(body)
         limit = server.facts["chat_limit"]
         if limit:
             if not request.messages:
@@ -328,6 +326,12 @@ class OpenAIDialect(VLLMDialect):
         if server.facts.get("base_alone"):
             return None
         return await super().adapters(server)
+
+
+def _llama_cpp_settings(body: Json) -> Json:
+    """What a request leaves out is not neutral at llama.cpp: its top_k is 40, and its min_p 0.05."""
+    kept = {name: body[name] for name in ("top_k", "min_p", "max_tokens", "prompt")}
+    return kept | {"repeat_penalty": 1.0}
 
 
 def _usage(answer: Json, name: str) -> Any:
