@@ -93,7 +93,7 @@ def comparison_notes(
 
 
 def _unequal_runs(arms: Mapping[str, Arm], runs: Sequence[StoredRun]) -> Iterator[str]:
-    """How the runs differ in what should be equal: code, keys, attempts, length."""
+    """Sentences on differences in what should be equal: code, keys, attempts, length."""
     for arm in arms.values():
         yield from mixed_code(arm.label, arm.runs)
         mixed = [f"{path} ({seeds})" for path, seeds in mixed_keys(arm.runs, fixed=False)]

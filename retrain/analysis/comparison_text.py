@@ -298,7 +298,10 @@ def _contrast_columns(
         lambda one: interval_words(one.conclusion.interval, metric),
     )
     if any(one.wide for one in contrasts):
-        yield "for new problems", lambda one: _wide_words(one, metric)
+        yield (
+            "for new problems",
+            lambda one: interval_words(one.wide.interval if one.wide else None, metric),
+        )
     if any(one.parts for one in contrasts):
         yield (
             "eval sd",
@@ -314,10 +317,6 @@ def _contrast_columns(
         yield "p (TOST)", lambda one: p_words(one.conclusion.equivalence_p_adjusted)
     yield "d_z", lambda one: "" if one.conclusion.d_z is None else f"{one.conclusion.d_z:.2f}"
     yield "verdict", lambda one: one.conclusion.word(test.alpha)
-
-
-def _wide_words(contrast: Contrast, metric: Metric) -> str:
-    return interval_words(contrast.wide.interval if contrast.wide else None, metric)
 
 
 def task_table(comparison: Comparison) -> Table:

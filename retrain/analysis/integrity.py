@@ -1,5 +1,5 @@
-"""Whether a run is what its campaign planned, and what it says of itself: looked at before it
-counts for a condition and a seed.
+"""Checks a run against its campaign's plan and against its own files, before it counts for a
+condition and a seed.
 
 The manifest says which run a folder should hold; its config.toml, its summary and its trainer state
 say which one it does hold. Anybody can write all of them alike, so this finds accidents and
@@ -171,8 +171,8 @@ def repeated_numbers(runs: Iterable[StoredRun]) -> Iterator[list[StoredRun]]:
 
 
 def are_the_same(pairs: Sequence[Pair]) -> int:
-    """How many pairs hold one run twice: equal numbers in every step and every evaluation, but for
-    what the clock measured.
+    """The number of pairs that hold one run twice: equal numbers in every step and every
+    evaluation, but for what the clock measured.
     """
     return sum(
         bool(one.ending) and one.ending == other.ending and one.numbers == other.numbers

@@ -323,7 +323,7 @@ class Pairs:
         return rates
 
     def pairing(self) -> Pairing | None:
-        """How well pairing worked; None below three pairs, or where an arm does not vary."""
+        """The effect of pairing; None below three pairs, or where an arm does not vary."""
         seeds = [
             seed
             for seed in self.differences

@@ -220,7 +220,7 @@ def deviations(
     if absences and absences.not_listed:
         yield (
             f"its manifest (which does not list {', '.join(absences.not_listed)}, though the"
-            f" campaign's folder holds {_them(absences)})"
+            f" campaign's folder holds {'it' if len(absences.not_listed) == 1 else 'them'})"
         )
 
 
@@ -237,10 +237,6 @@ def _settings(
     yield "correction", test.correction or planned_rule, planned_rule
     yield "failed runs", test.failed, "exclude"
     yield "max_steps", record.max_steps, plan.max_steps
-
-
-def _them(absences: "Absences") -> str:
-    return "it" if len(absences.not_listed) == 1 else "them"
 
 
 def _margin(value: float | None) -> str:

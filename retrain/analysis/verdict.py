@@ -63,7 +63,7 @@ class TestSettings:
         return self.correction or "maxt"
 
     def direction(self, better: Direction) -> Direction:
-        """Which end of a metric is better, where `better` is the metric's own."""
+        """The better end of a metric, where `better` is the metric's own."""
         return "lower" if self.lower_is_better else better
 
     def adjusted(self, family: Sequence[Differences]) -> list[float]:

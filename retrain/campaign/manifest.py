@@ -59,8 +59,8 @@ class RunEntry:
     reason: str | None = None
     """The reason why it failed or was interrupted."""
     attempts: int = 1
-    """How often it was begun: one more for each time that it was tried again after it had failed or
-    had been done."""
+    """Number of times it was begun: one more for each time that it was tried again after it had
+    failed or had been done."""
 
 
 @dataclass
@@ -183,7 +183,7 @@ class Manifest:
         Raises ConfigurationError if the plan lacks a run, changes how a run is trained, or gives
         looks that were taken another meaning.
         """
-        # Both plans as the manifest stores them: a masked value differs from none.
+        # Both plans in the manifest's form, in which a secret is masked and equals itself.
         before = {
             run.name: run
             for run in plan_campaign(config_from_mapping(self.config), plan.folder).runs

@@ -41,7 +41,7 @@ def command(
 
 
 def parting_lines(one: "StoredRun", other: "StoredRun", found: "Parting | None") -> Iterator[str]:
-    """Where two runs part and what could have caused it, as lines."""
+    """Lines on the first difference of two runs and on its possible causes."""
     from retrain.analysis.parting import causes
 
     reasons = list(causes(one, other, found))

@@ -1,4 +1,4 @@
-"""What somebody means whose first word is neither a command nor a file."""
+"""Advice on a command line whose first word is neither a command nor a file."""
 
 import shlex
 from collections.abc import Sequence

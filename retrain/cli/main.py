@@ -71,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 _LOCAL_TRAINER = ("torch", "peft")
-"""What retrain-core leaves out: every command runs without it until it needs a model on this
-machine."""
+"""The packages that retrain-core leaves out: every command runs without them until it needs a model
+on this machine."""
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -36,8 +36,13 @@ class RunArguments:
 def run_file(arguments: Sequence[str]) -> int:
     parsed = parse_arguments(arguments)
     loaded = "Loaded .env" if load_dotenv() else ""
+    from retrain.config import load_config
+
     try:
-        config, note = _configuration(parsed)
+        _refuse_run_as_file(parsed)
+        # A typo is answered before seconds of imports.
+        config, note = _continued(parsed) or (load_config(parsed.path, parsed.overrides), "")
+        _refuse_two_intents(parsed, config)
     except RetrainError:
         # A variable of .env may be the mistake.
         if loaded and not parsed.quiet:
@@ -82,17 +87,6 @@ def run_file(arguments: Sequence[str]) -> int:
             said=[LogLine(line) if line is loaded else line for line in said],
         )
     return 0
-
-
-def _configuration(parsed: RunArguments) -> "tuple[TrainConfig, str]":
-    """Load what the command line asks for, and a line that names the file of a resumed run."""
-    from retrain.config import load_config
-
-    _refuse_run_as_file(parsed)
-    # A typo is answered before seconds of imports.
-    config, note = _continued(parsed) or (load_config(parsed.path, parsed.overrides), "")
-    _refuse_two_intents(parsed, config)
-    return config, note
 
 
 def _refuse_run_as_file(parsed: RunArguments) -> None:

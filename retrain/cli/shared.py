@@ -1,4 +1,6 @@
-"""What several commands share: options, the .env file, and lines of progress on standard error."""
+"""Parts that several commands share: options, the .env file, and lines of progress on standard
+error.
+"""
 
 import json
 import sys

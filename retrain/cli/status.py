@@ -136,24 +136,18 @@ def _table(runs: Sequence["RunStatus"], root: Path, width: int | None) -> list[s
 
 
 def _cells(run: "RunStatus", root: Path) -> tuple[str, ...]:
-    from retrain.records.terminal import duration, one_line
+    from retrain.records.terminal import duration, number, one_line
 
     below = run.path.is_relative_to(root) and run.path != root
     return (
         one_line(str(run.path.relative_to(root) if below else run.path)),
         str(run.state),
         f"{run.steps}/{run.max_steps}" if run.max_steps else "-",
-        _number(run.correct_rate, ".1%"),
-        _number(run.mean_reward, ".3f"),
-        _number(run.loss, ".4f"),
-        _number(run.held_out, ".1%"),
-        _number(run.tokens_per_s, ",.0f"),
-        _number(run.median_step_time_s, ".2f"),
+        number(run.correct_rate, ".1%"),
+        number(run.mean_reward, ".3f"),
+        number(run.loss, ".4f"),
+        number(run.held_out, ".1%"),
+        number(run.tokens_per_s, ",.0f"),
+        number(run.median_step_time_s, ".2f"),
         "-" if run.remaining_s is None else duration(run.remaining_s),
     )
-
-
-def _number(value: float | None, form: str) -> str:
-    if value is None:
-        return "-"
-    return format(value, form)

@@ -234,7 +234,7 @@ SQUEEZE_TRACKING = (
     "logging.wandb_tags",
     "logging.log_dir",
 )
-"""Where a squeeze job sends its analysis."""
+"""The keys that say where a squeeze job sends its analysis."""
 
 _RUNS: Rows = (
     unused(
@@ -686,8 +686,8 @@ def splits_base(backend: Backend, processes: int) -> bool:
 
 
 def sharding_note(config: TrainConfig, *, evaluates: bool = False) -> str:
-    """What [backend] shard_base = true costs a run, or that `retrain eval` has no use for it; ""
-    where it is false.
+    """A sentence on what [backend] shard_base = true costs a run, or on `retrain eval`, which has
+    no use for it; "" where it is false.
     """
     if not config.backend.shard_base or config.kind == "squeeze":
         return ""

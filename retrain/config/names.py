@@ -225,7 +225,7 @@ def condition_label(advantage_mode: str, transform_mode: str, algorithm_mode: st
 
 
 def _last_part(name: str) -> str:
-    """What a dotted path names; any other name as it is."""
+    """The last part of a dotted path; any other name as it is."""
     return name.rpartition(".")[2] if is_dotted(name) else name
 
 

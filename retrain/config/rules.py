@@ -627,7 +627,7 @@ def _options_are_known(config: AllSections) -> Violations:
 
 
 def _option_problems(backend: Backend) -> Iterator[str]:
-    """What is wrong with an option, after the name of their table."""
+    """Clauses on wrong options, to follow the name of their table."""
     known = list(chain.from_iterable(model.model_fields for model in BACKEND_OPTIONS.values()))
     wrong = [name for name in backend.options if name not in known]
     for name in wrong[: MAX_SENTENCES - 1]:

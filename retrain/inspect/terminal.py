@@ -26,7 +26,7 @@ _POSITIVE = ("#d8e9f7", "#aed2ef", "#7db8e4", "#4a9ad6", "#1b75bc")
 _NEGATIVE = ("#fbe3d6", "#f7c4a8", "#f0a077", "#e57a48", "#cf5417")
 """Nearly everyone can tell blue from orange. Text is black, on the strongest shade white."""
 _DETECTOR_MARKS = {"regex": "underline bold", "semantic": "italic overline"}
-"""How tokens look that one of two compared detectors marks."""
+"""The style of a token that one of two compared detectors marks."""
 _MARKED = 8
 """Rows of the table below a coloured text."""
 

@@ -83,6 +83,13 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def number(value: float | None, form: str) -> str:
+    """Write a number; a missing one is a dash."""
+    if value is None:
+        return "-"
+    return format(value, form)
+
+
 def duration(seconds: float) -> str:
     """Write seconds in words: 2 h 05 min, 3 min 20 s, 12 s."""
     whole = round(seconds)

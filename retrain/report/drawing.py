@@ -209,7 +209,7 @@ def _scale(axes: Axes, lines: Lines) -> None:
 
 
 def _line_words(data: ReportData, window: int) -> str:
-    """What the lines are means over; `window` is the number of steps in a running mean."""
+    """A sentence on what the lines average; `window` is the number of steps in a running mean."""
     if data.single:
         if window > 1:
             return f"Bold: mean of {window} steps; thin: each step."

@@ -217,7 +217,7 @@ def render(
             live=live,
             style=Markup(style),
             script=Markup(script),
-            tiles=_tiles(data),
+            tiles=list(_run_tiles(data) if data.single else _campaign_tiles(data)),
             figures=shown,
             arms=_arm_rows(data.arms) if not data.single else None,
             arm_head=(
@@ -315,12 +315,8 @@ def _number(value: float | None, form: str = ".3g") -> str:
     return format(value, form)
 
 
-def _tiles(data: ReportData) -> list[tuple[str, str]]:
-    """Return the (name, value) pairs that a reader wants to know first."""
-    return list(_run_tiles(data) if data.single else _campaign_tiles(data))
-
-
 def _campaign_tiles(data: ReportData) -> Iterator[tuple[str, str]]:
+    """The (name, value) pairs that a reader wants to know first."""
     runs = len(data.statuses)
     yield "runs done", f"{sum(status.state == 'done' for status in data.statuses)} of {runs}"
     yield "conditions", str(len(data.arms))

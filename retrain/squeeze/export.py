@@ -45,7 +45,7 @@ _SHOWN = (
 class Export:
     folder: Path
     base: str
-    """What `base_model_name_or_path` says: a hub id, or a folder of this machine."""
+    """The value of `base_model_name_or_path`: a hub id, or a folder of this machine."""
     is_local: bool
     """True if `base` is a folder."""
 
@@ -118,8 +118,8 @@ def _write_model(model: Any, folder: Path) -> None:
 
 
 def _own_settings(config: TrainConfig) -> dict[str, str]:
-    """What the exported configuration says in place of the run's own folder, and of a label that
-    has the form of a secret: masked, it would be no label.
+    """The settings that replace the run's own: its folder, and a label that has the form of a
+    secret, since masked it would be no label.
     """
     settings = {"logging.log_dir": "logs/reproduced"}
     if Redactor().text(config.logging.label) != config.logging.label:

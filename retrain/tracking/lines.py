@@ -7,7 +7,7 @@ from retrain.records.entries import StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.run_folder import RunFolder
 from retrain.records.summary import RunSummary
-from retrain.records.terminal import one_line
+from retrain.records.terminal import number, one_line
 from retrain.tracking.base import Event, GroupScore, GroupScores, Message
 
 MAX_GROUP_LINES = 8
@@ -68,13 +68,6 @@ def step_line(record: StepRecord) -> str:
         f"time={number(record.step_time_s, '.1f')}s",
     ]
     return " | ".join(fields)
-
-
-def number(value: float | None, form: str) -> str:
-    """Format a number that may be missing, as a dash."""
-    if value is None:
-        return "-"
-    return format(value, form)
 
 
 def evaluation_line(result: Evaluation) -> str:

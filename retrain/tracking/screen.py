@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, TextIO
 from retrain.records.entries import StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.summary import RunSummary
-from retrain.records.terminal import counted, one_line
+from retrain.records.terminal import counted, number, one_line
 from retrain.tracking.base import Event, GroupScores, Message, Progress, StartEvent
-from retrain.tracking.lines import group_lines, number, summary_lines, task_lines
+from retrain.tracking.lines import group_lines, summary_lines, task_lines
 from retrain.types import LogLine
 
 if TYPE_CHECKING:
