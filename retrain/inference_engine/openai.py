@@ -329,7 +329,7 @@ class OpenAIDialect(VLLMDialect):
 
 
 def _llama_cpp_settings(body: Json) -> Json:
-    """What a request leaves out is not neutral at llama.cpp: its top_k is 40, and its min_p 0.05."""
+    """Return what llama.cpp must be told: left out, its top_k is 40, and its min_p 0.05."""
     kept = {name: body[name] for name in ("top_k", "min_p", "max_tokens", "prompt")}
     return kept | {"repeat_penalty": 1.0}
 
