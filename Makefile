@@ -88,7 +88,7 @@ site: ## the manual as a site in build/site, strictly (installs mkdocs-material 
 	@test -x "$(CACHE)/site/bin/mkdocs" || { $(PYTHON) -m venv "$(CACHE)/site" && \
 		"$(CACHE)/site/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs mkdocs-material; }
 	NO_MKDOCS_2_WARNING=1 "$(CACHE)/site/bin/mkdocs" build --strict --quiet
-	@echo "Site: build/site/index.html"
+	@echo "Site: build/site; look at it with: python3 -m http.server --directory build/site"
 
 docs-check: $(STAMP) ## commands, files and configurations in the documents; generated files
 	$(BIN)/python scripts/docs_check.py

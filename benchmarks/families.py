@@ -2,6 +2,7 @@
 random model of each family.
 
     python benchmarks/families.py
+    python benchmarks/families.py --page docs/models.md
 
 Prompts and completions are longer than every sliding window, every layer has a LoRA adapter, and
 the completions of a prompt share its forward pass. The log-prob of every sampled token is compared.
@@ -12,16 +13,27 @@ import warnings
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from report import add_output, load_average, publish, table, versions_line
+from report import (
+    add_output,
+    command_line,
+    load_average,
+    machine_line,
+    publish,
+    table,
+    versions_line,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from retrain.backends.local.learner import Learner
 from retrain.config import TrainConfig
+from retrain.errors import ConfigurationError, first_line
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.model.adapter import Adapter
@@ -95,6 +107,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {**_SOME_SLIDE, "no_rope_layer_interval": 2},
     "exaone4": {**_SLIDES, "sliding_window_pattern": 2},
     "seed_oss": _HEAD,
+    "persimmon": {},
+    "ernie4_5": _HEAD,
+    "nanochat": {},
     "gemma3n_text": {
         **_HEAD,
         **_SLIDES,
@@ -141,6 +156,25 @@ PADDED: dict[str, dict[str, Any]] = {
 }
 """Families whose attention ours cannot compute: a server samples, and the learner pads its rows and
 leaves attention to the family."""
+OTHERS: dict[str, dict[str, Any]] = {
+    "bloom": {"n_head": 4, "n_layer": _LAYERS},
+    "codegen": {"n_embd": 32, "n_head": 4, "n_layer": _LAYERS, "rotary_dim": 4},
+    "falcon": {},
+    "gptj": {"n_embd": 32, "n_head": 4, "n_layer": _LAYERS, "rotary_dim": 4},
+    "jamba": {},
+    "mamba": {},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": _LAYERS},
+    "qwen3_next": {},
+    "recurrent_gemma": {
+        "lru_width": 32,
+        "attention_window_size": _WINDOW,
+        "block_types": ["recurrent", "attention"],
+    },
+    "rwkv": {},
+    "stablelm": {},
+}
+"""Families that the sampler here refuses: those without pluggable attention, or with a state."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +196,7 @@ def tiny_model(family: str) -> Any:
     """Random weights, large enough that attention is far from uniform; norms near 1."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        config = CONFIG_MAPPING[family](**{**_SHAPE, **(FAMILIES | PADDED)[family]})
+        config = CONFIG_MAPPING[family](**{**_SHAPE, **(FAMILIES | PADDED | OTHERS)[family]})
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation="eager"
         )
@@ -312,13 +346,72 @@ def reference(model: Any, rows: list[Row]) -> list[np.ndarray]:
     return found
 
 
+def verdict(family: str) -> tuple[str, str, str, str]:
+    """The family's row on the page."""
+    if family in FAMILIES:
+        found = compare(family)
+        forward = "its own forward pass"
+        if found.fused:
+            forward = "fused"
+        return family, forward, "packed", f"{found.engine:.1e}, {found.learner:.1e}"
+    try:
+        return family, "a server", "padded", f"{compare_padded(family):.1e}"
+    except ConfigurationError as error:
+        why = first_line(error).partition(" (")[0].removeprefix("[lora] target_modules: ")
+        return family, "refused", why, ""
+
+
+def write_page(page: Path) -> None:
+    """Write what runs, for those who look for their model."""
+    rows = [verdict(family) for family in FAMILIES | PADDED | OTHERS]
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    page.write_text(
+        PAGE.format(
+            command=command_line(),
+            date=datetime.now(UTC).date().isoformat(),
+            machine=machine_line(load_average()),
+            versions=versions_line(versions),
+            table=table(["family", "sampled by", "learned", "largest difference, nats"], rows),
+        ),
+        encoding="utf-8",
+    )
+
+
+PAGE = """# Does my model run?
+
+You want to know whether a family of models trains here, and how exactly. This table is of tiny
+models of random weights, with a LoRA adapter on every linear layer and prompts longer than every
+sliding window. It is made by `{command}` on {date}
+({machine}; {versions}).
+
+- *fused*: the fast forward pass of retrain; *its own*: that of transformers. Both sample in this
+  process, with prompts shared.
+- *a server*: `[inference] engine = "pytorch"` refuses it in a sentence, and a
+  [server](servers.md) samples; whether yours serves the family is for it to say.
+- *packed*: the learner computes rows without padding; *padded*: it pads them and leaves attention
+  to the model. *refused*: neither, for the reason named.
+- The difference is that of a sampled token's log-prob from transformers' in float64: the sampler's
+  and the learner's, or the learner's alone. In float32; half precision rounds by more, which the
+  [parity gate](parity.md) measures on your model before the first step.
+
+{table}
+
+A model of text and images, such as Gemma 3 from 4B on, trains by its text: the adapter leaves the
+vision tower alone. A family that is not here is tried on four tokens before anything else.
+"""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--page", type=Path, help="write docs/models.md instead")
     add_output(parser)
     arguments = parser.parse_args()
+    if arguments.page:
+        write_page(arguments.page)
+        return
     load = load_average()
     lines = []
     for family in arguments.families:

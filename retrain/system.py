@@ -208,6 +208,13 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def resident_bytes(pid: int) -> int:
     """Return the resident memory of a process; 0 if it has ended or belongs to another user."""
     import psutil  # here, since most processes never ask

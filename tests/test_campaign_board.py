@@ -163,13 +163,19 @@ def test_elsewhere_running_runs_print_a_line_now_and_then(
     assert out.getvalue() == ("[ 2/10] maxrl+none_s1 step 12/50, correct 45.3%, 1 min 16 s left\n")
 
 
-def test_quiet_is_quiet(campaign: tuple[CampaignPlan, Manifest]) -> None:
+def test_quiet_leaves_what_is_said_and_what_ended(
+    campaign: tuple[CampaignPlan, Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("retrain.campaign.board.REFRESH_S", 0.01)
+    monkeypatch.setattr("retrain.campaign.board.LINES_EVERY_S", 0.01)
     out = Terminal()
     with Board(*campaign, workers=1, out=out, quiet=True) as board:
         board.say("x")
         board.started("maxrl+none_s1")
         board.ended("grpo+none_s1")
-    assert out.getvalue() == ""
+        board._closing.wait(0.1)
+    first, *rest = out.getvalue().splitlines()
+    assert first == "x" and len(rest) == 1 and rest[0].startswith("[ 1/10] grpo+none_s1 done: ")
 
 
 def test_a_run_without_steps_has_no_rate(campaign: tuple[CampaignPlan, Manifest]) -> None:

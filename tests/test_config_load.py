@@ -205,6 +205,7 @@ def test_a_table_flag_adds_to_the_table_of_the_file(file: Path) -> None:
         (["--lr", "--seed", "1"], "flag --lr needs a value"),
         (["--no-plugins-strict=true"], "flag --no-plugins-strict takes no value"),
         (["--no-lr"], "--no-lr is not a flag"),
+        (["--no-no-plugins-strict"], "--no-no-plugins-strict is not a flag"),
         (["--transform-param", "cap"], "flag --transform-param takes key=value"),
         (["--transform-param", "cap=[1"], "the value is not valid TOML"),
         (["--transform-param", "a b=1"], "is not a key; use letters, digits, _ and -"),

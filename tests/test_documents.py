@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from retrain import train
+from retrain.cli.parameters import parameters_of
 from retrain.cli.usage import COMMANDS, EXAMPLES
 from retrain.config import load_config
 from scripts import docs_check
@@ -145,6 +146,17 @@ def test_a_block_marked_run_needs_nothing_but_an_empty_folder(
     for _, text in blocks(page, marked=True):
         paste.shell(text)
     assert not paste.problems
+
+
+def test_agents_are_told_of_every_command_that_prints_json() -> None:
+    page = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
+    named = page.partition("It is understood by")[2].partition("which prints")[0]
+    printing = {
+        name
+        for name in COMMANDS
+        if name != "help" and "--json" in {given.name for given in parameters_of(name)}
+    }
+    assert {f"`{name}`" for name in printing} == set(re.findall("`[a-z-]+`", named))
 
 
 def test_what_a_block_needs_is_one_of_three() -> None:

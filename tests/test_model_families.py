@@ -71,9 +71,27 @@ def test_layers_that_peft_refuses_are_one_sentence_and_list_elements_stay() -> N
     assert not any(name.isdigit() for name in target_modules(base, []))
 
 
+def test_the_towers_of_a_multimodal_model_are_not_adapted() -> None:
+    text = {**_SHAPE, "head_dim": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16}
+    seen = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = transformers.Gemma3Config(text_config=text, vision_config=seen, mm_tokens_per_image=4)
+    model = transformers.AutoModelForCausalLM.from_config(config).requires_grad_(False)
+    _, adapter, _ = adapted(model, "gemma3")
+    assert adapter.parameters
+    assert all(".language_model.layers." in name for name in adapter.parameters)
+
+
 def test_a_router_is_adapted_only_where_it_is_named() -> None:
     block = torch.nn.ModuleDict({"router": torch.nn.Linear(2, 2), "down": torch.nn.Linear(2, 2)})
-    base: Any = SimpleNamespace(decoder=torch.nn.ModuleList([block]))
+    text_only = SimpleNamespace(config=transformers.LlamaConfig())
+    base: Any = SimpleNamespace(decoder=torch.nn.ModuleList([block]), model=text_only)
     assert target_modules(base, []) == ["down"]
     assert target_modules(base, ["router"]) == ["router"]
 

@@ -109,6 +109,7 @@ class SEPAController:
         warmup_seen = _count(state, "warmup_seen")
         if gate_step is not None:
             gate_step = _count(state, "gate_step")
+        # The last to be read: nothing has changed so far, should one be wrong.
         var_ema, var_0 = (_variance(state, name) for name in ("var_ema", "var_0"))
         self.gate_open, self.gate_step, self.warmup_seen = gate_open, gate_step, warmup_seen
         self.var_ema, self.var_0 = var_ema, var_0

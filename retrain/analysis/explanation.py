@@ -72,8 +72,9 @@ def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
     low, high = (size_words(end, metric).removesuffix(" pp") for end in found.detectable)
     unit = " points" if metric.is_rate else ""
     return (
-        f"{interval_alone}So many pairs could have found a difference of about"
-        f" {low} to {high}{unit} (in {100 * test.power:g}% of such campaigns)."
+        f"{interval_alone}So many pairs find a true difference of {high}{unit} in"
+        f" {100 * test.power:g}% of campaigns and one below {low}{unit} more seldom; in between"
+        " that is not known."
     )
 
 
@@ -242,7 +243,7 @@ def sharing(contrast: Contrast) -> str:
             f" The training data of {_of(shared.unrecorded, shared.pairs)} pairs was not recorded."
         )
     if shared.environment:
-        words += f" The machines or versions differ: {', '.join(shared.environment)}."
+        words += f" The machines, versions or code differ: {', '.join(shared.environment)}."
     return words
 
 

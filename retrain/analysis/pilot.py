@@ -319,6 +319,7 @@ def _pilot_of_pairs(base: Arm, paired: Sequence[Arm], metric: Metric) -> Pilot:
     squares = [sd**2 * count for sd, count in zip(sds.values(), freedom, strict=True)]
     sd = float(np.sqrt(sum(squares) / sum(freedom)))
     source = f"{max(freedom) + 1} pairs of {base.label} and {', '.join(differences)}"
+    # Only the rate of single answers has parts from the problems and from the samples.
     if metric.k != 1:
         return Pilot(metric, sd, max(freedom), source, len(paired), None, sds)
     held_out = held_out_variances(

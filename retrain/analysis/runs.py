@@ -436,9 +436,17 @@ def _walk(folder: Path) -> Iterator[StoredRun]:
     elif is_campaign(folder):
         yield from (run for run in campaign_runs(folder) if is_run(run.path))
     else:
-        for child in sorted(folder.iterdir()):
-            if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
-                yield from _walk(child)
+        for child in subfolders(folder):
+            yield from _walk(child)
+
+
+def subfolders(folder: Path) -> Iterator[Path]:
+    """The folders in `folder` that may hold runs, in order of their names; no links and no hidden
+    ones.
+    """
+    for child in sorted(folder.iterdir()):
+        if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
+            yield child
 
 
 _KINDS = {
@@ -533,6 +541,7 @@ def load_runs(folder: str | Path) -> "pd.DataFrame":
     runs = find_runs(root)
     tables = [read_metrics(run.folder.metrics) for run in runs]
     rows = [len(table) for table in tables]
+    # The folder of a single run has no path below itself.
     names = {
         run.path: (
             root.resolve().name

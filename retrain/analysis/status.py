@@ -14,7 +14,7 @@ from typing import Any
 
 from retrain.analysis.integrity import given_keys, problem_of
 from retrain.analysis.planned import CampaignRecord, evidence_line
-from retrain.analysis.runs import StoredRun, campaign_runs, is_campaign, is_run
+from retrain.analysis.runs import StoredRun, campaign_runs, is_campaign, is_run, subfolders
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
 from retrain.records.entries import StepRecord
 from retrain.records.run_folder import MARKER, Liveness, RunFolder, Writer
@@ -219,9 +219,8 @@ def _found(folder: Path) -> Iterator[Path]:
     ):
         yield folder
         return
-    for child in sorted(folder.iterdir()):
-        if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
-            yield from _found(child)
+    for child in subfolders(folder):
+        yield from _found(child)
 
 
 def _lost_its_config(folder: Path) -> bool:

@@ -388,6 +388,7 @@ def prove_aggregation(function: OwnFunction) -> None:
     try:
         weights = function.call(*given)
         again, other = function.call(counts.copy(), group.copy()), np.array([2, 4, 0, 1, 3])
+        # The order of the completions and the numbers of the groups are arbitrary.
         moved = function.call(counts[other], (group + 7)[other])
     except Exception as error:
         raise ProofError(_why(function, error)) from error

@@ -94,7 +94,7 @@ def read_progress(plan: CampaignPlan, entry: RunEntry) -> Progress:
 
 class Board:
     """Use as a context manager. The campaign's thread calls `say`, `started` and `ended`; a second
-    thread refreshes the table.
+    thread refreshes the table. A quiet one shows what is said and what ended, and no progress.
     """
 
     def __init__(
@@ -158,8 +158,6 @@ class Board:
     # -- lines -------------------------------------------------------------------------------------
 
     def say(self, line: str) -> None:
-        if self._quiet:
-            return
         text = encodable(clean(self._mask(line)), self._out.encoding or "utf-8")
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -168,7 +166,7 @@ class Board:
             self._out.flush()
 
     def started(self, name: str) -> None:
-        if self._live is None:
+        if self._live is None and not self._quiet:
             self.say(f"{self._prefix(name)} started")
 
     def ended(self, name: str) -> None:

@@ -157,6 +157,7 @@ class EvidenceRule:
             {looks[seed]: value for seed, value in contrast.differences.items()}
             for looks, contrast in zip(taken, comparison.contrasts, strict=True)
         ]
+        # Over the whole family: a decided condition has its evidence still, and bets no more.
         found = evidence(at_looks, len(record.looks))
         undecided = set(self._undecided)
         open_now = [

@@ -183,7 +183,7 @@ class Manifest:
         Raises ConfigurationError if the plan lacks a run, changes how a run is trained, or gives
         looks that were taken another meaning.
         """
-        # Both plans as the manifest stores them: a masked value differs from none.
+        # Both plans in the manifest's form, in which a secret is masked and equals itself.
         before = {
             run.name: run
             for run in plan_campaign(config_from_mapping(self.config), plan.folder).runs

@@ -235,6 +235,7 @@ class _Execution:
         """Queue the runs that are to be made: finished ones stay as they are; a run that failed or
         was interrupted in an earlier session is pending again.
         """
+        # Where the folder cannot be written this raises, before the first run.
         self._manifest.write()
         if self._plan.settings.stop == "evidence" and len(self._plan.conditions) > 1:
             self._rule = EvidenceRule(
@@ -242,6 +243,7 @@ class _Execution:
             )
         for run in self._plan.runs:
             entry = self._manifest[run.name]
+            # No look to come would use the run, so it is not tried again.
             if (
                 self._rule
                 and not self._rule.needs(run)

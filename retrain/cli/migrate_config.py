@@ -45,8 +45,8 @@ def migrate_text(text: str, name: str = "the configuration") -> str:
     legacy = [key for key in backend if key.startswith(LEGACY_PREFIX)]
     if not legacy:
         return text
-    # Without a header of its own, as in backend.options or an inline table, the section cannot be
-    # followed by another, so options stays inline.
+    # Only below a header [backend] can a header [backend.options] follow; elsewhere options stays
+    # inline.
     adds_section = (
         "options" not in backend and isinstance(backend, Table) and f"[{BACKEND}]" in text
     )

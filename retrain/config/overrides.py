@@ -252,13 +252,14 @@ class _Parser:
         if flag in self._flags:
             return self._flags[flag], "", False
         if flag.startswith("--no-"):
-            path, inside, _ = self._find("--" + flag.removeprefix("--no-"))
-            if path and not inside and bool in _key_of(path).kinds:
+            path, inside, negated = self._find("--" + flag.removeprefix("--no-"))
+            if path and not inside and not negated and bool in _key_of(path).kinds:
                 return path, "", True
             return None, "", False
         from retrain.config.keys import keys_by_path
         from retrain.config.names import ALIASES
 
+        # The dotted forms: --section.key, and --section.table.name for a value in a table.
         section, _, rest = flag.removeprefix("--").partition(".")
         leaf, _, inside = rest.partition(".")
         path = f"{section}.{leaf.replace('-', '_')}"

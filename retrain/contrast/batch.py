@@ -72,6 +72,7 @@ def read_arms(base: TrainConfig, path: Path | None, *, trust: bool, say: Say) ->
         campaign = _conditions_of(path)
     own = values.get("algorithm", {})
     values["algorithm"] = {key: value for key, value in own.items() if key not in _OF_ONE_ARM}
+    # One seed: the plan is made for its conditions alone.
     if base.campaign:
         steps, seeds = max_steps(base), base.campaign.seeds[:1]
     else:

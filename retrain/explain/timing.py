@@ -2,7 +2,6 @@
 campaign.
 """
 
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 from retrain.backends.base import backend_kind
 from retrain.campaign.launch import no_fork_reason, room_on_gpus, share_devices
 from retrain.errors import ConfigurationError
-from retrain.system import Json
+from retrain.system import Json, usable_cores
 
 if TYPE_CHECKING:
     from retrain.campaign.plan import CampaignPlan
@@ -244,10 +243,7 @@ def recommended_workers(plan: "CampaignPlan", memory: "Memory | None") -> Worker
             )
         )
     elif memory is not None and memory.machine.device_type == "cpu":
-        if hasattr(os, "sched_getaffinity"):
-            cores = len(os.sched_getaffinity(0))
-        else:
-            cores = os.cpu_count() or 1
+        cores = usable_cores()
         bounds.append(
             Workers(
                 cores,

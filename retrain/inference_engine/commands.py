@@ -150,6 +150,19 @@ def setting_flags(
     return found
 
 
+def attention_flags(
+    engine: str, inference: "Inference", kernels: Mapping[str, str], caches: Mapping[str, str]
+) -> list[str]:
+    """Return the flags for attention and its cache; `kernels` and `caches` are the server's names
+    for our values.
+    """
+    known = {
+        "attention_kernel": {key: ("--attention-backend", name) for key, name in kernels.items()},
+        "kv_cache_dtype": {key: ("--kv-cache-dtype", name) for key, name in caches.items()},
+    }
+    return setting_flags(engine, inference, known)
+
+
 def refuse_four_bits(engine: str, model: "Model") -> None:
     if model.load_in_4bit:
         raise ConfigurationError(

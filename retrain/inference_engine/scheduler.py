@@ -97,6 +97,7 @@ class DecodeRun:
                 prompts[0],
                 self._kv_storage,
             )
+        # The new rows hold nothing yet, and the others at most the capacity.
         self._arena.reserve(
             longest, self._max_tokens, self._rows.count, min(longest, self._arena.capacity)
         )

@@ -15,6 +15,7 @@ from retrain.inference_engine.commands import (
     ServerNeeds,
     Variable,
     address_flags,
+    attention_flags,
     concurrent_sequences,
     model_flags,
     refuse_four_bits,
@@ -150,11 +151,5 @@ class SGLangEngine(ServedEngine):
             command.add("--disable-radix-cache")
         kernels = {"flash": "fa3", "triton": "triton", "cutlass": "cutlass_mla"}
         caches = {"bf16": "bf16", "fp8": "fp8_e4m3"}
-        known = {
-            "attention_kernel": {
-                key: ("--attention-backend", name) for key, name in kernels.items()
-            },
-            "kv_cache_dtype": {key: ("--kv-cache-dtype", flag) for key, flag in caches.items()},
-        }
-        command.add(*setting_flags("sglang", config.inference, known))
+        command.add(*attention_flags("sglang", config.inference, kernels, caches))
         return command

@@ -15,6 +15,7 @@ from retrain.inference_engine.commands import (
     ServerNeeds,
     Variable,
     address_flags,
+    attention_flags,
     concurrent_sequences,
     model_flags,
     setting_flags,
@@ -321,11 +322,7 @@ def _sampling_flags(config: "TrainConfig") -> list[str]:
     flags.append("--enable-prefix-caching" if caching else "--no-enable-prefix-caching")
     kernels = {"flash": "FLASH_ATTN", "triton": "TRITON_ATTN", "cutlass": "CUTLASS_MLA"}
     caches = {"bf16": "bfloat16", "fp8": "fp8", "int8": "int8_per_token_head"}
-    known = {
-        "attention_kernel": {key: ("--attention-backend", name) for key, name in kernels.items()},
-        "kv_cache_dtype": {key: ("--kv-cache-dtype", flag) for key, flag in caches.items()},
-    }
-    flags += setting_flags("vllm", config.inference, known)
+    flags += attention_flags("vllm", config.inference, kernels, caches)
     if config.training.truncated:
         flags += ["--enable-scale-out", "--return-sampling-mask"]
     return flags

@@ -12,6 +12,7 @@ never see dropout.
 
 import json
 import math
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -381,7 +382,27 @@ def lora_config(base: "BaseModel", lora: "Lora", rank: int) -> Any:
         bias="none",
         # GPT-2's Conv1D stores [in, out].
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in base.model.modules()),
+        exclude_modules=_inside(towers(base)),
     )
+
+
+def towers(base: "BaseModel") -> list[str]:
+    """The parts of a model of text and images or sound that are not its language model."""
+    config = base.model.config
+    if config.get_text_config() is config:
+        return []
+    text = base.model.get_decoder()
+    if text is base.decoder:
+        return []
+    parts = base.decoder.named_children()
+    return [name for name, part in parts if not any(one is text for one in part.modules())]
+
+
+def _inside(parts: list[str]) -> str | None:
+    """The pattern of every module in these parts."""
+    if not parts:
+        return None
+    return rf"(.*\.)?({'|'.join(map(re.escape, parts))})\..*"
 
 
 def target_modules(base: "BaseModel", wanted: list[str]) -> list[str]:
@@ -390,9 +411,11 @@ def target_modules(base: "BaseModel", wanted: list[str]) -> list[str]:
     """
     from transformers.pytorch_utils import Conv1D
 
-    names = set()
+    names, others = set(), towers(base)
     for path, module in base.decoder.named_modules():
         name = path.rpartition(".")[2]
+        if path.partition(".")[0] in others:
+            continue
         # A layer that is itself an element of a list has the name of a block, and peft would adapt
         # the block. bitsandbytes' layers are nn.Linear too.
         if in_block(path) and not name.isdigit() and isinstance(module, nn.Linear | Conv1D):

@@ -395,6 +395,7 @@ class FusedDecoder:
         finally:
             for hook in hooks:
                 hook.remove()
+        # The adapter's factors are not written yet.
         self.refresh()
         embedded, rotary = self._embedded(ids, torch.arange(count, device=ids.device).unsqueeze(0))
         differences = [

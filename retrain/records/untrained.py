@@ -67,7 +67,7 @@ def _cause(records: Sequence[StepRecord]) -> str:
     total, cut = _completions(records), _counted(records, "max_token_hit_rate")
     groups = _sum(records, "batch_size")
     boxed = ""
-    # The reward reads boxes.
+    # Recorded where the reward reads boxes.
     if records[0].answer_found_rate is not None:
         found = _counted(records, "answer_found_rate")
         boxed = f"{found:,} of {total:,} completions hold \\boxed{{}}"

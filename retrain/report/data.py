@@ -75,16 +75,19 @@ class Curves:
 
     def last(self, name: str, window: int) -> float | None:
         """Return the mean of the last `window` known values; None if there are none."""
-        known = self.values[name][~np.isnan(self.values[name])][-window:]
+        known = self._known(name)[-window:]
         if len(known):
             return float(known.mean())
         return None
 
     def median(self, name: str) -> float | None:
-        known = self.values[name][~np.isnan(self.values[name])]
+        known = self._known(name)
         if len(known):
             return float(np.median(known))
         return None
+
+    def _known(self, name: str) -> Floats:
+        return self.values[name][~np.isnan(self.values[name])]
 
 
 @dataclass(frozen=True)

@@ -246,7 +246,9 @@ def _entropy(data: ReportData) -> PageFigure | None:
         kind, title = "surprisal", "Surprisal of the sampled tokens"
     fields = {f"exec_{kind}_mean": "", f"plan_{kind}_mean": "planning"}
     note = "Dashed: tokens inside planning phrases."
-    return line_figure(data, Lines("entropy", title, fields, ylabel="nats per token", note=note))
+    return line_figure(
+        data, Lines("entropy", title, fields, ylabel="entropy (nats per token)", note=note)
+    )
 
 
 # -- what it costs ---------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ trusted to stop by itself.
 
 import itertools
 import math
-import os
 import queue
 import threading
 import time
@@ -19,7 +18,7 @@ from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.rewards.forkserver import STARTUP_LIMIT_S, ForkServer, ForkServerLost
 from retrain.rewards.score import PartScore
 from retrain.rewards.worker import BadMessage, Channel, ChannelClosed, Message, encode
-from retrain.system import resident_bytes
+from retrain.system import resident_bytes, usable_cores
 
 MEMORY_LIMIT = 2 << 30
 """Maximum resident bytes of a verifying worker; no answer that ended in time was seen to take more
@@ -73,11 +72,7 @@ class WorkerSetup:
 
 def automatic_workers() -> int:
     """Return half of the cores that this process may use; sampling needs the rest."""
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
-    return max(1, min(_MAX_AUTOMATIC_WORKERS, cores // 2))
+    return max(1, min(_MAX_AUTOMATIC_WORKERS, usable_cores() // 2))
 
 
 class WorkerPool:

@@ -114,6 +114,7 @@ def _collect(function: Callable[..., Any], lines: dict[str, str], asked: str) ->
     for name in sorted(_names(function.__code__) | signature):
         if name in function.__globals__ and name not in lines:
             _define(name, function.__globals__[name], lines, asked)
+    # Last again, behind what it uses: a dict keeps the order of insertion.
     del lines[function.__name__]
     lines[function.__name__] = source
 

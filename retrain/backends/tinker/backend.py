@@ -345,6 +345,7 @@ class TinkerBackend(TinkerFacts):
                 "Tinker returned no log-probs for a forward pass, so sampler and learner cannot be"
                 " compared."
             )
+        # Rows without actions were not asked about.
         remaining = iter(values)
         return [next(remaining) if row.num_actions else np.empty(0, np.float32) for row in rows]
 
