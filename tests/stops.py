@@ -186,4 +186,4 @@ def _run_until_stopped(file: str, folder: str, moment: Placed | Random, threads:
 
     torch.set_num_threads(threads)
     moment.arm(fire, Path(folder))
-    sys.exit(main([file, "--quiet"]))
+    sys.exit(main([file, "--quiet", "--skip-parity"]))
