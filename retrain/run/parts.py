@@ -163,8 +163,9 @@ def _load_rest(
     backend = build_backend(config, text.eos_ids, choices, log, world)
     undo.callback(backend.close)
     backend.engine.log = log
-    decode = text.vocabulary.text
-    sampler_of = partial(Sampler, backend.engine, text=decode, world=world, stage=stage)
+    sampler_of = partial(
+        Sampler, backend.engine, text=text.vocabulary.text, world=world, stage=stage
+    )
     evaluator = None
     if held_out:
         evaluator = build_evaluator(config, sampler_of(judge), held_out)
