@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from runs import small
 from safetensors.torch import load_file, save_file
 from vllm_double import HASTY, Answer, VLLMDouble, error, lab
 
@@ -20,6 +21,7 @@ from retrain.inference_engine.base import BASE_MODEL, SampleRequest
 from retrain.inference_engine.max import MAXEngine
 from retrain.inference_engine.mlx import MLXEngine
 from retrain.inference_engine.sglang import SGLangEngine
+from retrain.inference_engine.texts import Texts
 from retrain.model.text import LAB_MODEL, load_tokenizer
 from retrain.types import Completion, FinishReason
 
@@ -118,6 +120,42 @@ class RawDouble(VLLMDouble):
     def with_raw_logprobs(self, one: Completion, request: SampleRequest) -> Completion:
         with lab()._adapter.disabled() if request.adapter_slot == BASE_MODEL else nullcontext():
             return super().with_raw_logprobs(one, request)
+
+
+class LlamaCppDouble(RawDouble):
+    """llama.cpp's /v1/completions, as its server writes it (tools/server/server-task.cpp, August
+    2026): ids beside the log-probs, no adapters, and sampling settings of its own.
+    """
+
+    def get(self, path: str) -> Answer:
+        if path == "/v1/models":
+            return 200, {"object": "list", "data": [{"id": "lab.gguf", "owned_by": "llamacpp"}]}
+        return super().get(path) if path == "/health" else (404, {"error": "File Not Found"})
+
+    def post(self, path: str, body: Any) -> Answer:
+        if "lora" in path:
+            return 404, {"error": {"code": 404, "message": "File Not Found"}}
+        return super().post(path, body | {"model": "base"})
+
+    def complete(self, body: Any, prompt: Any, settings: Any) -> Answer:
+        assert "ignore_eos" not in settings or "return_token_ids" in settings, "a probe alone"
+        neutral = (settings.get("top_k", 40), settings.get("min_p", 0.05))
+        assert settings["max_tokens"] == 1 or neutral == (-1, 0.0), "its defaults cut"
+        status, answer = super().complete(body, prompt, {**settings, "logprobs": 0})
+        for choice in answer["choices"]:
+            values = choice["logprobs"]["token_logprobs"]
+            content = [
+                {"id": token, "token": "", "bytes": [], "logprob": value, "top_logprobs": []}
+                for token, value in zip(choice["token_ids"], values, strict=True)
+            ]
+            for own in ("token_ids", "prompt_token_ids", "sampling_mask"):
+                choice.pop(own, None)
+            text = Texts(small(Path("nowhere")).model, "The double").decode(
+                [one["id"] for one in content if one["id"] not in lab()._eos_ids()]
+            )
+            asked = "logprobs" in settings
+            choice |= {"text": text, "logprobs": {"content": content} if asked else None}
+        return status, answer | {"usage": {"prompt_tokens": len(prompt)}}
 
 
 class MAXDouble(RawDouble):

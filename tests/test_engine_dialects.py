@@ -22,16 +22,19 @@ from dialect_doubles import (
     HastyMAX,
     HastyMLX,
     HastySGLang,
+    LlamaCppDouble,
     MAXDouble,
     MLXDouble,
     SGLangDouble,
     double,
 )
-from runs import small
+from runs import lines, small
 from vllm_double import lab
 
 from retrain import train
 from retrain.backends.local.backend import LocalBackend
+from retrain.cli.main import main
+from retrain.config import dump_toml, replaced
 from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed, ServerFailure
 from retrain.inference_engine import max as max_engine
 from retrain.inference_engine.base import NoiseKey, SampleRequest
@@ -425,3 +428,35 @@ def test_with_raw_log_probs_a_step_is_the_same_as_with_those_of_the_policy(tmp_p
     )
     one.close()
     other.close()
+
+
+# -- llama.cpp ---------------------------------------------------------------------------------
+
+
+def test_llama_cpps_server_is_evaluated_and_not_trained_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = LlamaCppDouble()
+    evaluation = {"max_examples": 4, "samples": 1, "temperature": 0.0}
+    config = small(
+        tmp_path / "run",
+        inference={"engine": "openai", "url": server.url},
+        reward={"type": "match"},
+        evaluation=evaluation,
+    )
+    (tmp_path / "llama.toml").write_text(dump_toml(config))
+    (tmp_path / "local.toml").write_text(
+        dump_toml(replaced(config, {"inference.engine": "pytorch"}))
+    )
+    assert main([str(tmp_path / "llama.toml")]) == 2
+    told = capsys.readouterr().err
+    assert "takes and returns token ids with log-probs, but loads no PEFT adapter" in told
+    written = []
+    for name in ("llama", "local"):
+        command = ["eval", str(tmp_path / f"{name}.toml"), "--output", str(tmp_path / name)]
+        assert main(command) == 0
+        keys = ("completion", "reward", "finish_reason", "num_tokens")
+        samples = lines(tmp_path / name / "samples.jsonl")
+        written.append([{key: line[key] for key in keys} for line in samples])
+    server.kill()
+    assert written[0] == written[1] and len(written[0]) == 4

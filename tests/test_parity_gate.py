@@ -151,13 +151,20 @@ def test_in_half_precision_a_missing_projection_is_told_from_rounding(
             run_parity_gate(rounded, parts, 0)
 
 
-def test_in_half_precision_one_module_that_is_missing_is_named(parts: Parts, engine: Any) -> None:
+def test_in_half_precision_one_module_that_is_missing_is_named(
+    parts: Parts, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rounded = small(
         Path("nowhere"), inference={"dtype": "bf16"}, training={"temperature": 0.8, "seed": 2}
     )
     engine("DropsAModuleInBf16")
     with pytest.raises(RunFailed, match="effect on k_proj in part 1 of 4 of the layers were"):
         run_parity_gate(rounded, parts, 0)
+    # Where it shows by its direction alone, it is a warning.
+    monkeypatch.setattr(gate, "_fault", lambda *_: "")
+    result = run_parity_gate(rounded, parts, 0)
+    assert "effect on k_proj in part 1 of 4 of the layers were" in result.suspected
+    assert result.suspected in result.line() and result.suspected in result.brief
 
 
 def test_in_half_precision_a_temperature_off_by_a_tenth_is_told_from_rounding(

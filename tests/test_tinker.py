@@ -6,10 +6,12 @@ import gzip
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -36,7 +38,13 @@ from retrain.cli.main import main
 from retrain.config import config_from_mapping, config_from_toml, dump_toml, unused_keys
 from retrain.config.overrides import deep_merge
 from retrain.config.schema import Loss
-from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed, ServerFailure
+from retrain.errors import (
+    ConfigurationError,
+    EnvironmentFailure,
+    Interrupted,
+    RunFailed,
+    ServerFailure,
+)
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.run.notes import notes
 from retrain.types import FinishReason, Row, StepResult
@@ -486,6 +494,30 @@ def test_an_address_where_another_program_answers_is_told(
         backend_for(tmp_path)
     assert "continue with" not in str(told.value)
     forever.set()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_wait_for_a_session(
+    double: Double, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    asked, forever = threading.Event(), threading.Event()
+
+    def opens(**_: Any) -> None:
+        asked.set()
+        forever.wait()
+
+    def stop() -> None:
+        asked.wait()
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr("tinker.ServiceClient", opens)
+    threading.Thread(target=stop, daemon=True).start()
+    began = time.monotonic()
+    with pytest.raises(Interrupted, match=signal.Signals(number).name):
+        train(tinker_config(tmp_path / "run"), quiet=True)
+    forever.set()
+    assert time.monotonic() - began < 20
+    assert not (tmp_path / "run").exists()
 
 
 def test_after_a_failure_nothing_more_is_asked_of_the_service(

@@ -32,6 +32,14 @@ if TYPE_CHECKING:
 
 CHAT = "/v1/chat/completions"
 _TOKEN = "token_id:"
+_LIKE_LLAMA_CPP = (
+    "can be evaluated but not trained with: it answers as llama.cpp's server does, which takes and"
+    " returns token ids with log-probs, but loads no PEFT adapter while it runs, leaves out the"
+    " tokens of a character that is cut, and gives log-probs before the temperature. In an"
+    " evaluation of the base model, or of a merged export, the text is scored as it comes, and"
+    ' encoded again to count its tokens; for a judge, [reward] type = "judge" needs text alone. To'
+    " train, use vllm, sglang, mlx or max."
+)
 _MAX_STOPS = 4
 """Maximum number of stop strings of OpenAI's API."""
 _LIMITS = ("max_tokens", "max_completion_tokens")
@@ -57,9 +65,12 @@ class OpenAIDialect(VLLMDialect):
     async def look(self, server: Server) -> None:
         await super().look(server)
         server.facts["text_alone"] = server.facts["chat_limit"] = ""
+        server.facts["like_llama_cpp"] = False
         path, probe = COMPLETIONS, self._probe_of_ids(server)
         lack = await self._lack(server)
-        if lack:
+        if server.facts["like_llama_cpp"]:
+            server.facts["text_alone"] = f"{self.title} {server.url} {_LIKE_LLAMA_CPP}"
+        elif lack:
             # Without text either, there is nothing: this raises.
             probe = self._probe_of_text(server)
             limit = await self._limit_of_chat(server)
@@ -74,7 +85,8 @@ class OpenAIDialect(VLLMDialect):
                 f"{self.title} {server.url} can be evaluated but not trained with: {lack}, and the"
                 " loss needs token ids with log-probs. To train, use the engine made for the"
                 ' server (vllm, sglang, mlx, max); for a judge, [reward] type = "judge" needs text'
-                " alone."
+                " alone. In an evaluation the text is scored as it comes, and encoded again to"
+                " count its tokens."
             )
         server.facts["refused_fields"] = await self._refused_fields(server, path, probe)
 
@@ -143,6 +155,7 @@ class OpenAIDialect(VLLMDialect):
         try:
             answer = await self._twice(server)
             ids, _ = self._ids_and_logprobs(answer["choices"][0])
+            server.facts["like_llama_cpp"] = "content" in answer["choices"][0]["logprobs"]
         except Refusal as error:
             if error.status in (401, 403):
                 raise
@@ -182,6 +195,8 @@ class OpenAIDialect(VLLMDialect):
         if request.truncation.active:
             kept |= {name: body[name] for name in ("top_k", "min_p")}
         kept["model"] = server.facts["base"] if server.facts.get("base_alone") else body["model"]
+        if server.facts["like_llama_cpp"]:
+            return path, kept | _llama_cpp_settings(body)
         limit = server.facts["chat_limit"]
         if limit:
             if not request.messages:
@@ -263,15 +278,24 @@ class OpenAIDialect(VLLMDialect):
             stopped = reason in _STOPPED
             ids = self.texts.encode(text) + self.eos_ids[:1] * stopped
             return ServedSample(ids, [nan] * len(ids), stopped, text=text)
+        if (
+            choice["finish_reason"] in _STOPPED
+            and ids[-1:] != [*self.eos_ids[:1]]
+            and ("content" in choice["logprobs"])
+        ):
+            ids, logprobs = [*ids, self.eos_ids[0]], [*logprobs, nan]
         return super()._read_one(
             choice | {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}}, request
         )
 
     def _ids_and_logprobs(self, choice: Json) -> tuple[list[int], list[float]]:
-        """Read ids and log-probs. The ids have two forms: a list of their own, or "token_id:123" in
-        place of the tokens' text.
+        """Read ids and log-probs. The ids have three forms: a list of their own, "token_id:123" in
+        place of the tokens' text, or llama.cpp's, beside each log-prob.
         """
         logprobs = choice["logprobs"]
+        if "content" in logprobs:
+            tokens = logprobs["content"]
+            return [int(one["id"]) for one in tokens], [float(one["logprob"]) for one in tokens]
         ids = choice.get("token_ids") or [
             int(token.removeprefix(_TOKEN)) for token in logprobs["tokens"]
         ]
@@ -302,6 +326,12 @@ class OpenAIDialect(VLLMDialect):
         if server.facts.get("base_alone"):
             return None
         return await super().adapters(server)
+
+
+def _llama_cpp_settings(body: Json) -> Json:
+    """Return what llama.cpp must be told: left out, its top_k is 40, and its min_p 0.05."""
+    kept = {name: body[name] for name in ("top_k", "min_p", "max_tokens", "prompt")}
+    return kept | {"repeat_penalty": 1.0}
 
 
 def _usage(answer: Json, name: str) -> Any:

@@ -121,6 +121,8 @@ class GateResult:
     or where it is not known."""
     endings: int = 0
     """Completions that ended at EOS."""
+    suspected: str = ""
+    """A warning of a small group of layers, in half precision, that both looks found."""
 
     def to_json(self) -> dict[str, float | int | str | None]:
         return asdict(self)
@@ -132,7 +134,7 @@ class GateResult:
         if self.max_difference is not None:
             apart = self.mean_difference if self.half_precision else self.max_difference
             found = f"engine and learner agree to {apart:.1e} nats"
-        return f"gate: {found}, gold answers {self.gold}"
+        return f"gate: {found}, gold answers {self.gold} {self.suspected}".rstrip()
 
     def line(self) -> str:
         if self.max_difference is None:
@@ -157,8 +159,8 @@ class GateResult:
             ends = "EOS is trained (no completion could be made to end)"
         return (
             f"Parity gate passed: engine and learner agree to {found}, {effect}, {ends}, gold"
-            f" answers score: {self.gold}."
-        )
+            f" answers score: {self.gold}. {self.suspected}"
+        ).rstrip()
 
 
 def parity_gate(
@@ -193,12 +195,12 @@ def _compared(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
     when = "after the first step's adapter was synced, " if inputs.trained else ""
     inputs, sampled = _first_look(inputs, asked if trial is None else few, when)
     # 3. They agree under an adapter that shows, and again after it was taken back.
-    effect = None
+    effect, suspected = None, ""
     if trial is not None:
         with trial:
             strength = visible_strength(inputs, trial, sampled)
             _sync(inputs)
-            sampled, effect = _with_trial_adapter(inputs, trial, strength, asked)
+            sampled, effect, suspected = _with_trial_adapter(inputs, trial, strength, asked)
         _sync(inputs)
         if not inputs.in_process:
             served = {"the trial adapter": (trial, strength)}
@@ -220,6 +222,7 @@ def _compared(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
         half_precision=inputs.half_precision,
         rounding=found.rounding,
         endings=endings,
+        suspected=suspected,
     )
 
 
@@ -313,20 +316,31 @@ def _compare(
 
 def _with_trial_adapter(
     inputs: GateInputs, trial: TrialAdapter, strength: float, prompts: Sequence[Prompt]
-) -> tuple[GateSample, float]:
+) -> tuple[GateSample, float, str]:
     """As `_compare`, under the trial adapter, which the engine serves; return its effect in nats
-    too.
+    too, and a warning of what does not stop the run, if two looks find such.
     """
-    suspects = list[Suspect]()
-    for look in range(_LOOKS):
+    suspects, minor = list[Suspect](), list[Suspect]()
+
+    def look_at(look: int) -> tuple[GateSample, str, float, list[Suspect], list[Suspect]]:
         sampled = _sampled(inputs, prompts, _TOKENS, look)
         # First, since it measures rounding under this adapter.
         fault = _fault(sampled, "with a trial adapter, ")
         effect, found = adapter_suspects(inputs, trial, strength, sampled)
         found += temperature_suspects(inputs, sampled)
+        small = [suspect for suspect in found if not suspect.stops]
+        return sampled, fault, effect, [one for one in found if one.stops], small
+
+    for look in range(_LOOKS):
+        sampled, fault, effect, found, small = look_at(look)
         if not found and not fault:
-            return sampled, effect
+            if small:
+                *_, small = look_at(_LOOKS)
+            return sampled, effect, small[0].sentence if small else ""
         suspects += found
+        minor += small
+    # What is proven otherwise may have a small group as its cause.
+    suspects = suspects or minor
     if suspects:
         fault = max(suspects, key=lambda suspect: suspect.explained).sentence
     raise RunFailed(fault)

@@ -258,6 +258,8 @@ class Suspect:
     explained: float
     """The part of the difference's sum of squares that it explains, between 0 and 1."""
     sentence: str
+    stops: bool = True
+    """False for a group so small that a sound engine can look like it: a warning."""
 
 
 def adapter_suspects(
@@ -285,11 +287,14 @@ def adapter_suspects(
         difference = np.concatenate([sampled.differences[number] for number in numbers])
         if len(difference) >= fewest:
             fits += fits_of(difference, fitted, inputs.half_precision)
-    suspects = [
-        Suspect(fit.explained, fit.sentence(inputs.consequence))
-        for fit in fits
-        if is_off(fit, inputs)
-    ]
+    suspects = []
+    for fit in fits:
+        if is_off(fit, inputs):
+            stops = fit.group not in trial.fine_groups
+            consequence = (
+                inputs.consequence if stops else "its completions may be of another policy"
+            )
+            suspects.append(Suspect(fit.explained, fit.sentence(consequence), stops))
     return float(np.abs(np.concatenate(whole)).mean()), suspects
 
 

@@ -7,7 +7,8 @@ closing terminal may send several.
 
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -24,6 +25,7 @@ class Interrupts:
     def __init__(self) -> None:
         self._stop: int | None = None
         self._save = False
+        self._at_once = False
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Self:
@@ -50,8 +52,20 @@ class Interrupts:
             self._save = True
         elif self._stop is None:
             self._stop = number
+            if self._at_once:
+                self.check()
         elif number != signal.SIGHUP:
             raise StoppedAtOnce(number)
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Stop wherever it is inside: there is no state yet, and what is waited for may be long."""
+        self._at_once = True
+        try:
+            yield
+        finally:
+            self._at_once = False
+        self.check()
 
     @property
     def stopped_by(self) -> int | None:

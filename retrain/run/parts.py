@@ -305,7 +305,7 @@ def _connect_engine(config: TrainConfig, log: Say, learns: bool) -> None:
     if text_alone and learns:
         raise ConfigurationError(text_alone)
     if text_alone:
-        log(f"{text_alone} The text is scored as it comes, and encoded again to count its tokens.")
+        log(text_alone)
 
 
 def build_backend(

@@ -165,9 +165,9 @@ class Session:
                         f"{world.size} processes share this run, each with its share of the prompts"
                         " and rows."
                     )
-                with closing(
-                    load_parts(opened.config, opened.state.choices, tracker.message, world)
-                ) as parts:
+                with interrupts.at_once() if world.size == 1 else nullcontext():
+                    loaded = load_parts(opened.config, opened.state.choices, tracker.message, world)
+                with closing(loaded) as parts:
                     if world.is_rank_zero:
                         refuse_other_data(opened, parts.prompts.fingerprint)
                     session = cls(

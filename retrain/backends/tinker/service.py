@@ -20,7 +20,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -176,7 +176,11 @@ def _in_thread(call: Callable[[], Any], seconds: float) -> Any:
             answer.set_exception(error)
 
     Thread(target=work, daemon=True).start()
-    return answer.result(timeout=seconds)
+    end = time.monotonic() + seconds
+    # In short waits: a signal's handler runs between them, whichever thread the signal came to.
+    while not answer.done() and time.monotonic() < end:
+        wait([answer], timeout=_POLL_S)
+    return answer.result(timeout=0)
 
 
 @contextmanager

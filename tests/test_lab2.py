@@ -1,0 +1,138 @@
+"""The second lab model: the shape of its surprisal, and choices that no later token mends."""
+
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from retrain.advantages.planning import RegexDetector
+from retrain.advantages.step import Float64Array
+from retrain.advantages.transforms import top_share
+from retrain.cli.main import main
+from retrain.data import lab
+from retrain.model.text import LAB_MODELS
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+HASTY = re.compile("what if we|or we could")
+CHECK = re.compile("let me check|let me verify|double check")
+
+
+@pytest.fixture
+def recipe(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import lab2_text
+
+    return lab2_text
+
+
+# ---- the text ------------------------------------------------------------------------------------
+
+
+def solutions(recipe: ModuleType, count: int) -> Iterator[tuple[lab.Problem, str]]:
+    rng = random.Random(0)
+    for _ in range(count):
+        problem = recipe.training_problem(rng)
+        yield problem, recipe.solution(problem, rng)
+
+
+def test_its_text_holds_no_heldout_problem(recipe: ModuleType) -> None:
+    assert {problem.split for problem, _ in solutions(recipe, 300)} == {"train"}
+
+
+def test_a_hasty_step_names_all_numbers_and_only_a_check_mends_it(recipe: ModuleType) -> None:
+    rates: dict[tuple[bool, bool], list[bool]] = {}
+    for problem, text in solutions(recipe, 4000):
+        kind = bool(HASTY.search(text)), bool(CHECK.search(text))
+        rates.setdefault(kind, []).append(text.endswith(f"{{{problem.answer}}}"))
+        for step in re.findall(r"what if we just add ([\d+]+)=", text):
+            assert step.count("+") >= 2
+    means = {kind: np.mean(right) for kind, right in rates.items()}
+    assert means[True, False] < 0.15
+    assert means[True, True] > 0.6
+    assert means[False, False] > 0.7
+
+
+def test_every_sum_of_its_text_that_is_not_wrong_on_purpose_is_right(recipe: ModuleType) -> None:
+    wrong = every = 0
+    for _, text in solutions(recipe, 2000):
+        for terms, result in re.findall(r"let me think: add ([\d+]+)=(\d+)\.", text):
+            every += 1
+            wrong += sum(map(int, terms.split("+"))) != int(result)
+    assert 0.01 < wrong / every < 0.03
+
+
+# ---- the model -----------------------------------------------------------------------------------
+
+
+class Sampled(NamedTuple):
+    text: str
+    reference: str
+    pieces: list[str]
+    surprisal: Float64Array
+    """[T] of the tokens, the end of the turn included."""
+
+    @property
+    def is_right(self) -> bool:
+        return f"\\boxed{{{self.reference}}}" in self.text
+
+
+@pytest.fixture(scope="module")
+def sampled() -> list[Sampled]:
+    """Two completions for each of 64 held-out problems, at temperature 1."""
+    tokenizer = AutoTokenizer.from_pretrained(LAB_MODELS["lab2"])
+    model = AutoModelForCausalLM.from_pretrained(LAB_MODELS["lab2"]).eval()
+    held_out = [one for one in lab.examples("heldout", 6)[:64] for _ in range(2)]
+    turns = [[{"role": "user", "content": one.prompt}] for one in held_out]
+    prompts = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    inputs = tokenizer(
+        prompts, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False
+    )
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        output = model.generate(
+            **inputs, do_sample=True, top_k=0, max_new_tokens=128, output_logits=True,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+    new = output.sequences[:, inputs["input_ids"].shape[1] :]
+    logprobs = torch.stack(output.logits, dim=1).double().log_softmax(-1)
+    chosen = -logprobs.gather(2, new[..., None])[..., 0]
+    found = []
+    for example, ids, own in zip(held_out, new, chosen, strict=True):
+        length = int((ids != tokenizer.pad_token_id).sum())
+        pieces = [tokenizer.decode(token) for token in ids[:length]]
+        found.append(Sampled("".join(pieces), str(example.reference), pieces, own[:length].numpy()))
+    return found
+
+
+def test_half_of_its_tokens_are_sure_and_a_fifth_are_not(sampled: list[Sampled]) -> None:
+    surprisal = np.concatenate([one.surprisal for one in sampled])
+    assert np.median(surprisal) < 0.01
+    assert 0.15 < (surprisal > 0.1).mean() < 0.30
+    assert top_share(-surprisal) < 0.5
+
+
+def test_its_planning_tokens_are_found_by_the_default_phrases(sampled: list[Sampled]) -> None:
+    masks = [RegexDetector(()).detect(one.pieces) for one in sampled]
+    assert 0.05 < np.concatenate(masks).mean() < 0.30
+
+
+def test_a_hasty_completion_is_nearly_always_wrong(sampled: list[Sampled]) -> None:
+    hasty = [one.is_right for one in sampled if HASTY.search(one.text)]
+    others = [one.is_right for one in sampled if not HASTY.search(one.text)]
+    assert 0.25 < len(hasty) / len(sampled) < 0.6
+    assert np.mean(others) > np.mean(hasty) + 0.15
+
+
+def test_other_problems_than_its_own_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["explain", "examples/lab.toml", "--model", "lab2"]
+    assert main(words) == 0
+    assert "set [data] difficulty = 6" in capsys.readouterr().out
+    assert main([*words, "--data-difficulty", "6"]) == 0
+    assert "difficulty = 6." not in capsys.readouterr().out
