@@ -4,10 +4,12 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from retrain import install
+from retrain.cli.main import main
 from retrain.install import install_hint
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -106,3 +108,20 @@ def test_no_page_and_no_message_installs_another_program_of_the_index() -> None:
         if path.name != "install.py" and wrong.search(path.read_text(encoding="utf-8"))
     ]
     assert not found
+
+
+def test_a_folder_named_torch_is_not_taken_for_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = ModuleType("torch")
+    folder.__path__ = [str(tmp_path / "torch")]
+    monkeypatch.setitem(sys.modules, "torch", folder)
+
+    def uses_torch(_: list[str]) -> int:
+        raise AttributeError("module 'torch' has no attribute 'float32'")
+
+    monkeypatch.setattr("retrain.cli.main._dispatch", uses_torch)
+    assert main(["run.toml"]) == 3
+    assert (
+        f"this needs torch (the folder {folder.__path__[0]} is not it)" in capsys.readouterr().err
+    )

@@ -24,6 +24,19 @@ if TYPE_CHECKING:
     from typer.core import TyperCommand
 
 
+def _absent(error: ModuleNotFoundError | AttributeError) -> str:
+    """The package of the local trainer whose absence an error shows, with the folder of the same
+    name that Python took for it; "" for another error.
+    """
+    if isinstance(error, ModuleNotFoundError) and error.name in _LOCAL_TRAINER:
+        return error.name
+    for name in _LOCAL_TRAINER & sys.modules.keys():
+        package = sys.modules[name]
+        if getattr(package, "__file__", None) is None:
+            return f"{name} (the folder {next(iter(package.__path__))} is not it)"
+    return ""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. An exception that is a bug propagates: Python
     prints it and exits with 1.
@@ -45,13 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except (RetrainError, StoppedAtOnce) as error:
         return _ended_by(error, arguments)
-    except ModuleNotFoundError as error:
-        if error.name not in _LOCAL_TRAINER:
+    except (ModuleNotFoundError, AttributeError) as error:
+        absent = _absent(error)
+        if not absent:
             raise
         from retrain.install import install_hint
 
         sentence = (
-            f"this needs {error.name}, which is not installed here (retrain-core leaves it out);"
+            f"this needs {absent}, which is not installed here (retrain-core leaves it out);"
             f" install retrain itself with `{install_hint()}`, or train on a service with [backend]"
             ' backend = "tinker".'
         )

@@ -163,14 +163,13 @@ def _load_rest(
     backend = build_backend(config, text.eos_ids, choices, log, world)
     undo.callback(backend.close)
     backend.engine.log = log
-    # From here on `Parts.close` ends what was opened.
-    undo.pop_all()
-    decode = text.vocabulary.text
-    sampler_of = partial(Sampler, backend.engine, text=decode, world=world, stage=stage)
+    sampler_of = partial(
+        Sampler, backend.engine, text=text.vocabulary.text, world=world, stage=stage
+    )
     evaluator = None
     if held_out:
         evaluator = build_evaluator(config, sampler_of(judge), held_out)
-    return Parts(
+    parts = Parts(
         text,
         prompts,
         backend,
@@ -184,6 +183,9 @@ def _load_rest(
         SEPAController(config.sepa),
         evaluator,
     )
+    # From here on `Parts.close` ends what was opened.
+    undo.pop_all()
+    return parts
 
 
 def _log_context(training: Training, positions: int, log: Say) -> None:
