@@ -186,6 +186,11 @@ def test_the_printed_command_is_a_shell_command() -> None:
             '[inference] attention_kernel = "tk": a server of mlx has no such setting',
         ),
         (
+            ["vllm", "--backend", "prime_rl"],
+            2,
+            '[backend] backend = "prime_rl" brings its own servers',
+        ),
+        (
             ["mlx", "--prompt-tokens", "50", "--run", "--python", "/nowhere/python"],
             3,
             "/nowhere/python cannot be started",

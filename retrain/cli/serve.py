@@ -80,12 +80,19 @@ def server_command(
 
     `python` is the interpreter of the server's environment.
     """
+    from retrain.backends.declared import declared_backend
     from retrain.inference_engine.base import engine_kind
 
     if not engine_kind(engine).default_port:
         raise ConfigurationError(
             f"{engine!r} is not a server that retrain can start; name one of"
             f" {', '.join(startable_engines())}."
+        )
+    if declared_backend(config).sampler:
+        raise ConfigurationError(
+            f'[backend] backend = "{config.backend.backend}" brings its own servers,'
+            f" which take its weights as {engine}'s do not; start them as its documents say, or set"
+            ' backend = "local".'
         )
     return engine_kind(engine).server_command(config, needs, python)
 
