@@ -53,6 +53,7 @@ class RealServer:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def start(self, command: list[str]) -> None:
+        self.command = command
         guarded = [
             sys.executable,
             "-m",

@@ -4,6 +4,8 @@ wrong servers, servers that die.
 
 import json
 import math
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -307,6 +309,29 @@ def test_a_run_outlives_one_of_two_servers(
     said = [line for line in capsys.readouterr().out.splitlines() if "servers left" in line]
     print(said)
     assert run.summary.steps == 6 and len(said) == 1 and url in said[0]
+
+
+def test_a_run_waits_for_its_server_that_stands_still_and_that_is_started_again(
+    tmp_path: Path,
+) -> None:
+    """Both within one run, which stays on policy."""
+    with started("vllm") as (server,):
+
+        def disturb() -> None:
+            await_steps(tmp_path, 1)
+            os.killpg(server.process.pid, signal.SIGSTOP)
+            threading.Event().wait(5)
+            os.killpg(server.process.pid, signal.SIGCONT)
+            await_steps(tmp_path, 3)
+            server.kill()
+            server.start(server.command)
+
+        threading.Thread(target=disturb, daemon=True).start()
+        run = train(served(tmp_path, server.url, training={"max_steps": 8}), quiet=True)
+        records = run.records()
+    assert run.summary.steps == 8 and max(map(largest_difference, records)) < 1e-3
+    # It answered again within a step, which therefore took long.
+    assert max(record.step_time_s or 0 for record in records) > 5
 
 
 def test_a_killed_server_costs_nothing_and_the_run_resumes_at_another_port(
