@@ -477,6 +477,23 @@ def test_the_gate_stops_an_engine_that_ends_or_draws_completions_otherwise(
         run_parity_gate(CONFIG, parts, 0)
 
 
+def test_a_sound_bf16_sampler_whose_rounding_looks_like_another_temperature_passes(
+    tmp_path: Path,
+) -> None:
+    """Sound run 1056 of benchmarks/sound_runs.py: its trial adapter makes some tokens 30 nats more
+    probable by rounding alone, and those are what it samples.
+    """
+    training = {"max_steps": 1, "seed": 1056, "temperature": 0.3, "top_p": 0.9, "max_tokens": 24}
+    config = small(
+        tmp_path / "run",
+        inference={"dtype": "bf16"},
+        training=training | {"batch_size": 4, "group_size": 2},
+        model={"lora_rank": 1},
+        data={"difficulty": 1},
+    )
+    assert train(config, quiet=True).summary.steps == 1
+
+
 def test_rounding_at_one_ending_stops_no_run(parts: Parts, engine: Any) -> None:
     """All draws at one place have the same rounding, so the second look is at another."""
     engine("RoundsOneEnding")

@@ -54,6 +54,9 @@ _HOTTER = 1.1
 differences."""
 _WRONG_TEMPERATURE = 0.5
 """Share of that effect which the differences may contain: 5% of the temperature."""
+_ROUNDED = 0.5
+"""From this share of the differences' root mean square on, what half precision does to the learner
+on the same tokens hides another temperature."""
 _ONE_TOKEN = 0.9
 """Share of the sum of squares above which one token decides a fit, which is then only as accurate
 as that token's rounding, whatever its standard error."""
@@ -375,6 +378,12 @@ def temperature_suspects(inputs: GateInputs, sampled: GateSample) -> list[Suspec
     fit = temperature_fit(sampled)
     if fit is None or abs(fit.share) <= max(_WRONG_TEMPERATURE, _SIGNIFICANT * fit.error):
         return []
+    # A sampled token is one that the engine's rounding made probable, as a hotter engine would, so
+    # where rounding is large the two look alike.
+    if sampled.rounding is not None:
+        rounded = float(np.linalg.norm(np.concatenate(sampled.rounding)))
+        if rounded > _ROUNDED * float(np.linalg.norm(difference)):
+            return []
     sentence = (
         "Parity gate: the engine's log-probs differ from the learner's as if its temperature were"
         f" {fit.temperature:.2g} instead of {inputs.engine_temperature:g}, so"
