@@ -37,7 +37,7 @@ from retrain.config import config_from_mapping, dump_toml
 from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.model.packed import kept_fit, kept_pack, shared_packs
 from retrain.model.text import LAB_MODEL
-from retrain.run import gate
+from retrain.run import common, gate
 from retrain.run.loop import train
 from retrain.run.sharing import shared, shared_parts
 from tests.campaigns import sections
@@ -276,7 +276,7 @@ def test_what_runs_of_a_seed_have_in_common_before_step_0_is_made_once(
         assert gates[0] == gates[1]
 
 
-def a_pair_and_then(change: Callable[[Path], None], folder: Path) -> list[Path]:
+def a_pair_and_then(change: Callable[[Path], None], folder: Path, **others: Any) -> list[Path]:
     """The folders of a pair of equal runs; `change` is told of each stored result between them."""
     plain = {"advantage_mode": "grpo", "transform_mode": "none"}
     campaign = {"conditions": [plain, plain | {"label": "again"}], "seeds": [1], "max_steps": 1}
@@ -284,7 +284,7 @@ def a_pair_and_then(change: Callable[[Path], None], folder: Path) -> list[Path]:
         "reward": {"type": "match"},
         "evaluation": {"at_start": True, "at_end": False, "max_examples": 8},
     }
-    runs = runs_of(folder, campaign=campaign, **settings)
+    runs = runs_of(folder, campaign=campaign, **settings, **others)
     launcher = InProcess()
     try:
         assert launcher.start(runs[0], 0).poll().status is Status.DONE
@@ -317,6 +317,34 @@ def test_a_stored_result_that_is_damaged_or_changed_is_made_anew(tmp_path: Path,
     first, second = a_pair_and_then(change, tmp_path)
     for file in ("evaluation.jsonl", "checkpoints/final/adapter_model.safetensors"):
         assert (first / file).read_bytes() == (second / file).read_bytes(), file
+
+
+@pytest.mark.parametrize("what", ["device_name", "packages", "plugin"])
+def test_another_machine_or_version_makes_its_own_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """A gate that another engine passed says nothing of this one."""
+    monkeypatch.chdir(tmp_path)
+    plugin = Path(f"engine_{what}.py")
+    plugin.write_text(
+        "from retrain.inference_engine.torch_engine import TorchEngine\n"
+        "class Mine(TorchEngine):\n"
+        "    def __init__(self, config, *, model, eos_ids, device):\n"
+        "        super().__init__(model, eos_ids, device)\n"
+    )
+    before = common.describe_environment
+
+    def change(file: Path) -> None:
+        if what == "plugin":
+            plugin.write_text(plugin.read_text() + "    edited = True\n")
+        else:
+            other = {what: "another"}
+            monkeypatch.setattr(
+                common, "describe_environment", lambda device: before(device) | other
+            )
+
+    a_pair_and_then(change, tmp_path, inference={"engine": f"{plugin.stem}.Mine"})
+    assert len([*(tmp_path / "common").glob("*.json")]) == 6
 
 
 def test_a_result_that_another_run_made_costs_what_it_cost(tmp_path: Path) -> None:

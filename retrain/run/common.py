@@ -22,15 +22,16 @@ from typing import Any, TypeVar
 import numpy as np
 from filelock import FileLock, Timeout
 
-from retrain import __version__
 from retrain.config import TrainConfig
 from retrain.config.load import with_judging_reward
 from retrain.config.names import table
 from retrain.errors import RunFailed
 from retrain.inference_engine.base import InferenceEngine, SampleRequest
 from retrain.model.text import model_files, model_fingerprint
+from retrain.plugins import plugin_hashes
 from retrain.records.disk import replace_file
 from retrain.records.entries import EvaluationRecord
+from retrain.records.environment import describe_environment
 from retrain.records.evaluation import Evaluation
 from retrain.run.dialogues import SamplingPlan, Watcher
 from retrain.run.evaluation import Evaluator
@@ -180,14 +181,14 @@ class Common:
         exact = backend.capabilities.exact_resume and backend.engine.capabilities.in_process
         if self._parts.stage or not exact:
             return None
-        import torch
-
+        described = describe_environment(backend.device_name)
         with TemporaryDirectory() as folder:
             backend.save_adapter(Path(folder))
             weights = hashlib.sha256((Path(folder) / "adapter_model.safetensors").read_bytes())
         return {
-            "retrain": __version__,
-            "torch": torch.__version__,
+            # a run may have another machine of a cluster, or go on after an update
+            **{name: described[name] for name in ("retrain", "packages", "cpu", "device_name")},
+            "plugins": plugin_hashes(config, _DIFFER),
             "config": json.loads(config.model_dump_json(exclude=set(_DIFFER))),
             # the time of a file's change shows an edit, the commit what a branch of the hub holds
             "model": [*map(list, model_files(config.model.model)), model_fingerprint(config.model)],
