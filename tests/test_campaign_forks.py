@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,11 @@ from retrain.config import config_from_mapping, dump_toml
 from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.model.packed import kept_fit, kept_pack, shared_packs
 from retrain.model.text import LAB_MODEL
-from retrain.run import gate
+from retrain.run import common, gate
 from retrain.run.loop import train
 from retrain.run.sharing import shared, shared_parts
 from tests.campaigns import sections
-from tests.runs import timeless
+from tests.runs import lines, timeless
 
 LOOKING = '''
 """An advantage that writes down all that a process may have from its parent."""
@@ -273,6 +274,96 @@ def test_what_runs_of_a_seed_have_in_common_before_step_0_is_made_once(
             for folder in (runs[number].folder, alone.folder)
         ]
         assert gates[0] == gates[1]
+
+
+def a_pair_and_then(change: Callable[[Path], None], folder: Path, **others: Any) -> list[Path]:
+    """The folders of a pair of equal runs; `change` is told of each stored result between them."""
+    plain = {"advantage_mode": "grpo", "transform_mode": "none"}
+    campaign = {"conditions": [plain, plain | {"label": "again"}], "seeds": [1], "max_steps": 1}
+    settings = {
+        "reward": {"type": "match"},
+        "evaluation": {"at_start": True, "at_end": False, "max_examples": 8},
+    }
+    runs = runs_of(folder, campaign=campaign, **settings, **others)
+    launcher = InProcess()
+    try:
+        assert launcher.start(runs[0], 0).poll().status is Status.DONE
+        for file in (folder / "common").glob("*.json"):
+            change(file)
+        assert launcher.start(runs[1], 0).poll().status is Status.DONE
+    finally:
+        launcher.close()
+    return [run.folder for run in runs]
+
+
+@pytest.mark.parametrize("how", ["cut", "emptied", "edited", "of an older form"])
+def test_a_stored_result_that_is_damaged_or_changed_is_made_anew(tmp_path: Path, how: str) -> None:
+    """A run neither fails because of it nor takes it as its own. The pair has an equal evaluation and
+    equal weights, though the labels differ.
+    """
+
+    def change(file: Path) -> None:
+        stored = json.loads(file.read_text())
+        made = stored["made"]
+        if stored["inputs"]["result"] == "evaluation":
+            del made["problems"][3:]
+        elif stored["inputs"]["result"] == "completions":
+            made["completions"][0]["token_ids"][:] = [1] * 4
+        if how == "of an older form":
+            del stored["made"], stored["sha256"]
+        text = json.dumps(stored)
+        file.write_text({"cut": text[: len(text) // 2], "emptied": ""}.get(how, text))
+
+    first, second = a_pair_and_then(change, tmp_path)
+    for file in ("evaluation.jsonl", "checkpoints/final/adapter_model.safetensors"):
+        assert (first / file).read_bytes() == (second / file).read_bytes(), file
+
+
+@pytest.mark.parametrize("what", ["device_name", "packages", "plugin"])
+def test_another_machine_or_version_makes_its_own_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """A gate that another engine passed says nothing of this one."""
+    monkeypatch.chdir(tmp_path)
+    plugin = Path(f"engine_{what}.py")
+    plugin.write_text(
+        "from retrain.inference_engine.torch_engine import TorchEngine\n"
+        "class Mine(TorchEngine):\n"
+        "    def __init__(self, config, *, model, eos_ids, device):\n"
+        "        super().__init__(model, eos_ids, device)\n"
+    )
+    before = common.describe_environment
+
+    def change(file: Path) -> None:
+        if what == "plugin":
+            plugin.write_text(plugin.read_text() + "    edited = True\n")
+        else:
+            other = {what: "another"}
+            monkeypatch.setattr(
+                common, "describe_environment", lambda device: before(device) | other
+            )
+
+    a_pair_and_then(change, tmp_path, inference={"engine": f"{plugin.stem}.Mine"})
+    assert len([*(tmp_path / "common").glob("*.json")]) == 6
+
+
+def test_a_result_that_another_run_made_costs_what_it_cost(tmp_path: Path) -> None:
+    """Else the baseline of each pair, which runs first, would seem the slowest condition."""
+
+    def change(file: Path) -> None:
+        stored = json.loads(file.read_text())
+        if "seconds" in stored["made"]:
+            stored["made"]["seconds"] = 1000.0
+        digest = hashlib.sha256(json.dumps(stored["made"]).encode()).hexdigest()
+        file.write_text(json.dumps(stored | {"sha256": digest}))
+
+    first, second = (
+        json.loads((folder / "summary.json").read_text())["seconds"]
+        for folder in a_pair_and_then(change, tmp_path)
+    )
+    assert first < 1000 and 2000 < second < 3000
+    (step,) = lines(tmp_path / "runs/again_s1/metrics.jsonl")
+    assert step["time_sample_s"] == 1000 and 1000 <= step["step_time_s"] < 1500
 
 
 @pytest.mark.slow

@@ -4,7 +4,8 @@ evaluation of the untrained weights, and the completions of the first step.
 Runs that share a seed use the same prompts and the same noise, and before step 0 the same weights.
 The first makes a result, and the others wait for it. It is stored under the sha256 of all that it
 depends on, so that a run takes what it would make, or makes it. What a run does with it, it does
-itself: it scores the completions and the gold answers by its own reward.
+itself: it scores the completions and the gold answers by its own reward. The seconds that it took
+count as those of each run, so that their hours compare.
 """
 
 import hashlib
@@ -21,14 +22,16 @@ from typing import Any, TypeVar
 import numpy as np
 from filelock import FileLock, Timeout
 
-from retrain import __version__
 from retrain.config import TrainConfig
 from retrain.config.load import with_judging_reward
 from retrain.config.names import table
+from retrain.errors import RunFailed
 from retrain.inference_engine.base import InferenceEngine, SampleRequest
 from retrain.model.text import model_files, model_fingerprint
+from retrain.plugins import plugin_hashes
 from retrain.records.disk import replace_file
 from retrain.records.entries import EvaluationRecord
+from retrain.records.environment import describe_environment
 from retrain.records.evaluation import Evaluation
 from retrain.run.dialogues import SamplingPlan, Watcher
 from retrain.run.evaluation import Evaluator
@@ -86,12 +89,14 @@ class Common:
             return make()
 
         def dumped(made: Evaluation) -> dict[str, Any]:
-            return {"tokens": made.tokens, "problems": [one.to_json() for one in made.problems]}
+            problems = [one.to_json() for one in made.problems]
+            return {"tokens": made.tokens, "seconds": made.seconds, "problems": problems}
 
         def read(stored: dict[str, Any]) -> Evaluation:
             place = Path("evaluation.jsonl")
             problems = [EvaluationRecord.from_json(line, place) for line in stored["problems"]]
-            return Evaluation(0, problems, evaluator.ks, tokens=stored["tokens"])
+            tokens, seconds = stored["tokens"], stored["seconds"]
+            return Evaluation(0, problems, evaluator.ks, seconds=seconds, tokens=tokens)
 
         own = {
             "judging": json.loads(judging.model_dump_json(include=set(_JUDGING))),
@@ -108,7 +113,7 @@ class Common:
         sampler = copy(self._parts.sampler)
         if plan.redraws or self._config.backpressure.enabled:
             return sampler.draw(prompts, 0, plan, watcher)
-        drawn, heard = list[Rollout](), list[Completion]()
+        drawn, heard, seconds = list[Rollout](), list[Completion](), 0.0
 
         def hear(completion: Completion) -> None:
             heard.append(completion)
@@ -118,17 +123,22 @@ class Common:
             drawn.append(sampler.draw(prompts, 0, plan, replace(watcher, completion=hear)))
             return heard
 
+        def dumped(made: list[Completion]) -> dict[str, Any]:
+            seconds = drawn[0].sample_seconds
+            return {"seconds": seconds, "completions": [_dumped(one) for one in made]}
+
+        def read(stored: dict[str, Any]) -> list[Completion]:
+            nonlocal seconds
+            seconds = stored["seconds"]
+            return [_read(one) for one in stored["completions"]]
+
         own = {"prompts": _digest(prompts), "sampling": repr(plan)}
-        completions = self._once(
-            "completions",
-            own,
-            make,
-            lambda made: [_dumped(one) for one in made],
-            lambda stored: [_read(one) for one in stored],
-        )
+        completions = self._once("completions", own, make, dumped, read)
         if not drawn:
             sampler.engine = _Stored(sampler.engine, completions)
-            drawn.append(sampler.draw(prompts, 0, plan, watcher))
+            rollout = sampler.draw(prompts, 0, plan, watcher)
+            rollout.sample_seconds = rollout.stored_seconds = seconds
+            drawn.append(rollout)
         return drawn[0]
 
     def _once(
@@ -151,14 +161,13 @@ class Common:
         while not _taken(lock):
             self._check()
         try:
-            stored = {}
-            if file.exists():
-                stored = read_object(file)
+            stored = _whole(file)
             if stored.get("inputs") == inputs:
                 return read(stored["made"])
             made = make()
             content = {"inputs": inputs, "made": dumped(made)}
-            replace_file(file, json.dumps(content) + "\n")
+            sealed = content | {"sha256": _seal(content["made"])}
+            replace_file(file, json.dumps(sealed) + "\n")
             return made
         finally:
             lock.release()
@@ -172,14 +181,14 @@ class Common:
         exact = backend.capabilities.exact_resume and backend.engine.capabilities.in_process
         if self._parts.stage or not exact:
             return None
-        import torch
-
+        described = describe_environment(backend.device_name)
         with TemporaryDirectory() as folder:
             backend.save_adapter(Path(folder))
             weights = hashlib.sha256((Path(folder) / "adapter_model.safetensors").read_bytes())
         return {
-            "retrain": __version__,
-            "torch": torch.__version__,
+            # a run may have another machine of a cluster, or go on after an update
+            **{name: described[name] for name in ("retrain", "packages", "cpu", "device_name")},
+            "plugins": plugin_hashes(config, _DIFFER),
             "config": json.loads(config.model_dump_json(exclude=set(_DIFFER))),
             # the time of a file's change shows an edit, the commit what a branch of the hub holds
             "model": [*map(list, model_files(config.model.model)), model_fingerprint(config.model)],
@@ -197,6 +206,21 @@ class _Stored(InferenceEngine):
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:  # noqa: ARG002 - equal to those of the other run
         yield from self._completions
+
+
+def _whole(file: Path) -> dict[str, Any]:
+    """What a run stored; {} if nothing is there, or it was damaged or changed, so that it is made
+    anew.
+    """
+    try:
+        stored = read_object(file)
+    except (FileNotFoundError, RunFailed):
+        return {}
+    return stored if stored.get("sha256") == _seal(stored.get("made")) else {}
+
+
+def _seal(made: Any) -> str:
+    return hashlib.sha256(json.dumps(made).encode()).hexdigest()
 
 
 def _taken(lock: FileLock) -> bool:

@@ -36,6 +36,7 @@ from retrain.run.gate_fits import (
     adapter_suspects,
     agreement,
     groups_of,
+    rounding_hides_temperature,
     temperature_suspects,
     visible_strength,
 )
@@ -327,7 +328,9 @@ def _with_trial_adapter(
         # First, since it measures rounding under this adapter.
         fault = _fault(sampled, "with a trial adapter, ")
         effect, found = adapter_suspects(inputs, trial, strength, sampled)
-        found += temperature_suspects(inputs, sampled)
+        hotter = temperature_suspects(inputs, sampled)
+        if hotter and not rounding_hides_temperature(sampled):
+            found += hotter
         small = [suspect for suspect in found if not suspect.stops]
         return sampled, fault, effect, [one for one in found if one.stops], small
 

@@ -368,6 +368,17 @@ def temperature_fit(sampled: GateSample) -> TemperatureFit | None:
     )
 
 
+def rounding_hides_temperature(sampled: GateSample) -> bool:
+    """Return True where half precision moves the learner's own log-probs by much of what engine and
+    learner differ by. A sampled token is one that the engine's rounding made probable, as a hotter
+    engine would, so the two look alike there.
+    """
+    if sampled.rounding is None:
+        return False
+    rounded = float(np.linalg.norm(np.concatenate(sampled.rounding)))
+    return rounded > _ROUNDED * float(np.linalg.norm(np.concatenate(sampled.differences)))
+
+
 def temperature_suspects(inputs: GateInputs, sampled: GateSample) -> list[Suspect]:
     """Return another temperature as a suspect where the differences, each within half precision's
     tolerance, together say so.
@@ -378,12 +389,6 @@ def temperature_suspects(inputs: GateInputs, sampled: GateSample) -> list[Suspec
     fit = temperature_fit(sampled)
     if fit is None or abs(fit.share) <= max(_WRONG_TEMPERATURE, _SIGNIFICANT * fit.error):
         return []
-    # A sampled token is one that the engine's rounding made probable, as a hotter engine would, so
-    # where rounding is large the two look alike.
-    if sampled.rounding is not None:
-        rounded = float(np.linalg.norm(np.concatenate(sampled.rounding)))
-        if rounded > _ROUNDED * float(np.linalg.norm(difference)):
-            return []
     sentence = (
         "Parity gate: the engine's log-probs differ from the learner's as if its temperature were"
         f" {fit.temperature:.2g} instead of {inputs.engine_temperature:g}, so"
