@@ -15,9 +15,11 @@ from runs import lines, small, small_run
 
 from retrain import train
 from retrain.backends.base import LAST_UPDATE, WHOLE_ADAPTER
-from retrain.run.adapter_lag import adapter_lag, is_due
+from retrain.backends.local.learned import LearnedChange
+from retrain.run.adapter_lag import AdapterLag, _effect, adapter_lag, is_due
 from retrain.run.calibration import chosen_rows
 from retrain.run.dialogues import Watcher
+from retrain.run.gate_fits import Fit, GateSample
 from retrain.run.parts import Parts, gate_inputs, load_parts, training_plan
 
 LR = 4e-5
@@ -87,6 +89,47 @@ def test_the_share_that_is_missing_is_measured(
     assert served in ("base", "foreign") or np.mean(off) < 5e-4
     for name, own in backend._adapter.parameters.items():
         assert torch.equal(own, kept[-1][name])
+
+
+def fit(share: float, explained: float) -> Fit:
+    return Fit("", share, error=0.001, nats=1e-4, explained=explained)
+
+
+@pytest.mark.parametrize(
+    ("last", "whole", "cause"),
+    [
+        (fit(1.0, 0.995), fit(0.1, 0.2), "the adapter of an earlier step"),
+        (fit(1.0, 0.98), fit(0.1, 0.2), "the differences do not say which"),
+        (fit(0.1, 0.2), fit(1.0, 0.995), "served the base model"),
+        (fit(0.1, 0.2), fit(1.0, 0.98), "the differences do not say which"),
+        (fit(0.1, 0.2), fit(0.5, 0.995), "the differences do not say which"),
+        (None, None, "the differences do not say which"),
+    ],
+)
+def test_a_cause_is_named_only_where_it_explains_nearly_all(
+    last: Fit | None, whole: Fit | None, cause: str
+) -> None:
+    assert cause in AdapterLag(last, whole, off=True).cause
+
+
+@pytest.mark.parametrize("factor", [1e-2, 1e3])
+def test_a_change_too_small_or_too_large_is_measured_at_another_size(
+    states: Any, factor: float
+) -> None:
+    parts, _ = states
+    backend: Any = parts.backend
+    parameters = backend._adapter.parameters
+    moved = backend._learner.optimizer.last_update(STEPS - 1)
+    rows = sampled(parts, STEPS)
+    inputs = gate_inputs(CONFIG, parts, STEPS, trained=True)
+    compared = GateSample(inputs, rows, inputs.learner_logprobs(rows))
+    found = []
+    for size in (1.0, factor):
+        with LearnedChange(parameters, {name: -size * own for name, own in moved.items()}) as one:
+            effect = _effect(compared, one)
+        assert effect is not None
+        found.append(effect / size)
+    assert np.linalg.norm(found[1] - found[0]) < 0.1 * np.linalg.norm(found[0])
 
 
 def test_the_last_update_follows_from_the_moments(states: Any) -> None:

@@ -24,6 +24,7 @@ from retrain.errors import ConfigurationError, Interrupted, RunFailed
 from retrain.model.text import resolve_model
 from retrain.records.run_folder import RunFolder
 from retrain.run.session import Session
+from retrain.run.start import note_model
 from tests import commands
 from tests.runs import assert_same_run, lines, small, small_run
 from tests.stops import PLACED, Placed, Random, killed, stop_twice
@@ -282,6 +283,12 @@ def test_a_run_that_goes_on_with_other_model_files_says_so_and_records_both(
         else:
             assert stored["model_sha256"] == first != stored["resumed"][-1]["model_sha256"]
             assert said in capsys.readouterr().out
+
+
+def test_a_run_that_begins_again_without_a_checkpoint_records_the_files_that_it_has() -> None:
+    found = {"model_sha256": "first", "resumed": [{}]}
+    assert note_model(found, "second", goes_on=False) == ""
+    assert found == {"model_sha256": "second", "resumed": [{}]}
 
 
 def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:

@@ -504,11 +504,12 @@ def test_a_signal_ends_the_wait_for_a_session(
 
     def opens(**_: Any) -> None:
         asked.set()
-        forever.wait()
+        forever.wait(30)
 
     def stop() -> None:
         asked.wait()
-        os.kill(os.getpid(), number)
+        # This thread gets it, so it interrupts no wait of the main one.
+        signal.pthread_kill(threading.get_ident(), number)
 
     monkeypatch.setattr("tinker.ServiceClient", opens)
     threading.Thread(target=stop, daemon=True).start()
