@@ -437,10 +437,10 @@ def test_llama_cpps_server_is_evaluated_and_not_trained_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = LlamaCppDouble()
-    evaluation = {"max_examples": 4, "samples": 1, "temperature": 0.0}
+    evaluation = {"max_examples": 4, "samples": 1, "temperature": 0.0, "max_tokens": 96}
     config = small(
         tmp_path / "run",
-        inference={"engine": "openai", "url": server.url},
+        inference={"engine": "openai", "url": server.url, "patience_s": 5},
         reward={"type": "match"},
         evaluation=evaluation,
     )
@@ -460,3 +460,4 @@ def test_llama_cpps_server_is_evaluated_and_not_trained_with(
         written.append([{key: line[key] for key in keys} for line in samples])
     server.kill()
     assert written[0] == written[1] and len(written[0]) == 4
+    assert "stop" in {line["finish_reason"] for line in written[0]}

@@ -278,12 +278,6 @@ class OpenAIDialect(VLLMDialect):
             stopped = reason in _STOPPED
             ids = self.texts.encode(text) + self.eos_ids[:1] * stopped
             return ServedSample(ids, [nan] * len(ids), stopped, text=text)
-        if (
-            choice["finish_reason"] in _STOPPED
-            and ids[-1:] != [*self.eos_ids[:1]]
-            and ("content" in choice["logprobs"])
-        ):
-            ids, logprobs = [*ids, self.eos_ids[0]], [*logprobs, nan]
         return super()._read_one(
             choice | {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}}, request
         )
