@@ -18,6 +18,7 @@ from runs import lines, small
 from retrain import train
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.run import gate, gate_fits
+from retrain.run.gate_causes import UNCLEAR, likely_cause
 from retrain.run.identical import chance_of_identical
 from retrain.run.observer import default_mismatch_limit
 from retrain.run.parts import Parts, gate_inputs, load_parts, run_parity_gate
@@ -117,7 +118,6 @@ def test_the_gate_passes_a_sound_engine_and_restores_every_byte(parts: Parts, en
     [
         ("Hotter", r"as at a temperature of 0\.8[78] in place of 0\.8"),
         ("Noisy", "another temperature, or draw otherwise; the differences do not say which"),
-        ("KeepsOldKeysAndValues", "only what follows the long prompt differs"),
     ],
 )
 def test_a_later_fault_is_named_only_where_the_evidence_separates_it(
@@ -125,13 +125,33 @@ def test_a_later_fault_is_named_only_where_the_evidence_separates_it(
 ) -> None:
     engine(fault)
     inputs, prompts = gate_inputs(CONFIG, parts, 1, True), parts.prompts.batch(0, 2, 3)
-    if fault == "KeepsOldKeysAndValues":  # of the trial adapter, which is gone when it is asked
-        with pytest.raises(RunFailed, match=r"cach(ed|es) prefixes"):
-            gate.parity_gate(inputs, prompts)
-        return
     with pytest.raises(RunFailed, match=f"came back, .*{told}") as stopped:
         gate.adapter_check(inputs, prompts)
     assert "still serves another adapter:" not in str(stopped.value)
+
+
+@pytest.mark.parametrize(
+    ("off", "told"),
+    [
+        ("long", "only what follows the long prompt differs"),
+        ("eos", "the end-of-sequence token alone differs"),
+        ("both", UNCLEAR),
+    ],
+)
+def test_a_cause_is_read_from_the_tokens_that_differ(parts: Parts, off: str, told: str) -> None:
+    inputs, prompts = gate_inputs(CONFIG, parts, 1, True), parts.prompts.batch(0, 2, 3)
+    sound = gate._sampled(inputs, [prompts[0], gate._long_prompt(inputs, prompts)], 24, 0)
+    # A common token of the first row stands for EOS.
+    eos = int(sound.rows[0].token_ids[-1])
+    rows = []
+    for number, row in enumerate(sound.rows):
+        actions = row.token_ids[list(row.action_positions())]
+        wrong = (actions == eos) & (off != "long")
+        wrong |= (number in sound.long) & (off != "eos")
+        noise = np.where(np.arange(len(actions)) % 2, 0.05, -0.05) * wrong
+        rows.append(replace(row, logprobs=(row.logprobs + noise).astype(np.float32)))
+    sampled = replace(sound, rows=rows, inputs=replace(inputs, eos_ids=[eos]))
+    assert told in likely_cause(sampled, {})
 
 
 @pytest.mark.slow
