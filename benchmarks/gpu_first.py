@@ -22,6 +22,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,8 @@ def attention(machine: Machine) -> Found:
         spans = Spans.of([64, 1, 300], [164, 40, 300], machine.device)
         packed = make(365, heads, size), make(504, key_heads, size), make(504, key_heads, size)
         kernel = VarlenAttention().packed_kernel(packed[0], None) if machine.cuda else plain
-        difference = kernel(*packed, spans, 0.1, window) - plain(*packed, spans, 0.1, window)  # type: ignore[misc]
+        assert kernel is not None, f"no packed kernel for {machine.dtype}"
+        difference = kernel(*packed, spans, 0.1, window) - plain(*packed, spans, 0.1, window)
         found[f"packed, window {window}"] = float(difference.abs().max())
         keys, values = make(33, 256, key_heads, size), make(33, 256, key_heads, size)
         table = torch.arange(1, 33, device=machine.device, dtype=torch.int32).view(4, 8)
@@ -308,9 +310,7 @@ def kernels(machine: Machine) -> Found:
             times = {}
             for kind, of in (("us", chosen), ("torch_us", TorchKernels())):
                 call(of)
-                times[kind] = 1e3 * machine.clock(
-                    lambda call=call, of=of: call(of), 50 if machine.cuda else 1
-                )
+                times[kind] = 1e3 * machine.clock(partial(call, of), 50 if machine.cuda else 1)
             found[name] = times | {"GB_per_s": moved / times["us"] / 1e3}
         except Exception as error:  # noqa: BLE001 - the other kernels go on
             found[name] = f"{type(error).__name__}: {str(error)[:300]}"

@@ -20,6 +20,7 @@ from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -164,11 +165,8 @@ def flipped_verdict(bench: Bench, _: int, rng: random.Random) -> Planted:
         flipped = Score.of(1.0 - (found.reward or 0.0), 0.5)
         return replace(flipped, parts=(flipped.reward or 0.0,))
 
-    Scorer._score = score  # type: ignore[method-assign]
-    try:
+    with patch.object(Scorer, "_score", score):
         bench.run("other")
-    finally:
-        Scorer._score = real  # type: ignore[method-assign]
     return f"verdict {wanted}", "a reward verdict"
 
 

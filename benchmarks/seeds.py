@@ -8,6 +8,7 @@ start of Python.
 import argparse
 import time
 from functools import lru_cache
+from unittest.mock import patch
 
 import earlier_rules
 from report import add_output, load_average, publish, table
@@ -36,13 +37,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_output(parser)
     arguments, load = parser.parse_args(), load_average()
-    now = power._joint_level, power._first_count
-    before = lru_cache(earlier_rules.joint_level), earlier_rules.first_count
+    before = {
+        "_joint_level": lru_cache(earlier_rules.joint_level),
+        "_first_count": earlier_rules.first_count,
+    }
     rows, largest = [], 0.0
     for case in CASES:
-        power._joint_level, power._first_count = before  # type: ignore[assignment]
-        old_seconds, old_seeds, old = answer(*case)
-        power._joint_level, power._first_count = now
+        with patch.multiple(power, **before):
+            old_seconds, old_seeds, old = answer(*case)
         seconds, seeds, new = answer(*case)
         times = f"{old_seconds:.2f}", f"{seconds:.2f}", f"{old_seconds / seconds:.0f}"
         rows.append((*case, old_seeds, seeds, *times))

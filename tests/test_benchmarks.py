@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from retrain.advantages.transforms import TRANSFORMS
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks"
 
@@ -107,6 +109,15 @@ def test_a_part_that_fails_leaves_a_sentence_and_the_other_parts_go_on(
     sections = cuda.sections(bench, ["learn", "profile"])
     assert sections.count("Failed: retrain: not enough memory.") == 2
     assert "## Learning" in sections and "## Where the time goes" in sections
+
+
+def test_every_transform_without_a_teacher_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import credit
+
+    monkeypatch.setattr(credit, "TOKENS", 40)
+    rows = credit.measure(1)
+    for name, spec in TRANSFORMS.items():
+        assert (f"| {name}" in rows) is not spec.distils
 
 
 @pytest.mark.slow

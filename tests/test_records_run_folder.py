@@ -281,6 +281,15 @@ def test_several_hangups_are_one(hangups: None) -> None:
         assert interrupts.stopped_by == signal.SIGTERM
 
 
+def test_a_signal_before_a_part_that_stops_at_once_is_not_kept_waiting_for_it(
+    hangups: None,
+) -> None:
+    with Interrupts() as interrupts:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Interrupted), interrupts.at_once():
+            pytest.fail("it was entered")
+
+
 def test_a_run_under_nohup_outlives_its_terminal(hangups: None) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with Interrupts() as interrupts:

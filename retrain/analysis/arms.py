@@ -124,11 +124,11 @@ def differing_keys(pairs: Sequence[Pair]) -> list[str]:
     ]
 
 
-def mixed_values(runs: RunsBySeed, value: Callable[[StoredRun], Any]) -> str:
-    """The seeds that differ in a value, such as "seeds 1 to 4 and 5 to 8"; "" if all are alike."""
+def mixed_values(values: Mapping[int, Any]) -> str:
+    """The seeds that differ in value, such as "seeds 1 to 4 and 5 to 8"; "" if all are alike."""
     groups: dict[str, list[int]] = {}
-    for seed in sorted(runs):
-        groups.setdefault(repr(value(runs[seed])), []).append(seed)
+    for seed in sorted(values):
+        groups.setdefault(repr(values[seed]), []).append(seed)
     if len(groups) < 2:
         return ""
     return (
@@ -140,14 +140,16 @@ def mixed_code(label: str, runs: RunsBySeed) -> Iterator[str]:
     """A sentence for each part of the code, and one for the model, in which the runs of one arm
     differ by their environment.json.
     """
-    recorded = {seed: run for seed, run in runs.items() if run.environment.get("model_sha256")}
-    if seeds := mixed_values(recorded, lambda run: run.environment["model_sha256"]):
+    models = {seed: run.environment.get("model_sha256") for seed, run in runs.items()}
+    seeds = mixed_values({seed: sha256 for seed, sha256 in models.items() if sha256})
+    if seeds:
         yield f"{label} started from different files of the model: {seeds} differ."
-    seeds = mixed_values(runs, lambda run: run.code.revision)
+    seeds = mixed_values({seed: run.code.revision for seed, run in runs.items()})
     if seeds:
         yield f"{label} ran on different revisions of retrain: {seeds} differ."
     for name in sorted(set(chain.from_iterable(run.code.plugins for run in runs.values()))):
-        if seeds := mixed_values(runs, lambda run, name=name: run.code.plugins.get(name)):  # type: ignore[misc]
+        seeds = mixed_values({seed: run.code.plugins.get(name) for seed, run in runs.items()})
+        if seeds:
             yield f"{label} ran with different files of the plugin {name}: {seeds} differ."
 
 
@@ -426,7 +428,8 @@ def mixed_keys(runs: RunsBySeed, *, fixed: bool) -> Iterator[tuple[str, str]]:
         apart = key.section == "evaluation" or key.path == "training.max_steps"
         if key.traits.own_to_a_run or key.traits.may_change_at_resume == fixed or apart:
             continue
-        if seeds := mixed_values(runs, lambda run, path=key.path: run.config.value(path)):  # type: ignore[misc]
+        seeds = mixed_values({seed: run.config.value(key.path) for seed, run in runs.items()})
+        if seeds:
             yield key.path, seeds
 
 

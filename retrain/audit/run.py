@@ -120,20 +120,22 @@ class Audit:
     seconds: float
     """The time of the whole audit, many cases at a time."""
 
-    def _rate(self, name: str, keep: Callable[[Case], bool]) -> Rate:
-        return Rate(name, [item for item in self.judged if keep(item.case)])
-
     @property
     def false_negatives(self) -> Rate:
-        return self._rate("right answers called wrong", lambda case: case.right)
+        right = [item for item in self.judged if item.case.right]
+        return Rate("right answers called wrong", right)
 
     @property
     def false_positives(self) -> Rate:
-        return self._rate("wrong answers called right", lambda case: not case.right)
+        wrong = [item for item in self.judged if not item.case.right]
+        return Rate("wrong answers called right", wrong)
 
     @property
     def kinds(self) -> list[Rate]:
-        return [self._rate(kind.value, lambda case, kind=kind: case.kind is kind) for kind in Kind]  # type: ignore[misc]  # bound now
+        by_kind: dict[Kind, list[CaseResult]] = {kind: [] for kind in Kind}
+        for item in self.judged:
+            by_kind[item.case.kind].append(item)
+        return [Rate(kind.value, items) for kind, items in by_kind.items()]
 
     @property
     def forms(self) -> list[Rate]:

@@ -62,6 +62,7 @@ class Interrupts:
         """Stop wherever it is inside: there is no state yet, and what is waited for may be long."""
         self._at_once = True
         try:
+            self.check()
             yield
         finally:
             self._at_once = False
