@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from retrain.backends.local.backend import LocalTrialAdapter
 from retrain.campaign import plan_campaign
 from retrain.campaign.launch import (
     ForkedProcess,
+    ForkedRun,
     ForkParent,
     ForkRefusal,
     InProcess,
@@ -215,6 +216,37 @@ def test_forked_workers_end_with_their_parent(tmp_path: Path) -> None:
         for _ in range(100):
             os.kill(pid, 0)
             time.sleep(0.05)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux alone")
+def test_a_signal_that_meets_a_worker_at_its_fork_is_not_forgotten(tmp_path: Path) -> None:
+    """It waits at the parent that prepares the run, and comes before Python's first line in the
+    worker.
+    """
+    runs = runs_of(tmp_path, campaign={"max_steps": 500, "seeds": [1]})
+    parent = ForkParent(threads=1)
+    try:
+        for run in runs:
+            worker = Worker(parent.fork(run))
+            worker.stop(signal.SIGINT)
+            assert "SIGINT" in outcome_of(worker, 60).reason
+    finally:
+        parent.close()
+
+
+def test_a_run_that_was_stopped_before_its_fork_was_refused_is_not_started(tmp_path: Path) -> None:
+    theirs, process = linked()
+
+    class Refuses:
+        def fork(self, run: CampaignRun) -> ForkedProcess:
+            return process
+
+    job = ForkedRun(runs_of(tmp_path)[0], 1, cast(ForkParent, Refuses()), lambda _: None)
+    job.stop(signal.SIGINT)
+    theirs.send(json.dumps({"refused": "it left 2 threads"}).encode())
+    outcome = job.poll()
+    assert outcome and outcome.status is Status.INTERRUPTED
+    process.stdout.close()
 
 
 def test_what_runs_of_a_seed_have_in_common_before_step_0_is_made_once(

@@ -534,6 +534,7 @@ class ForkedRun:
         self, run: CampaignRun, threads: int, parent: ForkParent, say: Callable[[str], None]
     ) -> None:
         self._run, self._threads, self._say = run, threads, say
+        self._stopped_by: signal.Signals | None = None
         try:
             self._worker = Worker(parent.fork(run))
         except OSError as error:
@@ -548,11 +549,14 @@ class ForkedRun:
         try:
             return self._worker.poll()
         except ForkRefusal as refused:
+            if self._stopped_by is not None:
+                return RunOutcome(Status.INTERRUPTED, f"Interrupted by {self._stopped_by.name}.")
             self._start_apart(str(refused))
             return None
 
     def stop(self, signal_number: int) -> None:
         """Ask the run to save a checkpoint and end."""
+        self._stopped_by = signal.Signals(signal_number)
         self._worker.stop(signal_number)
 
     def kill(self) -> None:

@@ -27,7 +27,8 @@ import socket
 import sys
 import threading
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -105,7 +106,7 @@ class Parent:
         sys.stderr.flush()
         parent = os.getpid()
         # From Python 3.12 on a fork warns of numpy's threads.
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _signals_held():
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid:
@@ -150,6 +151,16 @@ class Parent:
         np.random.seed()  # Python's own generator is seeded at every fork
         torch.default_generator.seed()
         del sys.argv[1:]
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Let signals wait: Python forgets what reaches a new process before its first line."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _count_threads() -> int:
