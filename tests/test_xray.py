@@ -304,6 +304,20 @@ def test_the_page_shows_the_table_of_today(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.strip() in page
 
 
+def test_an_algorithms_name_is_xrayed_as_the_file_that_names_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = ["dapo", "dr_grpo"]
+    files = [f"{Path(__file__).parents[1]}/examples/papers/{name}.toml" for name in names]
+    assert main(["xray", *names, "--group", "8", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["xrays"]
+    assert main(["xray", *files, "--group", "8", "--json"]) == 0
+    by_file = json.loads(capsys.readouterr().out)["xrays"]
+    assert [row["name"] for row in rows] == names
+    for row, file in zip(rows, by_file, strict=True):
+        assert row["weight"] == file["weight"] and row["objective"] == file["objective"]
+
+
 PLUGIN = """
 def printing(rewards):
     print("noise")
@@ -323,6 +337,7 @@ def sometimes(rewards):
         ("grpo --aggregation mean", "--aggregation mean is not known"),
         ("own.toml --wrong-length 3", 'aggregation = "xray_plugin.counts" weighs lengths'),
         ("large.toml", "group_size = 2000 is above"),
+        ("spo", 'retrain: [algorithm] advantage_mode = "retrain.assets.papers.spo.Tracked" reads'),
         ("", "TOML files, advantages"),
         ("grpo --figure none/x.svg", "make none or name another"),
     ],

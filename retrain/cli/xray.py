@@ -17,11 +17,12 @@ def command(
         list[str],
         typer.Argument(
             metavar="CONFIG|NAME...",
-            help="TOML files, advantages such as maxrl, or plugins such as my_module.my_advantage.",
+            help="TOML files, advantages such as maxrl, algorithms such as dapo, or plugins such as"
+            " my_module.my_advantage.",
         ),
     ],
     group: Annotated[
-        int | None, typer.Option(help="Completions per prompt; by default the file's, or 8.")
+        int | None, typer.Option(help="Completions per prompt; by default the file's, or 16.")
     ] = None,
     aggregation: Annotated[
         str | None, typer.Option(help="[loss] aggregation in place of the file's.")

@@ -10,7 +10,7 @@ from retrain.advantages.algorithms import NotInStep, recipe_of
 from retrain.advantages.resolve import ADVANTAGE, resolve
 from retrain.advantages.step import Segments, StepTokens
 from retrain.backends.losses import AGGREGATIONS, LOSSES
-from retrain.config.names import is_dotted
+from retrain.config.names import builtin_names, is_dotted
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.plugins import describe, load_plugin
 from retrain.records.run_folder import refuse_foreign_code
@@ -95,7 +95,7 @@ def _is_loss(name: str) -> bool:
 
 
 def _named(name: str, trust: bool) -> "TrainConfig":
-    """The configuration of a file, or one in which `name` is the advantage."""
+    """The configuration of a file, or one in which `name` is the advantage, or else the algorithm."""
     from retrain.config import config_from_mapping, load_config
 
     if name.endswith(".toml") or Path(name).is_file():
@@ -103,14 +103,16 @@ def _named(name: str, trust: bool) -> "TrainConfig":
         if not trust:
             refuse_foreign_code(config, "its X-ray")
         return config
+    if name in builtin_names("algorithm") and name not in builtin_names("advantage"):
+        return config_from_mapping({"algorithm": {"algorithm_mode": name}})
     return config_from_mapping({"algorithm": {"advantage_mode": name} | _PLAIN})
 
 
 def _arms(config: "TrainConfig") -> list[tuple[str, "TrainConfig"]]:
     """The configurations of a file by what distinguishes them: one, or a campaign's conditions."""
     if not config.is_set("campaign"):
-        recipe = recipe_of(config.algorithm)
-        return [(recipe.advantage if recipe else config.algorithm.algorithm_mode, config)]
+        modes = config.algorithm
+        return [(modes.algorithm_mode or modes.advantage_mode, config)]
     from retrain.campaign.plan import plan_campaign
 
     runs = plan_campaign(config, Path("campaign")).runs
@@ -155,6 +157,8 @@ def _read(
     try:
         prompts = config.training.batch_size
         return xray(label, advantages, group, aggregation, wrong_length, prompts)
+    except ConfigurationError:  # says itself what an X-ray does not see
+        raise
     except ValueError as error:
         raise ConfigurationError(
             f'[algorithm] advantage_mode = "{recipe.advantage}" fails on right-or-wrong rewards'
