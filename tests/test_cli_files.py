@@ -127,6 +127,14 @@ def test_init_explains_what_is_wrong(
     assert arguments[1] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("template", ["papers/dapoo", "dapo"])
+def test_a_mistyped_template_is_told_the_near_one(
+    template: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", "--template", template]) == 2
+    assert capsys.readouterr().err.endswith("is not known; did you mean papers/dapo?\n")
+
+
 def test_a_template_without_its_flag_is_told_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "lab"]) == 2
     assert "did you mean `retrain init --template lab`?" in capsys.readouterr().err

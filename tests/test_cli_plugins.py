@@ -109,6 +109,7 @@ def test_a_written_test_is_green_and_fails_with_the_plugin(
         ("advantage", "class", "not a word of Python"),
         ("advantage", "my-part", "must be a Python name"),
         ("advantage", "there", "there.py exists and is not overwritten"),
+        ("reward", "both", "both.py and both.toml exist and are not overwritten"),
     ],
 )
 def test_a_plugin_that_cannot_be_written_says_why(
@@ -120,8 +121,10 @@ def test_a_plugin_that_cannot_be_written_says_why(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("there.py").write_text("mine")
+    files = {"there.py", "both.py", "both.toml"}
+    for file in files:
+        Path(file).write_text("mine")
     assert write(kind, name) == 2
     assert said in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["there.py"]
-    assert Path("there.py").read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir()} == files
+    assert {Path(file).read_text() for file in files} == {"mine"}

@@ -208,6 +208,14 @@ def test_mistakes_are_answered_in_a_sentence(
     assert says in shown.err and not shown.out
 
 
+def test_a_server_that_is_not_known_is_said_before_a_missing_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["serve", "vlm"]) == 2
+    assert "'vlm' is not a server" in capsys.readouterr().err
+
+
 def test_the_context_is_that_of_the_longest_prompt_and_completion(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

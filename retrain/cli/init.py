@@ -33,9 +33,12 @@ def command(
         return
     names = template_names()
     if template not in names:
-        raise ConfigurationError(
-            f"--template {template!r} is not known; allowed are {', '.join(names)}."
-        )
+        from retrain.config.names import NAME_CUTOFF, nearest
+
+        paper = f"papers/{template}"
+        near = paper if paper in names else nearest(template, names, NAME_CUTOFF)
+        hint = f"did you mean {near}?" if near else f"allowed are {', '.join(names)}."
+        raise ConfigurationError(f"--template {template!r} is not known; {hint}")
     files = {output: template_text(template)}
     plugin = _asset(template, ".py")
     # A paper's template may name a plugin, which comes with it.

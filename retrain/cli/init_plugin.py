@@ -39,8 +39,8 @@ def command(
     taken = [str(path) for path in texts if path.exists()]
     if taken:
         raise ConfigurationError(
-            f"{' and '.join(taken)} exists and is not overwritten; choose another --name or"
-            " --output."
+            f"{' and '.join(taken)} {'exist and are' if taken[1:] else 'exists and is'} not"
+            " overwritten; choose another --name or --output."
         )
     is_name = re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) and not keyword.iskeyword(name)
     if not is_name or importlib.util.find_spec(name):

@@ -51,6 +51,11 @@ def command(
     from retrain.inference_engine.commands import ServerNeeds
 
     overrides = flags_after(context, "serve takes an engine and one file", 1)
+    if engine not in startable_engines():
+        raise ConfigurationError(
+            f"{engine!r} is not a server that retrain can start; name one of"
+            f" {', '.join(startable_engines())}."
+        )
     load_dotenv()
     config = load_named(overrides)
     # A mistake shows before the data is read.
@@ -83,11 +88,6 @@ def server_command(
     from retrain.backends.declared import declared_backend
     from retrain.inference_engine.base import engine_kind
 
-    if not engine_kind(engine).default_port:
-        raise ConfigurationError(
-            f"{engine!r} is not a server that retrain can start; name one of"
-            f" {', '.join(startable_engines())}."
-        )
     if declared_backend(config).sampler:
         raise ConfigurationError(
             f'[backend] backend = "{config.backend.backend}" brings its own servers,'
