@@ -564,15 +564,18 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PROBES), help="probes, separated by commas")
     parser.add_argument("--output", type=Path, help="also append the lines to this file")
     arguments = parser.parse_args()
+    wanted, failed = set(arguments.only.split(",")), False
+    if not wanted <= PROBES.keys():
+        parser.error(f"--only {arguments.only}: the probes are {', '.join(PROBES)}")
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     machine = Machine(arguments.device, arguments.shapes)
-    for name in [name for name in PROBES if name in arguments.only.split(",")]:
+    for name in [name for name in PROBES if name in wanted]:
         started = time.perf_counter()
         try:
             found = PROBES[name](machine)
         except Exception:  # noqa: BLE001 - the other probes go on
-            found = {"failed": traceback.format_exc()[-1500:]}
+            found, failed = {"failed": traceback.format_exc()[-1500:]}, True
         line = json.dumps(
             {"probe": name, "seconds": round(time.perf_counter() - started, 1), **found},
             default=float,
@@ -581,6 +584,7 @@ def main() -> None:
         if arguments.output:
             with arguments.output.open("a") as file:
                 print(line, file=file)
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import gc
 import os
 import resource
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,12 @@ def rows_of_the_table(request: pytest.FixtureRequest, record_property: Any) -> N
     marks = [mark.args[0] for mark in request.node.iter_markers("faults")]
     if marks:
         record_property("rows", marks)
+
+
+@pytest.fixture(autouse=True)
+def own_excepthook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line leaves its own hook, which the next test must not meet."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
 
 @pytest.fixture

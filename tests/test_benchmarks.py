@@ -121,6 +121,22 @@ def test_every_transform_without_a_teacher_is_timed(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
+def test_a_probe_that_is_not_there_or_fails_is_no_success() -> None:
+    failing = (
+        "import gpu_first as g; g.PROBES['learn'] = lambda machine: 1 / 0; g.main()",
+        "--device=cpu", "--shapes=tiny",
+    )  # fmt: skip
+    for only, code, said in (
+        ("nothing", 2, "the probes are environment"),
+        ("learn", 1, "ZeroDivisionError"),
+    ):
+        command = [sys.executable, "-c", *failing, f"--only={only}"]
+        ended = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True)
+        assert ended.returncode == code
+        assert said in ended.stdout + ended.stderr
+
+
+@pytest.mark.slow
 def test_the_gpu_benchmark_runs_in_small_on_a_cpu(tmp_path: Path) -> None:
     command = [
         sys.executable,

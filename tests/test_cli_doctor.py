@@ -1,7 +1,6 @@
 """`retrain doctor`, and what a command with --json prints when it fails."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from retrain.cli.main import main
 def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr("retrain.model.hub.why_unreachable", lambda: "HF_HUB_OFFLINE is set")
 
 

@@ -21,7 +21,6 @@ HEAVY = (
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
 
 def imported_by(*arguments: str) -> set[str]:

@@ -4,7 +4,6 @@ long.
 
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,7 +73,6 @@ def test_any_name_of_a_run_may_be_another_thing(
     tmp_path: Path,
     share: tuple[int, int],
     long: bool,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     record_property: Any,
 ) -> None:
@@ -82,7 +80,6 @@ def test_any_name_of_a_run_may_be_another_thing(
     ends in a sentence or does its work; nothing outside is touched. The short form tries one form of
     each name.
     """
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     half = straight.with_name("half")
     names = sorted(path.relative_to(half) for path in half.rglob("*"))
     cases = [(name, form) for name in names for form in FORMS]

@@ -4,7 +4,6 @@ from what is there, and ends with the bytes of one that nothing disturbed.
 
 import random
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +109,9 @@ def test_a_run_survives_the_failure_of_any_operation(
     tmp_path: Path,
     share: tuple[int, int],
     long: bool,
-    monkeypatch: pytest.MonkeyPatch,
     record_property: Any,
 ) -> None:
     """The short form fails 40 of them, each in one way; the long one all, in every way."""
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     numbers = range(1, len(operations) + 1)
     cases = [(number, fault) for number in numbers for fault in FAULTS]
     if not long:
@@ -140,11 +137,9 @@ def test_a_run_survives_a_power_cut(
     tmp_path: Path,
     share: tuple[int, int],
     long: bool,
-    monkeypatch: pytest.MonkeyPatch,
     record_property: Any,
 ) -> None:
     """In every second one, a half of what was not synced is there by chance."""
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     moments = sorted(random.Random(1).sample(range(1, len(operations) + 1), 80 if long else 20))
     part, parts = share
     problems = []

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def copy(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+def copy(base: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(base, tmp_path / "copy"))
 
 

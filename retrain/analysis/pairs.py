@@ -160,7 +160,7 @@ def _problems(run: StoredRun) -> Sequence[EvaluationRecord]:
 
 
 def _scores(runs: Sequence[StoredRun]) -> tuple[list[str], Floats]:
-    """The tasks of which every run has a judged problem, and [runs, tasks] mean accuracies."""
+    """The tasks with a judged problem in every run, and [runs, tasks] mean accuracies."""
     by_run: list[dict[str, list[float]]] = []
     for run in runs:
         rates: dict[str, list[float]] = defaultdict(list)

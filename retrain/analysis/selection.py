@@ -1,4 +1,4 @@
-"""What a comparison rests on: the runs that were measured alike, the arms and the pairs."""
+"""The runs of a comparison: those that were measured alike, in arms and in pairs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

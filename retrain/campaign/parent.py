@@ -1,4 +1,4 @@
-"""The process that the workers of a campaign are forked from, `python -m retrain.campaign.parent`,
+"""The parent process of a campaign's workers, which it forks: `python -m retrain.campaign.parent`,
 started by `launch`.
 
 It loads what the runs of one base model have in common: libraries, tokenizer, prompts, base weights

@@ -31,14 +31,8 @@ def command(
     if show_list:
         print("\n".join(_listed()))
         return
-    names = template_names()
-    if template not in names:
-        from retrain.config.names import NAME_CUTOFF, nearest
-
-        paper = f"papers/{template}"
-        near = paper if paper in names else nearest(template, names, NAME_CUTOFF)
-        hint = f"did you mean {near}?" if near else f"allowed are {', '.join(names)}."
-        raise ConfigurationError(f"--template {template!r} is not known; {hint}")
+    if template not in template_names():
+        raise _unknown(template)
     files = {output: template_text(template)}
     plugin = _asset(template, ".py")
     # A paper's template may name a plugin, which comes with it.
@@ -69,6 +63,15 @@ def _listed() -> Iterator[str]:
         lines = template_text(name).splitlines()
         comments = (line.removeprefix("# ") for line in lines if line.startswith("# "))
         yield f"  {name:<{width}}  {next(comments, '')}"
+
+
+def _unknown(template: str) -> ConfigurationError:
+    from retrain.config.names import NAME_CUTOFF, nearest
+
+    names, paper = template_names(), f"papers/{template}"
+    near = paper if paper in names else nearest(template, names, NAME_CUTOFF)
+    hint = f"did you mean {near}?" if near else f"allowed are {', '.join(names)}."
+    return ConfigurationError(f"--template {template!r} is not known; {hint}")
 
 
 def _holds(path: Path, text: str) -> bool:

@@ -54,9 +54,10 @@ _HOTTER = 1.1
 differences."""
 _WRONG_TEMPERATURE = 0.5
 """Share of that effect which the differences may contain: 5% of the temperature."""
-_ROUNDED = 0.5
-"""From this share of the differences' root mean square on, what half precision does to the learner
-on the same tokens hides another temperature."""
+_ROUNDED, _SELECTED = 0.5, 0.1
+"""From this share of the differences' root mean square on, and this many nats of it, what half
+precision does to the learner on the same tokens hides another temperature: rounding of s nats
+shifts the log-probs of sampled tokens by about s^2 / 2 on average."""
 _ONE_TOKEN = 0.9
 """Share of the sum of squares above which one token decides a fit, which is then only as accurate
 as that token's rounding, whatever its standard error."""
@@ -375,8 +376,9 @@ def rounding_hides_temperature(sampled: GateSample) -> bool:
     """
     if sampled.rounding is None:
         return False
-    rounded = float(np.linalg.norm(np.concatenate(sampled.rounding)))
-    return rounded > _ROUNDED * float(np.linalg.norm(np.concatenate(sampled.differences)))
+    rounding, difference = np.concatenate(sampled.rounding), np.concatenate(sampled.differences)
+    moved, off = np.sqrt(np.mean(np.square(rounding))), np.sqrt(np.mean(np.square(difference)))
+    return bool(moved > max(_SELECTED, _ROUNDED * off))
 
 
 def temperature_suspects(inputs: GateInputs, sampled: GateSample) -> list[Suspect]:

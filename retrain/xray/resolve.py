@@ -95,7 +95,7 @@ def _is_loss(name: str) -> bool:
 
 
 def _named(name: str, trust: bool) -> "TrainConfig":
-    """The configuration of a file, or one in which `name` is the advantage, or else the algorithm."""
+    """The configuration of a file, or one with the advantage `name`, or else the algorithm."""
     from retrain.config import config_from_mapping, load_config
 
     if name.endswith(".toml") or Path(name).is_file():

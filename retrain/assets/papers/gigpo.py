@@ -7,7 +7,7 @@ from retrain.advantages import AdvantageContext, AlgorithmContext, AlgorithmOutp
 
 
 def gigpo(ctx: AlgorithmContext) -> AlgorithmOutput:
-    """GRPO's advantage of the episode, plus `weight` times that of each turn in its state."""
+    """GRPO's advantage of the episode, plus `weight` times each turn's among those in its state."""
     return AlgorithmOutput([_of_group(group, **ctx.params) for group in ctx.groups])
 
 

@@ -1,5 +1,5 @@
-"""What a local adapter has learned, as changes that take it back: for tests of whether an engine
-serves it.
+"""Changes that take back what a local adapter has learned: the tests of the engine's adapter try
+them.
 """
 
 from collections.abc import Mapping
@@ -38,9 +38,9 @@ def learned_changes(optimizer: AdapterOptimizer, step: int) -> dict[str, TrialAd
     """Return the changes of `Backend.learned`."""
     parameters = optimizer.parameters
     update = {name: -moved for name, moved in optimizer.last_update(step - 1).items()}
-    whole = {name: -own.detach() for name, own in parameters.items() if ".lora_B." in name}
     if not update:
         return {}
+    whole = {name: -own.detach() for name, own in parameters.items() if ".lora_B." in name}
     return {
         LAST_UPDATE: LearnedChange(parameters, update),
         WHOLE_ADAPTER: LearnedChange(parameters, whole),

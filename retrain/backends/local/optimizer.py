@@ -90,14 +90,16 @@ class AdapterOptimizer:
         self.steps += 1
 
     def last_update(self, training_step: int) -> dict[str, Tensor]:
-        """What the newest update added to each parameter, but for rounding, at the rate of
-        `training_step`: it follows from the moments, so a resumed run knows it too. {} before the
-        first.
+        """Return the change that the newest update made to each parameter, but for rounding, at the
+        rate of `training_step`; {} before the first. It follows from the moments, so a resumed run
+        knows it too.
         """
+        if not self.steps:
+            return {}
         found: dict[str, Tensor] = {}
         settings, rate = self._adamw.param_groups[0], learning_rate(self.training, training_step)
         beta1, beta2 = settings["betas"]
-        for name, parameter in self.parameters.items() if self.steps else ():
+        for name, parameter in self.parameters.items():
             state = self._adamw.state[parameter]
             mean = state["exp_avg"] / (1 - beta1**self.steps)
             spread = (state["exp_avg_sq"] / (1 - beta2**self.steps)).sqrt()
