@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
 def answered(server: RealServer) -> float:
     """Completions that the server has finished since its start, by its own count."""
     page = httpx.get(f"{server.url}/metrics", trust_env=False).text
-    return sum(map(float, re.findall(r"^vllm:request_success_total\S* (\S+)$", page, re.M)))
+    return sum(map(float, re.findall(r"^vllm:request_success_total\S* (\S+)$", page, re.MULTILINE)))
 
 
 def largest_difference(record: Any) -> float:
