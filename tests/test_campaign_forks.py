@@ -311,6 +311,37 @@ def test_what_runs_of_a_seed_have_in_common_before_step_0_is_made_once(
         assert gates[0] == gates[1]
 
 
+@pytest.mark.parametrize(
+    ("blocked", "sentence"),
+    [
+        ("common", "common cannot be used: it is a file, and a folder is expected there;"),
+        (".json", ".json cannot be used: it is a folder, and a file is expected there;"),
+        (".lock", ".lock cannot be used: it is a folder, and a file is expected there;"),
+    ],
+)
+def test_what_stands_in_the_place_of_a_common_result_is_named(
+    tmp_path: Path, blocked: str, sentence: str
+) -> None:
+    plain = {"advantage_mode": "grpo", "transform_mode": "none"}
+    campaign = {"conditions": [plain, plain | {"label": "again"}], "seeds": [1], "max_steps": 1}
+    runs = runs_of(tmp_path, campaign=campaign)
+    launcher, common = InProcess(), tmp_path / "common"
+    try:
+        if blocked == "common":
+            common.write_text("")
+        else:
+            assert launcher.start(runs[0], 0).poll().status is Status.DONE
+            for file in common.glob(f"*{blocked}"):
+                file.unlink()
+                file.mkdir()
+        outcome = launcher.start(runs[1], 0).poll()
+    finally:
+        launcher.close()
+    assert outcome.status is Status.FAILED
+    assert sentence in outcome.reason and str(common) in outcome.reason
+    assert "Errno" not in outcome.reason
+
+
 def a_pair_and_then(change: Callable[[Path], None], folder: Path, **others: Any) -> list[Path]:
     """The folders of a pair of equal runs; `change` is told of each stored result between them."""
     plain = {"advantage_mode": "grpo", "transform_mode": "none"}

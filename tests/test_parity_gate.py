@@ -188,6 +188,23 @@ def test_in_half_precision_one_module_that_is_missing_is_named(
     assert result.suspected in result.line() and result.suspected in result.brief
 
 
+@pytest.mark.parametrize(("second", "warning"), [("q_proj", "q_proj"), ("", "")])
+def test_a_small_group_is_a_warning_if_another_look_finds_one_too(
+    monkeypatch: pytest.MonkeyPatch, second: str, warning: str
+) -> None:
+    """It is the second look's, even where the first named another."""
+    nothing: Any = None
+    groups = {0: "k_proj", 2: second}
+
+    def look(*arguments: Any) -> gate._TrialLook:
+        group = groups[arguments[-1]]
+        found = [gate.Suspect(0.1, group, stops=False)] if group else []
+        return gate._TrialLook(nothing, "", 0.5, found)
+
+    monkeypatch.setattr(gate, "_trial_look", look)
+    assert gate._with_trial_adapter(nothing, nothing, 1.0, []) == (nothing, 0.5, warning)
+
+
 @pytest.mark.parametrize("seed", first_of([2, 3]))
 def test_in_half_precision_a_temperature_off_by_a_tenth_is_told_from_rounding(
     seed: int, parts: Parts, engine: Any
