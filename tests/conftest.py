@@ -4,13 +4,14 @@ import gc
 import os
 import resource
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from tests.marks import first_of
 from tests.stops import MOMENTS
 
 # The suite runs in as many processes as there are cores. Threads of one process that meet at every
@@ -71,12 +72,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("share", [(part, PARTS) for part in range(PARTS)], ids=str)
     if "kill" in metafunc.fixturenames:
         metafunc.parametrize("kill", first_of(range(metafunc.config.getoption("kills"))))
-
-
-def first_of(values: Iterable[Any]) -> list[Any]:
-    """The values as parameters of a test; all but the first one are slow."""
-    slow = pytest.mark.slow
-    return [pytest.param(value, marks=[slow] if at else []) for at, value in enumerate(values)]
 
 
 @pytest.fixture(scope="session")

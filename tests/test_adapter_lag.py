@@ -21,6 +21,7 @@ from retrain.run.calibration import chosen_rows
 from retrain.run.dialogues import Watcher
 from retrain.run.gate_fits import Fit, GateSample
 from retrain.run.parts import Parts, gate_inputs, load_parts, training_plan
+from tests.marks import first_of
 
 LR = 4e-5
 STEPS = 4
@@ -142,7 +143,7 @@ def test_the_last_update_follows_from_the_moments(states: Any) -> None:
             assert torch.allclose(own, kept[-2][name], rtol=1e-5, atol=1e-3 * LR), name
 
 
-@pytest.mark.parametrize("engine", ["pytorch", "faulty_engines.StopsReloadingLater"])
+@pytest.mark.parametrize("engine", first_of(["faulty_engines.StopsReloadingLater", "pytorch"]))
 def test_a_run_records_it_and_warns_and_stops_nothing(
     tmp_path: Path, engine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,13 +86,14 @@ def test_two_processes_learn_what_one_does(alone: Path, tmp_path: Path) -> None:
         "--nproc-per-node",
         "2",
     ]
-    output = subprocess.run(
+    run = subprocess.run(
         [*launcher, *arguments(folder, **SHARED)],
         capture_output=True,
         text=True,
-        check=True,
         timeout=240,
-    ).stdout
+    )
+    output = run.stdout
+    assert run.returncode == 0, output + run.stderr
     assert output.count("Step 0 ") == 1, "one process speaks"
     assert "2 processes share this run" in output
     assert_same_learning(folder, alone)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -256,6 +257,7 @@ def test_a_server_with_another_tokenizer_is_found_by_the_number_of_prompt_tokens
     engine.close()
 
 
+@pytest.mark.slow
 def test_raw_log_probs_of_the_base_model_are_stopped_by_the_gate(
     mlx: MLXDouble, tmp_path: Path
 ) -> None:
@@ -335,6 +337,10 @@ def test_max_is_started_as_a_child_and_ended(
     child = max_engine.MAXChild(
         small(tmp_path, inference={"engine": "max"}), "cpu", lab()._base.model
     )
+    port = int(child.config.inference.url.rpartition(":")[2])
+    if sys.platform == "linux":
+        with socket.socket() as other, pytest.raises(OSError, match=r"in use"):
+            other.bind(("127.0.0.1", port))
     config = child.wait()
     (server,) = psutil.Process(child._guard.pid).children()
     told = json.loads((tmp_path / "max-server.log").read_text().splitlines()[0])

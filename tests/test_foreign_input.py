@@ -178,10 +178,10 @@ def test_a_list_of_unknown_rewards_reads_the_installed_plugins_once(
 ) -> None:
     reads: list[str] = []
     monkeypatch.setattr(names, "entry_points", lambda group: reads.append(group) or [])
-    names._entry_point_names.cache_clear()
+    names._installed_plugins.cache_clear()
     with pytest.raises(ConfigurationError, match=r'type = \["r0", "r1".* is not known') as caught:
         config_from_mapping({"reward": {"type": [f"r{n}" for n in range(1000)]}})
-    names._entry_point_names.cache_clear()
+    names._installed_plugins.cache_clear()
     assert len(caught.value.problems) == 1
     assert reads == ["retrain.plugins"]
 

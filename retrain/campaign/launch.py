@@ -38,6 +38,7 @@ from retrain.config.load import given_values
 from retrain.config.schema import Campaign, Provenance
 from retrain.errors import ConfigurationError, EnvironmentFailure, Interrupted, RetrainError
 from retrain.install import install_hint
+from retrain.records.disk import path_error
 from retrain.records.redact import harmless
 from retrain.records.run_folder import OUTPUT, RunFolder
 from retrain.system import Json
@@ -109,6 +110,9 @@ def perform(config: TrainConfig) -> RunOutcome:
         return RunOutcome(Status.FAILED, " ".join(str(error).split()))
     except Exception as error:  # noqa: BLE001 - an unexpected error ends this run alone; its traceback is kept in the run's output
         print(harmless(traceback.format_exc()), file=sys.stderr)
+        known = path_error(error) if isinstance(error, OSError) else None
+        if known:
+            return RunOutcome(Status.FAILED, str(known))
         return RunOutcome(
             Status.FAILED,
             f"{type(error).__name__}: {' '.join(str(error).split())[:300]} (the traceback is in"

@@ -203,9 +203,10 @@ class MAXChild:
         from retrain.model.budget import context_length, longest_sampled
         from retrain.model.text import resolve_model
 
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        self._port = _held_port()
+        url = f"http://127.0.0.1:{self._port.getsockname()[1]}"
+        if sys.platform != "linux":  # elsewhere the server could not bind it
+            self._port.close()
         self.config = config.model_copy(
             update={"inference": config.inference.model_copy(update={"url": url})}
         )
@@ -246,6 +247,7 @@ class MAXChild:
         (url,), ends = self.config.inference.urls, time.monotonic() + _START_S
         while time.monotonic() < ends:
             if self._guard.poll() is not None:
+                self.close()
                 raise EnvironmentFailure(
                     f"`max serve` ended with {self._guard.returncode} before it was ready;"
                     f" {self._log} says why."
@@ -263,12 +265,24 @@ class MAXChild:
 
     def close(self) -> None:
         """End the child; it is safe to call this twice."""
+        self._port.close()
         if self._guard.poll() is None:
             self._guard.terminate()
             try:
                 self._guard.wait(_STOP_S)
             except subprocess.TimeoutExpired:
                 self._guard.kill()
+
+
+def _held_port() -> socket.socket:
+    """A socket on a free port of the loopback, which no other process is given while it is open.
+
+    `max serve` binds with SO_REUSEADDR, as this does, so that Linux lets it listen on the port.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 def max_program() -> str:

@@ -20,8 +20,9 @@ _PATH_PROBLEMS = {
     errno.ENAMETOOLONG: (
         "its name is too long (255 bytes at most, 4,095 with its folders); shorten it"
     ),
-    errno.EISDIR: "it is a folder, and a file is expected there; name the file",
+    errno.EISDIR: "it is a folder, and a file is expected there; name a file, or move the folder",
     errno.ENOTDIR: "a file stands where a folder is expected; check the path",
+    errno.EEXIST: "it is a file, and a folder is expected there; name a folder, or move the file",
     errno.ELOOP: "its symbolic links form a loop; fix them",
 }
 _DENIED = frozenset({errno.EACCES, errno.EPERM})

@@ -123,7 +123,8 @@ class GateResult:
     endings: int = 0
     """Completions that ended at EOS."""
     suspected: str = ""
-    """A warning of a small group of layers, in half precision, that both looks found."""
+    """A warning, in half precision: two looks each found a small group of layers whose effect is
+    off. It is the second look's, whose group need not be the first's."""
 
     def to_json(self) -> dict[str, float | int | str | None]:
         return asdict(self)
@@ -315,38 +316,57 @@ def _compare(
     raise RunFailed(fault)
 
 
+@dataclass(frozen=True)
+class _TrialLook:
+    """One sample under the trial adapter, and what is wrong with it."""
+
+    sampled: GateSample
+    fault: str
+    """As a sentence; "" if there is none."""
+    effect: float
+    """Nats by which the adapter changed the log-probs on average."""
+    suspects: list[Suspect]
+
+    @property
+    def stops(self) -> bool:
+        return bool(self.fault) or any(suspect.stops for suspect in self.suspects)
+
+
 def _with_trial_adapter(
     inputs: GateInputs, trial: TrialAdapter, strength: float, prompts: Sequence[Prompt]
 ) -> tuple[GateSample, float, str]:
     """As `_compare`, under the trial adapter, which the engine serves; return its effect in nats
     too, and a warning of what does not stop the run, if two looks find such.
     """
-    suspects, minor = list[Suspect](), list[Suspect]()
-
-    def look_at(look: int) -> tuple[GateSample, str, float, list[Suspect], list[Suspect]]:
-        sampled = _sampled(inputs, prompts, _TOKENS, look)
-        # First, since it measures rounding under this adapter.
-        fault = _fault(sampled, "with a trial adapter, ")
-        effect, found = adapter_suspects(inputs, trial, strength, sampled)
-        hotter = temperature_suspects(inputs, sampled)
-        if hotter and not rounding_hides_temperature(sampled):
-            found += hotter
-        small = [suspect for suspect in found if not suspect.stops]
-        return sampled, fault, effect, [one for one in found if one.stops], small
-
+    suspects = list[Suspect]()
     for look in range(_LOOKS):
-        sampled, fault, effect, found, small = look_at(look)
-        if not found and not fault:
-            if small:
-                *_, small = look_at(_LOOKS)
-            return sampled, effect, small[0].sentence if small else ""
-        suspects += found
-        minor += small
+        seen = _trial_look(inputs, trial, strength, prompts, look)
+        if not seen.stops:
+            warnings = list[str]()
+            if seen.suspects:
+                again = _trial_look(inputs, trial, strength, prompts, _LOOKS)
+                warnings = [one.sentence for one in again.suspects if not one.stops]
+            return seen.sampled, seen.effect, next(iter(warnings), "")
+        suspects += seen.suspects
     # What is proven otherwise may have a small group as its cause.
-    suspects = suspects or minor
+    suspects = [suspect for suspect in suspects if suspect.stops] or suspects
+    fault = seen.fault
     if suspects:
         fault = max(suspects, key=lambda suspect: suspect.explained).sentence
     raise RunFailed(fault)
+
+
+def _trial_look(
+    inputs: GateInputs, trial: TrialAdapter, strength: float, prompts: Sequence[Prompt], look: int
+) -> _TrialLook:
+    sampled = _sampled(inputs, prompts, _TOKENS, look)
+    # First, since it measures rounding under this adapter.
+    fault = _fault(sampled, "with a trial adapter, ")
+    effect, found = adapter_suspects(inputs, trial, strength, sampled)
+    hotter = temperature_suspects(inputs, sampled)
+    if hotter and not rounding_hides_temperature(sampled):
+        found += hotter
+    return _TrialLook(sampled, fault, effect, found)
 
 
 def _fault(sampled: GateSample, when: str, served: ServedAdapters | None = None) -> str:

@@ -1,0 +1,45 @@
+"""One run on two real servers of vLLM, both started from the lab model by different commands."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from real_servers import Printed, RealServer
+from runs import small
+
+from retrain import train
+
+pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
+
+
+def answered(server: RealServer) -> float:
+    """Completions that the server has finished since its start, by its own count."""
+    page = httpx.get(f"{server.url}/metrics", trust_env=False).text
+    return sum(map(float, re.findall(r"^vllm:request_success_total\S* (\S+)$", page, re.MULTILINE)))
+
+
+def largest_difference(record: Any) -> float:
+    """Nats, from the largest and the smallest ratio of the step."""
+    return max(abs(math.log(record.ratio_max or 1)), abs(math.log(record.ratio_min or 1)))
+
+
+def test_both_share_the_samples_and_have_each_new_adapter(
+    tmp_path: Path, vllm: RealServer, printed_vllm: Printed
+) -> None:
+    """A server that keeps an old adapter moves its half of the ratios."""
+    pair = (vllm, printed_vllm)
+    before = [answered(one) for one in pair]
+    training = {"max_steps": 4, "batch_size": 8, "lr": 3e-3, "temperature": 0.7, "max_tokens": 48}
+    inference = {"engine": "vllm", "url": [one.url for one in pair]}
+    run = train(small(tmp_path, inference=inference, training=training), quiet=True)
+    shares = [answered(one) - count for one, count in zip(pair, before, strict=True)]
+    print(f"\ncompletions of each: {shares}")
+    gate = json.loads((run.folder / "environment.json").read_text())["parity_gate"]
+    differences = [largest_difference(record) for record in run.records()]
+    print("largest differences, nats:", ", ".join(f"{value:.1e}" for value in differences))
+    assert len(differences) == 4 and max(*differences, gate["max_difference"]) < 1e-3
+    assert min(shares) > sum(shares) / 4
