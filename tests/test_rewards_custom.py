@@ -196,7 +196,7 @@ def test_info_that_cannot_travel_is_named() -> None:
     ("response", "reason"),
     [
         ("hang", "deadline_s"),
-        ("sleep", "deadline_s"),
+        pytest.param("sleep", "deadline_s", marks=pytest.mark.slow),
         ("exit", "exit code 3"),
         ("quit", "SystemExit"),
         ("crash", "signal 11"),

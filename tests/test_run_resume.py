@@ -114,6 +114,7 @@ def test_a_run_cut_before_its_last_evaluation_is_sealed_with_it(
         assert folder.broken_seal(path, ended=True) == ""
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_costs_steps_but_no_bytes(
     straight: Path,
     tmp_path: Path,
