@@ -547,6 +547,7 @@ def test_kept_counts_are_held_against_the_learners_logits(
         run_parity_gate(truncated, parts, 0)
 
 
+@pytest.mark.slow
 def test_a_sound_bf16_sampler_passes_though_one_token_is_off_by_half_a_nat(tmp_path: Path) -> None:
     training = {"max_steps": 1, "seed": 5, "max_tokens": 96, "batch_size": 2}
     run = train(small(tmp_path / "run", inference={"dtype": "bf16"}, training=training), quiet=True)
