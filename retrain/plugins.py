@@ -14,13 +14,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from retrain.config.names import OWN_PLUGINS, PLUGIN_GROUP, is_data_location, is_dotted, nearest
+from retrain.config.names import (
+    OWN_PLUGINS,
+    installed_plugins,
+    is_data_location,
+    is_dotted,
+    nearest,
+)
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
 from retrain.system import toml_value
 
@@ -148,7 +154,7 @@ def load_plugin(
     is not of the kind, or params that it cannot take.
     """
     where = _where(kind, name, config)
-    installed = list(entry_points(group=PLUGIN_GROUP))
+    installed = installed_plugins()
     own, points = dict(builtins or {}), [point for point in installed if point.name == name]
     places = ["built in"] * (name in own) + [_place(point) for point in points]
     if len(places) > 1:

@@ -1,16 +1,19 @@
 """Options of the suite, and what several files need."""
 
 import gc
+import importlib
 import os
 import resource
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from tests.commands import IMPORTED
+from tests.marks import first_of
 from tests.stops import MOMENTS
 
 # The suite runs in as many processes as there are cores. Threads of one process that meet at every
@@ -57,8 +60,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """A million objects, of libraries and of tests, stay until the end: the garbage collector need
-    not visit them again and again.
+    not visit them again and again. A process of the whole suite will need what a run imports.
     """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        for name in IMPORTED:
+            importlib.import_module(name)
     gc.freeze()
     gc.enable()
 
@@ -71,12 +77,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("share", [(part, PARTS) for part in range(PARTS)], ids=str)
     if "kill" in metafunc.fixturenames:
         metafunc.parametrize("kill", first_of(range(metafunc.config.getoption("kills"))))
-
-
-def first_of(values: Iterable[Any]) -> list[Any]:
-    """The values as parameters of a test; all but the first one are slow."""
-    slow = pytest.mark.slow
-    return [pytest.param(value, marks=[slow] if at else []) for at, value in enumerate(values)]
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,7 @@ from retrain.run.calibration import chosen_rows
 from retrain.run.dialogues import Watcher
 from retrain.run.gate_fits import Fit, GateSample
 from retrain.run.parts import Parts, gate_inputs, load_parts, training_plan
+from tests.marks import first_of
 
 LR = 4e-5
 STEPS = 4
@@ -154,7 +155,7 @@ def test_a_sampler_in_bf16_is_compared_along_an_update_that_is_not_enlarged(stat
     assert found and found.last and found.last.share == pytest.approx(1, abs=0.01)
 
 
-@pytest.mark.parametrize("engine", ["pytorch", "faulty_engines.StopsReloadingLater"])
+@pytest.mark.parametrize("engine", first_of(["faulty_engines.StopsReloadingLater", "pytorch"]))
 def test_a_run_records_it_and_warns_and_stops_nothing(
     tmp_path: Path, engine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -173,7 +173,11 @@ def test_a_sound_engine_is_within_the_tolerance(parts: Parts) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "steps", "flat"),
-    [("Colder", 6, False), ("AnotherTopP", 2, False), ("Penalises", 2, True)],
+    [
+        pytest.param("Colder", 6, False, marks=pytest.mark.slow),
+        ("AnotherTopP", 2, False),
+        ("Penalises", 2, True),
+    ],
 )
 def test_a_faulty_sampler_is_found_with_its_side(
     fault: str, steps: int, flat: bool, parts: Parts
@@ -224,6 +228,7 @@ def test_what_is_tested_is_chosen_before_any_reward_is_known(parts: Parts) -> No
     assert [row.key for row in chosen_rows(many, 0, 2)] != [row.key for row in rows]
 
 
+@pytest.mark.slow
 def test_a_run_records_it_warns_once_and_is_the_same_to_the_byte(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

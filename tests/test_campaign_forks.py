@@ -42,6 +42,7 @@ from retrain.run import common, gate
 from retrain.run.loop import train
 from retrain.run.sharing import shared, shared_parts
 from tests.campaigns import sections
+from tests.marks import first_of
 from tests.runs import lines, timeless
 
 LOOKING = '''
@@ -218,6 +219,7 @@ def test_forked_workers_end_with_their_parent(tmp_path: Path) -> None:
             time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux alone")
 def test_a_signal_that_meets_a_worker_at_its_fork_is_not_forgotten(tmp_path: Path) -> None:
     """It waits at the parent that prepares the run, and comes before Python's first line in the
@@ -249,6 +251,7 @@ def test_a_run_that_was_stopped_before_its_fork_was_refused_is_not_started(tmp_p
     process.stdout.close()
 
 
+@pytest.mark.slow
 def test_what_runs_of_a_seed_have_in_common_before_step_0_is_made_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,7 +362,7 @@ def a_pair_and_then(change: Callable[[Path], None], folder: Path, **others: Any)
     return [run.folder for run in runs]
 
 
-@pytest.mark.parametrize("how", ["cut", "emptied", "edited", "of an older form"])
+@pytest.mark.parametrize("how", first_of(["edited", "cut", "emptied", "of an older form"]))
 def test_a_stored_result_that_is_damaged_or_changed_is_made_anew(tmp_path: Path, how: str) -> None:
     """A run neither fails because of it nor takes it as its own. The pair has an equal evaluation and
     equal weights, though the labels differ.
@@ -382,7 +385,7 @@ def test_a_stored_result_that_is_damaged_or_changed_is_made_anew(tmp_path: Path,
         assert (first / file).read_bytes() == (second / file).read_bytes(), file
 
 
-@pytest.mark.parametrize("what", ["device_name", "packages", "plugin"])
+@pytest.mark.parametrize("what", first_of(["plugin", "device_name", "packages"]))
 def test_another_machine_or_version_makes_its_own_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:

@@ -1,5 +1,6 @@
 """The command line: what the first argument means, exit codes, one sentence for each mistake."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,20 @@ def imported_by(*arguments: str) -> set[str]:
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True
         ).stderr.split("\n")
+    )
+
+
+@pytest.mark.parametrize("arguments", [(), ("status",), ("/nowhere/a.toml",), ("doctor",)])
+def test_a_deleted_current_folder_is_a_sentence(
+    arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    os.chdir(gone)  # left again with the fixture
+    gone.rmdir()
+    assert main(list(arguments)) == 2
+    assert capsys.readouterr().err == (
+        "retrain: the current folder was deleted; change to one that exists, such as with `cd`.\n"
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import lines, small
+from runs import lines, small, small_run
 
 import retrain
 from retrain import train
@@ -106,7 +106,7 @@ def test_a_plugin_of_the_text_takes_a_step(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     try:
-        run = train(small(tmp_path / "run", **(ONE_STEP | settings)), quiet=True)
+        run = small_run(small(tmp_path / "run", **(ONE_STEP | settings)), quiet=True)
     finally:
         sys.modules.pop(module, None)
     assert run.summary.steps == 1 and PROOFS[section](run.folder)

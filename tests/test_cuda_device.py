@@ -28,6 +28,7 @@ from retrain.model.step_kernels import TritonKernels
 from retrain.model.varlen import reads_pages
 from retrain.types import Completion, Row
 from tests.learner_models import config_for
+from tests.marks import first_of
 
 HAS_GPU = torch.cuda.is_available()
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
@@ -129,15 +130,18 @@ def test_weights_in_eight_bits_in_triton_are_one_policy_for_sampler_and_learner(
 
 @pytest.mark.parametrize(
     ("family", "sections"),
-    [
-        ("llama", {}),
-        ("gemma2", {}),
-        ("opt", {}),
-        ("qwen3", {"model": {"dtype": "fp32"}}),
-        ("qwen3", {"inference": {"kv_cache_dtype": "int8"}}),
-        ("qwen3", {"inference": {"attention_kernel": "cutlass"}}),
-        ("qwen3", {"lora": {"dropout": 0.1}}),
-    ],
+    first_of(
+        [
+            ("gemma2", {}),
+            ("qwen3", {"inference": {"kv_cache_dtype": "int8"}}),
+            ("llama", {}),
+            ("opt", {}),
+            ("qwen3", {"model": {"dtype": "fp32"}}),
+            ("qwen3", {"inference": {"attention_kernel": "cutlass"}}),
+            ("qwen3", {"lora": {"dropout": 0.1}}),
+        ],
+        quick=2,
+    ),
     ids=str,
 )
 def test_models_and_choices_of_every_kind_sample_and_learn(

@@ -5,7 +5,9 @@ block runs as pasted.
 import re
 import shutil
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,19 +111,25 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 PYTHON_ELSEWHERE = {"CONTRIBUTING.md": "tests/test_contributing.py"}
-SLOW_PAGES = {"commands", "comparing", "looking", "reading-a-run", "campaigns"}
+SLOW_PAGES = {
+    *("AGENTS", "campaigns", "capacity-planning", "commands", "comparing", "contrast", "looking"),
+    *("reading-a-run", "receipts", "research-guide", "xray"),
+}
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def cases(pages: Iterable[Path]) -> list[Any]:
+    return [
+        pytest.param(
+            path, marks=[pytest.mark.slow] if path.stem in SLOW_PAGES else [], id=path.stem
+        )
+        for path in pages
+    ]
 
 
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(
-            path, marks=[pytest.mark.slow] if path.stem in SLOW_PAGES else [], id=path.stem
-        )
-        for path in PAGES
-        if SHELL & {language for language, _ in blocks(path)}
-    ],
+    cases(path for path in PAGES if SHELL & {language for language, _ in blocks(path)}),
 )
 def test_every_block_of_a_page_runs_as_pasted(page: Path, checkout: Path, tmp_path: Path) -> None:
     here = shutil.copytree(checkout, tmp_path / "checkout", symlinks=True)
@@ -136,9 +144,7 @@ def test_every_block_of_a_page_runs_as_pasted(page: Path, checkout: Path, tmp_pa
     assert not paste.problems
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(path, id=path.stem) for path in PAGES if blocks(path, marked=True)]
-)
+@pytest.mark.parametrize("page", cases(path for path in PAGES if blocks(path, marked=True)))
 def test_a_block_marked_run_needs_nothing_but_an_empty_folder(
     page: Path, checkout: Path, tmp_path: Path
 ) -> None:
@@ -165,6 +171,7 @@ def test_what_a_block_needs_is_one_of_three() -> None:
     assert wrong and all(NEEDS.fullmatch(line) for line in wrong)
 
 
+@pytest.mark.slow
 def test_a_page_without_its_link_and_a_key_without_its_page_are_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -257,6 +257,7 @@ def test_a_server_with_another_tokenizer_is_found_by_the_number_of_prompt_tokens
     engine.close()
 
 
+@pytest.mark.slow
 def test_raw_log_probs_of_the_base_model_are_stopped_by_the_gate(
     mlx: MLXDouble, tmp_path: Path
 ) -> None:

@@ -45,6 +45,7 @@ from retrain.inference_engine.openai import OpenAIEngine
 from retrain.noise import Stream
 from retrain.run.parts import Parts, load_parts, run_parity_gate
 from retrain.types import Completion, FinishReason
+from tests.marks import first_of
 from tests.runs import small_run
 
 WITHOUT_PENALTY = {
@@ -209,12 +210,11 @@ def test_each_of_several_servers_must_pass_the_gate(tmp_path: Path, parts: Parts
             {"base_only": True},
             "Parity gate: the engine ignores the adapter and samples from the base model",
         ),
-        (
+        pytest.param(
             {"raw": True},
-            (
-                r"Parity gate: .* before the temperature, .* is 0\.7: start it with --logprobs-mode"
-                r" processed_logprobs"
-            ),
+            r"Parity gate: .* before the temperature, .* is 0\.7: start it with --logprobs-mode"
+            r" processed_logprobs",
+            marks=pytest.mark.slow,
         ),
         (
             {
@@ -461,6 +461,7 @@ def test_a_truncated_run_asks_for_the_kept_sets_and_is_refused_without_them(
         )
 
 
+@pytest.mark.slow
 def test_the_server_sleeps_while_the_learner_learns_and_is_checked_when_it_wakes(
     tmp_path: Path, server: VLLMDouble
 ) -> None:
@@ -528,7 +529,7 @@ def test_an_openai_server_is_trained_with_if_it_returns_ids_and_log_probs(
         small_run(config, quiet=True)
 
 
-@pytest.mark.parametrize("kind", ["ids", "text", "chat"])
+@pytest.mark.parametrize("kind", first_of(["ids", "text", "chat"]))
 def test_a_field_that_a_strict_server_refuses_is_left_out_and_said_once(
     tmp_path: Path, server: VLLMDouble, kind: str
 ) -> None:
@@ -601,7 +602,7 @@ def test_a_server_of_text_alone_is_evaluated_and_not_trained_with(
     assert server.calls >= 6 and not server.adapters
 
 
-@pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("limit", first_of(["max_tokens", "max_completion_tokens"]))
 def test_a_server_of_messages_alone_is_evaluated_and_not_trained_with(
     tmp_path: Path, server: VLLMDouble, capsys: pytest.CaptureFixture[str], limit: str
 ) -> None:
@@ -715,7 +716,7 @@ def test_other_servers_words_for_a_reply_are_understood(
 _LONG = "1" * 25
 
 
-@pytest.mark.parametrize("chats", [True, False])
+@pytest.mark.parametrize("chats", first_of([True, False]))
 @pytest.mark.parametrize(
     ("text", "usage", "told"),
     [
@@ -864,6 +865,7 @@ def test_damaged_answers_cost_a_second_try_and_nothing_else(
     )
 
 
+@pytest.mark.slow
 def test_a_busy_server_and_a_broken_connection_cost_time_and_nothing_else(
     tmp_path: Path, server: VLLMDouble
 ) -> None:

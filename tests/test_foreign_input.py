@@ -22,6 +22,7 @@ from retrain.config.keys import all_keys, flags, keys_by_path
 from retrain.config.names import ABSENT, SYNONYMS, synonym
 from retrain.config.overrides import parse_overrides
 from retrain.errors import ConfigurationError, RetrainError
+from tests.marks import first_of
 from tests.wrong_inputs import LAB, inside
 
 NASTY = {
@@ -178,10 +179,10 @@ def test_a_list_of_unknown_rewards_reads_the_installed_plugins_once(
 ) -> None:
     reads: list[str] = []
     monkeypatch.setattr(names, "entry_points", lambda group: reads.append(group) or [])
-    names._entry_point_names.cache_clear()
+    names._installed_plugins.cache_clear()
     with pytest.raises(ConfigurationError, match=r'type = \["r0", "r1".* is not known') as caught:
         config_from_mapping({"reward": {"type": [f"r{n}" for n in range(1000)]}})
-    names._entry_point_names.cache_clear()
+    names._installed_plugins.cache_clear()
     assert len(caught.value.problems) == 1
     assert reads == ["retrain.plugins"]
 
@@ -370,7 +371,7 @@ OTHERS = (".lock.owner", "checkpoints.json", "trainer_state.json")
 
 
 @pytest.mark.faults("wrong files and command lines")
-@pytest.mark.parametrize("name", [*FILES, *OTHERS])
+@pytest.mark.parametrize("name", first_of([*FILES, *OTHERS], quick=4))
 def test_a_file_of_another_shape_in_a_run_is_a_sentence(name: str, tmp_path: Path) -> None:
     whole = run_folder(tmp_path / "whole")
     for number, text in enumerate(

@@ -37,7 +37,9 @@ def test_what_pip_is_told_is_handed_to_uv_and_never_in_place_of_its_own_variable
     }
 
 
-@pytest.mark.parametrize("uv", [True, False], ids=["uv", "pip"])
+@pytest.mark.parametrize(
+    "uv", [pytest.param(True, id="uv"), pytest.param(False, id="pip", marks=pytest.mark.slow)]
+)
 def test_a_package_that_only_pips_own_settings_lead_to_is_installed(
     tmp_path: Path, uv: bool
 ) -> None:

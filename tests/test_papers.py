@@ -46,6 +46,7 @@ from retrain.types import (
     Turn,
 )
 from scripts.docs_papers import papers, papers_document
+from tests.marks import first_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAPERS = ROOT / "retrain" / "assets" / "papers"
@@ -827,7 +828,7 @@ def short_run(name: str, folder: Path, steps: int) -> list[StepRecord]:
     return list(run.records())
 
 
-@pytest.mark.parametrize("name", [path.stem for path in sorted(PAPERS.glob("*.py"))])
+@pytest.mark.parametrize("name", first_of(path.stem for path in sorted(PAPERS.glob("*.py"))))
 def test_a_file_with_a_plugin_beside_it_takes_a_lab_step_that_starts_on_policy(
     name: str, tmp_path: Path
 ) -> None:
@@ -838,6 +839,7 @@ def test_a_file_with_a_plugin_beside_it_takes_a_lab_step_that_starts_on_policy(
     )  # before the first update, whose ratio is 1
 
 
+@pytest.mark.slow
 def test_six_files_take_two_steps_in_one_process(tmp_path: Path) -> None:
     """A sample with a fixed seed; nothing of one file's run is left in the next."""
     for name in random.Random(29).sample(sorted(OBJECTIVES), 6):

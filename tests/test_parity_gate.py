@@ -13,7 +13,7 @@ import faulty_engines
 import numpy as np
 import pytest
 from faulty_engines import Served
-from runs import lines, small
+from runs import lines, small, small_run
 
 from retrain import train
 from retrain.errors import ConfigurationError, RunFailed
@@ -22,6 +22,7 @@ from retrain.run.gate_causes import UNCLEAR, likely_cause
 from retrain.run.identical import chance_of_identical
 from retrain.run.observer import default_mismatch_limit
 from retrain.run.parts import Parts, gate_inputs, load_parts, run_parity_gate
+from tests.marks import first_of
 
 CONFIG = small(Path("nowhere"), training={"temperature": 0.8, "max_examples": 0})
 
@@ -204,23 +205,21 @@ def test_a_small_group_is_a_warning_if_another_look_finds_one_too(
     assert gate._with_trial_adapter(nothing, nothing, 1.0, []) == (nothing, 0.5, warning)
 
 
+@pytest.mark.parametrize("seed", first_of([2, 3]))
 def test_in_half_precision_a_temperature_off_by_a_tenth_is_told_from_rounding(
-    parts: Parts, engine: Any
+    seed: int, parts: Parts, engine: Any
 ) -> None:
-    for seed in (2, 3):
-        rounded = small(
-            Path("nowhere"),
-            inference={"dtype": "bf16"},
-            training={"temperature": 0.8, "seed": seed},
-        )
-        engine("HotterInBf16")
-        with pytest.raises(
-            RunFailed,
-            match=(
-                r"as if its temperature were 0\.(8[6-9]|9) instead of 0\.8, so nothing was trained"
-            ),
-        ):
-            run_parity_gate(rounded, parts, 0)
+    rounded = small(
+        Path("nowhere"),
+        inference={"dtype": "bf16"},
+        training={"temperature": 0.8, "seed": seed},
+    )
+    engine("HotterInBf16")
+    with pytest.raises(
+        RunFailed,
+        match=r"as if its temperature were 0\.(8[6-9]|9) instead of 0\.8, so nothing was trained",
+    ):
+        run_parity_gate(rounded, parts, 0)
 
 
 @pytest.mark.parametrize(
@@ -237,15 +236,7 @@ def test_the_long_prompt_passes_the_window_where_its_completion_fits_a_server_to
     assert tokens == 257 or tokens + gate._FEW_TOKENS <= longest_row
 
 
-@pytest.mark.parametrize(
-    "temperature",
-    [
-        pytest.param(0.2, marks=pytest.mark.slow),
-        0.7,
-        1.0,
-        pytest.param(1.5, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("temperature", first_of([0.7, 0.2, 1.0, 1.5]))
 def test_a_temperature_below_1_multiplies_the_rounding_that_is_allowed(temperature: float) -> None:
     config = small(Path("nowhere"), training={"temperature": temperature})
     with closing(
@@ -270,26 +261,25 @@ def test_a_temperature_below_1_multiplies_the_rounding_that_is_allowed(temperatu
             )
 
 
-def test_a_run_of_one_token_is_checked_on_as_many_as_any_other(parts: Parts, engine: Any) -> None:
+# a sound engine was refused at both, at 14 since the trial adapter changes the policy by 6 nats
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 14])
+def test_a_run_of_one_token_is_checked_on_as_many_as_any_other(
+    seed: int, parts: Parts, engine: Any
+) -> None:
     """Of one token per completion, rounding in half precision looks like a fault of some group of
     layers.
     """
-    for seed in (
-        0,
-        14,
-        # a sound engine was refused at both, at 14 since the trial adapter changes the policy by
-        # 6 nats
-    ):
-        short = small(
-            Path("nowhere"),
-            inference={"dtype": "bf16"},
-            training={"temperature": 0.8, "seed": seed, "max_tokens": 1},
-        )
-        engine("ServedInBf16")
-        assert run_parity_gate(short, parts, 0).tokens > 100
-        engine("DropsAProjectionInBf16")
-        with pytest.raises(RunFailed, match="adapter's effect on v_proj"):
-            run_parity_gate(short, parts, 0)
+    short = small(
+        Path("nowhere"),
+        inference={"dtype": "bf16"},
+        training={"temperature": 0.8, "seed": seed, "max_tokens": 1},
+    )
+    engine("ServedInBf16")
+    assert run_parity_gate(short, parts, 0).tokens > 100
+    engine("DropsAProjectionInBf16")
+    with pytest.raises(RunFailed, match="adapter's effect on v_proj"):
+        run_parity_gate(short, parts, 0)
 
 
 # -- whole runs ------------------------------------------------------------------------------------
@@ -317,7 +307,7 @@ def test_an_engine_plugin_runs_and_passes_the_gate_again_at_its_first_new_adapte
         1,
         2,
     ], "three of the gate, then once a step, and two of the second gate"
-    train(small(tmp_path / "own", training={"max_steps": 3}), quiet=True)
+    small_run(small(tmp_path / "own", training={"max_steps": 3}), quiet=True)
     plugin, own = (lines(tmp_path / name / "metrics.jsonl") for name in ("plugin", "own"))
     assert [record["loss"] for record in plugin] == pytest.approx(
         [record["loss"] for record in own], abs=1e-4
@@ -403,13 +393,15 @@ def test_a_run_whose_sampler_leaves_the_policy_stops_after_three_steps(tmp_path:
         RunFailed,
         match=r"differed by 0\.01 nats per token .* step 3.* limit of 0\.001 for 3 steps in a row",
     ):
-        train(small(tmp_path / "run", inference=drifting, training={"max_steps": 6}), quiet=True)
+        small_run(
+            small(tmp_path / "run", inference=drifting, training={"max_steps": 6}), quiet=True
+        )
     records = lines(tmp_path / "run" / "metrics.jsonl")
     assert len(records) == 4 and records[0]["log_ratio_mean"] < 1e-5
     quantiles = [records[3][name] for name in ("log_ratio_p50", "log_ratio_p90", "log_ratio_p99")]
     assert quantiles == sorted(quantiles) and quantiles == pytest.approx([0.01] * 3, abs=1e-4)
     with pytest.raises(RunFailed, match=r"limit of 0\.001"):
-        train(
+        small_run(
             small(
                 tmp_path / "run",
                 inference=drifting,
@@ -424,7 +416,7 @@ def test_a_run_whose_sampler_leaves_the_policy_stops_after_three_steps(tmp_path:
         training={"max_steps": 6},
         resume={"from": str(tmp_path / "run")},
     )
-    assert train(allowed, quiet=True).summary.steps == 6
+    assert small_run(allowed, quiet=True).summary.steps == 6
 
 
 @pytest.mark.parametrize(
@@ -435,7 +427,8 @@ def test_updates_within_a_step_are_no_mismatch(tmp_path: Path, loss: dict[str, A
     the first minibatch alone.
     """
     training = {"max_steps": 3, "minibatches": 2, "lr": 1e-2}
-    records = train(small(tmp_path / "run", training=training, loss=loss), quiet=True).records()
+    config = small(tmp_path / "run", training=training, loss=loss)
+    records = small_run(config, quiet=True).records()
     assert max(record.log_ratio_mean or 0 for record in records) < 1e-5
     assert (max(record.mismatch_k3 or 0 for record in records) > 1e-2) is (not loss)
     assert [record.log_ratio_tokens for record in records] == [
@@ -451,7 +444,7 @@ def test_the_limit_is_ten_times_the_gates_figure_above_the_noise() -> None:
 
 
 def test_dropout_moves_the_ratio_by_itself_and_stops_nothing(tmp_path: Path) -> None:
-    run = train(
+    run = small_run(
         small(tmp_path / "run", lora={"dropout": 0.5}, training={"max_steps": 5, "lr": 3e-2}),
         quiet=True,
     )
@@ -514,6 +507,7 @@ def test_the_gate_stops_an_engine_that_ends_or_draws_completions_otherwise(
         run_parity_gate(CONFIG, parts, 0)
 
 
+@pytest.mark.slow
 def test_a_sound_bf16_sampler_whose_rounding_looks_like_another_temperature_passes(
     tmp_path: Path,
 ) -> None:
@@ -537,7 +531,7 @@ def test_rounding_at_one_ending_stops_no_run(parts: Parts, engine: Any) -> None:
     assert run_parity_gate(CONFIG, parts, 0).max_difference is not None
 
 
-@pytest.mark.parametrize("fault", ["AnotherTopP", "IgnoresTopP"])
+@pytest.mark.parametrize("fault", first_of(["IgnoresTopP", "AnotherTopP"]))
 def test_kept_counts_are_held_against_the_learners_logits(
     fault: str, parts: Parts, engine: Any
 ) -> None:
@@ -553,6 +547,7 @@ def test_kept_counts_are_held_against_the_learners_logits(
         run_parity_gate(truncated, parts, 0)
 
 
+@pytest.mark.slow
 def test_a_sound_bf16_sampler_passes_though_one_token_is_off_by_half_a_nat(tmp_path: Path) -> None:
     training = {"max_steps": 1, "seed": 5, "max_tokens": 96, "batch_size": 2}
     run = train(small(tmp_path / "run", inference={"dtype": "bf16"}, training=training), quiet=True)

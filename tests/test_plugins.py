@@ -5,7 +5,7 @@ gets.
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from importlib.metadata import EntryPoint, EntryPoints
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -386,11 +386,7 @@ def test_entry_points_are_found_and_a_name_found_twice_is_an_error(
         EntryPoint("median", f"{name}:f", "retrain.plugins"),
         EntryPoint("grpo", f"{name}:f", "retrain.plugins"),
     ]
-    monkeypatch.setattr(
-        plugins,
-        "entry_points",
-        lambda group: EntryPoints(point for point in installed if point.group == group),
-    )
+    monkeypatch.setattr(plugins, "installed_plugins", lambda: installed)
     assert load_plugin("advantage", "median", config(), plugins_builtins())([0.0]) == [7.0]
     with pytest.raises(ConfigurationError, match="found twice"):
         load_plugin("advantage", "grpo", config(), plugins_builtins())

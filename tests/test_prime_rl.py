@@ -34,6 +34,7 @@ from retrain.config.schema import PrimeRLOptions
 from retrain.errors import ConfigurationError, Interrupted, ServerFailure
 from retrain.inference_engine.http import ServerPool
 from retrain.types import Completion, Example, FinishReason, Prompt, Row, Trajectory
+from tests.marks import first_of
 from tests.prime_counterpart import (
     V090,
     Broadcaster,
@@ -376,7 +377,7 @@ def trainer_of(config: Any, learner: LocalBackend, **settings: Any) -> Iterator[
         trainer.stop()
 
 
-@pytest.mark.parametrize("transport", ["filesystem", "zmq"])
+@pytest.mark.parametrize("transport", first_of(["zmq", "filesystem"]))
 def test_a_run_trains_through_the_wire(
     tmp_path: Path, learner: LocalBackend, server: InferenceServer, transport: str
 ) -> None:
@@ -407,6 +408,7 @@ def test_a_run_trains_through_the_wire(
     ).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_run_whose_trainer_dies_while_a_step_is_sampled_is_saved_and_goes_on(
     tmp_path: Path, learner: LocalBackend, server: InferenceServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -196,7 +196,7 @@ def test_info_that_cannot_travel_is_named() -> None:
     ("response", "reason"),
     [
         ("hang", "deadline_s"),
-        ("sleep", "deadline_s"),
+        pytest.param("sleep", "deadline_s", marks=pytest.mark.slow),
         ("exit", "exit code 3"),
         ("quit", "SystemExit"),
         ("crash", "signal 11"),
@@ -279,6 +279,7 @@ def test_a_reply_that_cannot_be_read_could_not_judge_and_the_next_answer_is_its_
         assert [judged(scorer, "4").reward for _ in range(2)] == [1.0, 1.0]
 
 
+@pytest.mark.slow
 @pytest.mark.faults("rewards and judges that misbehave")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_worker_that_writes_for_ever_ends_on_the_deadline() -> None:

@@ -154,6 +154,7 @@ def test_an_answer_for_which_memory_runs_out_inside_math_verify_is_not_wrong() -
     assert done.stdout == "no memory\n"
 
 
+@pytest.mark.slow
 def test_an_import_does_not_count_against_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

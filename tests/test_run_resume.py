@@ -114,6 +114,7 @@ def test_a_run_cut_before_its_last_evaluation_is_sealed_with_it(
         assert folder.broken_seal(path, ended=True) == ""
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_costs_steps_but_no_bytes(
     straight: Path,
     tmp_path: Path,
@@ -130,6 +131,7 @@ def test_a_damaged_newest_checkpoint_costs_steps_but_no_bytes(
     assert_same_run(straight, folder, STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.faults("kills at random moments, resumed")
 def test_a_killed_run_resumes_to_the_same_bytes(straight: Path, tmp_path: Path, kill: int) -> None:
     """`pytest tests/test_run_resume.py --kills 20` kills more often."""

@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.excepthook = _masked_traceback
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        _require_folder()
         code = _dispatch(arguments)
         # Here, where a reader that went away is expected.
         sys.stdout.flush()
@@ -87,6 +88,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 _LOCAL_TRAINER = ("torch", "peft")
 """The packages that retrain-core leaves out: every command runs without them until it needs a model
 on this machine."""
+
+
+def _require_folder() -> None:
+    """Raise ConfigurationError in a folder that was deleted, where no path leads anywhere and
+    libraries end the process.
+    """
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise ConfigurationError(
+            "the current folder was deleted; change to one that exists, such as with `cd`."
+        ) from None
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -1,10 +1,12 @@
 """`retrain status [LOGS]`: the progress of runs and campaigns."""
 
+import gc
 import json
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,14 +51,16 @@ def command(
     """Show progress, last metrics, throughput and step time of every run in and below a folder, and
     which runs were killed or hang.
     """
-    from retrain.analysis.status import overview
     from retrain.records.redact import Redactor
     from retrain.records.terminal import clean
 
     as_json = as_json or form == "json"
     try:
         while True:
-            seen = overview(logs)
+            with _uncollected():
+                from retrain.analysis.status import overview
+
+                seen = overview(logs)
             # A pipe has no width, and gets every column.
             width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
             if as_json:
@@ -72,6 +76,18 @@ def command(
             time.sleep(interval)
     except KeyboardInterrupt:  # how one stops watching
         return
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Look for no garbage meanwhile: what modules and records make stays, and looking through it
+    takes a tenth of the time.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def lines(seen: "Overview", width: int | None = None) -> list[str]:

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Literal
 
@@ -180,16 +180,21 @@ def is_known(kind: str, name: str) -> bool:
         or is_dotted(name)
         or (kind == "data" and is_data_location(name))
         # last, since the first look takes milliseconds
-        or name in _entry_point_names(tuple(sys.path))
+        or any(point.name == name for point in installed_plugins())
     )
 
 
+def installed_plugins() -> tuple[EntryPoint, ...]:
+    """The entry points of every installed plugin."""
+    return _installed_plugins(tuple(sys.path))
+
+
 @cache
-def _entry_point_names(
+def _installed_plugins(
     search_path: tuple[str, ...],  # noqa: ARG001 - the key of the cache
-) -> frozenset[str]:
-    """The installed plugins, read once for each state of sys.path."""
-    return frozenset(point.name for point in entry_points(group=PLUGIN_GROUP))
+) -> tuple[EntryPoint, ...]:
+    """Read once for each state of sys.path: a run asks for a dozen names."""
+    return tuple(entry_points(group=PLUGIN_GROUP))
 
 
 def is_dotted(name: str) -> bool:

@@ -120,7 +120,10 @@ class Section(BaseModel):
     are not numbers.
     """
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+    # Built once, inside the configuration that holds them, and not each by itself before.
+    model_config = ConfigDict(
+        strict=True, frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True
+    )
     traits: ClassVar[Traits] = NO_TRAITS
     """The traits of every key of the section."""
 

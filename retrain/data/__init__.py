@@ -1,9 +1,15 @@
-"""Problems with reference answers: their sources, their order, and their prompts."""
+"""Problems with reference answers: their sources, their order, and their prompts. What needs a
+tokenizer is imported when first used: a configuration asks only for the names of the sources.
+"""
 
-from retrain.data.prompts import PromptSet, contamination_note, encode_prompts, load_examples
-from retrain.data.samplers import PromptSampler
+from typing import TYPE_CHECKING, Any
+
 from retrain.data.sources import NoHeldOutSplit, ReadResult, register_source
 from retrain.types import ChatMessage, Example, Prompt
+
+if TYPE_CHECKING:
+    from retrain.data.prompts import PromptSet, contamination_note, encode_prompts, load_examples
+    from retrain.data.samplers import PromptSampler
 
 __all__ = [
     "ChatMessage",
@@ -18,3 +24,12 @@ __all__ = [
     "load_examples",
     "register_source",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = "samplers" if name == "PromptSampler" else "prompts"
+    return getattr(import_module(f"{__name__}.{home}"), name)

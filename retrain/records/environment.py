@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from contextlib import suppress
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,9 +68,10 @@ def code_of(config: "TrainConfig") -> dict[str, Any]:
     return {"revision": revision, "plugins": plugin_hashes(config)}
 
 
+@cache
 def package_versions() -> dict[str, str]:
     """Return the installed versions of the declared requirements, extras included; of the main ones
-    if retrain itself is not installed.
+    if retrain itself is not installed. Fifty files are read, once for all runs of a process.
     """
     requirements = ["torch", "transformers", "peft"]
     for distribution in ("retrain-core", "retrain"):

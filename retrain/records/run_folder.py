@@ -16,8 +16,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Self
 
-from filelock import FileLock, Timeout
-
 from retrain.config import TrainConfig
 from retrain.config.stored import run_command
 from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed
@@ -455,6 +453,8 @@ def writer_lock(folder: RunFolder) -> Iterator[None]:
     """Hold the lock that makes this process the run's only writer. Raises ConfigurationError where
     another process holds it.
     """
+    from filelock import FileLock, Timeout
+
     owner = folder.lock_owner
     lock = FileLock(folder.lock)
     try:
