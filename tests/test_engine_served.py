@@ -882,12 +882,11 @@ def test_a_busy_server_and_a_broken_connection_cost_time_and_nothing_else(
             "its engine has died",
         ),
         (first(99, (401, {"error": "Unauthorized"})), "it requires a key"),
-        (
+        pytest.param(
             slow(6.0),
-            (
-                r"did not answer a request within \[inference\] timeout_s = 1, 3 times in a row,"
-                r" though it is healthy: raise"
-            ),
+            r"did not answer a request within \[inference\] timeout_s = 1, 3 times in a row,"
+            r" though it is healthy: raise",
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["EngineDead", "401", "too slow"],
@@ -963,7 +962,13 @@ def test_a_server_that_was_restarted_gets_the_adapter_before_any_request(
     assert run.summary.steps == 3 and server.paths().count(LOAD) > 3
 
 
-@pytest.mark.parametrize("trusted", [False, True], ids=["checked", "--skip-parity"])
+@pytest.mark.parametrize(
+    "trusted",
+    [
+        pytest.param(False, id="checked"),
+        pytest.param(True, id="--skip-parity", marks=pytest.mark.slow),
+    ],
+)
 def test_a_server_that_comes_back_as_another_is_found_before_the_step_learns(
     tmp_path: Path, server: VLLMDouble, trusted: bool
 ) -> None:
