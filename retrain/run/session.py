@@ -373,7 +373,7 @@ class Session:
         inputs = gate_inputs(self._settings, self.parts, step, trained=True)
         count = most_completions(half_precision=inputs.half_precision)
         rows = chosen_rows(rollout.first_draws, self.state.seed, step, count)
-        return adapter_lag(inputs, backend.learned(step), rows)
+        return adapter_lag(inputs, backend.learned(), rows)
 
     def _untrained_mismatch(self, rows: list[Row], rollout: Rollout) -> dict[str, Any]:
         """Return the log_ratio_* of a few completions of a step without a trained row; {} in any
