@@ -43,6 +43,7 @@ from tests.prime_counterpart import (
     Trainer,
     ZmqReceiver,
     decode,
+    free_ports,
     inference_server,
     rows_of,
 )
@@ -167,21 +168,6 @@ def test_an_interrupted_sessions_files_are_cleared_and_anothers_refused(
     other.mkdir(parents=True)
     with pytest.raises(ConfigurationError, match="holds batches that this retrain did not write"):
         FileSystemSender(tmp_path / "other").prepare(0)
-
-
-def free_ports() -> int:
-    """The first of two neighbouring ports that are free."""
-    import socket
-
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-            return port
 
 
 def test_zmq_reaches_each_rank_on_its_topic_and_says_when_one_has_gone() -> None:

@@ -212,6 +212,7 @@ def test_every_chosen_moment_is_one_of_the_package() -> None:
     assert all(callable(placed.find()[2]) for placed in PLACED)
 
 
+@pytest.mark.slow
 @pytest.mark.faults("two signals at chosen and random moments, resumed")
 def test_two_signals_save_nothing_and_the_resumed_run_has_the_same_bytes(
     straight: Path, tmp_path: Path, moment: Placed | Random
