@@ -9,18 +9,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.wrong_inputs import CASES, answer  # noqa: E402
+from tests.wrong_inputs import CASES, Case, answer  # noqa: E402
 
 PAGE = ROOT / "docs" / "errors.md"
 PRINTED = [case for case in CASES if case.printed]
 
 
 def page() -> str:
-    rows = []
-    for case in PRINTED:
-        code, said = answer(case)
-        sentence = " ".join(said).replace("|", "\\|")
-        rows.append(f"| {case.title} | {code} | {sentence} |")
+    rows = [row(case, *answer(case)) for case in PRINTED]
     return "\n".join(
         [
             "# Wrong inputs and what they are answered",
@@ -40,6 +36,12 @@ def page() -> str:
             "",
         ]
     )
+
+
+def row(case: Case, code: int, said: list[str]) -> str:
+    """The page's line of a case that ended with `code` and printed `said`."""
+    sentence = " ".join(said).replace("|", "\\|")
+    return f"| {case.title} | {code} | {sentence} |"
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 
 # Nothing here may start a thread, which a fork would lose: no operation of torch, no pandas (its
 # allocator has one).
-_IMPORTED = [
+IMPORTED = [
     "tests.commands", "tests.stops", "retrain.cli.run", "retrain.run.loop", "retrain.campaign",
     "retrain.backends.local.backend",
     "retrain.inference_engine.torch_engine", "transformers",
@@ -38,7 +38,7 @@ def forked(target: Callable[..., None], *arguments: Any) -> Any:
     the tests.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED)
+    context.set_forkserver_preload(IMPORTED)
     process = context.Process(target=target, args=arguments)
     process.start()
     atexit.register(process.kill)

@@ -1,6 +1,7 @@
 """Options of the suite, and what several files need."""
 
 import gc
+import importlib
 import os
 import resource
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.commands import IMPORTED
 from tests.marks import first_of
 from tests.stops import MOMENTS
 
@@ -58,8 +60,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """A million objects, of libraries and of tests, stay until the end: the garbage collector need
-    not visit them again and again.
+    not visit them again and again. A process of the whole suite will need what a run imports.
     """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        for name in IMPORTED:
+            importlib.import_module(name)
     gc.freeze()
     gc.enable()
 

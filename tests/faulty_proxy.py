@@ -7,7 +7,7 @@ import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -40,6 +40,10 @@ class Traffic:
     """As a hosted service: prompts and completions are text, and no adapter is loaded."""
     chat_alone: bool = False
     """As `text_alone`, and prompts are messages."""
+    asked: Callable[[str, bytes], bytes] = lambda path, request: request
+    """(path, body) -> the body that the server gets."""
+    told: Callable[[str, bytes], bytes] = lambda path, answer: answer
+    """(path, body) -> the body that the client gets."""
     lock: Any = field(default_factory=threading.Lock)
 
     def fault_for(self, path: str) -> int:
@@ -126,7 +130,7 @@ def faulty_proxy(upstream: str, *faults: Fault) -> Iterator[tuple[str, Traffic]]
                 name: value for name, value in self.headers.items() if name.lower() not in _HOP
             }
             try:
-                connection.request(self.command, self.path, request, headers)
+                connection.request(self.command, self.path, traffic.asked(path, request), headers)
                 response = connection.getresponse()
                 answer = response.read()
             finally:
@@ -135,7 +139,7 @@ def faulty_proxy(upstream: str, *faults: Fault) -> Iterator[tuple[str, Traffic]]
             self.answer(
                 response.status,
                 [(n, v) for n, v in response.getheaders() if n.lower() not in _HOP],
-                traffic.shown(path, answer),
+                traffic.told(path, traffic.shown(path, answer)),
             )
 
         def answer(self, status: int, headers: list[tuple[str, str]], body: bytes) -> None:

@@ -16,6 +16,7 @@ from runs import lines, small, small_run
 from retrain import train
 from retrain.backends.base import LAST_UPDATE, WHOLE_ADAPTER
 from retrain.backends.local.learned import LearnedChange
+from retrain.backends.local.optimizer import AdapterOptimizer
 from retrain.run.adapter_lag import AdapterLag, _effect, adapter_lag, is_due
 from retrain.run.calibration import chosen_rows
 from retrain.run.dialogues import Watcher
@@ -79,7 +80,7 @@ def test_the_share_that_is_missing_is_measured(
     with backend._adapter.holding(weights):
         rows = sampled(parts, STEPS)
     inputs = gate_inputs(CONFIG, parts, STEPS, trained=True)
-    found = adapter_lag(inputs, backend.learned(STEPS), rows)
+    found = adapter_lag(inputs, backend.learned(), rows)
     assert found and found.last and found.whole
     assert found.off is bool(cause)
     assert last is None or found.last.share == pytest.approx(last, abs=0.01)
@@ -120,7 +121,7 @@ def test_a_change_too_small_or_too_large_is_measured_at_another_size(
     parts, _ = states
     backend: Any = parts.backend
     parameters = backend._adapter.parameters
-    moved = backend._learner.optimizer.last_update(STEPS - 1)
+    moved = backend._learner.optimizer.last_update()
     rows = sampled(parts, STEPS)
     inputs = gate_inputs(CONFIG, parts, STEPS, trained=True)
     compared = GateSample(inputs, rows, inputs.learner_logprobs(rows))
@@ -136,11 +137,22 @@ def test_a_change_too_small_or_too_large_is_measured_at_another_size(
 def test_the_last_update_follows_from_the_moments(states: Any) -> None:
     parts, kept = states
     backend: Any = parts.backend
-    assert {*backend.learned(STEPS)} == {LAST_UPDATE, WHOLE_ADAPTER}
-    with backend.learned(STEPS)[LAST_UPDATE] as change:
+    assert {*backend.learned()} == {LAST_UPDATE, WHOLE_ADAPTER}
+    with backend.learned()[LAST_UPDATE] as change:
         change.set(1.0)
         for name, own in backend._adapter.parameters.items():
             assert torch.allclose(own, kept[-2][name], rtol=1e-5, atol=1e-3 * LR), name
+
+
+def test_a_sampler_in_bf16_is_compared_along_an_update_that_is_not_enlarged(states: Any) -> None:
+    """Far beyond its size the effect is another direction, and no lag showed along it."""
+    parts, kept = states
+    backend: Any = parts.backend
+    with backend._adapter.holding(kept[-2]):
+        rows = sampled(parts, STEPS)
+    inputs = replace(gate_inputs(CONFIG, parts, STEPS, trained=True), half_precision=True)
+    found = adapter_lag(inputs, backend.learned(), rows)
+    assert found and found.last and found.last.share == pytest.approx(1, abs=0.01)
 
 
 @pytest.mark.parametrize("engine", first_of(["faulty_engines.StopsReloadingLater", "pytorch"]))
@@ -154,6 +166,24 @@ def test_a_run_records_it_and_warns_and_stops_nothing(
     assert found == [None, None, pytest.approx(0 if sound else 1, abs=0.02)]
     said = capsys.readouterr().out
     assert ("served the adapter of an earlier step" in said) is not sound
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_last_update_has_its_own_rate_under_a_schedule(tmp_path: Path, resumed: bool) -> None:
+    """Also after steps that trained nothing, and in a run that was resumed."""
+    training = CONFIG.training.model_copy(update={"lr_schedule": "linear", "max_steps": 8})
+    parameters = {"a.lora_B.weight": torch.nn.Parameter(torch.ones(4))}
+    optimizer = AdapterOptimizer(parameters, CONFIG.optimizer, training, 0.0)
+    for step in (0, 4):
+        before = parameters["a.lora_B.weight"].detach().clone()
+        parameters["a.lora_B.weight"].grad = torch.full((4,), 1.0 + step)
+        optimizer.step(step, torch.tensor(1.0))
+    if resumed:
+        optimizer.save(tmp_path)
+        optimizer = AdapterOptimizer(parameters, CONFIG.optimizer, training, 0.0)
+        optimizer.load(tmp_path)
+    moved = parameters["a.lora_B.weight"].detach() - before
+    assert torch.allclose(optimizer.last_update()["a.lora_B.weight"], moved, rtol=0.01)
 
 
 def test_a_step_that_trains_nothing_is_compared_on_four_completions(

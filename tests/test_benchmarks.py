@@ -94,6 +94,7 @@ def test_a_worker_that_outlasts_its_seconds_is_ended_and_says_so(
     assert failure.value.sentence == "stopped at its limit of 0 s"
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_leaves_a_sentence_and_the_other_parts_go_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

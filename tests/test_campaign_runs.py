@@ -221,6 +221,7 @@ def test_a_failing_run_does_not_stop_the_others_and_is_told_at_the_end(
     assert "[2/2] grpo+none_s1 done: step 1/1" in printed
 
 
+@pytest.mark.slow
 def test_a_bug_in_one_run_is_that_runs_failure(tmp_path: Path) -> None:
     (tmp_path / "badreward.py").write_text("raise TypeError('not a reward')")
     conditions = [

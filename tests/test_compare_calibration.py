@@ -44,6 +44,7 @@ def test_where_nothing_differs_a_verdict_is_given_at_most_as_often_as_alpha_says
     assert wrong > 0  # a rule that never speaks would pass as well
 
 
+@pytest.mark.slow
 def test_over_a_family_the_chance_of_any_false_verdict_stays_below_alpha() -> None:
     rng = np.random.default_rng(1)
     trials = 400
@@ -53,6 +54,7 @@ def test_over_a_family_the_chance_of_any_false_verdict_stays_below_alpha() -> No
     assert at_most(wrong, trials, RULES.alpha)
 
 
+@pytest.mark.slow
 def test_fisher_on_pooled_completions_is_wrong_far_more_often() -> None:
     """The reason for the unit of inference: the same null campaigns, completions taken for
     independent.

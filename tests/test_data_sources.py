@@ -478,6 +478,7 @@ for source in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_without_a_network_a_hub_set_is_one_sentence_and_a_local_one_works(tmp_path):
     """The hub's own library resolves a folder first, so a copy under the same name goes through the
     same code without a network.

@@ -171,6 +171,7 @@ def test_what_a_block_needs_is_one_of_three() -> None:
     assert wrong and all(NEEDS.fullmatch(line) for line in wrong)
 
 
+@pytest.mark.slow
 def test_a_page_without_its_link_and_a_key_without_its_page_are_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

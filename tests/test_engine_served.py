@@ -45,6 +45,7 @@ from retrain.inference_engine.openai import OpenAIEngine
 from retrain.noise import Stream
 from retrain.run.parts import Parts, load_parts, run_parity_gate
 from retrain.types import Completion, FinishReason
+from tests.marks import first_of
 from tests.runs import small_run
 
 WITHOUT_PENALTY = {
@@ -209,12 +210,11 @@ def test_each_of_several_servers_must_pass_the_gate(tmp_path: Path, parts: Parts
             {"base_only": True},
             "Parity gate: the engine ignores the adapter and samples from the base model",
         ),
-        (
+        pytest.param(
             {"raw": True},
-            (
-                r"Parity gate: .* before the temperature, .* is 0\.7: start it with --logprobs-mode"
-                r" processed_logprobs"
-            ),
+            r"Parity gate: .* before the temperature, .* is 0\.7: start it with --logprobs-mode"
+            r" processed_logprobs",
+            marks=pytest.mark.slow,
         ),
         (
             {
@@ -461,6 +461,7 @@ def test_a_truncated_run_asks_for_the_kept_sets_and_is_refused_without_them(
         )
 
 
+@pytest.mark.slow
 def test_the_server_sleeps_while_the_learner_learns_and_is_checked_when_it_wakes(
     tmp_path: Path, server: VLLMDouble
 ) -> None:
@@ -528,7 +529,7 @@ def test_an_openai_server_is_trained_with_if_it_returns_ids_and_log_probs(
         small_run(config, quiet=True)
 
 
-@pytest.mark.parametrize("kind", ["ids", "text", "chat"])
+@pytest.mark.parametrize("kind", first_of(["ids", "text", "chat"]))
 def test_a_field_that_a_strict_server_refuses_is_left_out_and_said_once(
     tmp_path: Path, server: VLLMDouble, kind: str
 ) -> None:
@@ -558,6 +559,7 @@ def test_a_field_that_a_strict_server_refuses_is_left_out_and_said_once(
     assert len(said) == 1 and said[0].startswith(told)
 
 
+@pytest.mark.slow
 def test_a_server_of_text_alone_is_evaluated_and_not_trained_with(
     tmp_path: Path, server: VLLMDouble, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -601,7 +603,7 @@ def test_a_server_of_text_alone_is_evaluated_and_not_trained_with(
     assert server.calls >= 6 and not server.adapters
 
 
-@pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("limit", first_of(["max_tokens", "max_completion_tokens"]))
 def test_a_server_of_messages_alone_is_evaluated_and_not_trained_with(
     tmp_path: Path, server: VLLMDouble, capsys: pytest.CaptureFixture[str], limit: str
 ) -> None:
@@ -652,13 +654,16 @@ def test_a_server_of_messages_alone_is_evaluated_and_not_trained_with(
 
 @pytest.mark.parametrize(
     ("message", "reason"),
-    [
-        ({"content": None}, "content_filter"),
-        ({"content": None, "tool_calls": [{"id": "1"}]}, "tool_calls"),
-        ({"content": None, "refusal": "I will not."}, "stop"),
-        ({"content": ["6"]}, "stop"),
-        ({"content": "6"}, None),
-    ],
+    first_of(
+        [
+            ({"content": None}, "content_filter"),
+            ({"content": "6"}, None),
+            ({"content": None, "tool_calls": [{"id": "1"}]}, "tool_calls"),
+            ({"content": None, "refusal": "I will not."}, "stop"),
+            ({"content": ["6"]}, "stop"),
+        ],
+        quick=2,
+    ),
 )
 def test_a_reply_that_is_no_answer_is_never_scored(
     tmp_path: Path, server: VLLMDouble, message: dict[str, Any], reason: str | None
@@ -715,7 +720,7 @@ def test_other_servers_words_for_a_reply_are_understood(
 _LONG = "1" * 25
 
 
-@pytest.mark.parametrize("chats", [True, False])
+@pytest.mark.parametrize("chats", first_of([True, False]))
 @pytest.mark.parametrize(
     ("text", "usage", "told"),
     [
@@ -864,6 +869,7 @@ def test_damaged_answers_cost_a_second_try_and_nothing_else(
     )
 
 
+@pytest.mark.slow
 def test_a_busy_server_and_a_broken_connection_cost_time_and_nothing_else(
     tmp_path: Path, server: VLLMDouble
 ) -> None:
@@ -880,12 +886,11 @@ def test_a_busy_server_and_a_broken_connection_cost_time_and_nothing_else(
             "its engine has died",
         ),
         (first(99, (401, {"error": "Unauthorized"})), "it requires a key"),
-        (
+        pytest.param(
             slow(6.0),
-            (
-                r"did not answer a request within \[inference\] timeout_s = 1, 3 times in a row,"
-                r" though it is healthy: raise"
-            ),
+            r"did not answer a request within \[inference\] timeout_s = 1, 3 times in a row,"
+            r" though it is healthy: raise",
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["EngineDead", "401", "too slow"],
@@ -961,7 +966,13 @@ def test_a_server_that_was_restarted_gets_the_adapter_before_any_request(
     assert run.summary.steps == 3 and server.paths().count(LOAD) > 3
 
 
-@pytest.mark.parametrize("trusted", [False, True], ids=["checked", "--skip-parity"])
+@pytest.mark.parametrize(
+    "trusted",
+    [
+        pytest.param(False, id="checked"),
+        pytest.param(True, id="--skip-parity", marks=pytest.mark.slow),
+    ],
+)
 def test_a_server_that_comes_back_as_another_is_found_before_the_step_learns(
     tmp_path: Path, server: VLLMDouble, trusted: bool
 ) -> None:

@@ -135,6 +135,7 @@ def test_inspect_shows_what_the_environment_said_between_the_replies(
     assert " turns" in shown and "<|im_start|>assistant" in shown
 
 
+@pytest.mark.slow
 def test_a_run_killed_between_two_steps_resumes_to_the_same_bytes(
     straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -482,6 +483,7 @@ def judge_with_a_slow_pattern() -> None:
         slow.step("a" * 100_000 + "!")
 
 
+@pytest.mark.slow
 def test_a_pattern_that_backtracks_for_ever_costs_only_its_episode() -> None:
     """In a process of its own: one that searches with `re` cannot be stopped by a signal."""
     process = commands.forked(judge_with_a_slow_pattern)

@@ -22,6 +22,7 @@ from retrain.config.keys import all_keys, flags, keys_by_path
 from retrain.config.names import ABSENT, SYNONYMS, synonym
 from retrain.config.overrides import parse_overrides
 from retrain.errors import ConfigurationError, RetrainError
+from tests.marks import first_of
 from tests.wrong_inputs import LAB, inside
 
 NASTY = {
@@ -118,7 +119,10 @@ def test_no_value_of_a_flag_is_a_traceback(
         assert len(line) < 1300
 
 
-@pytest.mark.parametrize("command", READERS)
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(name, marks=[pytest.mark.slow] if name == "explain" else []) for name in READERS],
+)
 def test_no_argument_of_a_command_is_a_traceback(
     command: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,7 +154,7 @@ def test_no_name_of_a_file_is_a_traceback(value: str, tmp_path: Path) -> None:
     "text",
     [
         "[training]\n" + "\n".join(f"k{n} = 1" for n in range(100_000)),
-        "\n".join(f"[s{n}]" for n in range(100_000)),
+        pytest.param("\n".join(f"[s{n}]" for n in range(100_000)), marks=pytest.mark.slow),
     ],
     ids=["keys", "sections"],
 )
@@ -370,7 +374,7 @@ OTHERS = (".lock.owner", "checkpoints.json", "trainer_state.json")
 
 
 @pytest.mark.faults("wrong files and command lines")
-@pytest.mark.parametrize("name", [*FILES, *OTHERS])
+@pytest.mark.parametrize("name", first_of([*FILES, *OTHERS], quick=4))
 def test_a_file_of_another_shape_in_a_run_is_a_sentence(name: str, tmp_path: Path) -> None:
     whole = run_folder(tmp_path / "whole")
     for number, text in enumerate(

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from campaigns import problems, write_campaign, write_manifest, write_run
-from runs import small
+from runs import small, small_run
 
 import retrain
 from retrain.analysis.runs import StoredRun, find_runs, is_campaign
@@ -29,7 +29,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(folder: Path, seed: int, **sections: dict[str, Any]) -> None:
     evaluation = {"at_end": True, "at_start": True, "max_examples": 6}
-    retrain.train(
+    small_run(
         small(folder, training={"seed": seed, "max_steps": 2}, evaluation=evaluation, **sections),
         quiet=True,
     )

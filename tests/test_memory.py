@@ -30,6 +30,7 @@ from retrain.model.machine import Budget, Machine, plan
 from retrain.model.memory import GIB, Memory, predict_memory
 from retrain.model.text import load_model_config, resolve_model
 from retrain.types import Row
+from tests.marks import first_of
 from tests.runs import small_run
 
 QWEN3_4B: dict[str, Any] = {
@@ -240,7 +241,7 @@ def storages(tree: Any) -> list[torch.UntypedStorage]:
 
 
 @pytest.mark.parametrize("choice", ["kept", "checkpointed", "offloaded"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", first_of(["fp32", "bf16"]))
 def test_a_learning_pass_takes_what_is_predicted_for_its_tokens(
     tmp_path: Path, choice: str, dtype: str
 ) -> None:

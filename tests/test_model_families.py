@@ -21,6 +21,7 @@ from retrain.model.attention import FusedAttention, attend, refuse_undecodable
 from retrain.model.fused import FusedDecoder
 from retrain.model.load import choose_deterministic_experts
 from retrain.model.text import resolve_model
+from tests.marks import first_of
 from tests.runs import small_run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
@@ -30,7 +31,7 @@ FUSED = ("llama", "mistral", "qwen2", "qwen3")
 WINDOWED = ("mistral", "qwen2", "qwen3")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", first_of(FAMILIES, quick=12))
 def test_sampler_and_learner_compute_the_familys_own_log_probs(family: str) -> None:
     found = compare(family)
     assert found.fused == (family in FUSED)

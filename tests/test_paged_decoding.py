@@ -25,6 +25,7 @@ from tests.decoding import (
     tiny,
     with_adapter,
 )
+from tests.marks import first_of
 
 CASES: dict[str, dict[str, Any]] = {
     "ragged prompts, rows that finish and are taken over": {
@@ -40,7 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2", "mistral"])
-@pytest.mark.parametrize("rows", [64, 5])
+@pytest.mark.parametrize("rows", first_of([5, 64]))
 def test_families_draw_the_same(family: str, rows: int) -> None:
     model, asked = tiny(family), requests(count=4, max_tokens=20, temperature=0.7)
     eos = range(2, 12)
@@ -110,7 +111,7 @@ def test_room_for_a_later_turn_changes_no_angle() -> None:
 
 
 @pytest.mark.parametrize("tokens", [50, 90, 200])
-@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("shares", first_of([True, False]))
 def test_short_memory_changes_no_completion(
     tokens: int, shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

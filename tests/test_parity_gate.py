@@ -62,11 +62,16 @@ def adapter_bytes(parts: Parts) -> dict[str, bytes]:
     [
         ("IgnoresTheAdapter", "ignores the adapter"),
         ("HalvesTheScale", r"as if \d\d% of the adapter's effect"),
-        ("RaisesTheScale", r"as if the adapter's effect( on .*)? were \d+% too large"),
+        pytest.param(
+            "RaisesTheScale",
+            r"as if the adapter's effect( on .*)? were \d+% too large",
+            marks=pytest.mark.slow,
+        ),
         ("DropsAProjection", "as if (9.|100)% of the adapter's effect on v_proj were missing"),
-        (
+        pytest.param(
             "SwapsQAndK",
             "as if .*% of the adapter.s effect|with a trial adapter, engine and learner disagree",
+            marks=pytest.mark.slow,
         ),
         (
             "DropsTheLastLayer",
@@ -547,6 +552,7 @@ def test_kept_counts_are_held_against_the_learners_logits(
         run_parity_gate(truncated, parts, 0)
 
 
+@pytest.mark.slow
 def test_a_sound_bf16_sampler_passes_though_one_token_is_off_by_half_a_nat(tmp_path: Path) -> None:
     training = {"max_steps": 1, "seed": 5, "max_tokens": 96, "batch_size": 2}
     run = train(small(tmp_path / "run", inference={"dtype": "bf16"}, training=training), quiet=True)

@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from retrain import train
 from retrain.backends.local.backend import LocalBackend
 from retrain.errors import RunFailed
 from retrain.model.pool import Pool, can_fork, in_order
 from retrain.types import MachineChoices
-from tests.runs import small, timeless
+from tests.runs import small, small_run, timeless
 
 pytestmark = pytest.mark.skipif(
     not can_fork(), reason="workers are forked, which this system's libraries do not survive"
@@ -46,7 +45,7 @@ def run(folder: Path, workers: int, **sections: dict[str, Any]) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(workers)
     try:
-        train(small(folder, **SHARED | sections), quiet=True)
+        small_run(small(folder, **SHARED | sections), quiet=True)
     finally:
         torch.set_num_threads(before)
 

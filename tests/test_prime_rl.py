@@ -34,6 +34,7 @@ from retrain.config.schema import PrimeRLOptions
 from retrain.errors import ConfigurationError, Interrupted, ServerFailure
 from retrain.inference_engine.http import ServerPool
 from retrain.types import Completion, Example, FinishReason, Prompt, Row, Trajectory
+from tests.marks import first_of
 from tests.prime_counterpart import (
     V090,
     Broadcaster,
@@ -42,6 +43,7 @@ from tests.prime_counterpart import (
     Trainer,
     ZmqReceiver,
     decode,
+    free_ports,
     inference_server,
     rows_of,
 )
@@ -166,21 +168,6 @@ def test_an_interrupted_sessions_files_are_cleared_and_anothers_refused(
     other.mkdir(parents=True)
     with pytest.raises(ConfigurationError, match="holds batches that this retrain did not write"):
         FileSystemSender(tmp_path / "other").prepare(0)
-
-
-def free_ports() -> int:
-    """The first of two neighbouring ports that are free."""
-    import socket
-
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-            return port
 
 
 def test_zmq_reaches_each_rank_on_its_topic_and_says_when_one_has_gone() -> None:
@@ -376,7 +363,7 @@ def trainer_of(config: Any, learner: LocalBackend, **settings: Any) -> Iterator[
         trainer.stop()
 
 
-@pytest.mark.parametrize("transport", ["filesystem", "zmq"])
+@pytest.mark.parametrize("transport", first_of(["zmq", "filesystem"]))
 def test_a_run_trains_through_the_wire(
     tmp_path: Path, learner: LocalBackend, server: InferenceServer, transport: str
 ) -> None:
@@ -407,6 +394,7 @@ def test_a_run_trains_through_the_wire(
     ).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_run_whose_trainer_dies_while_a_step_is_sampled_is_saved_and_goes_on(
     tmp_path: Path, learner: LocalBackend, server: InferenceServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

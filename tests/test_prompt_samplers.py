@@ -27,6 +27,7 @@ from retrain.types import (
     Scored,
     Trajectory,
 )
+from tests.marks import first_of
 from tests.runs import lines, small, timeless
 
 LEARNING = sorted(name for name, sampler in SAMPLERS.items() if sampler)
@@ -105,7 +106,7 @@ def test_prompts_that_are_solved_half_of_the_time_are_drawn_most() -> None:
     assert counts / counts.sum() == pytest.approx(p * (1 - p) / (p * (1 - p)).sum(), abs=0.04)
 
 
-@pytest.mark.parametrize("name", LEARNING)
+@pytest.mark.parametrize("name", first_of(LEARNING))
 def test_a_resumed_run_chooses_as_the_straight_one(name: str, tmp_path: Path) -> None:
     sections: dict[str, Any] = {
         "data": {"sampler": name},
@@ -252,7 +253,7 @@ def test_a_group_that_nobody_could_judge_is_no_evidence() -> None:
         assert [row[2:] for row in sampler.state()["seen"]] == [row[2:] for row in before]
 
 
-@pytest.mark.parametrize("name", ["shuffle", "drop_solved"])
+@pytest.mark.parametrize("name", first_of(["drop_solved", "shuffle"]))
 def test_a_run_is_not_resumed_on_other_examples(name: str, tmp_path: Path) -> None:
     data = tmp_path / "sums.jsonl"
     rows = [json.dumps({"prompt": f"{i}+{i}=?", "answer": f"{2 * i}"}) for i in range(40)]

@@ -431,6 +431,7 @@ def test_the_command_writes_page_and_pictures(
     )
 
 
+@pytest.mark.slow
 def test_a_paper_gets_its_figures_its_table_and_a_sentence(
     campaign: Path, tmp_path: Path, capsys: Captured
 ) -> None:

@@ -27,6 +27,7 @@ from retrain.config.moving import movable, scheduled, value_at, with_values
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.run.control import CONTROLS, AdaptiveEntropy
 from retrain.run.parts import check_plugins
+from tests.marks import first_of
 from tests.runs import small, small_run, timeless
 from tests.split import two_devices
 
@@ -92,7 +93,7 @@ LOSS = {
 }
 
 
-@pytest.mark.parametrize("path", LOSS)
+@pytest.mark.parametrize("path", first_of(LOSS, quick=3))
 def test_a_flat_schedule_is_the_run_with_that_value(path: str, tmp_path: Path) -> None:
     """The schedule starts from another value in the file, which no step may read."""
     fixed = small(tmp_path / "fixed", **{"training": {"max_steps": 2}, **LOSS[path]})
@@ -135,7 +136,7 @@ SCHEDULE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("devices", ["cpu", "gpu:0,gpu:1"])
+@pytest.mark.parametrize("devices", first_of(["cpu", "gpu:0,gpu:1"]))
 def test_a_moving_run_resumes_byte_for_byte(devices: str, tmp_path: Path) -> None:
     """In split mode a step's values are fixed when its sampling begins."""
     sections: dict[str, Any] = {

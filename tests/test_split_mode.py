@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from retrain import train
-from tests.runs import lines, small, timeless
+from tests.runs import lines, small, small_run, timeless
 from tests.split import two_devices
 
 
@@ -31,7 +30,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on one device."""
     folder = tmp_path_factory.mktemp("single") / "run"
-    train(small(folder, training={"max_steps": 8, "save_every": 8}), quiet=True)
+    small_run(small(folder, training={"max_steps": 8, "save_every": 8}), quiet=True)
     return folder
 
 
@@ -47,7 +46,7 @@ def run(
         **(sections or {}),
     )
     with two_devices():
-        train(split, quiet=True)
+        small_run(split, quiet=True)
     return timeless(folder / "metrics.jsonl")
 
 

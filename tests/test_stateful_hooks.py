@@ -13,6 +13,7 @@ import pytest
 from retrain.config import dump_toml, replaced
 from retrain.data.samplers import SAMPLERS
 from tests.commands import Ranks
+from tests.marks import first_of
 from tests.runs import lines, small, small_run, timeless
 from tests.split import two_devices
 from tests.stops import killed
@@ -105,7 +106,7 @@ def test_a_split_run_with_a_sampler_resumes_byte_for_byte(name: str, tmp_path: P
     assert_same_run(straight.folder, tmp_path / "cut")
 
 
-@pytest.mark.parametrize("name", LEARNING)
+@pytest.mark.parametrize("name", first_of(LEARNING))
 def test_redraws_are_not_shown_to_a_sampler_and_the_batch_may_change(
     name: str, tmp_path: Path
 ) -> None:

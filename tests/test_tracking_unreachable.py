@@ -120,6 +120,7 @@ def test_a_process_ends_in_time_though_wandb_still_waits_for_its_server(
     assert ended.stdout.count("wandb did not end within 0.5 s and is abandoned") == 1
 
 
+@pytest.mark.slow
 def test_a_process_ends_without_a_traceback_though_wandbs_own_process_has_died(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -230,9 +230,9 @@ class Backend(ABC):
         """
         return None
 
-    def learned(self, step: int) -> Mapping[str, TrialAdapter]:
-        """Return changes that take back what the adapter has learned before `step`, by LAST_UPDATE
-        and WHOLE_ADAPTER; empty where the adapter cannot be set, or has learned nothing.
+    def learned(self) -> Mapping[str, TrialAdapter]:
+        """Return changes that take back what the adapter has learned, by LAST_UPDATE and
+        WHOLE_ADAPTER; empty where the adapter cannot be set, or has learned nothing.
         """
         return {}
 

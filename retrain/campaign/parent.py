@@ -7,9 +7,9 @@ fork.
 
 Nothing that is done here may reach a run:
 
-- Threads do not survive a fork, and OpenMP waits for those of a parallel region that its parent
-  has run. So products have one thread here, tokenizers none of their own, and no worker is forked
-  beside a thread. A worker gets its own number of threads, and OpenMP makes its own pool.
+- Threads do not survive a fork, and OpenMP waits for the threads of a parallel region that its
+  parent has run. So products have one thread here, tokenizers none of their own, and no worker is
+  forked beside a thread. A worker gets its own number of threads, and OpenMP makes its own pool.
 - Generators of random numbers, which a process seeds at its start, are seeded anew in each worker.
 - Code that a run names (plugins, rewards, a model's own) is loaded by the run alone.
 - Files and sockets are closed in a worker, but for its log and its answer.

@@ -1,5 +1,5 @@
-"""Recipes: `algorithm_mode = "dapo"` means the settings of a paper, below those of the file and
-above the defaults.
+"""Recipes: `algorithm_mode = "dapo"` means the settings of a paper. A key of the file goes before
+them, and they before the defaults.
 
 A recipe is what its file of retrain/assets/papers says of the method. The model, the data, the
 budget and the folder of that file are the lab's, and no part of it.

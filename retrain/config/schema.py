@@ -89,7 +89,7 @@ class TrainConfig(AllSections):
     @model_validator(mode="before")
     @classmethod
     def _canonical(cls, data: Any) -> Any:
-        """Move aliases to their canonical keys, and put the given keys above those of a recipe."""
+        """Move aliases to their canonical keys, and put the given keys above a recipe's."""
         if not isinstance(data, dict):
             return data
         data, both_given = moved_aliases(data)

@@ -287,7 +287,7 @@ def _time_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
 
 
 def _shared_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
-    """What runs of a campaign have in common."""
+    """Yield what the runs of a campaign have in common."""
     if schedule.total_runs > schedule.seeds > 0:
         yield (
             "shared",

@@ -234,7 +234,7 @@ def read_step(
     planning_model: str = "",
     trust: bool = False,
 ) -> StepCredit:
-    """A step of `run`, by default the last one stored, under its own condition and those of
+    """A step of `run`, by default the last one stored, under its own condition and the ones in
     `against`.
 
     Each of `against` is a transform or "advantage+transform". With `detectors` the masks of both

@@ -260,7 +260,7 @@ def _phases(data: ReportData) -> PageFigure | None:
         return None
     names = [phase.removeprefix("time_").removesuffix("_s") for phase in PHASES]
     seconds = np.array([[_median(arm, phase) for phase in PHASES] for arm in arms])
-    # Medians do not add up: those of the phases may exceed that of the step.
+    # Medians do not add up: the phases' may together exceed the step's.
     totals = np.maximum([_median(arm, "step_time_s") for arm in arms], seconds.sum(axis=1))
     parts = np.column_stack([seconds, totals - seconds.sum(axis=1)])
     figure, axes = empty_figure(height=1.0 + ROW_HEIGHT * len(arms))

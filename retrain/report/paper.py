@@ -1,5 +1,5 @@
-"""What a paper takes from a report: every figure as vector graphics, the table as CSV and Markdown,
-and a sentence for the section on methods.
+"""The parts of a report for a paper: every figure as vector graphics, the table as CSV and
+Markdown, and a sentence for the section on methods.
 """
 
 import csv

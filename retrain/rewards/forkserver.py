@@ -9,7 +9,7 @@ Neither multiprocessing nor loky serves here (tried with Python 3.11 and loky 3)
 - multiprocessing's forkserver runs the user's main module again in each worker. A script that calls
   `train` without a main guard gets a RuntimeError there, one read from standard input a
   FileNotFoundError, and each worker ends with exit code 1. Its `kill` leaves what user code
-  started running, and a process has one such server, whose imports and environment are those of
+  started running, and a process has one such server, with the imports and the environment of
   the first pool.
 - loky needs no main guard, but a worker killed at its deadline ends the whole pool: the other jobs
   raise TerminatedWorkerError, and the next answer takes 6 s, since each worker imports sympy anew

@@ -160,7 +160,7 @@ def serve(channel: Channel) -> None:
 
 def _handlers(setup: Message) -> Mapping[str, Callable[[Message], Message]]:
     """Return one function per kind of job. A reply holds "value" (null: could not judge) and, if it
-    is null, "reason"; that of a whole group holds such a reply for each of its "members".
+    is null, "reason"; the reply for a whole group holds one for each of its "members".
     """
     if setup["address_space"] is not None:  # bytes that this process may map
         try:

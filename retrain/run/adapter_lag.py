@@ -20,9 +20,10 @@ _COMPLETIONS, _COMPLETIONS_HALF = 8, 32
 """Completions of a step that are tested: in half precision a share is known less well by the
 token."""
 _VISIBLE, _VISIBLE_HALF = (2e-5, 0.1), (0.05, 0.5)
-"""Nats by which a change should move the log-probs on average: far above rounding, and small enough
-to be in proportion to the change. In float32 few changes need to be enlarged for it."""
-_MOST, _TRIES = 1e4, 5
+"""Nats by which a change should move the learner's log-probs on average: far above its rounding,
+and small enough to be in proportion to the change. In float32 few changes need to be enlarged for
+it."""
+_MOST, _TRIES = 1e4, 6
 """How many times a change is enlarged at most; and how often its size is tried."""
 _NAMED = 0.99
 """Share of the difference's sum of squares that a cause must explain to be named."""
@@ -57,7 +58,7 @@ class AdapterLag:
 
     @property
     def cause(self) -> str:
-        """What the differences look like, in words."""
+        """The cause that the differences look like, in words."""
         last = self.last.explained if self.last else 0.0
         whole = self.whole.explained if self.whole else 0.0
         if self.whole and whole >= max(_NAMED, last) and self.whole.share > _ALL:
@@ -108,7 +109,8 @@ def _effect(sampled: GateSample, change: TrialAdapter) -> Float32Array | None:
     which it is visible; None if there is none.
     """
     inputs, strength = sampled.inputs, 1.0
-    low, high = _VISIBLE_HALF if inputs.half_precision else _VISIBLE
+    low, high = _VISIBLE_HALF if inputs.backend.half_precision else _VISIBLE
+    below, above = 0.0, float("inf")
     own = np.concatenate(sampled.learner)
     for _ in range(_TRIES):
         change.set(strength)
@@ -116,8 +118,11 @@ def _effect(sampled: GateSample, change: TrialAdapter) -> Float32Array | None:
         size = float(np.abs(lost).mean())
         if low <= size <= high:
             return lost / np.float32(strength)
-        if size > high or not np.isfinite(size):
-            strength *= max(low / size, 0.01) if size > 0 else 0.01
-        else:
-            strength = min(_MOST, strength * 2 * low / max(size, low / 100))
+        if size < low:
+            below, strength = strength, min(_MOST, strength * 2 * low / max(size, low / 100))
+        else:  # too large, or not finite
+            above, strength = strength, strength * max(0.01, low / size)
+        # Beyond the visible the effect grows faster than the strength.
+        if below and above < float("inf"):
+            strength = (below * above) ** 0.5
     return None

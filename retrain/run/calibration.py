@@ -105,8 +105,8 @@ class Calibration:
 
     @property
     def shared(self) -> tuple[float, float]:
-        """Standard deviations by which completions of one prompt, and those of one number, are more
-        alike than independent ones; 0 where none were compared.
+        """Standard deviations by which completions of one prompt, and completions of one number,
+        are more alike than independent ones; 0 where none were compared.
         """
         prompt, prompt_variance, number, number_variance = self.products or (0.0,) * 4
         return (

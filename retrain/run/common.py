@@ -1,11 +1,11 @@
-"""What runs of a campaign have in common before step 0, made once: the parity gate, the held-out
-evaluation of the untrained weights, and the completions of the first step.
+"""Results that runs of a campaign have in common before step 0, made once: the parity gate, the
+held-out evaluation of the untrained weights, and the completions of the first step.
 
 Runs that share a seed use the same prompts and the same noise, and before step 0 the same weights.
 The first makes a result, and the others wait for it. It is stored under the sha256 of all that it
 depends on, so that a run takes what it would make, or makes it. What a run does with it, it does
 itself: it scores the completions and the gold answers by its own reward. The seconds that it took
-count as those of each run, so that their hours compare.
+count for each run, so that their hours compare.
 """
 
 import hashlib
@@ -149,8 +149,8 @@ class Common:
         dumped: Callable[[Result], Any],
         read: Callable[[Any], Result],
     ) -> Result:
-        """Return what `make` returns, or returned in an earlier run with the same inputs: `own` and
-        those of all results.
+        """Return what `make` returns, or returned in an earlier run with the same inputs: `own`,
+        and the inputs of every result.
         """
         if _folder is None or self._inputs is None:
             return make()
@@ -174,7 +174,7 @@ class Common:
 
     @cached_property
     def _inputs(self) -> dict[str, Any] | None:
-        """What every result depends on; None where equal inputs may give other results, or it is
+        """The inputs of every result; None where equal inputs may give other results, or it is
         not made in this process.
         """
         config, backend = self._config, self._parts.backend
@@ -204,12 +204,12 @@ class _Stored(InferenceEngine):
     def __init__(self, engine: InferenceEngine, completions: list[Completion]) -> None:
         self.capabilities, self._completions = engine.capabilities, completions
 
-    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:  # noqa: ARG002 - equal to those of the other run
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:  # noqa: ARG002 - equal to the other run's
         yield from self._completions
 
 
 def _whole(file: Path) -> dict[str, Any]:
-    """What a run stored; {} if nothing is there, or it was damaged or changed, so that it is made
+    """Return a stored result; {} if there is none, or it was damaged or changed, so that it is made
     anew.
     """
     try:

@@ -110,8 +110,8 @@ class GateResult:
     """Nats by which the trial adapter changed the log-probs on average; None where the backend
     cannot change its adapter."""
     groups: int
-    """Groups of layers of which each is told apart where engine and learner differ by more than
-    rounding."""
+    """Groups of layers. Where engine and learner differ by more than rounding, each is fitted by
+    itself."""
     longest_prompt: int
     """Tokens."""
     half_precision: bool = False

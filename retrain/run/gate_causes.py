@@ -16,7 +16,7 @@ a part of it."""
 _TEMPERATURE = 0.9
 """The same for another temperature, whose effect is known to first order."""
 _FEWEST = 16
-"""Tokens of which nothing less is concluded."""
+"""Tokens. Fewer than these name no cause."""
 
 ServedAdapters = Mapping[str, tuple[TrialAdapter, float]]
 """Name of an adapter that the engine may serve in place of its own -> the change of the learner's,
@@ -36,7 +36,7 @@ UNCLEAR = (
 def learned_adapters(sampled: GateSample) -> ServedAdapters:
     """Adapters that an engine may still serve after training."""
     names = {LAST_UPDATE: "the adapter of the step before", WHOLE_ADAPTER: "the base model"}
-    learned = sampled.inputs.backend.learned(sampled.inputs.step)
+    learned = sampled.inputs.backend.learned()
     return {names[name]: (change, 1.0) for name, change in learned.items()}
 
 

@@ -303,8 +303,8 @@ def adapter_suspects(
 
 
 def groups_of(inputs: GateInputs, trial: TrialAdapter) -> tuple[str, ...]:
-    """The groups whose effect is looked for. In float32 the tolerance of a single token finds what
-    is smaller than those of `trial.groups`.
+    """Return the groups whose effect is looked for. In float32 the tolerance of a single token
+    finds what is smaller than a group of `trial.groups`.
     """
     if inputs.half_precision:
         return trial.groups + trial.fine_groups

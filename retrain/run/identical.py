@@ -15,8 +15,8 @@ MIN_TOKENS = 16
 
 
 def chance_of_identical(groups: Iterable[Sequence[tuple[Int32Array, Float32Array]]]) -> float:
-    """Return an upper bound on the probability that completions of a group, each of which is given
-    as token ids and log-probs [T], are identical as often as they are, if each is drawn alone.
+    """Return an upper bound on the probability that completions of a group are identical as often
+    as they are, if each is drawn alone. A completion is given as token ids and log-probs [T].
 
     A completion equals one of those before it with a probability of at most Q, the sum of exp(sum
     log p) over the different ones. So for any w the product over m such trials of 1 - w + w [it

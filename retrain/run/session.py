@@ -245,8 +245,9 @@ class Session:
             "backend": asdict(self.parts.backend.capabilities),
             "loss": loss_notes(self.config),
         }
-        fingerprint, goes_on = model_fingerprint(self.config.model), self.saver.saved_at >= 0
-        if note := note_model(environment, fingerprint, goes_on=goes_on):
+        model, goes_on = self.config.model, self.saver.saved_at >= 0
+        note = note_model(environment, model.model, model_fingerprint(model), goes_on=goes_on)
+        if note:
             self.tracker.message(note)
         replace_file(self.folder.environment, json.dumps(environment, indent=2) + "\n")
         self.saver.rehearse()
@@ -373,7 +374,7 @@ class Session:
         inputs = gate_inputs(self._settings, self.parts, step, trained=True)
         count = most_completions(half_precision=inputs.half_precision)
         rows = chosen_rows(rollout.first_draws, self.state.seed, step, count)
-        return adapter_lag(inputs, backend.learned(step), rows)
+        return adapter_lag(inputs, backend.learned(), rows)
 
     def _untrained_mismatch(self, rows: list[Row], rollout: Rollout) -> dict[str, Any]:
         """Return the log_ratio_* of a few completions of a step without a trained row; {} in any

@@ -75,7 +75,7 @@ class Step:
     calibration: Calibration | None = None
     """The sums of this step; None where nothing is tested."""
     lag: AdapterLag | None = None
-    """What the engine lacks of the adapter; None in steps that do not test it."""
+    """The shares of the adapter that the engine lacks; None in steps that do not test it."""
 
 
 @dataclass(frozen=True)

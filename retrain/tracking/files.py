@@ -149,7 +149,7 @@ class Output:
 
     def close(self) -> None:
         if self._writer is not None:
-            with suppress(OSError):  # a full disk, of which the run has spoken
+            with suppress(OSError):  # a full disk, and the run has said so
                 self._writer.sync()
             self._writer.close()
 

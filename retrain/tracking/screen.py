@@ -1,4 +1,4 @@
-"""What a terminal shows of a run: aligned rows, and a bar over the whole run with its ETA."""
+"""A run on a terminal: aligned rows, and a bar over the whole run with its ETA."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -112,10 +112,10 @@ def xray(
     advantage that compares over the step (`reinforce_pp`) then sees. `wrong_length` is the length
     of a wrong completion over a right one's: `sequence_mean` and `prompt_mean` divide a
     completion's gradient by lengths, and so weigh right and wrong ones differently; `constant`
-    divides by none. `token_mean` divides a step by the tokens of all its `prompts`, of which the
-    others are right half of the time; without `prompts`, by one number. Raises ValueError for a
-    group of fewer than two completions, a length that is not positive, or advantages of another
-    shape.
+    divides by none. `token_mean` divides a step by the tokens of all its `prompts`, and takes the
+    other prompts to be right half of the time; without `prompts`, by one number. Raises ValueError
+    for a group of fewer than two completions, a length that is not positive, or advantages of
+    another shape.
     """
     if group < 2:
         raise ValueError(f"a group of {group} has nothing to compare; give 2 or more")

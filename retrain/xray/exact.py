@@ -1,9 +1,9 @@
 """The exact lab: a policy whose answers can all be counted, so that an algorithm's expected
 gradient is a sum and not an estimate.
 
-An answer is two tokens of three, so there are nine, of which three are right. The policy is a table
-of logits: 3 of the first token, 3 of the second after each. Every group of G answers goes through
-the credit pipeline and the loss that a run uses, and its gradient counts by the group's
+An answer is two tokens of three, so there are nine answers, and three are right. The policy is a
+table of logits: 3 of the first token, 3 of the second after each. Every group of G answers goes
+through the credit pipeline and the loss that a run uses, and its gradient counts by the group's
 probability. The sum is held against grad p, the gradient of the probability of a right answer:
 whatever climbs a function f(p) has the gradient f'(p) grad p, at every table of logits.
 """

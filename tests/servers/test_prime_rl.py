@@ -3,7 +3,8 @@ PRIME-RL's own server adds.
 """
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -11,8 +12,9 @@ from threading import Thread
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
-from prime_counterpart import FileReceiver, Trainer
+from prime_counterpart import FileReceiver, Trainer, ZmqReceiver, free_ports
 from real_servers import RealServer
 from runs import small
 
@@ -59,13 +61,39 @@ def admin_shim(target: str) -> Iterator[str]:
     shim.server_close()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+class OwnReceiver:
+    """PRIME-RL's ZMQ receiver, where its modules import: the batch that it decoded, encoded again."""
+
+    def __init__(self, port: int) -> None:
+        own: Any = pytest.importorskip("prime_rl.transports.rollouts.zmq", exc_type=ImportError)
+        settings = own.ZMQTransportConfig(host="127.0.0.1", port=port)
+        self.wire = own.ZMQMicroBatchReceiver(Path(), 0, 1, settings)
+
+    def receive(self, step: int, stopped: Callable[[], bool]) -> bytes | None:
+        while not self.wire.can_receive():
+            if stopped():
+                return None
+            time.sleep(0.01)
+        return msgspec.msgpack.encode(self.wire.receive())
+
+    def close(self) -> None:
+        self.wire.close()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "receiver"), [(1.0, FileReceiver), (0.7, ZmqReceiver), (0.7, OwnReceiver)]
+)
 def test_steps_through_a_real_server_are_on_policy(
-    tmp_path: Path, vllm: RealServer, temperature: float
+    tmp_path: Path, vllm: RealServer, temperature: float, receiver: Any
 ) -> None:
     """What the trainer computes for each batch before its update is what the server sampled with:
     the adapter is the new one each time.
     """
+    port, transport = free_ports(), "zmq"
+    place: Any = port
+    if receiver is FileReceiver:
+        place, transport = tmp_path / "shared", "filesystem"
+    received = receiver(place)
     training = {
         "max_steps": 4,
         "batch_size": 4,
@@ -76,10 +104,11 @@ def test_steps_through_a_real_server_are_on_policy(
     }
     learner = LocalBackend(small(tmp_path / "learner", training=training))
     with admin_shim(vllm.url) as url:
-        options = {"output_dir": str(tmp_path / "shared"), "sync_wait_s": 60, "sync_poll_s": 0.02}
+        options: dict[str, Any] = {"transport": transport, "zmq_port": port}
+        options |= {"output_dir": str(tmp_path / "shared"), "sync_wait_s": 60, "sync_poll_s": 0.02}
         backend = {"backend": "prime_rl", "options": options}
         config = small(tmp_path / "run", training=training, backend=backend, inference={"url": url})
-        trainer = Trainer(learner, tmp_path / "shared", FileReceiver(tmp_path / "shared"), steps=4)
+        trainer = Trainer(learner, tmp_path / "shared", received, steps=4)
         trainer.start()
         records = train(config, quiet=True).records()
         trainer.join(timeout=60)

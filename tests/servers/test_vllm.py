@@ -5,9 +5,10 @@ wrong servers, servers that die.
 import json
 import math
 import os
+import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -236,6 +237,49 @@ def test_the_gate_stops_a_server_with_another_tokenizer(
     with pytest.raises(RunFailed, match="Parity gate: engine and learner disagree") as caught:
         train(served(tmp_path, strange.url), quiet=True)
     print(f"\n{caught.value}")
+
+
+def test_an_adapter_where_the_server_does_not_see_it_is_told_with_its_path(
+    tmp_path: Path, vllm: RealServer
+) -> None:
+    """A server in a container or on another machine, to which no disk is shared. Its own words must
+    be understood.
+    """
+    with faulty_proxy(vllm.url) as (url, traffic):
+        traffic.asked = lambda _, body: body.replace(str(tmp_path).encode(), b"/not/mounted")
+        with pytest.raises(
+            ServerFailure,
+            match=rf"cannot read the adapter in {tmp_path}/.*\[inference\] adapter_dir",
+        ) as caught:
+            train(served(tmp_path, url), quiet=True)
+    print(f"\n{caught.value}")
+
+
+def test_answers_that_are_damaged_on_their_way_are_drawn_again_and_not_learned_from(
+    tmp_path: Path, vllm: RealServer
+) -> None:
+    """One cut in half, one with a log-prob of nothing, one with a token too few."""
+    damages: dict[int, Callable[[bytes], bytes]] = {
+        21: lambda answer: answer[: len(answer) // 2],
+        24: lambda answer: re.sub(rb'("token_logprobs":\[)[^,\]]+', rb"\1null", answer),
+        27: lambda answer: re.sub(rb'("token_ids":\[)\d+,', rb"\1", answer),
+    }
+    answers: list[int] = []
+
+    def damaged(path: str, answer: bytes) -> bytes:
+        if not path.endswith("/completions"):
+            return answer
+        answers.append(len(answer))
+        return damages.pop(len(answers), bytes)(answer)
+
+    with faulty_proxy(vllm.url) as (url, traffic):
+        traffic.told = damaged
+        run = train(served(tmp_path, url), quiet=True)
+    assert not damages and max(map(largest_difference, run.records())) < 1e-3
+    drawn = lines(run.folder / "emergence" / "generations.jsonl")
+    assert len(drawn) == 4 * 2 * 4
+    # The gate asks the same whatever happens, and each request of the run is of four completions.
+    print(f"\n{len(answers)} answers for {len(drawn)} completions")
 
 
 def test_a_service_of_text_or_of_chat_alone_is_evaluated_as_the_local_engine_is(

@@ -329,8 +329,8 @@ class LocalBackend(LocalFacts):
     def trial_adapter(self, seed: int) -> TrialAdapter:
         return LocalTrialAdapter(self._adapter, seed)
 
-    def learned(self, step: int) -> dict[str, TrialAdapter]:
-        return learned_changes(self._learner.optimizer, step)
+    def learned(self) -> dict[str, TrialAdapter]:
+        return learned_changes(self._learner.optimizer)
 
     @property
     def reach(self) -> tuple[int, int]:

@@ -34,10 +34,10 @@ class LearnedChange(TrialAdapter):
             parameter.copy_(torch.add(saved, change, alpha=strength) if strength else saved)
 
 
-def learned_changes(optimizer: AdapterOptimizer, step: int) -> dict[str, TrialAdapter]:
+def learned_changes(optimizer: AdapterOptimizer) -> dict[str, TrialAdapter]:
     """Return the changes of `Backend.learned`."""
     parameters = optimizer.parameters
-    update = {name: -moved for name, moved in optimizer.last_update(step - 1).items()}
+    update = {name: -moved for name, moved in optimizer.last_update().items()}
     if not update:
         return {}
     whole = {name: -own.detach() for name, own in parameters.items() if ".lora_B." in name}

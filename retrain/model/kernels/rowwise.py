@@ -96,7 +96,7 @@ def _norm_gradient(grad, x, weight, scales, out, size, BLOCK: tl.constexpr):
 
 
 def norm_gradient(grad: Tensor, x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """The gradient of x [N, H], given that of the normed x and the `scales` of `norm`."""
+    """Return the gradient of x [N, H]. `grad` is the normed x's, `scales` are `norm`'s."""
     grad, x, out = (
         grad.contiguous(),
         x.contiguous(),
@@ -339,7 +339,7 @@ def _apply_rope_gradient(
 def apply_rope_gradient(
     grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, scales: Tensor
 ) -> Tensor:
-    """The gradient of x [N, heads, D], given that of `apply_rope`'s first result."""
+    """Return the gradient of x [N, heads, D]. `grad` is the one of `apply_rope`'s first result."""
     grad = grad if grad.stride(2) == 1 else grad.contiguous()
     (rows, heads, size), out = x.shape, x.new_empty(x.shape)
     _apply_rope_gradient[triton.cdiv(rows, ROWS), heads](
@@ -439,7 +439,7 @@ def _gate_gradient(grad, gates, out, row_stride, size, BLOCK: tl.constexpr):
 
 
 def gate_gradient(grad: Tensor, gates: Tensor) -> Tensor:
-    """The gradient of `gates` [N, 2 I], given that of `gate`'s result [N, I]."""
+    """Return the gradient of `gates` [N, 2 I]. `grad` [N, I] is the one of `gate`'s result."""
     rows, size = grad.shape
     out = torch.empty(rows, 2 * size, dtype=gates.dtype, device=gates.device)
     _gate_gradient[rows, triton.cdiv(size, _BLOCK)](
