@@ -69,6 +69,8 @@ def test_adapter_and_merged_model_are_the_policy_that_the_run_evaluated(run: Pat
         assert (own(input_ids=ids).logits - logits).abs().max() > 1e-2  # the adapter does something
     settings = json.loads((run.parent / "run-merged/config.json").read_text())
     assert settings["rope_theta"] == settings["rope_parameters"]["rope_theta"], "for MLX-LM"
+    modes = {file.stat().st_mode for file in (run.parent / "run-merged").iterdir()}
+    assert len(modes) == 1, "who may read the tokenizer may read the weights"
     for model in (adapter, merged):
         assert torch.equal(model.generate(input_ids=ids, **greedy), answer)
         torch.testing.assert_close(model(input_ids=ids).logits, logits, rtol=0, atol=1e-4)
