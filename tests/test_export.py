@@ -114,7 +114,7 @@ def test_what_cannot_be_exported_is_refused_in_one_sentence_and_leaves_nothing(
         ([str(tmp_path)], 2, "holds no run of retrain"),
         ([str(fresh)], 1, "has no checkpoint yet"),
         ([str(damaged)], 1, "adapter_model.safetensors has"),
-        ([str(run), "--checkpoint", "3"], 1, "checkpoints here: 2, 4"),
+        ([str(run), "--checkpoint", "3"], 2, "checkpoints here: 2, 4"),
         ([str(run), "--output", str(damaged)], 2, "is not an empty folder"),
         ([str(homeless), "--merged"], 3, "is not a folder on this machine"),
         ([str(run), "--hub", "me/mine"], 3, "needs a token"),
