@@ -191,10 +191,9 @@ class Roofline:
     """FLOP per byte moved."""
     ridge: float
     """The intensity above which arithmetic is the limit."""
-    attained_gflops: float
     """GFLOP/s."""
     utilization: float
-    """`attained_gflops` as a fraction of what the hardware can reach at this intensity."""
+    """The attained FLOP/s as a fraction of what the hardware can reach at this intensity."""
 
 
 def step_flops(
@@ -226,7 +225,6 @@ def roofline(
         bound="compute_bound" if intensity >= ridge else "memory_bound",
         intensity=intensity,
         ridge=ridge,
-        attained_gflops=attained,
         utilization=attained / min(peak_gflops, intensity * peak_bw_gb_s) if flops else 0.0,
     )
 

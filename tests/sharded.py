@@ -97,8 +97,9 @@ def held(backend: LocalBackend) -> list[tuple[int, int]]:
 
 
 if __name__ == "__main__":
-    for family, _ in CASES.values():
-        model_folder(family)  # transformers writes a model in the first of several processes only
+    folder, case = sys.argv[1:]
+    model_folder(
+        CASES[case][0]
+    )  # transformers writes a model in the first of several processes only
     with joined() as world:
-        seen = {case: observe(case, world) for case in CASES}
-        torch.save(seen, Path(sys.argv[1]) / f"{world.rank}.pt")
+        torch.save(observe(case, world), Path(folder) / f"{world.rank}.pt")

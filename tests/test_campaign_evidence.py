@@ -243,6 +243,7 @@ def test_a_look_that_is_struck_shows(decided: tuple[Path, Simulated, list[str]])
     assert planned.startswith("Exploratory") and "its looks (at seeds 1, 2, 4, 5, 6" in planned
 
 
+@pytest.mark.slow
 def test_a_campaign_killed_at_any_run_decides_the_same_after_a_resume(
     decided: tuple[Path, Simulated, list[str]], tmp_path: Path
 ) -> None:
@@ -348,6 +349,7 @@ def test_a_run_that_fails_again_stays_missing_and_a_decided_one_is_not_tried(
     assert statuses(plan.folder)["maxrl+none_s2"] is Status.FAILED
 
 
+@pytest.mark.slow
 def test_a_campaign_whose_runs_all_failed_starts_over_at_a_resume(tmp_path: Path) -> None:
     plan = planned(tmp_path / "c")
     everything = frozenset(run.name for run in plan.runs if run.condition == "grpo+none")

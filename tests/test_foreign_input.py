@@ -119,7 +119,10 @@ def test_no_value_of_a_flag_is_a_traceback(
         assert len(line) < 1300
 
 
-@pytest.mark.parametrize("command", READERS)
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(name, marks=[pytest.mark.slow] if name == "explain" else []) for name in READERS],
+)
 def test_no_argument_of_a_command_is_a_traceback(
     command: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,7 +154,7 @@ def test_no_name_of_a_file_is_a_traceback(value: str, tmp_path: Path) -> None:
     "text",
     [
         "[training]\n" + "\n".join(f"k{n} = 1" for n in range(100_000)),
-        "\n".join(f"[s{n}]" for n in range(100_000)),
+        pytest.param("\n".join(f"[s{n}]" for n in range(100_000)), marks=pytest.mark.slow),
     ],
     ids=["keys", "sections"],
 )

@@ -62,11 +62,16 @@ def adapter_bytes(parts: Parts) -> dict[str, bytes]:
     [
         ("IgnoresTheAdapter", "ignores the adapter"),
         ("HalvesTheScale", r"as if \d\d% of the adapter's effect"),
-        ("RaisesTheScale", r"as if the adapter's effect( on .*)? were \d+% too large"),
+        pytest.param(
+            "RaisesTheScale",
+            r"as if the adapter's effect( on .*)? were \d+% too large",
+            marks=pytest.mark.slow,
+        ),
         ("DropsAProjection", "as if (9.|100)% of the adapter's effect on v_proj were missing"),
-        (
+        pytest.param(
             "SwapsQAndK",
             "as if .*% of the adapter.s effect|with a trial adapter, engine and learner disagree",
+            marks=pytest.mark.slow,
         ),
         (
             "DropsTheLastLayer",

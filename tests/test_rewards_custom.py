@@ -12,6 +12,7 @@ from retrain.config import TrainConfig, load_config
 from retrain.errors import ConfigurationError
 from retrain.rewards import Scorer, ScoreRequest, build_scorer
 from retrain.types import Example, Outcome, Score
+from tests.marks import first_of
 
 MODULE = """
 import asyncio, os, time
@@ -195,7 +196,7 @@ def test_info_that_cannot_travel_is_named() -> None:
 @pytest.mark.parametrize(
     ("response", "reason"),
     [
-        ("hang", "deadline_s"),
+        pytest.param("hang", "deadline_s", marks=pytest.mark.slow),
         pytest.param("sleep", "deadline_s", marks=pytest.mark.slow),
         ("exit", "exit code 3"),
         ("quit", "SystemExit"),
@@ -267,7 +268,10 @@ def test_params_that_no_reward_takes_are_refused() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     "response",
-    ["noise", "no JSON", "a list", "no number", "another's", "a word", "infinity", "deep"],
+    first_of(
+        ["noise", "another's", "infinity", "no JSON", "a list", "no number", "a word", "deep"],
+        quick=3,
+    ),
 )
 def test_a_reply_that_cannot_be_read_could_not_judge_and_the_next_answer_is_its_own(
     response: str,

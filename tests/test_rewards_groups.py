@@ -17,6 +17,7 @@ from retrain.errors import ConfigurationError
 from retrain.rewards import Scorer, ScoreRequest, build_scorer
 from retrain.rewards.groups import majority, normalised
 from retrain.types import Example, FinishReason, Outcome, Score
+from tests.marks import first_of
 
 MODULE = """
 import asyncio, os, time
@@ -259,13 +260,16 @@ def test_a_group_function_that_hangs_is_killed_and_the_next_group_is_judged() ->
 @pytest.mark.faults("rewards and judges that misbehave")
 @pytest.mark.parametrize(
     "reply",
-    [
-        '{"number": 0, "value": 1.0}',
-        '{"number": 0, "members": [{"value": 1.0}]}',
-        '{"number": 0, "members": 3}',
-        '{"number": 0, "members": [1.0, 1.0]}',
-        '{"number": 0, "members": [{"value": Infinity}, {"value": 0.0}]}',
-    ],
+    first_of(
+        [
+            '{"number": 0, "members": [{"value": 1.0}]}',
+            '{"number": 0, "members": [{"value": Infinity}, {"value": 0.0}]}',
+            '{"number": 0, "value": 1.0}',
+            '{"number": 0, "members": 3}',
+            '{"number": 0, "members": [1.0, 1.0]}',
+        ],
+        quick=2,
+    ),
 )
 def test_a_reply_that_is_no_group_s_could_not_be_judged(reply: str) -> None:
     with scorer_of("my_groups.forged") as scorer:

@@ -212,6 +212,7 @@ def test_every_chosen_moment_is_one_of_the_package() -> None:
     assert all(callable(placed.find()[2]) for placed in PLACED)
 
 
+@pytest.mark.slow
 @pytest.mark.faults("two signals at chosen and random moments, resumed")
 def test_two_signals_save_nothing_and_the_resumed_run_has_the_same_bytes(
     straight: Path, tmp_path: Path, moment: Placed | Random
@@ -272,7 +273,7 @@ def test_a_run_that_goes_on_with_other_model_files_says_so_and_records_both(
     small_run(config)
     first = json.loads((folder / "environment.json").read_text())["model_sha256"]
     (model / "notes.txt").write_text("other")
-    said = "The files of [model] model are others"
+    said = f'[model] model = "{model}" has other files'
     for steps, damaged in ((3, False), (4, True)):
         assert said not in capsys.readouterr().out
         if damaged:
@@ -289,7 +290,7 @@ def test_a_run_that_goes_on_with_other_model_files_says_so_and_records_both(
 
 def test_a_run_that_begins_again_without_a_checkpoint_records_the_files_that_it_has() -> None:
     found = {"model_sha256": "first", "resumed": [{}]}
-    assert note_model(found, "second", goes_on=False) == ""
+    assert note_model(found, "a/model", "second", goes_on=False) == ""
     assert found == {"model_sha256": "second", "resumed": [{}]}
 
 

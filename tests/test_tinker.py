@@ -709,7 +709,9 @@ def test_neither_a_run_nor_a_campaign_imports_torch(tmp_path: Path, campaign: bo
     assert "Traceback" not in found.stderr and "PyTorch was not found" not in found.stderr
     assert (
         not campaign
-        or "LoRA-Squeeze failed; the campaign continues: LoRA-Squeeze needs torch" in found.stdout
+        or "LoRA-Squeeze failed; the campaign continues: LoRA-Squeeze and `retrain export` need"
+        " torch"
+        in found.stdout
     )
 
 

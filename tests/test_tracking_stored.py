@@ -137,6 +137,7 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run_and_replaces_no_table(tmp_p
     assert [row[0] for row in wandb_rows(second, "completions_from_step_2")] == [2, 3]
 
 
+@pytest.mark.slow
 def test_the_checkpoint_keeps_the_wandb_run_and_resume_uses_it(tmp_path: Path) -> None:
     small_run(
         small(tmp_path / "run", training={"max_steps": 2}, logging={"wandb_project": "p"}),
@@ -302,6 +303,7 @@ def test_trackio_holds_the_numbers_and_the_completions_of_a_run(
     assert "* " not in capsys.readouterr().out  # how each of its lines begins
 
 
+@pytest.mark.slow
 @needs_trackio
 def test_a_resumed_run_goes_on_in_its_own_trackio_run_not_in_a_newer_namesake(
     tmp_path: Path,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retrain.errors import EnvironmentFailure, RunFailed
+from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed
 from retrain.records.disk import TEMPORARY, delete, replacing_folder, write_synced
 from retrain.records.state import SCHEMA_VERSION, TrainerState
 from retrain.system import parse_json
@@ -89,13 +89,17 @@ class CheckpointStore:
         return sorted(int(match.group(1)) for match in matches if match)
 
     def at(self, step: int) -> Checkpoint:
-        """The checkpoint of `step` completed steps. Raises RunFailed, naming the steps there are,
-        if it does not verify.
+        """The checkpoint of `step` completed steps. Raises, naming the steps there are,
+        ConfigurationError for a step without one, and RunFailed if it does not verify.
         """
         folder = self.folder / step_folder(step)
+        have = ", ".join(map(str, self.steps())) or "none"
+        if not folder.exists():
+            raise ConfigurationError(
+                f"No checkpoint of step {step} is in {self.folder}; checkpoints here: {have}."
+            )
         problem = _unusable(folder)
         if problem:
-            have = ", ".join(map(str, self.steps())) or "none"
             raise RunFailed(
                 f"Checkpoint {folder} cannot be used: {problem}; checkpoints here: {have}."
             )

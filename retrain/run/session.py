@@ -245,8 +245,9 @@ class Session:
             "backend": asdict(self.parts.backend.capabilities),
             "loss": loss_notes(self.config),
         }
-        fingerprint, goes_on = model_fingerprint(self.config.model), self.saver.saved_at >= 0
-        if note := note_model(environment, fingerprint, goes_on=goes_on):
+        model, goes_on = self.config.model, self.saver.saved_at >= 0
+        note = note_model(environment, model.model, model_fingerprint(model), goes_on=goes_on)
+        if note:
             self.tracker.message(note)
         replace_file(self.folder.environment, json.dumps(environment, indent=2) + "\n")
         self.saver.rehearse()

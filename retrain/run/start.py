@@ -265,9 +265,9 @@ def refuse_other_data(opened: RunStart, fingerprint: str) -> None:
         )
 
 
-def note_model(environment: Json, sha256: str | None, *, goes_on: bool) -> str:
-    """Put the fingerprint of the model's files into the content of environment.json: among what a
-    later session found, if the run `goes_on` from a checkpoint. Return what to say, or "".
+def note_model(environment: Json, model: str, sha256: str | None, *, goes_on: bool) -> str:
+    """Put the fingerprint of the files of `model` into the content of environment.json: among what
+    a later session found, if the run `goes_on` from a checkpoint. Return what to say, or "".
     """
     later = environment.get("resumed")
     if not (goes_on and later):
@@ -277,7 +277,7 @@ def note_model(environment: Json, sha256: str | None, *, goes_on: bool) -> str:
     if environment.get("model_sha256") in (None, sha256):
         return ""
     return (
-        "The files of [model] model are others than those that the run began with; if its weights"
+        f'[model] model = "{model}" has other files than when the run began; if its weights'
         " changed, restore them: the adapter was trained on the first ones."
     )
 

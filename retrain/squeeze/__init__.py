@@ -11,8 +11,8 @@ from retrain.errors import EnvironmentFailure
 
 if find_spec("torch") is None:  # retrain-core
     raise EnvironmentFailure(
-        "LoRA-Squeeze needs torch, which retrain-core leaves out; run it where retrain itself is"
-        " installed."
+        "LoRA-Squeeze and `retrain export` need torch, which retrain-core leaves out; run them"
+        " where retrain itself is installed."
     )
 
 from retrain.records.summary import TableRow

@@ -115,6 +115,10 @@ def _write_model(model: Any, folder: Path) -> None:
     if "rope_theta" in rope:
         model.config.rope_theta = rope["rope_theta"]
     model.save_pretrained(folder)
+    # A library leaves the weights to their owner alone, and a server often runs as another user.
+    mode = (folder / "config.json").stat().st_mode
+    for weights in folder.glob("*.safetensors"):
+        weights.chmod(mode)
 
 
 def _own_settings(config: TrainConfig) -> dict[str, str]:

@@ -171,7 +171,12 @@ def test_a_served_page_comes_back_by_itself(
 
 # -- the site --------------------------------------------------------------------------------------
 
-SITE_PAGES = ("", "getting-started/", "configuration/", "comparing/", "papers/", "servers/")
+SITE_PAGES = (
+    "", "getting-started/", "configuration/", "comparing/", "papers/", "servers/", "reliability/",
+    "models/", "lab/", "errors/",
+)  # fmt: skip
+SIDEWAYS = """[...document.querySelectorAll(".md-typeset__scrollwrap")]
+    .filter(e => e.scrollWidth > e.clientWidth).map(e => e.innerText.slice(0, 40))"""
 
 
 class _Quiet(SimpleHTTPRequestHandler):
@@ -202,6 +207,7 @@ def test_the_site_looks_right(browser: Browser, site: str, width: int, dark: boo
         browser.requested.clear()
         browser.open(site + page, width, dark=dark)
         assert browser.evaluate("document.documentElement.scrollWidth") <= width, page
+        assert browser.evaluate(SIDEWAYS) == [], page
         assert browser.said == [], (page, browser.requested)
         outside = [
             address

@@ -146,5 +146,5 @@ class AdapterOptimizer:
             if self.steps
         }
         self._adamw.load_state_dict(self._adamw.state_dict() | {"state": state})
-        # 0.1.0 wrote none; it is the file's unless a schedule moves it
+        # 0.9.0 wrote none; it is the file's unless a schedule moves it
         self._adamw.param_groups[0]["lr"] = counted.get("rate", self.training.lr)

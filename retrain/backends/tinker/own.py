@@ -6,7 +6,7 @@ ours as tensors, and sends the gradient of its answer back as the weights of a c
 update takes one more forward pass, and waits for it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +24,6 @@ from retrain.types import Row
 if TYPE_CHECKING:
     from retrain.config.schema import Loss
 
-LossFunction = Callable[[Sequence[Any], Sequence[Tensor]], tuple[Tensor, dict[str, float]]]
-"""The SDK's: datums and [positions] log-probs of each, with gradient -> the scalar to minimise, and
-numbers to report."""
-
 
 class NonfiniteError(RetrainError):
     """A tensor of an update, which the message names, is not finite; nothing was sent."""
@@ -35,7 +31,9 @@ class NonfiniteError(RetrainError):
 
 @dataclass
 class LossCall:
-    """The loss function of one update, and its results once the SDK has called it."""
+    """The loss function of one update, and its results once the SDK has called it with datums and
+    the [positions] log-probs of each, with gradient: the scalar to minimise, and numbers to report.
+    """
 
     settings: "Loss"
     own: OwnFunction | None
