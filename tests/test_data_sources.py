@@ -516,3 +516,23 @@ def test_without_a_network_a_hub_set_is_one_sentence_and_a_local_one_works(tmp_p
     for line in lines[4:]:
         assert "EnvironmentFailure" in line
         assert "could not be reached within 5 s; offline, set [data] path to a local copy" in line
+
+
+def test_a_source_that_takes_long_is_named_once(tmp_path, monkeypatch, capsys):
+    """It may hang, and the run would say no more than that it loads."""
+    import time
+
+    from retrain.run import parts
+    from tests.runs import small, small_run
+
+    def slow():
+        time.sleep(0.3)
+        return [Example(f"{at}+1=", str(at + 1)) for at in range(9)]
+
+    register_source("slow", slow)
+    own = small(tmp_path / "run", data={"source": "slow"}, training={"max_steps": 1})
+    said = '[data] source = "slow" has not given its examples yet; Ctrl-C ends the run.'
+    for seconds, times in ((30.0, 0), (0.05, 1)):
+        monkeypatch.setattr(parts, "_SLOW_S", seconds)
+        small_run(own, overwrite=True)
+        assert capsys.readouterr().out.count(said) == times

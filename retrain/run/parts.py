@@ -2,8 +2,9 @@
 that they must pass.
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -53,10 +54,14 @@ from retrain.run.notes import unasked_note
 from retrain.run.rollout import Sampler
 from retrain.run.sharing import shared
 from retrain.run.teacher import Teacher, check_answers, check_teacher
+from retrain.system import toml_value
 from retrain.tracking.build import check_packages as check_tracker_packages
 from retrain.types import Example, Int32Array, LogLine, MachineChoices, Prompt
 
 Say = Callable[[str], None]
+
+_SLOW_S = 30.0
+"""Seconds until the run says what it waits for."""
 
 _EVALUATION_ORDER_SEED = 0
 """Seed that shuffles held-out problems, which sources sort by subject; it is the same for every
@@ -411,7 +416,7 @@ def load_stage(config: TrainConfig, text: TextModel, log: Say) -> Stage | None:
 
 def load_prompts(config: TrainConfig, text: TextModel, stage: Stage | None, log: Say) -> PromptSet:
     log(LogLine("Loading dataset..."))
-    count, prompts = _read_prompts(config, text, stage, "train")
+    count, prompts = _read_prompts(config, text, stage, "train", log)
     log(LogLine(f"Loaded {count} examples"))
     log(LogLine(f"Pre-encoded {len(prompts)} prompts", counted(len(prompts), "prompt")))
     for note in prompts.notes:
@@ -420,17 +425,21 @@ def load_prompts(config: TrainConfig, text: TextModel, stage: Stage | None, log:
 
 
 def _read_prompts(
-    config: TrainConfig, text: TextModel, stage: Stage | None, split: Split
+    config: TrainConfig, text: TextModel, stage: Stage | None, split: Split, log: Say
 ) -> tuple[int, PromptSet]:
     """Return the number of examples, and the prompts of those that fit the context."""
+    asked = f"[data] source = {toml_value(config.data.source)}"
+    if stage is not None:
+        asked = f"[environment] {environment_name(config.environment)}"
 
     def read() -> tuple[int, PromptSet]:
-        if stage is None:
-            loaded = load_examples(config, split)
-        else:
-            loaded = load_problems(
-                stage.host.environment, config, "train" if split == "train" else "evaluation"
-            )
+        with _said_if_slow(f"{asked} has not given its examples yet; Ctrl-C ends the run.", log):
+            if stage is None:
+                loaded = load_examples(config, split)
+            else:
+                loaded = load_problems(
+                    stage.host.environment, config, "train" if split == "train" else "evaluation"
+                )
         return len(loaded), encode_prompts(config.training, text, loaded)
 
     key = None
@@ -439,6 +448,19 @@ def _read_prompts(
     if key is not None:
         key = (*_text_key(config.model), config.training.max_tokens, key)
     return shared(key, read)
+
+
+@contextmanager
+def _said_if_slow(line: str, log: Say) -> Iterator[None]:
+    """Print `line` once if the block, which may be a user's code, is not soon over."""
+    timer = threading.Timer(_SLOW_S, log, (line,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()  # a parent of forked runs has no other thread
 
 
 def longest_prompt(training: PromptSet, held_out: Sequence[Prompt]) -> int:
@@ -462,7 +484,7 @@ def load_held_out(
     chosen = []
     for own in configs:
         (source, *_), name = own.evaluation.sources, ""
-        _, prompts = _read_prompts(own, text, stage, "heldout")
+        _, prompts = _read_prompts(own, text, stage, "heldout", log)
         seen = contamination_note(training.examples, prompts.examples)
         count = min(own.evaluation.max_examples or len(prompts), len(prompts))
         drawn = prompts.batch(0, count, _EVALUATION_ORDER_SEED)
