@@ -84,6 +84,7 @@ def test_force_writes_over_a_file() -> None:
     assert Path("retrain.toml").read_text() == template_text("quickstart")
 
 
+@pytest.mark.slow
 def test_the_schema_of_an_editor_is_printed_and_knows_the_templates(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

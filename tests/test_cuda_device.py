@@ -171,6 +171,7 @@ def test_models_and_choices_of_every_kind_sample_and_learn(
     assert backend.train(rows, 0).updates == 1
 
 
+@pytest.mark.slow
 def test_offloaded_activations_change_no_bit() -> None:
     digests = []
     for offloading in (False, True):

@@ -603,6 +603,7 @@ def test_a_server_of_text_alone_is_evaluated_and_not_trained_with(
     assert server.calls >= 6 and not server.adapters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", first_of(["max_tokens", "max_completion_tokens"]))
 def test_a_server_of_messages_alone_is_evaluated_and_not_trained_with(
     tmp_path: Path, server: VLLMDouble, capsys: pytest.CaptureFixture[str], limit: str
@@ -931,6 +932,7 @@ def kills(server: VLLMDouble) -> Callable[[str, Any], Any]:
     return fault
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_replaced_by_another_at_another_address(
     tmp_path: Path, server: VLLMDouble
 ) -> None:
@@ -1085,6 +1087,7 @@ def test_a_server_that_returns_one_completion_n_times_is_named_as_the_cause(
     assert [record.groups_identical for record in run.records()] == [2] * 3
 
 
+@pytest.mark.slow
 def test_skipping_the_gate_is_said_loudly_and_recorded(
     tmp_path: Path, server: VLLMDouble, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,6 +45,7 @@ from retrain.types import (
 )
 from retrain.web import EventLoop
 from tests import commands
+from tests.marks import first_of
 from tests.runs import lines, small, small_run, timeless
 from tests.trajectories import replies_of_rendered
 
@@ -626,7 +627,7 @@ class Begins(Misbehaving):
         self.at("gold")
 
 
-@pytest.mark.parametrize("how", ["hang", "exit"])
+@pytest.mark.parametrize("how", first_of(["exit", "hang"]))
 @pytest.mark.parametrize(
     ("where", "what"),
     [

@@ -98,6 +98,7 @@ def test_problems_that_could_not_be_judged_are_left_out_of_the_mean() -> None:
     assert evaluation.summary()["could_not_judge"] == 4
 
 
+@pytest.mark.slow
 def test_held_out_answers_of_a_random_reward_run_are_judged_as_any_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

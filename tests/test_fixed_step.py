@@ -142,6 +142,7 @@ def test_no_buffer_moves_while_rows_come_and_go() -> None:
     assert [tensor.data_ptr() for tensor in after] == before
 
 
+@pytest.mark.slow
 def test_torch_traces_a_step_without_a_break() -> None:
     run, engine, decoder = started()
     with decoder.sampling(0), torch.no_grad():

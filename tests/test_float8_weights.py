@@ -157,6 +157,7 @@ def test_memory_is_predicted_with_the_layers_that_are_wide_at_a_time(tmp_path: P
     )
 
 
+@pytest.mark.slow
 def test_a_run_passes_the_gate_and_resumes_byte_for_byte(tmp_path: Path) -> None:
     train(small(tmp_path / "whole", training={"max_steps": 2, "save_every": 1}, **FP8))
     train(small(tmp_path / "parted", training={"max_steps": 1, "save_every": 1}, **FP8))

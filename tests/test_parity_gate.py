@@ -177,6 +177,7 @@ def test_in_half_precision_a_missing_projection_is_told_from_rounding(
             run_parity_gate(rounded, parts, 0)
 
 
+@pytest.mark.slow
 def test_in_half_precision_one_module_that_is_missing_is_named(
     parts: Parts, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +211,7 @@ def test_a_small_group_is_a_warning_if_another_look_finds_one_too(
     assert gate._with_trial_adapter(nothing, nothing, 1.0, []) == (nothing, 0.5, warning)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", first_of([2, 3]))
 def test_in_half_precision_a_temperature_off_by_a_tenth_is_told_from_rounding(
     seed: int, parts: Parts, engine: Any

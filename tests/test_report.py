@@ -534,6 +534,7 @@ def fetch(server: ReportServer, path: str, **headers: str) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
+@pytest.mark.slow
 def test_the_server_follows_the_files(server: ReportServer) -> None:
     folder = server.request.folder
     status, first = fetch(server, "")

@@ -211,6 +211,7 @@ def wait_until_dead(pids: set[int]) -> None:
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
+@pytest.mark.slow
 @linux_only
 def test_the_pool_outlives_its_workers_and_its_fork_server() -> None:
     before = descendants(os.getpid())

@@ -107,6 +107,7 @@ def test_dynamic_sampling_redraws_uniform_groups_with_the_same_prompt(tmp_path: 
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "success",
     [pytest.param((0.0, 0.4)), *first_of([((1.0, 0.5),), ((0.2, 0.2),)], quick=0)],

@@ -88,6 +88,7 @@ def test_in_split_mode_a_sampler_has_seen_the_steps_up_to_two_before(tmp_path: P
     assert [at[ids[step]] for step in range(6)] == [0, 0, 1, 2, 4, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["learnability", *(pytest.param(n, marks=pytest.mark.slow) for n in ("drop_solved", "pools"))],

@@ -48,6 +48,7 @@ from retrain.errors import (
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.run.notes import notes
 from retrain.types import FinishReason, Row, StepResult
+from tests.marks import first_of
 from tests.runs import small_run
 
 KEY = "tml-a-key-that-stays-here"
@@ -679,7 +680,7 @@ sys.exit(code)
 """
 
 
-@pytest.mark.parametrize("campaign", [False, True])
+@pytest.mark.parametrize("campaign", first_of([True, False]))
 def test_neither_a_run_nor_a_campaign_imports_torch(tmp_path: Path, campaign: bool) -> None:
     toml = (
         '[backend]\nbackend = "tinker"\n[model]\nmodel = "lab"\n[data]\nsource ='

@@ -113,6 +113,7 @@ def test_a_run_in_wandb_holds_its_names_its_numbers_and_every_completion(tmp_pat
     ) == 6
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_in_the_same_wandb_run_and_replaces_no_table(tmp_path: Path) -> None:
     settings = config(wandb_project="p")
     state = session(tmp_path, settings, [0, 1, 2])
@@ -321,6 +322,7 @@ def test_a_resumed_run_goes_on_in_its_own_trackio_run_not_in_a_newer_namesake(
 # -- all of them -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_tensorboard
 @needs_trackio
 def test_a_squeeze_analysis_is_a_run_of_its_own_with_its_curve_over_the_rank(

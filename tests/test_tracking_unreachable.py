@@ -17,6 +17,7 @@ from retrain.records.entries import StepRecord
 from retrain.records.run_folder import RunFolder
 from retrain.tracking import build_tracker
 from retrain.tracking.base import StartEvent
+from tests.marks import first_of
 from tests.trackers import SECRET, config, keep_here, wandb_history, wandb_logs
 
 LEAVING = """
@@ -60,7 +61,7 @@ tracker.close()
 """One whose wandb service process is killed in the middle."""
 
 
-@pytest.fixture(params=["closed", "silent"])
+@pytest.fixture(params=first_of(["closed", "silent"]))
 def server(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
