@@ -416,6 +416,7 @@ def test_another_machine_or_version_makes_its_own_results(
     assert len([*(tmp_path / "common").glob("*.json")]) == 6
 
 
+@pytest.mark.slow
 def test_a_result_that_another_run_made_costs_what_it_cost(tmp_path: Path) -> None:
     """Else the baseline of each pair, which runs first, would seem the slowest condition."""
 

@@ -618,6 +618,7 @@ def test_a_child_that_a_plugin_leaves_does_not_hold_up_the_campaign(
         os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel",
     [

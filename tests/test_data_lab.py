@@ -186,6 +186,7 @@ def test_the_model_folder_is_a_few_megabytes_and_names_no_machine(name: str) -> 
             assert not re.search(r"/(work|home|tmp|root)/", file.read_text()), file.name
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_the_model_is_mostly_right_when_greedy_and_often_wrong_when_sampled(
     name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase

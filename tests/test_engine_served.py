@@ -968,6 +968,7 @@ def test_a_server_that_was_restarted_gets_the_adapter_before_any_request(
     assert run.summary.steps == 3 and server.paths().count(LOAD) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "trusted",
     [
