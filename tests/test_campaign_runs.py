@@ -619,13 +619,7 @@ def test_a_child_that_a_plugin_leaves_does_not_hold_up_the_campaign(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        pytest.param(False, id="sequential"),
-        pytest.param(True, id="parallel", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("parallel", [False, True], ids=["sequential", "parallel"])
 def test_ctrl_c_saves_and_ends_with_130(
     parallel: bool, sequential: Finished, tmp_path: Path
 ) -> None:

@@ -604,7 +604,7 @@ def test_a_server_of_text_alone_is_evaluated_and_not_trained_with(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", first_of(["max_tokens", "max_completion_tokens"]))
+@pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
 def test_a_server_of_messages_alone_is_evaluated_and_not_trained_with(
     tmp_path: Path, server: VLLMDouble, capsys: pytest.CaptureFixture[str], limit: str
 ) -> None:
@@ -969,13 +969,7 @@ def test_a_server_that_was_restarted_gets_the_adapter_before_any_request(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "trusted",
-    [
-        pytest.param(False, id="checked"),
-        pytest.param(True, id="--skip-parity", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("trusted", [False, True], ids=["checked", "--skip-parity"])
 def test_a_server_that_comes_back_as_another_is_found_before_the_step_learns(
     tmp_path: Path, server: VLLMDouble, trusted: bool
 ) -> None:

@@ -89,10 +89,7 @@ def test_in_split_mode_a_sampler_has_seen_the_steps_up_to_two_before(tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    ["learnability", *(pytest.param(n, marks=pytest.mark.slow) for n in ("drop_solved", "pools"))],
-)
+@pytest.mark.parametrize("name", ["learnability", "drop_solved", "pools"])
 def test_a_split_run_with_a_sampler_resumes_byte_for_byte(name: str, tmp_path: Path) -> None:
     sections: dict[str, Any] = {
         "data": {"sampler": name},
