@@ -101,8 +101,8 @@ def search_path() -> tuple[tuple[str, int], ...]:
     """
     found = []
     for place in sys.path:
-        with suppress(OSError):
-            found.append((place, os.stat(place or ".").st_mtime_ns))
+        with suppress(OSError, ValueError):
+            found.append((place, Path(place).stat().st_mtime_ns))
     return tuple(found)
 
 
