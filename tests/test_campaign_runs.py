@@ -24,7 +24,7 @@ from retrain.campaign import Manifest, Status, plan_campaign, run_campaign
 from retrain.campaign.launch import share_devices, start_worker
 from retrain.config import config_from_mapping, load_config, replaced
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.records.run_folder import Liveness, RunFolder, Writer
+from retrain.records.run_folder import Liveness, RunFolder, Writer, writer_lock
 from tests import commands
 from tests.campaigns import CAMPAIGN, sections
 from tests.runs import lines, small_run, timeless
@@ -301,6 +301,8 @@ def refused(folder: Path, campaign: dict[str, Any] | None = None, **others: dict
 def test_a_campaign_never_starts_in_anothers_folder(sequential: Finished) -> None:
     assert f"--resume {sequential.folder}`" in refused(sequential.folder)
     assert "holds a run" in refused(sequential.folder / "runs" / NAMES[0])
+    with writer_lock(RunFolder(sequential.folder)):  # one that goes on cannot be resumed
+        assert f"is being written by pid {os.getpid()} on" in refused(sequential.folder)
 
 
 def test_what_would_change_the_campaign_is_refused_at_resume(sequential: Finished) -> None:

@@ -451,6 +451,14 @@ def _runs(pid: int, since: float) -> bool:
     return state not in "ZX" and started <= since + _CLOCK_SLACK_S
 
 
+def written_by(folder: RunFolder, who: str) -> ConfigurationError:
+    """The refusal to write into a folder that `who` writes."""
+    return ConfigurationError(
+        f"{folder.path} is being written by {who}; wait for it, or choose another [logging]"
+        " log_dir."
+    )
+
+
 @contextmanager
 def writer_lock(folder: RunFolder) -> Iterator[None]:
     """Hold the lock that makes this process the run's only writer. Raises ConfigurationError where
@@ -466,10 +474,7 @@ def writer_lock(folder: RunFolder) -> Iterator[None]:
         who = "another process"
         if owner.exists():
             who = owner.read_text(encoding="utf-8").strip()
-        raise ConfigurationError(
-            f"{folder.path} is being written by {who}; wait for it, or choose another [logging]"
-            " log_dir."
-        ) from None
+        raise written_by(folder, who) from None
     try:
         owner.write_text(f"pid {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
         yield
