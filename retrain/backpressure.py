@@ -191,7 +191,6 @@ class Roofline:
     """FLOP per byte moved."""
     ridge: float
     """The intensity above which arithmetic is the limit."""
-    """GFLOP/s."""
     utilization: float
     """The attained FLOP/s as a fraction of what the hardware can reach at this intensity."""
 

@@ -14,6 +14,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,17 @@ def expanded(path: str, key: str) -> Path:
             f"{key} = {path!r}: this machine has no user {user.removeprefix('~')!r}; write the"
             " whole path."
         ) from error
+
+
+def search_path() -> tuple[tuple[str, int], ...]:
+    """Return the folders in which Python looks for packages, each with the time of its last change,
+    such as an installation.
+    """
+    found = []
+    for place in sys.path:
+        with suppress(OSError, ValueError):
+            found.append((place, Path(place).stat().st_mtime_ns))
+    return tuple(found)
 
 
 def json_kind(value: Any) -> str:

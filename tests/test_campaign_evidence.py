@@ -5,10 +5,13 @@ nothing.
 import json
 import re
 import shutil
+import signal
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,10 +29,11 @@ from retrain.campaign.plan import CampaignPlan, CampaignRun, plan_campaign, plan
 from retrain.campaign.runner import _Execution
 from retrain.cli.status import lines
 from retrain.config import config_from_toml
-from retrain.errors import ConfigurationError
+from retrain.errors import ConfigurationError, Interrupted
 from retrain.records.entries import EvaluationRecord
 from retrain.report.data import ReportRequest
 from retrain.report.page import write_report
+from retrain.run.interrupts import Interrupts
 
 CONDITIONS = [
     {"advantage_mode": "grpo", "transform_mode": "none"},
@@ -122,7 +126,7 @@ def planned(folder: Path, **campaign: Any) -> CampaignPlan:
     return plan_campaign(planned_config(values, evaluation={"at_end": True}), folder)
 
 
-def execute(plan: CampaignPlan, launcher: Any) -> list[str]:
+def execute(plan: CampaignPlan, launcher: Any, interrupts: Any = NotInterrupted) -> list[str]:
     """Run the plan, from the manifest that is there; what was said."""
     folder, said = plan.folder, Said()
     if (folder / "manifest.json").exists():
@@ -131,7 +135,7 @@ def execute(plan: CampaignPlan, launcher: Any) -> list[str]:
     else:
         folder.mkdir(parents=True)
         manifest = Manifest.of_plan(plan, datetime.now())
-    _Execution(plan, manifest, launcher, said, NotInterrupted(), on_done=lambda run: None).run()  # type: ignore[arg-type]
+    _Execution(plan, manifest, launcher, said, interrupts, on_done=lambda run: None).run()  # type: ignore[arg-type]
     return said.lines
 
 
@@ -163,6 +167,24 @@ def decided(
     """A copy of it."""
     shutil.copytree(stopped[0], tmp_path / "c")
     return tmp_path / "c", *stopped[1:]
+
+
+def test_a_signal_is_passed_on_and_no_more_runs_start(tmp_path: Path) -> None:
+    """Of real runs tests/test_campaign_runs.py has the same, which is slow."""
+    interrupts, told = Interrupts(), list[int]()
+    polled = iter([None, RunOutcome(Status.INTERRUPTED, "Saved.")])
+
+    def poll() -> RunOutcome | None:
+        interrupts.adopt([signal.SIGINT])
+        return next(polled)
+
+    job = SimpleNamespace(poll=poll, stop=told.append, kill=lambda: None)
+    launcher = SimpleNamespace(start=lambda *_: job, workers=1, notes=[])
+    with pytest.raises(Interrupted, match="by SIGINT; continue with") as caught:
+        execute(planned(tmp_path / "c"), launcher, interrupts)
+    assert told == [signal.SIGINT] and caught.value.exit_code == 130
+    ended = Counter(statuses(tmp_path / "c").values())
+    assert ended.pop(Status.INTERRUPTED) == 1 and {*ended} == {Status.PENDING}
 
 
 def test_a_clear_difference_stops_the_campaign_and_the_rest_is_skipped(

@@ -33,14 +33,18 @@ from retrain.campaign.launch import (
     start_worker,
 )
 from retrain.campaign.manifest import Status
+from retrain.campaign.parent import prepare
 from retrain.campaign.plan import CampaignRun
 from retrain.config import config_from_mapping, dump_toml
+from retrain.data.sources import register_source
 from retrain.inference_engine.torch_engine import TorchEngine
+from retrain.model import load
 from retrain.model.packed import kept_fit, kept_pack, shared_packs
 from retrain.model.text import LAB_MODEL
 from retrain.run import common, gate
 from retrain.run.loop import train
 from retrain.run.sharing import shared, shared_parts
+from retrain.types import Example
 from tests.campaigns import sections
 from tests.marks import first_of
 from tests.runs import lines, timeless
@@ -245,6 +249,7 @@ def test_a_run_that_was_stopped_before_its_fork_was_refused_is_not_started(tmp_p
 
     job = ForkedRun(runs_of(tmp_path)[0], 1, cast(ForkParent, Refuses()), lambda _: None)
     job.stop(signal.SIGINT)
+    assert theirs.recv(10, socket.MSG_DONTWAIT) == bytes([signal.SIGINT])
     theirs.send(json.dumps({"refused": "it left 2 threads"}).encode())
     outcome = job.poll()
     assert outcome and outcome.status is Status.INTERRUPTED
@@ -434,6 +439,27 @@ def test_a_result_that_another_run_made_costs_what_it_cost(tmp_path: Path) -> No
     assert first < 1000 and 2000 < second < 3000
     (step,) = lines(tmp_path / "runs/again_s1/metrics.jsonl")
     assert step["time_sample_s"] == 1000 and 1000 <= step["step_time_s"] < 1500
+
+
+@pytest.mark.parametrize("section", ["data", "evaluation"])
+def test_a_source_of_the_users_is_asked_by_its_runs_alone(
+    section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that hangs would hold the parent, and Ctrl-C and what a run says of it would wait."""
+    asked: list[int] = []
+
+    def source(split: str = "train") -> list[Example]:
+        asked.append(1)
+        return [Example("1+1=", "2")]
+
+    register_source(f"{section}_of_the_user", source)
+    given: dict[str, Any] = {"evaluation": {"at_end": True}}
+    given[section] = given.get(section, {}) | {"source": f"{section}_of_the_user"}
+    run = runs_of(tmp_path, **given)[0]
+    with shared_parts(), load.shared_models(), shared_packs():
+        prepare({"config": dump_toml(run.config), "path": ""})
+        assert load._model_cache
+    assert not asked
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 
 from retrain.cli.init_plugin import KINDS as WRITTEN
 from retrain.cli.main import main
-from retrain.config import load_config
+from retrain.config import config_from_mapping, load_config
 from retrain.errors import ConfigurationError
-from retrain.plugins import KINDS
+from retrain.plugins import KINDS, load_plugin
+from retrain.records.environment import package_versions
 
 
 def install(folder: Path, name: str, value: str, code: str) -> None:
@@ -52,6 +54,22 @@ def test_an_installed_plugin_is_read_and_not_imported(
     assert f"{name}_module" not in sys.modules
     assert main(["plugins"]) == 0
     assert said in capsys.readouterr().out
+
+
+def test_a_package_installed_after_a_run_of_the_same_process_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "later").mkdir()
+    monkeypatch.syspath_prepend(tmp_path / "later")
+    monkeypatch.setattr(metadata, "requires", lambda _: ["later"])
+    named = {"algorithm": {"advantage_mode": "later"}}
+    with pytest.raises(ConfigurationError, match="is not known"):
+        config_from_mapping(named)
+    assert package_versions() == {}
+    install(tmp_path / "later", "later", "later_module:f", "def f(rewards): return rewards")
+    loaded = load_plugin("advantage", "later", config_from_mapping(named))
+    assert loaded([1.0]) == [1.0]
+    assert package_versions() == {"later": "1.0"}
 
 
 def test_every_kind_is_listed_without_a_model_library() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from retrain.config import TrainConfig
-from retrain.config.load import load_config
+from retrain.config.load import load_config, replaced
 from retrain.data import Example, NoHeldOutSplit, contamination_note, load_examples, register_source
 from retrain.data.readers import HubData, find_files
 from retrain.data.sources import MATH_SUBJECTS
@@ -536,3 +536,6 @@ def test_a_source_that_takes_long_is_named_once(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(parts, "_SLOW_S", seconds)
         small_run(own, overwrite=True)
         assert capsys.readouterr().out.count(said) == times
+    held_out = {"evaluation.source": "slow", "evaluation.at_end": True, "data.source": "lab"}
+    small_run(replaced(own, held_out), overwrite=True)
+    assert said.replace("[data]", "[evaluation]") in capsys.readouterr().out

@@ -22,6 +22,7 @@ from retrain.config.keys import all_keys, flags, keys_by_path
 from retrain.config.names import ABSENT, SYNONYMS, synonym
 from retrain.config.overrides import parse_overrides
 from retrain.errors import ConfigurationError, RetrainError
+from retrain.records.disk import path_error
 from tests.marks import first_of
 from tests.wrong_inputs import LAB, inside
 
@@ -188,6 +189,13 @@ def test_a_list_of_unknown_rewards_reads_the_installed_plugins_once(
     names._installed_plugins.cache_clear()
     assert len(caught.value.problems) == 1
     assert reads == ["retrain.plugins"]
+
+
+def test_a_folder_that_a_plugin_makes_twice_is_not_called_a_file(tmp_path: Path) -> None:
+    """It is a fault of that code, and its traceback says where."""
+    with pytest.raises(FileExistsError) as caught:
+        tmp_path.mkdir()
+    assert path_error(caught.value) is None
 
 
 # -- what a name was meant to be -------------------------------------------------------------------

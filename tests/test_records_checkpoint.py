@@ -88,6 +88,9 @@ def test_a_missing_or_shortened_file_is_named(store: CheckpointStore) -> None:
     assert "adapter_config.json is missing" in verify(folder)
     with pytest.raises(RunFailed, match="checkpoints here: 2, 4"):
         store.at(4)
+    (store.folder / "step_000006").symlink_to("lost")
+    with pytest.raises(RunFailed, match="step_000006 cannot be used"):
+        store.at(6)
 
 
 @pytest.mark.faults("checkpoints: bits flipped, and crashes at each write")

@@ -1,5 +1,6 @@
 """`retrain status` on folders that real runs left, and on what happens to them."""
 
+import gc
 import json
 import os
 import re
@@ -51,6 +52,18 @@ def sleeper() -> Iterator[int]:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
         yield process.pid
         process.kill()
+
+
+def test_a_collector_that_was_off_stays_off(finished: Path) -> None:
+    """In a notebook the process goes on."""
+    gc.disable()
+    try:
+        assert main(["status", str(finished)]) == 0
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    assert main(["status", str(finished)]) == 0
+    assert gc.isenabled()
 
 
 def state_of(folder: Path) -> State:

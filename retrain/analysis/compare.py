@@ -394,7 +394,7 @@ def _compared(grouped: RunsByCondition, request: Request) -> Comparison:
 
 
 def _summary(arm: Arm, metric: Metric, confidence: float, budget: Budget | None) -> ArmSummary:
-    values = list(arm.values.values())
+    values, seconds = list(arm.values.values()), _per_run(arm, "seconds")
     return ArmSummary(
         label=arm.label,
         runs=len(values),
@@ -404,7 +404,7 @@ def _summary(arm: Arm, metric: Metric, confidence: float, budget: Budget | None)
         unjudged=arm.unjudged if metric.k is not None else 0,
         answered=arm.answered if metric.k is not None else 0,
         tokens=_per_run(arm, "tokens"),
-        hours=None if (seconds := _per_run(arm, "seconds")) is None else seconds / 3600,
+        hours=None if seconds is None else seconds / 3600,
         tasks=aggregate_tasks(arm.runs, confidence) if metric.k == 1 and not budget else None,
     )
 

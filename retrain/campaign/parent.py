@@ -173,6 +173,7 @@ def prepare(request: dict[str, str]) -> None:
     """
     from retrain.backends.base import backend_kind
     from retrain.config import config_from_toml
+    from retrain.data.prompts import each_source, examples_key
     from retrain.errors import RetrainError
     from retrain.run import loop  # noqa: F401 - imported for the workers
     from retrain.run.parts import (
@@ -189,7 +190,11 @@ def prepare(request: dict[str, str]) -> None:
         return
     with suppress(RetrainError):
         text = load_text(config.model, _unsaid)
-        if not config.environment.provider:
+        keys = [examples_key(config, "train")]
+        if config.evaluation.asked_for:
+            keys += [examples_key(own, "heldout") for own in each_source(config)]
+        # a user's source would be asked for nothing, and one that hangs would hold all runs
+        if not config.environment.provider and None not in keys:
             prompts, held_out = load_prompts(config, text, None, _unsaid), None
             if config.evaluation.asked_for:
                 held_out = load_held_out(config, text, None, prompts, _unsaid)

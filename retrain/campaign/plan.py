@@ -242,7 +242,8 @@ def check(plan: CampaignPlan) -> Findings:
     lines = [line for line in preflight_lines(plan.config) if line not in about_runs]
     # before any data, so that a plugin's wrong name is said at once
     for run in plan.runs[: len(plan.conditions)]:
-        if cannot := incapable(run.config):
+        cannot = incapable(run.config)
+        if cannot:
             raise ConfigurationError(cannot)
         check_plugins(run.config)
     lacking = _without_held_out(plan)

@@ -206,6 +206,7 @@ def _number(value: float) -> str:
 def _as_json(plan: "SeedPlan", pilot: "Pilot | None") -> dict[str, Any]:
     held_out = pilot.held_out if pilot else None
     wanted = plan.effect is not None
+    cheapest = plan.cheapest(pilot.spread) if pilot and pilot.spread and wanted else None
     return {
         "effect": plan.effect,
         "sd": plan.sd,
@@ -226,9 +227,5 @@ def _as_json(plan: "SeedPlan", pilot: "Pilot | None") -> dict[str, Any]:
         "detectable": {str(seeds): difference for seeds, difference in plan.detectable().items()},
         "held_out_problems_needed": plan.problems(held_out) if held_out and wanted else None,
         "held_out_problems": held_out.problems if held_out else None,
-        "cheapest": (
-            asdict(design)
-            if pilot and pilot.spread and wanted and (design := plan.cheapest(pilot.spread))
-            else None
-        ),
+        "cheapest": asdict(cheapest) if cheapest else None,
     }

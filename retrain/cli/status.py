@@ -83,11 +83,13 @@ def _uncollected() -> Iterator[None]:
     """Look for no garbage meanwhile: what modules and records make stays, and looking through it
     takes a tenth of the time.
     """
+    collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
 
 
 def lines(seen: "Overview", width: int | None = None) -> list[str]:

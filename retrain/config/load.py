@@ -131,13 +131,12 @@ def with_flags(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     problems = []
     for name in values:
         if name not in paths:
-            problem = (
+            close = nearest(name, paths)
+            hint = f"; did you mean {close}?" if close else ""
+            problems.append(
                 f"with_({name}=...): no key of the configuration has the flag"
-                f" --{name.replace('_', '-')}"
+                f" --{name.replace('_', '-')}{hint}"
             )
-            if close := nearest(name, paths):
-                problem += f"; did you mean {close}?"
-            problems.append(problem)
     if problems:
         raise ConfigurationError(problems)
     return replaced(config, {paths[name]: value for name, value in values.items()})

@@ -8,16 +8,15 @@ when the run starts.
 
 import importlib
 import re
-import sys
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Literal
 
-from retrain.system import Json
+from retrain.system import Json, search_path
 
 ALIASES: dict[str, str] = {
     "algorithm.entropy_mask_rho": "algorithm.surprisal_mask_rho",
@@ -186,14 +185,14 @@ def is_known(kind: str, name: str) -> bool:
 
 def installed_plugins() -> tuple[EntryPoint, ...]:
     """The entry points of every installed plugin."""
-    return _installed_plugins(tuple(sys.path))
+    return _installed_plugins(search_path())
 
 
-@cache
+@lru_cache(maxsize=1)
 def _installed_plugins(
-    search_path: tuple[str, ...],  # noqa: ARG001 - the key of the cache
+    installed: Hashable,  # noqa: ARG001 - the key of the cache
 ) -> tuple[EntryPoint, ...]:
-    """Read once for each state of sys.path: a run asks for a dozen names."""
+    """Read once until something is installed: a run asks for a dozen names."""
     return tuple(entry_points(group=PLUGIN_GROUP))
 
 

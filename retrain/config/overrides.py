@@ -302,10 +302,10 @@ class _Parser:
         # Behind a section a near flag is the better guess than a key that has the name elsewhere.
         if meant and not (section and near):
             near = meant.flag
-        hint = "`retrain help config` lists them all."
+        clause, hint = instead(leaf), "`retrain help config` lists them all."
         if near:
             hint = f"did you mean {near}?"
-        if clause := instead(leaf):
+        if clause:
             hint = f"{clause}."
         self._problems.append(f"{flag} is not a flag; {hint}")
 

@@ -44,7 +44,7 @@ class Traits:
     """The rewards whose judgement depends on it; "plugin" stands for every plugin."""
 
     def __or__(self, other: "Traits") -> "Traits":
-        """Combine the traits of a key with those of its section."""
+        """A key's own traits, and its section's where it has none."""
         return Traits(**{name: getattr(self, name) or getattr(other, name) for name in _TRAITS})
 
 

@@ -270,11 +270,9 @@ def _wrong_value(key: Key, value: Any, details: list[ErrorDetails]) -> str:
     suffix = ""
     if near and near != value:
         suffix = f'; did you mean "{near}"?'
-    if (
-        isinstance(value, str)
-        and key.path in ("data.source", "evaluation.source")
-        and (place := _place_named(value))
-    ):
+    is_source = key.path in ("data.source", "evaluation.source")
+    place = _place_named(value) if is_source and isinstance(value, str) else ""
+    if place:
         suffix = f'; did you mean "{place}"?'
     return f"[{key.section}] {key.name} = {_shown(value)} {wrong}; allowed: {key.allowed}{suffix}"
 

@@ -39,7 +39,7 @@ def load_examples(config: "TrainConfig", split: Split = "train") -> ReadResult:
     Raises NoHeldOutSplit if nothing is held out, another ConfigurationError if no example is left
     or the source is not known, EnvironmentFailure if the hub is needed and cannot be reached.
     """
-    query = _query(config, split)
+    query = query_of(config, split)
     data, result = query.data, read_source(query)
     if not result.examples:
         details = "; ".join(filter(None, [result.dropped_rows(), *result.notes])) or "it is empty"
@@ -79,7 +79,8 @@ def of_task(prompts: Iterable[Prompt], source: str) -> list[Prompt]:
     return named
 
 
-def _query(config: "TrainConfig", split: Split) -> Query:
+def query_of(config: "TrainConfig", split: Split) -> Query:
+    """The request for the examples of `load_examples`."""
     source, copy = "", ""
     if split == "heldout":
         (source,) = config.evaluation.sources
@@ -96,7 +97,7 @@ def examples_key(config: "TrainConfig", split: Split) -> tuple[Hashable, ...] | 
     """Return the values that identify the result of `load_examples`, without reading data; None if
     the user's own code reads it.
     """
-    key = source_key(_query(config, split))
+    key = source_key(query_of(config, split))
     if key is None:
         return None
     return *key, config.training.max_examples if split == "train" else 0

@@ -93,8 +93,9 @@ class CheckpointStore:
         ConfigurationError for a step without one, and RunFailed if it does not verify.
         """
         folder = self.folder / step_folder(step)
-        have = ", ".join(map(str, self.steps())) or "none"
-        if not folder.exists():
+        steps = self.steps()
+        have = ", ".join(map(str, steps)) or "none"
+        if step not in steps:
             raise ConfigurationError(
                 f"No checkpoint of step {step} is in {self.folder}; checkpoints here: {have}."
             )

@@ -37,7 +37,9 @@ def path_error(error: OSError) -> RetrainError | None:
     """
     # a write, unlike an open, does not know its name
     where = str(error.filename or "Standard output, or a file,")
-    if error.errno in _PATH_PROBLEMS:
+    # a plugin that makes a folder which is there meets the same error
+    is_folder = error.errno == errno.EEXIST and Path(where).is_dir()
+    if error.errno in _PATH_PROBLEMS and not is_folder:
         return ConfigurationError(f"{where} cannot be used: {_PATH_PROBLEMS[error.errno]}.")
     if error.errno in _DENIED:
         return EnvironmentFailure(

@@ -7,13 +7,15 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Hashable
 from contextlib import suppress
-from functools import cache
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrain import __version__
+from retrain.system import search_path
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -68,11 +70,18 @@ def code_of(config: "TrainConfig") -> dict[str, Any]:
     return {"revision": revision, "plugins": plugin_hashes(config)}
 
 
-@cache
 def package_versions() -> dict[str, str]:
     """Return the installed versions of the declared requirements, extras included; of the main ones
-    if retrain itself is not installed. Fifty files are read, once for all runs of a process.
+    if retrain itself is not installed.
     """
+    return dict(_package_versions(search_path()))
+
+
+@lru_cache(maxsize=1)
+def _package_versions(
+    installed: Hashable,  # noqa: ARG001 - the key of the cache
+) -> dict[str, str]:
+    """Read fifty files, once until something is installed, for all runs of a process."""
     requirements = ["torch", "transformers", "peft"]
     for distribution in ("retrain-core", "retrain"):
         with suppress(metadata.PackageNotFoundError):

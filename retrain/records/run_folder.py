@@ -285,9 +285,8 @@ class Claim:
                 f"{path} is a folder of {kind} made by retrain and contains no run; name another"
                 " folder."
             )
-        outer = None if kind else self.outer_run()
         if resuming and not kind:
-            advice = "name a run's folder"
+            advice, outer = "name a run's folder", self.outer_run()
             if outer:
                 advice = f"it is a part of the run {outer.path}: name that"
             raise ConfigurationError(
@@ -299,12 +298,15 @@ class Claim:
                 f"{path} holds {names} and was not made by retrain (no {MARKER}), so nothing in it"
                 " is overwritten; choose another [logging] log_dir or move them away."
             )
-        if outer and (inside := self.doomed(outer)):
+        inside = "" if kind else self.doomed()
+        if inside:
             raise ConfigurationError(f"{inside}; choose another [logging] log_dir.")
 
-    def doomed(self, outer: RunFolder) -> str:
+    def doomed(self) -> str:
         """Say that the folder lies in one that the run around it deletes; "" if it does not."""
-        path = self.folder.path
+        path, outer = self.folder.path, self.outer_run()
+        if outer is None:
+            return ""
         around = {path.resolve(), *path.resolve().parents}
         for part in around.intersection(outer.written()):
             return f"{path} lies in {part}, which the run {outer.path} deletes when it starts anew"
@@ -360,7 +362,8 @@ def refuse_foreign_code(config: TrainConfig, doing: str) -> None:
     path = config.source_path
     if path is None or not any(map(_is_a_runs, path.resolve().parents)):
         return
-    if named := named_code(config):
+    named = named_code(config)
+    if named:
         raise ConfigurationError(
             f"{path} is a run's and names Python code that {doing} would execute:"
             f" {'; '.join(named)}. Read the code first, then add --trust."

@@ -1,5 +1,5 @@
-"""Whether the engine serves the adapter of this step: the gate's test of directions, made again on
-the step's own completions.
+"""The test, in a run, that the engine serves this step's adapter: the gate's test of directions,
+made again on the step's own completions.
 
 At a small learning rate a stale or foreign adapter moves log-probs by less than `[inference]
 mismatch_limit`. But it moves them along what the learner knows: along its last update, or along all

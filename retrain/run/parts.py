@@ -25,7 +25,7 @@ from retrain.config.schema import Backend as BackendSettings
 from retrain.config.schema import Evaluation, Inference, Model, Training
 from retrain.data import PromptSet, contamination_note, encode_prompts, load_examples
 from retrain.data.chat import ChatRenderer, messages_of
-from retrain.data.prompts import each_source, examples_key, of_task
+from retrain.data.prompts import each_source, examples_key, of_task, query_of
 from retrain.data.readers import Split
 from retrain.data.samplers import SAMPLERS, build_sampler
 from retrain.distributed import ALONE, World
@@ -54,7 +54,6 @@ from retrain.run.notes import unasked_note
 from retrain.run.rollout import Sampler
 from retrain.run.sharing import shared
 from retrain.run.teacher import Teacher, check_answers, check_teacher
-from retrain.system import toml_value
 from retrain.tracking.build import check_packages as check_tracker_packages
 from retrain.types import Example, Int32Array, LogLine, MachineChoices, Prompt
 
@@ -428,8 +427,9 @@ def _read_prompts(
     config: TrainConfig, text: TextModel, stage: Stage | None, split: Split, log: Say
 ) -> tuple[int, PromptSet]:
     """Return the number of examples, and the prompts of those that fit the context."""
-    asked = f"[data] source = {toml_value(config.data.source)}"
-    if stage is not None:
+    if stage is None:
+        asked = query_of(config, split).key
+    else:
         asked = f"[environment] {environment_name(config.environment)}"
 
     def read() -> tuple[int, PromptSet]:

@@ -166,8 +166,8 @@ def _check_places(folder: RunFolder, output: Path) -> None:
         raise ConfigurationError(
             f"{output} lies in a file; name a folder that can be made by --output."
         )
-    claim = RunFolder(output).claim()
-    if (outer := claim.outer_run()) and (inside := claim.doomed(outer)):
+    inside = RunFolder(output).claim().doomed()
+    if inside:
         raise ConfigurationError(f"{inside}; name another by --output.")
 
 
@@ -219,8 +219,8 @@ def _merged(config: TrainConfig, base: str, adapter: Path) -> Any:
     with safe_open(adapter / WEIGHTS_FILE, "pt") as weights:
         stored = set(weights.keys())
     # Peft passes over stored weights for which the model has no place.
-    loaded = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
-    if left_out := stored - loaded.keys():
+    left_out = stored - get_peft_model_state_dict(wrapped, save_embedding_layers=False).keys()
+    if left_out:
         raise _does_not_fit(adapter, base, f"no place for {min(left_out)}")
     return wrapped.merge_and_unload(safe_merge=True)
 
