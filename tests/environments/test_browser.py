@@ -182,8 +182,8 @@ BROKEN_WORDS = r"""[...document.querySelectorAll(".md-typeset__scrollwrap :is(th
     const texts = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT), range = new Range(), out = [];
     while (texts.nextNode()) {
         const text = texts.currentNode;
-        if (text.parentElement.closest("code, a")) continue;
-        for (const word of text.data.matchAll(/\b[a-z]{3,20}\b/gi)) {
+        if (text.parentElement.closest(cell.cellIndex || innerWidth < 720 ? "code, a" : "a")) continue;
+        for (const word of text.data.matchAll(/\b[a-z_]{3,20}\b/gi)) {
             range.setStart(text, word.index);
             range.setEnd(text, word.index + word[0].length);
             if (new Set([...range.getClientRects()].map(r => Math.round(r.top))).size > 1)
