@@ -249,6 +249,7 @@ def test_a_run_that_was_stopped_before_its_fork_was_refused_is_not_started(tmp_p
 
     job = ForkedRun(runs_of(tmp_path)[0], 1, cast(ForkParent, Refuses()), lambda _: None)
     job.stop(signal.SIGINT)
+    assert theirs.recv(10, socket.MSG_DONTWAIT) == bytes([signal.SIGINT])
     theirs.send(json.dumps({"refused": "it left 2 threads"}).encode())
     outcome = job.poll()
     assert outcome and outcome.status is Status.INTERRUPTED

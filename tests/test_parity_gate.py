@@ -194,6 +194,18 @@ def test_in_half_precision_one_module_that_is_missing_is_named(
     assert result.suspected in result.line() and result.suspected in result.brief
 
 
+def test_in_half_precision_one_module_is_a_group_of_its_own(parts: Parts, engine: Any) -> None:
+    """Without the rounding, which the slow test above has too."""
+    engine("DropsAModule")
+    inputs = replace(gate_inputs(CONFIG, parts, 0, False), half_precision=True)
+    with inputs.backend.trial_adapter(0) as trial:
+        trial.set(1.0)
+        gate._sync(inputs)
+        suspects = gate._trial_look(inputs, trial, 1.0, parts.prompts.batch(0, 2, 3), 0).suspects
+    found = max(suspects, key=lambda suspect: suspect.explained)
+    assert "effect on k_proj in part 1 of 4 of the layers" in found.sentence and not found.stops
+
+
 @pytest.mark.parametrize(("second", "warning"), [("q_proj", "q_proj"), ("", "")])
 def test_a_small_group_is_a_warning_if_another_look_finds_one_too(
     monkeypatch: pytest.MonkeyPatch, second: str, warning: str
