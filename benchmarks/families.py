@@ -9,6 +9,7 @@ the completions of a prompt share its forward pass. The log-prob of every sample
 """
 
 import argparse
+import re
 import warnings
 from collections.abc import Sequence
 from copy import deepcopy
@@ -358,7 +359,7 @@ def verdict(family: str) -> tuple[str, str, str, str]:
         return family, "a server", "padded", f"{compare_padded(family):.1e}"
     except ConfigurationError as error:
         why = first_line(error).partition(" (")[0].removeprefix("[lora] target_modules: ")
-        return family, "refused", why, ""
+        return family, "refused", re.sub(r"\w+ForCausalLM", r"`\g<0>`", why), ""
 
 
 def write_page(page: Path) -> None:

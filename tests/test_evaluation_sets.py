@@ -75,6 +75,12 @@ def two(tmp_path: Path) -> dict[str, Any]:
 # --- presets --------------------------------------------------------------------------------------
 
 
+def test_a_copy_of_a_set_that_is_not_there_is_named_by_its_key() -> None:
+    config = asked("math", tasks={"math": {"path": "lost.jsonl"}})
+    with pytest.raises(ConfigurationError, match=r'^\[evaluation.tasks.math\] path = "lost.jsonl"'):
+        load_examples(config, "heldout")
+
+
 @pytest.mark.parametrize("name", STAND_INS)
 def test_a_preset_reads_a_copy_of_its_data_set(name: str, tmp_path: Path) -> None:
     copy = rows(tmp_path / "copy.jsonl", [STAND_INS[name]])

@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrain.config.names import DATA_FILE_SUFFIXES, builtin_names, register_name
+from retrain.config.names import DATA_FILE_SUFFIXES, builtin_names, register_name, source_task
 from retrain.data import lab
 from retrain.data.readers import HubData, NoSplit, RawRow, Split, find_files, read_files, read_hub
 from retrain.errors import ConfigurationError
@@ -100,21 +100,21 @@ class Query:
     @property
     def key(self) -> str:
         """The key that names the data, for messages."""
-        if self.data.path:
-            return f'[data] path = "{self.data.path}"'
-        return (
-            f"{'[evaluation]' if self.named_for_evaluation else '[data]'} source ="
-            f' "{self.data.source}"'
-        )
+        return f'{self._key} = "{self.data.path or self.data.source}"'
+
+    @property
+    def _key(self) -> str:
+        if self.named_for_evaluation and self.data.path:
+            return f"[evaluation.tasks.{source_task(self.data.source)}] path"
+        section = "evaluation" if self.named_for_evaluation else "data"
+        return f"[{section}] {'path' if self.data.path else 'source'}"
 
     @property
     def path(self) -> Path:
-        """[data] path, or the path in `source`; relative to the current folder, else to the
-        configuration file's.
+        """The path that `key` names, relative to the current folder, else to the configuration
+        file's.
         """
-        path = expanded(
-            self.data.path or self.data.source, "[data] path" if self.data.path else "[data] source"
-        )
+        path = expanded(self.data.path or self.data.source, self._key)
         beside = self.config.source_path
         if not path.exists() and beside is not None and (beside.parent / path).exists():
             return beside.parent / path

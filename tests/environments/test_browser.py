@@ -173,10 +173,25 @@ def test_a_served_page_comes_back_by_itself(
 
 SITE_PAGES = (
     "", "getting-started/", "configuration/", "comparing/", "papers/", "servers/", "reliability/",
-    "models/", "lab/", "errors/",
+    "models/", "lab/", "errors/", "dev/cuda/", "dev/engines/", "dev/backend-keys/",
+    "replications/mismatch/", "replications/nsr/", "replications/ranks/",
 )  # fmt: skip
 SIDEWAYS = """[...document.querySelectorAll(".md-typeset__scrollwrap")]
     .filter(e => e.scrollWidth > e.clientWidth).map(e => e.innerText.slice(0, 40))"""
+BROKEN_WORDS = r"""[...document.querySelectorAll(".md-typeset__scrollwrap :is(th, td)")].flatMap(cell => {
+    const texts = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT), range = new Range(), out = [];
+    while (texts.nextNode()) {
+        const text = texts.currentNode;
+        if (text.parentElement.closest(cell.cellIndex || innerWidth < 720 ? "code, a" : "a")) continue;
+        for (const word of text.data.matchAll(/\b[a-z_]{3,20}\b/gi)) {
+            range.setStart(text, word.index);
+            range.setEnd(text, word.index + word[0].length);
+            if (new Set([...range.getClientRects()].map(r => Math.round(r.top))).size > 1)
+                out.push(word[0]);
+        }
+    }
+    return out;
+})"""
 
 
 class _Quiet(SimpleHTTPRequestHandler):
@@ -208,6 +223,7 @@ def test_the_site_looks_right(browser: Browser, site: str, width: int, dark: boo
         browser.open(site + page, width, dark=dark)
         assert browser.evaluate("document.documentElement.scrollWidth") <= width, page
         assert browser.evaluate(SIDEWAYS) == [], page
+        assert browser.evaluate(BROKEN_WORDS) == [], page
         assert browser.said == [], (page, browser.requested)
         outside = [
             address
