@@ -318,7 +318,8 @@ class Learner:
 
     def draw_ranges(self, rows: Sequence[Row], temperature: float) -> list[Float64Array]:
         """[T, 2] of each row: `model.head.draw_ranges`."""
-        return self._looked_up(rows, temperature=temperature, ranges=True)
+        found = self._looked_up(rows, temperature=temperature, ranges=True)
+        return [ranges.astype(np.float64) for ranges in found]
 
     def tempered_scores(
         self, rows: Sequence[Row], temperature: float, truncation: Truncation, tolerance: float
