@@ -72,9 +72,9 @@ def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
     low, high = (size_words(end, metric).removesuffix(" pp") for end in found.detectable)
     unit = " points" if metric.is_rate else ""
     return (
-        f"{interval_alone}{pairs} find a true difference of {high}{unit} in"
-        f" {100 * test.power:g}% of campaigns, and one below {low}{unit} in fewer; of one in"
-        " between, so few pairs cannot tell."
+        f"{interval_alone}So many pairs find a true difference of {high}{unit} in"
+        f" {100 * test.power:g}% of campaigns, and one below {low}{unit} in fewer; in between, so"
+        " few pairs cannot say how often."
     )
 
 
