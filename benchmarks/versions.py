@@ -8,7 +8,7 @@ Python; one is stopped by signal while the other computes. The order of a pair a
 first pair warms up. A ratio is this checkout's seconds to the earlier one's. Its interval is of
 order statistics: with ten pairs from the second to the ninth, which holds the median in 97.9% of
 cases whatever the distribution is. Whole steps are of problems of the lab, whose completions end
-where the model ends them.
+where the model ends them; their sum has the tests that a run makes at some steps.
 """
 
 import argparse
@@ -40,12 +40,14 @@ class Part:
     settings: dict[str, Any]
     request: dict[str, Any]
 
-    def seconds(self, worker: Worker, pair: int, tokens: int) -> float:
-        """Return the seconds of one turn; of three steps those of the last two."""
+    def seconds(self, worker: Worker, pair: int, tokens: int, steps: int) -> float:
+        """Return the seconds of one turn; of steps those after the first."""
         asked = self.request
         if "ragged" in asked:
             length = tokens if pair else _WARM_UP_TOKENS
             asked = {**asked, "step": pair, "tokens": length}
+        if self.name == "steps":
+            asked = {"steps": steps}
         answer = worker.ask(**asked)
         if "steps" in answer:
             return sum(float(step["total"]) for step in answer["steps"][1:])
@@ -59,7 +61,7 @@ PARTS = [
     Part("decoding in bf16, even", "decode_worker.py", _BF16, {"ragged": False}),
     Part("decoding in bf16, ragged", "decode_worker.py", _BF16, {"ragged": True}),
     Part("learning", "learn_worker.py", {"kind": "retrain", "training": {}}, {}),
-    Part("steps", "step_retrain.py", {"inference_dtype": "auto", "data": "lab"}, {"steps": 3}),
+    Part("steps", "step_retrain.py", {"inference_dtype": "auto", "data": "lab"}, {}),
 ]
 
 
@@ -74,7 +76,7 @@ def checkout(commit: str) -> Iterator[Path]:
 
 
 def measure(
-    part: Part, roots: Sequence[Path], settings: dict[str, Any], count: int
+    part: Part, roots: Sequence[Path], settings: dict[str, Any], count: int, steps: int
 ) -> list[list[float]]:
     """Return the seconds of each version in `count` pairs after a first one."""
     seconds: list[list[float]] = [[] for _ in roots]
@@ -87,7 +89,7 @@ def measure(
         for pair in range(count + 1):
             for version in (0, 1) if pair % 2 else (1, 0):
                 workers[version].resume()
-                took = part.seconds(workers[version], pair, settings["tokens"])
+                took = part.seconds(workers[version], pair, settings["tokens"], steps)
                 workers[version].pause()
                 if pair:
                     seconds[version].append(took)
@@ -115,6 +117,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=10, help="steps of a run, one warms up")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--only", nargs="+", default=[""], help="beginnings of parts' names")
     add_output(parser)
@@ -153,9 +156,9 @@ def main() -> None:
     with checkout(arguments.base) as earlier, tempfile.TemporaryDirectory() as folder:
         settings = prepared(settings, Path(folder))
         for part in chosen:
-            lines.append(
-                row(part, *measure(part, (earlier, REPOSITORY), settings, arguments.pairs))
-            )
+            roots = earlier, REPOSITORY
+            seconds = measure(part, roots, settings, arguments.pairs, arguments.steps)
+            lines.append(row(part, *seconds))
             print(*lines[-1], sep="  ", file=sys.stderr, flush=True)
     name = Path(arguments.model).name
     shape = f"{arguments.prompts}x{arguments.group}x{arguments.tokens}"
