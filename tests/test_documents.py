@@ -180,7 +180,8 @@ def test_a_table_that_a_phone_cannot_show_is_found_in_every_folder(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(wide + long, encoding="utf-8")
     found = [
-        (problem.path.name, problem.line) for problem in docs_check.unreadable_tables({"docs/one.md"})
+        (problem.path.name, problem.line)
+        for problem in docs_check.unreadable_tables({"docs/one.md"})
     ]
     # Cells of what is generated and of docs/dev hold whole sentences.
     assert sorted(found) == [("one.md", 1), ("three.md", 1), ("three.md", 2), ("two.md", 1)]
