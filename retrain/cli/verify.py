@@ -47,9 +47,7 @@ def command(
     taken = range(begin, stop)
     with TemporaryDirectory(prefix="retrain-verify-") as scratch:
         again = StoredRun(Path(scratch) / "run")
-        print_progress(f"Taking steps {begin} to {stop - 1} of {run} again ...")
-        with _replayed(stored, begin, stop, again.path):
-            pass
+        _replay(stored, begin, stop, again.path)
         found = parting(stored, again, taken)
         other_file = files_differ(stored, again, taken)
         other_adapter = adapters_differ(stored, again)
@@ -73,12 +71,7 @@ def command(
         print(f"Verified: steps {begin} to {stop - 1} of {run} are the same, byte for byte.")
         _print_absent(missing)
     elif found:
-        if draw:
-            lines.append(
-                f"  Its draw here: u = {draw['uniform']:.8f}, and the edge towards the recorded"
-                f" token is {draw['edge']:.8f}, {abs(draw['edge'] - draw['uniform']):.1g} away."
-            )
-        print("\n".join(lines))
+        print("\n".join([*lines, *_draw_lines(draw)]))
     elif other_file:
         print(f"Records are equal, and {other_file} holds other answers, tokens or weights.")
     else:
@@ -106,6 +99,20 @@ def _print_absent(things: list[str]) -> None:
     if things:
         more = [f"and {len(things) - _SHOWN} more"] * (len(things) > _SHOWN)
         print(f"Not there, and so not compared: {', '.join([*things[:_SHOWN], *more])}.")
+
+
+def _draw_lines(draw: dict[str, float] | None) -> Iterator[str]:
+    if draw:
+        yield (
+            f"  Its draw here: u = {draw['uniform']:.8f}, and the edge towards the recorded"
+            f" token is {draw['edge']:.8f}, {abs(draw['edge'] - draw['uniform']):.1g} away."
+        )
+
+
+def _replay(run: "StoredRun", start: int, stop: int, scratch: Path) -> None:
+    print_progress(f"Taking steps {start} to {stop - 1} of {run.path} again ...")
+    with _replayed(run, start, stop, scratch):
+        pass
 
 
 @contextmanager
