@@ -53,9 +53,9 @@ def command(
         other_adapter = adapters_differ(stored, again)
         missing = absent(stored, again, taken)
         # Here, since the causes read files of the replay, which goes with its folder.
-        lines = list(parting_lines(stored, again, found))
-        content = parting_json(stored, again, found)
         draw = _first_draw(stored, again, begin, found)
+        lines = [*parting_lines(stored, again, found), *_draw_lines(draw)]
+        content = parting_json(stored, again, found)
     equal = found is None and not other_file and other_adapter is None
     if as_json:
         span = {
@@ -71,7 +71,7 @@ def command(
         print(f"Verified: steps {begin} to {stop - 1} of {run} are the same, byte for byte.")
         _print_absent(missing)
     elif found:
-        print("\n".join([*lines, *_draw_lines(draw)]))
+        print("\n".join(lines))
     elif other_file:
         print(f"Records are equal, and {other_file} holds other answers, tokens or weights.")
     else:
