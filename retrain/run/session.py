@@ -259,7 +259,7 @@ class Session:
         """Return the scored groups of this step, drawn now unless they were prefetched."""
         rollout = self.prefetched.take() if self.prefetched else None
         if rollout is None:
-            prompts, plan = self._prompts(self.state.step), self._plan(self.state.step)
+            prompts, plan = self._prompts(self.state.step), self.plan(self.state.step)
             self._sync()
             step, completions = self.state.step, len(prompts) * plan.group_size
             watcher = self._watch(f"Step {step}: sampling", completions)
@@ -296,10 +296,10 @@ class Session:
         ):
             return
         self._sync()
-        prompts, plan = self._prompts(step, after=used), self._plan(step)
+        prompts, plan = self._prompts(step, after=used), self.plan(step)
         self.prefetched.start(lambda watcher: self.parts.sampler.draw(prompts, step, plan, watcher))
 
-    def _plan(self, step: int) -> SamplingPlan:
+    def plan(self, step: int) -> SamplingPlan:
         """Fix the values of a step's scheduled keys, and return how it samples. A control is asked
         by rank 0, which tells the others.
         """
