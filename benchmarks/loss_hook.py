@@ -13,11 +13,10 @@ import argparse
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from math import comb
 
 import numpy as np
 import torch
-from report import add_output, load_average, publish, table
+from report import add_output, load_average, median_interval, publish, table
 
 from retrain.backends.local.backend import LocalBackend
 from retrain.backends.own_loss import own_functions
@@ -82,25 +81,6 @@ def one_step(backend: LocalBackend, step: int, groups: int, tokens: int) -> tupl
     ]
     backend.train(rows, step)
     return middle - start, time.monotonic() - middle
-
-
-def median_interval(values: list[float]) -> tuple[float, float, float, float]:
-    """(median, low, high, coverage) of the widest pair of order statistics of at least 95%."""
-    ordered, count = sorted(values), len(values)
-    rank = max(
-        (
-            k
-            for k in range(count // 2)
-            if 2 * sum(comb(count, i) for i in range(k + 1)) / 2**count <= 0.05
-        ),
-        default=0,
-    )
-    return (
-        float(np.median(ordered)),
-        ordered[rank],
-        ordered[count - 1 - rank],
-        1 - 2 * sum(comb(count, i) for i in range(rank + 1)) / 2**count,
-    )
 
 
 def main() -> None:

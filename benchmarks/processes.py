@@ -124,24 +124,34 @@ class Worker(ProcessGroup):
     """
 
     def __init__(
-        self, python: str, script: str, settings: Mapping[str, Any], *, seconds: float | None = None
+        self,
+        python: str,
+        script: str,
+        settings: Mapping[str, Any],
+        *,
+        seconds: float | None = None,
+        root: Path | None = None,
     ) -> None:
         """`seconds` limits the start and all answers together; after that WorkerFailed is raised
-        and the process is ended.
+        and the process is ended. `root` is another checkout, whose script and package are run.
         """
         self.script, self._seconds = script, seconds
         self._deadline = None if seconds is None else time.monotonic() + seconds
         threads = str(settings["threads"])
+        folder, path = WORKERS, dict[str, str]()
+        if root is not None:
+            folder, path = root / "benchmarks" / "workers", {"PYTHONPATH": str(root)}
         super().__init__(
             [
                 python,
-                str(WORKERS / script),
+                str(folder / script),
                 json.dumps({"memory_limit_gib": memory_limit_gib(), **settings}),
             ],
             {
                 "OMP_NUM_THREADS": threads,
                 "MKL_NUM_THREADS": threads,
                 "TOKENIZERS_PARALLELISM": "false",
+                **path,
             },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from math import comb
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,25 @@ def versions_line(*found: Mapping[str, str]) -> str:
         dict.fromkeys(
             f"{name} {version}" for versions in found for name, version in versions.items()
         )
+    )
+
+
+def median_interval(values: list[float]) -> tuple[float, float, float, float]:
+    """(median, low, high, coverage) of the widest pair of order statistics of at least 95%."""
+    ordered, count = sorted(values), len(values)
+    rank = max(
+        (
+            k
+            for k in range(count // 2)
+            if 2 * sum(comb(count, i) for i in range(k + 1)) / 2**count <= 0.05
+        ),
+        default=0,
+    )
+    return (
+        float(np.median(ordered)),
+        ordered[rank],
+        ordered[count - 1 - rank],
+        1 - 2 * sum(comb(count, i) for i in range(rank + 1)) / 2**count,
     )
 
 

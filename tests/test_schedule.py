@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,11 @@ from retrain.config import (
 from retrain.config.moving import movable, scheduled, value_at, with_values
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.run.control import CONTROLS, AdaptiveEntropy
+from retrain.run.observer import StepObserver
 from retrain.run.parts import check_plugins
+from retrain.run.rollout import Rollout
+from retrain.tracking import Tracker
+from retrain.xray.resolve import _step
 from tests.marks import first_of
 from tests.runs import small, small_run, timeless
 from tests.split import two_devices
@@ -40,6 +45,10 @@ def test_keys_that_belong_to_a_scheduled_one_are_in_use() -> None:
     lifted = {"schedule": {"loss.kl_coef": [[0, 0.0], [10, 0.1]]}}
     assert "kl_estimator" in unused_keys(config_from_mapping(loss))[0]
     assert not unused_keys(config_from_mapping(loss | lifted))
+    plain = {"algorithm": {"transform_mode": "none", "uncertainty_kind": "predictive_variance"}}
+    masked = {"schedule": {"algorithm.surprisal_mask_rho": [[0, 0.0], [10, 0.2]]}}
+    assert "uncertainty_kind" in unused_keys(config_from_mapping(plain))[0]
+    assert not unused_keys(config_from_mapping(plain | masked))
 
 
 @given(
@@ -85,7 +94,10 @@ LOSS = {
     "loss.clip_low": {"loss": {"mode": "ppo", "clip_low": 0.3}, "training": {"minibatches": 4}},
     "loss.max_grad_norm": {"loss": {"max_grad_norm": 0.3}},
     "training.lr": {"training": {"lr": 0.3}},
-    "training.temperature": {"training": {"temperature": 0.3}},
+    "training.temperature": {
+        "training": {"temperature": 0.3},
+        "algorithm": {"transform_mode": "distill", "reference": "base"},
+    },
     "algorithm.surprisal_mask_rho": {"algorithm": {"surprisal_mask_rho": 0.3}},
     "algorithm.advantage_params.eps": {"algorithm": {"advantage_params": {"eps": 0.3}}},
     "gtpo.beta": {"gtpo": {"beta": 0.3}, "algorithm": {"transform_mode": "gtpo"}},
@@ -114,6 +126,17 @@ def test_a_flat_schedule_is_the_run_with_that_value(path: str, tmp_path: Path) -
     assert first == second
 
 
+def test_log_probs_before_the_temperature_tell_no_chance_in_a_step_that_moved_it(
+    tmp_path: Path,
+) -> None:
+    engine = SimpleNamespace(capabilities=SimpleNamespace(logprobs="raw"))
+    parts: Any = SimpleNamespace(stage=None, backend=SimpleNamespace(engine=engine))
+    observer = StepObserver(small(tmp_path / "run"), parts, Tracker())
+    step: Any = SimpleNamespace(rollout=Rollout([]))
+    assert observer._identical_chance(step, {}) is not None
+    assert observer._identical_chance(step, {"scheduled": {"training.temperature": 0.7}}) is None
+
+
 def test_credit_reads_the_parameters_of_the_step() -> None:
     params = {"advantage_params": {"eps": 1.0}}
     config = config_from_mapping({"algorithm": {"transform_mode": "none", **params}})
@@ -127,6 +150,22 @@ def test_credit_reads_the_parameters_of_the_step() -> None:
     assert episode(_SMALL, 0) != before
     pipeline.use(config)
     assert episode(_SMALL, 0) == before
+
+
+def test_a_mask_may_begin_after_the_first_step() -> None:
+    """Nothing reads uncertainties in a file whose surprisal_mask_rho is 0."""
+    algorithm = {"advantage_mode": "grpo", "transform_mode": "none"}
+    points = {"algorithm.surprisal_mask_rho": [[0, 0.0], [4, 0.2]]}
+    late = config_from_mapping({"algorithm": algorithm, "schedule": points})
+    masked = config_from_mapping({"algorithm": algorithm | {"surprisal_mask_rho": 0.1}})
+    pipeline = CreditPipeline(late, lambda ids: [""] * len(ids))
+    step = _step([[1.0, 0.0]])
+    kept = []
+    for number in (0, 2):
+        pipeline.use(with_values(late, scheduled(late, number)))
+        kept.append(pipeline.compute(step, number, 0.0).kept_fraction)
+    always = CreditPipeline(masked, lambda ids: [""] * len(ids)).compute(step, 2, 0.0)
+    assert kept == [None, always.kept_fraction] != [None, None]
 
 
 SCHEDULE: dict[str, Any] = {

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from retrain.config.judging import judging_rewards
 from retrain.config.keys import Key, all_keys
-from retrain.config.moving import moves_learner
+from retrain.config.moving import may_be_positive, moves_learner
 from retrain.config.names import (
     builtin_names,
     canonical_uncertainty,
@@ -388,7 +388,10 @@ _RUNS: Rows = (
         "algorithm.uncertainty_kind",
         "algorithm.uncertainty_params",
         because="nothing here weighs or masks by uncertainty",
-        when=lambda c: c.algorithm.surprisal_mask_rho == 0 and _no_transform_with("use_gtpo")(c),
+        when=lambda c: (
+            not may_be_positive(c, "algorithm.surprisal_mask_rho")
+            and _no_transform_with("use_gtpo")(c)
+        ),
     ),
     unused(
         "algorithm.uncertainty_kind",
