@@ -435,6 +435,11 @@ _RUNS: Rows = (
         but=("backpressure.enabled",),
     ),
     unused(
+        "inference.calibration_completions",
+        because="calibration is false",
+        when=lambda c: not c.inference.calibration,
+    ),
+    unused(
         "squeeze.*",
         because="a single run has no adapter_path to squeeze",
         when=lambda c: c.kind == "run",
@@ -947,7 +952,11 @@ _SERVER = (
     "inference.patience_s",
     "inference.adapter_dir",
 )
-_CHECKS = ("inference.mismatch_limit", "inference.calibration")
+_CHECKS = (
+    "inference.mismatch_limit",
+    "inference.calibration",
+    "inference.calibration_completions",
+)
 _ROUNDING = ("inference.dtype", "inference.kv_cache_dtype")
 """A server's own setting, which `retrain serve` passes on; in a run it says that the parity gate
 must allow for the rounding."""

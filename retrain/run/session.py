@@ -34,7 +34,14 @@ from retrain.records.redact import note_secrets
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean
 from retrain.run.adapter_lag import AdapterLag, adapter_lag, is_due, most_completions
-from retrain.run.calibration import Calibration, chosen_rows, shared_warning, tolerance, warning
+from retrain.run.calibration import (
+    Calibration,
+    chosen_rows,
+    paired_rows,
+    shared_warning,
+    tolerance,
+    warning,
+)
 from retrain.run.common import Common
 from retrain.run.control import MovingKeys
 from retrain.run.dialogues import SamplingPlan, Watcher
@@ -373,10 +380,10 @@ class Session:
         """Test the step's completions against the weights that sampled them, before they are
         learned from; None where nothing is tested.
         """
-        backend = self.parts.backend
-        if not self.config.inference.calibration or backend.capabilities.samples_ahead:
+        backend, inference = self.parts.backend, self.config.inference
+        if not inference.calibration or backend.capabilities.samples_ahead:
             return None
-        rows = chosen_rows(rollout.first_draws, self.state.seed, self.state.step)
+        rows = paired_rows(rollout.first_draws, inference, self.state.seed, self.state.step)
         if not rows:
             return None
         training = self._settings.training
