@@ -54,7 +54,7 @@ def with_functions(
     folder.path.mkdir(parents=True, exist_ok=True)
     replace_file(file, source)
     values = {key: f"{name}.{function.__name__}" for key, function in functions.items()}
-    if "algorithm.advantage_mode" in values:
+    if "algorithm.advantage_mode" in values and config.algorithm.algorithm_mode:
         values["algorithm.algorithm_mode"] = ""
     config = replaced(config, values)
     # A plugin is looked for beside the configuration's file.
