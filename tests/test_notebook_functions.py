@@ -109,6 +109,7 @@ x"""
     for function, said in (
         (indented, "the source of indented is not known here"),
         (lambda response, reference: 1.0, "define it with def"),
+        ("math", "'math' is no function with a name of its own"),
         (closed, "uses inside of the function around it"),
         (opens, "OPEN_FILE, a PosixPath that no file can hold"),
         (counts, "FILES, a list that no file can hold"),

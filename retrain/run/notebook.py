@@ -77,7 +77,7 @@ def module_source(functions: Any) -> str:
     """
     lines: dict[str, str] = {}
     for function in functions:
-        _collect(function, lines, function.__name__)
+        _collect(function, lines, getattr(function, "__name__", repr(function)))
     imports = [line for line in lines.values() if line.startswith(("import ", "from "))]
     rest = [line for line in lines.values() if line not in imports]
     return "\n".join([*imports, "", "", "\n\n\n".join(rest)]) + "\n"
