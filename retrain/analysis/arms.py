@@ -27,6 +27,7 @@ _RECORDED = {
     "python": "Python",
     "platform": "platform",
     "cpu": "processor",
+    "instructions": "instructions of the processor",
     "threads": "threads",
     "device": "device",
     "device_name": "device",

@@ -26,6 +26,7 @@ from retrain.config.keys import (
     key_meant,
     section_models,
 )
+from retrain.config.learning_sections import gathered_schedule
 from retrain.config.names import ALIASES, by_path, copied, is_recipe, moved_aliases, nearest
 from retrain.config.overrides import (
     Override,
@@ -432,13 +433,32 @@ def _gather_conditions(data: Json) -> Json:
     gathered: Json = {}
     if isinstance(campaign.get("conditions"), list):
         gathered["conditions"] = [
-            _gathered(table) if isinstance(table, dict) else table
+            _above_schedule(_gathered(table), data) if isinstance(table, dict) else table
             for table in campaign["conditions"]
         ]
     if isinstance(campaign.get("grid"), dict):
         own = _gathered(campaign["grid"])
         gathered["grid"] = {**own.pop("sets", {}), **own}
     return {**data, "campaign": {**campaign, **gathered}}
+
+
+def _above_schedule(condition: Json, base: Json) -> Json:
+    """A condition whose own scheduled keys ("schedule.loss.kl_coef") stand beside the base's."""
+    kept: Json = {}
+    named: Json = {}
+    for name, value in condition.items():
+        path = name.removeprefix("schedule.")
+        if path != name and ("." in path or isinstance(value, dict)):
+            named[path] = value
+        else:
+            kept[name] = value
+    if not named:
+        return condition
+    sets, shared = kept.get("sets", {}), base.get("schedule")
+    if "schedule.points" in sets:
+        shared = {"points": sets["schedule.points"]}
+    whole = gathered_schedule({**(shared if isinstance(shared, dict) else {}), **named})
+    return {**kept, "sets": {**sets, "schedule.points": whole["points"]}}
 
 
 def _gathered(table: Mapping[str, Any]) -> Json:
