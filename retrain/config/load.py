@@ -23,6 +23,7 @@ from retrain.config.keys import (
     condition_homes,
     flags,
     is_settable,
+    key_meant,
     section_models,
 )
 from retrain.config.learning_sections import gathered_schedule
@@ -128,11 +129,12 @@ def with_flags(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     """Return a configuration with other values, each under its flag's name without dashes at its
     front and with underscores inside.
     """
-    paths = {flag.removeprefix("--").replace("-", "_"): path for flag, path in flags().items()}
+    paths = {_argument(flag): path for flag, path in flags().items()}
     problems = []
     for name in values:
         if name not in paths:
-            close = nearest(name, paths)
+            meant = key_meant(name)
+            close = _argument(meant.flag) if meant else nearest(name, paths)
             hint = f"; did you mean {close}?" if close else ""
             problems.append(
                 f"with_({name}=...): no key of the configuration has the flag"
@@ -141,6 +143,10 @@ def with_flags(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     if problems:
         raise ConfigurationError(problems)
     return replaced(config, {paths[name]: value for name, value in values.items()})
+
+
+def _argument(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
 TrainConfig._changed = with_flags
