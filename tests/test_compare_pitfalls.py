@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from campaigns import problems, write_campaign, write_manifest, write_run
 
+from retrain.analysis.measures import choose_metric
+from retrain.analysis.runs import StoredRun
 from retrain.analysis.statistics import TwoWay
 from retrain.campaign import plan_campaign
 from retrain.cli.main import main
@@ -254,6 +256,21 @@ def test_held_out_answers_sampled_in_different_ways_are_compared_only_on_request
     insisted = compared(capsys, tmp_path, "--metric", "pass@1")
     assert len(insisted["contrasts"]) == 3 and not insisted["left_out"]
     assert any("hot was evaluated at temperature 0.7" in note for note in insisted["notes"])
+
+
+def test_rewards_that_were_normalised_are_not_compared_with_plain_ones(tmp_path: Path) -> None:
+    rewards, algorithm = {"type": ["match", "overlong"]}, {"advantage_mode": "grpo"}
+    sections = [
+        {"reward": rewards | {"combine": combine}, "algorithm": algorithm}
+        for combine in ("sum", "normalise_then_sum")
+    ]
+    runs = [
+        StoredRun(write_run(tmp_path / str(number), 1, [0.5], **own))
+        for number, own in enumerate(sections)
+    ]
+    for name, alike in {"correct_rate": True, "mean_reward": False, "reward_std": False}.items():
+        judges = {choose_metric(name, runs).judge(run) for run in runs}
+        assert len(judges) == (1 if alike else 2), name
 
 
 def test_a_campaign_measures_every_condition_as_its_base_is_measured(tmp_path: Path) -> None:

@@ -83,6 +83,33 @@ def test_the_gradient_is_the_one_that_training_took(
     assert seen.arms[0].norm == pytest.approx(taken, rel=1e-5)
 
 
+@pytest.mark.slow
+def test_a_step_with_scheduled_keys_has_the_gradient_that_training_took(tmp_path: Path) -> None:
+    """The schedule starts at the file's values and moves all that a gradient depends on."""
+    config = small(
+        tmp_path / "run",
+        algorithm={"advantage_mode": "grpo", "transform_mode": "gtpo"},
+        training={"max_steps": 2, "save_every": 1},
+        logging={"tokens_every": 1},
+        schedule={
+            "points": {
+                "training.temperature": [[0, 1.0], [1, 0.6]],
+                "loss.kl_coef": [[0, 0.0], [1, 0.5]],
+                "gtpo.beta": [[0, 0.1], [1, 0.9]],
+            },
+            "control": "adaptive_entropy",
+            "control_params": {"target": 9.0, "delta": 0.3},
+        },
+    )
+    moving = StoredRun(small_run(config, quiet=True).folder)
+    with opened(moving.path, load_base(moving.path, False), STEP, quiet) as (parts, backend, state):
+        batch = take_batch(moving.path, parts, state, prompts=None, texts=False, say=quiet)
+        later = arm("grpo", "gtpo", label="later")[:-1] + ", schedule = { points = {} } }"
+        seen = measured((parts, backend, batch), moving, tmp_path, arm("grpo", "gtpo"), later)
+    taken = lines(moving.folder.metrics)[STEP]["grad_norm"]
+    assert seen.arms[0].norm == pytest.approx(taken, rel=1e-5) != seen.arms[1].norm
+
+
 def test_a_batch_that_was_not_recorded_is_drawn_again_as_the_run_drew_it(
     loaded: tuple[Parts, LocalBackend, Batch], run: StoredRun
 ) -> None:

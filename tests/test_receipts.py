@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -204,6 +205,16 @@ def test_code_that_the_runs_file_names_needs_trust(
     config.write_text(config.read_text().replace('"maxrl"', '"my_code.advantage"'))
     assert main(["verify", str(copy)]) == 2
     assert "--trust" in capsys.readouterr().err
+
+
+def test_code_that_is_trusted_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trusted_code.py").write_text("def f(rewards): return [r - 0.5 for r in rewards]\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    algorithm, training = {"advantage_mode": "trusted_code.f"}, {"max_steps": 1}
+    run = tmp_path / "run"
+    small_run(small(run, algorithm=algorithm, training=training), quiet=True)
+    assert main(["verify", str(run)]) == 2 and main(["verify", str(run), "--trust"]) == 0
 
 
 # -- diff ------------------------------------------------------------------------------------------

@@ -124,10 +124,13 @@ def _replay(run: "StoredRun", start: int, stop: int, scratch: Path) -> None:
 @contextmanager
 def _replayed(run: "StoredRun", start: int, stop: int, scratch: Path) -> Iterator["Session"]:
     """Take the steps again; a damaged file is named where it lies, and not as its copy."""
+    from retrain.config.load import trusted
     from retrain.run.replay import replayed
 
+    # `_asked` has refused what was not to be trusted.
+    config = trusted(run.config)
     try:
-        with replayed(run.folder, run.config, start, stop, scratch) as session:
+        with replayed(run.folder, config, start, stop, scratch) as session:
             yield session
     except RunFailed as error:
         raise RunFailed(str(error).replace(str(scratch), str(run.path))) from error

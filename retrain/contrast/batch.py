@@ -1,8 +1,8 @@
 """The arms of a contrast, and the rollouts of one step that all of them are given."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from retrain.backends.local.backend import LocalBackend
 from retrain.campaign.plan import max_steps, plan_campaign
 from retrain.config import TrainConfig, config_from_mapping, load_config
 from retrain.config.load import given_values, read_toml
+from retrain.config.moving import given, with_values
 from retrain.config.schema import Provenance
 from retrain.config.values import MAX_COMPLETIONS
 from retrain.data.samplers import PromptChoice
@@ -25,6 +26,7 @@ from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.redact import note_secrets
 from retrain.records.run_folder import refuse_foreign_code
 from retrain.records.state import TrainerState
+from retrain.run.control import MovingKeys
 from retrain.run.dialogues import Watcher
 from retrain.run.interrupts import Interrupts
 from retrain.run.parts import Parts, load_parts, training_plan
@@ -36,7 +38,7 @@ DEFAULT_SEEDS = 8
 """Seeds of a campaign, for a run that is not part of one."""
 _OF_ONE_ARM = ("advantage_params", "transform_params", "params", "uncertainty_kind")
 """Keys of [algorithm] that belong to the run's own advantage or transform."""
-_SEEN = ("algorithm", "gtpo", "hicra", "loss", "planning", "sepa")
+_SEEN = ("algorithm", "gtpo", "hicra", "loss", "planning", "schedule", "sepa")
 """Sections whose keys change a gradient of the same rollouts."""
 
 
@@ -55,6 +57,12 @@ class Batch:
     """Optimizer steps behind the weights that sampled them."""
     source: str
     """Where they are from, in words."""
+    kept: Mapping[str, Any] = field(default_factory=dict)
+    """What the run's advantage kept before the step."""
+
+    @property
+    def pass_rate(self) -> float:
+        return float(np.mean([group.correct / len(group) for group in self.groups]))
 
 
 def read_arms(base: TrainConfig, path: Path | None, *, trust: bool, say: Say) -> list[Arm]:
@@ -183,6 +191,7 @@ def opened(
     state = _untrained(config)
     if found:
         state = found.state()
+    config = _moved(config, state)
     parts = load_parts(config, state.choices, say, learns=False)
     try:
         backend = parts.backend
@@ -192,6 +201,32 @@ def opened(
         yield parts, backend, state
     finally:
         parts.close()
+
+
+def _moved(config: TrainConfig, state: TrainerState) -> TrainConfig:
+    """The configuration with the values that [schedule] gives to the step after `state`."""
+    moving = MovingKeys(config)
+    if state.control:
+        moving.load_state_dict(state.control)
+    return with_values(config, moving.values(state.step))
+
+
+def moved_arms(arms: Sequence[Arm], parts: Parts, batch: Batch) -> Iterator[Arm]:
+    """The arms with the values that their [schedule] gives to the step of a batch. How the run
+    sampled it, and what a control that an arm shares had set, is the arm's too.
+    """
+    run = parts.credit.config
+    for arm in arms:
+        moving = MovingKeys(arm.config)
+        shared = ["training.temperature", "training.lr"]
+        if moving.control and _control_of(arm.config) == _control_of(run):
+            shared += moving.control.keys
+        values = moving.values(batch.step) | {path: given(run, path) for path in shared}
+        yield replace(arm, config=with_values(arm.config, values))
+
+
+def _control_of(config: TrainConfig) -> tuple[str, Json]:
+    return config.schedule.control, config.schedule.control_params
 
 
 def _untrained(config: TrainConfig) -> TrainerState:
@@ -237,7 +272,7 @@ def take_batch(
         if step in stored_steps(run.folder):
             groups = recorded_groups(run, step)
         if groups:
-            return Batch(groups, step, f"recorded at step {step} of {target}")
+            return Batch(groups, step, f"recorded at step {step} of {target}", state.credit)
     count = prompts or state.batch_size or config.training.batch_size
     choice = PromptChoice(config, parts.prompts)
     choice.load_state_dict(state.sampler)
@@ -254,7 +289,7 @@ def take_batch(
         raise ConfigurationError(
             f"no completion of step {step} could be judged, so no arm has a gradient; see [reward]."
         )
-    return Batch(drawn, step, f"drawn for step {step} of {target}")
+    return Batch(drawn, step, f"drawn for step {step} of {target}", state.credit)
 
 
 def reads_texts(arms: Sequence[Arm]) -> bool:

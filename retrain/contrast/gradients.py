@@ -21,7 +21,7 @@ from retrain.advantages.transforms import top_share
 from retrain.analysis.power import out_of_reach, power_of, seeds_needed
 from retrain.backends.local.backend import LocalBackend
 from retrain.config import TrainConfig, replaced
-from retrain.contrast.batch import Arm, Batch, Say, flat_logprobs
+from retrain.contrast.batch import Arm, Batch, Say, flat_logprobs, moved_arms
 from retrain.distributed import ALONE
 from retrain.rewards import gold_response
 from retrain.run.parts import Parts, load_encoder
@@ -128,7 +128,7 @@ def contrast(
     measured: list[ArmGradient] = []
     totals: list[Float64Array] = []
     credit = None
-    for arm in arms:
+    for arm in moved_arms(arms, parts, batch):
         say(f"Gradient of {arm.label} ...")
         credit, note = _credit(parts, batch, arm.config)
         blocks = _blocks(backend, arm.config, credit, batch.step)
@@ -156,7 +156,7 @@ def contrast(
         len(batch.groups),
         sum(len(group.members) for group in batch.groups),
         credit.tokens.segments.total,
-        float(np.mean([group.correct / len(group) for group in batch.groups])),
+        batch.pass_rate,
         top_share(flat_logprobs(batch.groups)),
         arms[0].config.training.max_steps,
         seeds,
@@ -210,6 +210,9 @@ def _credit(parts: Parts, batch: Batch, config: TrainConfig) -> tuple[Credit, st
     pipeline = CreditPipeline(
         config, parts.text.vocabulary.pieces, lambda name: load_encoder(backend, name, ALONE)
     )
+    own, same = parts.credit.config.algorithm, ("advantage_mode", "advantage_params")
+    if batch.kept and all(getattr(own, key) == getattr(config.algorithm, key) for key in same):
+        pipeline.load_state_dict(dict(batch.kept))
     note, sepa_lambda = "", 0.0
     if pipeline.uses_sepa_controller:
         sepa_lambda = linear_lambda(config.sepa, batch.step)

@@ -129,14 +129,15 @@ def shifted_logits(
     head: Head, hidden: Tensor, temperature: float
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield chunks of the rows of `hidden` [N, H]: (rows, logits / temperature minus its maximum
-    [R, V]).
+    [R, V]), which hold until the next chunk.
     """
     rows = chunk_rows(head.weight.shape[0], chunk_bytes_on(hidden.device.type))
+    # Memory for one chunk after the other: new memory costs page faults.
+    products = hidden.new_empty(min(rows, len(hidden)), head.weight.shape[0])
     for start in range(0, len(hidden), rows):
         part = slice(start, start + rows)
-        z = head.logits(hidden[part]) / temperature
-        z -= z.amax(-1, keepdim=True)
-        yield part, z
+        z = head.logits(hidden[part], products[: len(hidden[part])]).div_(temperature)
+        yield part, z.sub_(z.amax(-1, keepdim=True))
 
 
 def kept_counts(z: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
