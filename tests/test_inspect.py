@@ -286,6 +286,19 @@ def test_a_file_of_an_earlier_version_is_shown_and_not_computed_on(
     assert "did not store the rewards" in capsys.readouterr().err
 
 
+def test_a_reader_that_has_seen_enough_is_no_failure(
+    run: StoredRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gone(StringIO):
+        def write(self, text: str) -> int:
+            if text:
+                raise BrokenPipeError
+            return 0
+
+    monkeypatch.setattr("sys.stdout", Gone())
+    assert main(["inspect", str(run.path)]) == 0
+
+
 # -- what a model wrote ----------------------------------------------------------------------------
 
 HOSTILE = [

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -67,9 +68,13 @@ def change_row(path: Path, step: int, **values: Any) -> None:
 def test_a_run_is_verified_from_its_checkpoint_and_left_as_it_was(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    environment = json.loads((copy / "environment.json").read_text())
+    environment["packages"]["torch"] = "1.0"
+    (copy / "environment.json").write_text(json.dumps(environment))
     before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
     assert main(["verify", str(copy)]) == 0
-    assert "steps 2 to 3" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "steps 2 to 3" in said and "differently, without effect: torch (1.0, " in said
     assert before == {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
 
 
@@ -200,6 +205,16 @@ def test_code_that_the_runs_file_names_needs_trust(
     config.write_text(config.read_text().replace('"maxrl"', '"my_code.advantage"'))
     assert main(["verify", str(copy)]) == 2
     assert "--trust" in capsys.readouterr().err
+
+
+def test_code_that_is_trusted_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trusted_code.py").write_text("def f(rewards): return [r - 0.5 for r in rewards]\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    algorithm, training = {"advantage_mode": "trusted_code.f"}, {"max_steps": 1}
+    run = tmp_path / "run"
+    small_run(small(run, algorithm=algorithm, training=training), quiet=True)
+    assert main(["verify", str(run)]) == 2 and main(["verify", str(run), "--trust"]) == 0
 
 
 # -- diff ------------------------------------------------------------------------------------------

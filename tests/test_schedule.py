@@ -24,6 +24,7 @@ from retrain.config import (
     replaced,
     unused_keys,
 )
+from retrain.config.load import arms
 from retrain.config.moving import movable, scheduled, value_at, with_values
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.run.control import CONTROLS, AdaptiveEntropy
@@ -70,6 +71,24 @@ def test_a_file_names_keys_dotted_and_a_stored_one_reads_back() -> None:
     assert one == other == config_from_toml(dump_toml(one))
     assert scheduled(one, 1) == {"loss.kl_coef": pytest.approx(0.075)}
     assert config_hash(one) == config_hash(other) != config_hash(config_from_toml(""))
+
+
+def test_a_condition_schedules_keys_beside_those_of_the_base() -> None:
+    head = '[schedule]\n"gtpo.beta" = [[0, 0.1]]\n[campaign]\nseeds = [1]\n'
+    modes = '[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "gtpo"\n'
+    quoted, bare = '"loss.kl_coef"', "loss.kl_coef"
+    own = [f"{modes}schedule.{name} = [[0, 0.1], [9, 0.0]]\n" for name in (quoted, bare)]
+    found = arms(config_from_toml(head + modes + 'label = "base"\n' + own[0]))
+    assert found[0].schedule.points == {"gtpo.beta": [[0, 0.1]]}
+    assert found[1].schedule.points == {
+        "gtpo.beta": [[0, 0.1]],
+        "loss.kl_coef": [[0, 0.1], [9, 0.0]],
+    }
+    assert arms(config_from_toml(head + own[1]))[0].schedule == found[1].schedule
+    with pytest.raises(ConfigurationError, match=r'"loss.mode" is not read anew'):
+        config_from_toml(head + modes + 'schedule."loss.mode" = [[0, 1]]\n')
+    with pytest.raises(ConfigurationError, match=r"schedule.kontrol is not a key"):
+        config_from_toml(head + modes + 'schedule.kontrol = "x"\n')
 
 
 def test_a_whole_number_of_a_table_stays_one() -> None:
