@@ -68,9 +68,13 @@ def change_row(path: Path, step: int, **values: Any) -> None:
 def test_a_run_is_verified_from_its_checkpoint_and_left_as_it_was(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    environment = json.loads((copy / "environment.json").read_text())
+    environment["packages"]["torch"] = "1.0"
+    (copy / "environment.json").write_text(json.dumps(environment))
     before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
     assert main(["verify", str(copy)]) == 0
-    assert "steps 2 to 3" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "steps 2 to 3" in said and "differently, without effect: torch (1.0, " in said
     assert before == {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
 
 

@@ -58,18 +58,20 @@ def command(
         content = parting_json(stored, again, found)
     equal = found is None and not other_file and other_adapter is None
     if as_json:
-        span = {
-            "steps": [begin, stop],
-            "equal": equal,
-            "other_file": other_file or None,
-            "other_adapter": other_adapter,
-            "missing": missing,
-            "draw": draw,
-        }
-        print_json(span | content)
+        print_json(
+            content
+            | {
+                "steps": [begin, stop],
+                "equal": equal,
+                "other_file": other_file or None,
+                "other_adapter": other_adapter,
+                "missing": missing,
+                "draw": draw,
+            }
+        )
     elif equal:
         print(f"Verified: steps {begin} to {stop - 1} of {run} are the same, byte for byte.")
-        _print_absent(missing)
+        _print_besides(lines, missing)
     elif found:
         print("\n".join(lines))
     elif other_file:
@@ -94,8 +96,12 @@ def _asked(run: "StoredRun", steps: str, trust: bool) -> tuple[int, int]:
     return nearest_checkpoint(run.folder, start, print_progress), stop
 
 
-def _print_absent(things: list[str]) -> None:
-    """Print the first of what a run does not have, and how many more there are."""
+def _print_besides(lines: list[str], things: list[str]) -> None:
+    """Print what was recorded differently, and the first of what a run does not have, with how many
+    more there are.
+    """
+    for line in lines[1:]:  # the first says that they are equal
+        print(line)
     if things:
         more = [f"and {len(things) - _SHOWN} more"] * (len(things) > _SHOWN)
         print(f"Not there, and so not compared: {', '.join([*things[:_SHOWN], *more])}.")

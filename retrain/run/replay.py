@@ -78,11 +78,13 @@ def draw_of(
     session: Session, ids: Int32Array, slot: int, sample: int, position: int
 ) -> Draw | None:
     """Return how the last of `ids`, a prompt and the beginning of a completion, is drawn in the
-    next step. None where the draw is truncated or greedy, or the backend has no logits.
+    next step. None where the draw is truncated or greedy, or the sampler's logits are not
+    to be had.
     """
     step = session.state.step
     plan = session.plan(step)
-    if plan.truncation.active or not plan.temperature:
+    rounds = session.config.inference.reduced_precision
+    if rounds or plan.truncation.active or not plan.temperature:
         return None
     nothing = np.zeros(1, np.float32)
     row = Row(ids, ((len(ids) - 1, len(ids)),), nothing, nothing, group=0)
@@ -94,9 +96,11 @@ def draw_of(
 
 
 def _copy(source: RunFolder, target: RunFolder, config: TrainConfig, start: int) -> None:
-    """Copy what a resume reads: the records, and one checkpoint."""
+    """Copy what a resume reads: the records, and one checkpoint. Not environment.json, so that the
+    replay describes its own.
+    """
     target.create()
-    for path in (*source.lines(), source.environment, source.verdicts):
+    for path in (*source.lines(), source.verdicts):
         if path.is_file():
             copy = target.path / path.relative_to(source.path)
             copy.parent.mkdir(exist_ok=True)
