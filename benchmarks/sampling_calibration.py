@@ -28,6 +28,7 @@ from retrain.model.calibration import DISTANCES, tempered_scores
 from retrain.model.head import Head, kept_counts
 from retrain.model.truncation import keep_only
 from retrain.run.calibration import (
+    LEAST_VARIANCE,
     SHARED_FROM,
     TOLERANCE,
     WARNED_FROM,
@@ -102,6 +103,7 @@ def main() -> None:
     parser.add_argument("--copies", type=int, default=1000, help="of a batch, each drawn anew")
     parser.add_argument("--tested", type=int, default=32, help="completions of a step")
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--sound", action="store_true", help="sound samplers alone")
     add_output(parser)
     given, load = parser.parse_args(), load_average()
     rows, shared = [], ""
@@ -109,7 +111,7 @@ def main() -> None:
     training |= {"temperature": given.temperature}
     config = small(Path("nowhere"), training=training)
     with closing(load_parts(config, None, lambda _: None)) as parts:
-        for sampler in SAMPLERS:
+        for sampler in (one for one in SAMPLERS if one.is_sound or not given.sound):
             recorded = [batch_of(parts, config, sampler, n) for n in range(given.batches)]
             row: list[Any] = [sampler.name]
             for tolerance in (TOLERANCE, WIDE_TOLERANCE):
@@ -132,7 +134,7 @@ def main() -> None:
         f" from {given.batches} x {given.copies} copies of recorded batches."
     )
     publish(
-        "sampling-calibration",
+        f"sampling-calibration-{given.tested}-at-{given.temperature:g}",
         "Calibration: warnings by sampler",
         [what, table(head, rows), shared],
         load,
@@ -270,7 +272,7 @@ def shared_noise_of(products: Floats, streams: int, steps: int) -> str:
     total, highest = np.zeros((streams, 4)), np.zeros(streams)
     for _ in range(steps):
         total += products[random.integers(len(products), size=streams)]
-        z = total[:, ::2] / np.sqrt(total[:, 1::2])
+        z = total[:, ::2] / np.sqrt(np.maximum(total[:, 1::2], LEAST_VARIANCE))
         highest = np.maximum(highest, z.max(1))
     told = int((highest >= SHARED_FROM).sum())
     low, high = stats.binomtest(told, streams).proportion_ci(method="wilson")

@@ -37,7 +37,7 @@ from retrain.run.calibration import (
 from retrain.run.dialogues import Watcher
 from retrain.run.parts import Parts, load_parts, training_plan
 from retrain.run.rollout import Sampler
-from retrain.types import Group, Outcome, Score
+from retrain.types import Group, Outcome, Row, Score
 
 HOT: dict[str, Any] = {"temperature": 1.5, "batch_size": 8, "group_size": 8, "max_tokens": 40}
 """At which a token tells seven times as much as at temperature 1."""
@@ -203,6 +203,22 @@ def test_noise_that_completions_share_is_found(fault: str, which: int, parts: Pa
     assert total.shared[which] > SHARED_FROM > total.shared[1 - which]
     told = shared_warning(3, total)
     assert ("of one number in different prompts" in told) is (which == 1)
+
+
+def test_two_improbable_tokens_at_one_place_are_no_shared_noise() -> None:
+    """Of a step whose other tokens are nearly certain: the deviation of the products is 0.003."""
+    scores = [np.zeros((50, 14), np.float32) for _ in range(2)]
+    for one in scores:
+        one[:, -1] = 5e-4
+        one[7, -2] = 0.49
+    rows = [
+        Row(np.arange(51, dtype=np.int32), ((1, 51),), *np.zeros((2, 50), np.float32), 0, sample)
+        for sample in range(2)
+    ]
+    step = Calibration.of(rows, scores)
+    assert step is not None and step.products[0] > 60 * step.products[1] ** 0.5 > 0
+    total = Calibration().after(step)
+    assert not total.shares and 0 < total.shared[0] < 1
 
 
 def test_a_fault_that_begins_late_is_found(parts: Parts) -> None:
