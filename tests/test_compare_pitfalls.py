@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from campaigns import problems, write_campaign, write_manifest, write_run
 
+from retrain.analysis.arms import differing_environment
 from retrain.analysis.measures import choose_metric
 from retrain.analysis.runs import StoredRun
 from retrain.analysis.statistics import TwoWay
@@ -256,6 +257,19 @@ def test_held_out_answers_sampled_in_different_ways_are_compared_only_on_request
     insisted = compared(capsys, tmp_path, "--metric", "pass@1")
     assert len(insisted["contrasts"]) == 3 and not insisted["left_out"]
     assert any("hot was evaluated at temperature 0.7" in note for note in insisted["notes"])
+
+
+def test_a_plugin_that_one_arm_names_is_no_other_code(tmp_path: Path) -> None:
+    code = {"code": {"revision": "abc", "plugins": {"my.own": "11"}}}
+    algorithms = [{"advantage_mode": name} for name in ("my.own", "my.own", "grpo")]
+    mine, late, plain = (
+        StoredRun(write_run(tmp_path / str(place), 1, algorithm=algorithm, environment=environment))
+        for place, (algorithm, environment) in enumerate(
+            zip(algorithms, (code, {"code": {"revision": "abc"}}, {}), strict=True)
+        )
+    )
+    assert "the plugin my.own" in [*differing_environment(mine, late)]
+    assert "the plugin my.own" not in [*differing_environment(mine, plain)]
 
 
 def test_rewards_that_were_normalised_are_not_compared_with_plain_ones(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_the_predicted_change_of_held_out_answers_is_the_measured_one(
     with opened(run.path, run.config, STEP, quiet) as (parts, backend, state):
         batch = take_batch(run.path, parts, state, prompts=None, texts=False, say=quiet)
         seen = measured((parts, backend, batch), run, tmp_path, arm("grpo"), arm("rloo"))
-        credit, _ = _credit(parts, batch, run.config)
+        credit, _ = _credit(parts, batch, Arm("", run.config))
         gradient = _blocks(backend, run.config, credit, STEP).sum(axis=0)
         assert parts.evaluator is not None
         rows = [_gold_row(parts, *one) for one in enumerate(parts.evaluator.prompts)]
@@ -264,7 +264,7 @@ def test_quarters_are_of_each_completion(
     loaded: tuple[Parts, LocalBackend, Batch], run: StoredRun
 ) -> None:
     """The middle of a token says in which quarter it lies."""
-    credit, _ = _credit(loaded[0], loaded[2], run.config)
+    credit, _ = _credit(loaded[0], loaded[2], Arm("", run.config))
     group = SimpleNamespace(members=[credit.sources[0].members[0]] * 5)
     tokens = SimpleNamespace(segments=Segments([4, 0, 8, 1, 3]))
     _, first, last = _masks(cast(Any, SimpleNamespace(tokens=tokens, sources=[group])))
@@ -277,7 +277,8 @@ def test_the_command_prints_draws_and_gives_json(
 ) -> None:
     arms, picture = tmp_path / "arms.toml", tmp_path / "c.svg"
     arms.write_text(
-        f"[campaign]\nconditions = [{arm('grpo')}, {arm('maxrl', training__lr=0.01)}]\n"
+        "[campaign]\nconditions = ["
+        f"{arm('grpo')}, {arm('maxrl', training__lr=0.01, reward__random_p=0.9)}]\n"
     )
     command = [
         "contrast",
@@ -292,7 +293,8 @@ def test_the_command_prints_draws_and_gives_json(
     assert main(command) == 0
     said = capsys.readouterr()
     assert "recorded at step 1" in said.out and "maxrl+none" in said.out
-    assert "training.lr is left out" in said.err
+    for text in said:  # before, and beside the result that it qualifies
+        assert "maxrl+none: training.lr, reward.random_p is left out: all arms are given" in text
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

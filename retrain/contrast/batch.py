@@ -15,7 +15,9 @@ from retrain.campaign.plan import max_steps, plan_campaign
 from retrain.config import TrainConfig, config_from_mapping, load_config
 from retrain.config.load import given_values, read_toml
 from retrain.config.moving import given, with_values
-from retrain.config.schema import Provenance
+from retrain.config.names import is_recipe
+from retrain.config.recipes import recipe
+from retrain.config.schema import Condition, Provenance
 from retrain.config.values import MAX_COMPLETIONS
 from retrain.data.samplers import PromptChoice
 from retrain.errors import ConfigurationError
@@ -46,6 +48,8 @@ _SEEN = ("algorithm", "gtpo", "hicra", "loss", "planning", "schedule", "sepa")
 class Arm:
     label: str
     config: TrainConfig
+    note: str = ""
+    """What its condition sets beyond what a contrast shows."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,12 @@ def read_arms(base: TrainConfig, path: Path | None, *, trust: bool, say: Say) ->
         steps, seeds = base.training.max_steps, [max(base.training.seed, 0)]
     values["campaign"] = campaign | {"seeds": list(seeds), "max_steps": steps}
     planned = config_from_mapping(values, provenance=Provenance(path or base.source_path))
-    runs = plan_campaign(_visible(planned, say), Path(base.logging.log_dir)).runs
-    arms = [Arm(run.condition, run.config) for run in runs]
+    runs = plan_campaign(_visible(planned), Path(base.logging.log_dir)).runs
+    notes = {condition.label: _unseen_note(condition) for condition in planned.conditions}
+    arms = [Arm(run.condition, run.config, notes[run.condition]) for run in runs]
+    for arm in arms:
+        if arm.note:
+            say(f"{arm.label}: {arm.note}.")
     if len(arms) < 2:
         raise ConfigurationError(
             f"{path or 'the campaign'} names one arm, which leaves nothing to compare; name two or"
@@ -113,17 +121,31 @@ def _conditions_of(path: Path) -> Json:
     return {}
 
 
-def _visible(config: TrainConfig, say: Say) -> TrainConfig:
+def _unseen(condition: Condition) -> list[str]:
+    """The keys that a condition or its recipe sets, and that do not change a gradient of given
+    rollouts.
+    """
+    paths = [*condition.sets]
+    if is_recipe(condition.algorithm_mode):
+        paths += recipe(condition.algorithm_mode)
+    return [path for path in dict.fromkeys(paths) if path.split(".")[0] not in _SEEN]
+
+
+def _unseen_note(condition: Condition) -> str:
+    if not (unseen := _unseen(condition)):
+        return ""
+    return (
+        f"{', '.join(unseen)} is left out: all arms are given the same rollouts and rewards, so a"
+        " difference that it makes does not show"
+    )
+
+
+def _visible(config: TrainConfig) -> TrainConfig:
     """Drop from the conditions the keys that cannot change a gradient of given rollouts."""
     assert config.campaign is not None
     conditions = []
     for condition in config.conditions:
-        hidden = [path for path in condition.sets if path.split(".")[0] not in _SEEN]
-        if hidden:
-            say(
-                f"{condition.label}: {', '.join(hidden)} is left out, since it does not change a"
-                " gradient of the same rollouts."
-            )
+        hidden = _unseen(condition)
         kept = {path: value for path, value in condition.sets.items() if path not in hidden}
         conditions.append(
             condition.model_copy(update={"sets": kept, "given_label": condition.label})
