@@ -160,7 +160,9 @@ def test_elsewhere_running_runs_print_a_line_now_and_then(
             board._closing.wait(0.01)
         board._closing.wait(0.1)
     # One line, however often it is looked: nothing changed.
-    assert out.getvalue() == ("[ 2/10] maxrl+none_s1 step 12/50, correct so far 45.3%, 1 min 16 s left\n")
+    assert out.getvalue() == (
+        "[ 2/10] maxrl+none_s1 step 12/50, correct so far 45.3%, 1 min 16 s left\n"
+    )
 
 
 def test_quiet_leaves_what_is_said_and_what_ended(
