@@ -349,6 +349,9 @@ def mark(folder: Path, kind: str, **content: str) -> None:
             f"{folder} cannot be a folder: a file of that name is in the way; choose another path."
         ) from error
     except OSError as error:
+        # Of several starters one may rename the file that another has written.
+        if isinstance(error, FileNotFoundError) and read_marker(folder):
+            return
         raise EnvironmentFailure(
             f"{folder} cannot be written: {error.strerror}; choose another path or change its"
             " permissions."
