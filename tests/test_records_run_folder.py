@@ -16,7 +16,7 @@ import pytest
 from retrain import train
 from retrain.config import dump_toml
 from retrain.errors import ConfigurationError, Interrupted, RetrainError, RunFailed, StoppedAtOnce
-from retrain.records.run_folder import RunFolder
+from retrain.records.run_folder import RunFolder, writer_lock
 from retrain.run.interrupts import Interrupts
 from retrain.run.session import Session
 from tests.commands import Command
@@ -193,6 +193,21 @@ def test_two_writers_of_one_folder_are_refused_and_the_owner_is_named(tmp_path: 
         pytest.raises(ConfigurationError, match=f"pid {os.getpid()}"),
     ):
         small_run(small(tmp_path / "run"), quiet=True)
+
+
+def test_an_owner_that_ends_as_it_is_asked_for_is_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name goes before its lock. Of 16 starters, 8 at a time, one met that moment."""
+    folder = RunFolder(tmp_path)
+    with writer_lock(folder):
+        folder.lock_owner.unlink()
+        monkeypatch.setattr(Path, "exists", lambda _: True)
+        with (
+            pytest.raises(ConfigurationError, match="written by another process"),
+            writer_lock(folder),
+        ):
+            pass
 
 
 def test_a_seed_is_drawn_once_and_stored(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -472,7 +472,7 @@ def writer_lock(folder: RunFolder) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout:
         who = "another process"
-        if owner.exists():
+        with suppress(FileNotFoundError):  # it goes before the lock does
             who = owner.read_text(encoding="utf-8").strip()
         raise written_by(folder, who) from None
     try:
