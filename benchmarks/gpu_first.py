@@ -21,10 +21,13 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -33,7 +36,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing import get_context
 
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.inference_engine.decoder import Decoder
@@ -50,7 +55,7 @@ from retrain.model.layer_kernels import TritonLayers
 from retrain.model.layer_kernels import differences as layer_differences
 from retrain.model.packed import quantised
 from retrain.model.packing import PackedAttention, Segment
-from retrain.model.projection import LoraTerm
+from retrain.model.projection import LoraTerm, Projection
 from retrain.model.step_kernels import StepKernels, TorchKernels, TritonKernels, differences
 from retrain.model.varlen import (
     PagedKernel,
@@ -78,6 +83,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 PLAIN = Variant(greedy=False, truncated=False, adapted=True)
 NO_END = np.array([2**31 - 1])
+_OPENING_S = 120.0
+"""Seconds for another process to start and answer."""
 Found = dict[str, Any]
 
 
@@ -358,19 +365,27 @@ def prepared(
     )
 
 
+@contextmanager
+def stepping(machine: Machine, rows: int) -> Iterator[tuple[Decoder, PagedEngine, list[SampleJob]]]:
+    """A decoder whose next step is one of `rows` completions."""
+    decoder, engine, jobs = prepared(
+        machine, rows, 256 if machine.big else 40, 600 if machine.big else 40
+    )
+    with decoder.sampling(0):
+        run = PagedRun(decoder, jobs, engine)
+        run.admit()
+        run.grow()
+        yield decoder, engine, jobs
+        run.close()
+
+
 def replay(machine: Machine) -> Found:
     """Milliseconds, kernels and share of the bandwidth of one step at many rows, called and, on
     CUDA, as a captured graph.
     """
     found: Found = {}
     for rows in (8, 32, 64, 128) if machine.big else (2, 4):
-        decoder, engine, jobs = prepared(
-            machine, rows, 256 if machine.big else 40, 600 if machine.big else 40
-        )
-        with decoder.sampling(0):
-            run = PagedRun(decoder, jobs, engine)
-            run.admit()
-            run.grow()
+        with stepping(machine, rows) as (decoder, engine, jobs):
             called = machine.clock(
                 lambda rows=rows, engine=engine: engine.step.step(rows, PLAIN), 3
             )
@@ -378,7 +393,6 @@ def replay(machine: Machine) -> Found:
             capture = machine.clock(launched)
             replayed = machine.clock(launched, 30 if machine.big else 3)
             counted = machine.kernels(launched)
-            run.close()
         weights = sum(parameter.nbytes for parameter in decoder._base.parameters())
         cache = engine.pool.nbytes // (engine.pool.pages + 1) // engine.pool.tokens
         held = weights + cache * sum(len(job.request.prompt_ids) + 20 for job in jobs)
@@ -549,9 +563,73 @@ def one_pass(
     return [parameter.grad.clone() for parameter in trained if parameter.grad is not None]
 
 
+def apart(machine: Machine) -> Found:
+    """The adapter's A under the weights, as a step reads them, and apart from them, as processes
+    that share the weights would have to keep it: milliseconds of a replayed step, and whether the
+    outputs of the weights have the same bits.
+    """
+    found: Found = {}
+    shape = machine.shape
+    hidden, inner, size = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    asking, keys = shape["num_attention_heads"] * size, shape["num_key_value_heads"] * size
+    products = {
+        "qkv": (asking + 2 * keys, hidden, 48),
+        "output": (hidden, asking, 16),
+        "gate_up": (2 * inner, hidden, 32),
+        "down": (hidden, inner, 16),
+    }
+    separate = patch.object(Projection, "append_lora_a_to_weight", lambda _: None)
+    for rows in (8, 32, 128) if machine.big else (2, 4):
+        same = {}
+        for name, (outputs, inputs, below) in products.items():
+            x, joined = (
+                torch.randn(of, inputs, device=machine.device, dtype=machine.dtype)
+                for of in (rows, outputs + below)
+            )
+            alone = F.linear(x, joined[:outputs])
+            same[name] = torch.equal(F.linear(x, joined)[:, :outputs], alone)
+        under = replayed_ms(machine, rows)
+        with separate:
+            found[f"{rows} rows"] = {
+                "under_ms": under, "apart_ms": replayed_ms(machine, rows), "same_bits": same,
+            }  # fmt: skip
+    return found
+
+
+def replayed_ms(machine: Machine, rows: int) -> float:
+    with stepping(machine, rows) as (_, engine, _):
+        launched = partial(engine.step.launch, rows, PLAIN)
+        launched()  # captures it
+        return machine.clock(launched, 30 if machine.big else 3)
+
+
+def handles(machine: Machine) -> Found:
+    """Whether another process opens a tensor by its handle; if not, why."""
+    context = get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=answer_sum, args=(there,), daemon=True)
+    process.start()
+    there.close()
+    ones = torch.ones(1 << 20, device=machine.device)
+    here.send(ones)
+    answer = here.recv() if here.poll(_OPENING_S) else "no answer"
+    return {"opened": answer == len(ones), "answer": answer}
+
+
+def answer_sum(pipe: Connection) -> None:
+    """In the other process: answer with the sum of the tensor that comes, or with the reason why it
+    does not.
+    """
+    try:
+        answer = pipe.recv().sum().item()
+    except Exception as error:  # noqa: BLE001 - the answer says what it was
+        answer = f"{type(error).__name__}: {str(error)[:300]}"
+    pipe.send(answer)
+
+
 PROBES: dict[str, Callable[[Machine], Found]] = {
     "environment": environment, "attention": attention, "kernels": kernels, "replay": replay,
-    "decode": decode, "learn": learn,
+    "decode": decode, "learn": learn, "apart": apart, "handles": handles,
 }  # fmt: skip
 
 

@@ -1,9 +1,10 @@
 """How often `[inference] calibration` warns of sound and of faulty samplers, and after how many
-steps: `python benchmarks/sampling_calibration.py` prints a table and writes it to results/.
+steps: `python benchmarks/sampling_calibration.py` prints a table and writes it to results/; with
+`--tested 4 --steps 3000 --streams 10000 --faulty 1000` for steps that test fewer.
 
 Each sampler writes completions with the lab model, after which the learner's logits are recorded.
 Tokens are then drawn anew from what the sampler makes of these logits, so streams of any length
-are fresh; a step is 8 prompts x 4 completions, all tested.
+are fresh; a step is 8 prompts x 4 completions, all tested unless fewer are asked for.
 """
 
 import argparse
@@ -27,12 +28,15 @@ from retrain.model.calibration import DISTANCES, tempered_scores
 from retrain.model.head import Head, kept_counts
 from retrain.model.truncation import keep_only
 from retrain.run.calibration import (
+    LEAST_VARIANCE,
     SHARED_FROM,
     TOLERANCE,
     WARNED_FROM,
     WIDE_TOLERANCE,
     Calibration,
+    Places,
     pair_products,
+    pairs_first,
 )
 from retrain.run.dialogues import Watcher
 from retrain.run.parts import Parts, load_parts, training_plan
@@ -97,7 +101,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batches", type=int, default=8, help="recorded, of 8 x 4 completions")
     parser.add_argument("--copies", type=int, default=1000, help="of a batch, each drawn anew")
+    parser.add_argument("--tested", type=int, default=32, help="completions of a step")
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--sound", action="store_true", help="sound samplers alone")
     add_output(parser)
     given, load = parser.parse_args(), load_average()
     rows, shared = [], ""
@@ -105,16 +111,16 @@ def main() -> None:
     training |= {"temperature": given.temperature}
     config = small(Path("nowhere"), training=training)
     with closing(load_parts(config, None, lambda _: None)) as parts:
-        for sampler in SAMPLERS:
+        for sampler in (one for one in SAMPLERS if one.is_sound or not given.sound):
             recorded = [batch_of(parts, config, sampler, n) for n in range(given.batches)]
             row: list[Any] = [sampler.name]
             for tolerance in (TOLERANCE, WIDE_TOLERANCE):
-                sums = sums_drawn_anew(recorded, sampler, tolerance, given.copies)
+                sums = sums_drawn_anew(recorded, sampler, tolerance, given.copies, given.tested)
                 count = given.streams if sampler.is_sound else given.faulty
                 row += [f"{sums[:, 0].sum() / sums[:, 1].sum():+.3f}"] if len(row) == 1 else []
                 row += warnings_of(sums, count, given.steps)
             if sampler.name == "sound":
-                products = products_drawn_anew(recorded, given.copies)
+                products = products_drawn_anew(recorded, given.copies, given.tested)
                 shared = shared_noise_of(products, given.streams, given.steps)
             rows.append(row)
             print(row, flush=True)
@@ -122,13 +128,13 @@ def main() -> None:
     for tolerance in (TOLERANCE, WIDE_TOLERANCE):
         head += [f"warned of at {tolerance:g}", "Wilson 95%", "steps: median, 90%"]
     what = (
-        f"Streams warned of within {given.steps} steps of 8 x 4 completions of the lab at"
-        f" temperature {given.temperature:g}, untouched adapter, at two tolerances. Sound are the"
-        f" first three: they are within the tolerance. Steps are drawn from {given.batches} x"
-        f" {given.copies} copies of recorded batches."
+        f"Streams warned of within {given.steps} steps of 8 x 4 completions of the lab, of which"
+        f" {given.tested} are tested, at temperature {given.temperature:g}, untouched adapter, at"
+        " two tolerances. Sound are the first three: they are within the tolerance. Steps are drawn"
+        f" from {given.batches} x {given.copies} copies of recorded batches."
     )
     publish(
-        "sampling-calibration",
+        f"sampling-calibration-{given.tested}-at-{given.temperature:g}",
         "Calibration: warnings by sampler",
         [what, table(head, rows), shared],
         load,
@@ -177,25 +183,37 @@ def batch_of(parts: Parts, config: TrainConfig, sampler: Fault, number: int) -> 
 Floats = npt.NDArray[np.float64]
 
 
-def sums_drawn_anew(batches: list[Batch], sampler: Fault, tolerance: float, copies: int) -> Floats:
+def chosen(batch: Batch, copies: int, tested: int) -> list[Places]:
+    """The rows that are tested in each of so many copies of a batch."""
+    slots, samples = np.array([(row.group, row.sample) for row in batch.rows], np.int64).T
+    return [pairs_first(slots, samples, 0, copy)[:tested] for copy in range(copies)]
+
+
+def sums_drawn_anew(
+    batches: list[Batch], sampler: Fault, tolerance: float, copies: int, tested: int
+) -> Floats:
     """[steps, 12] sums of `tempered_scores` of steps whose tokens are drawn anew."""
     random = torch.Generator().manual_seed(0)
     sums = []
     for batch in batches:
         total = torch.zeros(copies, 12, dtype=torch.float64)
-        for z, seen in zip(batch.logits, batch.seen, strict=True):
+        counts = torch.zeros(len(batch.rows), copies, 1, dtype=torch.float64)
+        for copy, places in enumerate(chosen(batch, copies, tested)):
+            counts[places, copy] = 1.0
+        for z, seen, counted in zip(batch.logits, batch.seen, counts, strict=True):
             q, logp, best = sampler.draws(z, seen).softmax(-1), z.log_softmax(-1), z.argmax(-1)
             drawn = torch.multinomial(q, copies, replacement=True, generator=random)
             head = Head(torch.eye(z.shape[1]))
             known = tempered_scores(head, z, best, 1.0, tolerance, 0, 1.0, 0.0)[:, :12]
             # Each score but V is linear in the token's own log-prob.
             own = logp.gather(-1, drawn) - logp.gather(-1, best[:, None])
-            total += known.sum(0) + own.sum(0, dtype=torch.float64)[:, None] * _SLOPES
+            of_row = known.sum(0) + own.sum(0, dtype=torch.float64)[:, None] * _SLOPES
+            total += counted * of_row
         sums.append(total.numpy())
     return np.concatenate(sums)
 
 
-def products_drawn_anew(batches: list[Batch], copies: int) -> Floats:
+def products_drawn_anew(batches: list[Batch], copies: int, tested: int) -> Floats:
     """[steps, 4] pair products of sound steps whose tokens are drawn anew."""
     random = torch.Generator().manual_seed(1)
     products = []
@@ -208,8 +226,10 @@ def products_drawn_anew(batches: list[Batch], copies: int) -> Floats:
             variance = (1 - p.pow(3).sum(-1)) / 12
             places.append(torch.stack([place, variance[:, None].expand_as(place)]).numpy())
         products += [
-            pair_products(batch.rows, [one[:, :, copy].T for one in places])
-            for copy in range(copies)
+            pair_products(
+                [batch.rows[place] for place in own], [places[place][:, :, copy].T for place in own]
+            )
+            for copy, own in enumerate(chosen(batch, copies, tested))
         ]
     return np.array(products)
 
@@ -252,7 +272,7 @@ def shared_noise_of(products: Floats, streams: int, steps: int) -> str:
     total, highest = np.zeros((streams, 4)), np.zeros(streams)
     for _ in range(steps):
         total += products[random.integers(len(products), size=streams)]
-        z = total[:, ::2] / np.sqrt(total[:, 1::2])
+        z = total[:, ::2] / np.sqrt(np.maximum(total[:, 1::2], LEAST_VARIANCE))
         highest = np.maximum(highest, z.max(1))
     told = int((highest >= SHARED_FROM).sum())
     low, high = stats.binomtest(told, streams).proportion_ci(method="wilson")

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
 
 
 class LogLine(str):
@@ -100,6 +101,8 @@ class Completion:
     """In an evaluation, the text from a server that returns no token ids: `token_ids` are this text
     encoded again, for counting, and `logprobs` are NaN. None otherwise, since an engine knows token
     ids only."""
+    server: str = ""
+    """The address of the server that sampled it; "" where no server did."""
 
 
 _NO_TOKENS = np.zeros(0, np.int32)

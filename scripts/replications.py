@@ -14,6 +14,7 @@ import argparse
 import json
 import subprocess
 import sys
+import textwrap
 import tomllib
 from collections.abc import Iterator
 from math import sqrt
@@ -112,8 +113,15 @@ def write_page(name: str) -> None:
         reading = page.read_text(encoding="utf-8").partition(READING)[2]
     PAGES.mkdir(exist_ok=True)
     results = _luck() if name == "luck" else _comparisons(name)
-    text = "\n".join([*_head(name), *results, READING]) + reading
+    text = "\n".join([*_head(name), *map(_wrapped, results), READING]) + reading
     page.write_text(text, encoding="utf-8")
+
+
+def _wrapped(line: str) -> str:
+    """A paragraph in lines of 100; a row of a table stays as it is."""
+    if line.startswith("|"):
+        return line
+    return textwrap.fill(line, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def _head(name: str) -> Iterator[str]:
@@ -142,16 +150,16 @@ def _comparisons(name: str) -> Iterator[str]:
     _draw(name, found)
     yield from (f"![Differences]({name}.svg)", "", first["planned"], "")
     for metric, comparison in found.items():
-        yield f"| {metric} | mean | difference | 95% interval | adjusted p | verdict |"
-        yield "|---|---|---|---|---|---|"
+        yield f"| {metric} | mean | difference [95% interval] | verdict, adjusted p |"
+        yield "|---|---|---|---|"
         means = {arm["label"]: arm["mean"] for arm in comparison["arms"]}
-        yield f"| {comparison['baseline']} | {means.pop(comparison['baseline']):.1%} | | | | |"
+        yield f"| {comparison['baseline']} | {means.pop(comparison['baseline']):.1%} | | |"
         for one in comparison["contrasts"]:
             low, high = (100 * end for end in one["interval"])
             yield (
                 f"| {one['condition']} | {means[one['condition']]:.1%} |"
-                f" {100 * one['mean_difference']:+.1f} pp | {low:+.1f} to {high:+.1f} |"
-                f" {one['p_adjusted']:.2g} | {one['word']} |"
+                f" {100 * one['mean_difference']:+.1f} pp [{low:+.1f}, {high:+.1f}] |"
+                f" {one['word']}, p {one['p_adjusted']:.2g} |"
             )
         yield from ("", comparison["answer"], "")
     if name == "mismatch":
@@ -197,9 +205,9 @@ def _luck() -> Iterator[str]:
     p = fmean(scores)
     problems = len(verdicts)
     within = sqrt(fmean(fmean(one) * (1 - fmean(one)) for one in verdicts) / problems)
-    numbers = " | ".join(str(place) for place in range(1, len(scores) + 1))
-    yield from (f"| evaluation | {numbers} |", "|---" * (len(scores) + 1) + "|")
-    yield "| score | " + " | ".join(f"{100 * score:.1f}" for score in scores) + " |"
+    yield from ("| evaluation | score |", "|---|---|")
+    for place, score in enumerate(scores, start=1):
+        yield f"| {place} | {score:.1%} |"
     yield ""
     yield (
         f"Mean {100 * p:.1f}%, standard deviation {100 * stdev(scores):.1f} points, from"

@@ -82,6 +82,45 @@ class IgnoresTheAdapter(Served):
         return False
 
 
+class OtherWeights(Served):
+    """Its model's head is another one."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        with torch.no_grad():
+            self.model.get_output_embeddings().weight.mul_(1.2)
+
+
+class TwoServers(Served):
+    """Two sound ones, which take requests in turn."""
+
+    replicas = 2
+    addresses = ("http://one", "http://two")
+    second_class: ClassVar[type[Served]] = Served
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.second = self.second_class(*arguments, **options)
+
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
+        for number, sample in enumerate((super().sample, self.second.sample)):
+            for one in sample(requests[number::2]):
+                server = self.addresses[number]
+                yield replace(one, request=2 * one.request + number, server=server)
+
+    def sync(self, save_adapter: Callable[[Path], None], step: int) -> None:
+        super().sync(save_adapter, step)
+        self.second.sync(save_adapter, step)
+
+
+class SecondIgnoresTheAdapter(TwoServers):
+    second_class = IgnoresTheAdapter
+
+
+class SecondHasOtherWeights(TwoServers):
+    second_class = OtherWeights
+
+
 class HalvesTheScale(Served):
     def changed(self, weights: Weights) -> Weights:
         return {name: 0.5 * value if "lora_B" in name else value for name, value in weights.items()}

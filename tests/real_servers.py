@@ -149,3 +149,12 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
+
+
+def await_steps(folder: Path, steps: int) -> None:
+    """Until a run in another thread has taken so many steps."""
+    for _ in range(12_000):
+        with suppress(FileNotFoundError):
+            if (folder / "metrics.jsonl").read_bytes().count(b"\n") >= steps:
+                return
+        time.sleep(0.02)

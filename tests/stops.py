@@ -62,18 +62,22 @@ class Random:
 
     seed: int
 
+    @property
+    def steps(self) -> int:
+        """So many are taken before it. With 0 the run may not have begun."""
+        return random.Random(self.seed).randrange(0, 7)
+
     def __str__(self) -> str:
         return f"random {self.seed}"
 
     def arm(self, fire: Callable[[], None], folder: Path) -> None:
         def wait_and_fire() -> None:
-            rng, metrics = random.Random(self.seed), folder / "metrics.jsonl"
-            wanted = rng.randrange(0, 7)
+            metrics, wanted = folder / "metrics.jsonl", self.steps
             while not (folder / ".retrain.json").exists() or (
                 wanted and (not metrics.exists() or count(metrics) < wanted)
             ):
                 time.sleep(0.002)
-            time.sleep(rng.uniform(0, 0.3))
+            time.sleep(random.Random(self.seed).uniform(0, 0.3))
             fire()
 
         threading.Thread(target=wait_and_fire, daemon=True).start()

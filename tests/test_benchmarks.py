@@ -5,6 +5,7 @@ reported.
 import ast
 import importlib
 import inspect
+import json
 import os
 import signal
 import subprocess
@@ -135,6 +136,18 @@ def test_a_probe_that_is_not_there_or_fails_is_no_success() -> None:
         ended = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True)
         assert ended.returncode == code
         assert said in ended.stdout + ended.stderr
+
+
+@pytest.mark.slow
+def test_the_probes_of_shared_weights_run_in_small_on_a_cpu() -> None:
+    command = [sys.executable, "gpu_first.py", "--device=cpu", "--shapes=tiny"]
+    ended = subprocess.run(
+        [*command, "--only=apart,handles"], cwd=FOLDER, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stdout
+    apart, handles = map(json.loads, ended.stdout.splitlines())
+    assert apart["4 rows"].keys() == {"under_ms", "apart_ms", "same_bits"}
+    assert handles["opened"]
 
 
 @pytest.mark.slow

@@ -14,17 +14,22 @@ import pytest
 import torch
 from runs import lines, small, small_run
 
+from retrain.config.values import MAX_TESTED
+from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import Truncation
 from retrain.model.calibration import DISTANCES, tempered_scores
 from retrain.model.head import Head
 from retrain.run.calibration import (
-    MAX_COMPLETIONS,
+    AT_ONCE,
+    ONE_IN,
     SHARED_FROM,
     TOLERANCE,
     WARNED_FROM,
     WIDE_TOLERANCE,
     Calibration,
-    chosen_rows,
+    how_many,
+    paired_rows,
+    pairs_first,
     shared_warning,
     tolerance,
     warning,
@@ -32,11 +37,13 @@ from retrain.run.calibration import (
 from retrain.run.dialogues import Watcher
 from retrain.run.parts import Parts, load_parts, training_plan
 from retrain.run.rollout import Sampler
-from retrain.types import Group, Outcome, Score
+from retrain.types import Group, Outcome, Row, Score
 
 HOT: dict[str, Any] = {"temperature": 1.5, "batch_size": 8, "group_size": 8, "max_tokens": 40}
 """At which a token tells seven times as much as at temperature 1."""
 CONFIG = small(Path("nowhere"), training=HOT)
+USUAL = CONFIG.inference
+MOST = USUAL.model_copy(update={"calibration_completions": MAX_TESTED})
 
 
 def logits_of(rows: int, vocabulary: int) -> tuple[Head, torch.Tensor]:
@@ -155,7 +162,7 @@ def rollout_of(parts: Parts, engine: str, step: int) -> list[Group]:
 def calibration_of(parts: Parts, engine: str, steps: int) -> Calibration:
     total = Calibration()
     for step in range(steps):
-        rows = chosen_rows(rollout_of(parts, engine, step), 0, step)
+        rows = paired_rows(rollout_of(parts, engine, step), MOST, 0, step)
         scores = parts.backend.tempered_scores(rows, 1.5, Truncation(), TOLERANCE)
         assert scores is not None
         found = Calibration.of(rows, scores)
@@ -198,6 +205,22 @@ def test_noise_that_completions_share_is_found(fault: str, which: int, parts: Pa
     assert ("of one number in different prompts" in told) is (which == 1)
 
 
+def test_two_improbable_tokens_at_one_place_are_no_shared_noise() -> None:
+    """Of a step whose other tokens are nearly certain: the deviation of the products is 0.003."""
+    scores = [np.zeros((50, 14), np.float32) for _ in range(2)]
+    for one in scores:
+        one[:, -1] = 5e-4
+        one[7, -2] = 0.49
+    rows = [
+        Row(np.arange(51, dtype=np.int32), ((1, 51),), *np.zeros((2, 50), np.float32), 0, sample)
+        for sample in range(2)
+    ]
+    step = Calibration.of(rows, scores)
+    assert step is not None and step.products[0] > 60 * step.products[1] ** 0.5 > 0
+    total = Calibration().after(step)
+    assert not total.shares and 0 < total.shared[0] < 1
+
+
 def test_a_fault_that_begins_late_is_found(parts: Parts) -> None:
     """A server that comes back with other defaults, after many sound steps."""
     sound, other = (
@@ -217,15 +240,47 @@ def test_a_fault_that_begins_late_is_found(parts: Parts) -> None:
 def test_what_is_tested_is_chosen_before_any_reward_is_known(parts: Parts) -> None:
     groups = rollout_of(parts, "", 0)
     many = [replace(group, slot=8 * copy + group.slot) for copy in range(3) for group in groups]
-    rows = chosen_rows(many, 0, 1)
-    assert len(rows) == MAX_COMPLETIONS < sum(map(len, many))
     unjudged = Score(Outcome.COULD_NOT_JUDGE, None)
     others = [
         replace(group, members=[replace(member, score=unjudged) for member in group.members])
         for group in many
     ]
-    assert [row.key for row in chosen_rows(others, 0, 1)] == [row.key for row in rows]
-    assert [row.key for row in chosen_rows(many, 0, 2)] != [row.key for row in rows]
+    for inference, count in ((MOST, MAX_TESTED), (USUAL, AT_ONCE)):
+        rows = paired_rows(many, inference, 0, 1)
+        assert len(rows) == count < sum(map(len, many))
+        assert [row.key for row in paired_rows(others, inference, 0, 1)] == [
+            row.key for row in rows
+        ]
+        assert [row.key for row in paired_rows(many, inference, 0, 3)] != [row.key for row in rows]
+
+
+@pytest.mark.parametrize("drawn", [1, 8, 16, 100, 128, 1000])
+def test_one_completion_of_32_is_tested_and_none_is_left_out_for_good(drawn: int) -> None:
+    counts = [how_many(USUAL, drawn, step) for step in range(1280)]
+    assert counts[0] >= AT_ONCE and set(counts) <= {*range(0, MAX_TESTED + 1, AT_ONCE)}
+    assert sum(counts) == pytest.approx(1280 * drawn / ONE_IN, abs=AT_ONCE)
+    assert max(counts) - min(counts) <= AT_ONCE
+
+
+def test_more_are_tested_where_they_are_asked_for_and_64_at_most() -> None:
+    assert how_many(USUAL, 10**6, 5) == MAX_TESTED
+    few = USUAL.model_copy(update={"calibration_completions": 3})
+    assert [how_many(few, drawn, 5) for drawn in (8, 10**6)] == [3, 3]
+    for wrong in (0, 65):
+        with pytest.raises(ConfigurationError, match=r"\[inference\] calibration_completions"):
+            small(Path("nowhere"), inference={"calibration_completions": wrong})
+
+
+def test_each_completion_is_as_likely_and_four_hold_pairs_of_both_kinds() -> None:
+    slots, samples = np.divmod(np.arange(30), 5)
+    taken = np.zeros(30)
+    for step in range(600):
+        four = pairs_first(slots, samples, 0, step)[:AT_ONCE]
+        assert len(set(slots[four])) == len(set(samples[four])) == 2
+        taken[four] += 1
+    # 80 expected of each, give or take 9
+    assert taken.min() > 40 and taken.max() < 120
+    assert sorted(pairs_first(slots, samples, 0, 0)) == list(range(30))
 
 
 @pytest.mark.slow
@@ -237,12 +292,14 @@ def test_a_run_records_it_warns_once_and_is_the_same_to_the_byte(
     """
     inference = {"engine": "faulty_engines.AnotherTopP", "mismatch_limit": 0.0}
     for name in ("on", "off"):
-        more = {"calibration": name == "on"}
+        more: dict[str, Any] = {}
+        if name == "on":
+            more = {"calibration": True, "calibration_completions": MAX_TESTED}
         training = HOT | {"max_steps": 2}
         small_run(small(tmp_path / name, inference=inference | more, training=training))
     said = capsys.readouterr().out
     assert said.count("does not sample from the trained policy") == 1
-    assert "are scored once more before its first update" in said
+    assert "up to 64 completions of each step are scored once more" in said
     first, second = lines(tmp_path / "on/metrics.jsonl")
     assert second["calibration_evidence"] > max(WARNED_FROM, first["calibration_evidence"])
     assert second["calibration_tokens"] > first["calibration_tokens"]

@@ -140,7 +140,7 @@ def test_elsewhere_a_run_is_a_line_at_its_start_and_at_its_end(
         board.ended("maxrl+gtpo_s1")
     started, done, failed = out.getvalue().splitlines()
     assert started == "[ 2/10] maxrl+none_s1 started"
-    assert done == "[ 1/10] grpo+none_s1 done: step 50/50, correct 45.3%"
+    assert done == "[ 1/10] grpo+none_s1 done: step 50/50, correct so far 45.3%"
     assert failed.startswith(
         "[ 3/10] maxrl+gtpo_s1 failed: step 0/50 | [lora] init_from is nowhere | "
     )
@@ -160,7 +160,9 @@ def test_elsewhere_running_runs_print_a_line_now_and_then(
             board._closing.wait(0.01)
         board._closing.wait(0.1)
     # One line, however often it is looked: nothing changed.
-    assert out.getvalue() == ("[ 2/10] maxrl+none_s1 step 12/50, correct 45.3%, 1 min 16 s left\n")
+    assert out.getvalue() == (
+        "[ 2/10] maxrl+none_s1 step 12/50, correct so far 45.3%, 1 min 16 s left\n"
+    )
 
 
 def test_quiet_leaves_what_is_said_and_what_ended(

@@ -598,10 +598,24 @@ def test_a_grids_conditions_are_ranked_and_the_ranking_is_called_a_selection(
     (path / "manifest.json").write_text(json.dumps(manifest))
     assert main(["compare", str(path)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "1. maxrl+none 45.0%, 2. grpo+none 41.0%." in shown
-    assert "a selection, not a test" in shown
+    assert "- 1. maxrl+none 45.0% - 2. grpo+none 41.0%" in shown
+    assert "a selection, not a test: the best of 2 means" in shown
     assert main(["compare", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ranking"] == ["maxrl+none", "grpo+none"]
+
+
+def test_equal_means_of_a_grid_share_a_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rights = {"grpo+none": [40, 42], "maxrl+none": [46, 44], "maxrl+gtpo": [44, 46]}
+    path = write_campaign(tmp_path, rights)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["config"] = {"campaign": {"grid": {"training.lr": [1e-4]}}}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert main(["compare", str(path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "- 1. maxrl+none 45.0% - 1. maxrl+gtpo 45.0% - 3. grpo+none 41.0%" in shown
+    assert "2 of 3 share the first place" in shown
 
 
 @pytest.mark.parametrize(

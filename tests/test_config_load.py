@@ -524,6 +524,13 @@ def test_devices_may_change_within_their_kind(
             ),
         ),
         ({"campaign": {}, "hicra": {"alpha": 0.5}}, ""),
+        (
+            {
+                "campaign": {"grid": {"training.lr": [1e-4]}},  # varies the file's own algorithm
+                "algorithm": {"advantage_mode": "grpo", "transform_mode": "none"},
+            },
+            "",
+        ),
         ({"algorithm": {"transform_mode": "my.plugin"}, "hicra": {"alpha": 0.5}}, ""),
         ({"sepa": {"steps": 9}}, ""),
         (

@@ -12,7 +12,13 @@ from retrain.campaign.manifest import Manifest, Status
 from retrain.campaign.plan import plan_campaign
 from retrain.campaign.runner import AutoSqueeze
 from retrain.cli.main import main
-from retrain.config import config_from_mapping, config_hash, resume_differences, unused_keys
+from retrain.config import (
+    config_from_mapping,
+    config_hash,
+    resume_differences,
+    unused_keys,
+    with_drawn_seed,
+)
 from retrain.errors import ConfigurationError
 from retrain.run.notes import preflight_lines
 
@@ -54,6 +60,11 @@ def test_one_rank_and_a_rank_for_each_layer_are_refused_before_a_campaign_starts
         config_from_mapping(
             CAMPAIGN | {"squeeze": {"compress_to": 4, "per_layer": True, "output_path": "out"}}
         )
+
+
+def test_a_drawn_seed_is_said_at_the_start() -> None:
+    config = with_drawn_seed(config_from_mapping({}))
+    assert f"training.seed = {config.training.seed}, drawn" in preflight_lines(config)
 
 
 def test_code_that_comes_with_a_model_is_named_at_the_start() -> None:

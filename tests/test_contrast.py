@@ -83,6 +83,33 @@ def test_the_gradient_is_the_one_that_training_took(
     assert seen.arms[0].norm == pytest.approx(taken, rel=1e-5)
 
 
+@pytest.mark.slow
+def test_a_step_with_scheduled_keys_has_the_gradient_that_training_took(tmp_path: Path) -> None:
+    """The schedule starts at the file's values and moves all that a gradient depends on."""
+    config = small(
+        tmp_path / "run",
+        algorithm={"advantage_mode": "grpo", "transform_mode": "gtpo"},
+        training={"max_steps": 2, "save_every": 1},
+        logging={"tokens_every": 1},
+        schedule={
+            "points": {
+                "training.temperature": [[0, 1.0], [1, 0.6]],
+                "loss.kl_coef": [[0, 0.0], [1, 0.5]],
+                "gtpo.beta": [[0, 0.1], [1, 0.9]],
+            },
+            "control": "adaptive_entropy",
+            "control_params": {"target": 9.0, "delta": 0.3},
+        },
+    )
+    moving = StoredRun(small_run(config, quiet=True).folder)
+    with opened(moving.path, load_base(moving.path, False), STEP, quiet) as (parts, backend, state):
+        batch = take_batch(moving.path, parts, state, prompts=None, texts=False, say=quiet)
+        later = arm("grpo", "gtpo", label="later")[:-1] + ", schedule = { points = {} } }"
+        seen = measured((parts, backend, batch), moving, tmp_path, arm("grpo", "gtpo"), later)
+    taken = lines(moving.folder.metrics)[STEP]["grad_norm"]
+    assert seen.arms[0].norm == pytest.approx(taken, rel=1e-5) != seen.arms[1].norm
+
+
 def test_a_batch_that_was_not_recorded_is_drawn_again_as_the_run_drew_it(
     loaded: tuple[Parts, LocalBackend, Batch], run: StoredRun
 ) -> None:
@@ -147,7 +174,7 @@ def test_the_predicted_change_of_held_out_answers_is_the_measured_one(
     with opened(run.path, run.config, STEP, quiet) as (parts, backend, state):
         batch = take_batch(run.path, parts, state, prompts=None, texts=False, say=quiet)
         seen = measured((parts, backend, batch), run, tmp_path, arm("grpo"), arm("rloo"))
-        credit, _ = _credit(parts, batch, run.config)
+        credit, _ = _credit(parts, batch, Arm("", run.config))
         gradient = _blocks(backend, run.config, credit, STEP).sum(axis=0)
         assert parts.evaluator is not None
         rows = [_gold_row(parts, *one) for one in enumerate(parts.evaluator.prompts)]
@@ -237,7 +264,7 @@ def test_quarters_are_of_each_completion(
     loaded: tuple[Parts, LocalBackend, Batch], run: StoredRun
 ) -> None:
     """The middle of a token says in which quarter it lies."""
-    credit, _ = _credit(loaded[0], loaded[2], run.config)
+    credit, _ = _credit(loaded[0], loaded[2], Arm("", run.config))
     group = SimpleNamespace(members=[credit.sources[0].members[0]] * 5)
     tokens = SimpleNamespace(segments=Segments([4, 0, 8, 1, 3]))
     _, first, last = _masks(cast(Any, SimpleNamespace(tokens=tokens, sources=[group])))
@@ -250,7 +277,8 @@ def test_the_command_prints_draws_and_gives_json(
 ) -> None:
     arms, picture = tmp_path / "arms.toml", tmp_path / "c.svg"
     arms.write_text(
-        f"[campaign]\nconditions = [{arm('grpo')}, {arm('maxrl', training__lr=0.01)}]\n"
+        "[campaign]\nconditions = ["
+        f"{arm('grpo')}, {arm('maxrl', training__lr=0.01, reward__random_p=0.9)}]\n"
     )
     command = [
         "contrast",
@@ -265,7 +293,8 @@ def test_the_command_prints_draws_and_gives_json(
     assert main(command) == 0
     said = capsys.readouterr()
     assert "recorded at step 1" in said.out and "maxrl+none" in said.out
-    assert "training.lr is left out" in said.err
+    for text in said:  # before, and beside the result that it qualifies
+        assert "maxrl+none: training.lr, reward.random_p is left out: all arms are given" in text
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

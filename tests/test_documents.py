@@ -171,6 +171,22 @@ def test_what_a_block_needs_is_one_of_three() -> None:
     assert wrong and all(NEEDS.fullmatch(line) for line in wrong)
 
 
+def test_a_table_that_a_phone_cannot_show_is_found_in_every_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(docs_check, "ROOT", tmp_path)
+    wide, long = "| a | b | c | d | e |\n", f"| {'x' * 161} |\n"
+    for name in ("docs/one.md", "docs/dev/two.md", "docs/replications/three.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(wide + long, encoding="utf-8")
+    found = [
+        (problem.path.name, problem.line)
+        for problem in docs_check.unreadable_tables({"docs/one.md"})
+    ]
+    # Cells of what is generated and of docs/dev hold whole sentences.
+    assert sorted(found) == [("one.md", 1), ("three.md", 1), ("three.md", 2), ("two.md", 1)]
+
+
 @pytest.mark.slow
 def test_a_page_without_its_link_and_a_key_without_its_page_are_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

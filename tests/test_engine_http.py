@@ -233,6 +233,25 @@ def test_a_dead_server_is_left_out_and_taken_back_once_prepared(net: Net) -> Non
     assert {answer["by"] for answer in ask(pool, 6)} == {"a", "b"}
 
 
+def test_one_of_two_that_is_gone_does_not_hold_up_what_each_is_asked(net: Net) -> None:
+    """As when an adapter is loaded. The only server is asked for longer."""
+    net.answers |= {A: {"by": "a"}}
+    patience = replace(HASTY, attempts=9, look_attempts=3)
+
+    async def one(server: Server) -> Any:
+        return await server.post("/work")
+
+    pool = net.pool(A, B, patience=patience)
+    assert pool.run(pool.on_each(one)) == {A: {"by": "a"}}
+    assert Counter(net.posts()) == {f"{A}/work": 1, f"{B}/work": 3}
+    assert net.said == [f"The server {B}: no connection (refused); 1 of 2 servers left."]
+    net.asked.clear()
+    alone = net.pool(B, patience=patience)
+    with pytest.raises(ServerFailure, match="does not answer"):
+        alone.run(alone.on_each(one))
+    assert len(net.posts()) >= 9
+
+
 def test_the_only_server_is_waited_for_and_prepared_before_it_is_asked(net: Net) -> None:
     events: list[str] = []
 

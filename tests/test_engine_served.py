@@ -196,7 +196,10 @@ def test_each_of_several_servers_must_pass_the_gate(tmp_path: Path, parts: Parts
         assert all(count[257] == 3 for count in counts), "the long prompt, three times, on both"
         assert [one.paths().count(LOAD) for one in servers] == [3, 3]
         servers[1].base_only = True
-        with pytest.raises(RunFailed, match="Parity gate"):
+        told = (
+            f"Parity gate, at {servers[1].url} alone of 2 servers: the engine ignores the adapter"
+        )
+        with pytest.raises(RunFailed, match=told):
             pass_gate(parts, config)
 
 

@@ -5,6 +5,7 @@ ran.
 import hashlib
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,36 @@ def test_what_the_machine_lacks_is_refused_with_3(
     assert explain_exit(tmp_path, {"backend": {"devices": "gpu:63"}}) == 3
     assert "gpu:63" in capsys.readouterr().out.partition("Would be refused")[2]
     assert explain_exit(tmp_path, {"model": {"model": "./no-model-here"}}) == 3
+
+
+@pytest.mark.parametrize(
+    ("sections", "code", "said"),
+    [
+        ({"inference": {"attention_kernel": "triton"}}, 2, 'attention_kernel = "triton"'),
+        ({"inference": {"dtype": "fp8"}}, 2, '[inference] dtype = "fp8"'),
+        ({"resume": {"from": "nowhere"}}, 2, "holds no run of retrain"),
+        ({"data": {"source": "math"}}, 3, "is not in the hub's cache"),
+        (
+            {"algorithm": {"transform_mode": "hicra"}, "planning": {"detector": "semantic"}},
+            3,
+            'needs the extra "semantic"',
+        ),
+    ],
+)
+def test_what_a_run_would_stop_at_later_is_refused_by_explain(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    sections: dict[str, Any],
+    code: int,
+    said: str,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    monkeypatch.setattr("retrain.data.readers.hub.why_unreachable", lambda: "nobody is asked")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    assert explain_exit(tmp_path, sections) == code
+    assert said in capsys.readouterr().out.partition("Would be refused")[2]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ SECTIONS: dict[str, Any] = {
     "logging": {"tokens_every": 2},
 }
 ADAPTER = "checkpoints/final/adapter_model.safetensors"
-pytestmark = [pytest.mark.slow]
+# The long form takes minutes a test.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,8 @@ SECTIONS: dict[str, Any] = {
     "evaluation": {"every": 3, "max_examples": 2, "max_tokens": 8},
     "logging": {"tokens_every": 3},
 }
-pytestmark = [pytest.mark.slow]
+# The long form takes minutes a test.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
 
 @pytest.fixture(scope="module")

@@ -198,5 +198,6 @@ def test_against_loads_a_runs_plugin_with_trust_alone(
     assert "trusted_plugin.f" in (said := capsys.readouterr().err) and "add --trust" in said
     assert main(["report", str(folder), "--against", "gtpo"]) == 0
     assert "Without gtpo" in (folder / "report.html").read_text() and not marker.exists()
+    assert "Without gtpo" in (said := capsys.readouterr().err) and "add --trust" in said
     assert main(["inspect", str(folder), "--against", "gtpo", "--trust"]) == 0
     assert marker.exists() and "f+gtpo" in capsys.readouterr().out

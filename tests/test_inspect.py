@@ -17,8 +17,9 @@ from runs import small
 
 from retrain.analysis.runs import StoredRun
 from retrain.cli.main import main
+from retrain.config import replaced
 from retrain.inspect import Quantity
-from retrain.inspect.credit import StepCredit, agreement, read_step
+from retrain.inspect.credit import StepCredit, agreement, read_step, recorded_groups
 from retrain.inspect.shading import LEVELS, levels
 from retrain.inspect.terminal import show, token_lines
 from retrain.records.run_folder import RunFolder
@@ -63,6 +64,26 @@ def test_the_runs_own_transform_computed_again_gives_what_was_trained_on(
         ]
         for stage in stored:
             np.testing.assert_array_equal(stored[stage], computed[stage])
+
+
+def test_scheduled_keys_are_those_of_the_step(tmp_path: Path) -> None:
+    config = small(
+        tmp_path / "run",
+        algorithm={"transform_mode": "gtpo"},
+        schedule={"gtpo.beta": [[0, 0.1], [1, 0.9]]},
+        training={"max_steps": 2},
+        logging={"tokens_every": 1},
+    )
+    moving = StoredRun(small_run(config, quiet=True).folder)
+    stored, computed = read_step(moving, 1, ["gtpo"]).stages.values()
+    np.testing.assert_array_equal(stored["gtpo"], computed["gtpo"])
+
+
+def test_rewards_that_were_normalised_do_not_say_who_was_right(run: StoredRun) -> None:
+    other = StoredRun(run.path)
+    changes = {"reward.combine": "normalise_then_sum", "algorithm.advantage_mode": "grpo"}
+    vars(other)["config"] = replaced(run.config, changes)
+    assert recorded_groups(run, 1) and recorded_groups(other, 1) is None
 
 
 def test_both_planning_detectors_are_shown_side_by_side(
@@ -263,6 +284,19 @@ def test_a_file_of_an_earlier_version_is_shown_and_not_computed_on(
     assert "(not stored)" in printed(read_step(copied, 1))
     assert main(["inspect", str(copied.path), "--against", "gtpo"]) == 2
     assert "did not store the rewards" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure(
+    run: StoredRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gone(StringIO):
+        def write(self, text: str) -> int:
+            if text:
+                raise BrokenPipeError
+            return 0
+
+    monkeypatch.setattr("sys.stdout", Gone())
+    assert main(["inspect", str(run.path)]) == 0
 
 
 # -- what a model wrote ----------------------------------------------------------------------------

@@ -56,6 +56,16 @@ def test_a_frame_holds_what_the_runs_recorded(trained: Path) -> None:
     assert frame.groupby("run", observed=True)["correct_rate"].mean().between(0, 1).all()
 
 
+def test_a_run_with_tables_of_values_is_read_too(tmp_path: Path) -> None:
+    """[schedule], an environment and a loss of one's own write tables into a step."""
+    tables = ("scheduled", "environment_metrics", "loss_metrics")
+    measured = {name: {"loss.kl_coef": 0.1} for name in tables}
+    write_run(tmp_path / "run", 3, rates=[0.5, 0.25], measured=measured)
+    frame = retrain.load_runs(tmp_path)
+    assert frame["correct_rate"].tolist() == [0.5, 0.25]
+    assert not frame.columns.intersection(tables).size
+
+
 def test_types_do_not_depend_on_the_data(trained: Path, tmp_path: Path) -> None:
     write_run(tmp_path / "bare", 3, rates=[None, None])
     assert (

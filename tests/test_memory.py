@@ -365,6 +365,14 @@ def test_what_was_asked_for_shows_in_its_part(tmp_path: Path) -> None:
         int8.choices.decode_tokens > plain.choices.decode_tokens
         and "4 x 11,264" not in int8.kv_cache.note
     )
+    bonus, lifted = (
+        memory_of(tmp_path, 80, training={"max_tokens": 64}, **sections).logits.bytes
+        for sections in (
+            {"loss": {"entropy_coef": 0.1}},
+            {"schedule": {"loss.entropy_coef": [[0, 0.0], [9, 0.1]]}},
+        )
+    )
+    assert lifted == bonus > memory_of(tmp_path, 80, training={"max_tokens": 64}).logits.bytes
     kept, checkpointed = (
         memory_of(tmp_path, 80, training={"gradient_checkpointing": on}).activations
         for on in (False, True)

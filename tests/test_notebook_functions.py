@@ -109,6 +109,7 @@ x"""
     for function, said in (
         (indented, "the source of indented is not known here"),
         (lambda response, reference: 1.0, "define it with def"),
+        ("math", "'math' is no function with a name of its own"),
         (closed, "uses inside of the function around it"),
         (opens, "OPEN_FILE, a PosixPath that no file can hold"),
         (counts, "FILES, a list that no file can hold"),
@@ -157,8 +158,9 @@ def test_a_notebook_shows_one_line_and_a_frame(tmp_path: Path) -> None:
     config = small(tmp_path / "run").with_(lr=5e-4, max_steps=1, reward_type="random")
     assert repr(config) == "TrainConfig(maxrl+none: lab on lab, 1 steps of 2 x 4)"
     assert config.training.lr == 5e-4
-    with pytest.raises(ConfigurationError, match="did you mean lr"):
-        config.with_(lr_=1)
+    for name in ("lr_", "learning_rate"):  # a slip, and the name in another trainer
+        with pytest.raises(ConfigurationError, match=r"did you mean lr\?"):
+            config.with_(**{name: 1})
     run = train(config, quiet=True, skip_parity=True)
     assert repr(run) == f"Run({str(run.folder)!r}: done, maxrl+none, 1 steps)"
     frame = run.metrics()

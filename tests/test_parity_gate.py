@@ -137,6 +137,26 @@ def test_a_later_fault_is_named_only_where_the_evidence_separates_it(
 
 
 @pytest.mark.parametrize(
+    ("fault", "told"),
+    first_of(
+        [
+            ("SecondHasOtherWeights", "engine and learner disagree by .* the same model"),
+            ("SecondIgnoresTheAdapter", "the engine ignores the adapter and samples from the base"),
+        ]
+    ),
+)
+def test_of_two_servers_the_wrong_one_is_named(
+    parts: Parts, engine: Any, fault: str, told: str
+) -> None:
+    """And what is found is about it alone: half of the adapter is missing in all completions."""
+    engine("TwoServers")
+    assert run_parity_gate(CONFIG, parts, 0).max_difference < 1e-3
+    engine(fault)
+    with pytest.raises(RunFailed, match=f"^Parity gate, at http://two alone of 2 servers: {told}"):
+        run_parity_gate(CONFIG, parts, 0)
+
+
+@pytest.mark.parametrize(
     ("off", "told"),
     [
         ("long", "only what follows the long prompt differs"),

@@ -87,6 +87,12 @@ def test_solved_prompts_never_come_back_until_all_are_solved() -> None:
     assert len(set(sampler.choose(9, 20, uniforms(20, 9)))) == 20
 
 
+def test_a_pass_rate_of_the_threshold_is_solved() -> None:
+    sampler = made("drop_solved", 2, threshold=0.56)
+    sampler.observe([0, 1], [group(14, 25), group(13, 25)])
+    assert set(sampler.choose(1, 2, uniforms(2, 1))) == {1}
+
+
 def test_the_pools_have_their_shares() -> None:
     sampler = made("pools", 50, easy=0.2, hard=0.4)
     sampler.observe(range(50), [group(index % 5) for index in range(50)])

@@ -1,19 +1,27 @@
 """`retrain verify` and `retrain diff`: equal runs are equal, and what was changed is found and named."""
 
 import json
+import re
 import shutil
+import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from runs import lines, small, small_run
 from safetensors.numpy import load_file, save_file
 
 from retrain.analysis.parting import ROUNDING, causes, parting
 from retrain.analysis.runs import StoredRun
+from retrain.backends.local.backend import LocalBackend
 from retrain.cli.main import main
+from retrain.inference_engine.base import NoiseKey, SampleRequest
+from retrain.noise import Stream, uniform
 from retrain.records.checkpoint import commit_folder
+from retrain.types import Row
 from tests.marks import first_of
 
 EVERY_STEP = {
@@ -60,9 +68,13 @@ def change_row(path: Path, step: int, **values: Any) -> None:
 def test_a_run_is_verified_from_its_checkpoint_and_left_as_it_was(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    environment = json.loads((copy / "environment.json").read_text())
+    environment["packages"]["torch"] = "1.0"
+    (copy / "environment.json").write_text(json.dumps(environment))
     before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
     assert main(["verify", str(copy)]) == 0
-    assert "steps 2 to 3" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "steps 2 to 3" in said and "differently, without effect: torch (1.0, " in said
     assert before == {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
 
 
@@ -88,6 +100,7 @@ def test_a_changed_number_a_changed_token_and_a_changed_adapter_are_found(
     assert main(["verify", str(copy), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["parting"]["step"] == 3 and found["parting"]["fields"] == ["loss"]
+    assert found["draw"] is None, "no token differs"
 
 
 def test_changed_tokens_and_changed_answers_are_found_though_the_records_are_equal(
@@ -104,6 +117,40 @@ def test_changed_tokens_and_changed_answers_are_found_though_the_records_are_equ
     assert main(["verify", str(copy), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert not found["equal"] and found["other_file"].endswith("generations.jsonl, at step 3,")
+
+
+def test_the_draw_of_the_first_other_token_is_shown(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Between its uniform and the edge towards the recorded token lies what rounding must do."""
+
+    def change(arrays: dict[str, Any]) -> None:
+        arrays["token_ids"][5] += 1
+
+    change_tokens(copy / "tokens" / "step_3.safetensors", change)
+    change_row(copy / "metrics.jsonl", 3, loss=9.0)
+    assert main(["verify", str(copy)]) == 1
+    said = capsys.readouterr().out
+    found = re.search(r"Its draw here: u = (0\.\d{8}), .* is (0\.\d{8}), (\S+) away\.", said)
+    assert "token 5: " in said and found
+    assert float(found[1]) < float(found[2])
+
+
+def test_every_token_lies_in_the_range_of_its_uniform() -> None:
+    with closing(LocalBackend(small(Path("nowhere")))) as backend:
+        key = NoiseKey(3, Stream.SAMPLING, 2, 1)
+        prompt = np.arange(40, dtype=np.int32)
+        request = SampleRequest(
+            prompt_ids=prompt, count=2, max_tokens=24, temperature=0.7, noise=key
+        )
+        for one in backend.engine.sample([request]):
+            length = len(one.token_ids)
+            ids, nothing = np.append(prompt, one.token_ids), np.zeros(length, np.float32)
+            row = Row(ids, ((len(prompt), len(ids)),), nothing, nothing, group=0)
+            (ranges,) = backend.draw_ranges([row], 0.7)
+            drawn = uniform(3, Stream.SAMPLING, 2, 1, one.sample, np.arange(length))
+            assert (ranges[:, 0] - 1e-5 < drawn).all() and (drawn < ranges[:, 1] + 1e-5).all()
+            assert np.exp(one.logprobs) == pytest.approx(ranges[:, 1] - ranges[:, 0], abs=1e-5)
 
 
 def test_a_changed_last_adapter_is_found(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,6 +205,16 @@ def test_code_that_the_runs_file_names_needs_trust(
     config.write_text(config.read_text().replace('"maxrl"', '"my_code.advantage"'))
     assert main(["verify", str(copy)]) == 2
     assert "--trust" in capsys.readouterr().err
+
+
+def test_code_that_is_trusted_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trusted_code.py").write_text("def f(rewards): return [r - 0.5 for r in rewards]\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    algorithm, training = {"advantage_mode": "trusted_code.f"}, {"max_steps": 1}
+    run = tmp_path / "run"
+    small_run(small(run, algorithm=algorithm, training=training), quiet=True)
+    assert main(["verify", str(run)]) == 2 and main(["verify", str(run), "--trust"]) == 0
 
 
 # -- diff ------------------------------------------------------------------------------------------
@@ -253,15 +310,19 @@ def test_a_run_that_ended_earlier_is_named(
     assert "tokens_every" not in found
 
 
-def test_a_version_and_a_plugins_source_are_named(base: Path, copy: Path) -> None:
+def test_a_version_instructions_and_a_plugins_source_are_named(base: Path, copy: Path) -> None:
     path = copy / "environment.json"
     environment = json.loads(path.read_text())
+    own = environment["instructions"]
+    environment["instructions"] = "NONE"
     environment["packages"]["numpy"] = "0.1"
     environment["code"]["plugins"] = {"mine.advantage": "abc"}
     path.write_text(json.dumps(environment))
     change_row(copy / "metrics.jsonl", 0, loss=1.0)
     assert any(reason.startswith("numpy (") for reason in reasons(base, copy))
-    assert "the plugin mine.advantage" in reasons(base, copy)
+    found = reasons(base, copy)
+    assert "the plugin mine.advantage" in found
+    assert f"instructions of the processor ({own}, NONE)" in found
 
 
 def test_other_held_out_answers_come_before_the_step_that_they_precede(

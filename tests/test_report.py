@@ -11,6 +11,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from datetime import datetime
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from retrain.report.data import (
     smoothed,
 )
 from retrain.report.figures import draw_figures
-from retrain.report.page import build_page
+from retrain.report.page import build_page, render
 from retrain.report.serve import ReportServer, version_of
 from tests.runs import small_run
 
@@ -194,6 +195,13 @@ def test_the_verdicts_are_those_of_compare(
     text = " ".join(Page(campaign_page).text.split())
     for contrast in json.loads(capsys.readouterr().out)["contrasts"]:
         assert " ".join(f"{contrast['condition']} {contrast['explanation']}".split()) in text
+
+
+def test_contrasts_of_several_baselines_have_no_single_one_in_the_heading(campaign: Path) -> None:
+    pairs = [("maxrl+gtpo_hicra", "maxrl+gtpo"), ("maxrl+gtpo_sepa", "maxrl+gtpo_hicra")]
+    data = read_report_data(ReportRequest(campaign, pairs=pairs))
+    page = render(data, [], datetime.now().astimezone())
+    assert "<h2>Verdicts</h2>" in page and "gtpo_sepa against maxrl+gtpo_hicra" in page
 
 
 def test_a_runs_page_has_its_tokens_under_both_transforms(run_page: str) -> None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,15 @@ from retrain.config import (
     replaced,
     unused_keys,
 )
+from retrain.config.load import arms
 from retrain.config.moving import movable, scheduled, value_at, with_values
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.run.control import CONTROLS, AdaptiveEntropy
+from retrain.run.observer import StepObserver
 from retrain.run.parts import check_plugins
+from retrain.run.rollout import Rollout
+from retrain.tracking import Tracker
+from retrain.xray.resolve import _step
 from tests.marks import first_of
 from tests.runs import small, small_run, timeless
 from tests.split import two_devices
@@ -40,6 +46,10 @@ def test_keys_that_belong_to_a_scheduled_one_are_in_use() -> None:
     lifted = {"schedule": {"loss.kl_coef": [[0, 0.0], [10, 0.1]]}}
     assert "kl_estimator" in unused_keys(config_from_mapping(loss))[0]
     assert not unused_keys(config_from_mapping(loss | lifted))
+    plain = {"algorithm": {"transform_mode": "none", "uncertainty_kind": "predictive_variance"}}
+    masked = {"schedule": {"algorithm.surprisal_mask_rho": [[0, 0.0], [10, 0.2]]}}
+    assert "uncertainty_kind" in unused_keys(config_from_mapping(plain))[0]
+    assert not unused_keys(config_from_mapping(plain | masked))
 
 
 @given(
@@ -61,6 +71,24 @@ def test_a_file_names_keys_dotted_and_a_stored_one_reads_back() -> None:
     assert one == other == config_from_toml(dump_toml(one))
     assert scheduled(one, 1) == {"loss.kl_coef": pytest.approx(0.075)}
     assert config_hash(one) == config_hash(other) != config_hash(config_from_toml(""))
+
+
+def test_a_condition_schedules_keys_beside_those_of_the_base() -> None:
+    head = '[schedule]\n"gtpo.beta" = [[0, 0.1]]\n[campaign]\nseeds = [1]\n'
+    modes = '[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "gtpo"\n'
+    quoted, bare = '"loss.kl_coef"', "loss.kl_coef"
+    own = [f"{modes}schedule.{name} = [[0, 0.1], [9, 0.0]]\n" for name in (quoted, bare)]
+    found = arms(config_from_toml(head + modes + 'label = "base"\n' + own[0]))
+    assert found[0].schedule.points == {"gtpo.beta": [[0, 0.1]]}
+    assert found[1].schedule.points == {
+        "gtpo.beta": [[0, 0.1]],
+        "loss.kl_coef": [[0, 0.1], [9, 0.0]],
+    }
+    assert arms(config_from_toml(head + own[1]))[0].schedule == found[1].schedule
+    with pytest.raises(ConfigurationError, match=r'"loss.mode" is not read anew'):
+        config_from_toml(head + modes + 'schedule."loss.mode" = [[0, 1]]\n')
+    with pytest.raises(ConfigurationError, match=r"schedule.kontrol is not a key"):
+        config_from_toml(head + modes + 'schedule.kontrol = "x"\n')
 
 
 def test_a_whole_number_of_a_table_stays_one() -> None:
@@ -85,7 +113,10 @@ LOSS = {
     "loss.clip_low": {"loss": {"mode": "ppo", "clip_low": 0.3}, "training": {"minibatches": 4}},
     "loss.max_grad_norm": {"loss": {"max_grad_norm": 0.3}},
     "training.lr": {"training": {"lr": 0.3}},
-    "training.temperature": {"training": {"temperature": 0.3}},
+    "training.temperature": {
+        "training": {"temperature": 0.3},
+        "algorithm": {"transform_mode": "distill", "reference": "base"},
+    },
     "algorithm.surprisal_mask_rho": {"algorithm": {"surprisal_mask_rho": 0.3}},
     "algorithm.advantage_params.eps": {"algorithm": {"advantage_params": {"eps": 0.3}}},
     "gtpo.beta": {"gtpo": {"beta": 0.3}, "algorithm": {"transform_mode": "gtpo"}},
@@ -114,6 +145,17 @@ def test_a_flat_schedule_is_the_run_with_that_value(path: str, tmp_path: Path) -
     assert first == second
 
 
+def test_log_probs_before_the_temperature_tell_no_chance_in_a_step_that_moved_it(
+    tmp_path: Path,
+) -> None:
+    engine = SimpleNamespace(capabilities=SimpleNamespace(logprobs="raw"))
+    parts: Any = SimpleNamespace(stage=None, backend=SimpleNamespace(engine=engine))
+    observer = StepObserver(small(tmp_path / "run"), parts, Tracker())
+    step: Any = SimpleNamespace(rollout=Rollout([]))
+    assert observer._identical_chance(step, {}) is not None
+    assert observer._identical_chance(step, {"scheduled": {"training.temperature": 0.7}}) is None
+
+
 def test_credit_reads_the_parameters_of_the_step() -> None:
     params = {"advantage_params": {"eps": 1.0}}
     config = config_from_mapping({"algorithm": {"transform_mode": "none", **params}})
@@ -127,6 +169,22 @@ def test_credit_reads_the_parameters_of_the_step() -> None:
     assert episode(_SMALL, 0) != before
     pipeline.use(config)
     assert episode(_SMALL, 0) == before
+
+
+def test_a_mask_may_begin_after_the_first_step() -> None:
+    """Nothing reads uncertainties in a file whose surprisal_mask_rho is 0."""
+    algorithm = {"advantage_mode": "grpo", "transform_mode": "none"}
+    points = {"algorithm.surprisal_mask_rho": [[0, 0.0], [4, 0.2]]}
+    late = config_from_mapping({"algorithm": algorithm, "schedule": points})
+    masked = config_from_mapping({"algorithm": algorithm | {"surprisal_mask_rho": 0.1}})
+    pipeline = CreditPipeline(late, lambda ids: [""] * len(ids))
+    step = _step([[1.0, 0.0]])
+    kept = []
+    for number in (0, 2):
+        pipeline.use(with_values(late, scheduled(late, number)))
+        kept.append(pipeline.compute(step, number, 0.0).kept_fraction)
+    always = CreditPipeline(masked, lambda ids: [""] * len(ids)).compute(step, 2, 0.0)
+    assert kept == [None, always.kept_fraction] != [None, None]
 
 
 SCHEDULE: dict[str, Any] = {

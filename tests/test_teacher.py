@@ -15,10 +15,11 @@ from retrain.advantages.pipeline import CreditPipeline
 from retrain.advantages.step import Segments, StepTokens
 from retrain.backends.local.backend import LocalBackend
 from retrain.config import TrainConfig, config_from_mapping, dump_toml, replaced
+from retrain.data.chat import encode_texts
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.run import teacher as teachers
 from retrain.run.dialogues import Watcher
-from retrain.run.parts import Parts, load_parts, training_plan
+from retrain.run.parts import Parts, load_parts, load_prompts, load_text, training_plan
 from retrain.run.rollout import Rollout
 from retrain.types import Example, Group, Row
 from tests.commands import Ranks
@@ -150,6 +151,22 @@ def test_the_answer_stands_in_the_prompt_and_the_sampled_tokens_stay(
             wanted = f"{question} [{group.prompt.example.reference}] {question}"
             assert text == parts.text.decode(before.token_ids[:own]).replace(question, wanted)
     parts.close()
+
+
+def test_a_reply_that_repeats_the_question_is_not_given_the_answer(tmp_path: Path) -> None:
+    """A turn that restarts has the replies before it ahead of its first action."""
+    config = distilling(tmp_path, "gold")
+    text = load_text(config.model, quiet)
+    prompt = load_prompts(config, text, None, quiet).prompts[0]
+    question = prompt.messages[-1]["content"]
+    given = f"{prompt.text}{question}7"
+    ids = encode_texts(text.tokenizer, [given])[0]
+    action, nothing = np.append(ids, ids[-1:]), np.zeros(1, np.float32)
+    row = Row(action, ((len(ids), len(ids) + 1),), nothing, nothing, 0)
+    backend: Any = None
+    told = teachers.Teacher(config.algorithm, text, backend)._with_answer(row, prompt)
+    hint = f"{question}\n\nThe correct answer is {prompt.example.reference}."
+    assert text.decode(told.token_ids[: told.spans[0][0]]) == given.replace(question, hint, 1)
 
 
 def test_a_teacher_leaves_the_policy_as_it_was(trained: Path, tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ from retrain.advantages.transforms import (
     inverted,
     top_rho,
 )
+from retrain.config.moving import may_be_positive
 from retrain.config.names import replaces_modes
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.plugins import params_of, refuse_unknown_params, user_code
@@ -129,7 +130,7 @@ class CreditPipeline:
             self._transform = self._resolve(TRANSFORM, recipe.transform, config)
         self.spec = self._transform.spec
         self.uncertainty_kind = canonical_kind(config.algorithm.uncertainty)
-        if self.needs_uncertainty:
+        if self._may_need_uncertainty:
             self._uncertainty = self._resolve(UNCERTAINTY, self.uncertainty_kind, config)
         if self.needs_planning:
             self._detector = _detector(config.planning, load_encoder)
@@ -199,6 +200,12 @@ class CreditPipeline:
         if isinstance(self._episode, PluginAdvantage):
             self._episode.load(state)
 
+    @property
+    def _may_need_uncertainty(self) -> bool:
+        """True if some step needs it: [schedule] may begin a mask later."""
+        masks = may_be_positive(self.config, "algorithm.surprisal_mask_rho")
+        return masks or self.needs_uncertainty
+
     def assign(
         self,
         groups: Sequence[Group],
@@ -236,9 +243,7 @@ class CreditPipeline:
         """Compute all stages over flat arrays. Raises ValueError naming group, completion and
         position, or RunFailed from a plugin.
         """
-        uncertainty = None
-        if self._uncertainty is not None:
-            uncertainty = capped(self._uncertainty(tokens, step))
+        uncertainty = self._uncertainty_of(tokens, step)
         at = _Step(tokens, step, sepa_lambda if self.uses_sepa_controller else 0.0, uncertainty)
         if self._algorithm is None:
             episode, stages = self._composed_stages(at)
@@ -287,6 +292,12 @@ class CreditPipeline:
             & (tokens.segments.lengths > 0)
             & ((tokens.segments.sums(counts.astype(np.float64)) > 0) | every)
         )
+
+    def _uncertainty_of(self, tokens: StepTokens, step: int) -> Float64Array | None:
+        """Return the capped uncertainty [n]; None if nothing reads it in this step."""
+        if self._uncertainty is None or not self.needs_uncertainty:
+            return None
+        return capped(self._uncertainty(tokens, step))
 
     # -- stages ------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ _RECORDED = {
     "python": "Python",
     "platform": "platform",
     "cpu": "processor",
+    "instructions": "instructions of the processor",
     "threads": "threads",
     "device": "device",
     "device_name": "device",
@@ -173,7 +174,9 @@ def differing_environment(one: StoredRun, other: StoredRun) -> Iterator[str]:
     if one.code.revision != other.code.revision:
         yield f"retrain's revision ({_shown(one.code.revision)}, {_shown(other.code.revision)})"
     for name in sorted({*one.code.plugins, *other.code.plugins}):
-        if one.code.plugins.get(name) != other.code.plugins.get(name):
+        # Where one configuration alone names it, its keys differ and not its code.
+        both = len({name in run.config.model_dump_json() for run in (one, other)}) == 1
+        if both and one.code.plugins.get(name) != other.code.plugins.get(name):
             yield f"the plugin {name}"
     ours, theirs = _packages(ours), _packages(theirs)
     for name in sorted({*ours, *theirs}):

@@ -256,18 +256,20 @@ def ranking(comparison: Comparison) -> Iterator[str]:
     order = ranked(comparison)
     if len(order) < 2:
         return
-    places = [
-        f"{place}. {arm.label} {_mean_words(arm, comparison.metric)}"
-        for place, arm in enumerate(order, start=1)
-    ]
+    means = [arm.mean for arm in order]
+    for arm in order:  # equal means share a place
+        place = 1 + means.index(arm.mean)
+        yield f"{place}. {arm.label} {_mean_words(arm, comparison.metric)}"
     best, other = order[0].label, comparison.baseline
     if best == other:
         other = order[1].label
-    yield f"{', '.join(places)}."
+    first = f"the best of {len(order)} means is"
+    if means.count(means[0]) > 1:
+        first = f"{means.count(means[0])} of {len(order)} share the first place, which is"
     yield (
-        f"This is a selection, not a test: the best of {len(order)} means is partly chance, so its"
-        f" own mean is biased upwards. Confirm {best} against {other} as the two"
-        " [[campaign.conditions]] of a new campaign, on seeds that this one did not use."
+        f"This is a selection, not a test: {first} partly chance, so its own mean is biased"
+        f" upwards. Confirm {best} against {other} as the two [[campaign.conditions]] of a new"
+        " campaign, on seeds that this one did not use."
     )
 
 

@@ -73,8 +73,8 @@ def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
     unit = " points" if metric.is_rate else ""
     return (
         f"{interval_alone}So many pairs find a true difference of {high}{unit} in"
-        f" {100 * test.power:g}% of campaigns and one below {low}{unit} more seldom; in between"
-        " that is not known."
+        f" {100 * test.power:g}% of campaigns, and one below {low}{unit} in fewer; in between, so"
+        " few pairs cannot say how often."
     )
 
 
@@ -206,8 +206,8 @@ def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
     ):
         yield (
             f"A collapse that no seed showed: if {100 * found.mean / mean:.0f}% of the runs of"
-            f" {contrast.condition} fell to 0, the mean difference would be 0, and {found.pairs}"
-            f" pairs do not rule out up to {100 * unseen:.0f}%."
+            f" {contrast.condition} fell to 0, the gain would be gone, and {found.pairs} pairs do"
+            f" not rule out that up to {100 * unseen:.0f}% do."
         )
     if found.verdict is Verdict.EQUIVALENT or found.within_margin:
         largest = max(abs(value) for value in contrast.differences.values())

@@ -30,9 +30,12 @@ _RATES = frozenset(
     {"correct_rate", "auc", "informative_fraction", "max_token_hit_rate", "clip_fraction"}
 )
 _BY_REWARD = frozenset(
-    {"correct_rate", "auc", "mean_reward", "truncated_reward_mean", "informative_fraction"}
-)
+    {"correct_rate", "auc", "mean_reward", "reward_std", "truncated_reward_mean",
+     "informative_fraction"}
+)  # fmt: skip
 """Training metrics that depend on the training reward."""
+_RIGHT_BY_SUM = frozenset({"correct_rate", "auc"})
+"""Those of right completions, which the plain sum of several rewards decides."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,10 @@ class Metric:
             return judge_words(judging_rewards(config), config.reward)
         if self.name not in _BY_REWARD:
             return ""
-        return judge_words(training_rewards(config), config.reward)
+        words = judge_words(training_rewards(config), config.reward)
+        if config.reward.combine != "sum" and self.name not in _RIGHT_BY_SUM:
+            words += ", each normalised within its group"
+        return words
 
     def of(self, run: StoredRun) -> float | None:
         """The metric of a run; None if it has none."""

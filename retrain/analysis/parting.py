@@ -207,6 +207,22 @@ def _completions(
     }
 
 
+def ids_until(run: StoredRun, step: int, place: TokenPlace) -> npt.NDArray[np.int32] | None:
+    """The tokens of the prompt, and those of the completion up to the place and with it; None where
+    a trajectory has several turns, or the prompt was not stored.
+    """
+    from retrain.records.token_table import read_tokens
+
+    table = read_tokens(run.folder.step_tokens(step))
+    prompts, starts = table.prompt_token_ids, table.prompt_offsets
+    if table.turns is not None or prompts is None or starts is None:
+        return None
+    number = int(np.searchsorted(np.unique(table.slot), place.slot))
+    prompt = prompts[starts[number] : starts[number + 1]]
+    ids, _ = _completions(table)[place.slot, place.sample]
+    return np.append(prompt, ids[: place.position + 1]).astype(np.int32)
+
+
 def _token_at(ids: npt.NDArray[np.int32], position: int) -> int | None:
     return int(ids[position]) if position < len(ids) else None
 

@@ -23,6 +23,7 @@ from retrain.analysis.held_out import Answers
 from retrain.analysis.statistics import Floats
 from retrain.backends.base import backend_kind
 from retrain.config import TrainConfig, load_stored
+from retrain.config.moving import with_values, wrong_key
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.inference_engine.base import ENGINES, engine_kind
 from retrain.records.entries import MEASURED, EvaluationRecord, StepRecord
@@ -303,6 +304,20 @@ class StoredRun:
             digest.update(self.folder.evaluation.read_bytes())
         return digest.hexdigest()
 
+    def config_at(self, step: int) -> TrainConfig:
+        """The configuration with the values that `[schedule]` gave to a step; the file's where the
+        step is not recorded.
+        """
+        config = self.config
+        if not self.folder.metrics.is_file():
+            return config
+        records = (one for one in StepRecord.read(self.folder.metrics) if one.step == step)
+        found = next(records, None)
+        values = (found and found.scheduled) or {}
+        # Another program's record may name anything.
+        known = {path: value for path, value in values.items() if not wrong_key(config, path)}
+        return with_values(config, known)
+
     def last_metrics(self, window: int) -> list[StepRecord]:
         """The records of the last `window` step numbers, newest first."""
         recent = takewhile(
@@ -452,7 +467,7 @@ def subfolders(folder: Path) -> Iterator[Path]:
 _KINDS = {
     field.name: field.type
     for field in fields(StepRecord)
-    if field.name not in ("environment_metrics", "loss_metrics")
+    if field.name not in ("environment_metrics", "loss_metrics", "scheduled")
 }
 """Fields that are one value."""
 _SUSPECT = re.compile(rb"^[^{]|:\s*-?(?:NaN|Inf)", re.MULTILINE)

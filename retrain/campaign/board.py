@@ -31,7 +31,7 @@ LINES_EVERY_S = 30.0
 """Seconds between two progress lines of a running run, where there is no terminal."""
 _WINDOW = 20
 """Number of last steps whose median gives the time per step."""
-_COLUMNS = ("run", "state", "step", "correct", "held-out", "left")
+_COLUMNS = ("run", "state", "step", "correct so far", "held-out", "left")
 _GAP = 2
 """Spaces between two columns."""
 _REASON_LENGTH = 400
@@ -67,9 +67,9 @@ class Progress:
         return None
 
     def describe(self) -> str:
-        """The progress in words, for example: step 12/50, correct 45.3%, held-out 61.0%."""
+        """The progress in words, for example: step 12/50, correct so far 45.3%, held-out 61.0%."""
         parts = [f"step {self.steps}/{self.max_steps}"]
-        parts += [f"correct {self.correct:.1%}"] if self.correct is not None else []
+        parts += [f"correct so far {self.correct:.1%}"] if self.correct is not None else []
         parts += [f"held-out {self.held_out:.1%}"] if self.held_out is not None else []
         return ", ".join(parts)
 

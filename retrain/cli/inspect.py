@@ -82,7 +82,10 @@ def command(
     console = Console()
     # Sixteen colours have no shades, and the shade of a token is its amount.
     shades = not console.no_color and console.color_system in ("256", "truecolor")
-    show(credit, numbers, by, console, table=table or not shades)
+    # Rich itself would end with 1 where a reader such as `head` has seen enough.
+    with console.capture() as text:
+        show(credit, numbers, by, console, table=table or not shades)
+    print(text.get(), end="")
 
 
 def _chosen(credit: "StepCredit", prompt: int | None, sample: int | None) -> list[int]:

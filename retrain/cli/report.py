@@ -21,6 +21,7 @@ from retrain.cli.shared import (
     Margin,
     Trust,
     pair_of,
+    print_progress,
     refuse_two_baselines,
 )
 from retrain.errors import ConfigurationError, EnvironmentFailure
@@ -129,6 +130,8 @@ def _write(
     print(clean(f"Report: {written.page}"))
     for picture in written.pictures:
         print(clean(f"{'Picture' if picture.suffix in PICTURES else 'File'}: {picture}"))
+    for note in written.notes:
+        print_progress(note)
 
 
 def _check_extra() -> None:

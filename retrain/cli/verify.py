@@ -1,6 +1,8 @@
 """`retrain verify`: takes recorded steps again and compares every number, token and adapter."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +14,9 @@ from retrain.cli.shared import AsJson, Trust, load_dotenv, print_json, print_pro
 from retrain.errors import ConfigurationError, RunFailed
 
 if TYPE_CHECKING:
+    from retrain.analysis.parting import Parting
     from retrain.analysis.runs import StoredRun
+    from retrain.run.session import Session
 
 _SHOWN = 6
 """Things that a run does not have, by name."""
@@ -49,21 +53,25 @@ def command(
         other_adapter = adapters_differ(stored, again)
         missing = absent(stored, again, taken)
         # Here, since the causes read files of the replay, which goes with its folder.
-        lines = list(parting_lines(stored, again, found))
+        draw = _first_draw(stored, again, begin, found)
+        lines = [*parting_lines(stored, again, found), *_draw_lines(draw)]
         content = parting_json(stored, again, found)
     equal = found is None and not other_file and other_adapter is None
     if as_json:
-        span = {
-            "steps": [begin, stop],
-            "equal": equal,
-            "other_file": other_file or None,
-            "other_adapter": other_adapter,
-            "missing": missing,
-        }
-        print_json(span | content)
+        print_json(
+            content
+            | {
+                "steps": [begin, stop],
+                "equal": equal,
+                "other_file": other_file or None,
+                "other_adapter": other_adapter,
+                "missing": missing,
+                "draw": draw,
+            }
+        )
     elif equal:
         print(f"Verified: steps {begin} to {stop - 1} of {run} are the same, byte for byte.")
-        _print_absent(missing)
+        _print_besides(lines, missing)
     elif found:
         print("\n".join(lines))
     elif other_file:
@@ -88,22 +96,70 @@ def _asked(run: "StoredRun", steps: str, trust: bool) -> tuple[int, int]:
     return nearest_checkpoint(run.folder, start, print_progress), stop
 
 
-def _print_absent(things: list[str]) -> None:
-    """Print the first of what a run does not have, and how many more there are."""
+def _print_besides(lines: list[str], things: list[str]) -> None:
+    """Print what was recorded differently, and the first of what a run does not have, with how many
+    more there are.
+    """
+    for line in lines[1:]:  # the first says that they are equal
+        print(line)
     if things:
         more = [f"and {len(things) - _SHOWN} more"] * (len(things) > _SHOWN)
         print(f"Not there, and so not compared: {', '.join([*things[:_SHOWN], *more])}.")
 
 
-def _replay(run: "StoredRun", start: int, stop: int, scratch: Path) -> None:
-    """Take the steps again; a damaged file is named where it lies, and not as its copy."""
-    from retrain.run.replay import replay
+def _draw_lines(draw: dict[str, float] | None) -> Iterator[str]:
+    if draw:
+        yield (
+            f"  Its draw here: u = {draw['uniform']:.8f}, and the edge towards the recorded"
+            f" token is {draw['edge']:.8f}, {abs(draw['edge'] - draw['uniform']):.1g} away."
+        )
 
+
+def _replay(run: "StoredRun", start: int, stop: int, scratch: Path) -> None:
     print_progress(f"Taking steps {start} to {stop - 1} of {run.path} again ...")
+    with _replayed(run, start, stop, scratch):
+        pass
+
+
+@contextmanager
+def _replayed(run: "StoredRun", start: int, stop: int, scratch: Path) -> Iterator["Session"]:
+    """Take the steps again; a damaged file is named where it lies, and not as its copy."""
+    from retrain.config.load import trusted
+    from retrain.run.replay import replayed
+
+    # `_asked` has refused what was not to be trusted.
+    config = trusted(run.config)
     try:
-        replay(run.folder, run.config, start, stop, scratch)
+        with replayed(run.folder, config, start, stop, scratch) as session:
+            yield session
     except RunFailed as error:
         raise RunFailed(str(error).replace(str(scratch), str(run.path))) from error
+
+
+def _first_draw(
+    run: "StoredRun", again: "StoredRun", start: int, found: "Parting | None"
+) -> dict[str, float] | None:
+    """The uniform of the first other token, and the edge of its range towards the recorded one: how
+    much rounding it takes. The steps before are taken once more; None where nothing can be said.
+    """
+    from retrain.analysis.parting import ids_until
+    from retrain.run.replay import draw_of
+
+    if not found or not found.token:
+        return None
+    token, ids = found.token, ids_until(again, found.step, found.token)
+    recorded, here = token.ids
+    if ids is None or recorded is None or here is None:
+        return None
+    with _replayed(run, start, found.step, again.path.with_name("draw")) as session:
+        draw = draw_of(session, ids, token.slot, token.sample, token.position)
+    if draw is None:
+        return None
+    if recorded < here:
+        edge = draw.lower
+    else:
+        edge = draw.upper
+    return {"uniform": draw.uniform, "edge": edge}
 
 
 def _refuse_served(run: "StoredRun") -> None:

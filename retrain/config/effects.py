@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from retrain.config.judging import judging_rewards
 from retrain.config.keys import Key, all_keys
-from retrain.config.moving import moves_learner
+from retrain.config.moving import may_be_positive, moves_learner
 from retrain.config.names import (
     builtin_names,
     canonical_uncertainty,
@@ -388,7 +388,10 @@ _RUNS: Rows = (
         "algorithm.uncertainty_kind",
         "algorithm.uncertainty_params",
         because="nothing here weighs or masks by uncertainty",
-        when=lambda c: c.algorithm.surprisal_mask_rho == 0 and _no_transform_with("use_gtpo")(c),
+        when=lambda c: (
+            not may_be_positive(c, "algorithm.surprisal_mask_rho")
+            and _no_transform_with("use_gtpo")(c)
+        ),
     ),
     unused(
         "algorithm.uncertainty_kind",
@@ -430,6 +433,11 @@ _RUNS: Rows = (
         because="back pressure is not enabled",
         when=lambda c: not c.backpressure.enabled,
         but=("backpressure.enabled",),
+    ),
+    unused(
+        "inference.calibration_completions",
+        because="calibration is false",
+        when=lambda c: not c.inference.calibration,
     ),
     unused(
         "squeeze.*",
@@ -944,7 +952,11 @@ _SERVER = (
     "inference.patience_s",
     "inference.adapter_dir",
 )
-_CHECKS = ("inference.mismatch_limit", "inference.calibration")
+_CHECKS = (
+    "inference.mismatch_limit",
+    "inference.calibration",
+    "inference.calibration_completions",
+)
 _ROUNDING = ("inference.dtype", "inference.kv_cache_dtype")
 """A server's own setting, which `retrain serve` passes on; in a run it says that the parity gate
 must allow for the rounding."""

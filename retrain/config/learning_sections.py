@@ -543,23 +543,25 @@ class Schedule(Section):
     @model_validator(mode="before")
     @classmethod
     def _gather(cls, data: Any) -> Any:
-        """Move what is named "section.key", quoted or not, under `points`."""
-        if not isinstance(data, dict):
-            return data
-        moved: Json = {}
-        own = {}
-        for name, value in data.items():
-            if name in cls.model_fields:
-                own[name] = value
-            elif "." in name:
-                moved[name] = value
-            elif isinstance(value, dict):
-                moved |= {f"{name}.{rest}": points for rest, points in _flat(value)}
-            else:
-                own[name] = value
-        if moved and isinstance(own.get("points", {}), dict):
-            own["points"] = {**own.get("points", {}), **moved}
-        return own
+        return gathered_schedule(data) if isinstance(data, dict) else data
+
+
+def gathered_schedule(data: Json) -> Json:
+    """Move what is named "section.key", quoted or not, under `points`."""
+    moved: Json = {}
+    own = {}
+    for name, value in data.items():
+        if name in Schedule.model_fields:
+            own[name] = value
+        elif "." in name:
+            moved[name] = value
+        elif isinstance(value, dict):
+            moved |= {f"{name}.{rest}": points for rest, points in _flat(value)}
+        else:
+            own[name] = value
+    if moved and isinstance(own.get("points", {}), dict):
+        own["points"] = {**own.get("points", {}), **moved}
+    return own
 
 
 def _flat(table: Json) -> Iterator[tuple[str, Any]]:

@@ -23,8 +23,10 @@ from retrain.config.keys import (
     condition_homes,
     flags,
     is_settable,
+    key_meant,
     section_models,
 )
+from retrain.config.learning_sections import gathered_schedule
 from retrain.config.names import ALIASES, by_path, copied, is_recipe, moved_aliases, nearest
 from retrain.config.overrides import (
     Override,
@@ -127,11 +129,12 @@ def with_flags(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     """Return a configuration with other values, each under its flag's name without dashes at its
     front and with underscores inside.
     """
-    paths = {flag.removeprefix("--").replace("-", "_"): path for flag, path in flags().items()}
+    paths = {_argument(flag): path for flag, path in flags().items()}
     problems = []
     for name in values:
         if name not in paths:
-            close = nearest(name, paths)
+            meant = key_meant(name)
+            close = _argument(meant.flag) if meant else nearest(name, paths)
             hint = f"; did you mean {close}?" if close else ""
             problems.append(
                 f"with_({name}=...): no key of the configuration has the flag"
@@ -140,6 +143,10 @@ def with_flags(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     if problems:
         raise ConfigurationError(problems)
     return replaced(config, {paths[name]: value for name, value in values.items()})
+
+
+def _argument(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
 TrainConfig._changed = with_flags
@@ -426,13 +433,32 @@ def _gather_conditions(data: Json) -> Json:
     gathered: Json = {}
     if isinstance(campaign.get("conditions"), list):
         gathered["conditions"] = [
-            _gathered(table) if isinstance(table, dict) else table
+            _above_schedule(_gathered(table), data) if isinstance(table, dict) else table
             for table in campaign["conditions"]
         ]
     if isinstance(campaign.get("grid"), dict):
         own = _gathered(campaign["grid"])
         gathered["grid"] = {**own.pop("sets", {}), **own}
     return {**data, "campaign": {**campaign, **gathered}}
+
+
+def _above_schedule(condition: Json, base: Json) -> Json:
+    """A condition whose own scheduled keys ("schedule.loss.kl_coef") stand beside the base's."""
+    kept: Json = {}
+    named: Json = {}
+    for name, value in condition.items():
+        path = name.removeprefix("schedule.")
+        if path != name and ("." in path or isinstance(value, dict)):
+            named[path] = value
+        else:
+            kept[name] = value
+    if not named:
+        return condition
+    sets, shared = kept.get("sets", {}), base.get("schedule")
+    if "schedule.points" in sets:
+        shared = {"points": sets["schedule.points"]}
+    whole = gathered_schedule({**(shared if isinstance(shared, dict) else {}), **named})
+    return {**kept, "sets": {**sets, "schedule.points": whole["points"]}}
 
 
 def _gathered(table: Mapping[str, Any]) -> Json:

@@ -47,7 +47,7 @@ def scheduled(config: "TrainConfig", step: int) -> dict[str, float]:
 
 
 def _as_whole(config: "TrainConfig", path: str, value: float) -> float:
-    if path not in keys_by_path() and isinstance(_given(config, path), int):
+    if path not in keys_by_path() and isinstance(given(config, path), int):
         return round(value)
     return value
 
@@ -118,9 +118,13 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
-def _given(config: "TrainConfig", path: str) -> Any:
-    table, _, name = path.rpartition(".")
-    return config.value(table).get(name)
+def given(config: "TrainConfig", path: str) -> Any:
+    """The value of a key or of a number in a table; None if there is none."""
+    section, name, *param = path.split(".", 2)
+    value = getattr(getattr(config, section), name)
+    if param:
+        return value.get(param[0])
+    return value
 
 
 def extremes(config: "TrainConfig") -> Iterator[tuple[int, dict[str, float]]]:
@@ -130,6 +134,14 @@ def extremes(config: "TrainConfig") -> Iterator[tuple[int, dict[str, float]]]:
     points = chain.from_iterable(config.schedule.points.values())
     for step in sorted({step for step, *_ in points}):
         yield step, scheduled(config, step)
+
+
+def may_be_positive(config: "TrainConfig", path: str) -> bool:
+    """Return True if a key that is off at 0 may be above it in some step: by the file, by a
+    schedule, or by a control, whose keys are known only once it is loaded.
+    """
+    value: float = config.value(path)
+    return value > 0 or path in config.schedule.points or bool(config.schedule.control)
 
 
 def moves_learner(config: "TrainConfig") -> bool:

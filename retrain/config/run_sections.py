@@ -14,6 +14,7 @@ from retrain.config.names import source_task
 from retrain.config.section import PathText, Positive, Section, Table, Traits, key
 from retrain.config.values import (
     MAX_COMPLETIONS,
+    MAX_TESTED,
     OpenName,
     check_arguments,
     check_label,
@@ -244,8 +245,18 @@ class Inference(Section):
     )
     calibration: bool = key(
         False,
-        "Test in every step, on at most 64 completions, that they are draws from the trained"
-        " policy; it records calibration_* and warns, and stops nothing.",
+        "Test on some completions, before they are learned from, that they are draws from the"
+        " trained policy; it records calibration_* and warns, and stops nothing.",
+        may_change_at_resume=True,
+    )
+    calibration_completions: int | None = key(
+        None,
+        "Completions of each step that calibration tests; unset is 1 of 32 that are drawn, 4 at a"
+        " time, for about 2% of the learning pass.",
+        ge=1,
+        le=MAX_TESTED,
+        meaningful_unset=True,
+        example=MAX_TESTED,
         may_change_at_resume=True,
     )
 

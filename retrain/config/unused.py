@@ -27,10 +27,14 @@ def unused_keys(config: TrainConfig) -> list[str]:
         list(_unused(arm, condition.sets))
         for arm, condition in zip(arms(config), conditions, strict=True)
     ]
+    # A grid without conditions makes them of the file's own algorithm, so the file is read.
+    read: tuple[str, ...] = ()
+    if config.campaign is not None and not config.campaign.conditions:
+        read = ("algorithm.advantage_mode", "algorithm.transform_mode")
     everywhere = [
         sentence
-        for _, sentence in found[0]
-        if all(any(sentence == other for _, other in arm) for arm in found)
+        for path, sentence in found[0]
+        if path not in read and all(any(sentence == other for _, other in arm) for arm in found)
     ]
     return everywhere + [
         f'Condition "{condition.label}": {sentence}'

@@ -1,8 +1,8 @@
 """The arms of a contrast, and the rollouts of one step that all of them are given."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,10 @@ from retrain.backends.local.backend import LocalBackend
 from retrain.campaign.plan import max_steps, plan_campaign
 from retrain.config import TrainConfig, config_from_mapping, load_config
 from retrain.config.load import given_values, read_toml
-from retrain.config.schema import Provenance
+from retrain.config.moving import given, with_values
+from retrain.config.names import is_recipe
+from retrain.config.recipes import recipe
+from retrain.config.schema import Condition, Provenance
 from retrain.config.values import MAX_COMPLETIONS
 from retrain.data.samplers import PromptChoice
 from retrain.errors import ConfigurationError
@@ -25,6 +28,7 @@ from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.redact import note_secrets
 from retrain.records.run_folder import refuse_foreign_code
 from retrain.records.state import TrainerState
+from retrain.run.control import MovingKeys
 from retrain.run.dialogues import Watcher
 from retrain.run.interrupts import Interrupts
 from retrain.run.parts import Parts, load_parts, training_plan
@@ -36,7 +40,7 @@ DEFAULT_SEEDS = 8
 """Seeds of a campaign, for a run that is not part of one."""
 _OF_ONE_ARM = ("advantage_params", "transform_params", "params", "uncertainty_kind")
 """Keys of [algorithm] that belong to the run's own advantage or transform."""
-_SEEN = ("algorithm", "gtpo", "hicra", "loss", "planning", "sepa")
+_SEEN = ("algorithm", "gtpo", "hicra", "loss", "planning", "schedule", "sepa")
 """Sections whose keys change a gradient of the same rollouts."""
 
 
@@ -44,6 +48,8 @@ _SEEN = ("algorithm", "gtpo", "hicra", "loss", "planning", "sepa")
 class Arm:
     label: str
     config: TrainConfig
+    note: str = ""
+    """What its condition sets beyond what a contrast shows."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,12 @@ class Batch:
     """Optimizer steps behind the weights that sampled them."""
     source: str
     """Where they are from, in words."""
+    kept: Mapping[str, Any] = field(default_factory=dict)
+    """What the run's advantage kept before the step."""
+
+    @property
+    def pass_rate(self) -> float:
+        return float(np.mean([group.correct / len(group) for group in self.groups]))
 
 
 def read_arms(base: TrainConfig, path: Path | None, *, trust: bool, say: Say) -> list[Arm]:
@@ -79,8 +91,12 @@ def read_arms(base: TrainConfig, path: Path | None, *, trust: bool, say: Say) ->
         steps, seeds = base.training.max_steps, [max(base.training.seed, 0)]
     values["campaign"] = campaign | {"seeds": list(seeds), "max_steps": steps}
     planned = config_from_mapping(values, provenance=Provenance(path or base.source_path))
-    runs = plan_campaign(_visible(planned, say), Path(base.logging.log_dir)).runs
-    arms = [Arm(run.condition, run.config) for run in runs]
+    runs = plan_campaign(_visible(planned), Path(base.logging.log_dir)).runs
+    notes = {condition.label: _unseen_note(condition) for condition in planned.conditions}
+    arms = [Arm(run.condition, run.config, notes[run.condition]) for run in runs]
+    for arm in arms:
+        if arm.note:
+            say(f"{arm.label}: {arm.note}.")
     if len(arms) < 2:
         raise ConfigurationError(
             f"{path or 'the campaign'} names one arm, which leaves nothing to compare; name two or"
@@ -105,17 +121,31 @@ def _conditions_of(path: Path) -> Json:
     return {}
 
 
-def _visible(config: TrainConfig, say: Say) -> TrainConfig:
+def _unseen(condition: Condition) -> list[str]:
+    """The keys that a condition or its recipe sets, and that do not change a gradient of given
+    rollouts.
+    """
+    paths = [*condition.sets]
+    if is_recipe(condition.algorithm_mode):
+        paths += recipe(condition.algorithm_mode)
+    return [path for path in dict.fromkeys(paths) if path.split(".")[0] not in _SEEN]
+
+
+def _unseen_note(condition: Condition) -> str:
+    if not (unseen := _unseen(condition)):
+        return ""
+    return (
+        f"{', '.join(unseen)} is left out: all arms are given the same rollouts and rewards, so a"
+        " difference that it makes does not show"
+    )
+
+
+def _visible(config: TrainConfig) -> TrainConfig:
     """Drop from the conditions the keys that cannot change a gradient of given rollouts."""
     assert config.campaign is not None
     conditions = []
     for condition in config.conditions:
-        hidden = [path for path in condition.sets if path.split(".")[0] not in _SEEN]
-        if hidden:
-            say(
-                f"{condition.label}: {', '.join(hidden)} is left out, since it does not change a"
-                " gradient of the same rollouts."
-            )
+        hidden = _unseen(condition)
         kept = {path: value for path, value in condition.sets.items() if path not in hidden}
         conditions.append(
             condition.model_copy(update={"sets": kept, "given_label": condition.label})
@@ -183,6 +213,7 @@ def opened(
     state = _untrained(config)
     if found:
         state = found.state()
+    config = _moved(config, state)
     parts = load_parts(config, state.choices, say, learns=False)
     try:
         backend = parts.backend
@@ -192,6 +223,32 @@ def opened(
         yield parts, backend, state
     finally:
         parts.close()
+
+
+def _moved(config: TrainConfig, state: TrainerState) -> TrainConfig:
+    """The configuration with the values that [schedule] gives to the step after `state`."""
+    moving = MovingKeys(config)
+    if state.control:
+        moving.load_state_dict(state.control)
+    return with_values(config, moving.values(state.step))
+
+
+def moved_arms(arms: Sequence[Arm], parts: Parts, batch: Batch) -> Iterator[Arm]:
+    """The arms with the values that their [schedule] gives to the step of a batch. How the run
+    sampled it, and what a control that an arm shares had set, is the arm's too.
+    """
+    run = parts.credit.config
+    for arm in arms:
+        moving = MovingKeys(arm.config)
+        shared = ["training.temperature", "training.lr"]
+        if moving.control and _control_of(arm.config) == _control_of(run):
+            shared += moving.control.keys
+        values = moving.values(batch.step) | {path: given(run, path) for path in shared}
+        yield replace(arm, config=with_values(arm.config, values))
+
+
+def _control_of(config: TrainConfig) -> tuple[str, Json]:
+    return config.schedule.control, config.schedule.control_params
 
 
 def _untrained(config: TrainConfig) -> TrainerState:
@@ -237,7 +294,7 @@ def take_batch(
         if step in stored_steps(run.folder):
             groups = recorded_groups(run, step)
         if groups:
-            return Batch(groups, step, f"recorded at step {step} of {target}")
+            return Batch(groups, step, f"recorded at step {step} of {target}", state.credit)
     count = prompts or state.batch_size or config.training.batch_size
     choice = PromptChoice(config, parts.prompts)
     choice.load_state_dict(state.sampler)
@@ -254,7 +311,7 @@ def take_batch(
         raise ConfigurationError(
             f"no completion of step {step} could be judged, so no arm has a gradient; see [reward]."
         )
-    return Batch(drawn, step, f"drawn for step {step} of {target}")
+    return Batch(drawn, step, f"drawn for step {step} of {target}", state.credit)
 
 
 def reads_texts(arms: Sequence[Arm]) -> bool:

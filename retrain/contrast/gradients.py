@@ -21,7 +21,7 @@ from retrain.advantages.transforms import top_share
 from retrain.analysis.power import out_of_reach, power_of, seeds_needed
 from retrain.backends.local.backend import LocalBackend
 from retrain.config import TrainConfig, replaced
-from retrain.contrast.batch import Arm, Batch, Say, flat_logprobs
+from retrain.contrast.batch import Arm, Batch, Say, flat_logprobs, moved_arms
 from retrain.distributed import ALONE
 from retrain.rewards import gold_response
 from retrain.run.parts import Parts, load_encoder
@@ -128,9 +128,9 @@ def contrast(
     measured: list[ArmGradient] = []
     totals: list[Float64Array] = []
     credit = None
-    for arm in arms:
+    for arm in moved_arms(arms, parts, batch):
         say(f"Gradient of {arm.label} ...")
-        credit, note = _credit(parts, batch, arm.config)
+        credit, note = _credit(parts, batch, arm)
         blocks = _blocks(backend, arm.config, credit, batch.step)
         total = blocks.sum(axis=0)
         norm = float(np.linalg.norm(total))
@@ -156,7 +156,7 @@ def contrast(
         len(batch.groups),
         sum(len(group.members) for group in batch.groups),
         credit.tokens.segments.total,
-        float(np.mean([group.correct / len(group) for group in batch.groups])),
+        batch.pass_rate,
         top_share(flat_logprobs(batch.groups)),
         arms[0].config.training.max_steps,
         seeds,
@@ -204,19 +204,26 @@ def halves(gram: Float64Array) -> tuple[float, float, float]:
 # -- one arm ---------------------------------------------------------------------------------------
 
 
-def _credit(parts: Parts, batch: Batch, config: TrainConfig) -> tuple[Credit, str]:
-    """The credit of the batch under one arm, and a note on what it had to assume."""
+def _credit(parts: Parts, batch: Batch, arm: Arm) -> tuple[Credit, str]:
+    """The credit of the batch under one arm, and a note on what it had to assume or leave out."""
+    config, notes = arm.config, [arm.note]
     backend = parts.credit.config.backend
     pipeline = CreditPipeline(
         config, parts.text.vocabulary.pieces, lambda name: load_encoder(backend, name, ALONE)
     )
-    note, sepa_lambda = "", 0.0
+    own, same = parts.credit.config.algorithm, ("advantage_mode", "advantage_params")
+    if batch.kept and all(getattr(own, key) == getattr(config.algorithm, key) for key in same):
+        pipeline.load_state_dict(dict(batch.kept))
+    sepa_lambda = 0.0
     if pipeline.uses_sepa_controller:
         sepa_lambda = linear_lambda(config.sepa, batch.step)
-        note = f"SEPA's lambda is {sepa_lambda:g}, as on the linear ramp at step {batch.step}"
+        notes.append(
+            f"SEPA's lambda is {sepa_lambda:g}, as on the linear ramp at step {batch.step}"
+        )
     teacher = Teacher.of(config, parts.text, parts.backend)
     scored = teacher.logprobs if teacher else None
-    return pipeline.assign(batch.groups, batch.step, sepa_lambda, scored), note
+    credit = pipeline.assign(batch.groups, batch.step, sepa_lambda, scored)
+    return credit, "; ".join(filter(None, notes))
 
 
 def _blocks(backend: LocalBackend, config: TrainConfig, credit: Credit, step: int) -> Float64Array:

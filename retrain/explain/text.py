@@ -288,10 +288,10 @@ def _time_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
 
 def _shared_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
     """Yield what the runs of a campaign have in common."""
-    if schedule.total_runs > schedule.seeds > 0:
+    if schedule.taken:
         yield (
             "shared",
-            f"{schedule.total_runs - schedule.seeds} of {schedule.total_runs}",
+            f"{schedule.taken} of {schedule.total_runs}",
             "runs take gate, evaluation before step 0 and first completions from one of their seed",
         )
     if schedule.forked:

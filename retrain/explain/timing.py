@@ -129,8 +129,8 @@ class Schedule:
     """Price of one device hour; 0 if it is not known."""
     forked: bool = False
     """Workers are forked from one process, which holds the base weights for all."""
-    seeds: int = 0
-    """Of a campaign."""
+    taken: int = 0
+    """Runs of a campaign that take their results before the first optimizer step from another."""
 
     @property
     def total_campaign_steps(self) -> int:
@@ -207,8 +207,16 @@ def schedule_campaign(
         step_time=step_time,
         price_per_hour=settings.price_per_hour if price_per_hour is None else price_per_hour,
         forked=settings.parallel and settings.launcher == "local" and not no_fork_reason(plan),
-        seeds=len(plan.seeds),
+        taken=_runs_that_take(plan),
     )
+
+
+def _runs_that_take(plan: "CampaignPlan") -> int:
+    """Count the runs whose results before the first optimizer step an earlier run has made."""
+    from retrain.run.common import settings_in_common
+
+    settings = list(filter(None, (settings_in_common(run.config) for run in plan.runs)))
+    return len(settings) - len(set(settings))
 
 
 def _workers(plan: "CampaignPlan") -> int:

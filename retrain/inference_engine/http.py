@@ -315,8 +315,9 @@ class ServerPool:
         raise AssertionError("stamina returns or raises")
 
     async def on_each(self, request: Callable[[Server], Awaitable[T]]) -> dict[str, T]:
-        """Make `request` on every live server, by URL; one that does not answer is left out. Where
-        none is left it waits for one. Raises ServerFailure at the end of patience.
+        """Make `request` on every live server, by URL; one that does not answer is left out, one
+        that is gone after a few tries where there are others. Where none is left it waits for one.
+        Raises ServerFailure at the end of patience.
         """
         started = time.monotonic()
         results: dict[str, T] = {}
@@ -324,7 +325,7 @@ class ServerPool:
 
         async def one(server: Server) -> None:
             try:
-                async for attempt in self._attempts(self._patience.attempts):
+                async for attempt in self._attempts(self._patience.attempts, has_others=others):
                     with attempt, self._understood(server):
                         results[server.url] = await request(server)
             except (TransientFailure, RequestTimeout) as error:
@@ -337,6 +338,7 @@ class ServerPool:
             # Any live server fulfils this: it waits for one.
             if not self.alive:
                 await self.ask(lambda _: asyncio.sleep(0))
+            others = len(self.alive) > 1
             await asyncio.gather(*(one(server) for server in self.alive))
             is_unfit = bool(problems) and isinstance(problems[-1], BadAnswer)
             if not results and (is_unfit or time.monotonic() - started > self._patience.silent_s):
@@ -370,16 +372,20 @@ class ServerPool:
             if not server.alive:
                 self._log(f"{self._what} {server.problem}; left out until it answers.")
 
-    def _attempts(self, attempts: int | None = None) -> Any:
+    def _attempts(self, attempts: int | None = None, *, has_others: bool = False) -> Any:
         """The tries of one request. An unfit answer has `attempts`; without that number a server
-        that is busy or silent has until the end of patience.
+        that is busy or silent has until the end of patience. One that is gone has few where there
+        are others to go on with.
         """
-        patience, started, unfit = self._patience, time.monotonic(), 0
+        patience, started, unfit, gone = self._patience, time.monotonic(), 0, 0
 
         def is_worth_another(error: Exception) -> bool:
-            nonlocal unfit
+            nonlocal unfit, gone
+            if not isinstance(error, TransientFailure):
+                return False
+            gone += error.gone
             if not isinstance(error, BadAnswer):
-                return isinstance(error, TransientFailure)
+                return not has_others or gone < patience.look_attempts
             unfit += 1
             return unfit < patience.attempts and time.monotonic() - started < patience.total_s
 

@@ -338,6 +338,7 @@ class ServedEngine(InferenceEngine):
                 finish_reason=FinishReason.STOP if one.stopped else FinishReason.LENGTH,
                 kept=None if one.kept is None else np.array(one.kept, np.int32),
                 text=one.text,
+                server=server.url,
             )
             for number, one in enumerate(sampled)
         ]

@@ -257,10 +257,9 @@ def read_step(
     if table.mask is not None:
         planning = table.mask.astype(np.bool_)
     notes: list[str] = []
+    own = run.config_at(step)
     if trust:
-        own = trusted(run.config)
-    else:
-        own = run.config
+        own = trusted(own)
     # The run's own credit was stored; any other is computed from the stored tokens.
     for name in against:
         config = _under(own, name)
@@ -399,8 +398,11 @@ def _sepa_lambda(run: StoredRun, step: int, notes: list[str]) -> float:
 
 def recorded_groups(run: StoredRun, step: int) -> list[Group] | None:
     """The judged groups of a stored step with their prompts' tokens; None where the file lacks
-    what a learner needs: prompts, rewards, or the kept tokens of a truncated distribution.
+    what a learner needs: prompts, rewards, or the kept tokens of a truncated distribution; and
+    where rewards were normalised, which do not say who was right.
     """
+    if run.config.reward.combine != "sum":
+        return None
     table = read_tokens(run.folder.step_tokens(step))
     complete = table.rewards is not None and table.truncated is not None and table.kept is None
     if not complete or table.prompt_offsets is None or not len(table.slot):

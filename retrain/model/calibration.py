@@ -12,12 +12,22 @@ mean 0 and variance (1 - sum p^3) / 12. A product of two M has mean 0 if the tok
 import torch
 from torch import Tensor
 
-from retrain.model.head import Head, exponentials, kept_counts, shifted_logits
+from retrain.model.head import (
+    Head,
+    chunk_bytes_on,
+    chunk_rows,
+    exponentials,
+    kept_counts,
+    shifted_logits,
+)
 from retrain.model.truncation import keep_only
 
 DISTANCES = (0.025, 0.05, 0.1, 0.2, 0.4)
 """Distances d beyond the tolerance l0 at which likelihood ratios are taken, each twice the one
 before."""
+_BLOCK_BYTES = {"cpu": 1 << 20}
+"""Bytes of logits whose scores are computed together, by device; elsewhere a whole chunk. On a CPU
+a dozen passes over them then stay in its cache."""
 _MIN_LOG = -87.0
 """Log-probs are held above it: a token below adds less than e^-50 to a sum."""
 
@@ -41,14 +51,20 @@ def tempered_scores(
     last place of the set.
     """
     scores = []
+    device = hidden.device.type
+    rows = chunk_rows(head.weight.shape[0], _BLOCK_BYTES.get(device, chunk_bytes_on(device)))
     for part, z in shifted_logits(head, hidden, temperature):
         if top_k or top_p < 1 or min_p:
             keep_only(z, targets[part], kept_counts(z, top_k, top_p, min_p))
-        scores.append(_of_chunk(z, targets[part], tolerance))
+        own = targets[part]
+        scores += [
+            _of_block(z[start : start + rows], own[start : start + rows], tolerance)
+            for start in range(0, len(z), rows)
+        ]
     return torch.cat(scores)
 
 
-def _of_chunk(z: Tensor, targets: Tensor, tolerance: float) -> Tensor:
+def _of_block(z: Tensor, targets: Tensor, tolerance: float) -> Tensor:
     """[R, 14] from `z` [R, V], whose maximum is at most 0; `z` is overwritten."""
     p = exponentials(z)
     total = p.sum(-1, keepdim=True)

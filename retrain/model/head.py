@@ -112,18 +112,32 @@ def count_kept(
     return torch.cat([kept_counts(z, top_k, top_p, min_p).float() for _, z in chunks])
 
 
+def draw_ranges(head: Head, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """[N, 2] float64: the range of a uniform in (0, 1) that gives `targets` [N] when it is drawn
+    from softmax(logits / temperature) of `hidden` [N, H], with tokens in the order of their ids.
+    """
+    ranges = []
+    for part, z in shifted_logits(head, hidden, temperature):
+        weights = z.double().exp()
+        sums, own = weights.cumsum(-1), targets[part, None]
+        end = sums.gather(-1, own)
+        ranges.append(torch.cat([end - weights.gather(-1, own), end], -1) / sums[:, -1:])
+    return torch.cat(ranges)
+
+
 def shifted_logits(
     head: Head, hidden: Tensor, temperature: float
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield chunks of the rows of `hidden` [N, H]: (rows, logits / temperature minus its maximum
-    [R, V]).
+    [R, V]), which hold until the next chunk.
     """
     rows = chunk_rows(head.weight.shape[0], chunk_bytes_on(hidden.device.type))
+    # Memory for one chunk after the other: new memory costs page faults.
+    products = hidden.new_empty(min(rows, len(hidden)), head.weight.shape[0])
     for start in range(0, len(hidden), rows):
         part = slice(start, start + rows)
-        z = head.logits(hidden[part]) / temperature
-        z -= z.amax(-1, keepdim=True)
-        yield part, z
+        z = head.logits(hidden[part], products[: len(hidden[part])]).div_(temperature)
+        yield part, z.sub_(z.amax(-1, keepdim=True))
 
 
 def kept_counts(z: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:

@@ -15,6 +15,13 @@ PATIENCE_S = 5.0
 asked in a thread."""
 
 
+def is_offline() -> bool:
+    """Return True where nobody is to ask the hub; nothing is asked to find out."""
+    from huggingface_hub import constants
+
+    return constants.HF_HUB_OFFLINE
+
+
 def reachable() -> bool:
     """Return True if the hub answers anything at all; otherwise the process goes offline for
     good.

@@ -4,6 +4,7 @@ folder, the hub's cache or the hub.
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,14 +48,28 @@ def load_sentence_encoder(name: str, device: str = "cpu") -> Callable[[Sequence[
     return encode
 
 
+def check_encoder_package() -> None:
+    """Raise EnvironmentFailure without sentence-transformers, whose import takes seconds."""
+    try:
+        found = find_spec("sentence_transformers")
+    except ValueError:  # blocked in sys.modules
+        found = None
+    if found is None:
+        raise _missing("sentence_transformers")
+
+
+def _missing(package: str | None) -> EnvironmentFailure:
+    return EnvironmentFailure(
+        f'[planning] detector = "semantic" needs the extra "semantic" ({package} is missing):'
+        f' {install_hint("semantic")}, or use detector = "regex".'
+    )
+
+
 def _load(name: str, device: str) -> "SentenceTransformer":
     try:
         from sentence_transformers import SentenceTransformer
     except ModuleNotFoundError as error:
-        raise EnvironmentFailure(
-            f'[planning] detector = "semantic" needs the extra "semantic" ({error.name} is'
-            f' missing): {install_hint("semantic")}, or use detector = "regex".'
-        ) from error
+        raise _missing(error.name) from error
     folder = Path(name).expanduser()
     here = folder.is_dir()
     # Weights in a pickle could run code.

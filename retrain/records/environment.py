@@ -42,7 +42,8 @@ def describe_environment(device: str) -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": next(models, None) or platform.processor() or platform.machine(),
         "cpu_count": os.cpu_count(),
-        # Their number decides how sums are rounded.
+        # What it computes with decides how sums are rounded, as the number of threads does.
+        "instructions": torch.backends.cpu.get_cpu_capability() if torch else None,
         "threads": int(torch.get_num_threads()) if torch else None,
         "memory_gib": None if memory is None else round(memory / 2**30, 1),
         "device": device,

@@ -413,6 +413,8 @@ def _run_row(status: RunStatus) -> tuple[str, ...]:
 class ReportFiles:
     page: Path
     pictures: list[Path]
+    notes: Sequence[str]
+    """What the page could not show, a sentence each."""
 
 
 def build_page(request: ReportRequest, live: LiveReload | None = None) -> str:
@@ -456,7 +458,7 @@ def write_report(
         replace_file(output, render(data, figures, datetime.now().astimezone()))
     if figures_to is not None:
         pictures += write_paper(data, figures, figures_to, formats)
-    return ReportFiles(output, pictures)
+    return ReportFiles(output, pictures, data.notes)
 
 
 # -- the page of an audit --------------------------------------------------------------------------

@@ -16,21 +16,28 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 
 from retrain.config.schema import Inference
+from retrain.config.values import MAX_TESTED
 from retrain.noise import Stream, uniform
 from retrain.types import Float32Array, Group, Row
 
-MAX_COMPLETIONS = 64
-"""Maximum number of completions of a step that are tested."""
+AT_ONCE, ONE_IN = 4, 32
+"""Unless more are asked for, one completion of so many drawn is tested, and so many together: four
+have pairs of one prompt and of one number, and a pass over fewer costs more for each."""
 WARNED_FROM = 4.0
 """log10 of the evidence: at most one sound run in 10,000 reaches it."""
 TOLERANCE, WIDE_TOLERANCE = 0.03, 0.05
 """lambda of a sampler that counts as sound. The wide one holds where rounding has moved lambda by
 up to 0.009, or was not measured: below temperature 0.7, in 8 bits, and outside this process."""
 _COOL = 0.7
+Places = npt.NDArray[np.int64]
 SHARED_FROM = 6.0
 """Standard deviations of the products of places from which noise counts as shared."""
+LEAST_VARIANCE = 1.0
+"""Variance of the products that counts at least. A product is at most 1/4: while their standard
+deviation is below that, a few pairs of improbable tokens would look like shared noise."""
 
 
 @dataclass(frozen=True)
@@ -106,12 +113,12 @@ class Calibration:
     @property
     def shared(self) -> tuple[float, float]:
         """Standard deviations by which completions of one prompt, and completions of one number,
-        are more alike than independent ones; 0 where none were compared.
+        are more alike than independent ones; too few while the variance is below LEAST_VARIANCE.
         """
         prompt, prompt_variance, number, number_variance = self.products or (0.0,) * 4
         return (
-            prompt / max(prompt_variance, 1e-9) ** 0.5,
-            number / max(number_variance, 1e-9) ** 0.5,
+            prompt / max(prompt_variance, LEAST_VARIANCE) ** 0.5,
+            number / max(number_variance, LEAST_VARIANCE) ** 0.5,
         )
 
     @property
@@ -149,18 +156,59 @@ def tolerance(inference: Inference, temperature: float, *, in_process: bool) -> 
     return TOLERANCE
 
 
-def chosen_rows(
-    groups: Sequence[Group], seed: int, step: int, count: int = MAX_COMPLETIONS
-) -> list[Row]:
+def how_many(inference: Inference, drawn: int, step: int) -> int:
+    """Count the completions of a step to test, of `drawn`: as many as the user asks for, or so that
+    one of ONE_IN is tested on average. Then some steps of a small batch test none; step 0 does.
+
+    No reward enters: steps with more trained rows are those of harder groups, which are selected.
+    """
+    if inference.calibration_completions is not None:
+        return inference.calibration_completions
+    before, after = (-(-number * drawn // (AT_ONCE * ONE_IN)) for number in (step, step + 1))
+    return min(AT_ONCE * (after - before), MAX_TESTED)
+
+
+def paired_rows(groups: Sequence[Group], inference: Inference, seed: int, step: int) -> list[Row]:
+    """Choose the completions of the first draws that are tested; return their rows."""
+    slots, samples = _places(groups)
+    count = how_many(inference, len(slots), step)
+    return _rows(groups, pairs_first(slots, samples, seed, step)[:count])
+
+
+def pairs_first(slots: Places, samples: Places, seed: int, step: int) -> Places:
+    """Shuffle completions by counter noise so that the first four are of two prompts and have two
+    numbers, as any other four that follow do where a prompt has enough. Return their places.
+    """
+    _, prompts = np.unique(
+        uniform(seed, Stream.CALIBRATION, step, slots, 0, 1), return_inverse=True
+    )
+    _, numbers = np.unique(
+        uniform(seed, Stream.CALIBRATION, step, samples, 0, 2), return_inverse=True
+    )
+    return np.lexsort((numbers, prompts, numbers // 2, prompts // 2))
+
+
+def chosen_rows(groups: Sequence[Group], seed: int, step: int, count: int) -> list[Row]:
     """Choose `count` completions of the first draws by counter noise, which knows no reward: a
     group's reward selects among its completions, and so moves the mean of D. Return their rows.
     """
-    members = [(group, one) for group in groups for one in group.trajectories]
-    slots = np.array([group.slot for group, _ in members], np.int64)
-    samples = np.array([one.sample for _, one in members], np.int64)
+    slots, samples = _places(groups)
     noise = uniform(seed, Stream.CALIBRATION, step, slots, samples, 0)
+    return _rows(groups, np.argsort(noise)[:count])
+
+
+def _places(groups: Sequence[Group]) -> tuple[Places, Places]:
+    """The slot and the number of each completion."""
+    members = [(group.slot, one.sample) for group in groups for one in group.trajectories]
+    slots, samples = np.array(members, np.int64).reshape(-1, 2).T
+    return slots, samples
+
+
+def _rows(groups: Sequence[Group], chosen: Places) -> list[Row]:
+    """The rows of the chosen completions that have a token, in the order of the groups."""
+    members = [(group, one) for group in groups for one in group.trajectories]
     rows: list[Row] = []
-    for number in np.sort(np.argsort(noise)[:count]):
+    for number in np.sort(chosen):
         group, one = members[number]
         nothing = np.zeros(one.num_actions, np.float32)
         rows += Row.of(group.prompt, one, nothing, group.slot)

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 from filelock import FileLock, Timeout
 
+from retrain.backends.declared import declared_backend, declared_engine
 from retrain.config import TrainConfig
 from retrain.config.load import with_judging_reward
 from retrain.config.names import table
@@ -48,6 +49,12 @@ _JUDGING = ("reward", "evaluation")
 _DIFFER = (*_CREDIT, *_JUDGING, "training", "logging", "resume", "campaign", "squeeze")
 """Sections whose values no result depends on, but for those that are among its own inputs."""
 
+_LEARNING = {
+    "max_steps", "lr", "lr_schedule", "lr_horizon", "lr_warmup_steps", "weight_decay",
+    "updates_per_batch", "minibatches", "save_every", "keep_checkpoints", "max_hours",
+}  # fmt: skip
+"""Keys of [training] that act only after the first completions."""
+
 Result = TypeVar("Result")
 _folder: Path | None = None
 
@@ -61,6 +68,28 @@ def common_results(folder: Path) -> Iterator[None]:
         yield
     finally:
         _folder = before
+
+
+def settings_in_common(config: TrainConfig) -> str:
+    """Return the settings that all results of a run before its first optimizer step depend on:
+    equal in runs that take them from each other. "" where a run makes some of them itself.
+    """
+    engine, training = declared_engine(config), config.training
+    exact = declared_backend(config).exact_resume and engine is not None and engine.in_process
+    if config.environment.provider or not exact or _selects(config):
+        return ""
+    parts = [
+        config.model_dump_json(exclude=set(_DIFFER)),
+        training.model_dump_json(exclude=_LEARNING),
+    ]
+    if config.evaluation.at_start:
+        parts.append(with_judging_reward(config).model_dump_json(include=set(_JUDGING)))
+    return json.dumps(parts)
+
+
+def _selects(config: TrainConfig) -> bool:
+    """True if rewards or measured seconds decide about the completions of a step."""
+    return config.training.dynamic_sampling > 0 or config.backpressure.enabled
 
 
 class Common:
@@ -111,7 +140,7 @@ class Common:
         or measured seconds decide about them.
         """
         sampler = copy(self._parts.sampler)
-        if plan.redraws or self._config.backpressure.enabled:
+        if _selects(self._config):
             return sampler.draw(prompts, 0, plan, watcher)
         drawn, heard, seconds = list[Rollout](), list[Completion](), 0.0
 

@@ -40,6 +40,7 @@ from retrain.run.gate_fits import (
     temperature_suspects,
     visible_strength,
 )
+from retrain.run.gate_servers import naming, only_faulty, told_of
 from retrain.run.identical import chance_of_identical
 from retrain.types import (
     Completion,
@@ -329,7 +330,7 @@ class _TrialLook:
 
     @property
     def stops(self) -> bool:
-        return bool(self.fault) or any(suspect.stops for suspect in self.suspects)
+        return bool(self.fault) or _any_stops(self.suspects)
 
 
 def _with_trial_adapter(
@@ -362,16 +363,32 @@ def _trial_look(
     sampled = _sampled(inputs, prompts, _TOKENS, look)
     # First, since it measures rounding under this adapter.
     fault = _fault(sampled, "with a trial adapter, ")
-    effect, found = adapter_suspects(inputs, trial, strength, sampled)
-    hotter = temperature_suspects(inputs, sampled)
-    if hotter and not rounding_hides_temperature(sampled):
-        found += hotter
+
+    def suspected(part: GateSample) -> tuple[float, list[Suspect]]:
+        effect, found = adapter_suspects(inputs, trial, strength, part)
+        hotter = temperature_suspects(inputs, part)
+        if hotter and not rounding_hides_temperature(part):
+            found += hotter
+        return effect, found
+
+    effect, found = suspected(sampled)
+    if _any_stops(found):
+        part, servers = only_faulty(sampled, lambda part: _any_stops(suspected(part)[1]))
+        if servers:
+            found = [
+                replace(suspect, sentence=naming(suspect.sentence, servers))
+                for suspect in suspected(part)[1]
+            ]
     return _TrialLook(sampled, fault, effect, found)
+
+
+def _any_stops(suspects: Sequence[Suspect]) -> bool:
+    return any(suspect.stops for suspect in suspects)
 
 
 def _fault(sampled: GateSample, when: str, served: ServedAdapters | None = None) -> str:
     """Return the fault that the completions show, as a sentence; "" if there is none."""
-    return _miscounted(sampled) or _disagreement(sampled, when, served)
+    return told_of(sampled, lambda part: _miscounted(part) or _disagreement(part, when, served))
 
 
 def _miscounted(sampled: GateSample) -> str:
@@ -540,7 +557,8 @@ def _scored(
         rows += Row.of(
             prompts[item.request // replicas], Trajectory.of(item), nothing, group=item.request
         )
-    return GateSample(inputs, rows, inputs.learner_logprobs(rows))
+    servers = [item.server for item in completions]
+    return GateSample(inputs, rows, inputs.learner_logprobs(rows), servers=servers)
 
 
 def _requests(
@@ -610,7 +628,7 @@ def _check_endings(sampled: GateSample, prompts: Sequence[Prompt]) -> int:
         request = _probe(inputs, place, _ENDINGS, 1, look)
         probes = _scored(inputs, [place], _ask(inputs, [request]))
         found = _ended(probes)
-        fault = _disagreement(probes, _ENDING)
+        fault = told_of(probes, lambda part: _disagreement(part, _ENDING))
         surely_kept = probability > 0.5 or not inputs.truncation.active
         if not found and _ENDINGS * probability >= _EXPECTED_ENDINGS and surely_kept:
             fault = (

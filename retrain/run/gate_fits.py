@@ -138,6 +138,19 @@ class GateSample:
     """[T] of each row."""
     long: frozenset[int] = frozenset()
     """The rows after the long prompt."""
+    servers: Sequence[str] = ()
+    """The address of the server behind each row; none where no server sampled."""
+
+    def part(self, server: str) -> "GateSample":
+        """The completions of one server."""
+        kept = [number for number, one in enumerate(self.servers) if one == server]
+        return GateSample(
+            self.inputs,
+            [self.rows[number] for number in kept],
+            [self.learner[number] for number in kept],
+            frozenset(place for place, number in enumerate(kept) if number in self.long),
+            [server] * len(kept),
+        )
 
     @property
     def differences(self) -> list[Float32Array]:

@@ -131,7 +131,7 @@ def take_step(session: Session) -> None:
     clock.mark("credit")
     clock.seconds["sample"] = max(clock.seconds["sample"], rollout.stored_seconds)
     sepa_lambda = parts.sepa.resolve(number)
-    teacher = parts.teacher.logprobs if parts.teacher else None
+    teacher = session.taught if parts.teacher else None
     credit = parts.credit.assign(rollout.usable_groups, number, sepa_lambda, teacher)
     rows = credit.rows()
     session.turn_to_learning(used=len(rollout.groups))

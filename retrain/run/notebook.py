@@ -54,7 +54,7 @@ def with_functions(
     folder.path.mkdir(parents=True, exist_ok=True)
     replace_file(file, source)
     values = {key: f"{name}.{function.__name__}" for key, function in functions.items()}
-    if "algorithm.advantage_mode" in values:
+    if "algorithm.advantage_mode" in values and config.algorithm.algorithm_mode:
         values["algorithm.algorithm_mode"] = ""
     config = replaced(config, values)
     # A plugin is looked for beside the configuration's file.
@@ -77,7 +77,7 @@ def module_source(functions: Any) -> str:
     """
     lines: dict[str, str] = {}
     for function in functions:
-        _collect(function, lines, function.__name__)
+        _collect(function, lines, getattr(function, "__name__", repr(function)))
     imports = [line for line in lines.values() if line.startswith(("import ", "from "))]
     rest = [line for line in lines.values() if line not in imports]
     return "\n".join([*imports, "", "", "\n\n\n".join(rest)]) + "\n"

@@ -22,16 +22,20 @@ from retrain.records.terminal import counted
 from retrain.records.token_table import damage_of, read_tokens
 from retrain.records.untrained import ASKING, ASKING_TEMPLATE
 from retrain.rewards import box_reader
+from retrain.run.calibration import AT_ONCE, ONE_IN
 from retrain.run.teacher import teacher_note
 from retrain.system import read_object, toml_value
 from retrain.types import LogLine
+
+_FROM = {"drawn": ",", "set in Python": ","}
+"""Origins that are no place: "training.seed = 7, drawn"."""
 
 
 def preflight_lines(config: TrainConfig) -> list[str]:
     """Return the remarks at the start of a run, one sentence each."""
     # The file alone would mislead.
     overrides = [
-        LogLine(f"{path} = {config.value(path)!r} from {origin}")
+        LogLine(f"{path} = {config.value(path)!r}{_FROM.get(origin, ' from')} {origin}")
         for path, origin in config.origins.items()
         if config.is_set(path) and origin != "file" and not origin.startswith("recipe ")
     ]
@@ -233,9 +237,14 @@ def _calibration_note(config: TrainConfig) -> str:
             "[inference] calibration = true: nothing is tested, since in split mode completions are"
             " of weights one step old."
         )
+    asked = config.inference.calibration_completions
+    if asked is not None:
+        tested = f"up to {counted(asked, 'completion')} of each step"
+    else:
+        tested = f"{AT_ONCE} completions at a time, 1 of {ONE_IN} drawn,"
     return (
-        "[inference] calibration = true: up to 64 completions of each step are scored once more"
-        " before its first update, redraws excepted."
+        f"[inference] calibration = true: {tested} are scored once more before the step's first"
+        " update, redraws excepted."
     )
 
 

@@ -155,7 +155,7 @@ class StepObserver:
             sepa_lambda=step.sepa_lambda if uses_sepa else None,
             sepa_gate_open=sepa.gate_open if uses_sepa else None,
             sepa_gate_step=sepa.gate_step if uses_sepa else None,
-            identical_chance=self._identical_chance(step),
+            identical_chance=self._identical_chance(step, decision),
             reward_could_not_judge=sum(
                 len(group) - len(group.rewards) for group in step.rollout.drawn
             ),
@@ -177,11 +177,13 @@ class StepObserver:
             peak_memory_gib=peak_memory_gib(self.parts.backend.device_name),
         )
 
-    def _identical_chance(self, step: Step) -> float | None:
+    def _identical_chance(self, step: Step, fields: Mapping[str, Any]) -> float | None:
         """Return the record's identical_chance, and say once that completions cannot be identical
-        by chance.
+        by chance. `fields` are others of the record.
         """
-        if is_raw(self.parts.backend.engine.capabilities, self.config.training.temperature):
+        scheduled = fields.get("scheduled") or {}
+        temperature = scheduled.get("training.temperature", self.config.training.temperature)
+        if is_raw(self.parts.backend.engine.capabilities, temperature):
             return None
         chance = identical_chance(step.rollout.drawn)
         if chance < _IMPOSSIBLE and not self._said_identical:

@@ -18,9 +18,11 @@ from retrain.advantages.sepa import SEPAController
 from retrain.backends.base import BACKENDS, Backend, backend_kind
 from retrain.backends.declared import backend_class, capability_notes, engine_class, incapable
 from retrain.config import TrainConfig, replaced
+from retrain.config.effects import reason_unused
 from retrain.config.judging import judging_note
+from retrain.config.keys import keys_by_path
 from retrain.config.load import with_judging_reward
-from retrain.config.names import DATA_FILE_SUFFIXES, is_data_location, is_dotted
+from retrain.config.names import DATA_FILE_SUFFIXES, is_data_location, is_dotted, part_class
 from retrain.config.schema import Backend as BackendSettings
 from retrain.config.schema import Evaluation, Inference, Model, Training
 from retrain.data import PromptSet, contamination_note, encode_prompts, load_examples
@@ -39,6 +41,7 @@ from retrain.environments.loading import (
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.inference_engine.base import Truncation
 from retrain.model.budget import longest_row
+from retrain.model.hub import is_offline
 from retrain.model.text import TextModel, load_model_config, load_text_model, model_files
 from retrain.noise import Stream
 from retrain.plugins import load_plugin, user_code
@@ -260,18 +263,24 @@ def _load_sources(config: TrainConfig) -> None:
 
 def check_inputs(config: TrainConfig) -> str:
     """Check, for `explain`, what a run would refuse in its plugins, its rewards and its data files.
-    Nothing is asked of the hub. Return the run's warning about these files, or "".
+    Nothing is asked of the hub; offline its cache is looked into. Return the run's warning about
+    these files, or "".
 
     Raises ConfigurationError or EnvironmentFailure, as the run would.
     """
     check_plugins(config)
+    if config.resume.from_:
+        RunFolder(Path(config.resume.from_)).claim().refuse_run(resuming=True)
     if config.environment.provider:
         return ""
     build_scorer(replaced(config, {"reward.workers": 1})).close()
+    source = config.data.source
+    on_hub = source in ("math", "gsm8k") or source.startswith("hub:")
     if (
         config.data.path
-        or config.data.source.endswith(DATA_FILE_SUFFIXES)
-        or config.data.source in ("jsonl", "parquet")
+        or source.endswith(DATA_FILE_SUFFIXES)
+        or source in ("jsonl", "parquet")
+        or (on_hub and is_offline())
     ):
         talks = [messages_of(each, config.data) for each in load_examples(config, "train").examples]
         texts = ["\n".join(message["content"] for message in talk) for talk in talks]
@@ -286,17 +295,29 @@ def check_model(config: TrainConfig) -> None:
 
 
 def check_packages(config: TrainConfig) -> None:
-    """Raise as the run would for a package of its environment or trackers that is not here."""
+    """Raise as the run would for a package of its environment, its trackers or its planning
+    detector that is not here.
+    """
     check_package(config.environment.provider)
+    detector = keys_by_path()["planning.detector"]
+    if config.planning.detector == "semantic" and not reason_unused(config, detector):
+        from retrain.model.sentences import check_encoder_package
+
+        check_encoder_package()
     check_tracker_packages(config.logging)
 
 
 def check_device(config: TrainConfig) -> None:
-    """Raise as the run would for a device that is not here."""
+    """Raise as the run would for a device that is not here, and for what the engine of this process
+    cannot do on it.
+    """
     if backend_kind(config.backend.backend).in_process:
-        from retrain.model.devices import choose_device
+        from retrain.model.devices import choose_device, choose_dtype, engine_options
 
-        choose_device(config.backend)
+        device = choose_device(config.backend).device
+        if part_class("engine", config.inference.engine).decodes_here:
+            dtype = choose_dtype(config.model.dtype, device)
+            engine_options(config.inference, device.type, dtype)
 
 
 def _connect_engine(config: TrainConfig, log: Say, learns: bool) -> None:

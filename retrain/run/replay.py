@@ -1,10 +1,15 @@
 """Takes steps of a stored run again, from its nearest checkpoint, in another folder."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from retrain.config import TrainConfig, dump_toml, replaced
+from retrain.noise import uniform
 from retrain.records.checkpoint import CheckpointStore, step_folder
 from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.run_folder import RunFolder
@@ -12,6 +17,7 @@ from retrain.run.loop import take_step
 from retrain.run.session import Session
 from retrain.system import read_object
 from retrain.tracking.base import Verbosity
+from retrain.types import Int32Array, Row
 
 
 def nearest_checkpoint(folder: RunFolder, step: int, log: Callable[[str], None]) -> int:
@@ -22,9 +28,13 @@ def nearest_checkpoint(folder: RunFolder, step: int, log: Callable[[str], None])
     return found.step if found else 0
 
 
-def replay(folder: RunFolder, config: TrainConfig, start: int, stop: int, scratch: Path) -> None:
+@contextmanager
+def replayed(
+    folder: RunFolder, config: TrainConfig, start: int, stop: int, scratch: Path
+) -> Iterator[Session]:
     """Take the steps from `start`, which is 0 or a checkpoint's, to before `stop` again in
-    `scratch`, an absent folder. The run in `folder`, which has `config`, is only read.
+    `scratch`, an absent folder, and yield the run as it is then. The run in `folder`, which has
+    `config`, is only read.
     """
     # The run's configuration in another folder, without trackers of its own.
     changes = {
@@ -49,14 +59,48 @@ def replay(folder: RunFolder, config: TrainConfig, start: int, stop: int, scratc
             session.evaluate_if_due()
             session.save_if_due()
             if session.state.step >= stop or session.is_finished:
-                return
+                break
             take_step(session)
+        yield session
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How a token was drawn."""
+
+    uniform: float
+    lower: float
+    """The range of the uniform that gives the token."""
+    upper: float
+
+
+def draw_of(
+    session: Session, ids: Int32Array, slot: int, sample: int, position: int
+) -> Draw | None:
+    """Return how the last of `ids`, a prompt and the beginning of a completion, is drawn in the
+    next step. None where the draw is truncated or greedy, or the sampler's logits are not
+    to be had.
+    """
+    step = session.state.step
+    plan = session.plan(step)
+    rounds = session.config.inference.reduced_precision
+    if rounds or plan.truncation.active or not plan.temperature:
+        return None
+    nothing = np.zeros(1, np.float32)
+    row = Row(ids, ((len(ids) - 1, len(ids)),), nothing, nothing, group=0)
+    ranges = session.parts.backend.draw_ranges([row], plan.temperature)
+    if ranges is None:
+        return None
+    found = uniform(plan.seed, plan.stream, step, slot, sample, position)
+    return Draw(float(found), *map(float, ranges[0][0]))
 
 
 def _copy(source: RunFolder, target: RunFolder, config: TrainConfig, start: int) -> None:
-    """Copy what a resume reads: the records, and one checkpoint."""
+    """Copy what a resume reads: the records, and one checkpoint. Not environment.json, so that the
+    replay describes its own.
+    """
     target.create()
-    for path in (*source.lines(), source.environment, source.verdicts):
+    for path in (*source.lines(), source.verdicts):
         if path.is_file():
             copy = target.path / path.relative_to(source.path)
             copy.parent.mkdir(exist_ok=True)

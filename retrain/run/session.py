@@ -10,6 +10,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
+from retrain.advantages.step import Float64Array
 from retrain.backends.declared import incapable, is_raw, loss_notes
 from retrain.backends.rows import mismatch_fields
 from retrain.config import TrainConfig
@@ -33,7 +34,14 @@ from retrain.records.redact import note_secrets
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean
 from retrain.run.adapter_lag import AdapterLag, adapter_lag, is_due, most_completions
-from retrain.run.calibration import Calibration, chosen_rows, shared_warning, tolerance, warning
+from retrain.run.calibration import (
+    Calibration,
+    chosen_rows,
+    paired_rows,
+    shared_warning,
+    tolerance,
+    warning,
+)
 from retrain.run.common import Common
 from retrain.run.control import MovingKeys
 from retrain.run.dialogues import SamplingPlan, Watcher
@@ -68,7 +76,7 @@ from retrain.run.step_record import Step
 from retrain.system import read_object
 from retrain.tracking import Tracker, build_tracker
 from retrain.tracking.base import GroupScore, GroupScores, Progress, StartEvent, Verbosity
-from retrain.types import Float32Array, LogLine, Prompt, Row, RowKey, StepResult
+from retrain.types import Float32Array, Group, LogLine, Prompt, Row, RowKey, StepResult
 
 _FEW_UNTRAINED = 4
 """Completions that are scored in a step that trains none."""
@@ -258,7 +266,7 @@ class Session:
         """Return the scored groups of this step, drawn now unless they were prefetched."""
         rollout = self.prefetched.take() if self.prefetched else None
         if rollout is None:
-            prompts, plan = self._prompts(self.state.step), self._plan(self.state.step)
+            prompts, plan = self._prompts(self.state.step), self.plan(self.state.step)
             self._sync()
             step, completions = self.state.step, len(prompts) * plan.group_size
             watcher = self._watch(f"Step {step}: sampling", completions)
@@ -295,10 +303,10 @@ class Session:
         ):
             return
         self._sync()
-        prompts, plan = self._prompts(step, after=used), self._plan(step)
+        prompts, plan = self._prompts(step, after=used), self.plan(step)
         self.prefetched.start(lambda watcher: self.parts.sampler.draw(prompts, step, plan, watcher))
 
-    def _plan(self, step: int) -> SamplingPlan:
+    def plan(self, step: int) -> SamplingPlan:
         """Fix the values of a step's scheduled keys, and return how it samples. A control is asked
         by rank 0, which tells the others.
         """
@@ -314,6 +322,27 @@ class Session:
         """The configuration of this step."""
         return with_values(self.config, self._values.get(self.state.step, {}))
 
+    @contextmanager
+    def _moved(self) -> Iterator[None]:
+        """The backend has the settings of this step inside. The gate and evaluations are at those
+        of the file.
+        """
+        backend = self.parts.backend
+        if not (self.moving.moves and backend.capabilities.moves_settings):
+            yield
+            return
+        backend.use(self._settings)
+        try:
+            yield
+        finally:
+            backend.use(self.config)
+
+    def taught(self, groups: Sequence[Group]) -> Float64Array:
+        """[n] log-probs of the groups' action tokens by the teacher, which the run has."""
+        assert self.parts.teacher is not None
+        with self._moved():
+            return self.parts.teacher.logprobs(groups)
+
     def learn(
         self, rows: list[Row], rollout: Rollout
     ) -> tuple[dict[RowKey, Float32Array] | None, StepResult]:
@@ -323,11 +352,14 @@ class Session:
         The log-ratios are None in a step whose tokens nobody stores, since they cost a forward
         pass, and where the backend cannot score rows.
         """
+        with self._moved():
+            return self._learned(rows, rollout)
+
+    def _learned(
+        self, rows: list[Row], rollout: Rollout
+    ) -> tuple[dict[RowKey, Float32Array] | None, StepResult]:
         backend, before = self.parts.backend, self.state
         log_ratios = None
-        moves = self.moving.moves and backend.capabilities.moves_settings
-        if moves:
-            backend.use(self._settings)
         # In a parallel run all processes score, or none.
         wanted = backend.capabilities.scores_rows and self.world.broadcast(
             self.tracker.wants_tokens(before.step)
@@ -343,18 +375,15 @@ class Session:
         except NotReached:
             self.state = before  # nothing has left this process
             raise
-        finally:
-            if moves:  # the gate and evaluations are at the settings of the file
-                backend.use(self.config)
 
     def calibrate(self, rollout: Rollout) -> Calibration | None:
         """Test the step's completions against the weights that sampled them, before they are
         learned from; None where nothing is tested.
         """
-        backend = self.parts.backend
-        if not self.config.inference.calibration or backend.capabilities.samples_ahead:
+        backend, inference = self.parts.backend, self.config.inference
+        if not inference.calibration or backend.capabilities.samples_ahead:
             return None
-        rows = chosen_rows(rollout.first_draws, self.state.seed, self.state.step)
+        rows = paired_rows(rollout.first_draws, inference, self.state.seed, self.state.step)
         if not rows:
             return None
         training = self._settings.training

@@ -71,15 +71,16 @@ class Teacher:
         for message in prompt.messages:
             if message["role"] == "user":
                 question = message["content"].strip()
-        before, found, after = given.rpartition(question)
-        if not found:
+        place = _place(question, given, prompt)
+        if place < 0:
             raise RunFailed(
                 f'[algorithm] reference = "gold": the question of {prompt.prompt_id} does not stand'
                 " in its prompt word for word, so the answer cannot be put beside it; use another"
                 " teacher, or another [data] prompt_template."
             )
         hint = _filled(self.algorithm.reference_prompt, question, prompt.example.reference)
-        told = encode_texts(self.text.tokenizer, [f"{before}{hint}{after}"])[0]
+        whole = f"{given[:place]}{hint}{given[place + len(question) :]}"
+        told = encode_texts(self.text.tokenizer, [whole])[0]
         ids = np.concatenate([told, row.token_ids[start:]])
         if len(ids) > self.text.context:
             raise RunFailed(
@@ -90,6 +91,15 @@ class Teacher:
         moved = len(told) - start
         spans = tuple((first + moved, stop + moved) for first, stop in row.spans)
         return replace(row, token_ids=ids, spans=spans)
+
+
+def _place(question: str, given: str, prompt: Prompt) -> int:
+    """Return where the question begins in the text before a row's first action; -1 if nowhere."""
+    place = prompt.text.rfind(question)
+    # Of a turn that restarts, a reply before it may hold the question once more.
+    if place >= 0 and given.startswith(prompt.text[: place + len(question)]):
+        return place
+    return given.rfind(question)
 
 
 def _filled(template: str, question: str, answer: str) -> str:

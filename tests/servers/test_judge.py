@@ -17,7 +17,7 @@ from runs import lines, small
 from retrain import train
 from retrain.audit.run import Audit, audit_reward
 from retrain.config import config_from_mapping
-from retrain.errors import EnvironmentFailure, RunFailed
+from retrain.errors import EnvironmentFailure, RunFailed, ServerFailure
 from retrain.rewards import ScoreRequest, build_scorer
 from retrain.types import Example, Outcome
 
@@ -128,3 +128,13 @@ def test_an_audit_of_a_small_judge_shows_that_it_is_no_verifier(
     result: Audit = audit_reward(config, 2, lambda _: None)
     assert (result.false_negatives.error_rate or 0) + (result.false_positives.error_rate or 0) > 0.3
     assert result.usage.requests > 30
+
+
+def test_a_model_of_another_shape_behind_the_second_address_is_named(
+    tmp_path: Path, vllm: RealServer, smollm2: RealServer
+) -> None:
+    """As where a list of addresses holds that of another project."""
+    inference = {"engine": "vllm", "url": [vllm.url, smollm2.url]}
+    with pytest.raises((RunFailed, ServerFailure), match=smollm2.url) as caught:
+        train(small(tmp_path, inference=inference), quiet=True)
+    print(f"\n{caught.value}")

@@ -22,10 +22,12 @@ pytestmark = [pytest.mark.servers, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture
-def smollm2() -> Iterator[RealServer]:
+def smollm2(request: Any) -> Iterator[RealServer]:
+    """It computes in the precision that the test asks for."""
     if not (folder := os.environ.get("RETRAIN_SMOLLM2")):
         pytest.skip("RETRAIN_SMOLLM2 names no folder")
-    with started("vllm", (Path(folder), ("--max-model-len", "2048"))) as (one,):
+    flags = ("--max-model-len", "2048", "--dtype", request.param)
+    with started("vllm", (Path(folder), flags)) as (one,):
         yield one
 
 
@@ -78,9 +80,18 @@ def largest_difference(record: Any) -> float:
     return max(abs(math.log(record.ratio_max or 1)), abs(math.log(record.ratio_min or 1)))
 
 
-def test_dialogues_in_fp32_are_on_policy(tmp_path: Path, smollm2: RealServer) -> None:
-    run = interviewed(tmp_path, smollm2, "vllm")
+@pytest.mark.parametrize(
+    ("smollm2", "dtype", "limit", "mean_limit"),
+    [("float32", "fp32", 1e-3, 1e-3), ("bfloat16", "bf16", math.inf, 0.15)],
+    indirect=["smollm2"],
+)
+def test_dialogues_are_on_policy(
+    tmp_path: Path, smollm2: RealServer, dtype: str, limit: float, mean_limit: float
+) -> None:
+    run = interviewed(tmp_path, smollm2, "vllm", dtype=dtype)
     differences = [largest_difference(record) for record in run.records()]
     print("\nlargest differences, nats:", ", ".join(f"{value:.1e}" for value in differences))
+    means = [record["log_ratio_mean"] for record in lines(run.folder / "metrics.jsonl")]
+    print("mean differences, nats:", ", ".join(f"{value:.1e}" for value in means))
     assert max(mean_turns(run)) > 1, "no second turn was sampled"
-    assert len(differences) == 2 and max(differences) < 1e-3
+    assert len(differences) == 2 and max(differences) < limit and max(means) < mean_limit

@@ -3,12 +3,13 @@
 import json
 import math
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from real_servers import Printed, RealServer
+from real_servers import Printed, RealServer, await_steps
 from runs import small
 
 from retrain import train
@@ -43,3 +44,27 @@ def test_both_share_the_samples_and_have_each_new_adapter(
     print("largest differences, nats:", ", ".join(f"{value:.1e}" for value in differences))
     assert len(differences) == 4 and max(*differences, gate["max_difference"]) < 1e-3
     assert min(shares) > sum(shares) / 4
+
+
+def test_a_run_goes_on_with_one_where_the_other_is_killed(
+    tmp_path: Path, vllm: RealServer, printed_vllm: Printed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a pause: it is not waited for where another answers."""
+
+    def kill() -> None:
+        await_steps(tmp_path, 2)
+        printed_vllm.kill()
+
+    threading.Thread(target=kill, daemon=True).start()
+    inference = {"engine": "vllm", "url": [vllm.url, printed_vllm.url]}
+    try:
+        run = train(small(tmp_path, inference=inference, training={"max_steps": 8}))
+    finally:
+        printed_vllm.kill()
+        printed_vllm.start(printed_vllm.command)  # the next test waits for it
+    records = run.records()
+    said = [line for line in capsys.readouterr().out.splitlines() if "servers left" in line]
+    print(f"\n{said}\nseconds:", ", ".join(f"{one.step_time_s or 0:.1f}" for one in records))
+    assert len(said) == 1 and printed_vllm.url in said[0]
+    assert len(records) == 8 and max(map(largest_difference, records)) < 1e-3
+    assert max(record.step_time_s or 0 for record in records) < 30

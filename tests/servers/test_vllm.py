@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 import pytest
 from faulty_proxy import faulty_proxy
-from real_servers import LAB, RealServer, started
+from real_servers import LAB, RealServer, await_steps, started
 from runs import lines, small
 from safetensors.numpy import load_file, save_file
 
@@ -239,6 +239,16 @@ def test_the_gate_stops_a_server_with_another_tokenizer(
     print(f"\n{caught.value}")
 
 
+def test_of_two_servers_the_one_with_another_model_is_named(
+    tmp_path: Path, vllm: RealServer, strange: RealServer
+) -> None:
+    """Its completions are whole, and their tokens and log-probs are those of other weights."""
+    told = f"^Parity gate, at {strange.url} alone of 2 servers: engine and learner disagree"
+    with pytest.raises(RunFailed, match=told) as caught:
+        train(served(tmp_path, vllm.url, strange.url), quiet=True)
+    print(f"\n{caught.value}")
+
+
 def test_an_adapter_where_the_server_does_not_see_it_is_told_with_its_path(
     tmp_path: Path, vllm: RealServer
 ) -> None:
@@ -320,14 +330,6 @@ def evaluated(folder: Path, server: RealServer, way: str) -> list[tuple[str, int
 
 
 # -- servers that die ------------------------------------------------------------------------------
-
-
-def await_steps(folder: Path, steps: int) -> None:
-    for _ in range(12_000):
-        with suppress(FileNotFoundError):
-            if len(lines(folder / "metrics.jsonl")) >= steps:
-                return
-        threading.Event().wait(0.02)
 
 
 def test_a_run_outlives_one_of_two_servers(

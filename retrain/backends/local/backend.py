@@ -38,7 +38,7 @@ from retrain.model.precision import other_precision
 from retrain.model.text import eos_token_ids, load_tokenizer, resolve_model
 from retrain.noise import Stream
 from retrain.plugins import user_code
-from retrain.types import Float32Array, LogLine, MachineChoices, Row, StepResult
+from retrain.types import Float32Array, Float64Array, LogLine, MachineChoices, Row, StepResult
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -404,6 +404,10 @@ class LocalBackend(LocalFacts):
     def kept(self, rows: Sequence[Row], truncation: Truncation) -> list[Float32Array]:
         with _current(self._base.device):
             return self._learner.kept(rows, truncation)
+
+    def draw_ranges(self, rows: Sequence[Row], temperature: float) -> list[Float64Array]:
+        with _current(self._base.device):
+            return self._learner.draw_ranges(rows, temperature)
 
     def tempered_scores(
         self, rows: Sequence[Row], temperature: float, truncation: Truncation, tolerance: float

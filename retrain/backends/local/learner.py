@@ -46,11 +46,11 @@ from retrain.model.calibration import tempered_scores
 from retrain.model.devices import attention_of
 from retrain.model.functions import recomputed
 from retrain.model.fused import FusedDecoder
-from retrain.model.head import TokenScores, count_kept, score_tokens
+from retrain.model.head import TokenScores, count_kept, draw_ranges, score_tokens
 from retrain.model.load import BaseModel, layers
 from retrain.model.pool import Pool, in_order
 from retrain.model.precision import computed_in
-from retrain.types import Float32Array, MachineChoices, Row, StepResult
+from retrain.types import Float32Array, Float64Array, MachineChoices, Row, StepResult
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -94,6 +94,8 @@ class _Question:
     """Score with the base in this dtype; None: its own."""
     truncation: Truncation | None = None
     """Count the tokens that it keeps, in place of log-probs."""
+    ranges: bool = False
+    """Return `draw_ranges` in place of log-probs."""
     tolerance: float | None = None
     """If set, return `tempered_scores` with this tolerance under `truncation`, and no log-probs."""
 
@@ -314,6 +316,11 @@ class Learner:
         """[T] of each row: the tokens that `truncation` keeps of the learner's own distribution."""
         return self._looked_up(rows, truncation=truncation)
 
+    def draw_ranges(self, rows: Sequence[Row], temperature: float) -> list[Float64Array]:
+        """[T, 2] of each row: `model.head.draw_ranges`."""
+        found = self._looked_up(rows, temperature=temperature, ranges=True)
+        return [ranges.astype(np.float64) for ranges in found]
+
     def tempered_scores(
         self, rows: Sequence[Row], temperature: float, truncation: Truncation, tolerance: float
     ) -> list[Float32Array]:
@@ -526,6 +533,8 @@ class Learner:
                 hidden = base.hidden_states(micro.token_ids, micro.positions, micro.attention)
             head = base.head
         states = micro.states(hidden)
+        if question.ranges:
+            return draw_ranges(head, states, micro.targets, temperature)
         if question.truncation is not None:
             cuts = astuple(question.truncation)
             if question.tolerance is None:
@@ -698,7 +707,9 @@ def _action_tokens(
 
 def _by_row(micro: MicroBatch, values: Tensor) -> dict[int, Float32Array]:
     """Copy [N] values from the device, by row number."""
-    parts = np.split(values.float().cpu().numpy(), np.cumsum(micro.lengths)[:-1])
+    if values.dtype != torch.float64:
+        values = values.float()
+    parts = np.split(values.cpu().numpy(), np.cumsum(micro.lengths)[:-1])
     return {row.number: part for row, part in zip(micro.rows, parts, strict=True)}
 
 
