@@ -118,6 +118,7 @@ class VLLMDouble:
 
         class Server(ThreadingHTTPServer):
             daemon_threads = True
+            request_queue_size = 128  # of its five places a busy machine loses connections
             connections: list[Any] = []  # noqa: RUF012
 
             def process_request(self, request: Any, client_address: Any) -> None:
