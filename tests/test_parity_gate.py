@@ -570,6 +570,19 @@ def test_rounding_at_one_ending_stops_no_run(parts: Parts, engine: Any) -> None:
     assert run_parity_gate(CONFIG, parts, 0).max_difference is not None
 
 
+def test_the_second_ending_is_another_place_of_the_only_prompt(parts: Parts, engine: Any) -> None:
+    engine("RoundsOneEnding")
+    inputs = gate_inputs(CONFIG, parts, 0, False)
+    prompts = parts.prompts.batch(0, 1, 0)
+    boxed = inputs.answers(prompts[0])[0]
+    with pytest.raises(RunFailed, match="where completions end, engine and learner disagree"):
+        gate.parity_gate(inputs, prompts)
+    engine("RoundsOneEnding")
+    other = np.append(boxed[:-1], boxed[-2:])  # one digit more
+    inputs = replace(inputs, answers=lambda _: [boxed, other])
+    assert gate.parity_gate(inputs, prompts).max_difference is not None
+
+
 @pytest.mark.parametrize("fault", first_of(["IgnoresTopP", "AnotherTopP"]))
 def test_kept_counts_are_held_against_the_learners_logits(
     fault: str, parts: Parts, engine: Any

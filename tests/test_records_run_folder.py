@@ -16,7 +16,8 @@ import pytest
 from retrain import train
 from retrain.config import dump_toml
 from retrain.errors import ConfigurationError, Interrupted, RetrainError, RunFailed, StoppedAtOnce
-from retrain.records.run_folder import RunFolder
+from retrain.records import run_folder
+from retrain.records.run_folder import RunFolder, writer_lock
 from retrain.run.interrupts import Interrupts
 from retrain.run.session import Session
 from tests.commands import Command
@@ -193,6 +194,37 @@ def test_two_writers_of_one_folder_are_refused_and_the_owner_is_named(tmp_path: 
         pytest.raises(ConfigurationError, match=f"pid {os.getpid()}"),
     ):
         small_run(small(tmp_path / "run"), quiet=True)
+
+
+def test_an_owner_that_ends_as_it_is_asked_for_is_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name goes before its lock."""
+    folder = RunFolder(tmp_path)
+    with writer_lock(folder):
+        folder.lock_owner.unlink()
+        monkeypatch.setattr(Path, "exists", lambda _: True)
+        with (
+            pytest.raises(ConfigurationError, match="written by another process"),
+            writer_lock(folder),
+        ):
+            pass
+
+
+def test_a_marker_that_another_starter_wrote_meanwhile_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both write one temporary file, which the first of them renames. Of 8 starters at once one ended
+    with "cannot be written".
+    """
+
+    def overtaken(path: Path, content: str) -> None:
+        path.write_text(content)
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(run_folder, "replace_file", overtaken)
+    RunFolder(tmp_path / "run").create()
+    assert run_folder.kind_of(tmp_path / "run") == "run"
 
 
 def test_a_seed_is_drawn_once_and_stored(tmp_path: Path) -> None:

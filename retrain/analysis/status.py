@@ -22,7 +22,7 @@ from retrain.records.terminal import duration
 from retrain.records.untrained import untrained_line, untrained_streak
 from retrain.system import Json
 
-_WINDOW = 50
+_WINDOW = 20
 """Steps at the end of a run over which the medians of step time and throughput are taken."""
 _PATIENCE_S = 600.0
 """A live process is stalled after writing nothing for this long and for _PATIENCE_STEPS step times:

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -349,6 +349,9 @@ def mark(folder: Path, kind: str, **content: str) -> None:
             f"{folder} cannot be a folder: a file of that name is in the way; choose another path."
         ) from error
     except OSError as error:
+        # Of several starters one may rename the file that another has written.
+        if isinstance(error, FileNotFoundError) and read_marker(folder):
+            return
         raise EnvironmentFailure(
             f"{folder} cannot be written: {error.strerror}; choose another path or change its"
             " permissions."
@@ -472,7 +475,7 @@ def writer_lock(folder: RunFolder) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout:
         who = "another process"
-        if owner.exists():
+        with suppress(FileNotFoundError):  # it goes before the lock does
             who = owner.read_text(encoding="utf-8").strip()
         raise written_by(folder, who) from None
     try:

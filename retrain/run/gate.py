@@ -646,15 +646,20 @@ def _check_endings(sampled: GateSample, prompts: Sequence[Prompt]) -> int:
 def _ending_places(
     sampled: GateSample, prompts: Sequence[Prompt]
 ) -> Iterator[tuple[GateInputs, Prompt, float]]:
-    """Yield the places of two looks. The second comes after another prompt, since all draws at one
-    place have one rounding; after the first again, if no completion of the other is likely to end.
+    """Yield the places of two looks. All draws at one place have one rounding, so the second is
+    another place: after the last prompt, or else after the first. It is the first place again only
+    where no completion is likely to end anywhere else.
     """
     first = _likely_end(sampled, prompts[0])
     if _ENDINGS * first[2] < 1:
         return
     yield first
-    other = _likely_end(sampled, prompts[-1])
-    yield other if _ENDINGS * other[2] >= 1 else first
+    for prompt in (prompts[-1], prompts[0]):
+        other = _likely_end(sampled, prompt, first[1].token_ids)
+        if _ENDINGS * other[2] >= 1:
+            yield other
+            return
+    yield first
 
 
 def _ended(sampled: GateSample) -> int:
@@ -662,9 +667,12 @@ def _ended(sampled: GateSample) -> int:
     return int(np.isin([row.token_ids[-1] for row in sampled.rows], sampled.inputs.eos_ids).sum())
 
 
-def _likely_end(sampled: GateSample, prompt: Prompt) -> tuple[GateInputs, Prompt, float]:
+def _likely_end(
+    sampled: GateSample, prompt: Prompt, seen: Int32Array | None = None
+) -> tuple[GateInputs, Prompt, float]:
     """Return the place after `prompt` where EOS is most probable for the learner, as a prompt, and
-    its probability there at the temperature of the inputs that are returned.
+    its probability there at the temperature of the inputs that are returned; 0 where the only place
+    is `seen`.
     """
     inputs, start = sampled.inputs, len(prompt.token_ids)
     own = [
@@ -682,6 +690,10 @@ def _likely_end(sampled: GateSample, prompt: Prompt) -> tuple[GateInputs, Prompt
         answer.tobytes(): np.append(prompt.token_ids, answer) for answer in inputs.answers(prompt)
     }
     places = [ids.astype(np.int32) for ids in begun.values()]
+    if seen is not None:
+        places = [ids for ids in places if not np.array_equal(ids, seen)]
+    if not places:
+        return inputs, prompt, 0.0
     probabilities = _end_probabilities(inputs, places, start)
     place = places[int(np.argmax(probabilities))]
     probability = float(probabilities.max())
