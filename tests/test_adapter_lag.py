@@ -199,3 +199,9 @@ def test_a_step_that_trains_nothing_is_compared_on_four_completions(
     assert records[0]["log_ratio_mean"] < 1e-5 < records[1]["log_ratio_mean"]
     said = capsys.readouterr().out
     assert "Step 1 trained nothing; sampler and learner differed by 0.01 nats" in said
+
+
+def test_an_update_that_the_engine_has_too_much_of_is_no_older_adapter() -> None:
+    for share, older in ((1.0, True), (-1.0, False)):
+        lag = AdapterLag(Fit(LAST_UPDATE, share, 0.001, 1e-3, 0.999), None, True)
+        assert ("of an earlier step" in lag.cause) is older

@@ -15,6 +15,7 @@ from retrain.audit.run import Audit, CaseResult, Rate, audit_reward
 from retrain.audit.text import to_text
 from retrain.cli.main import main
 from retrain.config import config_from_mapping
+from retrain.errors import ConfigurationError
 from retrain.rewards import extract_boxed
 from retrain.types import Example, Outcome, Score
 
@@ -45,6 +46,12 @@ def cases(reference: str, *, hostile: bool = True) -> list[Case]:
 
 def forms(reference: str) -> dict[str, str]:
     return {case.name: case.answer for case in cases(reference)}
+
+
+def test_a_reward_that_an_environment_leaves_unused_is_not_audited() -> None:
+    guess = {"environment": {"provider": "reasoning_gym", "id": "chain_sum"}}
+    with pytest.raises(ConfigurationError, match=r"so .reward. and .data., .* are unused here"):
+        audit_reward(config_from_mapping(guess), 2, print)
 
 
 # -- cases -----------------------------------------------------------------------------------------

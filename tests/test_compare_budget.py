@@ -75,6 +75,8 @@ def test_a_rate_is_on_the_line_between_two_evaluations(
     baseline, candidate = (40 + 50 + extra) / 2, 30 / 4 + 3 / 4 * (48 + extra)
     assert means(found) == pytest.approx([baseline, candidate], abs=1e-4)
     assert found["at"] == {"tokens": 300}
+    said = " ".join(found["notes"])
+    assert "the runs took 1 to 3 whole steps" in said and "ended at different" not in said
     assert "at 300 prompt and completion tokens" in found["metric_description"]
     assert "at" not in compared(capsys, *arms)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,9 @@ from retrain.errors import (
     ServerFailure,
 )
 from retrain.inference_engine.base import BASE_MODEL, NoiseKey, SampleRequest, Truncation
+from retrain.inference_engine.http import Patience
 from retrain.inference_engine.openai import OpenAIEngine
+from retrain.inference_engine.served import _pool
 from retrain.noise import Stream
 from retrain.run.parts import Parts, load_parts, run_parity_gate
 from retrain.types import Completion, FinishReason
@@ -1139,3 +1142,16 @@ def test_a_signal_is_answered_while_a_lost_server_should_load_an_adapter(
     with closing(engine), pytest.raises(Interrupted):
         engine.sync(lab().save_adapter, 0)
     assert time.monotonic() - started < 30 and "it is tried again" in gone[0]
+
+
+def test_patience_bounds_the_tries_of_one_server_too(tmp_path: Path) -> None:
+    """They had a minute of their own, whatever [inference] patience_s said."""
+    inference = small(
+        tmp_path, inference={"engine": "vllm", "url": "http://127.0.0.1:1", "patience_s": 5.0}
+    ).inference
+    dialect: Any = SimpleNamespace(title="vllm", health="/health", lost=None)
+    pool = _pool(dialect, inference, Patience(), None, print)
+    try:
+        assert (pool._patience.silent_s, pool._patience.total_s) == (5.0, 5.0)
+    finally:
+        pool.close()

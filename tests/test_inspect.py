@@ -5,6 +5,7 @@ that model text cannot touch.
 import json
 import re
 import shutil
+import sys
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -69,14 +70,37 @@ def test_the_runs_own_transform_computed_again_gives_what_was_trained_on(
 def test_scheduled_keys_are_those_of_the_step(tmp_path: Path) -> None:
     config = small(
         tmp_path / "run",
-        algorithm={"transform_mode": "gtpo"},
-        schedule={"gtpo.beta": [[0, 0.1], [1, 0.9]]},
+        algorithm={"transform_mode": "gtpo", "advantage_params": {"eps": 1.0}},
+        schedule={
+            "gtpo.beta": [[0, 0.1], [1, 0.9]],
+            "algorithm.advantage_params.eps": [[0, 0.1], [1, 1e-3]],
+        },
         training={"max_steps": 2},
         logging={"tokens_every": 1},
     )
     moving = StoredRun(small_run(config, quiet=True).folder)
     stored, computed = read_step(moving, 1, ["gtpo"]).stages.values()
     np.testing.assert_array_equal(stored["gtpo"], computed["gtpo"])
+    # Another advantage has none of the parameters that the schedule moves.
+    assert read_step(moving, 1, ["rloo+gtpo"]).labels == ["maxrl+gtpo", "rloo+gtpo"]
+
+
+def test_an_advantage_that_keeps_something_begins_anew_and_says_so(
+    run: StoredRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kept_advantage.py").write_text(
+        "class Last:\n"
+        "    last = 0.0\n"
+        "    def __call__(self, rewards):\n"
+        "        before, self.last = self.last, rewards[0]\n"
+        "        return [reward - before for reward in rewards]\n"
+        "    def state(self): return {'last': self.last}\n"
+        "    def load(self, state): self.last = state['last']\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    said = [read_step(run, step, ["kept_advantage.Last+none"], trust=True).notes for step in (0, 1)]
+    assert not said[0] and "it is computed as if step 1 were its first" in said[1][0]
 
 
 def test_rewards_that_were_normalised_do_not_say_who_was_right(run: StoredRun) -> None:

@@ -217,6 +217,47 @@ def test_code_that_is_trusted_is_run_again(tmp_path: Path, monkeypatch: pytest.M
     assert main(["verify", str(run)]) == 2 and main(["verify", str(run), "--trust"]) == 0
 
 
+def test_the_replay_ends_by_the_steps_asked_for_alone(copy: Path) -> None:
+    """Of a run that stopped by the clock, and whose resume lowered max_steps below its steps."""
+    config = copy / "config.toml"
+    ending = config.read_text().replace("max_hours = 0.0", "max_hours = 1e-7")
+    config.write_text(ending.replace("max_steps = 4", "max_steps = 3"))
+    assert ending != config.read_text() and main(["verify", str(copy)]) == 0
+
+
+def test_the_evaluation_after_the_last_step_is_compared(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = lines(copy / "evaluation.jsonl")
+    rows[-1]["correct"] = 1 - rows[-1]["correct"]
+    (copy / "evaluation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert rows[-1]["step"] == 4 and main(["verify", str(copy)]) == 1
+    assert "part at step 4, in the held-out" in capsys.readouterr().out
+
+
+def test_a_checkpoint_where_the_run_was_stopped_is_compared(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """None is due there, and the replay makes one all the same."""
+    config = copy / "config.toml"
+    config.write_text(config.read_text().replace("save_every = 2", "save_every = 0"))
+    checkpoint = copy / "checkpoints" / "step_000002" / "adapter_model.safetensors"
+    checkpoint.write_bytes(checkpoint.read_bytes() + b"x")
+    assert main(["verify", str(copy), "--steps", "0:2"]) == 1
+    assert "the adapter after 2 steps is another" in capsys.readouterr().out
+
+
+def test_keys_that_a_resume_changed_are_named_before_it(base: Path, copy: Path) -> None:
+    """config.toml holds the last session's, by which earlier steps are taken again."""
+    environment = json.loads((copy / "environment.json").read_text())
+    environment["resumed"] = [{"step": 2, "changed": ["training.lr_horizon (0, 8)"]}]
+    (copy / "environment.json").write_text(json.dumps(environment))
+    for step in (3, 1):
+        change_row(copy / "metrics.jsonl", step, loss=1.0)
+        named = [reason for reason in reasons(base, copy) if "training.lr_horizon (0, 8)" in reason]
+        assert len(named) == (step == 1)
+
+
 # -- diff ------------------------------------------------------------------------------------------
 
 

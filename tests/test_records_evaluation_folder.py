@@ -69,6 +69,15 @@ def write_evaluation(
     return folder
 
 
+def test_inspects_log_names_the_tasks_that_were_asked(tmp_path: Path) -> None:
+    """And not [data] source, which is training's."""
+    log = json.loads(
+        EvaluationFolder(write_evaluation(tmp_path / "e", [4, 2])).inspect_log.read_text()
+    )
+    assert log["eval"]["task"] == "retrain/task-0+task-1"
+    assert log["eval"]["dataset"]["name"] == "task-0+task-1"
+
+
 def test_two_evaluations_are_compared_in_pairs_of_problems(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from runs import small
 from showcase import HOSTILE, write_showcase
 
 from retrain.analysis.compare import compare_campaign
-from retrain.analysis.runs import find_runs
+from retrain.analysis.runs import StoredRun, find_runs
 from retrain.analysis.verdict import TestSettings
 from retrain.cli.main import main
 from retrain.install import install_hint
@@ -36,7 +37,8 @@ from retrain.report.data import (
     smoothed,
 )
 from retrain.report.figures import draw_figures
-from retrain.report.page import build_page, render
+from retrain.report.page import _campaign_tiles, build_page, render
+from retrain.report.paper import methods
 from retrain.report.serve import ReportServer, version_of
 from tests.runs import small_run
 
@@ -437,6 +439,25 @@ def test_the_command_writes_page_and_pictures(
     assert sorted(path.name for path in page.parent.iterdir()) == sorted(
         ["page.html", *(picture.name for picture in pictures)]
     )
+
+
+def test_the_steps_of_a_run_that_is_skipped_are_not_waited_for() -> None:
+    statuses = [
+        SimpleNamespace(state="done", steps=4, max_steps=4),
+        SimpleNamespace(state="skipped", steps=0, max_steps=None),
+    ]
+    data = SimpleNamespace(kind="campaign", statuses=statuses, arms=[], seeds=2)
+    assert dict(_campaign_tiles(data))["steps"] == "4"  # type: ignore[arg-type]
+
+
+def test_methods_name_what_moved_and_what_differs(tmp_path: Path) -> None:
+    moved = {"training.temperature": [[0, 1.0], [9, 0.6]]}
+    one = write_run(tmp_path / "one", 1, schedule=moved)
+    other = write_run(tmp_path / "other", 1, schedule=moved, training={"lr": 0.5})
+    arms = curves_by_condition([("one", StoredRun(one)), ("other", StoredRun(other))])
+    said = methods(SimpleNamespace(arms=arms, comparison=None))  # type: ignore[arg-type]
+    assert "learning rate 0.001, training.temperature 1 at step 0, 0.6 at step 9)" in said
+    assert "The conditions differ in training.lr; what is named here is one's." in said
 
 
 @pytest.mark.slow

@@ -3,11 +3,13 @@ sizes.
 """
 
 import shutil
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from retrain.cli.main import main
 from retrain.config import TrainConfig, config_from_toml
 from retrain.config.load import replaced
 from retrain.errors import ConfigurationError
@@ -104,6 +106,13 @@ def test_a_resumed_run_decides_by_the_recorded_times(run: Run, tmp_path: Path) -
         assert (resumed.folder / "checkpoints" / name).read_bytes() == (
             run.folder / "checkpoints" / name
         ).read_bytes()
+
+
+def test_a_run_is_verified_by_the_recorded_times(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock by which every step takes longer than all before it."""
+    clock = (3.0**number for number in count())
+    monkeypatch.setattr("retrain.run.step_record.monotonic", lambda: next(clock))
+    assert main(["verify", str(run.folder), "--steps", "0:9"]) == 0
 
 
 def test_the_roofline_names_the_bound_where_the_batch_may_grow(run: Run) -> None:

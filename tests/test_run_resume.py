@@ -17,12 +17,14 @@ from typing import Any
 import pytest
 import torch
 
+from retrain.backends.rows import learning_rate
 from retrain.cli.main import main
 from retrain.config import TrainConfig, dump_toml, load_config, replaced, resume_differences
 from retrain.config.stored import campaign_command
 from retrain.errors import ConfigurationError, Interrupted, RunFailed
 from retrain.model.text import resolve_model
 from retrain.records.run_folder import RunFolder
+from retrain.run.notes import _spent_rate_note
 from retrain.run.session import Session
 from retrain.run.start import note_model
 from tests import commands
@@ -331,6 +333,9 @@ def test_more_steps_change_a_falling_rate_only_if_the_user_names_its_end(tmp_pat
     assert "--lr-horizon 1 makes it 0.001, 0, 0" in str(refused.value)
     assert "--lr-horizon 3 makes it 0.001, 0.000667, 0.000333" in str(refused.value)
     assert small_run(falling(folder, 3, lr_horizon=3), quiet=True).summary.steps == 3
+    resumed = json.loads((folder / "environment.json").read_text())["resumed"][-1]
+    assert resumed["step"] == 1
+    assert resumed["changed"] == ["training.max_steps (1, 3)", "training.lr_horizon (0, 3)"]
 
 
 @pytest.mark.parametrize("changes", [{"lr_schedule": "constant"}, {"lr_horizon": 1}])
@@ -539,3 +544,12 @@ def test_a_refused_run_deletes_nothing_that_was_there(
     with pytest.raises(ConfigurationError, match="cannot be loaded"):
         small_run(small(tmp_path / "run", algorithm={"advantage_mode": "no.such"}), quiet=True)
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+
+
+def test_a_warm_up_beyond_the_horizon_is_no_rate_of_zero() -> None:
+    training = small(
+        Path("nowhere"),
+        training={"max_steps": 9, "lr_schedule": "linear", "lr_horizon": 2, "lr_warmup_steps": 4},
+    ).training
+    assert [learning_rate(training, step) > 0 for step in range(9)] == [True] * 5 + [False] * 4
+    assert _spent_rate_note(training).startswith("From step 5 on the learning rate is 0, so 4 ")

@@ -27,7 +27,7 @@ from retrain.config import (
 from retrain.config.load import arms
 from retrain.config.moving import movable, scheduled, value_at, with_values
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.run.control import CONTROLS, AdaptiveEntropy
+from retrain.run.control import CONTROLS, AdaptiveEntropy, build_control
 from retrain.run.observer import StepObserver
 from retrain.run.parts import check_plugins
 from retrain.run.rollout import Rollout
@@ -50,6 +50,35 @@ def test_keys_that_belong_to_a_scheduled_one_are_in_use() -> None:
     masked = {"schedule": {"algorithm.surprisal_mask_rho": [[0, 0.0], [10, 0.2]]}}
     assert "uncertainty_kind" in unused_keys(config_from_mapping(plain))[0]
     assert not unused_keys(config_from_mapping(plain | masked))
+
+
+def test_keys_that_belong_to_one_that_a_control_may_lift_are_in_use() -> None:
+    control = {"schedule": {"control": "my_module.my_control"}}
+    keys = {"loss": {"kl_estimator": "k2"}, "gtpo": {"beta": 0.0, "norm": "group"}}
+    sections = keys | {"algorithm": {"advantage_mode": "grpo", "transform_mode": "gtpo"}}
+    assert len(unused_keys(config_from_mapping(sections))) == 2
+    assert not unused_keys(config_from_mapping(sections | control))
+
+
+def test_a_value_between_two_points_may_be_refused_too() -> None:
+    """dual_clip is off at 0, and else above 1: nothing between may be trained with."""
+    ppo = {"loss": {"mode": "ppo"}}
+    config_from_mapping(ppo | {"schedule": {"loss.dual_clip": [[0, 0.0], [1, 3.0], [9, 2.0]]}})
+    for points in ([[0, 0.0], [10, 3.0]], [[0, 3.0], [10, 0.0]]):
+        with pytest.raises(
+            ConfigurationError, match=r"dual_clip = 0\.[23].* by \[schedule\] at step"
+        ):
+            config_from_mapping(ppo | {"schedule": {"loss.dual_clip": points}})
+
+
+def test_a_mask_that_only_a_schedule_gives_is_a_mask() -> None:
+    masked = {"algorithm": {"advantage_mode": "grpo", "transform_mode": "entropy_mask"}}
+    points = {"algorithm.surprisal_mask_rho": [[0, 0.5], [9, 0.2]]}
+    config = config_from_mapping(masked | {"schedule": points})
+    assert CreditPipeline(config, lambda ids: [""] * len(ids)).spec.needs_rho
+    off = {"algorithm.surprisal_mask_rho": [[0, 0.5], [9, 0.0]]}
+    with pytest.raises(ConfigurationError, match=r"surprisal_mask_rho above 0.* at step 9"):
+        config_from_mapping(masked | {"schedule": off})
 
 
 @given(
@@ -367,6 +396,13 @@ def test_a_parameter_that_a_control_has_not_is_refused(tmp_path: Path) -> None:
     params = {"control": "adaptive_entropy", "control_params": {"goal": 0.3}}
     with pytest.raises(ConfigurationError, match="goal is not one of target, delta, start"):
         check_plugins(small(tmp_path, schedule=params))
+
+
+def test_entropies_that_no_sampler_records_steer_nothing(tmp_path: Path) -> None:
+    inference = {"engine": "vllm", "url": "http://127.0.0.1:1"}
+    config = small(tmp_path, schedule={"control": "adaptive_entropy"}, inference=inference)
+    with pytest.raises(ConfigurationError, match=r'adaptive_entropy" reads .* "vllm"'):
+        build_control(config)
 
 
 def test_the_bonus_rises_below_the_target_and_falls_above() -> None:

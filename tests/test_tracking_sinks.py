@@ -55,6 +55,11 @@ def test_absent_numbers_are_not_logged() -> None:
     }
 
 
+def test_scheduled_values_are_sent() -> None:
+    moved = StepRecord(step=4, condition="grpo+none", scheduled={"loss.kl_coef": 0.1})
+    assert metrics(moved)["train/schedule/loss.kl_coef"] == 0.1
+
+
 def test_a_wandb_project_switches_wandb_on() -> None:
     assert tracker_names(config().logging) == []
     assert tracker_names(config(wandb_project="p").logging) == ["wandb"]

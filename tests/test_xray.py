@@ -22,8 +22,9 @@ from retrain.advantages.episode import (
     rloo,
 )
 from retrain.cli.main import main
+from retrain.config import config_from_mapping
 from retrain.xray import Xray, xray
-from retrain.xray.resolve import read_exact
+from retrain.xray.resolve import headline_of, read_exact, read_xray
 from retrain.xray.text import objective_name, sentences
 
 P = np.array([0.01, 0.1, 0.3, 0.5, 0.8, 0.99])
@@ -364,3 +365,23 @@ def test_what_a_plugin_prints_does_not_break_the_json(
     assert main(["xray", "xray_printing.printing", "--json"]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["xrays"][0]["group"] == 16 and "noise" in said.err
+
+
+def test_scheduled_parameters_are_those_of_the_first_step(tmp_path: Path) -> None:
+    """No step need have the file's own."""
+
+    def weights(eps: float, **schedule: object) -> str:
+        algorithm = {"advantage_mode": "maxrl", "transform_mode": "none"}
+        params = algorithm | {"advantage_params": {"eps": eps}}
+        return headline_of(config_from_mapping({"algorithm": params, "schedule": schedule}))
+
+    moved = {"algorithm.advantage_params.eps": [[0, 1.0], [9, 2.0]]}
+    assert weights(0.1, **moved) == f"{weights(1.0)} at step 0" != f"{weights(0.1)} at step 0"
+    assert weights(0.1, **{"loss.kl_coef": [[0, 0.1]]}) == weights(0.1)
+    file = tmp_path / "moved.toml"
+    file.write_text(
+        '[algorithm]\nadvantage_mode = "maxrl"\ntransform_mode = "none"\n'
+        "advantage_params = {eps = 0.1}\n"
+        '[schedule]\n"algorithm.advantage_params.eps" = [[0, 1.0]]\n'
+    )
+    assert read_xray(str(file))[0].name == "maxrl at step 0"

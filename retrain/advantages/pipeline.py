@@ -154,7 +154,8 @@ class CreditPipeline:
         composed = self._algorithm is None and self._transform.function is None
         if composed and self.spec.uses_sepa_controller:
             check_ramp(config.sepa)
-        if self.spec.needs_rho and config.algorithm.surprisal_mask_rho == 0:
+        masks = may_be_positive(config, "algorithm.surprisal_mask_rho")
+        if self.spec.needs_rho and not masks:
             raise ConfigurationError(
                 f'[algorithm] transform "{self.spec.name}" has no effect while surprisal_mask_rho'
                 " is 0; set it above 0."
@@ -186,6 +187,12 @@ class CreditPipeline:
             or self.spec.needs_uncertainty
             or self.config.algorithm.surprisal_mask_rho > 0
         )
+
+    @property
+    def keeps_state(self) -> bool:
+        """The advantage is a plugin that keeps something from step to step."""
+        episode = self._episode
+        return isinstance(episode, PluginAdvantage) and hasattr(episode.plugin.function, "state")
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """Return what the advantage keeps before `step`, also if that was assigned credit and then

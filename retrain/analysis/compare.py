@@ -65,6 +65,7 @@ def comparison_notes(
     test: TestSettings,
     *,
     asked: bool,
+    budget: Budget | None = None,
 ) -> Iterator[str]:
     base = arms[baseline]
     runs = list(chain.from_iterable(arm.runs.values() for arm in arms.values()))
@@ -86,13 +87,15 @@ def comparison_notes(
             f"{base.label} is a control, trained on random rewards: a difference from it is what an"
             " informative reward adds to training as such."
         )
-    yield from _unequal_runs(arms, runs)
+    yield from _unequal_runs(arms, runs, budget)
     if metric.k is not None:
         yield from _held_out_notes(runs, arms)
     yield from _unpaired_notes(base, [arm for arm in arms.values() if arm is not base], family)
 
 
-def _unequal_runs(arms: Mapping[str, Arm], runs: Sequence[StoredRun]) -> Iterator[str]:
+def _unequal_runs(
+    arms: Mapping[str, Arm], runs: Sequence[StoredRun], budget: Budget | None
+) -> Iterator[str]:
     """Sentences on differences in what should be equal: code, keys, attempts, length."""
     for arm in arms.values():
         yield from mixed_code(arm.label, arm.runs)
@@ -107,7 +110,9 @@ def _unequal_runs(arms: Mapping[str, Arm], runs: Sequence[StoredRun]) -> Iterato
     if again:
         yield f"Tried again after a failure: {', '.join(again)}."
     ends = sorted({run.steps for run in runs})
-    if len(ends) > 1:
+    if len(ends) > 1 and budget:
+        yield f"Within {budget} the runs took {ends[0]} to {ends[-1]} whole steps."
+    elif len(ends) > 1:
         yield (
             f"The runs ended at different steps ({ends[0]} to {ends[-1]}), so they were trained for"
             " different lengths."
@@ -373,6 +378,7 @@ def _compared(grouped: RunsByCondition, request: Request) -> Comparison:
         metric,
         test,
         asked=request.metric is not None,
+        budget=request.budget,
     )
     return Comparison(
         metric=metric,

@@ -60,12 +60,13 @@ class Parting:
 
 
 def parting(one: StoredRun, other: StoredRun, steps: range) -> Parting | None:
-    """Return the first difference in `steps`; None if all records are equal apart from measured
-    times. A step's held-out answers are compared before its record, since they are made first.
+    """Return the first difference in `steps`, or in an evaluation after the last of them; None if
+    all records are equal apart from measured times. A step's held-out answers are compared before
+    its record, since they are made first.
     """
     ours, theirs = _rows(one, steps), _rows(other, steps)
     answers, others = _evaluations(one), _evaluations(other)
-    for step in steps:
+    for step in range(steps.start, steps.stop + 1):
         held_out = _different(answers.get(step), others.get(step))
         if held_out and step in answers and step in others:
             return Parting(step, "held-out", held_out)
@@ -235,6 +236,8 @@ def causes(one: StoredRun, other: StoredRun, found: Parting | None) -> Iterator[
     recorded differences between the runs, or without any the causes typical of the stage.
     """
     recorded = [*_recorded(one, other)]
+    if found:
+        recorded += [*_changed_later(one, found.step), *_changed_later(other, found.step)]
     yield from recorded
     if found is None or recorded:
         return
@@ -273,6 +276,17 @@ def _recorded(one: StoredRun, other: StoredRun) -> Iterator[str]:
             more = f" and {len(keys) - _SHOWN} more"
         yield f"keys of the configuration: {', '.join(shown)}{more}"
     yield from differing_environment(one, other)
+
+
+def _changed_later(run: StoredRun, step: int) -> Iterator[str]:
+    """A clause for each resume after `step` that changed keys: config.toml is of the last one."""
+    sessions = run.environment.get("resumed")
+    for session in sessions if isinstance(sessions, list) else ():
+        if session.get("changed") and step < session.get("step", 0):
+            yield (
+                f"keys that {run.path} had otherwise before it was resumed at step"
+                f" {session['step']}: {', '.join(session['changed'][:_SHOWN])}"
+            )
 
 
 def _value(run: StoredRun, key: str) -> str:

@@ -220,6 +220,13 @@ def audit_reward(config: TrainConfig, examples: int, log: Callable[[str], None])
     Raises ConfigurationError for a source without examples, EnvironmentFailure where the reward
     cannot work here.
     """
+    environment = config.environment.provider
+    if environment:
+        raise ConfigurationError(
+            f'[environment] provider = "{environment}" gives the problems and its rubric scores'
+            " them, so [reward] and [data], which an audit is about, are unused here; audit a file"
+            " without it."
+        )
     loaded = load_examples(replaced(config, {"training.max_examples": examples}), "train")
     cases: list[Case] = []
     for index, example in enumerate(loaded.examples):

@@ -30,8 +30,7 @@ def command(
     from retrain.analysis.runs import stored_run
 
     ours, theirs = stored_run(one), stored_run(other)
-    # One more than the steps: an evaluation after the last step has their number.
-    found = parting(ours, theirs, range(max(ours.steps, theirs.steps) + 1))
+    found = parting(ours, theirs, range(max(ours.steps, theirs.steps)))
     if as_json:
         print_json({"equal": found is None} | parting_json(ours, theirs, found))
     else:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from retrain.config.judging import judging_rewards
 from retrain.config.keys import Key, all_keys
-from retrain.config.moving import may_be_positive, moves_learner
+from retrain.config.moving import may_be_positive, movable, moves_learner
 from retrain.config.names import (
     builtin_names,
     canonical_uncertainty,
@@ -211,7 +211,16 @@ def _implied_by_names() -> Iterator[Effect]:
     for key in all_keys():
         if key.traits.applies_when:
             condition = Applicability.parse(key.section, key.traits.applies_when)
-            yield unused(key.path, because=condition.otherwise, when=condition.fails)
+            yield unused(key.path, because=condition.otherwise, when=_never_applies(condition))
+
+
+def _never_applies(condition: Applicability) -> Test:
+    """Build a test that holds if the condition fails and no control may lift the key that it is
+    about; which keys a control sets is known only once it is loaded.
+    """
+    return lambda config: (
+        condition.fails(config) and not (config.schedule.control and condition.path in movable())
+    )
 
 
 def _campaign_where(test: Callable[[Any], bool]) -> Test:

@@ -128,11 +128,15 @@ def given(config: "TrainConfig", path: str) -> Any:
 
 
 def extremes(config: "TrainConfig") -> Iterator[tuple[int, dict[str, float]]]:
-    """(step, all values there) at every point of a schedule: what holds at all of them holds
-    between them.
+    """(step, all values there) at every point of a schedule, then beside it towards the next one:
+    what holds at all of them holds between them, also for a key that is off at 0 and else has a
+    least value.
     """
-    points = chain.from_iterable(config.schedule.points.values())
-    for step in sorted({step for step, *_ in points}):
+    schedules = config.schedule.points.values()
+    named = {step for points in schedules for step, _ in points}
+    pairs = chain.from_iterable(pairwise(points) for points in schedules)
+    beside = {step for (start, _), (stop, _) in pairs for step in (start + 1, stop - 1)}
+    for step in (*sorted(named), *sorted(beside - named)):
         yield step, scheduled(config, step)
 
 

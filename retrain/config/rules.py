@@ -143,7 +143,9 @@ def _sepa_needs_a_ramp(config: AllSections) -> Violations:
 
 @_rule
 def _entropy_mask_needs_rho(config: AllSections) -> Violations:
-    if config.algorithm.surprisal_mask_rho == 0 and "entropy_mask" in transforms_of(config):
+    moved = "algorithm.surprisal_mask_rho" in config.schedule.points or config.schedule.control
+    off = config.algorithm.surprisal_mask_rho == 0 and not moved
+    if off and "entropy_mask" in transforms_of(config):
         yield Violation(
             ("algorithm.surprisal_mask_rho", "algorithm.transform_mode"),
             '[algorithm] transform_mode = "entropy_mask" needs surprisal_mask_rho above 0 and at'

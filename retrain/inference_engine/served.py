@@ -549,7 +549,11 @@ def _pool(
         lost=dialect.lost,
         prepare=prepare,
         log=log,
-        patience=replace(patience, silent_s=min(patience.silent_s, inference.patience_s)),
+        patience=replace(
+            patience,
+            silent_s=min(patience.silent_s, inference.patience_s),
+            total_s=min(patience.total_s, inference.patience_s),
+        ),
     )
 
 

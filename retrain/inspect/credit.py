@@ -270,6 +270,7 @@ def read_step(
             sepa_lambda = 0.0
         credit = pipeline.assign(_groups(run, table), step, sepa_lambda)
         label = condition_label(config.algorithm.advantage_mode, config.algorithm.transform_mode)
+        notes += _begun_anew(pipeline, label, step)
         stages[f"{label} (computed)" if label in stages else label] = credit.stages_float32()
         if planning is None and pipeline.needs_planning:
             planning = credit.tokens.planning
@@ -279,6 +280,17 @@ def read_step(
     if masks:
         notes.append(agreement(masks))
     return StepCredit(step, stages, table, planning, pieces, tuple(dict.fromkeys(notes)), masks)
+
+
+def _begun_anew(pipeline: CreditPipeline, label: str, step: int) -> list[str]:
+    if not (pipeline.keeps_state and step):
+        return []
+    return [
+        (
+            f"{label} keeps something from step to step, which is not stored with the tokens: it is"
+            f" computed as if step {step} were its first."
+        )
+    ]
 
 
 class NoJudgedCompletion(ConfigurationError):
@@ -374,6 +386,8 @@ def _under(config: TrainConfig, name: str) -> TrainConfig:
         # These belong to the run's own transform.
         "algorithm.transform_params": {},
         "algorithm.uncertainty_kind": config.algorithm.uncertainty,
+        # The step's values are in their places, and a schedule may name a parameter that is gone.
+        "schedule.points": {},
     }
     if advantage:
         changes["algorithm.advantage_params"] = {}

@@ -233,9 +233,9 @@ class StepRecord(_Record):
     """The same between prompts, for completions of one sample number."""
     adapter_lag: float | None = better(None)
     """Share of the last update's effect that the engine's log-probs lack, at steps 2, 8, 32 and so
-    on, over up to 8 completions: about 0 for a sound engine, 1 where it serves the adapter of the
-    step before. Null in other steps, and, like the next three fields, where the effect cannot be
-    measured."""
+    on, over up to 8 completions: about 0 for a sound engine, 1 where it serves the adapter before
+    that update, which is that of the step before where a step makes one update. Null in other
+    steps, and, like the next three fields, where the effect cannot be measured."""
     adapter_lag_error: float | None = better(None)
     """Standard error of the same."""
     adapter_missing: float | None = better(None)

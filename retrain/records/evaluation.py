@@ -261,7 +261,7 @@ class EvaluationFolder:
             evaluation,
             model=shown.model.model,
             samples=max(part.samples for part in shown.evaluation.parts),
-            task=shown.data.source,
+            task="+".join(evaluation.by_task) or shown.data.source,
         )
         mark(self.path, KIND)
         try:

@@ -323,8 +323,9 @@ def _campaign_tiles(data: ReportData) -> Iterator[tuple[str, str]]:
     yield "seeds", str(data.seeds)
     steps = sum(status.steps for status in data.statuses)
     planned = 0
-    if data.kind == "campaign":
-        planned = runs * max((status.max_steps or 0 for status in data.statuses), default=0)
+    if data.kind == "campaign":  # as `retrain status` counts: a run that is skipped takes none
+        wanted = sum(status.state != "skipped" for status in data.statuses)
+        planned = wanted * max((status.max_steps or 0 for status in data.statuses), default=0)
     yield "steps", f"{steps:,} of {planned:,}" if planned > steps else f"{steps:,}"
     curves = chain.from_iterable(arm.curves for arm in data.arms)
     seconds = sum(float(np.nansum(one.values["step_time_s"])) for one in curves)

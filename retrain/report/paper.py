@@ -8,9 +8,11 @@ from io import StringIO
 from pathlib import Path
 
 from retrain import __version__
+from retrain.analysis.arms import differing_keys
 from retrain.analysis.compare import Comparison
 from retrain.analysis.comparison_text import contrast_table
-from retrain.analysis.runs import seeds_words
+from retrain.analysis.runs import StoredRun, seeds_words
+from retrain.config import moving
 from retrain.errors import EnvironmentFailure
 from retrain.records.disk import replace_file
 from retrain.records.redact import Redactor
@@ -132,7 +134,7 @@ def methods(data: ReportData) -> str:
     trained = (
         f"{_conditions(data.arms)} trained with retrain {version} from {model.model} with LoRA"
         f" adapters of rank {model.lora_rank} for {counted(training.max_steps, 'step')} of {size}"
-        f" each (learning rate {training.lr:g}, temperature {training.temperature:g})."
+        f" each ({_settings(first)}).{_apart(data.arms)}"
     )
     comparison = data.comparison
     if comparison is None:
@@ -155,6 +157,27 @@ def methods(data: ReportData) -> str:
         f" {comparison.metric.name}{problems}; intervals are {level} intervals of the mean"
         f" difference over the seeds, and p values come from {tested}{family}."
     )
+
+
+def _settings(run: StoredRun) -> str:
+    """Learning rate and temperature, and what [schedule] moves in place of the file's value."""
+    config = run.config
+    named = {"training.lr": "learning rate", "training.temperature": "temperature"}
+    fixed = [
+        f"{words} {config.value(path):g}"
+        for path, words in named.items()
+        if path not in config.schedule.points
+    ]
+    return ", ".join([*fixed, *moving.words(config)])
+
+
+def _apart(arms: Sequence[ConditionCurves]) -> str:
+    """A sentence on the keys in which the conditions differ; "" if there are none."""
+    first, *others = (arm.runs[0] for arm in arms)
+    keys = differing_keys([(first, other) for other in others])
+    if not keys:
+        return ""
+    return f" The conditions differ in {', '.join(keys)}; what is named here is {arms[0].label}'s."
 
 
 def _conditions(arms: Sequence[ConditionCurves]) -> str:

@@ -63,7 +63,7 @@ class AdapterLag:
         whole = self.whole.explained if self.whole else 0.0
         if self.whole and whole >= max(_NAMED, last) and self.whole.share > _ALL:
             return "it looks as if it served the base model"
-        if last >= max(_NAMED, whole):
+        if self.last and last >= max(_NAMED, whole) and self.last.share > 0:
             return "it looks as if it served the adapter of an earlier step"
         return (
             "another adapter, cached prefixes, or another cause; the differences do not say which"

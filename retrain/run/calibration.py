@@ -225,13 +225,14 @@ def warning(
         side = "flatter (a higher temperature and a repetition penalty do so)"
     else:
         side = "sharper (a lower temperature and tokens cut by top_p, top_k or min_p do so)"
-    effect = step.effect or 0.0
+    # Since the start: the few completions of a step often lie on the other side by chance.
+    effect = total.effect or 0.0
     return (
         f"Step {number}: the engine does not sample from the trained policy: its completions are"
-        f" {side}, in this step as if at a temperature of about"
+        f" {side}, since the start as if at a temperature of about"
         f" {temperature / (1 - min(effect, 0.9)):.2g} in place of {temperature:g}"
-        f" (calibration_lambda {effect:+.3f}, tolerated {tolerance:g}; since the start"
-        f" {total.effect or 0.0:+.3f} over {total.tokens:,} tokens). A sound engine is told this in"
+        f" (calibration_lambda_total {effect:+.3f} over {total.tokens:,} tokens, tolerated"
+        f" {tolerance:g}; in this step {step.effect or 0.0:+.3f}). A sound engine is told this in"
         " at most 1 run of 10,000. Nothing is stopped; compare the engine's own sampling settings"
         " with [training]."
     )

@@ -9,7 +9,7 @@ from dataclasses import fields
 from math import isfinite
 from typing import Any, ClassVar
 
-from retrain.backends.declared import declared_backend
+from retrain.backends.declared import declared_backend, declared_engine
 from retrain.config import TrainConfig, moving, replaced
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.plugins import built, load_plugin, state_of, user_code, with_defaults
@@ -180,6 +180,12 @@ def _wrong_keys(config: TrainConfig, control: Control) -> str:
                 f'sets "{path}", and the learner of backend "{config.backend.backend}" keeps the'
                 ' settings of its start; use backend = "local"'
             )
+    sampler = declared_backend(config).sampler or declared_engine(config)
+    if isinstance(control, AdaptiveEntropy) and sampler and not sampler.entropy:
+        return (
+            f'reads the entropy of each step, and engine "{config.inference.engine}" records none,'
+            ' so the bonus would stay at its start; use engine = "pytorch"'
+        )
     return ""
 
 

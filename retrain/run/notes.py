@@ -11,6 +11,7 @@ from retrain.advantages.transforms import sure_sentence, top_share
 from retrain.backends.base import backend_kind
 from retrain.config import TrainConfig, unused_keys
 from retrain.config.effects import sharding_note
+from retrain.config.moving import may_be_positive
 from retrain.config.names import bracketed, is_recipe
 from retrain.config.recipes import departures, recipe
 from retrain.config.schema import DEFAULT_CLIPS, Lora, Loss, Model, Training
@@ -67,11 +68,12 @@ def departure_note(config: TrainConfig) -> str:
 
 
 def _spent_rate_note(training: Training) -> str:
-    horizon, steps = training.lr_horizon, training.max_steps
-    if training.lr_schedule == "constant" or not 0 < horizon < steps:
+    # A warm-up goes on to its end and to the peak, whatever the horizon.
+    spent, steps = max(training.lr_horizon, training.lr_warmup_steps + 1), training.max_steps
+    if training.lr_schedule == "constant" or not training.lr_horizon or spent >= steps:
         return ""
     return (
-        f"From step {horizon} on the learning rate is 0, so {counted(steps - horizon, 'step')} of"
+        f"From step {spent} on the learning rate is 0, so {counted(steps - spent, 'step')} of"
         f" {steps} will learn nothing."
     )
 
@@ -306,7 +308,9 @@ def _truncation_note(config: TrainConfig) -> str:
         return ""
     cuts = [key for key in ("top_k", "top_p", "min_p") if config.is_set(f"training.{key}")]
     values = ", ".join(f"{key} = {config.value(f'training.{key}'):g}" for key in cuts)
-    kl = "; the KL term is against the base's whole distribution" if config.loss.kl_coef else ""
+    kl = ""
+    if may_be_positive(config, "loss.kl_coef"):
+        kl = "; the KL term is against the base's whole distribution"
     return (
         f"[training] {values}: sampled and trained as the distribution renormalised over the kept"
         " tokens, so log-probs, surprisals and entropies are of that distribution, and a position"

@@ -33,9 +33,10 @@ class Pressure:
         backend: "Backend",
         replayed: Mapping[int, float],
     ) -> None:
-        """`replayed`: step -> the seconds that it was decided by before the run was resumed."""
         self.settings = settings
-        self._backend, self._replayed = backend, replayed
+        self.replayed = replayed
+        """Step -> the seconds that it was decided by when it was made before."""
+        self._backend = backend
         self._controller = BackpressureController(
             settings, training.batch_size, training.group_size
         )
@@ -51,7 +52,7 @@ class Pressure:
         `seconds` is the step's time on rank 0. A step that was made before decides by the time it
         took then, so a resumed run visits the same batch sizes.
         """
-        seconds = self._replayed.get(step.number, seconds)
+        seconds = self.replayed.get(step.number, seconds)
         decision = self._controller.observe(step.rollout.tokens, seconds)
         return decision.record_fields(self._hint(step, seconds)) | {"bp_step_time_s": seconds}
 

@@ -14,6 +14,7 @@ from retrain.records.checkpoint import CheckpointStore, step_folder
 from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.run_folder import RunFolder
 from retrain.run.loop import take_step
+from retrain.run.pressure import decided_by
 from retrain.run.session import Session
 from retrain.system import read_object
 from retrain.tracking.base import Verbosity
@@ -36,13 +37,16 @@ def replayed(
     `scratch`, an absent folder, and yield the run as it is then. The run in `folder`, which has
     `config`, is only read.
     """
-    # The run's configuration in another folder, without trackers of its own.
+    # The run's configuration in another folder, without trackers of its own. It ends where it is
+    # asked to: the clock is another, and a resume may have lowered max_steps below the steps taken.
     changes = {
         "logging.log_dir": str(scratch),
         "logging.trackers": [],
         "logging.wandb_project": "",
         "backend.adapter_path": "",
         "training.keep_checkpoints": 0,
+        "training.max_hours": 0.0,
+        "training.max_steps": max(config.training.max_steps, stop),
         "resume.from": str(scratch) if start else "",
     }
     config = replaced(config, changes)
@@ -55,12 +59,17 @@ def replayed(
     with Session.open(
         config, overwrite=False, verbosity=Verbosity.SILENT, skip_parity=skipped
     ) as session:
+        if session.pressure:
+            session.pressure.replayed = decided_by(folder, start)
         while True:
             session.evaluate_if_due()
             session.save_if_due()
             if session.state.step >= stop or session.is_finished:
                 break
             take_step(session)
+        # The run may have been stopped there, between the steps at which one is due.
+        if stop in CheckpointStore(stored_checkpoints(folder)).steps():
+            session.save_now()
         yield session
 
 

@@ -59,7 +59,7 @@ def build_tracker(
     return Trackers(
         [
             console,
-            RunFiles(config, folder, redactor),
+            RunFiles(config, folder, redactor, first_step),
             *_external_trackers(settings, console.message),
         ]
     )

@@ -91,9 +91,13 @@ class ExternalTracker(Tracker):
 
 def metrics(record: StepRecord) -> dict[str, float]:
     """Return the numbers of a step under train/ and its parts entropy/, surprisal/, backpressure/,
-    environment/ and loss/.
+    environment/, loss/ and schedule/.
     """
-    tables = {"environment": record.environment_metrics, "loss": record.loss_metrics}
+    tables = {
+        "environment": record.environment_metrics,
+        "loss": record.loss_metrics,
+        "schedule": record.scheduled,
+    }
     measured = {
         f"train/{part}/{name}": value
         for part, values in tables.items()

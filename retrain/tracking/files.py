@@ -28,8 +28,12 @@ if TYPE_CHECKING:
 
 
 class RunFiles(Tracker):
-    def __init__(self, config: "TrainConfig", folder: RunFolder, redactor: Redactor) -> None:
+    def __init__(
+        self, config: "TrainConfig", folder: RunFolder, redactor: Redactor, first_step: int = 0
+    ) -> None:
+        """`first_step`: steps completed when this session starts."""
         self._config = config
+        self._first_step = first_step
         self._folder = folder
         self._redactor = redactor
         self._writers: dict[Path, JsonlWriter] = {}
@@ -68,6 +72,7 @@ class RunFiles(Tracker):
         from retrain.config import dump_toml
 
         self._folder.create()
+        changed = self._changed_keys()
         # An earlier session wrote it, and it is no longer true.
         self._folder.summary.unlink(missing_ok=True)
         replace_file(self._folder.config, dump_toml(self._redactor.config(self._config)))
@@ -80,10 +85,25 @@ class RunFiles(Tracker):
         if self._folder.environment.exists():
             first = read_object(self._folder.environment)
             before = first.get("resumed")
+            environment |= {"step": self._first_step, "changed": changed}
             environment = first | {
                 "resumed": [*(before if isinstance(before, list) else []), environment]
             }
         replace_file(self._folder.environment, _pretty(environment))
+
+    def _changed_keys(self) -> list[str]:
+        """Name the keys that earlier sessions of the run had otherwise, with both values."""
+        from retrain.config import load_stored
+        from retrain.config.stored import differing_keys, shown_value
+
+        if not (self._folder.environment.exists() and self._folder.config.is_file()):
+            return []
+        before, now = load_stored(self._folder.config), self._redactor.config(self._config)
+        return [
+            f"{key.path} ({shown_value(before, key.path)}, {shown_value(now, key.path)})"
+            for key in differing_keys(before, now)
+            if not key.traits.own_to_a_run
+        ]
 
     def wants_tokens(self, step: int) -> bool:
         every = self._config.logging.tokens_every

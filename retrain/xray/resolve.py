@@ -10,6 +10,7 @@ from retrain.advantages.algorithms import NotInStep, recipe_of
 from retrain.advantages.resolve import ADVANTAGE, resolve
 from retrain.advantages.step import Segments, StepTokens
 from retrain.backends.losses import AGGREGATIONS, LOSSES
+from retrain.config.moving import scheduled, with_values
 from retrain.config.names import builtin_names, is_dotted
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.plugins import describe, load_plugin
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 _PLAIN = {"transform_mode": "none"}
 _EXACT_GROUP = 4
+_ADVANTAGE = ("algorithm.advantage_params.",)
+_GRADIENT = ("algorithm.", "gtpo.", "hicra.", "loss.")
+"""Beginnings of the keys that an X-ray depends on, and an exact one."""
 _TOKENS = 8
 """Tokens of every completion that a plugin's context shows; all are equally likely and equally
 long."""
@@ -74,9 +78,23 @@ def read_exact(name: str, group: int | None, *, trust: bool = False) -> "list[Ex
         loss = {"loss": {"mode": name}, "algorithm": {"advantage_mode": "rloo"} | _PLAIN}
         arms = [(name, config_from_mapping(loss))]
     return [
-        exact(label, arm, group or min(arm.training.group_size, _EXACT_GROUP))
+        exact(
+            *_at_start(label, arm, _GRADIENT), group or min(arm.training.group_size, _EXACT_GROUP)
+        )
         for label, arm in arms
     ]
+
+
+def _at_start(
+    label: str, config: "TrainConfig", seen: tuple[str, ...]
+) -> tuple[str, "TrainConfig"]:
+    """The configuration with the values that [schedule] gives to the first step, since no step may
+    have the file's; the label names the step where a key of `seen` moves.
+    """
+    values = scheduled(config, 0)
+    if any(path.startswith(seen) for path in values):
+        label = f"{label} at step 0".lstrip()
+    return label, with_values(config, values)
 
 
 def _is_loss(name: str) -> bool:
@@ -122,14 +140,16 @@ def _arms(config: "TrainConfig") -> list[tuple[str, "TrainConfig"]]:
 def headline_of(config: "TrainConfig") -> str:
     """One line about a run's advantage; "" where it has no X-ray or its plugin cannot be used."""
     try:
-        return headline(_read("", config, config.training.group_size, config.loss.aggregation, 1.0))
+        one = _read("", config, config.training.group_size, config.loss.aggregation, 1.0)
     except (ConfigurationError, RunFailed):  # which explain says as a problem
         return ""
+    return f"{headline(one)} {one.name}".rstrip()
 
 
 def _read(
     label: str, config: "TrainConfig", group: int, aggregation: str, wrong_length: float
 ) -> Xray:
+    label, config = _at_start(label, config, _ADVANTAGE)
     recipe = recipe_of(config.algorithm)
     if recipe is None:
         raise ConfigurationError(
