@@ -184,7 +184,14 @@ def _differing_at(one: StoredRun, other: StoredRun, step: int) -> Iterator[str]:
                 if is_short
                 else words
             )
-    code, others = Code.of(ours), Code.of(theirs)
+    yield from _differing_code(one, other, Code.of(ours), Code.of(theirs))
+    ours, theirs = _packages(ours), _packages(theirs)
+    for name in sorted({*ours, *theirs}):
+        if ours.get(name) != theirs.get(name):
+            yield f"{name} ({_shown(ours.get(name))}, {_shown(theirs.get(name))})"
+
+
+def _differing_code(one: StoredRun, other: StoredRun, code: Code, others: Code) -> Iterator[str]:
     if code.revision != others.revision:
         yield f"retrain's revision ({_shown(code.revision)}, {_shown(others.revision)})"
     for name in sorted({*code.plugins, *others.plugins}):
@@ -192,10 +199,6 @@ def _differing_at(one: StoredRun, other: StoredRun, step: int) -> Iterator[str]:
         both = len({name in run.config.model_dump_json() for run in (one, other)}) == 1
         if both and code.plugins.get(name) != others.plugins.get(name):
             yield f"the plugin {name}"
-    ours, theirs = _packages(ours), _packages(theirs)
-    for name in sorted({*ours, *theirs}):
-        if ours.get(name) != theirs.get(name):
-            yield f"{name} ({_shown(ours.get(name))}, {_shown(theirs.get(name))})"
 
 
 def _packages(environment: Json) -> Json:
