@@ -274,6 +274,35 @@ def test_keys_that_a_resume_changed_are_named_before_it(base: Path, copy: Path) 
         assert len(named) == (step == 1)
 
 
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_resume_in_another_environment_is_a_cause_from_its_step_on(
+    base: Path, copy: Path, step: int
+) -> None:
+    environment = json.loads((copy / "environment.json").read_text())
+    packages = environment["packages"] | {"torch": "1.0"}
+    environment["resumed"] = [{"step": 2, "packages": packages, "changed": []}]
+    del environment["instructions"]  # as an older version
+    (copy / "environment.json").write_text(json.dumps(environment))
+    change_row(copy / "metrics.jsonl", step, loss=1.0)
+    named = reasons(base, copy)
+    assert any("torch (" in reason for reason in named) == (step == 3)
+    assert not any("instructions" in reason for reason in named)
+    # verify begins at step 2, and the replay's one environment is compared with the last session's.
+    found = list(causes(StoredRun(copy), StoredRun(base), None, start=2))
+    assert len(found) == 1 and found[0].startswith("torch (1.0, ")
+
+
+@pytest.mark.parametrize(
+    "resumed",
+    [[1], "x", [{"changed": "abc", "step": "4"}], [{"changed": [1], "step": 9}], [{"step": 9}]],
+)
+def test_sessions_of_another_shape_do_no_harm(base: Path, copy: Path, resumed: Any) -> None:
+    environment = json.loads((copy / "environment.json").read_text())
+    (copy / "environment.json").write_text(json.dumps(environment | {"resumed": resumed}))
+    change_row(copy / "metrics.jsonl", 3, loss=1.0)
+    assert reasons(base, copy)
+
+
 # -- diff ------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from retrain.analysis.integrity import repeated_numbers
 from retrain.analysis.measures import Metric, trained_on_chance
-from retrain.analysis.runs import Pair, RunsBySeed, StoredRun, seeds_words
+from retrain.analysis.runs import Code, Pair, RunsBySeed, StoredRun, seeds_words
 from retrain.config.keys import all_keys
 from retrain.config.names import source_task
 from retrain.config.schema import Evaluation, Training
@@ -38,6 +38,8 @@ _RECORDED = {
     "backend": "backend",
 }
 """Entries of environment.json on which results can depend, and what to call them."""
+_NEWER = frozenset({"instructions"})
+"""Those that older versions do not record, which is no difference."""
 
 
 @dataclass(frozen=True)
@@ -154,13 +156,24 @@ def mixed_code(label: str, runs: RunsBySeed) -> Iterator[str]:
             yield f"{label} ran with different files of the plugin {name}: {seeds} differ."
 
 
-def differing_environment(one: StoredRun, other: StoredRun) -> Iterator[str]:
+def differing_environment(
+    one: StoredRun, other: StoredRun, steps: range | None = None
+) -> Iterator[str]:
     """Yield each difference between two recorded environments in words such as "torch (2.12.0,
-    2.13.0)".
+    2.13.0)". `steps`: those that were taken in them; all by default.
     """
-    ours, theirs = one.environment, other.environment
+    steps = steps or range(max(one.steps, other.steps, 1))
+    began = {step for step, _ in (*one.resumes, *other.resumes) if step in steps}
+    # A run that is resumed may go on in another environment.
+    found = [list(_differing_at(one, other, step)) for step in sorted({steps.start, *began})]
+    yield from dict.fromkeys(chain.from_iterable(found))
+
+
+def _differing_at(one: StoredRun, other: StoredRun, step: int) -> Iterator[str]:
+    ours, theirs = one.environment_at(step), other.environment_at(step)
     for name, words in _RECORDED.items():
-        if ours.get(name) != theirs.get(name):
+        is_older = name in _NEWER and ours and theirs and not (name in ours and name in theirs)
+        if ours.get(name) != theirs.get(name) and not is_older:
             # Two hashes side by side, or two tables, tell a reader nothing: the name alone is
             # given.
             is_short = not name.endswith("sha256") and not any(
@@ -171,17 +184,21 @@ def differing_environment(one: StoredRun, other: StoredRun) -> Iterator[str]:
                 if is_short
                 else words
             )
-    if one.code.revision != other.code.revision:
-        yield f"retrain's revision ({_shown(one.code.revision)}, {_shown(other.code.revision)})"
-    for name in sorted({*one.code.plugins, *other.code.plugins}):
-        # Where one configuration alone names it, its keys differ and not its code.
-        both = len({name in run.config.model_dump_json() for run in (one, other)}) == 1
-        if both and one.code.plugins.get(name) != other.code.plugins.get(name):
-            yield f"the plugin {name}"
+    yield from _differing_code(one, other, Code.of(ours), Code.of(theirs))
     ours, theirs = _packages(ours), _packages(theirs)
     for name in sorted({*ours, *theirs}):
         if ours.get(name) != theirs.get(name):
             yield f"{name} ({_shown(ours.get(name))}, {_shown(theirs.get(name))})"
+
+
+def _differing_code(one: StoredRun, other: StoredRun, code: Code, others: Code) -> Iterator[str]:
+    if code.revision != others.revision:
+        yield f"retrain's revision ({_shown(code.revision)}, {_shown(others.revision)})"
+    for name in sorted({*code.plugins, *others.plugins}):
+        # Where one configuration alone names it, its keys differ and not its code.
+        both = len({name in run.config.model_dump_json() for run in (one, other)}) == 1
+        if both and code.plugins.get(name) != others.plugins.get(name):
+            yield f"the plugin {name}"
 
 
 def _packages(environment: Json) -> Json:

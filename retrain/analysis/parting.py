@@ -231,11 +231,15 @@ def _token_at(ids: npt.NDArray[np.int32], position: int) -> int | None:
 # -- causes ----------------------------------------------------------------------------------------
 
 
-def causes(one: StoredRun, other: StoredRun, found: Parting | None) -> Iterator[str]:
+def causes(
+    one: StoredRun, other: StoredRun, found: Parting | None, start: int = 0
+) -> Iterator[str]:
     """Return the possible causes of a difference as clauses, the strongest first. They are the
-    recorded differences between the runs, or without any the causes typical of the stage.
+    recorded differences between the runs, or without any the causes typical of the stage. The steps
+    from `start` were compared.
     """
-    recorded = [*_recorded(one, other)]
+    stop = found.step if found else max(one.steps, other.steps)
+    recorded = [*_recorded(one, other, range(start, stop + 1))]
     if found:
         recorded += [*_changed_later(one, found.step), *_changed_later(other, found.step)]
     yield from recorded
@@ -263,7 +267,7 @@ def causes(one: StoredRun, other: StoredRun, found: Parting | None) -> Iterator[
         yield "nothing that was recorded: store tokens of the step with [logging] tokens_every"
 
 
-def _recorded(one: StoredRun, other: StoredRun) -> Iterator[str]:
+def _recorded(one: StoredRun, other: StoredRun, steps: range) -> Iterator[str]:
     pair = [(one, other)]
     keys = []
     if one.seed != other.seed:
@@ -275,17 +279,17 @@ def _recorded(one: StoredRun, other: StoredRun) -> Iterator[str]:
         if len(keys) > _SHOWN:
             more = f" and {len(keys) - _SHOWN} more"
         yield f"keys of the configuration: {', '.join(shown)}{more}"
-    yield from differing_environment(one, other)
+    yield from differing_environment(one, other, steps)
 
 
 def _changed_later(run: StoredRun, step: int) -> Iterator[str]:
     """A clause for each resume after `step` that changed keys: config.toml is of the last one."""
-    sessions = run.environment.get("resumed")
-    for session in sessions if isinstance(sessions, list) else ():
-        if session.get("changed") and step < session.get("step", 0):
+    for began, session in run.resumes:
+        changed = session.get("changed")
+        if isinstance(changed, list) and changed and step < began:
             yield (
-                f"keys that {run.path} had otherwise before it was resumed at step"
-                f" {session['step']}: {', '.join(session['changed'][:_SHOWN])}"
+                f"keys that {run.path} had otherwise before it was resumed at step {began}:"
+                f" {', '.join(map(str, changed[:_SHOWN]))}"
             )
 
 

@@ -63,6 +63,17 @@ class Code:
     plugins: Mapping[str, Any]
     """Dotted name -> sha256 of its file."""
 
+    @classmethod
+    def of(cls, environment: Json) -> "Code":
+        recorded = environment.get("code")
+        if not isinstance(recorded, dict):
+            return cls(None, {})
+        revision, plugins = recorded.get("revision"), recorded.get("plugins")
+        return cls(
+            revision if isinstance(revision, str) else None,
+            plugins if isinstance(plugins, dict) else {},
+        )
+
 
 @dataclass(frozen=True)
 class StoredRun:
@@ -113,15 +124,27 @@ class StoredRun:
 
     @property
     def code(self) -> Code:
-        """The code that ran, as environment.json names it."""
-        recorded = self.environment.get("code")
-        if not isinstance(recorded, dict):
-            return Code(None, {})
-        revision, plugins = recorded.get("revision"), recorded.get("plugins")
-        return Code(
-            revision if isinstance(revision, str) else None,
-            plugins if isinstance(plugins, dict) else {},
-        )
+        """The code of the first session, as environment.json names it."""
+        return Code.of(self.environment)
+
+    @cached_property
+    def resumes(self) -> list[tuple[int, Json]]:
+        """Return the step at which each later session began, and what it recorded; without those of
+        versions that recorded no step.
+        """
+        listed = self.environment.get("resumed")
+        found = [
+            each for each in (listed if isinstance(listed, list) else ()) if isinstance(each, dict)
+        ]
+        return [(each["step"], each) for each in found if isinstance(each.get("step"), int)]
+
+    def environment_at(self, step: int) -> Json:
+        """Return environment.json as the session that took `step` would have written it."""
+        newest = {}
+        for began, session in self.resumes:
+            if began <= step:
+                newest = session
+        return self.environment | newest
 
     @property
     def has_counter_noise(self) -> bool:

@@ -39,11 +39,15 @@ def command(
         raise typer.Exit(1)
 
 
-def parting_lines(one: "StoredRun", other: "StoredRun", found: "Parting | None") -> Iterator[str]:
-    """Lines on the first difference of two runs and on its possible causes."""
+def parting_lines(
+    one: "StoredRun", other: "StoredRun", found: "Parting | None", start: int = 0
+) -> Iterator[str]:
+    """Lines on the first difference of two runs in the steps from `start`, and on its possible
+    causes.
+    """
     from retrain.analysis.parting import causes
 
-    reasons = list(causes(one, other, found))
+    reasons = list(causes(one, other, found, start))
     if found is None:
         yield f"The records of {one.path} and {other.path} are equal."
         for reason in reasons:
@@ -69,11 +73,13 @@ def parting_lines(one: "StoredRun", other: "StoredRun", found: "Parting | None")
         yield f"  {'Also' if place else 'Cause'}: {reason}."
 
 
-def parting_json(one: "StoredRun", other: "StoredRun", found: "Parting | None") -> dict[str, Any]:
+def parting_json(
+    one: "StoredRun", other: "StoredRun", found: "Parting | None", start: int = 0
+) -> dict[str, Any]:
     """The same as JSON values."""
     from retrain.analysis.parting import causes
 
     return {
         "parting": asdict(found) if found else None,
-        "causes": list(causes(one, other, found)),
+        "causes": list(causes(one, other, found, start)),
     }

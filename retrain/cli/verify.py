@@ -54,8 +54,8 @@ def command(
         missing = absent(stored, again, taken)
         # Here, since the causes read files of the replay, which goes with its folder.
         draw = _first_draw(stored, again, begin, found)
-        lines = [*parting_lines(stored, again, found), *_draw_lines(draw)]
-        content = parting_json(stored, again, found)
+        lines = [*parting_lines(stored, again, found, begin), *_draw_lines(draw)]
+        content = parting_json(stored, again, found, begin)
     equal = found is None and not other_file and other_adapter is None
     if as_json:
         print_json(
