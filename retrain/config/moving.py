@@ -12,7 +12,6 @@ from retrain.config.names import nearest
 
 if TYPE_CHECKING:
     from retrain.config.schema import TrainConfig
-    from retrain.config.sections import AllSections
 
 LEARNERS = ("loss", "training")
 """Sections whose keys the learner reads."""
@@ -141,7 +140,7 @@ def extremes(config: "TrainConfig") -> Iterator[tuple[int, dict[str, float]]]:
         yield step, scheduled(config, step)
 
 
-def may_be_positive(config: "AllSections", path: str) -> bool:
+def may_be_positive(config: "TrainConfig", path: str) -> bool:
     """Return True if a key that is off at 0 may be above it in some step: by the file, by a
     schedule, or by a control, whose keys are known only once it is loaded.
     """

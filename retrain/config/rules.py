@@ -17,7 +17,6 @@ from pydantic import ValidationError
 
 from retrain.config.keys import describe_field, is_settable
 from retrain.config.learning_sections import BACKEND_OPTIONS, Backend
-from retrain.config.moving import may_be_positive
 from retrain.config.names import (
     builtin_names,
     fixed_aggregation,
@@ -144,8 +143,9 @@ def _sepa_needs_a_ramp(config: AllSections) -> Violations:
 
 @_rule
 def _entropy_mask_needs_rho(config: AllSections) -> Violations:
-    masks = may_be_positive(config, "algorithm.surprisal_mask_rho")
-    if not masks and "entropy_mask" in transforms_of(config):
+    moved = "algorithm.surprisal_mask_rho" in config.schedule.points or config.schedule.control
+    off = config.algorithm.surprisal_mask_rho == 0 and not moved
+    if off and "entropy_mask" in transforms_of(config):
         yield Violation(
             ("algorithm.surprisal_mask_rho", "algorithm.transform_mode"),
             '[algorithm] transform_mode = "entropy_mask" needs surprisal_mask_rho above 0 and at'
