@@ -136,6 +136,22 @@ def test_the_draw_of_the_first_other_token_is_shown(
     assert float(found[1]) < float(found[2])
 
 
+@pytest.mark.slow
+def test_a_token_that_the_replay_has_not_has_no_draw_here(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where a completion is of another number, after a file was damaged."""
+
+    def change(arrays: dict[str, Any]) -> None:
+        arrays["sample"][0] = -1
+
+    change_tokens(copy / "tokens" / "step_3.safetensors", change)
+    change_row(copy / "metrics.jsonl", 3, loss=9.0)
+    assert main(["verify", str(copy), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["parting"]["token"]["ids"][1] is None and found["draw"] is None
+
+
 def test_every_token_lies_in_the_range_of_its_uniform() -> None:
     with closing(LocalBackend(small(Path("nowhere")))) as backend:
         key = NoiseKey(3, Stream.SAMPLING, 2, 1)

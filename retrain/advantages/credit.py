@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from retrain.advantages.step import BoolArray, Float64Array, StepTokens
+from retrain.advantages.step import BoolArray, StepTokens
 from retrain.advantages.transforms import capped, surprisal
-from retrain.types import Float32Array, Group, Row
+from retrain.types import Float32Array, Float64Array, Group, Row
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from retrain.advantages.step import Float64Array
+from retrain.types import Float64Array
 
 
 def grpo(rewards: Sequence[float]) -> list[float]:

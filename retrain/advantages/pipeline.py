@@ -38,7 +38,6 @@ from retrain.advantages.resolve import (
 from retrain.advantages.sepa import check_ramp
 from retrain.advantages.step import (
     BoolArray,
-    Float64Array,
     Int64Array,
     StepTokens,
     Teacher,
@@ -59,7 +58,7 @@ from retrain.config.moving import may_be_positive
 from retrain.config.names import replaces_modes
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.plugins import params_of, refuse_unknown_params, user_code
-from retrain.types import Group, Int32Array
+from retrain.types import Float64Array, Group, Int32Array
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig

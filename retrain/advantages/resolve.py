@@ -30,7 +30,7 @@ from retrain.advantages.algorithms import (
     no_reference,
 )
 from retrain.advantages.episode import ADVANTAGES, BuiltinAdvantage, checked_groups
-from retrain.advantages.step import Float64Array, Segments, StepTokens, flatten
+from retrain.advantages.step import Segments, StepTokens, flatten
 from retrain.advantages.transforms import (
     TRANSFORMS,
     TransformContext,
@@ -54,6 +54,7 @@ from retrain.types import (
     Completion,
     Example,
     FinishReason,
+    Float64Array,
     Group,
     Prompt,
     Score,

@@ -14,12 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from retrain.advantages.algorithms import AdvantageContext, no_reference
-from retrain.types import FinishReason, Group
+from retrain.types import FinishReason, Float64Array, Group
 
 # -- flat ragged arrays ----------------------------------------------------------------------------
 
 
-Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 Scalar = TypeVar("Scalar", bound=np.generic)

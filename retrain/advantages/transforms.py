@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from retrain.advantages.algorithms import Reference, no_reference
-from retrain.advantages.step import BoolArray, Float64Array, Int64Array, Segments
+from retrain.advantages.step import BoolArray, Int64Array, Segments
+from retrain.types import Float64Array
 
 # -- uncertainty -----------------------------------------------------------------------------------
 

@@ -209,8 +209,8 @@ def _completions(
 
 
 def ids_until(run: StoredRun, step: int, place: TokenPlace) -> npt.NDArray[np.int32] | None:
-    """The tokens of the prompt, and those of the completion up to the place and with it; None where
-    a trajectory has several turns, or the prompt was not stored.
+    """Return the tokens of the prompt and of the completion, the one at the place being the last.
+    None for a step with trajectories of several turns, or whose prompts were not stored.
     """
     from retrain.records.token_table import read_tokens
 

@@ -147,9 +147,12 @@ def _first_draw(
 
     if not found or not found.token:
         return None
-    token, ids = found.token, ids_until(again, found.step, found.token)
+    token = found.token
     recorded, here = token.ids
-    if ids is None or recorded is None or here is None:
+    if recorded is None or here is None:
+        return None
+    ids = ids_until(again, found.step, token)
+    if ids is None:
         return None
     with _replayed(run, start, found.step, again.path.with_name("draw")) as session:
         draw = draw_of(session, ids, token.slot, token.sample, token.position)

@@ -16,7 +16,7 @@ from retrain.advantages.credit import Credit
 from retrain.advantages.pipeline import CreditPipeline
 from retrain.advantages.planning import RegexDetector
 from retrain.advantages.sepa import linear_lambda
-from retrain.advantages.step import BoolArray, Float64Array
+from retrain.advantages.step import BoolArray
 from retrain.advantages.transforms import top_share
 from retrain.analysis.power import out_of_reach, power_of, seeds_needed
 from retrain.backends.local.backend import LocalBackend
@@ -27,7 +27,7 @@ from retrain.rewards import gold_response
 from retrain.run.parts import Parts, load_encoder
 from retrain.run.teacher import Teacher
 from retrain.system import Json
-from retrain.types import Outcome, Prompt, Row
+from retrain.types import Float64Array, Outcome, Prompt, Row
 
 PARTS = ("planning tokens", "right completions", "first quarter", "last quarter")
 """Parts of a batch whose share of the update is shown; wrong completions have what right ones

@@ -157,10 +157,12 @@ def tolerance(inference: Inference, temperature: float, *, in_process: bool) -> 
 
 
 def how_many(inference: Inference, drawn: int, step: int) -> int:
-    """Count the completions of a step to test, of `drawn`: as many as the user asks for, or so that
-    one of ONE_IN is tested on average. Then some steps of a small batch test none; step 0 does.
+    """Return how many of the `drawn` completions of a step are tested: what the user asks for, or
+    else one of ONE_IN on average. These are tested AT_ONCE, so after step 0 some steps of a small
+    batch test none.
 
-    No reward enters: steps with more trained rows are those of harder groups, which are selected.
+    `drawn` counts all first draws, not those that are trained on: which groups are trained on
+    depends on their rewards, and the choice must not.
     """
     if inference.calibration_completions is not None:
         return inference.calibration_completions
@@ -176,8 +178,8 @@ def paired_rows(groups: Sequence[Group], inference: Inference, seed: int, step: 
 
 
 def pairs_first(slots: Places, samples: Places, seed: int, step: int) -> Places:
-    """Shuffle completions by counter noise so that the first four are of two prompts and have two
-    numbers, as any other four that follow do where a prompt has enough. Return their places.
+    """Return the places of completions, shuffled by counter noise so that each four in turn are the
+    same two numbers of the same two prompts, as long as the prompts have so many.
     """
     _, prompts = np.unique(
         uniform(seed, Stream.CALIBRATION, step, slots, 0, 1), return_inverse=True

@@ -28,15 +28,15 @@ from retrain.run.teacher import teacher_note
 from retrain.system import read_object, toml_value
 from retrain.types import LogLine
 
-_FROM = {"drawn": ",", "set in Python": ","}
-"""Origins that are no place: "training.seed = 7, drawn"."""
+_BEFORE_ORIGIN = {"drawn": ",", "set in Python": ","}
+"""What stands between a value and an origin that is no place: "training.seed = 7, drawn"."""
 
 
 def preflight_lines(config: TrainConfig) -> list[str]:
     """Return the remarks at the start of a run, one sentence each."""
     # The file alone would mislead.
     overrides = [
-        LogLine(f"{path} = {config.value(path)!r}{_FROM.get(origin, ' from')} {origin}")
+        LogLine(f"{path} = {config.value(path)!r}{_BEFORE_ORIGIN.get(origin, ' from')} {origin}")
         for path, origin in config.origins.items()
         if config.is_set(path) and origin != "file" and not origin.startswith("recipe ")
     ]

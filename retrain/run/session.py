@@ -10,7 +10,6 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from retrain.advantages.step import Float64Array
 from retrain.backends.declared import incapable, is_raw, loss_notes
 from retrain.backends.rows import mismatch_fields
 from retrain.config import TrainConfig
@@ -76,7 +75,16 @@ from retrain.run.step_record import Step
 from retrain.system import read_object
 from retrain.tracking import Tracker, build_tracker
 from retrain.tracking.base import GroupScore, GroupScores, Progress, StartEvent, Verbosity
-from retrain.types import Float32Array, Group, LogLine, Prompt, Row, RowKey, StepResult
+from retrain.types import (
+    Float32Array,
+    Float64Array,
+    Group,
+    LogLine,
+    Prompt,
+    Row,
+    RowKey,
+    StepResult,
+)
 
 _FEW_UNTRAINED = 4
 """Completions that are scored in a step that trains none."""

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from retrain.advantages.step import Float64Array, flatten
+from retrain.advantages.step import flatten
 from retrain.backends.base import Backend
 from retrain.data.chat import encode_texts
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.model.text import TextModel
 from retrain.system import read_object
-from retrain.types import Example, Group, Prompt, Row
+from retrain.types import Example, Float64Array, Group, Prompt, Row
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig

@@ -18,7 +18,8 @@ from math import comb
 
 import numpy as np
 
-from retrain.advantages.step import Float64Array, Int64Array
+from retrain.advantages.step import Int64Array
+from retrain.types import Float64Array
 
 Rates = Sequence[float] | Float64Array
 GroupAdvantages = Callable[[list[list[float]]], list[list[float]]]

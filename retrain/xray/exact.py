@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from retrain.advantages.pipeline import CreditPipeline
-from retrain.advantages.step import Float64Array, Segments, StepTokens
+from retrain.advantages.step import Segments, StepTokens
 from retrain.backends.local.loss import policy_loss
 from retrain.backends.losses import ActionTokens
 from retrain.backends.own_loss import aggregation_of, own_correction, own_loss
 from retrain.backends.rows import sequence_weights
 from retrain.errors import ConfigurationError
 from retrain.system import Json
+from retrain.types import Float64Array
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 _PLAIN = {"transform_mode": "none"}
 _EXACT_GROUP = 4
-_ADVANTAGE = ("algorithm.advantage_params.",)
-_GRADIENT = ("algorithm.", "gtpo.", "hicra.", "loss.")
-"""Beginnings of the keys that an X-ray depends on, and an exact one."""
+_SETS_ADVANTAGES = ("algorithm.advantage_params.",)
+"""How the keys begin that advantages depend on."""
+_SETS_GRADIENTS = ("algorithm.", "gtpo.", "hicra.", "loss.")
+"""How the keys begin that an exact gradient depends on."""
 _TOKENS = 8
 """Tokens of every completion that a plugin's context shows; all are equally likely and equally
 long."""
@@ -79,7 +80,8 @@ def read_exact(name: str, group: int | None, *, trust: bool = False) -> "list[Ex
         arms = [(name, config_from_mapping(loss))]
     return [
         exact(
-            *_at_start(label, arm, _GRADIENT), group or min(arm.training.group_size, _EXACT_GROUP)
+            *_at_start(label, arm, _SETS_GRADIENTS),
+            group or min(arm.training.group_size, _EXACT_GROUP),
         )
         for label, arm in arms
     ]
@@ -149,7 +151,7 @@ def headline_of(config: "TrainConfig") -> str:
 def _read(
     label: str, config: "TrainConfig", group: int, aggregation: str, wrong_length: float
 ) -> Xray:
-    label, config = _at_start(label, config, _ADVANTAGE)
+    label, config = _at_start(label, config, _SETS_ADVANTAGES)
     recipe = recipe_of(config.algorithm)
     if recipe is None:
         raise ConfigurationError(

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from retrain.advantages.step import Float64Array
 from retrain.records.terminal import table_lines
+from retrain.types import Float64Array
 from retrain.xray.binary import RATES, Xray
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
