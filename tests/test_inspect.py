@@ -81,6 +81,8 @@ def test_scheduled_keys_are_those_of_the_step(tmp_path: Path) -> None:
     moving = StoredRun(small_run(config, quiet=True).folder)
     stored, computed = read_step(moving, 1, ["gtpo"]).stages.values()
     np.testing.assert_array_equal(stored["gtpo"], computed["gtpo"])
+    own = read_step(moving, 1, ["maxrl+gtpo"]).stages.values()
+    np.testing.assert_array_equal(*(stages["gtpo"] for stages in own))
     # Another advantage has none of the parameters that the schedule moves.
     assert read_step(moving, 1, ["rloo+gtpo"]).labels == ["maxrl+gtpo", "rloo+gtpo"]
 

@@ -389,7 +389,7 @@ def _under(config: TrainConfig, name: str) -> TrainConfig:
         # The step's values are in their places, and a schedule may name a parameter that is gone.
         "schedule.points": {},
     }
-    if advantage:
+    if advantage and not (recipe and advantage == recipe.advantage):
         changes["algorithm.advantage_params"] = {}
     return replaced(config, changes, origin="--against")
 
