@@ -281,6 +281,15 @@ def test_a_schedule_of_another_kind_is_shown_as_it_was_given() -> None:
         config_from_toml('[schedule]\n"loss.kl_coef" = "x"\n')
 
 
+def test_a_key_without_its_section_is_told_how_to_name_it() -> None:
+    points = "temperature = [[0, 1.0], [9, 0.5]]"
+    with pytest.raises(ConfigurationError, match=r'not a key; write "training\.temperature"'):
+        config_from_toml(f"[schedule]\n{points}\n")
+    condition = f'[[campaign.conditions]]\nadvantage_mode = "grpo"\nschedule.{points}\n'
+    with pytest.raises(ConfigurationError, match=r'write schedule\."training\.temperature"'):
+        config_from_toml(f'{condition}transform_mode = "none"\n')
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_wrong_schedule_is_a_sentence(name: str, tmp_path: Path) -> None:
     points, sentence = REFUSED[name]

@@ -185,6 +185,8 @@ def _unknown_key(section: str, name: str, place: Place) -> str:
             f"[{section}] {name} is not a key; did you mean"
             f" {'' if home == section else f'[{home}] '}{known}?"
         )
+    if others and section == "schedule":
+        return f'[schedule] {name} is not a key; write "{others[0]}.{name}"'
     if others:
         return f"[{section}] {name} is not a key; {name} belongs under [{others[0]}]"
     clause = instead(name)
@@ -234,6 +236,9 @@ def _unknown_setting(name: str) -> str:
     if homes:
         return f"{name} is a key of several sections; write {' or '.join(homes)}"
     section, _, word = name.rpartition(".")
+    scheduled = [key.path for key in all_keys() if section == "schedule" and key.name == word]
+    if scheduled:
+        return f'{name} is not a key of a condition; write schedule."{scheduled[0]}"'
     meant = key_meant(word, section)
     near = (
         meant.path
