@@ -61,7 +61,7 @@ def replayed(
     ) as session:
         if session.pressure:
             session.pressure.replayed = decided_by(folder, start)
-        # That of the checkpoint's step is made again too, or its copy would be compared with itself.
+        # That of the checkpoint's step is made again too: its copy would equal itself.
         session.state = replace(session.state, last_evaluation=-1)
         while True:
             session.evaluate_if_due()
