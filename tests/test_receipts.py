@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from contextlib import closing
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,33 @@ def test_a_changed_number_a_changed_token_and_a_changed_adapter_are_found(
     found = json.loads(capsys.readouterr().out)
     assert found["parting"]["step"] == 3 and found["parting"]["fields"] == ["loss"]
     assert found["draw"] is None, "no token differs"
+
+
+def test_the_evaluation_at_the_checkpoint_is_made_again(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The checkpoint knows the bytes of evaluation.jsonl, so a forger seals it anew."""
+    written, checkpoint = copy / "evaluation.jsonl", copy / "checkpoints" / "step_000002"
+    rows = lines(written)
+    row = next(row for row in rows if row["step"] == 2)
+    row["correct"] = 1 - row["correct"]
+    written.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["verify", str(copy)]) != 0
+    said = capsys.readouterr().err
+    assert f"{copy} cannot be resumed" in said and "evaluation.jsonl differs" in said
+
+    def sealed(folder: Path) -> None:
+        for path in checkpoint.iterdir():
+            shutil.copyfile(path, folder / path.name)
+        (folder / "manifest.json").unlink()
+        (folder / "trainer_state.json").write_text(json.dumps(state))
+
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    before = "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= 2).encode()
+    state["files"]["evaluation.jsonl"] = {"size": len(before), "sha256": sha256(before).hexdigest()}
+    commit_folder(checkpoint, sealed, step=2, config_hash=state["config_hash"])
+    assert main(["verify", str(copy)]) == 1
+    assert "at step 2, in the held-out" in capsys.readouterr().out
 
 
 def test_changed_tokens_and_changed_answers_are_found_though_the_records_are_equal(
