@@ -194,6 +194,7 @@ def test_a_faulty_sampler_is_found_with_its_side(
     assert total.effect is not None and (total.effect > TOLERANCE) is flat
     told = warning(3, total, total, TOLERANCE, 1.5)
     assert ("are flatter" in told) is flat and ("are sharper" in told) is not flat
+    assert "since the start as if" in told
     # A step of few completions may lie on the other side by chance.
     step = replace(total, surprise=-total.surprise)
     assert warning(3, step, total, TOLERANCE, 1.5).partition(" (calib")[0] in told

@@ -588,14 +588,18 @@ def test_power_refuses_what_shows_no_spread(
     assert "is not a positive number" in refused(capsys, "--sd", "-0.1", command="power")
 
 
+def make_a_grid(campaign: Path) -> None:
+    manifest = json.loads((campaign / "manifest.json").read_text())
+    manifest["config"] = {"campaign": {"grid": {"training.lr": [1e-4]}}}
+    (campaign / "manifest.json").write_text(json.dumps(manifest))
+
+
 def test_a_grids_conditions_are_ranked_and_the_ranking_is_called_a_selection(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_campaign(tmp_path, {"grpo+none": [40, 42], "maxrl+none": [46, 44]})
     assert main(["compare", str(path)]) == 0 and "Ranking" not in capsys.readouterr().out
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["config"] = {"campaign": {"grid": {"training.lr": [1e-4]}}}
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    make_a_grid(path)
     assert main(["compare", str(path)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "- 1. maxrl+none 45.0% - 2. grpo+none 41.0%" in shown
@@ -609,9 +613,7 @@ def test_equal_means_of_a_grid_share_a_place(
 ) -> None:
     rights = {"grpo+none": [40, 42], "maxrl+none": [46, 44], "maxrl+gtpo": [44, 46]}
     path = write_campaign(tmp_path, rights)
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["config"] = {"campaign": {"grid": {"training.lr": [1e-4]}}}
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    make_a_grid(path)
     assert main(["compare", str(path)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "- 1. maxrl+none 45.0% - 1. maxrl+gtpo 45.0% - 3. grpo+none 41.0%" in shown

@@ -5,6 +5,7 @@ user sees.
 import dataclasses
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from retrain.analysis.runs import StoredRun
 from retrain.backends.local.backend import LocalBackend
 from retrain.cli.main import main
 from retrain.config import TrainConfig, config_from_mapping, replaced
+from retrain.config.load import trusted
 from retrain.contrast import batch as batches
 from retrain.contrast.batch import Arm, Batch, load_base, opened, read_arms, take_batch
 from retrain.contrast.gradients import Contrast, _credit, _masks, contrast, halves
@@ -258,6 +260,37 @@ def test_seeds_grow_as_arms_are_alike_and_noisy(
         one = dataclasses.replace(seen, arms=[base, *[other] * family], steps=32)
         assert one.seeds_for(other) == seeds_needed(2.0, 1.0, comparisons=family)
     assert seeds_needed(2.0, 1.0, comparisons=1) < seeds_needed(2.0, 1.0, comparisons=2)
+
+
+def test_an_advantage_that_keeps_something_has_what_the_run_kept(
+    loaded: tuple[Parts, LocalBackend, Batch],
+    run: StoredRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "kept_here.py").write_text(
+        "class Above:\n"
+        "    level = 0.0\n"
+        "    def __call__(self, rewards): return [reward - self.level for reward in rewards]\n"
+        "    def state(self): return {'level': self.level}\n"
+        "    def load(self, state): self.level = state['level']\n"
+        "class Another(Above): pass\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    own, other = (
+        replaced(trusted(run.config), {"algorithm.advantage_mode": f"kept_here.{name}"})
+        for name in ("Above", "Another")
+    )
+    parts = dataclasses.replace(loaded[0], credit=cast(Any, SimpleNamespace(config=own)))
+    batch = dataclasses.replace(loaded[2], kept={"level": 0.25})
+
+    def episode(batch: Batch, config: TrainConfig) -> Any:
+        return _credit(parts, batch, Arm("", config))[0].stages_float32()["episode"]
+
+    anew = episode(loaded[2], own)
+    np.testing.assert_allclose(episode(batch, own), anew - 0.25, rtol=1e-6)
+    np.testing.assert_array_equal(episode(batch, other), anew)
 
 
 def test_quarters_are_of_each_completion(

@@ -235,6 +235,7 @@ def test_the_formulas_of_capacity_planning(settings: dict[str, Any], parallelism
 SHARED: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "losses": ({}, {"loss.kl_coef": 0.1, "training.lr": 1e-3}, 8),
     "rewards": ({}, {"reward.overlong_buffer": 9, "reward.type": ["match", "overlong"]}, 8),
+    "judged": ({"evaluation": {"at_start": True}}, {"reward.type": "math"}, 0),
     "temperature": ({}, {"training.temperature": 0.3}, 0),
     "schedule": ({}, {"schedule.points": {"training.temperature": [[0, 0.3]]}}, 0),
     "sampler": ({}, {"data.sampler": "drop_solved"}, 0),

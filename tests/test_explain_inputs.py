@@ -30,19 +30,25 @@ def explain_exit(folder: Path, sections: dict[str, Any], *flags: str) -> int:
     return main(["explain", str(folder / "this.toml"), *flags])
 
 
+def refusal(
+    folder: Path, capsys: pytest.CaptureFixture[str], code: int, sections: dict[str, Any]
+) -> str:
+    """What explain says would be refused; it ends with the code."""
+    assert explain_exit(folder, sections) == code
+    return capsys.readouterr().out.partition("Would be refused")[2]
+
+
 @pytest.mark.parametrize(("named", "sections"), WRONG)
 def test_a_missing_module_or_file_is_refused_by_explain(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], named: str, sections: dict[str, Any]
 ) -> None:
-    assert explain_exit(tmp_path, sections) == 2
-    assert named in capsys.readouterr().out.partition("Would be refused")[2]
+    assert named in refusal(tmp_path, capsys, 2, sections)
 
 
 def test_what_the_machine_lacks_is_refused_with_3(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert explain_exit(tmp_path, {"backend": {"devices": "gpu:63"}}) == 3
-    assert "gpu:63" in capsys.readouterr().out.partition("Would be refused")[2]
+    assert "gpu:63" in refusal(tmp_path, capsys, 3, {"backend": {"devices": "gpu:63"}})
     assert explain_exit(tmp_path, {"model": {"model": "./no-model-here"}}) == 3
 
 
@@ -72,8 +78,7 @@ def test_what_a_run_would_stop_at_later_is_refused_by_explain(
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     monkeypatch.setattr("retrain.data.readers.hub.why_unreachable", lambda: "nobody is asked")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    assert explain_exit(tmp_path, sections) == code
-    assert said in capsys.readouterr().out.partition("Would be refused")[2]
+    assert said in refusal(tmp_path, capsys, code, sections)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +98,7 @@ def test_packages_of_environments_and_trackers_that_are_not_here_are_told(
 ) -> None:
     for module in ("retrain.environments.loading", "retrain.tracking.external"):
         monkeypatch.setattr(f"{module}.find_spec", lambda name: None)
-    assert explain_exit(tmp_path, sections) == 3
-    assert f"[{extra}]" in capsys.readouterr().out.partition("Would be refused")[2]
+    assert f"[{extra}]" in refusal(tmp_path, capsys, 3, sections)
 
 
 def test_explain_repeats_the_warning_about_prompts_that_ask_for_no_box(

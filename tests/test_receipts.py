@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from contextlib import closing
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,14 @@ def change_tokens(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     save_file(arrays, path, metadata=metadata)
 
 
+def change_config(run: Path, *changes: tuple[str, str]) -> None:
+    text = (run / "config.toml").read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    (run / "config.toml").write_text(text)
+
+
 def change_row(path: Path, step: int, **values: Any) -> None:
     rows = [row | values if row["step"] == step else row for row in lines(path)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -101,6 +110,33 @@ def test_a_changed_number_a_changed_token_and_a_changed_adapter_are_found(
     found = json.loads(capsys.readouterr().out)
     assert found["parting"]["step"] == 3 and found["parting"]["fields"] == ["loss"]
     assert found["draw"] is None, "no token differs"
+
+
+def test_the_evaluation_at_the_checkpoint_is_made_again(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The checkpoint knows the bytes of evaluation.jsonl, so a forger seals it anew."""
+    written, checkpoint = copy / "evaluation.jsonl", copy / "checkpoints" / "step_000002"
+    rows = lines(written)
+    row = next(row for row in rows if row["step"] == 2)
+    row["correct"] = 1 - row["correct"]
+    written.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["verify", str(copy)]) != 0
+    said = capsys.readouterr().err
+    assert f"{copy} cannot be resumed" in said and "evaluation.jsonl differs" in said
+
+    def sealed(folder: Path) -> None:
+        for path in checkpoint.iterdir():
+            shutil.copyfile(path, folder / path.name)
+        (folder / "manifest.json").unlink()
+        (folder / "trainer_state.json").write_text(json.dumps(state))
+
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    before = "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= 2).encode()
+    state["files"]["evaluation.jsonl"] = {"size": len(before), "sha256": sha256(before).hexdigest()}
+    commit_folder(checkpoint, sealed, step=2, config_hash=state["config_hash"])
+    assert main(["verify", str(copy)]) == 1
+    assert "at step 2, in the held-out" in capsys.readouterr().out
 
 
 def test_changed_tokens_and_changed_answers_are_found_though_the_records_are_equal(
@@ -217,8 +253,7 @@ def test_steps_that_a_run_has_not_are_refused(
 def test_code_that_the_runs_file_names_needs_trust(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = copy / "config.toml"
-    config.write_text(config.read_text().replace('"maxrl"', '"my_code.advantage"'))
+    change_config(copy, ('"maxrl"', '"my_code.advantage"'))
     assert main(["verify", str(copy)]) == 2
     assert "--trust" in capsys.readouterr().err
 
@@ -235,19 +270,16 @@ def test_code_that_is_trusted_is_run_again(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_replay_ends_by_the_steps_asked_for_alone(copy: Path) -> None:
     """Of a run that stopped by the clock, and whose resume lowered max_steps below its steps."""
-    config = copy / "config.toml"
-    ending = config.read_text().replace("max_hours = 0.0", "max_hours = 1e-7")
-    config.write_text(ending.replace("max_steps = 4", "max_steps = 3"))
-    assert ending != config.read_text() and main(["verify", str(copy)]) == 0
+    change_config(copy, ("max_hours = 0.0", "max_hours = 1e-7"), ("max_steps = 4", "max_steps = 3"))
+    assert main(["verify", str(copy)]) == 0
 
 
 def test_the_evaluation_after_the_last_step_is_compared(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = lines(copy / "evaluation.jsonl")
-    rows[-1]["correct"] = 1 - rows[-1]["correct"]
-    (copy / "evaluation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert rows[-1]["step"] == 4 and main(["verify", str(copy)]) == 1
+    last = lines(copy / "evaluation.jsonl")[-1]
+    change_row(copy / "evaluation.jsonl", 4, correct=1 - last["correct"])
+    assert last["step"] == 4 and main(["verify", str(copy)]) == 1
     assert "part at step 4, in the held-out" in capsys.readouterr().out
 
 
@@ -255,8 +287,7 @@ def test_a_checkpoint_where_the_run_was_stopped_is_compared(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """None is due there, and the replay makes one all the same."""
-    config = copy / "config.toml"
-    config.write_text(config.read_text().replace("save_every = 2", "save_every = 0"))
+    change_config(copy, ("save_every = 2", "save_every = 0"))
     checkpoint = copy / "checkpoints" / "step_000002" / "adapter_model.safetensors"
     checkpoint.write_bytes(checkpoint.read_bytes() + b"x")
     assert main(["verify", str(copy), "--steps", "0:2"]) == 1

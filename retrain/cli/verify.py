@@ -132,8 +132,8 @@ def _replayed(run: "StoredRun", start: int, stop: int, scratch: Path) -> Iterato
     try:
         with replayed(run.folder, config, start, stop, scratch) as session:
             yield session
-    except RunFailed as error:
-        raise RunFailed(str(error).replace(str(scratch), str(run.path))) from error
+    except (RunFailed, ConfigurationError) as error:
+        raise type(error)(str(error).replace(str(scratch), str(run.path))) from error
 
 
 def _first_draw(

@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +61,8 @@ def replayed(
     ) as session:
         if session.pressure:
             session.pressure.replayed = decided_by(folder, start)
+        # That of the checkpoint's step is made again too: its copy would equal itself.
+        session.state = replace(session.state, last_evaluation=-1)
         while True:
             session.evaluate_if_due()
             session.save_if_due()
