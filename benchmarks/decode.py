@@ -21,12 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from common import make_adapter, settings_of
 from processes import Worker, WorkerFailed, last_line
 from report import add_output, load_average, publish, table, versions_line
 from vllm_server import VllmServer
 from workers.job import make_job
-
-from retrain.model.text import resolve_model
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _WARM_UP_TOKENS = 4
@@ -208,14 +207,8 @@ def rows(
 def main() -> None:
     arguments = parse_arguments()
     load = load_average()
-    model = str(Path(resolve_model(arguments.model)).resolve())
-    settings: dict[str, Any] = {
-        "model": model,
-        "prompts": arguments.prompts,
-        "group": arguments.group,
+    settings = settings_of(arguments) | {
         "rows": arguments.prompts * arguments.group,
-        "tokens": arguments.tokens,
-        "threads": arguments.threads,
         "page_size": arguments.page_size,
         "prefill_tokens": arguments.prefill_tokens,
     }
@@ -224,10 +217,7 @@ def main() -> None:
     found: list[dict[str, str]] = []
     with tempfile.TemporaryDirectory() as folder:
         settings["adapter"] = str(Path(arguments.adapter or folder).resolve())
-        with Worker(sys.executable, "prepare.py", settings) as prepare:
-            settings["vocabulary"] = prepare.ask(make="adapter", model=model, folder=folder)[
-                "vocabulary"
-            ]
+        settings["vocabulary"] = make_adapter(settings, folder)
         for dtype in arguments.dtypes:
             with start_peers(arguments, settings, dtype) as (peers, missing):
                 notes += missing + measure(peers, arguments.tokens, arguments.repeats)

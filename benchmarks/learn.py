@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import make_adapter, settings_of
 from processes import Worker, WorkerFailed
 from report import add_output, load_average, publish, table, versions_line
 from safetensors.numpy import load_file
-
-from retrain.model.text import resolve_model
 
 RANK = 16
 
@@ -178,26 +177,18 @@ def rows(settings: list[Setting], loss: float) -> list[list[str]]:
 def main() -> None:
     arguments = parse_arguments()
     load = load_average()
-    model = str(Path(resolve_model(arguments.model)).resolve())
     versions: list[Mapping[str, str]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        common: dict[str, Any] = {
-            "model": model,
-            "tokenizer": model,
+        common = settings_of(arguments)
+        common |= {
+            "tokenizer": common["model"],
             "adapter": str(folder / "adapter"),
             "logprobs": str(folder / "logprobs.safetensors"),
             "rank": RANK,
-            "prompts": arguments.prompts,
-            "group": arguments.group,
-            "tokens": arguments.tokens,
             "ragged": arguments.ragged,
-            "threads": arguments.threads,
         }
-        with Worker(sys.executable, "prepare.py", common) as prepare:
-            common["vocabulary"] = prepare.ask(
-                make="adapter", model=model, folder=common["adapter"]
-            )["vocabulary"]
+        common["vocabulary"] = make_adapter(common, common["adapter"])
         references = []
         for dtype in ("float32", "float64"):
             with Worker(

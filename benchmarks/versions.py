@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import make_adapter, settings_of
 from processes import WORKERS, Worker
 from report import add_output, load_average, median_interval, publish, table
-
-from retrain.model.text import resolve_model
 
 REPOSITORY = WORKERS.parent.parent
 RANK = 16
@@ -42,16 +41,14 @@ class Part:
 
     def seconds(self, worker: Worker, pair: int, tokens: int, steps: int) -> float:
         """Return the seconds of one turn; of steps those after the first."""
+        if self.name == "steps":
+            taken = worker.ask(steps=steps)["steps"]
+            return sum(float(step["total"]) for step in taken[1:])
         asked = self.request
         if "ragged" in asked:
             length = tokens if pair else _WARM_UP_TOKENS
             asked = {**asked, "step": pair, "tokens": length}
-        if self.name == "steps":
-            asked = {"steps": steps}
-        answer = worker.ask(**asked)
-        if "steps" in answer:
-            return sum(float(step["total"]) for step in answer["steps"][1:])
-        return float(answer["seconds"])
+        return float(worker.ask(**asked)["seconds"])
 
 
 _FP32, _BF16 = ({"kind": "engine", "engine_dtype": dtype} for dtype in ("auto", "bf16"))
@@ -128,9 +125,7 @@ def prepared(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return the settings with an adapter, the vocabulary and the log-probs that learning reads."""
     files = {"adapter": str(folder / "adapter"), "logprobs": str(folder / "logprobs.safetensors")}
     made = {**settings, **files}
-    with Worker(sys.executable, "prepare.py", made) as worker:
-        asked = {"make": "adapter", "model": made["model"], "folder": made["adapter"]}
-        made |= worker.ask(**asked)
+    made["vocabulary"] = make_adapter(made, made["adapter"])
     with Worker(sys.executable, "learn_worker.py", {**made, "kind": "reference"}) as plain:
         plain.ask(logprobs=made["logprobs"], gradient=str(folder / "gradient.safetensors"))
     return made
@@ -139,17 +134,12 @@ def prepared(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 def main() -> None:
     arguments = parse_arguments()
     load = load_average()
-    model = str(Path(resolve_model(arguments.model)).resolve())
-    settings: dict[str, Any] = {
-        "model": model,
-        "tokenizer": model,
+    settings = settings_of(arguments)
+    settings |= {
+        "tokenizer": settings["model"],
         "rank": RANK,
-        "prompts": arguments.prompts,
-        "group": arguments.group,
         "rows": arguments.prompts * arguments.group,
-        "tokens": arguments.tokens,
         "ragged": False,
-        "threads": arguments.threads,
     }
     lines = []
     chosen = [part for part in PARTS if part.name.startswith(tuple(arguments.only))]
