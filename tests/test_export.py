@@ -240,6 +240,17 @@ def test_the_card_names_no_folder_of_this_machine(run: Path, tmp_path: Path) -> 
     assert "private" not in card and '`"base"`' in card
 
 
+def test_the_card_says_which_settings_moved(run: Path) -> None:
+    copy = Path(shutil.copytree(run, run.parent / "moved"))
+    text = (copy / "config.toml").read_text(encoding="utf-8")
+    moved = '[schedule]\n"training.lr" = [[0, 1e-2], [4, 1e-3]]\n'
+    (copy / "config.toml").write_text(text.replace("[schedule]\n", moved), encoding="utf-8")
+    assert main(["export", str(copy)]) == 0
+    card = (copy.with_name("moved-adapter") / "README.md").read_text(encoding="utf-8")
+    assert "| `training.lr` | `0.02`, moved by [schedule] |" in card
+    assert "| `training.temperature` | `1.0` |" in card
+
+
 def test_a_label_that_looks_like_a_secret_is_left_out_of_what_is_trained_again(
     run: Path, tmp_path: Path
 ) -> None:

@@ -281,7 +281,11 @@ def _card(
     values = {path: config.value(path) for path in _SHOWN} | {"model.model": name}
     if Path(config.data.source).is_absolute():
         values["data.source"] = Path(config.data.source).name
-    shown = [f"| `{path}` | `{toml_value(value)}` |" for path, value in values.items()]
+    moved = config.schedule.points
+    shown = [
+        f"| `{path}` | `{toml_value(value)}`{', moved by [schedule]' * (path in moved)} |"
+        for path, value in values.items()
+    ]
     return "\n".join(
         [
             *front,
