@@ -29,7 +29,7 @@ from retrain.analysis.power import (
     seeds_needed,
     seeds_to_conclude,
 )
-from retrain.analysis.runs import Pair, StoredRun, find_runs
+from retrain.analysis.runs import RECENT, Pair, StoredRun, find_runs
 from retrain.analysis.statistics import paired_differences, sample_sd
 from retrain.errors import ConfigurationError
 
@@ -76,7 +76,7 @@ class Spread:
         for run in runs:
             found = [
                 record.time_sample_s / (record.batch_size * record.group_size)
-                for record in run.last_metrics(20)
+                for record in run.last_metrics(RECENT)
                 if record.time_sample_s and record.batch_size and record.group_size
             ]
             if found:

@@ -75,6 +75,10 @@ class Code:
         )
 
 
+RECENT = 20
+"""Steps at the end of a run over which the medians of step time and throughput are taken."""
+
+
 @dataclass(frozen=True)
 class StoredRun:
     """A run on disk. `planned` is None outside a campaign."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from retrain.analysis.integrity import given_keys, problem_of
 from retrain.analysis.planned import CampaignRecord, evidence_line
-from retrain.analysis.runs import StoredRun, campaign_runs, is_campaign, is_run, subfolders
+from retrain.analysis.runs import RECENT, StoredRun, campaign_runs, is_campaign, is_run, subfolders
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
 from retrain.records.entries import StepRecord
 from retrain.records.run_folder import MARKER, Liveness, RunFolder, Writer
@@ -22,8 +22,6 @@ from retrain.records.terminal import duration
 from retrain.records.untrained import untrained_line, untrained_streak
 from retrain.system import Json
 
-_WINDOW = 20
-"""Steps at the end of a run over which the medians of step time and throughput are taken."""
 _PATIENCE_S = 600.0
 """A live process is stalled after writing nothing for this long and for _PATIENCE_STEPS step times:
 a model may take minutes to load."""
@@ -58,7 +56,7 @@ class RunStatus:
     """The state of one run; a field that is not known is None.
 
     `correct_rate`, `mean_reward` and `loss` belong to the last step, the medians to the last
-    _WINDOW.
+    RECENT.
     """
 
     path: Path
@@ -263,7 +261,7 @@ def _read(run: StoredRun, now: float) -> RunStatus:
     # A run writes its configuration once the model is loaded.
     if not folder.config.is_file():
         return _without_config(run, writer)
-    recent = run.last_metrics(_WINDOW)
+    recent = run.last_metrics(RECENT)
     last = recent[0] if recent else None
     step_time = _median([record.step_time_s for record in recent])
     files = (

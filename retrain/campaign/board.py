@@ -14,7 +14,7 @@ from statistics import median
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
-from retrain.analysis.runs import StoredRun
+from retrain.analysis.runs import RECENT, StoredRun
 from retrain.campaign.manifest import Manifest, RunEntry, Status
 from retrain.campaign.plan import CampaignPlan
 from retrain.errors import RetrainError
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 REFRESH_S = 1.0
 LINES_EVERY_S = 30.0
 """Seconds between two progress lines of a running run, where there is no terminal."""
-_WINDOW = 20
-"""Number of last steps whose median gives the time per step."""
 _COLUMNS = ("run", "state", "step", "correct so far", "held-out", "left")
 _GAP = 2
 """Spaces between two columns."""
@@ -77,7 +75,7 @@ class Progress:
 def read_progress(plan: CampaignPlan, entry: RunEntry) -> Progress:
     """Read the last metrics of a run; without metrics it is at step 0."""
     stored = StoredRun(plan.folder / entry.dir)
-    recent = stored.last_metrics(_WINDOW)
+    recent = stored.last_metrics(RECENT)
     times = [record.step_time_s for record in recent if record.step_time_s is not None]
     evaluation = stored.final_evaluation if entry.status is Status.DONE else None
     return Progress(
