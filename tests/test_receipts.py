@@ -334,6 +334,18 @@ def test_sessions_of_another_shape_do_no_harm(base: Path, copy: Path, resumed: A
     assert reasons(base, copy)
 
 
+@pytest.mark.parametrize("change", [{"example_id": []}, {"step": "x"}, {"correct": None}])
+def test_an_evaluation_of_another_shape_is_named(
+    base: Path, copy: Path, change: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = copy / "evaluation.jsonl"
+    first, *others = lines(written)
+    written.write_text("".join(json.dumps(row) + "\n" for row in (first | change, *others)))
+    assert main(["diff", str(base), str(copy)]) == 1
+    said = capsys.readouterr().err
+    assert f"retrain: {written}" in said and "Traceback" not in said
+
+
 # -- diff ------------------------------------------------------------------------------------------
 
 

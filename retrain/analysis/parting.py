@@ -14,7 +14,7 @@ from retrain.analysis.arms import differing_environment, differing_keys
 from retrain.analysis.runs import StoredRun
 from retrain.records.checkpoint import FINAL, MANIFEST, CheckpointStore, step_folder
 from retrain.records.checkpoint_place import stored_checkpoints
-from retrain.records.entries import MEASURED
+from retrain.records.entries import MEASURED, EvaluationRecord
 from retrain.records.jsonl import read_jsonl
 from retrain.system import Json, read_object, toml_value
 
@@ -94,8 +94,8 @@ def _evaluations(run: StoredRun) -> dict[int, Json]:
     """Steps completed -> problem -> its line of evaluation.jsonl."""
     found: dict[int, Json] = {}
     if run.folder.evaluation.is_file():
-        for line in read_jsonl(run.folder.evaluation):
-            found.setdefault(int(line["step"]), {})[line["example_id"]] = line
+        for record in EvaluationRecord.read(run.folder.evaluation):
+            found.setdefault(record.step, {})[record.example_id] = record.to_json()
     return found
 
 

@@ -321,5 +321,10 @@ def _nearest_flag(word: str, flags: Sequence[str]) -> str | None:
     known = {
         key.name.replace("_", "-"): key.flag for key in all_keys() if len(homes_of(key.name)) == 1
     } | known
-    near = nearest(word.replace("_", "-"), known, NAME_CUTOFF) or nearest(word, known, NAME_CUTOFF)
+    spelt = word.replace("_", "-")
+    # Of a key whose flag has no section, the flag with it: --training-batch-size.
+    whole = {key.path.replace(".", "-").replace("_", "-"): key.flag for key in all_keys()}
+    if spelt in whole:
+        return whole[spelt]
+    near = nearest(spelt, known, NAME_CUTOFF) or nearest(word, known, NAME_CUTOFF)
     return known.get(near or "")
