@@ -262,6 +262,13 @@ def test_seeds_grow_as_arms_are_alike_and_noisy(
     assert seeds_needed(2.0, 1.0, comparisons=1) < seeds_needed(2.0, 1.0, comparisons=2)
 
 
+def test_what_a_recipe_sets_beyond_a_gradient_is_noted(run: StoredRun, tmp_path: Path) -> None:
+    file = tmp_path / "arms.toml"
+    file.write_text(f'conditions = [{arm("grpo")}, {{algorithm_mode = "dapo"}}]\n')
+    plain, dapo = read_arms(run.config, file, trust=False, say=quiet)
+    assert not plain.note and "training.dynamic_sampling" in dapo.note
+
+
 def test_an_advantage_that_keeps_something_has_what_the_run_kept(
     loaded: tuple[Parts, LocalBackend, Batch],
     run: StoredRun,
