@@ -114,6 +114,11 @@ def test_a_condition_schedules_keys_beside_those_of_the_base() -> None:
         "loss.kl_coef": [[0, 0.1], [9, 0.0]],
     }
     assert arms(config_from_toml(head + own[1]))[0].schedule == found[1].schedule
+    anew = own[0] + 'schedule.points = {"gtpo.beta" = [[0, 0.2]]}\n'
+    assert arms(config_from_toml(head + anew))[0].schedule.points == {
+        "gtpo.beta": [[0, 0.2]],
+        "loss.kl_coef": [[0, 0.1], [9, 0.0]],
+    }
     with pytest.raises(ConfigurationError, match=r'"loss.mode" is not read anew'):
         config_from_toml(head + modes + 'schedule."loss.mode" = [[0, 1]]\n')
     with pytest.raises(ConfigurationError, match=r"schedule.kontrol is not a key"):
@@ -211,6 +216,7 @@ def test_a_mask_may_begin_after_the_first_step() -> None:
     kept = []
     for number in (0, 2):
         pipeline.use(with_values(late, scheduled(late, number)))
+        assert (pipeline._uncertainty_of(step, number) is None) is (number == 0)
         kept.append(pipeline.compute(step, number, 0.0).kept_fraction)
     always = CreditPipeline(masked, lambda ids: [""] * len(ids)).compute(step, 2, 0.0)
     assert kept == [None, always.kept_fraction] != [None, None]

@@ -385,3 +385,4 @@ def test_scheduled_parameters_are_those_of_the_first_step(tmp_path: Path) -> Non
         '[schedule]\n"algorithm.advantage_params.eps" = [[0, 1.0]]\n'
     )
     assert read_xray(str(file))[0].name == "maxrl at step 0"
+    assert read_exact(str(file), 2)[0].name.endswith(" at step 0")
