@@ -63,7 +63,7 @@ class Budget:
 @dataclass(frozen=True)
 class InterpolatedAnswers(Answers):
     """Answers at a budget between two evaluations of one run. Their counts come from the nearer
-    evaluation.
+    evaluation, unless the other left more answers unjudged: those move the rates too.
     """
 
     before: Answers
@@ -140,8 +140,11 @@ class RunAtBudget(StoredRun):
                 f" {size:,} {self.budget.unit}; leave --at out."
             )
         weight = (size - earlier) / (cost - earlier)
-        nearer = after if weight > 0.5 else before
-        counts = (nearer.right, nearer.judged, nearer.unjudged)
+        nearer, farther = before, after
+        if weight > 0.5:
+            nearer, farther = after, before
+        shown = max(nearer, farther, key=lambda one: one.unjudged.sum())
+        counts = (shown.right, shown.judged, shown.unjudged)
         return InterpolatedAnswers(after.ids, *counts, before, after, weight)
 
     def curve(self, name: str) -> Floats:
