@@ -17,7 +17,7 @@ FILES = Path(__file__).resolve().parents[1] / "examples" / "replications"
 @pytest.mark.parametrize("path", sorted(FILES.glob("*.toml")), ids=lambda path: path.stem)
 def test_a_replication_keeps_its_runs_where_the_program_looks_for_them(path: Path) -> None:
     assert load_config(path, environ={}).logging.log_dir == f"logs/replications/{path.stem}"
-    assert path.stem.removesuffix(replications.SMOLLM2) in replications.METRICS
+    assert path.stem.removesuffix(replications.SMOLLM2) in replications.CLAIMS
 
 
 def test_a_campaign_is_started_by_its_own_file_and_continued_where_it_stopped(
