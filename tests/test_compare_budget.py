@@ -98,6 +98,23 @@ def test_a_training_metric_ends_at_the_last_step_within_the_budget(
     assert means(found) == pytest.approx([15, 10])
 
 
+def test_the_table_says_that_a_cost_is_of_the_whole_run(
+    arms: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arm in arms:
+        if arm != "--baseline":
+            file = Path(arm, "summary.json")
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"tokens": 400}))
+    assert main(["compare", *arms, "--at", "tokens=300"]) == 0
+    assert "tokens per whole run" in capsys.readouterr().out
+    assert main(["compare", *arms]) == 0
+    assert "tokens per run" in capsys.readouterr().out
+
+
+def test_one_update_is_one() -> None:
+    assert str(Budget("updates", 1)) == "1 update"
+
+
 @pytest.mark.parametrize(
     ("change", "updates"),
     [({"nonfinite_updates": 1}, 7), ({"num_datums": 3}, 6), ({"nonfinite_updates": 99}, 0)],
@@ -135,7 +152,8 @@ def test_evaluations_of_other_problems_have_no_line_between_them(tmp_path: Path)
 @pytest.mark.parametrize(
     ("change", "at", "sentence"),
     [
-        ({}, "tokens=500", "c1 has 400 tokens, short of --at tokens=500"),
+        ({}, "tokens=500", "short of --at tokens=500; name a smaller budget."),
+        ({"nonfinite_updates": 99}, "updates=8", "of --at updates=8; leave --at or this run out."),
         ({"tokens_per_s": None}, "tokens=100", "step 0, does not tell its tokens"),
         ({"num_datums": None}, "updates=8", "step 0, does not tell its updates"),
     ],

@@ -45,7 +45,10 @@ class Budget:
         return cls(cast(Literal["tokens", "updates"], found[1]), int(size))
 
     def __str__(self) -> str:
-        return f"{self.size:,} {_UNIT[self.unit]}"
+        unit = _UNIT[self.unit]
+        if self.size == 1:
+            unit = unit.removesuffix("s")
+        return f"{self.size:,} {unit}"
 
     def rule(self, metric: Metric) -> str:
         """Say at which point a run's number is taken, as the end of a sentence."""
@@ -157,9 +160,10 @@ class RunAtBudget(StoredRun):
         return [one for one in records if self.steps - window <= one.step < self.steps][::-1]
 
     def _short(self, reached: int, how: str) -> ConfigurationError:
+        advice = "name a smaller budget" if reached else "leave --at or this run out"
         return ConfigurationError(
             f"{self.path} {how} {reached:,} {self.budget.unit}, short of --at"
-            f" {self.budget.unit}={self.budget.size}; name a smaller budget."
+            f" {self.budget.unit}={self.budget.size}; {advice}."
         )
 
 
