@@ -81,6 +81,23 @@ def test_a_rate_is_on_the_line_between_two_evaluations(
     assert "at" not in compared(capsys, *arms)
 
 
+def test_unjudged_answers_of_the_farther_evaluation_withhold_a_verdict_too(
+    arms: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three quarters of the way from an evaluation whose wrong answers were not judged."""
+    for arm in arms[: arms.index("--baseline")]:
+        file = Path(arm, "evaluation.jsonl")
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        for line in lines:
+            if line["step"] == 0 and not line["correct"]:
+                line.update(samples=0, could_not_judge=1, reward_mean=None)
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = compared(capsys, *arms, "--at", "tokens=300")
+    (contrast,) = found["contrasts"]
+    assert contrast["verdict"] == "inconclusive" and contrast["unjudged_bounds"]
+    assert "560 held-out answers could not be judged" in " ".join(found["notes"])
+
+
 def test_an_evaluation_at_the_budget_is_taken_as_it_is(
     arms: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,6 +113,23 @@ def test_a_training_metric_ends_at_the_last_step_within_the_budget(
     assert means(found) == pytest.approx([25, 15])  # four steps of 100 tokens, two of 200
     found = compared(capsys, *arms, "--at", "tokens=250", "--metric", "auc")
     assert means(found) == pytest.approx([15, 10])
+
+
+def test_the_table_says_that_a_cost_is_of_the_whole_run(
+    arms: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arm in arms:
+        if arm != "--baseline":
+            file = Path(arm, "summary.json")
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"tokens": 400}))
+    assert main(["compare", *arms, "--at", "tokens=300"]) == 0
+    assert "tokens per whole run" in capsys.readouterr().out
+    assert main(["compare", *arms]) == 0
+    assert "tokens per run" in capsys.readouterr().out
+
+
+def test_one_update_is_one() -> None:
+    assert str(Budget("updates", 1)) == "1 update"
 
 
 @pytest.mark.parametrize(
@@ -135,7 +169,8 @@ def test_evaluations_of_other_problems_have_no_line_between_them(tmp_path: Path)
 @pytest.mark.parametrize(
     ("change", "at", "sentence"),
     [
-        ({}, "tokens=500", "c1 has 400 tokens, short of --at tokens=500"),
+        ({}, "tokens=500", "short of --at tokens=500; name a smaller budget."),
+        ({"nonfinite_updates": 99}, "updates=8", "of --at updates=8; leave --at or this run out."),
         ({"tokens_per_s": None}, "tokens=100", "step 0, does not tell its tokens"),
         ({"num_datums": None}, "updates=8", "step 0, does not tell its updates"),
     ],

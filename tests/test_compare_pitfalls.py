@@ -476,6 +476,21 @@ def test_of_pairs_without_two_finished_runs_nothing_is_said_to_be_shared(
     assert message.count("failed (no memory)") == 3 and "And 5 more runs." in message
 
 
+def test_two_arms_that_lost_every_run_do_not_differ_at_the_worst_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries: list[dict[str, Any]] = []
+    for seed in range(1, 7):
+        write_run(tmp_path / f"runs/{BETTER}_s{seed}", seed, held_out=problems([1] * 50 + [0] * 50))
+        entries += [
+            {"condition": BASE, "seed": seed, "status": "failed"},
+            {"condition": "rloo+none", "seed": seed, "status": "failed"},
+            {"condition": BETTER, "seed": seed},
+        ]
+    text = shown(capsys, write_manifest(tmp_path, entries), "--failed", "worst")
+    assert "rloo+none: undecided: +0.0 pp in 6 pairs." in " ".join(text.split())
+
+
 def test_the_first_line_says_that_an_improvement_lies_within_the_margin(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

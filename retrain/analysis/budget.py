@@ -45,7 +45,10 @@ class Budget:
         return cls(cast(Literal["tokens", "updates"], found[1]), int(size))
 
     def __str__(self) -> str:
-        return f"{self.size:,} {_UNIT[self.unit]}"
+        unit = _UNIT[self.unit]
+        if self.size == 1:
+            unit = unit.removesuffix("s")
+        return f"{self.size:,} {unit}"
 
     def rule(self, metric: Metric) -> str:
         """Say at which point a run's number is taken, as the end of a sentence."""
@@ -60,13 +63,21 @@ class Budget:
 @dataclass(frozen=True)
 class InterpolatedAnswers(Answers):
     """Answers at a budget between two evaluations of one run. Their counts come from the nearer
-    evaluation.
+    evaluation, unless the other left more answers unjudged: those move the rates too.
     """
 
     before: Answers
     after: Answers
     weight: float
     """Weight of `after`, from 0 to 1."""
+
+    @classmethod
+    def between(cls, before: Answers, after: Answers, weight: float) -> "InterpolatedAnswers":
+        nearer, farther = before, after
+        if weight > 0.5:
+            nearer, farther = after, before
+        shown = max(nearer, farther, key=lambda one: one.unjudged.sum())
+        return cls(after.ids, shown.right, shown.judged, shown.unjudged, before, after, weight)
 
     def rates(self, k: int = 1, unjudged: UnjudgedRule = UnjudgedRule.NOTHING) -> Floats:
         """Return [problems] rates, the weighted mean of both evaluations."""
@@ -137,9 +148,7 @@ class RunAtBudget(StoredRun):
                 f" {size:,} {self.budget.unit}; leave --at out."
             )
         weight = (size - earlier) / (cost - earlier)
-        nearer = after if weight > 0.5 else before
-        counts = (nearer.right, nearer.judged, nearer.unjudged)
-        return InterpolatedAnswers(after.ids, *counts, before, after, weight)
+        return InterpolatedAnswers.between(before, after, weight)
 
     def curve(self, name: str) -> Floats:
         points = super().curve(name)
@@ -157,9 +166,10 @@ class RunAtBudget(StoredRun):
         return [one for one in records if self.steps - window <= one.step < self.steps][::-1]
 
     def _short(self, reached: int, how: str) -> ConfigurationError:
+        advice = "name a smaller budget" if reached else "leave --at or this run out"
         return ConfigurationError(
             f"{self.path} {how} {reached:,} {self.budget.unit}, short of --at"
-            f" {self.budget.unit}={self.budget.size}; name a smaller budget."
+            f" {self.budget.unit}={self.budget.size}; {advice}."
         )
 
 

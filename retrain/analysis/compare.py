@@ -108,7 +108,7 @@ def _unequal_runs(
         if run.planned and run.planned.attempts > 1
     ]
     if again:
-        yield f"Tried again after a failure: {', '.join(again)}."
+        yield f"Begun again after they had failed or ended: {', '.join(again)}."
     ends = sorted({run.steps for run in runs})
     if len(ends) > 1 and budget:
         yield f"Within {budget} the runs took {ends[0]} to {ends[-1]} whole steps."

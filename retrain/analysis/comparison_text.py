@@ -222,14 +222,16 @@ def arm_table(comparison: Comparison) -> Table:
             "" if arm.hours is None else f"{arm.hours:.2g}",
         )
 
+    # At a budget the runs are cut, but not what they cost.
+    run = "whole run" if comparison.budget else "run"
     head = (
         "condition",
         "done / failed" if failed else "runs",
         "mean",
         "sd between runs",
         "unjudged",
-        "tokens per run",
-        "hours per run",
+        f"tokens per {run}",
+        f"hours per {run}",
     )
     rows = [row(arm) for arm in comparison.arms]
     kept = filled_columns(rows)

@@ -402,7 +402,7 @@ def _between(
     # Both failed: no difference, on as many problems as the other runs have.
     if not ours and not theirs:
         runs = [*candidate.runs.values(), *baseline.runs.values()]
-        problems = next(len(run.answers.ids) for run in runs if run.answers)
+        problems = next((len(run.answers.ids) for run in runs if run.answers), 1)
         by_problem = np.zeros(problems)
     mean = float(np.nanmean(by_problem))
     return AnswerDifference(by_problem, mean, mean, 0)
