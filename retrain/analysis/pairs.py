@@ -254,12 +254,19 @@ class Pairs:
             looks=looks,
         )
 
+    @property
+    def problems(self) -> int:
+        """The held-out problems on which some pair has a difference; 0 for a training metric."""
+        if self.by_problem is None:
+            return 0
+        return int((~np.isnan(self.by_problem)).any(axis=0).sum())
+
     def paired(self, alpha: float, family: int) -> PairedDifferences:
         """The input of a verdict. The interval for new problems, where a verdict needs one, has
         Bonferroni's level over the family.
         """
         wide = self.wide_interval(1 - alpha / family)
-        few = self.by_problem is not None and self.by_problem.shape[1] < FEW_PROBLEMS
+        few = 0 < self.problems < FEW_PROBLEMS
         least, most = (None if end is None else self._keyed(end) for end in (self.least, self.most))
         unbounded = (-np.inf, np.inf)  # one problem, or too few that were judged
         return PairedDifferences(
