@@ -16,7 +16,7 @@ import numpy as np
 
 from retrain.analysis import statistics
 from retrain.analysis.arms import Arm
-from retrain.analysis.held_out import AnswerDifference
+from retrain.analysis.held_out import AnswerDifference, Answers
 from retrain.analysis.measures import Metric
 from retrain.analysis.runs import Pair, StoredRun
 from retrain.analysis.statistics import Differences, Floats, Interval, TwoWay, covaried_square, mean
@@ -372,11 +372,7 @@ def pair_up(candidate: Arm, baseline: Arm, metric: Metric, worst: float | None) 
             candidate, baseline, statistics.paired_differences(ours, theirs), None, None, None
         )
     # A difference is NaN where no problem was judged in both runs.
-    found = {
-        seed: _between(candidate, baseline, seed, metric.k, worst)
-        for seed in theirs
-        if seed in ours
-    }
+    found = {seed: _between(candidate, baseline, seed, metric.k) for seed in theirs if seed in ours}
     found = {
         seed: difference for seed, difference in found.items() if not np.isnan(difference.mean)
     }
@@ -393,26 +389,17 @@ def pair_up(candidate: Arm, baseline: Arm, metric: Metric, worst: float | None) 
     )
 
 
-def _between(
-    candidate: Arm, baseline: Arm, seed: int, k: int, worst: float | None
-) -> AnswerDifference:
-    """A failed run answers every problem of its partner with `worst`."""
+def _between(candidate: Arm, baseline: Arm, seed: int, k: int) -> AnswerDifference:
+    """A failed run has answered every problem that the others were asked, and nothing right."""
+    runs = chain(candidate.runs.values(), baseline.runs.values())
+    ids = next((run.answers.ids for run in runs if run.answers), ("",))
+    nothing = np.zeros(len(ids), dtype=np.int64)
+    failed = Answers(ids, right=nothing, judged=nothing + k, unjudged=nothing)
     ours, theirs = (
-        arm.runs[seed].answers if seed in arm.runs else None for arm in (candidate, baseline)
+        (arm.runs[seed].answers if seed in arm.runs else None) or failed
+        for arm in (candidate, baseline)
     )
-    if ours and theirs:
-        return AnswerDifference.between(ours, theirs, k)
-    rates = [answers.rates(k) if answers else worst for answers in (ours, theirs)]
-    by_problem = np.atleast_1d(
-        np.asarray(rates[0], dtype=np.float64) - np.asarray(rates[1], dtype=np.float64)
-    )
-    # Both failed: no difference, on as many problems as the other runs have.
-    if not ours and not theirs:
-        runs = [*candidate.runs.values(), *baseline.runs.values()]
-        problems = next((len(run.answers.ids) for run in runs if run.answers), 1)
-        by_problem = np.zeros(problems)
-    mean = float(np.nanmean(by_problem))
-    return AnswerDifference(by_problem, mean, mean, 0)
+    return AnswerDifference.between(ours, theirs, k)
 
 
 def outlying_seeds(differences: Differences) -> Sequence[int]:
