@@ -179,8 +179,9 @@ def test_no_rows_is_no_update(loss: dict[str, Any]) -> None:
 # --- dropout --------------------------------------------------------------------------------------
 
 
-def test_dropout_does_not_depend_on_the_micro_batch() -> None:
-    config = config_for(lora={"dropout": 0.4})
+@pytest.mark.parametrize("family", ["qwen3", "opt"])  # OPT flattens rows and positions
+def test_dropout_does_not_depend_on_the_micro_batch(family: str) -> None:
+    config = config_for(family, lora={"dropout": 0.4})
     whole, single = make_learner(config), make_learner(config, 1)
     rows = near(whole)
     whole.train(rows, 3)
@@ -228,6 +229,7 @@ def test_dropout_keeps_the_rate_and_the_mean() -> None:
     layer = KeyedDropout(0.3, 0, key)
     with key.active(0, range(8), torch.device("cpu")):
         dropped = layer(torch.ones(8, 100, 50))
+        assert torch.equal(layer(torch.ones(800, 50)), dropped.flatten(0, 1))
     assert (dropped == 0).float().mean().item() == pytest.approx(0.3, abs=0.01)
     assert dropped.mean().item() == pytest.approx(1, abs=0.02)
     assert torch.equal(layer(torch.ones(1, 2, 3)), torch.ones(1, 2, 3))
