@@ -126,10 +126,6 @@ class Evaluation:
     seconds: float = 0.0
     tokens: int = 0
 
-    @property
-    def _judged(self) -> list[EvaluationRecord]:
-        return self._with_samples(1)
-
     def _with_samples(self, k: int) -> list[EvaluationRecord]:
         """The problems with at least k judged samples."""
         return [problem for problem in self.problems if problem.samples >= k]
