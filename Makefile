@@ -37,7 +37,7 @@ conclude: $(STAMP) ## a campaign that concludes, and a null that does not, with 
 	@$(BIN)/retrain report logs/conclude
 	@$(BIN)/python -m webbrowser -t "file://$(abspath logs/conclude/report.html)" >/dev/null 2>&1 || true
 
-replications: $(STAMP) ## docs/replications: four claims of papers on the lab (an hour on 2 cores; continues where it stopped; ONLY=nsr, SMOLLM2=FOLDER)
+replications: $(STAMP) ## docs/replications: four claims of papers on the lab (an hour on 2 cores; continues where it stopped; ONLY=nsr), or with SMOLLM2=FOLDER on that model (hours)
 	$(BIN)/python scripts/replications.py $(ONLY) $(if $(SMOLLM2),--smollm2 "$(SMOLLM2)")
 
 test: $(STAMP) ## the tests and the ten slowest, one process per core

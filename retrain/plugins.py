@@ -345,6 +345,19 @@ def _is_context(parameter: inspect.Parameter) -> bool:
     return parameter.name in _CONTEXT_NAMES or annotation.endswith("Context")
 
 
+class Params(dict[str, Any]):
+    """A plugin's table of parameters. A KeyError for one that it lacks says whose it would be."""
+
+    def __init__(self, values: Mapping[str, Any], table: str) -> None:
+        super().__init__(values)
+        self.table = table
+
+    def __missing__(self, name: str) -> Any:
+        error = KeyError(name)
+        error.add_note(f"{self.table} does not give it")
+        raise error
+
+
 def params_of(kind: str, config: "TrainConfig") -> dict[str, Any]:
     """Return the table of parameters of a kind. `uncertainty_kind` in a transform's table is read
     by retrain, so it is left out.
@@ -362,7 +375,7 @@ def params_of(kind: str, config: "TrainConfig") -> dict[str, Any]:
         "correction": config.loss.correction_params,
         "aggregation": config.loss.aggregation_params,
     }
-    table = dict(tables.get(kind, {}))
+    table = Params(tables.get(kind, {}), KINDS[kind].params_key)
     if kind == "transform":
         table.pop("uncertainty_kind", None)
     return table
@@ -441,11 +454,10 @@ def user_code(what: str, failure: type[RetrainError]) -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """Return `TypeName: first line of the message`."""
+    """Return `TypeName: first line of the message`, and what was noted of the error."""
     message = str(error).strip().splitlines()
-    if message:
-        return f"{type(error).__name__}: {message[0].rstrip('.')}"
-    return type(error).__name__
+    said = [type(error).__name__] + [line.rstrip(".") for line in message[:1]]
+    return ", ".join([": ".join(said), *getattr(error, "__notes__", ())])
 
 
 # -- dotted paths ----------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ MODULES = {
     "retrain.xray": "X-ray",
     "retrain.advantages": "Plugins: advantages, algorithms, transforms",
     "retrain.data": "Plugins: data",
+    "retrain.run.control": "Plugins: controls of scheduled keys",
     "retrain.rewards": "Plugins: rewards",
     "retrain.environments": "Plugins: environments",
     "retrain.inference_engine.base": "Plugins: engines",
@@ -84,13 +85,25 @@ def _class(name: str, value: type) -> Iterator[str]:
         ]
         if rows:
             yield "\n".join(["| field | type | what it is |", "|---|---|---|", *rows])
-    methods = [
-        f"- `{method}{_signature(function)}`: {_doc(function) or 'see its source.'}"
-        for method, function in vars(value).items()
-        if inspect.isfunction(function) and not method.startswith(("_", "model_"))
-    ]
+    methods = list(_methods(value))
     if methods:
         yield "\n".join(methods)
+
+
+def _methods(value: type) -> Iterator[str]:
+    """A line for each method and each property of a class; a field's default may be a function."""
+    for name, member in vars(value).items():
+        if name.startswith(("_", "model_")) or name in getattr(value, "__dataclass_fields__", {}):
+            continue
+        if inspect.isfunction(member):
+            yield _entry(f"{name}{_signature(member)}", member)
+        elif isinstance(member, property):
+            returned = inspect.signature(member.fget).return_annotation
+            yield _entry(f"{name}: {_plain(returned)}", member)
+
+
+def _entry(written: str, member: Any) -> str:
+    return ": ".join(filter(None, [f"- `{written}`", _doc(member)]))
 
 
 def _signature(function: Any) -> str:

@@ -1,4 +1,5 @@
-"""docs/replications: claims of papers, tried on the lab, with what was predicted before the first run.
+"""docs/replications: claims of papers, tried on the lab and on a real model, with what was predicted
+before the first run.
 
     python scripts/replications.py                  # all four, each continued where it stopped
     python scripts/replications.py nsr              # one of them
@@ -6,8 +7,8 @@
     python scripts/replications.py nsr --smollm2 models/smollm2-135m
 
 Claim and prediction stand at the head of each file of examples/replications. Of a page that exists
-the section "What it says" is kept: a reader writes it. With --smollm2 the campaigns run that model
-on the sums of examples/arithmetic.toml instead, for hours, and print the comparison.
+the section "What it says" is kept: a reader writes it. With --smollm2 they train that model on sums
+of reasoning_gym instead, each as its own file says (nsr-smollm2.toml), on a page of its own.
 """
 
 import argparse
@@ -15,7 +16,6 @@ import json
 import subprocess
 import sys
 import textwrap
-import tomllib
 from collections.abc import Iterator
 from math import sqrt
 from pathlib import Path
@@ -33,15 +33,15 @@ from retrain.types import Outcome
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ROOT / "examples" / "replications"
 PAGES = ROOT / "docs" / "replications"
+CLAIMS = ("luck", "nsr", "ranks", "mismatch")
 METRICS = {
-    "luck": (),
     "nsr": ("pass@1", "pass@8", "pass@64"),
-    "ranks": ("pass@1",),
-    "mismatch": ("pass@1",),
+    "nsr-smollm2": ("pass@1", "pass@8", "pass@16"),
 }
-"""Name -> the metrics that its campaign is compared in, the planned one first."""
+"""Name -> the metrics that its campaign is compared in, the planned one first; else pass@1."""
 READING = "## What it says\n"
-LAB = "logs/lab"
+SMOLLM2 = "-smollm2"
+"""Ends the name of a replication on SmolLM2-135M: its file, its page and its folder."""
 LUCK = ["--evaluation-max-examples", "30", "--evaluation-samples", "10"]
 """Sample n of every problem is evaluation n: its noise is independent of the others."""
 
@@ -50,16 +50,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", choices=[*METRICS, []], help="which; all by default")
+    parser.add_argument("names", nargs="*", choices=[*CLAIMS, []], help="which; all by default")
     parser.add_argument("--pages", action="store_true", help="write the pages, run nothing")
     parser.add_argument("--smollm2", type=Path, help="the folder of the model")
     arguments = parser.parse_args()
-    for name in arguments.names or METRICS:
-        if arguments.smollm2 and name != "luck":
-            print(_campaign(name, arguments.smollm2))
-            continue
+    for claim in arguments.names or CLAIMS:
+        name, model = claim, []
+        if arguments.smollm2:
+            name, model = claim + SMOLLM2, ["--model", str(arguments.smollm2)]
         if not arguments.pages:
-            _run(name)
+            run(name, model)
         write_page(name)
 
 
@@ -68,12 +68,22 @@ def retrain(*words: str) -> str:
     return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def _run(name: str) -> None:
-    if name != "luck":
-        _campaign(name, None)
-        return
-    if not (ROOT / LAB / "checkpoints" / "final").is_dir():
-        retrain("examples/lab.toml")
+def run(name: str, model: list[str]) -> None:
+    """Run a replication, or continue it where it stopped."""
+    config, folder = f"examples/replications/{name}.toml", f"logs/replications/{name}"
+    if name == "luck":  # its adapter is the lab's own
+        config, folder = "examples/lab.toml", "logs/lab"
+    changes = model
+    if any((ROOT / folder / file).is_file() for file in ("manifest.json", "config.toml")):
+        changes = [*model, "--resume", folder]
+    luck = name.removesuffix(SMOLLM2) == "luck"
+    if not luck or not (ROOT / folder / "checkpoints" / "final").is_dir():
+        retrain(config, *changes)
+    if luck:
+        _evaluate(name, ROOT / folder)
+
+
+def _evaluate(name: str, folder: Path) -> None:
     verdicts: list[list[float]] = []
 
     def keep(_: Any, __: Any, groups: list[Any]) -> None:
@@ -81,26 +91,10 @@ def _run(name: str) -> None:
             scores = [member.score for member in group.members]
             verdicts.append([float(score.outcome is Outcome.RIGHT) for score in scores])
 
-    evaluate_run(ROOT / LAB, overrides=LUCK, log=print, keep=keep)
-    file = ROOT / "logs" / "replications" / "luck.json"
+    evaluate_run(folder, overrides=LUCK, log=print, keep=keep)
+    file = ROOT / "logs" / "replications" / f"{name}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(verdicts), encoding="utf-8")
-
-
-def _campaign(name: str, model: Path | None) -> str:
-    """Run a campaign, or continue it, and return its comparison."""
-    folder = Path("logs", "replications", name)
-    changes: list[str] = []
-    if model is not None:
-        folder = Path("logs", "replications-smollm2", name)
-        changes = ["--model", str(model), "--log-dir", str(folder)]
-        sums = tomllib.loads((ROOT / "examples" / "arithmetic.toml").read_text(encoding="utf-8"))
-        for key, value in sums["environment"].items():
-            changes += [f"--environment-{key}", value if key != "args" else json.dumps(value)]
-    if (ROOT / folder / "manifest.json").is_file():
-        changes += ["--resume", str(folder)]
-    retrain(f"examples/replications/{name}.toml", *changes)
-    return retrain("compare", str(folder))
 
 
 # --- a page ---------------------------------------------------------------------------------------
@@ -112,7 +106,7 @@ def write_page(name: str) -> None:
     if page.is_file():
         reading = page.read_text(encoding="utf-8").partition(READING)[2]
     PAGES.mkdir(exist_ok=True)
-    results = _luck() if name == "luck" else _comparisons(name)
+    results = _luck(name) if name.startswith("luck") else _comparisons(name)
     text = "\n".join([*_head(name), *map(_wrapped, results), READING]) + reading
     page.write_text(text, encoding="utf-8")
 
@@ -137,16 +131,20 @@ def _head(name: str) -> Iterator[str]:
             yield from ("", f"## {line[:-1]}", "")
         else:
             yield line.replace(" on the lab", " on [the lab](../lab.md)")
-    yield from ("", "## Found", "", "```bash", f"make replications ONLY={name}", "```", "")
+    command = [f"make replications ONLY={name}"]
+    if name.endswith(SMOLLM2):
+        claim = name.removesuffix(SMOLLM2)
+        command = ["# needs: hub", f"make replications ONLY={claim} SMOLLM2=models/smollm2-135m"]
+    yield from ("", "## Found", "", "```bash", *command, "```", "")
 
 
 def _comparisons(name: str) -> Iterator[str]:
     folder = f"logs/replications/{name}"
     found = {
         metric: json.loads(retrain("compare", folder, "--json", "--metric", metric))
-        for metric in METRICS[name]
+        for metric in METRICS.get(name, ("pass@1",))
     }
-    first = found[METRICS[name][0]]
+    first = next(iter(found.values()))
     _draw(name, found)
     yield from (f"![Differences]({name}.svg)", "", first["planned"], "")
     for metric, comparison in found.items():
@@ -162,7 +160,7 @@ def _comparisons(name: str) -> Iterator[str]:
                 f" {one['word']}, p {one['p_adjusted']:.2g} |"
             )
         yield from ("", comparison["answer"], "")
-    if name == "mismatch":
+    if name.startswith("mismatch"):
         yield from _doses(folder, [arm["label"] for arm in first["arms"]])
 
 
@@ -199,8 +197,9 @@ def _draw(name: str, found: dict[str, Any]) -> None:
     plt.close(figure)
 
 
-def _luck() -> Iterator[str]:
-    verdicts = json.loads((ROOT / "logs/replications/luck.json").read_text(encoding="utf-8"))
+def _luck(name: str) -> Iterator[str]:
+    file = ROOT / "logs" / "replications" / f"{name}.json"
+    verdicts = json.loads(file.read_text(encoding="utf-8"))
     scores = [fmean(column) for column in zip(*verdicts, strict=True)]
     p = fmean(scores)
     problems = len(verdicts)

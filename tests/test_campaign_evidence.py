@@ -396,7 +396,7 @@ def test_a_run_that_failed_and_was_tried_again_keeps_its_attempts(tmp_path: Path
     } == {"maxrl+none_s2": 3}
     assert "maxrl+none_s2: 3 attempts." in lines(overview(plan.folder))
     assert (
-        "Tried again after a failure: maxrl+none_s2 (3 attempts)."
+        "Begun again after they had failed or ended: maxrl+none_s2 (3 attempts)."
         in compare_campaign(plan.folder, TestSettings()).notes
     )
 

@@ -81,6 +81,31 @@ def test_a_rate_is_on_the_line_between_two_evaluations(
     assert "at" not in compared(capsys, *arms)
 
 
+def test_unjudged_answers_of_the_farther_evaluation_withhold_a_verdict_too(
+    arms: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three quarters of the way from an evaluation whose wrong answers were not judged."""
+    for arm in arms[: arms.index("--baseline")]:
+        file = Path(arm, "evaluation.jsonl")
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        for line in lines:
+            if line["step"] == 0 and not line["correct"]:
+                line.update(samples=0, could_not_judge=1, reward_mean=None)
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = compared(capsys, *arms, "--at", "tokens=300")
+    (contrast,) = found["contrasts"]
+    assert contrast["verdict"] == "inconclusive" and contrast["unjudged_bounds"]
+    assert "560 held-out answers could not be judged" in " ".join(found["notes"])
+
+
+def test_a_run_without_metrics_is_short_of_every_budget(
+    arms: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(arms[0], "metrics.jsonl").unlink()
+    assert main(["compare", *arms, "--at", "tokens=300"]) == 2
+    assert "has 0 tokens, short of --at tokens=300" in capsys.readouterr().err
+
+
 def test_an_evaluation_at_the_budget_is_taken_as_it_is(
     arms: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -588,6 +588,21 @@ def test_power_refuses_what_shows_no_spread(
     assert "is not a positive number" in refused(capsys, "--sd", "-0.1", command="power")
 
 
+def test_a_pilot_whose_runs_answered_different_problems_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = []
+    for condition, asked in ((BASE, 20), (BETTER, 10)):
+        for seed in (1, 2):
+            answers = problems([1] * (4 + seed) + [0] * (asked - 4 - seed))
+            write_run(tmp_path / "runs" / f"{condition}_s{seed}", seed, held_out=answers)
+            entries.append({"condition": condition, "seed": seed})
+    write_manifest(tmp_path, entries)
+    assert "on different held-out problems (20 and 10, 10 shared)" in refused(
+        capsys, tmp_path, command="power"
+    )
+
+
 def make_a_grid(campaign: Path) -> None:
     manifest = json.loads((campaign / "manifest.json").read_text())
     manifest["config"] = {"campaign": {"grid": {"training.lr": [1e-4]}}}

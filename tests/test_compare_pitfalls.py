@@ -5,7 +5,7 @@ other evaluations, few pairs.
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -456,6 +456,42 @@ def test_one_problem_makes_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixt
     )
 
 
+def test_problems_without_k_answers_do_not_make_few_problems_many(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Twenty problems have eight answers, 600 have one; one of the twenty carries the difference."""
+    entries = []
+    for seed in range(1, 9):
+        for condition, right in ((BASE, 0), (BETTER, 4)):
+            several = problems([right] + [0] * 19, samples=8)
+            once = [replace(one, example_id=f"m/{one.example_id}") for one in problems([1] * 600)]
+            write_run(tmp_path / "runs" / f"{condition}_s{seed}", seed, held_out=[*several, *once])
+            entries.append({"condition": condition, "seed": seed})
+    text = shown(capsys, write_manifest(tmp_path, entries), "--metric", "pass@8")
+    assert text.startswith("Undecided in pass@8 on these 20 problems")
+    assert "a few of the problems may carry the difference" in " ".join(text.split())
+
+
+def test_unjudged_answers_count_against_a_failed_partner_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 600 answers the two that were judged are right; counted wrong, the rest leave 0.3 pp."""
+    entries: list[dict[str, Any]] = []
+    unjudged = [
+        replace(one, samples=0, correct=0, could_not_judge=1, reward_mean=None)
+        for one in problems([1] * 600)[2:]
+    ]
+    for seed in range(1, 9):
+        answers = [*problems([1] * 2), *unjudged]
+        write_run(tmp_path / f"runs/{BETTER}_s{seed}", seed, held_out=answers)
+        entries += [
+            {"condition": BASE, "seed": seed, "status": "failed"},
+            {"condition": BETTER, "seed": seed},
+        ]
+    text = " ".join(shown(capsys, write_manifest(tmp_path, entries), "--failed", "worst").split())
+    assert "Unjudged answers could move the difference to +0.3 to +100.0 pp." in text
+
+
 def test_of_pairs_without_two_finished_runs_nothing_is_said_to_be_shared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -474,6 +510,21 @@ def test_of_pairs_without_two_finished_runs_nothing_is_said_to_be_shared(
     )
     message = refused(capsys, "compare", tmp_path)
     assert message.count("failed (no memory)") == 3 and "And 5 more runs." in message
+
+
+def test_two_arms_that_lost_every_run_do_not_differ_at_the_worst_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries: list[dict[str, Any]] = []
+    for seed in range(1, 7):
+        write_run(tmp_path / f"runs/{BETTER}_s{seed}", seed, held_out=problems([1] * 50 + [0] * 50))
+        entries += [
+            {"condition": BASE, "seed": seed, "status": "failed"},
+            {"condition": "rloo+none", "seed": seed, "status": "failed"},
+            {"condition": BETTER, "seed": seed},
+        ]
+    text = shown(capsys, write_manifest(tmp_path, entries), "--failed", "worst")
+    assert "rloo+none: undecided: +0.0 pp in 6 pairs." in " ".join(text.split())
 
 
 def test_the_first_line_says_that_an_improvement_lies_within_the_margin(

@@ -138,13 +138,18 @@ def test_every_sample_has_its_own_seed_and_the_adapter_by_name(
     first, second = (
         sorted(engine.sample([request(count=4)]), key=lambda one: one.sample) for _ in range(2)
     )
+    list(engine.sample([request(count=4, first_position=7)]))  # a later turn
     engine.sync(lab().save_adapter, 1)
     engine.close()
     asked = {
         path: [body for other, body in sglang.asked if other == path] for path, _ in sglang.asked
     }
     generate = asked["/generate"][0]
-    seeds = [settings["sampling_seed"] for settings in generate["sampling_params"]]
+    seeds, again, later = (
+        [settings["sampling_seed"] for settings in body["sampling_params"]]
+        for body in asked["/generate"]
+    )
+    assert seeds == again and not {*seeds} & {*later}
     assert WITHOUT_PENALTY.items() <= generate["sampling_params"][0].items()
     assert len(set(seeds)) == 4 and all(0 <= seed < 2**31 for seed in seeds)
     assert (
@@ -292,10 +297,10 @@ def test_max_is_asked_for_one_sample_at_a_time_each_with_its_seed(
 ) -> None:
     engine = engine_of(HastyMAX, maximal.url, tmp_path)
     engine.sync(lab().save_adapter, 0)
-    list(engine.sample([request(count=3)]))
+    list(engine.sample([request(count=3), request(count=1, first_position=7)]))  # a later turn
     engine.close()
     bodies = [body for path, body in maximal.asked if path == "/v1/completions"]
-    assert len(bodies) == len({body["seed"] for body in bodies}) == 3
+    assert len(bodies) == len({body["seed"] for body in bodies}) == 4
     assert all(
         body["logprobs"] == 1 and body["prompt"] == list(range(40, 60)) and "n" not in body
         for body in bodies

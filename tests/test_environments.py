@@ -559,6 +559,46 @@ class Fails(Episode):
         return Result(float(self.sum % 3 == 0))
 
 
+def test_a_conversation_without_room_for_a_reply_takes_nothing_from_the_others(
+    tmp_path: Path,
+) -> None:
+    """One problem opens with more tokens than the model has positions. Its trajectories have no
+    token, and the others keep their entropies and kept counts.
+    """
+    config = small(
+        tmp_path / "run",
+        environment={"provider": "tests.test_environments.LongWinded", "args": {}},
+        training={"max_steps": 1, "top_k": 20},
+        algorithm={"transform_mode": "gtpo", "uncertainty_kind": "shannon_entropy"},
+        logging={"tokens_every": 1},
+    )
+    small_run(config, quiet=True)
+    table = read_tokens(tmp_path / "run/tokens/step_0.safetensors")
+    assert np.count_nonzero(np.diff(table.offsets) == 0) == 4
+    assert table.entropies is not None and len(table.entropies) == len(table.token_ids)
+    assert table.kept is not None and len(table.kept) == len(table.token_ids)
+
+
+class LongWinded(Environment):
+    """One of its two problems fills the context of the lab before any reply."""
+
+    def examples(self, split: Split) -> list[Example]:
+        return [Example("7+8+9=?", "24"), Example("1+2+3=?", "6")] if split == "train" else []
+
+    def episode(self) -> Episode:
+        return Opens()
+
+
+class Opens(Fails):
+    def reset(self, example: Example, seed: int) -> list[ChatMessage]:
+        self.sum = 1
+        times = 400 if example.reference == "24" else 1
+        return [ChatMessage(role="user", content=str(example.prompt) * times)]
+
+    def step(self, reply: str) -> None:
+        self.sum = sum(map(ord, reply))
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 

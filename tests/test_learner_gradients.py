@@ -353,6 +353,23 @@ def test_no_module_is_in_training_mode_while_a_checkpointed_base_learns(
     assert distance(gradients(saving), gradients(plain)) < 1e-6
 
 
+def test_a_norm_that_autocast_leaves_in_float32_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As CUDA's autocast leaves layer_norm and rms_norm; a processor's does not."""
+    learner = make_learner(config_for("opt", model={"dtype": "bf16"}))
+    rows, narrow = rows_near(learner), torch.nn.functional.layer_norm
+    expected = learner.logprobs(rows)
+
+    def wide(*arguments: Any) -> torch.Tensor:
+        found = narrow(*arguments)
+        return found.float() if torch.is_autocast_enabled("cpu") else found
+
+    monkeypatch.setattr(torch.nn.functional, "layer_norm", wide)
+    assert all(map(np.array_equal, learner.logprobs(rows), expected))
+    assert learner.train(rows, 4).updates == 1
+
+
 def test_bf16_base_gives_nearly_the_fp32_gradient_and_fp32_adapters() -> None:
     exact, rounded = make_learner(config_for()), make_learner(config_for(model={"dtype": "bf16"}))
     rows = rows_near(exact, noise=0.0)

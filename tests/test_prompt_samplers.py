@@ -188,6 +188,14 @@ def own_sampler(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, *body:
     return f"{name}.Own"
 
 
+def test_the_trial_draws_as_the_run_does_above_0_and_below_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = "def choose(self, s, n, u): assert 0 < u.min() <= u.max() < 1; return u.argsort()[:n]"
+    name = own_sampler(tmp_path, monkeypatch, "logarithms", body)
+    train(small(tmp_path / "run", data={"sampler": name}), quiet=True, skip_parity=True)
+
+
 LATE = {
     "late_set": (
         "def state(self): return {'seen': {1} if self.size > 8 else self.seen}",

@@ -36,9 +36,9 @@ from retrain.report.data import (
     read_report_data,
     smoothed,
 )
-from retrain.report.figures import draw_figures
+from retrain.report.figures import _differences, draw_figures
 from retrain.report.page import _campaign_tiles, build_page, render
-from retrain.report.paper import methods
+from retrain.report.paper import _compared_rows, methods
 from retrain.report.serve import ReportServer, version_of
 from tests.runs import small_run
 
@@ -204,6 +204,19 @@ def test_contrasts_of_several_baselines_have_no_single_one_in_the_heading(campai
     data = read_report_data(ReportRequest(campaign, pairs=pairs))
     page = render(data, [], datetime.now().astimezone())
     assert "<h2>Verdicts</h2>" in page and "gtpo_sepa against maxrl+gtpo_hicra" in page
+
+
+def test_the_figure_and_the_table_hold_every_contrast_of_a_condition(campaign: Path) -> None:
+    pairs = [("maxrl+gtpo_sepa", "maxrl+gtpo"), ("maxrl+gtpo_sepa", "maxrl+gtpo_hicra")]
+    data = read_report_data(ReportRequest(campaign, pairs=pairs))
+    assert data.comparison is not None
+    rows = [(row[0], row[5]) for row in _compared_rows(data.comparison) if row[5]]
+    assert rows == pairs
+    drawn = _differences(data)
+    assert drawn is not None and drawn.title == "Differences, paired by seed"
+    labels = [text.get_text() for axes in drawn.figure.axes for text in axes.texts]
+    for ours, theirs in pairs:
+        assert any(label.startswith(f"{ours} against {theirs}: ") for label in labels), labels
 
 
 def test_a_runs_page_has_its_tokens_under_both_transforms(run_page: str) -> None:

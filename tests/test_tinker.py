@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -386,8 +387,6 @@ def test_a_steps_updates_and_sampler_are_asked_for_before_anything_is_awaited(
 def test_a_row_that_is_not_trained_is_not_sent_but_counts_in_a_constant_divisor(
     double: Double, tmp_path: Path
 ) -> None:
-    from dataclasses import replace
-
     backend = backend_for(tmp_path, loss={"aggregation": "constant"}, training={"max_tokens": 24})
     first, *rest = make_rows(4)
     backend.train([first, *(replace(row, trained=False) for row in rest)], 0)
@@ -428,6 +427,13 @@ def test_completions_are_numbered_end_with_eos_and_repeat_with_their_coordinates
     assert all(
         np.array_equal(one.token_ids, other.token_ids)
         for one, other in zip(first, again, strict=False)
+    )
+    later = sorted(
+        engine.sample([replace(request(40), first_position=7)]), key=lambda one: one.sample
+    )
+    assert any(
+        not np.array_equal(one.token_ids, other.token_ids)
+        for one, other in zip(later, again, strict=True)
     )
 
 
@@ -560,8 +566,6 @@ def test_a_refusal_by_the_sampler_saves_the_run(double: Double, tmp_path: Path) 
 def test_log_probs_that_are_not_finite_end_the_run_and_such_advantages_stay_here(
     double: Double, tmp_path: Path
 ) -> None:
-    from dataclasses import replace
-
     backend = backend_for(tmp_path)
     rows = make_rows()
     result = backend.train([replace(rows[0], advantages=rows[0].advantages * np.nan), *rows[1:]], 0)

@@ -34,6 +34,23 @@ WRONG: dict[tuple[str, str], str] = {
         "    def __call__(self, rewards):\n"
         "        self.n += 1\n        return [r - self.n for r in rewards]\n" + FORGETFUL
     ),
+    ("advantage", "a parameter that is not given"): (
+        "def wrong(rewards, params):\n    return [r - params['k'] for r in rewards]"
+    ),
+    ("advantage", "random numbers"): (
+        "import random\n" + ADVANTAGE + "return [random.random() for _ in rewards]"
+    ),
+    ("uncertainty", "random numbers"): (
+        "import random\ndef wrong(logprobs): return [random.random() for _ in logprobs]"
+    ),
+    ("transform", "random numbers"): (
+        "import random\nfrom retrain.advantages import TransformOutput\ndef wrong(ctx):\n"
+        "    return TransformOutput([[random.random() for _ in t] for t in ctx.logprobs])"
+    ),
+    ("algorithm", "random numbers"): (
+        "import random\n" + ALGORITHM + "return AlgorithmOutput([[[random.random() for _ in t] for"
+        " t in g] for g in ctx.logprobs])"
+    ),
     ("algorithm", "NaN"): (
         ALGORITHM + "return AlgorithmOutput([[[float('nan') for _ in t] for t in g] for g in"
         " ctx.logprobs])"
@@ -43,6 +60,17 @@ WRONG: dict[tuple[str, str], str] = {
         "from retrain.data import PromptSampler\nclass wrong(PromptSampler):\n    n = 0\n"
         "    def choose(self, step, count, uniforms): return [self.n % 8] * count\n"
         "    def observe(self, indices, groups): self.n += 1\n" + FORGETFUL
+    ),
+    ("sampler", "a state that JSON cannot hold"): (
+        "from retrain.data import PromptSampler\nclass wrong(PromptSampler):\n"
+        "    def choose(self, step, count, uniforms): return range(count)\n"
+        "    def state(self): return {'seen': {1, 2}}"
+    ),
+    ("control", "a parameter that is not given"): (
+        "from retrain.run.control import Control\nclass wrong(Control):\n"
+        "    keys = ('loss.kl_coef',)\n"
+        "    def __init__(self, params): self.start = params['start']\n"
+        "    def values(self, step): return {'loss.kl_coef': self.start}"
     ),
     ("control", "a state that is not restored"): (
         "from retrain.run.control import Control\nclass wrong(Control):\n"
@@ -54,6 +82,8 @@ WRONG: dict[tuple[str, str], str] = {
 KEYS = {
     "loss": ("loss", "mode"),
     "advantage": ("algorithm", "advantage_mode"),
+    "uncertainty": ("algorithm", "uncertainty_kind"),
+    "transform": ("algorithm", "transform_mode"),
     "algorithm": ("algorithm", "algorithm_mode"),
     "sampler": ("data", "sampler"),
     "control": ("schedule", "control"),
@@ -65,7 +95,7 @@ def sentence(kind: str, source: str) -> str:
     Path("my_plugin.py").write_text(source, encoding="utf-8")
     section, key = KEYS[kind]
     sections: dict[str, dict[str, str]] = {"model": {"model": "lab"}, "data": {"source": "lab"}}
-    sections["algorithm"] = {"transform_mode": "none"}
+    sections["algorithm"] = {"transform_mode": "gtpo" if kind == "uncertainty" else "none"}
     sections.setdefault(section, {})[key] = "my_plugin.wrong"
     config = config_from_mapping(sections)
     try:

@@ -67,6 +67,7 @@ class AdvantageContext:
     max_tokens: int = 0
     """`[training] max_tokens`, at which a completion is cut."""
     reference: Reference = field(default=no_reference, repr=False, compare=False)
+    """What `reference_logprobs` asks."""
 
     @property
     def reference_logprobs(self) -> list[list[float]]:
@@ -190,6 +191,7 @@ class AlgorithmContext:
     groups: Sequence[AdvantageContext] = field(default=(), repr=False)
     """[P] what else each group has: texts, token ids, finish reasons and so on."""
     reference: Reference = field(default=no_reference, repr=False, compare=False)
+    """What `reference_logprobs` asks."""
 
     @property
     def reference_logprobs(self) -> list[list[list[float]]]:

@@ -252,12 +252,14 @@ def _try_advantage(_: EpisodeStage, plugin: PluginCall) -> str | None:
     small, equal = (
         _small(rewards, plugin.config) for rewards in (_REWARDS, [[0.0, 0.0, 0.0], [1.0, 1.0]])
     )
-    advantages(small, 0)
+    if inspect.isroutine(plugin.function):
+        _same_again(lambda: advantages(small, 0))
     means = {
         group[0]: float(np.mean(values))
         for group, values in zip(equal.rewards, advantages(equal, 0), strict=True)
     }
     if not inspect.isroutine(plugin.function):
+        advantages(small, 0)
         resumed.load(advantages.state())
         if resumed(small, 1) != advantages(small, 1):
             raise ValueError("load() does not restore what state() returned, or nothing does")
@@ -318,7 +320,7 @@ def _plugin_uncertainty(plugin: PluginCall) -> UncertaintyStage:
 
 
 def _try_uncertainty(uncertainty: UncertaintyStage, plugin: PluginCall) -> None:
-    uncertainty(_SMALL, 0)
+    _same_again(lambda: uncertainty(_SMALL, 0).tolist())
 
 
 UNCERTAINTY = StageKind[UncertaintyStage](
@@ -372,9 +374,14 @@ def _made_spec(factory: PluginCall) -> TransformSpec:
 def _try_transform(transform: TransformStage, plugin: PluginCall) -> None:
     context = _small_context(transform.params, plugin.config)
     lengths = [len(row) for row in context.logprobs]
-    spec = transform.spec
-    if transform.function is not None:
-        token_lists(transform.function(context), lengths, "its output")
+    spec, function = transform.spec, transform.function
+    if function is not None:
+
+        def given() -> Any:
+            fresh = _small_context(transform.params, plugin.config)
+            return flatten(token_lists(function(fresh), lengths, "its output")).tolist()
+
+        _same_again(given)
         return
     if spec.entropy_transform is not None:
         rows = zip(context.entropies, context.planning_mask, strict=True)
@@ -424,9 +431,13 @@ def _plugin_algorithm(plugin: PluginCall) -> AlgorithmStage:
 
 
 def _try_algorithm(algorithm: AlgorithmStage, plugin: PluginCall) -> None:
+    _same_again(lambda: step_tokens(algorithm(_small_step(plugin)), _SMALL, "its output").tolist())
+
+
+def _small_step(plugin: PluginCall) -> AlgorithmContext:
     small = _small(_REWARDS, plugin.config)
-    context = AlgorithmContext(
-        rewards=_SMALL.rewards,
+    return AlgorithmContext(
+        rewards=[list(rewards) for rewards in _REWARDS],
         logprobs=_SMALL.nested(_SMALL.logprobs),
         entropies=_SMALL.nested(-_SMALL.logprobs),
         planning_mask=_SMALL.nested_masks(),
@@ -438,7 +449,6 @@ def _try_algorithm(algorithm: AlgorithmStage, plugin: PluginCall) -> None:
         groups=small.contexts(0, plugin.params, plugin.config.training.max_tokens),
         reference=lambda: small.nested_reference,
     )
-    step_tokens(algorithm(context), _SMALL, "its output")
 
 
 ALGORITHM = StageKind[AlgorithmStage](
@@ -501,6 +511,15 @@ def _groups_of(groups: Any, tokens: StepTokens, what: str) -> list[Any]:
     if len(groups) != len(tokens.rewards):
         raise ValueError(f"{what} has {len(groups)} groups, it must have {len(tokens.rewards)}")
     return list(groups)
+
+
+def _same_again(give: Callable[[], list[Any]]) -> None:
+    """Raise ValueError for a plugin that gives other numbers when it is asked again."""
+    if give() != give():
+        raise ValueError(
+            "asked again, it gives other numbers; a run repeats and resumes byte for byte, so draw"
+            " none at random and keep nothing between the calls of a function"
+        )
 
 
 # -- small examples --------------------------------------------------------------------------------

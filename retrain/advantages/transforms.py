@@ -166,6 +166,7 @@ class TransformContext:
     params: dict[str, Any] = field(default_factory=dict)
     """`[algorithm.transform_params]`"""
     reference: Reference = field(default=no_reference, repr=False, compare=False)
+    """What `reference_logprobs` asks."""
 
     @property
     def reference_logprobs(self) -> list[list[float]]:

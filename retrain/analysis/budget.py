@@ -63,13 +63,21 @@ class Budget:
 @dataclass(frozen=True)
 class InterpolatedAnswers(Answers):
     """Answers at a budget between two evaluations of one run. Their counts come from the nearer
-    evaluation.
+    evaluation, unless the other left more answers unjudged: those move the rates too.
     """
 
     before: Answers
     after: Answers
     weight: float
     """Weight of `after`, from 0 to 1."""
+
+    @classmethod
+    def between(cls, before: Answers, after: Answers, weight: float) -> "InterpolatedAnswers":
+        nearer, farther = before, after
+        if weight > 0.5:
+            nearer, farther = after, before
+        shown = max(nearer, farther, key=lambda one: one.unjudged.sum())
+        return cls(after.ids, shown.right, shown.judged, shown.unjudged, before, after, weight)
 
     def rates(self, k: int = 1, unjudged: UnjudgedRule = UnjudgedRule.NOTHING) -> Floats:
         """Return [problems] rates, the weighted mean of both evaluations."""
@@ -89,7 +97,9 @@ class RunAtBudget(StoredRun):
         """Return [steps + 1] tokens or updates used after 0, 1, ... steps. Raises
         ConfigurationError if the records lack the numbers.
         """
-        records = list(StepRecord.read(self.folder.metrics))
+        records = list[StepRecord]()
+        if self.folder.metrics.is_file():
+            records = list(StepRecord.read(self.folder.metrics))
         if self.budget.unit == "tokens":
             spent = [_tokens(record) for record in records]
         else:
@@ -140,9 +150,7 @@ class RunAtBudget(StoredRun):
                 f" {size:,} {self.budget.unit}; leave --at out."
             )
         weight = (size - earlier) / (cost - earlier)
-        nearer = after if weight > 0.5 else before
-        counts = (nearer.right, nearer.judged, nearer.unjudged)
-        return InterpolatedAnswers(after.ids, *counts, before, after, weight)
+        return InterpolatedAnswers.between(before, after, weight)
 
     def curve(self, name: str) -> Floats:
         points = super().curve(name)

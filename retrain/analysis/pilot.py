@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from retrain.analysis.arms import Arm, arm_of, group_by_condition
+from retrain.analysis.arms import Arm, arm_of, check_same_problems, group_by_condition
 from retrain.analysis.integrity import as_planned, campaigns_of
 from retrain.analysis.measures import Metric, choose_metric
 from retrain.analysis.pairs import Pairs, pair_up
@@ -285,6 +285,8 @@ def read_pilot(folder: Path, metric_name: str | None = None) -> Pilot:
     runs = find_runs(folder)
     grouped = group_by_condition(*as_planned(runs, campaigns_of(runs)))
     metric = choose_metric(metric_name, grouped.runs)
+    if metric.k is not None:
+        check_same_problems(grouped.runs)
     arms = [arm_of(label, runs, metric) for label, runs in grouped.conditions.items()]
     base, *others = arms
     paired = [arm for arm in others if len(paired_differences(arm.values, base.values)) > 1]

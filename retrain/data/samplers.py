@@ -16,7 +16,7 @@ import numpy.typing as npt
 from retrain import noise
 from retrain.data.prompts import PromptSet
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.plugins import built, load_plugin, state_of, user_code, with_defaults
+from retrain.plugins import built, load_plugin, params_of, state_of, user_code, with_defaults
 from retrain.types import (
     Completion,
     Example,
@@ -36,8 +36,10 @@ Uniforms = npt.NDArray[np.float64]
 
 
 class PromptSampler(ABC):
-    """Chooses the prompts of each step. `choose` must be a function of its arguments and of what
-    was observed; only `observe` and `load` may change the sampler.
+    """Chooses the prompts of each step. It is made as `Sampler(examples, params)` of the run's
+    examples and the table `[data] sampler_params`; `size` is the number of examples. `choose` must
+    be a function of its arguments and of what was observed; only `observe` and `load` may change
+    the sampler.
     """
 
     def __init__(self, examples: Sequence[Example], params: Mapping[str, Any]) -> None:
@@ -46,8 +48,8 @@ class PromptSampler(ABC):
 
     @abstractmethod
     def choose(self, step: int, count: int, uniforms: Uniforms) -> Sequence[int]:
-        """Return `count` indices of examples. `uniforms` [size] belong to the step and are the same
-        for every sampler and condition of a seed.
+        """Return `count` indices of examples. `uniforms` [size], above 0 and below 1, belong to the
+        step and are the same for every sampler and condition of a seed.
 
         In split mode the newest step that was observed is step - 2, else step - 1.
         """
@@ -240,14 +242,16 @@ def build_sampler(config: "TrainConfig", examples: Sequence[Example]) -> PromptS
     where = f'[data] sampler = "{data.sampler}"'
 
     def make(some: Sequence[Example]) -> PromptSampler:
-        made: PromptSampler = built("sampler", where, lambda: plugin(some, data.sampler_params))
+        made: PromptSampler = built(
+            "sampler", where, lambda: plugin(some, params_of("sampler", config))
+        )
         return made
 
     # As many as a step takes: few examples may have to be repeated in the run as well.
     some = list(examples[:_TRIAL])
     count = min(4, max(len(some), config.training.batch_size))
     try:
-        with user_code(f"{where} fails a trial", ConfigurationError):
+        with user_code(f"{where}: its trial", ConfigurationError):
             problem = _trial_problem(data.sampler, make, some, count)
     except RunFailed as error:  # of `checked_indices`, whose sentence names the sampler
         raise ConfigurationError(str(error)) from error
@@ -265,24 +269,32 @@ def _trial_problem(name: str, make: Any, examples: list[Example], count: int) ->
     """Return the fault of a sampler, tried for three steps; "" if none was found."""
     size = len(examples)
     tried = make(examples)
+
+    def kept(sampler: PromptSampler) -> str:
+        return json.dumps(state_of(f'[data] sampler "{name}"', sampler.state), sort_keys=True)
+
     for step in range(3):
-        uniforms = (np.arange(size) * 0.37 + 0.11 * (step + 1)) % 1
-        before = json.dumps(tried.state(), sort_keys=True)
+        uniforms = _trial_uniforms(step, size)
+        before = kept(tried)
         chosen = checked_indices(name, tried.choose(step, count, uniforms), count, size)
-        if json.dumps(tried.state(), sort_keys=True) != before:
+        if kept(tried) != before:
             return "`choose` changes its state, which `observe` alone may do"
         if checked_indices(name, tried.choose(step, count, uniforms), count, size) != chosen:
             return "`choose` gives other indices when it is asked again"
         tried.observe(chosen, [_trial_group(examples[index], index) for index in chosen])
         # As in a resumed run: another sampler with the stored state goes on in the same way.
         again = make(examples)
-        after = json.dumps(tried.state(), sort_keys=True)
+        after = kept(tried)
         again.load(json.loads(after))
-        uniforms = (uniforms + 0.19) % 1
+        uniforms = _trial_uniforms(step + 1, size)
         choices = [list(one.choose(step + 1, count, uniforms)) for one in (again, tried)]
-        if choices[0] != choices[1] or json.dumps(again.state(), sort_keys=True) != after:
+        if choices[0] != choices[1] or kept(again) != after:
             return "`load` does not restore what `state` returned, so a resumed run would differ"
     return ""
+
+
+def _trial_uniforms(step: int, size: int) -> Uniforms:
+    return noise.uniform(0, noise.Stream.PROMPT_CHOICE, step, 0, 0, np.arange(size))
 
 
 def _trial_group(example: Example, index: int) -> Group:

@@ -32,11 +32,13 @@ class NoiseKey:
     step: int
     prompt: int
 
-    def seed_of(self, sample: int) -> int:
+    def seed_of(self, sample: int, position: int = 0) -> int:
         """Return a seed of 31 bits for one completion, for a sampler that draws its own noise: the
-        same for every condition of a campaign.
+        same for every condition of a campaign. `position` is the request's first one: a later turn
+        with the seed of an earlier one would draw by noise that its own history tells of.
         """
-        return int(uniform(self.seed, self.stream, self.step, self.prompt, sample, 0) * 2**31)
+        place = self.step, self.prompt, sample, position
+        return int(uniform(self.seed, self.stream, *place) * 2**31)
 
 
 @dataclass(frozen=True)

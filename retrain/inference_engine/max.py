@@ -65,7 +65,7 @@ class MAXDialect(VLLMDialect):
         # tokens count as well.
         return path, body | {
             "ignore_eos": False,
-            "seed": request.noise.seed_of(request.first_sample),
+            "seed": request.noise.seed_of(request.first_sample, request.first_position),
         }
 
     async def why_it_differs(self, server: Server) -> str:

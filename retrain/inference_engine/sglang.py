@@ -62,11 +62,10 @@ class SGLangDialect(Dialect):
             "stop_token_ids": self.eos_ids,
         }
         samples = range(request.first_sample, request.first_sample + request.count)
+        seeds = [request.noise.seed_of(sample, request.first_position) for sample in samples]
         body: Json = {
             "input_ids": [request.prompt_ids.tolist()] * request.count,
-            "sampling_params": [
-                {**settings, "sampling_seed": request.noise.seed_of(sample)} for sample in samples
-            ],
+            "sampling_params": [{**settings, "sampling_seed": seed} for seed in seeds],
             "return_logprob": True,
             "logprob_start_len": -1,
         }

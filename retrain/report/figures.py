@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from retrain.analysis.compare import Comparison
+from retrain.analysis.headline import name_of
 from retrain.analysis.statistics import t_interval
 from retrain.analysis.verdict import Verdict
 from retrain.report.data import PHASES, ConditionCurves, ReportData, SqueezeCurve
@@ -207,14 +208,17 @@ def _differences(data: ReportData) -> PageFigure | None:
             interval = None
         draw_row(axes, place, values, scale * found.mean, interval, series(index))
         weight = "normal" if found.verdict is Verdict.INCONCLUSIVE else "bold"
-        words = f"{contrast.condition}: {found.word(comparison.test.alpha)}"
+        words = f"{name_of(contrast, comparison)}: {found.word(comparison.test.alpha)}"
         row_label(axes, place + 0.26, words, weight)
     unit = " (percentage points)" if comparison.metric.is_rate else ""
     axes.set(
         ylim=(-len(contrasts) + 0.5, 0.75), xlabel=f"difference in {comparison.metric.name}{unit}"
     )
     without_scale(axes)
-    title = f"Differences from {comparison.baseline}, paired by seed"
+    against = ""
+    if comparison.one_baseline:
+        against = f" from {comparison.baseline}"
+    title = f"Differences{against}, paired by seed"
     return PageFigure("differences", title, _differences_caption(comparison), figure)
 
 

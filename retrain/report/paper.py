@@ -9,7 +9,7 @@ from pathlib import Path
 
 from retrain import __version__
 from retrain.analysis.arms import differing_keys
-from retrain.analysis.compare import Comparison
+from retrain.analysis.compare import Comparison, Contrast
 from retrain.analysis.comparison_text import contrast_table
 from retrain.analysis.runs import StoredRun, seeds_words
 from retrain.config import moving
@@ -73,7 +73,7 @@ def _table(data: ReportData) -> Table:
             for point in points
         ]
         return ("condition", "seed", "step", "pass@1", "low", "high"), rows
-    return _COMPARED, [_compared_row(comparison, number) for number in range(len(comparison.arms))]
+    return _COMPARED, list(_compared_rows(comparison))
 
 
 _COMPARED = (
@@ -82,16 +82,21 @@ _COMPARED = (
 )
 
 
-def _compared_row(comparison: Comparison, number: int) -> list[str]:
-    arm = comparison.arms[number]
-    row: list[object] = [arm.label, arm.runs, arm.failed, arm.mean, arm.sd]
-    contrast = next((one for one in comparison.contrasts if one.condition == arm.label), None)
-    if contrast is not None:
-        found = contrast.conclusion
-        row += [contrast.baseline, found.pairs, found.mean, *(found.interval or (None, None))]
-        row += [found.p, found.p_adjusted, found.word(comparison.test.alpha)]
-    cells = ["" if value is None else str(value) for value in row]
-    return cells + [""] * (len(_COMPARED) - len(cells))
+def _compared_rows(comparison: Comparison) -> Iterator[list[str]]:
+    """A row for each contrast of an arm; one for an arm that is compared with none."""
+    for arm in comparison.arms:
+        own: list[Contrast | None] = [
+            one for one in comparison.contrasts if one.condition == arm.label
+        ]
+        for contrast in own or [None]:
+            row: list[object] = [arm.label, arm.runs, arm.failed, arm.mean, arm.sd]
+            if contrast is not None:
+                found = contrast.conclusion
+                row += [contrast.baseline, found.pairs, found.mean]
+                row += [*(found.interval or (None, None)), found.p, found.p_adjusted]
+                row.append(found.word(comparison.test.alpha))
+            cells = ["" if value is None else str(value) for value in row]
+            yield cells + [""] * (len(_COMPARED) - len(cells))
 
 
 def _shown_table(data: ReportData) -> Iterator[str]:

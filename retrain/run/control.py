@@ -12,13 +12,16 @@ from typing import Any, ClassVar
 from retrain.backends.declared import declared_backend, declared_engine
 from retrain.config import TrainConfig, moving, replaced
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.plugins import built, load_plugin, state_of, user_code, with_defaults
+from retrain.plugins import built, load_plugin, params_of, state_of, user_code, with_defaults
 from retrain.records.entries import StepRecord
+
+__all__ = ["Control"]  # for plugins; the rest is the run's
 
 
 class Control(ABC):
-    """Sets keys anew in each step. `values` must be a function of the step and of what was
-    observed; only `observe` and `load` may change the control.
+    """Sets keys anew in each step. It is made as `Control(params)` of the table `[schedule]
+    control_params`. `values` must be a function of the step and of what was observed; only
+    `observe` and `load` may change the control.
     """
 
     keys: tuple[str, ...] = ()
@@ -141,7 +144,7 @@ def build_control(config: TrainConfig) -> Control | None:
     plugin = load_plugin("control", name, config, CONTROLS)
 
     def make() -> Control:
-        made: Control = built("control", where, lambda: plugin(config.schedule.control_params))
+        made: Control = built("control", where, lambda: plugin(params_of("control", config)))
         return made
 
     control = make()

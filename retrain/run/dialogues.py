@@ -128,8 +128,10 @@ class Dialogue:
     @property
     def trajectory(self) -> Trajectory:
         """The turns so far; one without tokens where the first reply was never asked for."""
+        numbers = np.zeros(0, np.float32)
+        # Entropies and kept counts of no token: None would take those of a step from all others.
         nothing = Completion(
-            0, self.sample, _NO_TOKENS, np.zeros(0, np.float32), None, FinishReason.STOP
+            0, self.sample, _NO_TOKENS, numbers, numbers, FinishReason.STOP, _NO_TOKENS
         )
         return Trajectory(tuple(self._turns) or (Turn(nothing),), cut=self.cut)
 

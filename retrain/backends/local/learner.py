@@ -578,7 +578,9 @@ class Learner:
             if self.base.dtype != torch.float32:
                 stack.enter_context(torch.autocast(self.base.device.type, self.base.dtype))
                 stack.enter_context(self.adapter.uncast_inputs())
-            return self.base.hidden_states(micro.token_ids, micro.positions, micro.attention)
+            hidden = self.base.hidden_states(micro.token_ids, micro.positions, micro.attention)
+        # On CUDA autocast leaves a last LayerNorm in float32, which the head's product refuses.
+        return hidden.to(self.base.dtype)
 
     def _attention(self) -> AbstractContextManager[None]:
         """Plug our attention in, around a backward pass too: gradient checkpointing runs layers

@@ -80,7 +80,7 @@ class TinkerEngine(InferenceEngine):
         params = types.SamplingParams(
             max_tokens=request.max_tokens,
             temperature=request.temperature,
-            seed=request.noise.seed_of(request.first_sample),
+            seed=request.noise.seed_of(request.first_sample, request.first_position),
             stop=self._eos_ids,
         )
         prompt = types.ModelInput.from_ints(request.prompt_ids.tolist())

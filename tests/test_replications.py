@@ -1,0 +1,54 @@
+"""scripts/replications.py: which campaign it starts or continues, and the page that it writes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from retrain.config import load_config
+
+pytest.importorskip("matplotlib")
+
+from scripts import replications
+
+FILES = Path(__file__).resolve().parents[1] / "examples" / "replications"
+
+
+@pytest.mark.parametrize("path", sorted(FILES.glob("*.toml")), ids=lambda path: path.stem)
+def test_a_replication_keeps_its_runs_where_the_program_looks_for_them(path: Path) -> None:
+    assert load_config(path, environ={}).logging.log_dir == f"logs/replications/{path.stem}"
+    assert path.stem.removesuffix(replications.SMOLLM2) in replications.CLAIMS
+
+
+def test_a_campaign_is_started_by_its_own_file_and_continued_where_it_stopped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(replications, "ROOT", tmp_path)
+    started: list[tuple[str, ...]] = []
+    monkeypatch.setattr(replications, "retrain", lambda *words: started.append(words))
+    model = ["--model", "models/small"]
+    replications.run("nsr-smollm2", model)
+    folder = tmp_path / "logs" / "replications" / "nsr-smollm2"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}", encoding="utf-8")
+    replications.run("nsr-smollm2", model)
+    first = ("examples/replications/nsr-smollm2.toml", *model)
+    assert started == [first, (*first, "--resume", "logs/replications/nsr-smollm2")]
+
+
+def test_the_page_of_the_real_model_keeps_what_its_reader_wrote(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(replications, "ROOT", tmp_path)
+    monkeypatch.setattr(replications, "PAGES", tmp_path)
+    verdicts = tmp_path / "logs" / "replications" / "luck-smollm2.json"
+    verdicts.parent.mkdir(parents=True)
+    verdicts.write_text(json.dumps([[1.0, 0.0], [1.0, 1.0]]), encoding="utf-8")
+    page = tmp_path / "luck-smollm2.md"
+    page.write_text(f"old\n{replications.READING}\nIt moves.\n", encoding="utf-8")
+    replications.write_page("luck-smollm2")
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("# Evaluation luck on SmolLM2-135M\n")
+    assert "make replications ONLY=luck SMOLLM2=models/smollm2-135m\n" in text
+    assert "| 1 | 100.0% |\n| 2 | 50.0% |\n" in text
+    assert text.endswith("## What it says\n\nIt moves.\n")
