@@ -429,6 +429,17 @@ def test_starting_from_another_kind_of_adapter_is_refused(
         make_learner(config_for(**sections), untouched=True)
 
 
+def test_starting_from_an_adapter_with_scales_of_single_layers_is_refused(tmp_path: Path) -> None:
+    """Its weights have this run's shapes, and would mean others."""
+    from retrain.errors import ConfigurationError
+
+    make_learner(config_for()).adapter.save(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "alpha_pattern": {"q_proj": 2}}))
+    with pytest.raises(ConfigurationError, match=r"init_from = .* has alpha_pattern = "):
+        make_learner(config_for(lora={"init_from": str(tmp_path)}), untouched=True)
+
+
 def test_an_unknown_target_module_is_refused_with_the_known_ones() -> None:
     from retrain.errors import ConfigurationError
 

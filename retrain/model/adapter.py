@@ -301,6 +301,11 @@ class Adapter:
                         f"{where} has {key} = {settings.get(key)}, but [model] lora_rank and [lora]"
                         f" give {ours[key]}; make them the same."
                     )
+            if settings.get("alpha_pattern"):
+                raise ConfigurationError(
+                    f"{where} has alpha_pattern = {settings['alpha_pattern']}, and an adapter has"
+                    " one scale for all layers here; name an adapter without it."
+                )
             return self._read(folder)
         # It is a ValueError too, but already says which key to change.
         except ConfigurationError:
