@@ -1,9 +1,11 @@
 """The command line: what the first argument means, exit codes, one sentence for each mistake."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,7 @@ from retrain.cli.main import is_path, main
 from retrain.cli.run import parse_arguments
 from retrain.cli.usage import COMMANDS, FLAGS, usage
 from retrain.config.keys import all_keys, flags
-from retrain.errors import ConfigurationError
+from retrain.errors import ConfigurationError, Interrupted
 
 HEAVY = (
     "torch", "transformers", "peft", "datasets", "wandb", "scipy", "pandas", "numpy", "pydantic",
@@ -203,6 +205,20 @@ def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("retrain.cli.main._dispatch", interrupted)
+    assert main(["x"]) == 130
+
+
+def test_a_second_ctrl_c_while_the_first_one_is_told_exits_with_130(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stopped(arguments: list[str]) -> int:
+        raise Interrupted("Interrupted by SIGINT.", signal.SIGINT)
+
+    def interrupted(*_: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("retrain.cli.main._dispatch", stopped)
+    monkeypatch.setattr("retrain.cli.main._ended_by", interrupted)
     assert main(["x"]) == 130
 
 

@@ -439,6 +439,20 @@ def test_a_run_that_still_writes_may_be_longer_than_its_seal(
     assert "sha256" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "section", [[], {"conditions": "x"}, {"grid": [1]}, {"conditions": [{"label": "a b"}]}]
+)
+def test_a_campaign_section_that_none_wrote_is_named(
+    section: Any, campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(campaign, tmp_path / "campaign"))
+    edit_manifest(copy, lambda content: content["config"].update(campaign=section))
+    for command in ("compare", "status"):
+        main([command, str(copy)])
+        text = " ".join("".join(capsys.readouterr()).split())
+        assert "manifest.json" in text and "cannot be read" in text
+
+
 def test_a_planned_margin_is_taken_and_hashed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -98,6 +98,14 @@ def test_unjudged_answers_of_the_farther_evaluation_withhold_a_verdict_too(
     assert "560 held-out answers could not be judged" in " ".join(found["notes"])
 
 
+def test_a_run_without_metrics_is_short_of_every_budget(
+    arms: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(arms[0], "metrics.jsonl").unlink()
+    assert main(["compare", *arms, "--at", "tokens=300"]) == 2
+    assert "has 0 tokens, short of --at tokens=300" in capsys.readouterr().err
+
+
 def test_an_evaluation_at_the_budget_is_taken_as_it_is(
     arms: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,7 @@ other evaluations, few pairs.
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -457,6 +457,42 @@ def test_one_problem_makes_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixt
         text.startswith("Undecided on this one problem")
         and "have no interval for new problems. Evaluate on more." in text
     )
+
+
+def test_problems_without_k_answers_do_not_make_few_problems_many(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Twenty problems have eight answers, 600 have one; one of the twenty carries the difference."""
+    entries = []
+    for seed in range(1, 9):
+        for condition, right in ((BASE, 0), (BETTER, 4)):
+            several = problems([right] + [0] * 19, samples=8)
+            once = [replace(one, example_id=f"m/{one.example_id}") for one in problems([1] * 600)]
+            write_run(tmp_path / "runs" / f"{condition}_s{seed}", seed, held_out=[*several, *once])
+            entries.append({"condition": condition, "seed": seed})
+    text = shown(capsys, write_manifest(tmp_path, entries), "--metric", "pass@8")
+    assert text.startswith("Undecided in pass@8 on these 20 problems")
+    assert "a few of the problems may carry the difference" in " ".join(text.split())
+
+
+def test_unjudged_answers_count_against_a_failed_partner_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 600 answers the two that were judged are right; counted wrong, the rest leave 0.3 pp."""
+    entries: list[dict[str, Any]] = []
+    unjudged = [
+        replace(one, samples=0, correct=0, could_not_judge=1, reward_mean=None)
+        for one in problems([1] * 600)[2:]
+    ]
+    for seed in range(1, 9):
+        answers = [*problems([1] * 2), *unjudged]
+        write_run(tmp_path / f"runs/{BETTER}_s{seed}", seed, held_out=answers)
+        entries += [
+            {"condition": BASE, "seed": seed, "status": "failed"},
+            {"condition": BETTER, "seed": seed},
+        ]
+    text = " ".join(shown(capsys, write_manifest(tmp_path, entries), "--failed", "worst").split())
+    assert "Unjudged answers could move the difference to +0.3 to +100.0 pp." in text
 
 
 def test_of_pairs_without_two_finished_runs_nothing_is_said_to_be_shared(

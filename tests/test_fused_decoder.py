@@ -159,16 +159,15 @@ def test_a_bf16_sampler_reads_packed_weights_and_an_adapter_that_is_not_rounded(
     torch.testing.assert_close(
         logits(fused, sampling=True), before, atol=0.02 * float(before.abs().max()), rtol=0
     )
-    copies = [projection.copy for projection in fused._projections]
-    assert all(copy is not None and copy._packed for copy in copies) and not any(
-        projection._merged for projection in fused._projections
+    assert all(
+        projection.copy is not None and projection.copy._packed and projection._merged
+        for projection in fused._projections
     )
     with torch.no_grad():
         for parameter in fused._parameters:
             parameter.mul_(2.0)
-    assert (
-        logits(fused, sampling=True) - before
-    ).abs().max() > 0.05 * before.abs().max()  # the adapter is followed
-    assert [
-        projection.copy for projection in fused._projections
-    ] == copies  # and nothing is packed anew
+    after = logits(fused, sampling=False)
+    assert (after - before).abs().max() > 0.05 * before.abs().max()
+    torch.testing.assert_close(  # the adapter is followed
+        logits(fused, sampling=True), after, atol=0.02 * float(before.abs().max()), rtol=0
+    )

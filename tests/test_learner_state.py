@@ -179,8 +179,9 @@ def test_no_rows_is_no_update(loss: dict[str, Any]) -> None:
 # --- dropout --------------------------------------------------------------------------------------
 
 
-def test_dropout_does_not_depend_on_the_micro_batch() -> None:
-    config = config_for(lora={"dropout": 0.4})
+@pytest.mark.parametrize("family", ["qwen3", "opt"])  # OPT flattens rows and positions
+def test_dropout_does_not_depend_on_the_micro_batch(family: str) -> None:
+    config = config_for(family, lora={"dropout": 0.4})
     whole, single = make_learner(config), make_learner(config, 1)
     rows = near(whole)
     whole.train(rows, 3)
@@ -228,6 +229,7 @@ def test_dropout_keeps_the_rate_and_the_mean() -> None:
     layer = KeyedDropout(0.3, 0, key)
     with key.active(0, range(8), torch.device("cpu")):
         dropped = layer(torch.ones(8, 100, 50))
+        assert torch.equal(layer(torch.ones(800, 50)), dropped.flatten(0, 1))
     assert (dropped == 0).float().mean().item() == pytest.approx(0.3, abs=0.01)
     assert dropped.mean().item() == pytest.approx(1, abs=0.02)
     assert torch.equal(layer(torch.ones(1, 2, 3)), torch.ones(1, 2, 3))
@@ -425,6 +427,17 @@ def test_starting_from_another_kind_of_adapter_is_refused(
     sections = sections | {"lora": sections.get("lora", {}) | {"init_from": str(tmp_path)}}
     with pytest.raises(ConfigurationError, match=words):
         make_learner(config_for(**sections), untouched=True)
+
+
+def test_starting_from_an_adapter_with_scales_of_single_layers_is_refused(tmp_path: Path) -> None:
+    """Its weights have this run's shapes, and would mean others."""
+    from retrain.errors import ConfigurationError
+
+    make_learner(config_for()).adapter.save(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "alpha_pattern": {"q_proj": 2}}))
+    with pytest.raises(ConfigurationError, match=r"init_from = .* has alpha_pattern = "):
+        make_learner(config_for(lora={"init_from": str(tmp_path)}), untouched=True)
 
 
 def test_an_unknown_target_module_is_refused_with_the_known_ones() -> None:

@@ -5,6 +5,7 @@ import torch
 from peft import LoraConfig
 from peft.tuners.lora import Linear
 
+from retrain.model import packed
 from retrain.model.packed import HalfWeight, PackedWeight, fits_half, prepack
 from retrain.model.projection import Projection
 
@@ -89,10 +90,16 @@ def test_a_row_has_the_same_bits_whatever_the_rows_beside_it():
     )
 
 
+def adapted(base):
+    layer = Linear(base, "default", LoraConfig(), r=4, lora_alpha=8)
+    layer.lora_B["default"].weight.data.normal_(std=0.3)  # peft begins with zeros
+    return layer
+
+
 def test_a_weight_in_16_bits_takes_the_adapter_beside_it_and_is_laid_out_once():
     base = torch.nn.Linear(320, 520, bias=False)
     base.weight.data = _weight(trained_in=torch.bfloat16)
-    layer = Linear(base, "default", LoraConfig(), r=4, lora_alpha=8, init_lora_weights=False)
+    layer = adapted(base)
     projection, x = Projection([layer]), torch.randn(5, 320)
     with torch.no_grad():
         projection.refresh("merged")
@@ -103,5 +110,35 @@ def test_a_weight_in_16_bits_takes_the_adapter_beside_it_and_is_laid_out_once():
         projection.refresh("merged")
         assert projection.copy is held
         torch.testing.assert_close(projection.product(x)[0], layer(x), rtol=0, atol=5e-6)
+        projection.refresh("none")
+        assert projection.copy is None
+
+
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor packs no bf16 weights"
+)
+def test_a_bf16_weight_and_its_adapter_are_one_product_that_rounds_once(monkeypatch):
+    monkeypatch.setattr(packed, "computes_bf16", lambda: True)
+    base = torch.nn.Linear(320, 520, bias=False)
+    layer = adapted(base)
+    layer.bfloat16()
+    projection, x = Projection([layer]), torch.randn(5, 320).bfloat16()
+
+    def is_rounded_once() -> bool:
+        down, up = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        exact = x.double() @ base.weight.double().T
+        if projection.adapted:
+            exact += 2 * torch.nn.functional.linear(x, down).double() @ up.double().T
+        difference = (projection.product(x)[0].double() - exact).abs()
+        return bool((difference <= 2.0**-8 * exact.abs() + 1e-5 * exact.abs().max()).all())
+
+    with torch.no_grad():
+        for factor in (1.0, 3.0):
+            layer.lora_B["default"].weight.mul_(factor)
+            projection.refresh("merged")
+            assert projection.copy._packed and is_rounded_once()
+            layer.enable_adapters(enabled=False)
+            assert is_rounded_once()
+            layer.enable_adapters(enabled=True)
         projection.refresh("none")
         assert projection.copy is None

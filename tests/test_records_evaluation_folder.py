@@ -142,3 +142,14 @@ def test_before_and_after_are_compared_by_problem() -> None:
     found = after.difference_from(before)
     assert found is not None and found[0] == pytest.approx(0.1229, abs=1e-3) and found[1][0] > 0.1
     assert after.interval[0] < before.interval[1]
+
+
+def test_problems_that_share_an_id_are_compared_one_by_one() -> None:
+    """Three of four problems are right before and after: nothing has changed."""
+    before, after = (
+        Evaluation(
+            step, [EvaluationRecord(step, "p", "t", 1, one, 0, None) for one in (1, 1, 1, 0)]
+        )
+        for step in (0, 9)
+    )
+    assert after.difference_from(before) == (0.0, (0.0, 0.0))

@@ -387,7 +387,6 @@ def test_a_steps_updates_and_sampler_are_asked_for_before_anything_is_awaited(
 def test_a_row_that_is_not_trained_is_not_sent_but_counts_in_a_constant_divisor(
     double: Double, tmp_path: Path
 ) -> None:
-
     backend = backend_for(tmp_path, loss={"aggregation": "constant"}, training={"max_tokens": 24})
     first, *rest = make_rows(4)
     backend.train([first, *(replace(row, trained=False) for row in rest)], 0)
@@ -567,7 +566,6 @@ def test_a_refusal_by_the_sampler_saves_the_run(double: Double, tmp_path: Path) 
 def test_log_probs_that_are_not_finite_end_the_run_and_such_advantages_stay_here(
     double: Double, tmp_path: Path
 ) -> None:
-
     backend = backend_for(tmp_path)
     rows = make_rows()
     result = backend.train([replace(rows[0], advantages=rows[0].advantages * np.nan), *rows[1:]], 0)

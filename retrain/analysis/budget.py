@@ -97,7 +97,9 @@ class RunAtBudget(StoredRun):
         """Return [steps + 1] tokens or updates used after 0, 1, ... steps. Raises
         ConfigurationError if the records lack the numbers.
         """
-        records = list(StepRecord.read(self.folder.metrics))
+        records = list[StepRecord]()
+        if self.folder.metrics.is_file():
+            records = list(StepRecord.read(self.folder.metrics))
         if self.budget.unit == "tokens":
             spent = [_tokens(record) for record in records]
         else:

@@ -220,7 +220,7 @@ class Comparison:
     evaluated: str
     """How held-out answers were sampled; "" for a training metric."""
     problems: int
-    """Held-out problems; 0 for a training metric."""
+    """Held-out problems on which some pair has a difference; 0 for a training metric."""
     test: TestSettings
     baseline: str
     arms: Sequence[ArmSummary]
@@ -369,7 +369,6 @@ def _compared(grouped: RunsByCondition, request: Request) -> Comparison:
     selection = select(grouped, request)
     metric, test, arms = selection.metric, selection.test, selection.arms
     held_out, reference, record = metric.k is not None, selection.reference, request.record
-    problems = [len(run.answers.ids) for run in grouped.runs if held_out and run.answers]
     notes = comparison_notes(
         grouped,
         arms,
@@ -384,7 +383,7 @@ def _compared(grouped: RunsByCondition, request: Request) -> Comparison:
         metric=metric,
         judge=metric.judge(reference) if reference else "",
         evaluated=evaluated_as(reference) if reference and held_out else "",
-        problems=max(problems, default=0),
+        problems=max(pairs.problems for pairs in selection.family),
         test=test,
         baseline=request.baseline,
         arms=[_summary(arm, metric, 1 - test.alpha, request.budget) for arm in arms.values()],

@@ -13,6 +13,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from retrain.analysis.runs import (
     MANIFEST,
     Pair,
@@ -26,6 +28,7 @@ from retrain.config.keys import keys_by_path
 from retrain.config.names import by_path
 from retrain.config.schema import DEFAULT_CONDITIONS, Condition
 from retrain.config.sections import crossed, told_apart
+from retrain.errors import RunFailed
 from retrain.records.redact import MASK
 from retrain.system import Json, read_object
 
@@ -34,10 +37,29 @@ _MODES = ("advantage_mode", "transform_mode", "algorithm_mode")
 
 def given_keys(campaign: Path) -> Mapping[str, Any]:
     """The sections of a campaign's configuration, with the keys that were given, as its manifest
-    holds them.
+    holds them. Raises RunFailed for a [campaign] section that no campaign wrote.
     """
-    config = read_object(campaign / MANIFEST).get("config")
-    return config if isinstance(config, dict) else {}
+    path = campaign / MANIFEST
+    config = read_object(path).get("config")
+    if not isinstance(config, dict):
+        return {}
+    if not _is_section(config.get("campaign", {})):
+        raise RunFailed(
+            f"{path} holds a [campaign] section that cannot be read: the file was changed."
+        )
+    return config
+
+
+def _is_section(section: Any) -> bool:
+    if not isinstance(section, dict):
+        return False
+    conditions, grid = section.get("conditions") or [], section.get("grid") or {}
+    return (
+        isinstance(conditions, list)
+        and all(isinstance(each, dict) for each in conditions)
+        and isinstance(grid, dict)
+        and all(isinstance(values, list) for values in grid.values())
+    )
 
 
 def problem_of(run: StoredRun, given: Mapping[str, Any]) -> str:
@@ -130,13 +152,19 @@ def _is_fixed(path: str) -> bool:
 def _condition(tables: Mapping[str, Any], label: str) -> Json:
     """The keys of the campaign's condition of this label."""
     campaign = tables["campaign"]
-    given = [
-        Condition(
-            **{name: table[name] for name in (*_MODES, "label") if table.get(name)},
-            sets={path: value for path, value in table.items() if "." in path},
-        )
-        for table in campaign.get("conditions") or []
-    ]
+    try:
+        given = [
+            Condition(
+                **{name: table[name] for name in (*_MODES, "label") if table.get(name)},
+                sets={path: value for path, value in table.items() if "." in path},
+            )
+            for table in campaign.get("conditions") or []
+        ]
+    except ValidationError as error:
+        raise RunFailed(
+            f"{MANIFEST} plans a condition that cannot be read ({error.errors()[0]['msg']}): the"
+            " file was changed, or another version of retrain wrote it."
+        ) from error
     # A grid without conditions varies the one algorithm of the file.
     if campaign.get("grid"):
         keys = keys_by_path()

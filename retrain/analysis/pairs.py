@@ -16,7 +16,7 @@ import numpy as np
 
 from retrain.analysis import statistics
 from retrain.analysis.arms import Arm
-from retrain.analysis.held_out import AnswerDifference
+from retrain.analysis.held_out import AnswerDifference, Answers
 from retrain.analysis.measures import Metric
 from retrain.analysis.runs import Pair, StoredRun
 from retrain.analysis.statistics import Differences, Floats, Interval, TwoWay, covaried_square, mean
@@ -254,12 +254,19 @@ class Pairs:
             looks=looks,
         )
 
+    @property
+    def problems(self) -> int:
+        """The held-out problems on which some pair has a difference; 0 for a training metric."""
+        if self.by_problem is None:
+            return 0
+        return int((~np.isnan(self.by_problem)).any(axis=0).sum())
+
     def paired(self, alpha: float, family: int) -> PairedDifferences:
         """The input of a verdict. The interval for new problems, where a verdict needs one, has
         Bonferroni's level over the family.
         """
         wide = self.wide_interval(1 - alpha / family)
-        few = self.by_problem is not None and self.by_problem.shape[1] < FEW_PROBLEMS
+        few = 0 < self.problems < FEW_PROBLEMS
         least, most = (None if end is None else self._keyed(end) for end in (self.least, self.most))
         unbounded = (-np.inf, np.inf)  # one problem, or too few that were judged
         return PairedDifferences(
@@ -365,11 +372,7 @@ def pair_up(candidate: Arm, baseline: Arm, metric: Metric, worst: float | None) 
             candidate, baseline, statistics.paired_differences(ours, theirs), None, None, None
         )
     # A difference is NaN where no problem was judged in both runs.
-    found = {
-        seed: _between(candidate, baseline, seed, metric.k, worst)
-        for seed in theirs
-        if seed in ours
-    }
+    found = {seed: _between(candidate, baseline, seed, metric.k) for seed in theirs if seed in ours}
     found = {
         seed: difference for seed, difference in found.items() if not np.isnan(difference.mean)
     }
@@ -386,26 +389,17 @@ def pair_up(candidate: Arm, baseline: Arm, metric: Metric, worst: float | None) 
     )
 
 
-def _between(
-    candidate: Arm, baseline: Arm, seed: int, k: int, worst: float | None
-) -> AnswerDifference:
-    """A failed run answers every problem of its partner with `worst`."""
+def _between(candidate: Arm, baseline: Arm, seed: int, k: int) -> AnswerDifference:
+    """A failed run has answered every problem that the others were asked, and nothing right."""
+    runs = chain(candidate.runs.values(), baseline.runs.values())
+    ids = next((run.answers.ids for run in runs if run.answers), ("",))
+    nothing = np.zeros(len(ids), dtype=np.int64)
+    failed = Answers(ids, right=nothing, judged=nothing + k, unjudged=nothing)
     ours, theirs = (
-        arm.runs[seed].answers if seed in arm.runs else None for arm in (candidate, baseline)
+        (arm.runs[seed].answers if seed in arm.runs else None) or failed
+        for arm in (candidate, baseline)
     )
-    if ours and theirs:
-        return AnswerDifference.between(ours, theirs, k)
-    rates = [answers.rates(k) if answers else worst for answers in (ours, theirs)]
-    by_problem = np.atleast_1d(
-        np.asarray(rates[0], dtype=np.float64) - np.asarray(rates[1], dtype=np.float64)
-    )
-    # Both failed: no difference, on as many problems as the other runs have.
-    if not ours and not theirs:
-        runs = [*candidate.runs.values(), *baseline.runs.values()]
-        problems = next((len(run.answers.ids) for run in runs if run.answers), 1)
-        by_problem = np.zeros(problems)
-    mean = float(np.nanmean(by_problem))
-    return AnswerDifference(by_problem, mean, mean, 0)
+    return AnswerDifference.between(ours, theirs, k)
 
 
 def outlying_seeds(differences: Differences) -> Sequence[int]:

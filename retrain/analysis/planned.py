@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from retrain.analysis.integrity import absent_words
+from retrain.analysis.integrity import absent_words, given_keys
 from retrain.analysis.measures import Metric
 from retrain.analysis.runs import StoredRun, seeds_words
 from retrain.errors import RunFailed
@@ -111,7 +111,7 @@ class CampaignRecord:
             plan = None if stored is None else _plan(stored)
             looks = [Look.from_json(look) for look in content.get("looks") or []]
             seeds = [int(seed) for seed in content.get("seeds") or []]
-            grid = [*content.get("config", {}).get("campaign", {}).get("grid", {})]
+            grid = [*given_keys(folder).get("campaign", {}).get("grid", {})]
         except (TypeError, ValueError, KeyError) as error:
             raise RunFailed(
                 f"{path} has a plan or a look that cannot be read ({error}): the file was changed."

@@ -50,7 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     # To look for pydantic's plugins reads the entry points of every installed package.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     sys.excepthook = _masked_traceback
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _answer(list(sys.argv[1:] if argv is None else argv))
+    # The second of two may come while the first one's sentence is printed.
+    except KeyboardInterrupt:
+        return 130
+
+
+def _answer(arguments: list[str]) -> int:
+    """Run one command and return its exit code; a failure is told in its sentence."""
     try:
         _require_folder()
         code = _dispatch(arguments)
@@ -71,8 +79,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             ' backend = "tinker".'
         )
         return _ended_by(EnvironmentFailure(sentence), arguments)
-    except KeyboardInterrupt:
-        return 130
     # `retrain help config | head`: the reader has what it wanted.
     except BrokenPipeError:
         return 0

@@ -133,17 +133,18 @@ class KeyedDropout(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [batch, positions, features], or [1, all positions, features] of packed rows; a row
-        starts with its first token.
+        starts with its first token. Some layers (OPT's, a shared expert's) flatten both to
+        [batch * positions, features].
         """
-        if not self.key.is_active:
+        if self.key.rows is None:
             return x
-        lengths = self.key.lengths
-        keep = self.keep_mask(max(lengths) if lengths else x.shape[1], x.shape[2])
+        lengths, features = self.key.lengths, x.shape[-1]
         if lengths:
-            keep = torch.cat(
-                [mask[:length] for mask, length in zip(keep, lengths, strict=True)]
-            ).unsqueeze(0)
-        return x * (keep.to(x.dtype) / (1 - self.rate))
+            masks = zip(self.keep_mask(max(lengths), features), lengths, strict=True)
+            keep = torch.cat([mask[:length] for mask, length in masks])
+        else:
+            keep = self.keep_mask(x.numel() // features // len(self.key.rows), features)
+        return x * (keep.view_as(x).to(x.dtype) / (1 - self.rate))
 
     def keep_mask(self, positions: int, features: int) -> Tensor:
         """[batch, positions, features] of bool."""
@@ -300,6 +301,11 @@ class Adapter:
                         f"{where} has {key} = {settings.get(key)}, but [model] lora_rank and [lora]"
                         f" give {ours[key]}; make them the same."
                     )
+            if settings.get("alpha_pattern"):
+                raise ConfigurationError(
+                    f"{where} has alpha_pattern = {settings['alpha_pattern']}, and an adapter has"
+                    " one scale for all layers here; name an adapter without it."
+                )
             return self._read(folder)
         # It is a ValueError too, but already says which key to change.
         except ConfigurationError:

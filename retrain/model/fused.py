@@ -167,8 +167,7 @@ class FusedDecoder:
         """`model` is a causal language model of transformers; raises AttributeError where it is
         built in another way.
 
-        `merge`: a sampler may hold a second copy of the weights, in float32 with the adapter in
-        them.
+        `merge`: a sampler may hold a second copy of the weights, with the adapter in it.
         """
         decoder = model.base_model if model.base_model is not model else model.model
         self._embed, self._rotary = decoder.embed_tokens, decoder.rotary_emb
@@ -275,9 +274,9 @@ class FusedDecoder:
         """Follow the adapter, for the learner or for products without gradient; costs nothing while
         neither has changed.
         """
-        copy: Literal["none", "merged", "plain"] = "none"
+        copy: Literal["none", "merged"] = "none"
         if sampling and self.merge:
-            copy = "merged" if self._embed.weight.dtype == torch.float32 else "plain"
+            copy = "merged"
         version = (
             copy,
             *((parameter.data_ptr(), parameter._version) for parameter in self._parameters),
@@ -303,7 +302,7 @@ class FusedDecoder:
         if not self.merge:
             return
         for projection in self._projections:
-            if projection.dtype != torch.float32 or projection.fits_half:
+            if projection.fits_half:
                 projection.refresh("plain")
         self._pack_head()
 

@@ -212,13 +212,18 @@ class Memory:
         makes = self.choices.merge_adapter and (not cast or computes_bf16())
         copy = 0
         if makes and size.layer_weights:
-            copy = (size.layer_weights + size.head_weights) // (2 if cast else 1)
+            copy = size.layer_weights + size.head_weights
+            # In half precision the adapter is beside the weights.
+            if cast or size.dtype != torch.float32:
+                copy += size.adapter_copies
+            if cast:
+                copy //= 2
         workers, each = self.choices.workers, ""
         if workers > 1:
             each = f", in each of {workers} processes"
         note = (
-            "the layers, in fp32 with the adapter in them, and the head, laid out for few"
-            f" rows{each}; half if all fit 16 bits"
+            f"the layers with the adapter in them, and the head, laid out for few rows{each};"
+            " half of fp32 if all fit 16 bits"
         )
         return Part("merged copy", copy * workers, note)
 

@@ -60,19 +60,7 @@ class PackedWeight:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._bias = bias
-        # A large weight on a CPU that computes in its dtype, in a torch that has oneDNN and these
-        # operators.
-        self._packed = (
-            weight.numel() >= _MIN_ELEMENTS
-            and weight.device.type == "cpu"
-            and (
-                weight.dtype == torch.float32
-                or (weight.dtype == torch.bfloat16 and computes_bf16())
-            )
-            and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch does not annotate it
-            and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-            and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        )
+        self._packed = packs(weight.numel(), weight.device, weight.dtype)
         self._weight: Tensor = (
             torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
         )
@@ -84,6 +72,20 @@ class PackedWeight:
             x, self._weight, self._bias, "none", [], ""
         )
         return product
+
+
+def packs(elements: int, device: torch.device, dtype: torch.dtype) -> bool:
+    """True for a large weight on a CPU that computes in its dtype, in a torch that has oneDNN and
+    the operators for it.
+    """
+    return (
+        elements >= _MIN_ELEMENTS
+        and device.type == "cpu"
+        and (dtype == torch.float32 or (dtype == torch.bfloat16 and computes_bf16()))
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    )
 
 
 class HalfWeight:

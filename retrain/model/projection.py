@@ -3,9 +3,10 @@
 The frozen weights of q, k and v (or gate and up) are laid one after the other in one tensor, and
 the model's own parameters become views of it: one copy, shared with every other user of the model.
 The adapter is never added to them. A sampler on a CPU may read a scratch copy made from the
-pristine weights (`refresh`): in float32 with the adapter merged in; in 16 bits, which would round
-it away, without. Shape letters: N tokens, I inputs, O outputs of all layers together,
-R ranks of an adapter's parts together.
+pristine weights (`refresh`): in float32 with the adapter added; in bfloat16, which would round it
+away, with its up factors as further columns, so that one product sums both in float32. Shape
+letters: N tokens, I inputs, O outputs of all layers together, R ranks of an adapter's parts
+together.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from retrain.model.packed import (
     dequantised,
     kept_fit,
     kept_pack,
+    packs,
     scaled_product,
 )
 
@@ -101,7 +103,7 @@ class Projection:
         self.copy: FrozenProduct | None = None
         """[O, I] for products without gradient, while a sampler reads it."""
         self._merged = False
-        """True if the copy contains the adapter."""
+        """True if the copy contains the adapter, or in 16 bits its up factors."""
         self.factors: _Factors | None = None
         """The model's own adapter, as of the last `refresh`."""
         self.scaled_product = scaled_product
@@ -145,22 +147,30 @@ class Projection:
         """Update `factors` and `copy` after the adapter's parameters changed; `copy` says which
         copy of the weights to hold.
 
-        A weight that fits 16 bits is never merged: half the bytes gain more than the adapter's own
-        small products cost.
+        A float32 weight that fits 16 bits is never merged: half the bytes gain more than the
+        adapter's own small products cost.
         """
         if self.downs:
             self._write_factors()
-        if copy == "merged" and self.fits_half:
+        if copy == "merged" and not self._merges:
             copy = "plain"
         if copy != "plain" or self._merged:
             self.copy, self._merged = None, False
         if copy == "merged" and self.factors is not None:
-            self.copy = PackedWeight(
-                torch.addmm(self.wide_weight, self.factors.up.T, self.factors.down), self.bias
-            )
-            self._merged = True
+            if self.dtype == torch.float32:
+                weight = torch.addmm(self.wide_weight, self.factors.up.T, self.factors.down)
+            else:
+                weight = torch.cat([self.wide_weight, self.factors.up.T], dim=1)
+            self.copy, self._merged = PackedWeight(weight, self.bias), True
         elif copy != "none" and self.copy is None:
             self.copy = kept_pack(self._weights[0], self.wide_weight, self.bias)
+
+    @property
+    def _merges(self) -> bool:
+        """True if a copy takes the adapter in."""
+        if self.dtype == torch.float32:
+            return not self.fits_half
+        return packs(self.weight.numel(), self.weight.device, self.dtype)
 
     @cached_property
     def fits_half(self) -> bool:
@@ -218,6 +228,8 @@ class Projection:
         """`product` in two parts, for a kernel that adds them; the second is None where the first
         is the whole.
         """
+        if self.copy is not None and self._merged and self.dtype != torch.float32:
+            return self.copy.product(self._with_reduced(x)), None
         if self.adapted and self.copy is not None and self._merged:
             return self.copy.product(x), None
         if not self.adapted:
@@ -227,6 +239,15 @@ class Projection:
             both, (rank, outputs) = F.linear(x, *self._joined), self.factors.up.shape
             return both[:, :outputs], LoraTerm(both[:, outputs : outputs + rank], self.factors.up)
         return self._frozen_product(x), LoraTerm(F.linear(x, self.factors.down), self.factors.up)
+
+    def _with_reduced(self, x: Tensor) -> Tensor:
+        """[N, I + R]: x [N, I] and its product with the down factors, or zeros while the adapter is
+        switched off.
+        """
+        assert self.factors is not None
+        down = self.factors.down
+        reduced = F.linear(x, down) if self.adapted else x.new_zeros(len(x), len(down))
+        return torch.cat([x, reduced], dim=1)
 
     def _frozen_product(self, x: Tensor) -> Tensor:
         """[N, O] without any adapter."""

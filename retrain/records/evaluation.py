@@ -8,6 +8,7 @@ compare ONE --baseline OTHER`.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -125,10 +126,6 @@ class Evaluation:
     seconds: float = 0.0
     tokens: int = 0
 
-    @property
-    def _judged(self) -> list[EvaluationRecord]:
-        return self._with_samples(1)
-
     def _with_samples(self, k: int) -> list[EvaluationRecord]:
         """The problems with at least k judged samples."""
         return [problem for problem in self.problems if problem.samples >= k]
@@ -171,13 +168,21 @@ class Evaluation:
         """
         from scipy.special import stdtrit
 
-        rates = {item.example_id: item.correct / item.samples for item in before._judged}
-        shared = [item for item in self._judged if item.example_id in rates]
-        if len(shared) < 2:
+        earlier, later = before._rates(), self._rates()
+        d = np.array([rate - earlier[name] for name, rate in later.items() if name in earlier])
+        if len(d) < 2:
             return None
-        d = np.array([item.correct / item.samples - rates[item.example_id] for item in shared])
         half = float(stdtrit(len(d) - 1, 0.975)) * float(d.std(ddof=1)) / sqrt(len(d))
         return float(d.mean()), (float(d.mean()) - half, float(d.mean()) + half)
+
+    def _rates(self) -> dict[tuple[str, int], float]:
+        """Id and number among the problems of that id, which data may repeat -> judged accuracy."""
+        seen, rates = Counter[str](), dict[tuple[str, int], float]()
+        for item in self.problems:
+            if item.samples:
+                rates[item.example_id, seen[item.example_id]] = item.correct / item.samples
+            seen[item.example_id] += 1
+        return rates
 
     def _scores(self, without: int = 0) -> dict[str, Any]:
         """Return pass@k and the intervals for summary.json, but for the interval at `without`; a
