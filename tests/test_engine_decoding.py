@@ -16,6 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.inference_engine.base import BASE_MODEL, NoiseKey, SampleRequest
 from retrain.inference_engine.torch_engine import TorchEngine
+from retrain.model import attention
 from retrain.model.devices import EngineOptions
 from retrain.types import FinishReason
 from tests.decoding import (
@@ -306,3 +307,26 @@ def test_a_fresh_process_gives_the_same_bytes():
         [sys.executable, "-c", script], check=True, capture_output=True, text=True
     )
     assert fresh.stdout.strip() == digest()
+
+
+@pytest.mark.parametrize("widens", [True, False])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("lengths", [[70, 70, 70], [3, 70, 41]])
+def test_decoding_in_bf16_sums_in_float32(monkeypatch, lengths, window, widens):
+    monkeypatch.setattr(attention, "widens_bf16", lambda: widens)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(3, *shape, 16, generator=generator).bfloat16()
+        for shape in ((6, 1), (2, 80), (2, 80))
+    )
+    key, value = key[:, :, :70], value[:, :, :70]  # as of a cache with room left
+    rows = attention.RowLengths(torch.tensor(lengths), 70, ragged=len(set(lengths)) > 1)
+    found = attention.FusedAttention().decode(query, key, value, rows, 0.25, window, None)
+    for row, length in enumerate(lengths):
+        seen = slice(max(0, length - (window or length)), length)
+        keys, values = (
+            part[row, :, seen].double().repeat_interleave(3, dim=0) for part in (key, value)
+        )
+        weights = torch.softmax(0.25 * query[row].double() @ keys.transpose(1, 2), dim=-1)
+        exact = weights @ values
+        assert (found[row] - exact).abs().max() < 2.0**-7 * exact.abs().max()

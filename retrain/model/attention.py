@@ -10,6 +10,7 @@ Hq query heads, Hk key-value heads, T queries, L keys, D.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -300,9 +301,7 @@ class FusedAttention:
         """The queries of a key-value head are laid side by side, so no key is repeated."""
         count, heads, _, dim = query.shape
         grouped = query.reshape(count, key.shape[1], heads // key.shape[1], dim)
-        # In bfloat16 too, on a processor that has units for it: the fused kernel is slower, most of
-        # all under a mask.
-        widens = query.device.type == "cpu" and query.dtype == torch.bfloat16 and computes_bf16()
+        widens = query.device.type == "cpu" and query.dtype == torch.bfloat16 and widens_bf16()
         if softcap is None and (prefers_products(query) or widens):
             output = _products(grouped, key, value, rows.bias(window, torch.float32), scaling)
         elif softcap is None:
@@ -374,6 +373,15 @@ def prefers_products(query: Tensor) -> bool:
     Without values, as memory is predicted, it does not matter: both ways keep about the same.
     """
     return query.device.type in ("cpu", "meta") and query.dtype == torch.float32
+
+
+@cache
+def widens_bf16() -> bool:
+    """Return True if keys and values in bfloat16 are widened for products in float32: with AMX,
+    where the fused kernel is slower, most of all under a mask, and off x86, where it was not tried.
+    """
+    narrow = torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
+    return computes_bf16() and not narrow
 
 
 def _products(
