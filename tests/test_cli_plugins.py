@@ -34,6 +34,7 @@ def install(folder: Path, name: str, value: str, code: str) -> None:
         ("needy", "f", "import not_there_at_all\ndef f(rewards): ...", "imports not_there_at_all"),
         ("broken", "f", "def f(rewards:", "is not Python"),
         ("grpo", "f", "def f(rewards): return rewards", "found twice"),
+        ("pools", "f", "def f(rewards): return rewards", "for [data] sampler its name is found"),
     ],
 )
 def test_an_installed_plugin_is_read_and_not_imported(
@@ -50,7 +51,7 @@ def test_an_installed_plugin_is_read_and_not_imported(
     assert main(["plugins", "--json"]) == 0
     (row,) = [row for row in json.loads(capsys.readouterr().out) if row["kind"] == ""]
     assert row["name"] == name and said in row["error"] and bool(said) == bool(row["error"])
-    assert row["signature"] == ("f(rewards)" if name in ("fine", "needy", "grpo") else "")
+    assert row["signature"] == ("f(rewards)" if name in ("fine", "needy", "grpo", "pools") else "")
     assert f"{name}_module" not in sys.modules
     assert main(["plugins"]) == 0
     assert said in capsys.readouterr().out

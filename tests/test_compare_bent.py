@@ -463,6 +463,7 @@ def test_a_planned_margin_is_taken_and_hashed(
         and "at 0.05, equivalent within 0.05, 8 seeds" in text
     )
     assert "margin (0.1, 0.05 planned)" in said(capsys, folder, "--margin", "0.1")
+    assert "within 5.0 pp" in said(capsys, folder, "--metric", "accuracy")
 
 
 def test_code_that_differs_within_an_arm_is_named(

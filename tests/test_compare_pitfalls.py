@@ -261,15 +261,18 @@ def test_held_out_answers_sampled_in_different_ways_are_compared_only_on_request
 
 def test_a_plugin_that_one_arm_names_is_no_other_code(tmp_path: Path) -> None:
     code = {"code": {"revision": "abc", "plugins": {"my.own": "11"}}}
-    algorithms = [{"advantage_mode": name} for name in ("my.own", "my.own", "grpo")]
-    mine, late, plain = (
+    names = ("my.own", "my.own", "grpo", "my.owner")
+    algorithms = [{"advantage_mode": name} for name in names]
+    other = {"code": {"revision": "abc", "plugins": {"my.owner": "22"}}}
+    mine, late, plain, longer = (
         StoredRun(write_run(tmp_path / str(place), 1, algorithm=algorithm, environment=environment))
         for place, (algorithm, environment) in enumerate(
-            zip(algorithms, (code, {"code": {"revision": "abc"}}, {}), strict=True)
+            zip(algorithms, (code, {"code": {"revision": "abc"}}, {}, other), strict=True)
         )
     )
     assert "the plugin my.own" in [*differing_environment(mine, late)]
     assert "the plugin my.own" not in [*differing_environment(mine, plain)]
+    assert not [word for word in differing_environment(mine, longer) if "plugin" in word]
 
 
 def test_rewards_that_were_normalised_are_not_compared_with_plain_ones(tmp_path: Path) -> None:

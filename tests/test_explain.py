@@ -195,6 +195,8 @@ def test_what_may_surprise_in_a_run_is_a_warning(
         ({"loss": {"mode": "ppo"}, "lora": {"dropout": 0.1}}, False),
         ({"loss": {"mode": "ppo"}, "backend": {"devices": "gpu:0,gpu:1"}}, False),
         ({"loss": {"mode": "ppo"}, "training": {"minibatches": 2}}, False),
+        ({"loss": {"mode": "ppo"}, "schedule": {"loss.clip_low": [[0, 0.2], [5, 0.0]]}}, False),
+        ({"loss": {"mode": "ppo"}, "schedule": {"loss.clip_low": [[0, 0.2], [5, 0.1]]}}, True),
     ],
     ids=str,
 )
@@ -208,6 +210,13 @@ def test_one_gradient_of_all_modes_is_claimed_only_where_no_ratio_can_reach_the_
         )
         is said
     )
+
+
+def test_a_mask_that_a_schedule_lifts_is_warned_of_on_a_model_that_is_sure(tmp_path: Path) -> None:
+    masked = {"schedule": {"algorithm.surprisal_mask_rho": [[0, 0.0], [5, 0.2]]}}
+    for sections, said in (({}, False), (masked, True)):
+        found = notes(small(tmp_path, **sections))
+        assert any("of the gradient comes from" in note for note in found) is said
 
 
 # -- time and cost ---------------------------------------------------------------------------------

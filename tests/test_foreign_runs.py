@@ -196,6 +196,8 @@ def test_against_loads_a_runs_plugin_with_trust_alone(
     with_plugin(folder, 'advantage_mode = "maxrl"', 'advantage_mode = "trusted_plugin.f"')
     assert main(["inspect", str(folder), "--against", "gtpo"]) == 2
     assert "trusted_plugin.f" in (said := capsys.readouterr().err) and "add --trust" in said
+    assert main(["inspect", str(folder), "--against", "trusted_plugin.t"]) == 2
+    assert "--against trusted_plugin.t names code" in capsys.readouterr().err
     assert main(["report", str(folder), "--against", "gtpo"]) == 0
     assert "Without gtpo" in (folder / "report.html").read_text() and not marker.exists()
     assert "Without gtpo" in (said := capsys.readouterr().err) and "add --trust" in said

@@ -123,7 +123,8 @@ def test_the_evaluation_at_the_checkpoint_is_made_again(
     written.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["verify", str(copy)]) != 0
     said = capsys.readouterr().err
-    assert f"{copy} cannot be resumed" in said and "evaluation.jsonl differs" in said
+    assert f"{copy} cannot be verified from step 2" in said and "evaluation.jsonl differs" in said
+    assert "--overwrite" not in said, "which would delete what is to be verified"
 
     def sealed(folder: Path) -> None:
         for path in checkpoint.iterdir():

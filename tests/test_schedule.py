@@ -274,6 +274,7 @@ REFUSED = {
     "near": ({"loss.kl_coeff": [[0, 1]]}, 'did you mean "loss.kl_coef"'),
     "falling": ({"loss.kl_coef": [[4, 1], [2, 0]]}, "rising steps"),
     "none": ({"loss.kl_coef": []}, "rising steps"),
+    "number": ({"loss.kl_coef": 0.1}, '"loss.kl_coef" is 0.1, and must be a list of points'),
     "pair": ({"loss.kl_coef": [[4, 1, 2]]}, r"the point \[4, 1, 2\], and a point is"),
     "text": ({"loss.kl_coef": [[0, "much"]]}, "and a point is .step, value."),
     "half": ({"loss.kl_coef": [[0.5, 1.0]]}, "a step is a whole number"),
@@ -283,7 +284,7 @@ REFUSED = {
 
 
 def test_a_schedule_of_another_kind_is_shown_as_it_was_given() -> None:
-    with pytest.raises(ConfigurationError, match=r'points = {"loss.kl_coef" = "x"} is not'):
+    with pytest.raises(ConfigurationError, match=r'"loss.kl_coef" is "x", and must be a list'):
         config_from_toml('[schedule]\n"loss.kl_coef" = "x"\n')
 
 

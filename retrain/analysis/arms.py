@@ -196,7 +196,7 @@ def _differing_code(one: StoredRun, other: StoredRun, code: Code, others: Code) 
         yield f"retrain's revision ({_shown(code.revision)}, {_shown(others.revision)})"
     for name in sorted({*code.plugins, *others.plugins}):
         # Where one configuration alone names it, its keys differ and not its code.
-        both = len({name in run.config.model_dump_json() for run in (one, other)}) == 1
+        both = len({f'"{name}"' in run.config.model_dump_json() for run in (one, other)}) == 1
         if both and code.plugins.get(name) != others.plugins.get(name):
             yield f"the plugin {name}"
 

@@ -32,7 +32,7 @@ from retrain.analysis.integrity import (
     not_listed,
     problems_of,
 )
-from retrain.analysis.measures import Metric, trained_on_chance
+from retrain.analysis.measures import SYNONYMS, Metric, trained_on_chance
 from retrain.analysis.pairs import (
     Losses,
     Pairing,
@@ -278,6 +278,7 @@ def compare_campaign(
         baseline = control_label(grouped.conditions, folder)
     baseline = _baseline(baseline, pairs, grouped, folder)
     # The planned margin is a size in the planned metric, and means nothing in another.
+    metric = SYNONYMS.get(metric or "", metric)
     if record.plan and test.margin is None and metric in (None, record.plan.metric):
         test = replace(test, margin=record.plan.margin)
     absences = Absences.of(record, runs, grouped.not_counted, unlisted)

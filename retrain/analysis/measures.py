@@ -20,6 +20,7 @@ from retrain.records.entries import Direction, StepRecord
 WINDOW = 50
 """Steps at the end of training over which a training metric is averaged."""
 _PASS_AT = re.compile(r"pass@([1-9]\d*)")
+SYNONYMS = {"accuracy": "pass@1"}
 DIRECTIONS: dict[str, Direction] = {
     field.name: field.metadata["better"]
     for field in fields(StepRecord)
@@ -91,8 +92,7 @@ def choose_metric(name: str | None, runs: Sequence[StoredRun]) -> Metric:
     """
     if name is None:
         name = "pass@1" if any(held_out(run, 1) is not None for run in runs) else "correct_rate"
-    if name == "accuracy":
-        name = "pass@1"
+    name = SYNONYMS.get(name, name)
     if _PASS_AT.fullmatch(name):
         return Metric(name, f"held-out {name} at the last evaluation", is_rate=True)
     if name == "auc":

@@ -66,13 +66,21 @@ def _builtin() -> Iterator[Row]:
 
 
 def _installed() -> list[Row]:
+    from retrain.plugins import KINDS
+
     points = sorted(entry_points(group="retrain.plugins"), key=lambda point: point.name)
-    places = Counter({row.name for row in _builtin()}) + Counter(point.name for point in points)
+    places = Counter(point.name for point in points)
+    own: dict[str, list[str]] = {}
+    for row in _builtin():
+        own.setdefault(row.name, []).append(KINDS[row.kind].key)
     rows = []
     for point in points:
         signature, error = _read(point)
         if places[point.name] > 1:
             error = error or "its name is found twice; rename or uninstall one"
+        if point.name in own:
+            keys = " and ".join(own[point.name])
+            error = error or f"for {keys} its name is found twice, being built in; rename it"
         package = point.dist.name if point.dist else "an installed package"
         rows.append(Row("", point.name, signature, f"{point.value} of {package}", error))
     return rows

@@ -126,12 +126,18 @@ def _replayed(run: "StoredRun", start: int, stop: int, scratch: Path) -> Iterato
     """Take the steps again; a damaged file is named where it lies, and not as its copy."""
     from retrain.config.load import trusted
     from retrain.run.replay import replayed
+    from retrain.run.start import NotResumable
 
     # `_asked` has refused what was not to be trusted.
     config = trusted(run.config)
     try:
         with replayed(run.folder, config, start, stop, scratch) as session:
             yield session
+    except NotResumable as error:
+        raise ConfigurationError(
+            f"{run.path} cannot be verified from step {start}: {error.problem}; {error.remedy}, or"
+            " verify other --steps.".replace(str(scratch), str(run.path))
+        ) from error
     except (RunFailed, ConfigurationError) as error:
         raise type(error)(str(error).replace(str(scratch), str(run.path))) from error
 

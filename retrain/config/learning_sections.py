@@ -17,7 +17,6 @@ from retrain.config.values import (
     OpenName,
     check_devices,
     check_grams,
-    check_table,
     parse_devices,
     parse_grams,
 )
@@ -527,7 +526,7 @@ class Schedule(Section):
 
     model_config = ConfigDict(json_schema_extra=_open_schedule)
 
-    points: Annotated[dict[str, list[Any]], AfterValidator(check_table)] = key(
+    points: Table = key(
         {},
         'The schedules, "section.key" -> points [step, value], linear between them; a file may'
         " write each as a key of the section.",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from retrain.config.keys import all_keys, keys_by_path
 from retrain.config.names import nearest
+from retrain.system import toml_value
 
 if TYPE_CHECKING:
     from retrain.config.schema import TrainConfig
@@ -103,7 +104,12 @@ def wrong_key(config: "TrainConfig", path: str) -> str:
     return ""
 
 
-def _wrong_points(points: Sequence[Any]) -> str:
+def _wrong_points(points: Any) -> str:
+    if not isinstance(points, list):
+        return (
+            f"is {toml_value(points)}, and must be a list of points [step, value], such as"
+            " [[0, 0.01], [200, 0.0]]; a value that does not move belongs into the key's section"
+        )
     for point in points:
         if not (isinstance(point, list) and len(point) == 2 and all(map(_is_number, point))):
             return f"has the point {point}, and a point is [step, value]"

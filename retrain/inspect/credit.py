@@ -27,6 +27,7 @@ from retrain.errors import ConfigurationError
 from retrain.model.sentences import load_sentence_encoder
 from retrain.model.text import load_tokenizer
 from retrain.model.vocabulary import TokenIds, VocabularyTable
+from retrain.plugins import ForeignCode
 from retrain.records.run_folder import RunFolder
 from retrain.records.token_table import TokenTable, read_tokens
 from retrain.types import (
@@ -263,7 +264,7 @@ def read_step(
     # The run's own credit was stored; any other is computed from the stored tokens.
     for name in against:
         config = _under(own, name)
-        pipeline = CreditPipeline(config, pieces.vocabulary.pieces, load_sentence_encoder)
+        pipeline = _pipeline(config, name, pieces)
         if pipeline.uses_sepa_controller:
             sepa_lambda = _sepa_lambda(run, step, notes)
         else:
@@ -280,6 +281,18 @@ def read_step(
     if masks:
         notes.append(agreement(masks))
     return StepCredit(step, stages, table, planning, pieces, tuple(dict.fromkeys(notes)), masks)
+
+
+def _pipeline(config: TrainConfig, name: str, pieces: Pieces) -> CreditPipeline:
+    try:
+        return CreditPipeline(config, pieces.vocabulary.pieces, load_sentence_encoder)
+    except ForeignCode as error:
+        if "." not in name:  # the code is the run's own
+            raise
+        raise ForeignCode(
+            f"--against {name} names code, which is also looked for in the run's folder, and"
+            " looking at a run does not execute it. Read the code first, then add --trust."
+        ) from error
 
 
 def _begun_anew(pipeline: CreditPipeline, label: str, step: int) -> list[str]:

@@ -11,7 +11,7 @@ from retrain.advantages.transforms import sure_sentence, top_share
 from retrain.backends.base import backend_kind
 from retrain.config import TrainConfig, unused_keys
 from retrain.config.effects import sharding_note
-from retrain.config.moving import may_be_positive
+from retrain.config.moving import extremes, may_be_positive, with_values
 from retrain.config.names import bracketed, is_recipe
 from retrain.config.recipes import departures, recipe
 from retrain.config.schema import DEFAULT_CLIPS, Lora, Loss, Model, Training
@@ -171,7 +171,8 @@ def _certainty_note(config: TrainConfig) -> str:
     recipe = recipe_of(algorithm)
     if config.kind == "squeeze" or recipe is None:
         return ""
-    if recipe.transform == "none" and not algorithm.surprisal_mask_rho:
+    masks = "algorithm.surprisal_mask_rho" in config.schedule.points
+    if recipe.transform == "none" and not (masks or algorithm.surprisal_mask_rho):
         return ""
     folder = RunFolder(Path(config.resume.from_ or config.logging.log_dir))
     files = folder.tokens.glob("step_*.safetensors")
@@ -198,8 +199,22 @@ def _lab_note(config: TrainConfig) -> str:
 
 
 def _loss_note(config: TrainConfig) -> str:
-    """Warn about a clip without effect: with one update per step the ratio is 1 up to the mismatch
-    of sampler and learner.
+    """Warn about a clip without effect, in no step of a schedule: with one update per step the
+    ratio is 1 up to the mismatch of sampler and learner.
+    """
+    steps = [values for _, values in extremes(config)] or [{}]
+    if not all(_clips_nothing(with_values(config, values)) for values in steps):
+        return ""
+    return (
+        f'[loss] mode = "{config.loss.mode}" with one update per step: the ratio is 1 up to the'
+        " mismatch of sampler and learner, and the gradient is importance_sampling's; the clip"
+        " acts with [training] updates_per_batch or minibatches of at least 2, and clip_fraction"
+        " says how often."
+    )
+
+
+def _clips_nothing(config: TrainConfig) -> bool:
+    """Return True if the clip cannot act, whatever the device.
 
     The first update's ratios are 1 against recomputed log-probs. Against the sampler's they contain
     rounding, dropout, and in split mode a step of learning; the warning is given where they lie
@@ -207,27 +222,18 @@ def _loss_note(config: TrainConfig) -> str:
     """
     loss, training = config.loss, config.training
     if loss.mode not in DEFAULT_CLIPS or training.updates_per_batch * training.minibatches > 1:
-        return ""
+        return False
     low, high = loss.clips
     if loss.mode == "cispo":
         low, high = 1 - low, high - 1
     if loss.old_logprobs == "recomputed":
-        without_effect = low > 0 and high > 0
-    elif config.lora.dropout or len(config.backend.device_list) > 1:
-        without_effect = False
-    else:
-        room = _ROOM
-        if loss.mode == "gspo" and not config.is_set("loss.old_logprobs"):
-            room = min(DEFAULT_CLIPS["gspo"])  # half precision recomputes them
-        without_effect = min(low, high) >= room
-    if not without_effect:
-        return ""
-    return (
-        f'[loss] mode = "{loss.mode}" with one update per step: the ratio is 1 up to the mismatch'
-        " of sampler and learner, and the gradient is importance_sampling's; the clip"
-        " acts with [training] updates_per_batch or minibatches of at least 2, and clip_fraction"
-        " says how often."
-    )
+        return low > 0 and high > 0
+    if config.lora.dropout or len(config.backend.device_list) > 1:
+        return False
+    room = _ROOM
+    if loss.mode == "gspo" and not config.is_set("loss.old_logprobs"):
+        room = min(DEFAULT_CLIPS["gspo"])  # half precision recomputes them
+    return min(low, high) >= room
 
 
 def _calibration_note(config: TrainConfig) -> str:

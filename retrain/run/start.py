@@ -306,10 +306,20 @@ def _newest(
     return found
 
 
+class NotResumable(ConfigurationError):
+    """A run's folder lacks what a resume needs, or holds something else."""
+
+    def __init__(self, folder: RunFolder, problem: str, remedy: str) -> None:
+        """`problem` and `remedy` are parts of a sentence."""
+        self.problem, self.remedy = problem, remedy
+        super().__init__(
+            f"{folder.path} cannot be resumed and is left as it is: {problem}; {remedy}, start the"
+            " run anew with --overwrite, which deletes what is there, or choose another [logging]"
+            " log_dir."
+        )
+
+
 def _not_resumable(
     folder: RunFolder, problem: str, remedy: str = "put back what is missing"
-) -> ConfigurationError:
-    return ConfigurationError(
-        f"{folder.path} cannot be resumed and is left as it is: {problem}; {remedy}, start the run"
-        " anew with --overwrite, which deletes what is there, or choose another [logging] log_dir."
-    )
+) -> NotResumable:
+    return NotResumable(folder, problem, remedy)
