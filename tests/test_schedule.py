@@ -284,7 +284,7 @@ REFUSED = {
 
 
 def test_a_schedule_of_another_kind_is_shown_as_it_was_given() -> None:
-    with pytest.raises(ConfigurationError, match=r'points = {"loss.kl_coef" = "x"} is not'):
+    with pytest.raises(ConfigurationError, match=r'"loss.kl_coef" is "x", and must be a list'):
         config_from_toml('[schedule]\n"loss.kl_coef" = "x"\n')
 
 
