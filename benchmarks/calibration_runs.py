@@ -32,7 +32,8 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "training.top_p": (1.0, 0.95, 0.8),
     "inference.dtype": ("auto", "bf16"),
 }
-"""Values that are drawn with equal probability. A server's precision is its own."""
+"""Values that are drawn with equal probability. A server has its own precision, and truncates only on
+a GPU."""
 
 
 def main() -> None:
@@ -67,7 +68,7 @@ def made(number: int, given: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(number)
     chosen = {key: rng.choice(values) for key, values in SETTINGS.items()}
     if given.url:
-        del chosen["inference.dtype"]
+        del chosen["inference.dtype"], chosen["training.top_p"]
     batch_size, group_size = COMPLETIONS
     sections: dict[str, Any] = {
         "reward": {"type": "match"},
@@ -117,15 +118,16 @@ def paragraphs(runs: list[dict[str, Any]], steps: int) -> Iterable[str]:
         f" to {100 * high:.1f}%. Lab model, {steps} steps of {COMPLETIONS[0]} prompts x"
         f" {COMPLETIONS[1]} completions, lr 1e-3, all tested, one thread."
     )
-    head = ["run", *(f"`{key}`" for key in SETTINGS), "tokens", "right, first and last 5 steps"]
+    keys = list(dict.fromkeys(key for run in runs for key in run["settings"]))
+    head = ["run", *(f"`{key}`" for key in keys), "tokens", "right, first and last 5 steps"]
     head += ["lambda", "highest evidence", "most alike, sd"]
-    yield table(head, map(row, runs))
+    yield table(head, (row(run, keys) for run in runs))
 
 
-def row(run: dict[str, Any]) -> list[object]:
+def row(run: dict[str, Any], keys: Iterable[str]) -> list[object]:
     return [
         run["number"],
-        *(run["settings"].get(key, "") for key in SETTINGS),
+        *(run["settings"].get(key, "") for key in keys),
         f"{run['tokens']:,}",
         f"{run['first']:.0%}, {run['last']:.0%}",
         f"{run['lambda']:+.4f}",
