@@ -235,7 +235,7 @@ def test_a_signal_that_meets_a_worker_at_its_fork_is_not_forgotten(tmp_path: Pat
         for run in runs:
             worker = Worker(parent.fork(run))
             worker.stop(signal.SIGINT)
-            assert "SIGINT" in outcome_of(worker, 60).reason
+            assert "SIGINT" in outcome_of(worker).reason
     finally:
         parent.close()
 

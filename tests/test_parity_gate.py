@@ -244,10 +244,11 @@ def test_a_small_group_is_a_warning_if_another_look_finds_one_too(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [2, 3])
+@pytest.mark.parametrize("seed", range(4))
 def test_in_half_precision_a_temperature_off_by_a_tenth_is_told_from_rounding(
     seed: int, parts: Parts, engine: Any
 ) -> None:
+    """Of seeds 0 to 7 it is named in five, and shows first where completions end in the others."""
     rounded = small(
         Path("nowhere"),
         inference={"dtype": "bf16"},
@@ -256,7 +257,8 @@ def test_in_half_precision_a_temperature_off_by_a_tenth_is_told_from_rounding(
     engine("HotterInBf16")
     with pytest.raises(
         RunFailed,
-        match=r"as if its temperature were 0\.(8[6-9]|9) instead of 0\.8, so nothing was trained",
+        match=r"as if its temperature were 0\.(8[6-9]|9) instead of 0\.8, so nothing was trained"
+        r"|where completions end, .* so nothing was trained; check .*, and its temperature",
     ):
         run_parity_gate(rounded, parts, 0)
 

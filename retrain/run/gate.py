@@ -444,7 +444,7 @@ def _disagreement(sampled: GateSample, when: str, served: ServedAdapters | None 
     if when == _ENDING:
         advice = (
             f"so {inputs.consequence}; check the log-prob that the engine returns for the"
-            " end-of-sequence token"
+            " end-of-sequence token, and its temperature"
         )
     elif when:
         if served is None and inputs.trained:
