@@ -144,7 +144,7 @@ def test_a_bf16_weight_and_its_adapter_are_one_product_that_rounds_once(monkeypa
         assert projection.copy is None
 
 
-def test_a_weight_without_an_adapter_is_not_laid_out_anew_for_each_of_a_samplers_steps():
+def test_a_weight_without_an_adapter_is_laid_out_once():
     layer = torch.nn.Linear(320, 520)
     projection = Projection([layer])
     projection.refresh("merged")
