@@ -114,6 +114,16 @@ def test_a_weight_in_16_bits_takes_the_adapter_beside_it_and_is_laid_out_once():
         assert projection.copy is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_without_an_adapter_is_laid_out_once(monkeypatch, dtype):
+    monkeypatch.setattr("retrain.model.projection.packs", lambda *_: True)
+    projection = Projection([torch.nn.Linear(320, 520, dtype=dtype)])
+    projection.refresh("merged")
+    copy = projection.copy
+    projection.refresh("merged")
+    assert copy is not None and projection.copy is copy
+
+
 @pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor packs no bf16 weights"
 )

@@ -168,6 +168,8 @@ class Projection:
     @property
     def _merges(self) -> bool:
         """True if a copy takes the adapter in."""
+        if not self.downs:
+            return False
         if self.dtype == torch.float32:
             return not self.fits_half
         return packs(self.weight.numel(), self.weight.device, self.dtype)
