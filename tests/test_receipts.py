@@ -266,6 +266,15 @@ def test_steps_that_a_run_has_not_are_refused(
     assert "such as 0:4" in capsys.readouterr().err
 
 
+def test_lost_records_are_not_a_run_without_steps(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (copy / "metrics.jsonl").unlink()
+    assert main(["verify", str(copy)]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "metrics.jsonl is missing" in said and "no step yet" not in said
+
+
 def test_code_that_the_runs_file_names_needs_trust(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

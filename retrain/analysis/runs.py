@@ -133,8 +133,9 @@ class StoredRun:
 
     @cached_property
     def resumes(self) -> list[tuple[int, Json]]:
-        """Return the step at which each later session began, and what it recorded; without those of
-        versions that recorded no step.
+        """Return the step at which each later session began, and what it recorded.
+
+        A session of an old version, which recorded no step, is left out.
         """
         listed = self.environment.get("resumed")
         found = [

@@ -195,7 +195,9 @@ def _range(text: str, run: "StoredRun") -> tuple[int, int]:
 
     taken = run.steps
     if not taken:
-        raise ConfigurationError(f"{run.path} has no step yet; there is nothing to verify.")
+        raise ConfigurationError(
+            run.damage or f"{run.path} has no step yet; there is nothing to verify."
+        )
     if not text:
         return nearest_checkpoint(run.folder, taken - 1, print_progress), taken
     parts = re.fullmatch(r"(\d*):(\d*)", text)
