@@ -142,3 +142,12 @@ def test_a_bf16_weight_and_its_adapter_are_one_product_that_rounds_once(monkeypa
             layer.enable_adapters(enabled=True)
         projection.refresh("none")
         assert projection.copy is None
+
+
+def test_a_weight_without_an_adapter_is_laid_out_once():
+    layer = torch.nn.Linear(320, 520)
+    projection = Projection([layer])
+    projection.refresh("merged")
+    held = projection.copy
+    projection.refresh("merged")
+    assert projection.copy is held is not None

@@ -47,6 +47,11 @@ WRONG: dict[tuple[str, str], str] = {
         "import random\nfrom retrain.advantages import TransformOutput\ndef wrong(ctx):\n"
         "    return TransformOutput([[random.random() for _ in t] for t in ctx.logprobs])"
     ),
+    ("transform", "random numbers in a spec"): (
+        "import random\nfrom retrain.advantages import TransformSpec\ndef wrong():\n    return"
+        " TransformSpec('wrong', post_process=lambda advs, ctx: [[random.random() for _ in row]"
+        " for row in advs])"
+    ),
     ("algorithm", "random numbers"): (
         "import random\n" + ALGORITHM + "return AlgorithmOutput([[[random.random() for _ in t] for"
         " t in g] for g in ctx.logprobs])"

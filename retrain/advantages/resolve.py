@@ -252,13 +252,13 @@ def _try_advantage(_: EpisodeStage, plugin: PluginCall) -> str | None:
     small, equal = (
         _small(rewards, plugin.config) for rewards in (_REWARDS, [[0.0, 0.0, 0.0], [1.0, 1.0]])
     )
-    if inspect.isroutine(plugin.function):
-        _same_again(lambda: advantages(small, 0))
     means = {
         group[0]: float(np.mean(values))
         for group, values in zip(equal.rewards, advantages(equal, 0), strict=True)
     }
-    if not inspect.isroutine(plugin.function):
+    if inspect.isroutine(plugin.function):
+        _same_again(lambda: advantages(small, 0))
+    else:
         advantages(small, 0)
         resumed.load(advantages.state())
         if resumed(small, 1) != advantages(small, 1):
@@ -372,38 +372,30 @@ def _made_spec(factory: PluginCall) -> TransformSpec:
 
 
 def _try_transform(transform: TransformStage, plugin: PluginCall) -> None:
+    _same_again(lambda: [row.tolist() for row in _on_example(transform, plugin)])
+
+
+def _on_example(transform: TransformStage, plugin: PluginCall) -> list[Float64Array]:
+    """Return the numbers that each function of a transform gives of a small example."""
     context = _small_context(transform.params, plugin.config)
     lengths = [len(row) for row in context.logprobs]
-    spec, function = transform.spec, transform.function
-    if function is not None:
-
-        def given() -> Any:
-            fresh = _small_context(transform.params, plugin.config)
-            return flatten(token_lists(function(fresh), lengths, "its output")).tolist()
-
-        _same_again(given)
-        return
+    spec = transform.spec
+    if transform.function is not None:
+        return token_lists(transform.function(context), lengths, "its output")
+    found: list[Float64Array] = []
     if spec.entropy_transform is not None:
         rows = zip(context.entropies, context.planning_mask, strict=True)
-        token_lists(
-            [spec.entropy_transform(list(row), list(mask), 0.5) for row, mask in rows],
-            lengths,
-            "entropy_transform",
-        )
+        given = [spec.entropy_transform(list(row), list(mask), 0.5) for row, mask in rows]
+        found += token_lists(given, lengths, "entropy_transform")
     if spec.flat_entropy_transform is not None:
         segments = Segments(lengths)
         planning = flatten(context.planning_mask).astype(np.bool_)
-        numbers(
-            spec.flat_entropy_transform(flatten(context.entropies), planning, segments, 0.5),
-            segments.total,
-            "flat_entropy_transform",
-        )
+        flat = spec.flat_entropy_transform(flatten(context.entropies), planning, segments, 0.5)
+        found.append(numbers(flat, segments.total, "flat_entropy_transform"))
     if spec.post_process is not None:
-        token_lists(
-            spec.post_process([list(row) for row in context.entropies], replace(context)),
-            lengths,
-            "post_process",
-        )
+        uncertainty = [list(row) for row in context.entropies]
+        found += token_lists(spec.post_process(uncertainty, context), lengths, "post_process")
+    return found
 
 
 TRANSFORM = StageKind[TransformStage](

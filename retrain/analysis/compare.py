@@ -141,7 +141,8 @@ def _held_out_notes(runs: Sequence[StoredRun], arms: Mapping[str, Arm]) -> Itera
     if early:
         yield (
             f"{len(early)} of {len(runs)} runs trained on after their last held-out evaluation;"
-            " [evaluation] at_end = true adds one."
+            " [evaluation] at_end = true adds one after [training] max_steps, though not where"
+            " max_hours came first."
         )
     unjudged = {label: arm.unjudged for label, arm in arms.items() if arm.unjudged}
     if unjudged:

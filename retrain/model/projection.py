@@ -156,7 +156,8 @@ class Projection:
             copy = "plain"
         if copy != "plain" or self._merged:
             self.copy, self._merged = None, False
-        if copy == "merged" and self.factors is not None:
+        if copy == "merged":
+            assert self.factors is not None
             if self.dtype == torch.float32:
                 weight = torch.addmm(self.wide_weight, self.factors.up.T, self.factors.down)
             else:
@@ -167,7 +168,9 @@ class Projection:
 
     @property
     def _merges(self) -> bool:
-        """True if a copy takes the adapter in."""
+        """True if a copy takes an adapter in."""
+        if not self.downs:
+            return False
         if self.dtype == torch.float32:
             return not self.fits_half
         return packs(self.weight.numel(), self.weight.device, self.dtype)
