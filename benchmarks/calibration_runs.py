@@ -20,6 +20,7 @@ from report import add_output, load_average, publish, table
 from scipy import stats
 
 from retrain import train
+from retrain.errors import RetrainError
 from retrain.run.calibration import SHARED_FROM, WARNED_FROM
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
@@ -44,13 +45,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--engine", default="pytorch")
     parser.add_argument("--url", default="", help="of the server that samples")
-    parser.add_argument("--state", type=Path, default=Path("calibration-runs.jsonl"))
+    parser.add_argument("--state", type=Path, help="by default a file of this engine and --steps")
     add_output(parser)
     given, load = parser.parse_args(), load_average()
+    if min(given.runs, given.steps) < 1:
+        parser.error("--runs and --steps must be at least 1")
+    given.state = given.state or Path(f"calibration-runs-{given.engine}-{given.steps}.jsonl")
     torch.set_num_threads(1)
     done = lines(given.state) if given.state.exists() else []
     for number in range(len(done), given.runs):
-        done.append(made(number, given))
+        try:
+            done.append(made(number, given))
+        except RetrainError as error:
+            parser.exit(error.exit_code, f"{parser.prog}: {error}\n")
         with given.state.open("a", encoding="utf-8") as state:
             state.write(json.dumps(done[-1]) + "\n")
         print(done[-1], flush=True)

@@ -50,10 +50,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", choices=[*CLAIMS, []], help="which; all by default")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(CLAIMS)}; all by default")
     parser.add_argument("--pages", action="store_true", help="write the pages, run nothing")
     parser.add_argument("--smollm2", type=Path, help="the folder of the model")
     arguments = parser.parse_args()
+    if unknown := sorted(set(arguments.names) - set(CLAIMS)):
+        parser.error(f"{', '.join(unknown)} is no replication; choose from {', '.join(CLAIMS)}")
+    if arguments.smollm2 and not (ROOT / arguments.smollm2).is_dir():
+        parser.error(
+            f"--smollm2 {arguments.smollm2} is no folder; scripts/get_smollm2.py writes it"
+        )
     for claim in arguments.names or CLAIMS:
         name, model = claim, []
         if arguments.smollm2:
@@ -64,8 +70,12 @@ def main() -> None:
 
 
 def retrain(*words: str) -> str:
+    """What a command prints. If it fails it has said why, and this program ends with its code."""
     command = [sys.executable, "-m", "retrain", *words]
-    return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+    done = subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(done.returncode)
+    return done.stdout
 
 
 def run(name: str, model: list[str]) -> None:
@@ -199,6 +209,8 @@ def _draw(name: str, found: dict[str, Any]) -> None:
 
 def _luck(name: str) -> Iterator[str]:
     file = ROOT / "logs" / "replications" / f"{name}.json"
+    if not file.is_file():
+        raise SystemExit(f"{file} is not there: leave out --pages, so that the run is made")
     verdicts = json.loads(file.read_text(encoding="utf-8"))
     scores = [fmean(column) for column in zip(*verdicts, strict=True)]
     p = fmean(scores)

@@ -329,4 +329,6 @@ def test_decoding_in_bf16_sums_in_float32(monkeypatch, lengths, window, widens):
         )
         weights = torch.softmax(0.25 * query[row].double() @ keys.transpose(1, 2), dim=-1)
         exact = weights @ values
-        assert (found[row] - exact).abs().max() < 2.0**-7 * exact.abs().max()
+        # Its own rounding, and as much of the largest: with scores in bfloat16 it is twice that.
+        beyond = (found[row] - exact).abs() - 2.0**-9 * exact.abs()
+        assert beyond.max() < 2.0**-9 * exact.abs().max()

@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 from runs import lines, small, small_run
 from safetensors.numpy import load_file, save_file
+from torch.nn import Identity
 
 from retrain.analysis.parting import ROUNDING, causes, parting
 from retrain.analysis.runs import StoredRun
 from retrain.backends.local.backend import LocalBackend
 from retrain.cli.main import main
 from retrain.inference_engine.base import NoiseKey, SampleRequest
+from retrain.model.attention import AttentionError
 from retrain.noise import Stream, uniform
 from retrain.records.checkpoint import commit_folder
 from retrain.types import Row
@@ -241,6 +243,19 @@ def test_a_damaged_file_is_named_where_it_lies(
     damaged.write_text("7\n")
     assert main(["verify", str(copy)]) == 1
     assert f"{damaged}, line 1," in capsys.readouterr().err
+
+
+def test_a_failed_replay_is_told_in_its_own_sentence(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also one of a class that is not made of a sentence."""
+
+    def refused(run: Any, config: Any, start: int, stop: int, scratch: Path) -> Any:
+        raise AttentionError(Identity(), f"what {scratch} has not")
+
+    monkeypatch.setattr("retrain.run.replay.replayed", refused)
+    assert main(["verify", str(copy)]) == 2
+    assert f"what {copy} has not" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("steps", ["4:2", "0:9", "x", "1", "2:2"])

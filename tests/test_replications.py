@@ -52,3 +52,34 @@ def test_the_page_of_the_real_model_keeps_what_its_reader_wrote(
     assert "make replications ONLY=luck SMOLLM2=models/smollm2-135m\n" in text
     assert "| 1 | 100.0% |\n| 2 | 50.0% |\n" in text
     assert text.endswith("## What it says\n\nIt moves.\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["foo"], "foo is no replication; choose from luck, nsr, ranks, mismatch"),
+        (
+            ["nsr", "--smollm2", "/nowhere"],
+            "--smollm2 /nowhere is no folder; scripts/get_smollm2.py writes it",
+        ),
+    ],
+)
+def test_a_wrong_word_is_answered_in_a_sentence(
+    words: list[str],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.argv", ["replications.py", *words])
+    with pytest.raises(SystemExit, match="2"):
+        replications.main()
+    assert capsys.readouterr().err.splitlines()[-1] == f"replications.py: error: {sentence}"
+
+
+def test_what_a_command_refuses_is_said_by_its_sentence_alone(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        replications.retrain("nowhere.toml")
+    said = capfd.readouterr().err
+    assert said.startswith("retrain: ") and said.count("\n") == 1

@@ -252,13 +252,13 @@ def _try_advantage(_: EpisodeStage, plugin: PluginCall) -> str | None:
     small, equal = (
         _small(rewards, plugin.config) for rewards in (_REWARDS, [[0.0, 0.0, 0.0], [1.0, 1.0]])
     )
-    if inspect.isroutine(plugin.function):
-        _same_again(lambda: advantages(small, 0))
     means = {
         group[0]: float(np.mean(values))
         for group, values in zip(equal.rewards, advantages(equal, 0), strict=True)
     }
-    if not inspect.isroutine(plugin.function):
+    if inspect.isroutine(plugin.function):
+        _same_again(lambda: advantages(small, 0))
+    else:
         advantages(small, 0)
         resumed.load(advantages.state())
         if resumed(small, 1) != advantages(small, 1):

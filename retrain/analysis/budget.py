@@ -39,8 +39,8 @@ class Budget:
             size = float(found[2].replace("_", ""))
         if found is None or size < 1 or size == float("inf"):
             raise ConfigurationError(
-                f"--at {text!r} is no budget; give tokens=N or updates=N, such as --at"
-                " tokens=2_000_000."
+                f"--at {text!r} is no budget; give tokens=N or updates=N with N from 1, such as"
+                " --at tokens=2_000_000."
             )
         return cls(cast(Literal["tokens", "updates"], found[1]), int(size))
 

@@ -392,7 +392,8 @@ def pair_up(candidate: Arm, baseline: Arm, metric: Metric, worst: float | None) 
 def _between(candidate: Arm, baseline: Arm, seed: int, k: int) -> AnswerDifference:
     """A failed run has answered every problem that the others were asked, and nothing right."""
     runs = chain(candidate.runs.values(), baseline.runs.values())
-    ids = next((run.answers.ids for run in runs if run.answers), ("",))
+    made_up = ("",)  # one problem stands for all where every run failed
+    ids = next((run.answers.ids for run in runs if run.answers), made_up)
     nothing = np.zeros(len(ids), dtype=np.int64)
     failed = Answers(ids, right=nothing, judged=nothing + k, unjudged=nothing)
     ours, theirs = (

@@ -128,6 +128,9 @@ def _replayed(run: "StoredRun", start: int, stop: int, scratch: Path) -> Iterato
     from retrain.run.replay import replayed
     from retrain.run.start import NotResumable
 
+    def of_the_run(sentence: str) -> str:
+        return sentence.replace(str(scratch), str(run.path))
+
     # `_asked` has refused what was not to be trusted.
     config = trusted(run.config)
     try:
@@ -135,11 +138,15 @@ def _replayed(run: "StoredRun", start: int, stop: int, scratch: Path) -> Iterato
             yield session
     except NotResumable as error:
         raise ConfigurationError(
-            f"{run.path} cannot be verified from step {start}: {error.problem}; {error.remedy}, or"
-            " verify other --steps.".replace(str(scratch), str(run.path))
+            of_the_run(
+                f"{run.path} cannot be verified from step {start}: {error.problem}; {error.remedy},"
+                " or verify other --steps."
+            )
         ) from error
-    except (RunFailed, ConfigurationError) as error:
-        raise type(error)(str(error).replace(str(scratch), str(run.path))) from error
+    except ConfigurationError as error:
+        raise ConfigurationError([*map(of_the_run, error.problems)]) from error
+    except RunFailed as error:
+        raise RunFailed(of_the_run(str(error))) from error
 
 
 def _first_draw(

@@ -190,12 +190,12 @@ def _refuse_damaged(folder: RunFolder) -> None:
     """
     for path in folder.links():
         problem = f"{path} is a link, and nothing behind a link is changed"
-        raise _not_resumable(folder, problem, "put the file or folder itself there")
+        raise NotResumable(folder, problem, "put the file or folder itself there")
     for path in folder.blocked():
         problem = f"{path} is a file, and a run keeps a folder of that name"
-        raise _not_resumable(folder, problem, "move the file away")
+        raise NotResumable(folder, problem, "move the file away")
     if not folder.config.is_file():
-        raise _not_resumable(folder, f"{folder.config.name} is missing")
+        raise NotResumable(folder, f"{folder.config.name} is missing")
 
 
 def _resumed_config(config: TrainConfig, folder: RunFolder) -> TrainConfig:
@@ -294,9 +294,9 @@ def _newest(
         passed_over.append, lambda checkpoint: folder.missing_rows(checkpoint.state())
     )
     if found is None and passed_over:
-        raise _not_resumable(folder, " ".join(passed_over).removesuffix("."))
+        raise NotResumable(folder, " ".join(passed_over).removesuffix("."))
     if found is None and folder.trainer_state.exists():
-        raise _not_resumable(
+        raise NotResumable(
             folder,
             f"{folder.trainer_state.name} says that a checkpoint was made, but {store.folder} holds"
             " none",
@@ -309,7 +309,9 @@ def _newest(
 class NotResumable(ConfigurationError):
     """A run's folder lacks what a resume needs, or holds something else."""
 
-    def __init__(self, folder: RunFolder, problem: str, remedy: str) -> None:
+    def __init__(
+        self, folder: RunFolder, problem: str, remedy: str = "put back what is missing"
+    ) -> None:
         """`problem` and `remedy` are parts of a sentence."""
         self.problem, self.remedy = problem, remedy
         super().__init__(
@@ -317,9 +319,3 @@ class NotResumable(ConfigurationError):
             " run anew with --overwrite, which deletes what is there, or choose another [logging]"
             " log_dir."
         )
-
-
-def _not_resumable(
-    folder: RunFolder, problem: str, remedy: str = "put back what is missing"
-) -> NotResumable:
-    return NotResumable(folder, problem, remedy)

@@ -281,9 +281,9 @@ def _card(
     values = {path: config.value(path) for path in _SHOWN} | {"model.model": name}
     if Path(config.data.source).is_absolute():
         values["data.source"] = Path(config.data.source).name
-    moved = config.schedule.points
+    moved = dict.fromkeys(config.schedule.points, ", moved by [schedule]")
     shown = [
-        f"| `{path}` | `{toml_value(value)}`{', moved by [schedule]' * (path in moved)} |"
+        f"| `{path}` | `{toml_value(value)}`{moved.get(path, '')} |"
         for path, value in values.items()
     ]
     return "\n".join(
