@@ -14,6 +14,8 @@ from retrain.run.control import build_control
 from retrain.types import Example
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "dev" / "plugins.md"
+ADVICE = "; fix it, or set [plugins] strict = false to be warned only."
+"""Ends most sentences; the page has it once."""
 LOSS = "import torch\ndef wrong(tokens):\n    return "
 ADVANTAGE = "def wrong(rewards):\n    "
 ALGORITHM = "from retrain.advantages import AlgorithmOutput\ndef wrong(ctx):\n    "
@@ -132,4 +134,6 @@ def test_a_wrong_plugin_gets_the_sentence_of_the_page(
     said = sentence(case[0], WRONG[case])
     sys.modules.pop("my_plugin", None)
     assert said and "\n" not in said and "Traceback" not in said
-    assert f"| {case[0]} | {case[1]} | {said} |" in PAGE.read_text(encoding="utf-8")
+    page = " ".join(PAGE.read_text(encoding="utf-8").split())
+    assert f"- **{case[0]}, {case[1]}**: {said.replace(ADVICE, ' ...')} " in f"{page} "
+    assert f'a run adds "{ADVICE}"' in page
