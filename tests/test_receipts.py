@@ -464,6 +464,15 @@ def test_a_run_that_ended_earlier_is_named(
     assert "tokens_every" not in found
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "evaluation.jsonl"])
+def test_a_run_without_its_records_is_not_called_equal_or_ended(
+    base: Path, copy: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (copy / name).unlink()
+    assert main(["diff", str(base), str(copy)]) == 1
+    assert f"{copy}: {name} is missing" in capsys.readouterr().err
+
+
 def test_a_version_instructions_and_a_plugins_source_are_named(base: Path, copy: Path) -> None:
     path = copy / "environment.json"
     environment = json.loads(path.read_text())

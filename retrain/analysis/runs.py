@@ -253,6 +253,12 @@ class StoredRun:
         """
         self._sealed(self.folder.metrics)
 
+    def check_present(self) -> None:
+        """Raises RunFailed if metrics.jsonl or evaluation.jsonl is gone."""
+        for path in (self.folder.metrics, self.folder.evaluation):
+            if not path.is_file():
+                self._sealed(path)
+
     def _sealed(self, path: Path) -> Path:
         problem = self._broken_seal(path)
         if problem:

@@ -30,6 +30,8 @@ def command(
     from retrain.analysis.runs import stored_run
 
     ours, theirs = stored_run(one), stored_run(other)
+    for run in (ours, theirs):
+        run.check_present()
     found = parting(ours, theirs, range(max(ours.steps, theirs.steps)))
     if as_json:
         print_json({"equal": found is None} | parting_json(ours, theirs, found))
