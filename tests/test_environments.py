@@ -579,11 +579,8 @@ def test_a_conversation_without_room_for_a_reply_takes_nothing_from_the_others(
     assert table.kept is not None and len(table.kept) == len(table.token_ids)
 
 
-class LongWinded(Environment):
-    """One of its two problems fills the context of the lab before any reply."""
-
-    def examples(self, split: Split) -> list[Example]:
-        return [Example("7+8+9=?", "24"), Example("1+2+3=?", "6")] if split == "train" else []
+class LongWinded(Sometimes):
+    """The first of its two problems fills the context of the lab before any reply."""
 
     def episode(self) -> Episode:
         return Opens()

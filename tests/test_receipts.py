@@ -336,13 +336,15 @@ def test_a_resume_in_another_environment_is_a_cause_from_its_step_on(
 ) -> None:
     environment = json.loads((copy / "environment.json").read_text())
     packages = environment["packages"] | {"torch": "1.0"}
-    environment["resumed"] = [{"step": 2, "packages": packages, "changed": []}]
+    session = {"step": 2, "packages": packages, "python": environment["python"], "changed": []}
+    environment |= {"resumed": [session], "python": "2.7"}
     del environment["instructions"]  # as an older version
     (copy / "environment.json").write_text(json.dumps(environment))
     change_row(copy / "metrics.jsonl", step, loss=1.0)
     named = reasons(base, copy)
     assert any("torch (" in reason for reason in named) == (step == 3)
     assert not any("instructions" in reason for reason in named)
+    assert any("Python (" in reason for reason in named)
     # verify begins at step 2, and the replay's one environment is compared with the last session's.
     found = list(causes(StoredRun(copy), StoredRun(base), None, start=2))
     assert len(found) == 1 and found[0].startswith("torch (1.0, ")
@@ -350,7 +352,13 @@ def test_a_resume_in_another_environment_is_a_cause_from_its_step_on(
 
 @pytest.mark.parametrize(
     "resumed",
-    [[1], "x", [{"changed": "abc", "step": "4"}], [{"changed": [1], "step": 9}], [{"step": 9}]],
+    [
+        [1],
+        "x",
+        [{"changed": "abc", "step": "4"}],
+        [{"changed": [1], "step": 9}],
+        [{"changed": 1, "step": 9}],
+    ],
 )
 def test_sessions_of_another_shape_do_no_harm(base: Path, copy: Path, resumed: Any) -> None:
     environment = json.loads((copy / "environment.json").read_text())

@@ -73,6 +73,11 @@ WRONG: dict[tuple[str, str], str] = {
         "    def choose(self, step, count, uniforms): return range(count)\n"
         "    def state(self): return {'seen': {1, 2}}"
     ),
+    ("sampler", "a parameter that is not given"): (
+        "from retrain.data import PromptSampler\nclass wrong(PromptSampler):\n"
+        "    def __init__(self, examples, params): self.first = params['first']\n"
+        "    def choose(self, step, count, uniforms): return [self.first] * count"
+    ),
     ("control", "a parameter that is not given"): (
         "from retrain.run.control import Control\nclass wrong(Control):\n"
         "    keys = ('loss.kl_coef',)\n"

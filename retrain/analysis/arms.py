@@ -160,7 +160,7 @@ def differing_environment(
     one: StoredRun, other: StoredRun, steps: range | None = None
 ) -> Iterator[str]:
     """Yield each difference between two recorded environments in words such as "torch (2.12.0,
-    2.13.0)". `steps`: those that were taken in them; all by default.
+    2.13.0)": of the sessions that took `steps`, by default all.
     """
     steps = steps or range(max(one.steps, other.steps, 1))
     began = {step for step, _ in (*one.resumes, *other.resumes) if step in steps}

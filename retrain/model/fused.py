@@ -264,7 +264,7 @@ class FusedDecoder:
 
     @property
     def layer_weight_bytes(self) -> int:
-        """Bytes of a copy of the frozen layers with the adapter merged in."""
+        """Bytes of a copy of the frozen layers, without columns for an adapter."""
         return sum(
             projection.weight.numel() * projection.dtype.itemsize
             for projection in self._projections
