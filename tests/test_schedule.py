@@ -348,12 +348,17 @@ WRONG = {
     ),
     "nan": (
         "def values(self, step): return {'loss.kl_coef': float('nan')}",
-        '"loss.kl_coef" = nan, which is not a finite number',
+        '"loss.kl_coef" = nan, which is not a finite int or float',
     ),
     "list": ("def values(self, step): return [0.1]", "gives list, and must give a table"),
     "shape": (
         "def values(self, step): return {'loss.kl_coef': [0.1, 0.2]}",
-        r"= \[0.1, 0.2\], which is not a finite number",
+        r"= \[0.1, 0.2\], which is not a finite int or float",
+    ),
+    "numpy": (
+        "def values(self, step):\n        import numpy\n"
+        "        return {'loss.kl_coef': numpy.float32(0.5)}",
+        r"= np.float32\(0.5\), which is not a finite int or float of Python",
     ),
     "others": (
         "def values(self, step): return {'loss.entropy_coef': 0.1}",
@@ -368,7 +373,7 @@ WRONG = {
     "wrong_key": ("keys = ('loss.mode',)", '"loss.mode", which is not read anew'),
     "late_nan": (
         "def values(self, step): return {'loss.kl_coef': float('nan') if step > 3 else 0.1}",
-        "at step 4 gives .* not a finite number",
+        "at step 4 gives .* not a finite int or float",
     ),
     "late_state": (
         "def state(self): return {'seen': {1} if self.seen > 3 else self.seen}",

@@ -201,7 +201,7 @@ def wrong_values(config: TrainConfig, keys: tuple[str, ...], given: Any) -> str:
         return f"gives values of {names or 'nothing'}, and its keys are {', '.join(keys)}"
     for path, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-            return f'gives "{path}" = {value!r}, which is not a finite number'
+            return f'gives "{path}" = {value!r}, which is not a finite int or float of Python'
     try:
         _checked(config, given)
     except ConfigurationError as error:
