@@ -454,10 +454,10 @@ def user_code(what: str, failure: type[RetrainError]) -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """Return `TypeName: first line of the message`, and what was noted of the error."""
-    message = str(error).strip().splitlines()
-    said = [type(error).__name__] + [line.rstrip(".") for line in message[:1]]
-    return ", ".join([": ".join(said), *getattr(error, "__notes__", ())])
+    """Return `TypeName: first line of the message`, and of each note of the error."""
+    texts = (str(error), *getattr(error, "__notes__", ()))
+    firsts = [line.rstrip(".") for text in texts for line in text.strip().splitlines()[:1]]
+    return ": ".join(filter(None, (type(error).__name__, ", ".join(firsts))))
 
 
 # -- dotted paths ----------------------------------------------------------------------------------

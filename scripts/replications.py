@@ -135,12 +135,15 @@ def _head(name: str) -> Iterator[str]:
     lines = [line.removeprefix("# ").removeprefix("#") for line in comment.splitlines()]
     lines = [line for line in lines if line and "make replications" not in line]
     title, *rest = lines
+    lab = "../lab.md"
+    if name.endswith(SMOLLM2):  # what was found there
+        lab = f"{name.removesuffix(SMOLLM2)}.md"
     yield from (f"# {title.partition(':')[0]}", "")
     for line in [title.partition(": ")[2], *rest]:
         if line.endswith(":"):
             yield from ("", f"## {line[:-1]}", "")
         else:
-            yield line.replace(" on the lab", " on [the lab](../lab.md)")
+            yield line.replace(" on the lab", f" on [the lab]({lab})")
     command = [f"make replications ONLY={name}"]
     if name.endswith(SMOLLM2):
         claim = name.removesuffix(SMOLLM2)

@@ -447,3 +447,10 @@ def test_an_engine_must_be_a_whole_subclass(write: Callable[..., str]) -> None:
         load_plugin("engine", f"{name}.Partial", config())
     with pytest.raises(ConfigurationError, match="is the class Other, and must be a subclass of"):
         load_plugin("engine", f"{name}.Other", config())
+
+
+def test_an_error_of_several_lines_and_its_notes_are_told_in_one():
+    error = ValueError("no.\nmore")
+    error.add_note("in row 3.\nsee above")
+    assert plugins.describe(error) == "ValueError: no, in row 3"
+    assert plugins.describe(ValueError()) == "ValueError"
