@@ -356,8 +356,7 @@ WRONG = {
         r"= \[0.1, 0.2\], which is not a finite int or float",
     ),
     "numpy": (
-        "def values(self, step):\n        import numpy\n"
-        "        return {'loss.kl_coef': numpy.float32(0.5)}",
+        "import numpy\n    def values(self, step): return {'loss.kl_coef': self.numpy.float32(0.5)}",
         r"= np.float32\(0.5\), which is not a finite int or float of Python",
     ),
     "others": (

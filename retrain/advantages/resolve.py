@@ -243,7 +243,8 @@ class PluginAdvantage:
 
 def _try_advantage(_: EpisodeStage, plugin: PluginCall) -> str | None:
     """Warn of a plugin's advantages of equal rewards unless they cancel: such a group says nothing
-    about which completion is better. Raise ValueError if what it keeps is not restored.
+    about which completion is better. Raise ValueError if what it keeps is not restored, or if a
+    function does not repeat its numbers.
     """
     # Of copies, because what a plugin keeps must not begin with its trial.
     advantages, resumed = (

@@ -237,7 +237,7 @@ def parse_arguments(arguments: Sequence[str]) -> RunArguments:
     if len(files) > 1:
         raise ConfigurationError(
             f"retrain runs one file at a time, and got {' and '.join(files)}; a value needs its"
-            " flag before it."
+            " flag before it, and a switch takes true or false alone."
         )
     return RunArguments(
         path=Path(files[0]) if files else None,
