@@ -17,6 +17,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import suppress
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
@@ -69,13 +70,19 @@ def main() -> None:
         write_page(name)
 
 
-def retrain(*words: str) -> str:
-    """What a command prints. If it fails it has said why, and this program ends with its code."""
+def retrain(*words: str, shown: bool = False) -> str:
+    """What a command prints, unless it is `shown`. If it fails it has said why, and this program
+    ends with its code. Ctrl-C reaches it too, and is waited for, since it saves.
+    """
     command = [sys.executable, "-m", "retrain", *words]
-    done = subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise SystemExit(done.returncode)
-    return done.stdout
+    output = None if shown else subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdout=output, text=True) as process:
+        while process.returncode is None:
+            with suppress(KeyboardInterrupt):
+                printed = process.communicate()[0]
+    if process.returncode:
+        raise SystemExit(process.returncode)
+    return printed or ""
 
 
 def run(name: str, model: list[str]) -> None:
@@ -88,7 +95,7 @@ def run(name: str, model: list[str]) -> None:
         changes = [*model, "--resume", folder]
     luck = name.removesuffix(SMOLLM2) == "luck"
     if not luck or not (ROOT / folder / "checkpoints" / "final").is_dir():
-        retrain(config, *changes)
+        retrain(config, *changes, shown=True)
     if luck:
         _evaluate(name, ROOT / folder)
 
