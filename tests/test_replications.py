@@ -30,7 +30,7 @@ def test_a_campaign_is_started_by_its_own_file_and_continued_where_it_stopped(
 ) -> None:
     monkeypatch.setattr(replications, "ROOT", tmp_path)
     started: list[tuple[str, ...]] = []
-    monkeypatch.setattr(replications, "retrain", lambda *words: started.append(words))
+    monkeypatch.setattr(replications, "retrain", lambda *words, shown: started.append(words))
     model = ["--model", "models/small"]
     replications.run("nsr-smollm2", model)
     folder = tmp_path / "logs" / "replications" / "nsr-smollm2"
