@@ -159,14 +159,19 @@ def plugged_in(model: Any) -> Iterator[None]:
             config._attn_implementation = kernel
 
 
-def _window_mask(*, local_size: int | None = None, **unused: Any) -> Tensor:
-    """Return a [1, 1, 1, 1] whose attribute `window` is the sliding window's width, 0 for none.
+def _window_mask(
+    *, mask_function: Callable[..., Tensor], local_size: int | None = None, **unused: Any
+) -> Tensor:
+    """Return a [1, 1, 1, 1] whose attribute `window` is the sliding window's width, 0 for none; -1
+    if a token sees a later one (BERT, Gemma 3 for embeddings), which no window says.
 
     transformers' mask signature: some families (Qwen2-MoE, Phi-MoE) give their window to the mask
     and not to the attention function.
     """
     mask = torch.empty((1, 1, 1, 1), dtype=torch.int8, device="cpu")
-    mask.window = local_size or 0  # type: ignore[attr-defined]  # a note for our own kernels
+    first, second = torch.arange(2, device="cpu")
+    sees_ahead = bool(mask_function(0, 0, first, second))
+    mask.window = -1 if sees_ahead else local_size or 0  # type: ignore[attr-defined]  # a note for our own kernels
     return mask
 
 
@@ -188,7 +193,7 @@ def attend(
     # What this attention would silently leave out is refused.
     unknown = [
         f"the attention argument {name}"
-        for name in ("s_aux", "position_bias")
+        for name in ("s_aux", "sinks", "position_bias", "indices", "block_indices")
         if kwargs.get(name) is not None
     ]
     if attention_mask is None:
