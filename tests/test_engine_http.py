@@ -399,7 +399,7 @@ KEY = "very-secret-value"
         ("SSL_CERT_FILE", "/none", "No such file"),
     ],
 )
-def test_a_proxy_that_cannot_be_used_is_one_sentence_and_none_is_asked_for_this_machine(
+def test_an_unusable_proxy_is_one_sentence_and_this_machine_needs_none(
     net: Net, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, told: str
 ) -> None:
     monkeypatch.setenv(variable, value)

@@ -1181,7 +1181,7 @@ def test_a_server_that_hangs_does_not_hold_up_the_end_of_a_run(
         assert time.monotonic() - began < 1.8
 
 
-def test_a_server_that_comes_back_as_a_new_version_is_made_gets_that_one_too(
+def test_a_server_that_comes_back_during_a_sync_gets_the_new_version_too(
     tmp_path: Path, server: VLLMDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was loading the old one: the new one goes to those that are there."""
