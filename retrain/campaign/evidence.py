@@ -6,10 +6,10 @@ decides depends only on these runs, so a campaign that was killed and resumed de
 looks are stored in the manifest and are not taken again.
 
 A run that failed or was stopped is left out of the look at its seed: nothing is bet on its pair. A
-resumed campaign tries it again, and looks at the seed once more if it now ends; that look takes only
-the pairs that were missing. A run has one result however often it is tried, so
-trying again chooses nothing. As with every comparison among the runs that finished, what must not
-depend on how good a run would have been is whether it fails.
+resumed campaign tries it again, and looks at the seed once more if it now ends; that look takes
+only the pairs that were missing. A run has one result however often it is tried, so trying again
+chooses nothing. As with every comparison among the runs that finished, what must not depend on how
+good a run would have been is whether it fails.
 """
 
 from collections.abc import Callable, Iterator
