@@ -181,7 +181,7 @@ def test_a_mask_that_a_layer_made_itself_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "family, settings",
+    ("family", "settings"),
     [("bert-generation", {}), ("gemma3_text", {"use_bidirectional_attention": True})],
 )
 def test_attention_to_later_tokens_is_not_taken_for_causal(
