@@ -191,21 +191,20 @@ class StoredRun:
             return "failed"
         if not self.folder.config.is_file():
             return "has not started"
-        if self.summary:
-            status, reason = (
-                str(self.summary.get("status")),
-                str(self.summary.get("reason") or "").rstrip("."),
-            )
-            stopped = f"{'failed' if self.failed else f'was {status}'} after {self.steps} steps"
-            if status == "done":
-                return ""
+        if self.summary and self.summary.get("status") != "done":
+            reason = str(self.summary.get("reason") or "").rstrip(".")
+            ended = "failed" if self.failed else f"was {self.summary.get('status')}"
+            stopped = f"{ended} after {self.steps} steps"
             if reason:
                 return f"{stopped} ({reason})"
             return stopped
-        planned = self.config.training.max_steps
-        if self.steps >= planned:
+        # A campaign planned more steps than a run makes that [training] max_hours ended.
+        if self.summary and not self.planned:
             return ""
-        return f"stopped after {self.steps} of {planned} steps"
+        made, planned = self.summary.get("steps", self.steps), self.config.training.max_steps
+        if made >= planned:
+            return ""
+        return f"stopped after {made} of {planned} steps"
 
     @cached_property
     def damage(self) -> str:

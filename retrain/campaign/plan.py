@@ -253,7 +253,7 @@ def check(plan: CampaignPlan) -> Findings:
     design = []
     comparisons = len(plan.conditions) - 1
     if comparisons:
-        from retrain.analysis.power import Correction, design_line
+        from retrain.analysis.power import Correction, design_line, equivalence_line
 
         evaluation = plan.runs[0].config.evaluation
         problems = 0
@@ -265,6 +265,9 @@ def check(plan: CampaignPlan) -> Findings:
                 len(plan.seeds), comparisons, problems, evaluation.samples, correction=correction
             )
         ]
+        margin = plan.settings.margin
+        if margin and correction == "maxt":
+            design += filter(None, [equivalence_line(len(plan.seeds), comparisons, margin)])
     return Findings((*lines, *condition_notes(plan), *missing, *design), frozenset(lacking))
 
 

@@ -14,6 +14,7 @@ from retrain.analysis.pilot import Design, cheapest
 from retrain.analysis.power import (
     Correction,
     design_line,
+    equivalence_line,
     minimal_detectable_effect,
     seeds_to_conclude,
 )
@@ -121,6 +122,9 @@ def campaign_caveats(
     if power and power.seeds <= power.seeds_needed:
         correction: Correction = "evidence" if config.campaign.stop == "evidence" else "maxt"
         yield design_line(power.seeds, power.comparisons, 0, 1, ALPHA, POWER, correction)
+    margin = config.campaign.margin
+    if power and margin and config.campaign.stop == "seeds":
+        yield from filter(None, [equivalence_line(power.seeds, power.comparisons, margin, ALPHA)])
     if config.is_set("evaluation.at_end") and not config.evaluation.asked_for:
         yield (
             "No held-out evaluation ([evaluation] at_end = false), so conditions are compared by"
