@@ -233,6 +233,11 @@ class Campaign(Section):
     workers_per_device: int = key(1, "Runs that share one device.", ge=1)
     price_per_hour: float = key(0.0, "Price of one device hour, for the cost in reports.", ge=0)
 
+    @property
+    def correction(self) -> Literal["maxt", "evidence"]:
+        """How the p values of the planned comparison are adjusted."""
+        return "evidence" if self.stop == "evidence" else "maxt"
+
 
 class AllSections(Section):
     """The keys of a configuration, each allowed by itself. Rules read it; `TrainConfig` applies
