@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -390,7 +391,7 @@ class LocalBackend(LocalFacts):
         if self._teacher is not None:
             teaching = self._adapter.holding(self._teacher)
         with _current(self._base.device), _deterministic(self._base.device), teaching:
-            return self._learner.reference_logprobs(rows, base=is_base)
+            return self._learner.look_up(rows, reference=is_base, whole=True)
 
     def rounded_logprobs(
         self, rows: Sequence[Row], temperature: float | None = None
@@ -399,22 +400,25 @@ class LocalBackend(LocalFacts):
         with _current(self._base.device):
             if dtype is None:
                 return None
-            return self._learner.logprobs_in(dtype, rows, temperature)
+            return self._learner.look_up(rows, temperature=temperature, dtype=dtype)
 
     def kept(self, rows: Sequence[Row], truncation: Truncation) -> list[Float32Array]:
         with _current(self._base.device):
-            return self._learner.kept(rows, truncation)
+            return self._learner.look_up(rows, truncation=truncation)
 
     def draw_ranges(self, rows: Sequence[Row], temperature: float) -> list[Float64Array]:
         with _current(self._base.device):
-            return self._learner.draw_ranges(rows, temperature)
+            found = self._learner.look_up(rows, temperature=temperature, ranges=True)
+        return [ranges.astype(np.float64) for ranges in found]
 
     def tempered_scores(
         self, rows: Sequence[Row], temperature: float, truncation: Truncation, tolerance: float
     ) -> list[Float32Array]:
         self._make_room()
         with _current(self._base.device), _deterministic(self._base.device):
-            return self._learner.tempered_scores(rows, temperature, truncation, tolerance)
+            return self._learner.look_up(
+                rows, temperature=temperature, truncation=truncation, tolerance=tolerance
+            )
 
     # -- files -------------------------------------------------------------------------------------
 
