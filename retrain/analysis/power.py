@@ -9,7 +9,7 @@ test at the level that the flips can reach agrees with it within about five poin
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from math import ceil, floor, log2
 from typing import Literal
@@ -281,20 +281,21 @@ def _joint_level(seeds: int, alpha: float, family: int) -> float:
 # -- a design, in words ----------------------------------------------------------------------------
 
 
-def equivalence_line(seeds: int, comparisons: int, margin: float, alpha: float = 0.05) -> str:
-    """Say that so few seeds can call no condition equivalent, however alike they are; "" if they
-    can.
+def equivalence_line(
+    seeds: int, comparisons: int, margin: float, alpha: float = 0.05
+) -> Iterator[str]:
+    """Say that so few seeds can call no condition equivalent, however alike they are; yield nothing
+    if they can.
     """
     # n pairs give a p of 2^-n at best, which Holm multiplies for the first.
     own = floor(log2(comparisons / alpha)) + 1
     fewest = max(seeds_to_conclude(alpha, comparisons), own)
-    if seeds >= fewest:
-        return ""
-    return (
-        f"[campaign] margin = {margin:g} can call nothing equivalent with"
-        f" {counted(seeds, 'seed')}: {counted(comparisons, 'comparison')} at {alpha:g}"
-        f" take{'s' if comparisons == 1 else ''} at least {fewest}."
-    )
+    if seeds < fewest:
+        yield (
+            f"[campaign] margin = {margin:g} can call nothing equivalent with"
+            f" {counted(seeds, 'seed')}: {counted(comparisons, 'comparison')} at {alpha:g}"
+            f" take{'s' if comparisons == 1 else ''} at least {fewest}."
+        )
 
 
 def design_line(

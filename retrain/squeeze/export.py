@@ -21,8 +21,8 @@ from retrain.model.text import load_tokenizer, resolve_model
 from retrain.records.checkpoint import Checkpoint, CheckpointStore
 from retrain.records.checkpoint_place import stored_checkpoints
 from retrain.records.disk import is_disk, replacing_folder, sync_files
-from retrain.records.entries import EvaluationRecord, StepRecord
-from retrain.records.evaluation import Evaluation
+from retrain.records.entries import StepRecord
+from retrain.records.evaluation import Evaluation, read_evaluations
 from retrain.records.redact import Redactor, note_secrets
 from retrain.records.run_folder import RunFolder
 from retrain.run.notes import trust_note
@@ -246,12 +246,8 @@ def _held_out(folder: RunFolder, config: TrainConfig, step: int) -> list[Evaluat
     """
     if not folder.evaluation.is_file():
         return []
-    problems: dict[int, list[EvaluationRecord]] = {0: [], step: []}
-    for record in EvaluationRecord.read(folder.evaluation):
-        if record.step in problems:
-            problems[record.step].append(record)
-    ks = sorted({1, *config.evaluation.k})
-    return [Evaluation(step=at, problems=found, ks=ks) for at, found in problems.items() if found]
+    found = read_evaluations(folder.evaluation, config.evaluation.k)
+    return [each for each in found if each.step in (0, step)]
 
 
 def _moved(folder: RunFolder, config: TrainConfig, step: int) -> set[str]:
