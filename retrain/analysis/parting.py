@@ -90,13 +90,19 @@ def _rows(run: StoredRun, steps: range) -> dict[int, Json]:
     }
 
 
-def _evaluations(run: StoredRun) -> dict[int, Json]:
-    """Steps completed -> problem -> its line of evaluation.jsonl."""
-    found: dict[int, Json] = {}
+def _evaluations(run: StoredRun) -> dict[int, dict[str, list[EvaluationRecord]]]:
+    """Steps completed -> id -> the records of its problems, several where data repeats the id."""
+    found: dict[int, dict[str, list[EvaluationRecord]]] = {}
     if run.folder.evaluation.is_file():
         for record in EvaluationRecord.read(run.folder.evaluation):
-            found.setdefault(record.step, {})[record.example_id] = record.to_json()
+            found.setdefault(record.step, {}).setdefault(record.example_id, []).append(record)
     return found
+
+
+def evaluated_alone(one: StoredRun, other: StoredRun, steps: range) -> list[int]:
+    """The steps, up to the end of `steps`, after which `one` alone was evaluated."""
+    alone = _evaluations(one).keys() - _evaluations(other).keys()
+    return sorted(step for step in alone if steps.start <= step <= steps.stop)
 
 
 def _different(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> tuple[str, ...]:
@@ -325,9 +331,16 @@ def files_differ(one: StoredRun, other: StoredRun, steps: range) -> str:
 
 
 def absent(one: StoredRun, other: StoredRun, steps: range) -> list[str]:
-    """Steps of `steps` that `other` holds and `one` does not: nothing was compared with them."""
+    """What `other`, a replay of `steps` of `one`, holds and `one` does not, and the evaluations
+    that it could not make: nothing was compared with them.
+    """
     ours, theirs = _answers(one, steps), _answers(other, steps)
     found = [f"the answers of step {step}" for step in theirs if step not in ours]
+    found += [f"the evaluation at step {step}" for step in evaluated_alone(other, one, steps)]
+    found += [
+        f"the evaluation at step {step} again (config.toml asks for none)"
+        for step in evaluated_alone(one, other, steps)
+    ]
     found += [
         f"the tokens of step {step}"
         for step in steps

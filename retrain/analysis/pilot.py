@@ -347,22 +347,18 @@ def held_out_variances(pairs: Sequence[Pair]) -> HeldOutVariances | None:
 
 
 def _pair_variances(one: StoredRun, other: StoredRun) -> HeldOutVariances | None:
-    if not one.final_evaluation or not other.final_evaluation:
+    ours, theirs = one.answers, other.answers
+    if ours is None or theirs is None:
         return None
-    ours = {item.example_id: item for item in one.final_evaluation.problems}
-    theirs = {item.example_id: item for item in other.final_evaluation.problems}
-    samples = max((item.samples for item in ours.values()), default=0)
+    samples = int(ours.judged.max())
     # A problem that was judged less often has another sampling variance, and is left out.
-    shared = [
-        name
-        for name, item in ours.items()
-        if name in theirs and item.samples == theirs[name].samples == samples
-    ]
-    if len(shared) < 2 or not samples:
+    shared = (ours.judged == samples) & (theirs.judged == samples)
+    problems = int(shared.sum())
+    if problems < 2 or not samples:
         return None
-    rates = np.array([[arm[name].correct / samples for name in shared] for arm in (ours, theirs)])
+    rates = np.stack([ours.right[shared], theirs.right[shared]]) / samples
     within = 0.0
     if samples > 1:
         within = float((rates * (1 - rates)).mean(axis=1).sum()) * samples / (samples - 1)
     between = max(0.0, float(np.var(rates[0] - rates[1], ddof=1)) - within / samples)
-    return HeldOutVariances(len(shared), samples, between, within)
+    return HeldOutVariances(problems, samples, between, within)

@@ -209,6 +209,14 @@ class StoredRun:
 
     @cached_property
     def damage(self) -> str:
+        """`lost_steps`, or else a sentence on how metrics.jsonl differs from its seal."""
+        problem = self._broken_seal(self.folder.metrics)
+        if problem and not self.lost_steps:
+            return f"{problem}{_CHANGED}"
+        return self.lost_steps
+
+    @cached_property
+    def lost_steps(self) -> str:
         """A sentence on what metrics.jsonl lacks or holds twice; "" if its steps are 0, 1, 2, ...
         and as many as summary.json counts.
         """
@@ -235,7 +243,6 @@ class StoredRun:
             else:
                 found = "holds none of the" if path.is_file() else "is missing, with the"
             problem = f"{path} {found} {expected} steps that {self.folder.summary.name} counts"
-        problem = problem or self._broken_seal(path)
         if problem:
             return f"{problem}{_CHANGED}"
         return ""

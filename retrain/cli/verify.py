@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from retrain.cli.diff import parting_json, parting_lines
+from retrain.cli.diff import parting_json, parting_lines, refuse_damaged
 from retrain.cli.shared import AsJson, Trust, load_dotenv, print_json, print_progress
 from retrain.errors import ConfigurationError, RunFailed
 
@@ -49,6 +49,8 @@ def command(
         again = StoredRun(Path(scratch) / "run")
         _replay(stored, begin, stop, again.path)
         found = parting(stored, again, taken)
+        if found and found.stage == "end":
+            refuse_damaged(stored, again)
         other_file = files_differ(stored, again, taken)
         other_adapter = adapters_differ(stored, again)
         missing = absent(stored, again, taken)
@@ -66,12 +68,15 @@ def command(
                 "other_file": other_file or None,
                 "other_adapter": other_adapter,
                 "missing": missing,
+                "damage": stored.damage or None,
                 "draw": draw,
             }
         )
     elif equal:
         print(f"Verified: steps {begin} to {stop - 1} of {run} are the same, byte for byte.")
         _print_besides(lines, missing)
+        if stored.damage:
+            print(stored.damage)
     elif found:
         print("\n".join(lines))
     elif other_file:
@@ -198,6 +203,8 @@ def _range(text: str, run: "StoredRun") -> tuple[int, int]:
         raise ConfigurationError(
             run.damage or f"{run.path} has no step yet; there is nothing to verify."
         )
+    if not text and run.lost_steps:
+        raise ConfigurationError(f"{run.lost_steps} Or name --steps that are there.")
     if not text:
         return nearest_checkpoint(run.folder, taken - 1, print_progress), taken
     parts = re.fullmatch(r"(\d*):(\d*)", text)
