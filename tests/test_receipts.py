@@ -237,6 +237,13 @@ def test_every_token_lies_in_the_range_of_its_uniform() -> None:
             assert np.exp(one.logprobs) == pytest.approx(ranges[:, 1] - ranges[:, 0], abs=1e-5)
 
 
+@pytest.mark.slow
+def test_a_last_adapter_of_no_step_is_not_compared(copy: Path) -> None:
+    manifest = copy / "checkpoints" / "final" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"step": []}))
+    assert main(["verify", str(copy)]) == 0
+
+
 def test_a_changed_last_adapter_is_found(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     last = copy / "checkpoints" / "final" / "adapter_model.safetensors"
     last.write_bytes(last.read_bytes() + b"x")

@@ -16,9 +16,9 @@ import numpy as np
 from retrain.analysis.arms import RunsByCondition
 from retrain.analysis.held_out import Answers, UnjudgedRule
 from retrain.analysis.measures import Metric
-from retrain.analysis.runs import StoredRun
+from retrain.analysis.runs import CHANGED, StoredRun
 from retrain.analysis.statistics import Floats
-from retrain.errors import ConfigurationError
+from retrain.errors import ConfigurationError, RunFailed
 from retrain.records.entries import EvaluationRecord, StepRecord
 
 _FORM = re.compile(r"(tokens|updates)=(\d[\d_]*(?:\.\d+)?(?:e\d+)?)")
@@ -127,7 +127,14 @@ class RunAtBudget(StoredRun):
         # The step of an evaluation is the number of steps completed before it, the index into
         # `costs`.
         stored = groupby(EvaluationRecord.read(self.held_out_file), key=lambda one: one.step)
-        points = [(float(self.costs[step]), Answers.of(list(records))) for step, records in stored]
+        points = list[tuple[float, Answers]]()
+        for step, records in stored:
+            if step >= len(self.costs):
+                raise RunFailed(
+                    f"{self.held_out_file} holds an evaluation after {step} steps, and"
+                    f" {self.folder.metrics} has {len(self.costs) - 1} of them{CHANGED}"
+                )
+            points.append((float(self.costs[step]), Answers.of(list(records))))
         if not points:
             return None
         size = self.budget.size

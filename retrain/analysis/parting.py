@@ -324,8 +324,8 @@ def files_differ(one: StoredRun, other: StoredRun, steps: range) -> str:
     if (last / MANIFEST).is_file() and (last / _ADAPTER).is_file():
         end = read_object(last / MANIFEST).get("step", -1)
         # A replay keeps its adapters by step, so the last one of `one` is looked up by its step.
-        same = _adapters(other).get(end)
-        if same and same.read_bytes() != (last / _ADAPTER).read_bytes():
+        same = [path for step, path in _adapters(other).items() if step == end]
+        if same and same[0].read_bytes() != (last / _ADAPTER).read_bytes():
             return str(last / _ADAPTER)
     return ""
 

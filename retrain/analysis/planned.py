@@ -16,8 +16,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from retrain.analysis.integrity import absent_words, given_keys
 from retrain.analysis.measures import Metric
-from retrain.analysis.runs import MANIFEST, StoredRun, seeds_words
-from retrain.errors import RunFailed
+from retrain.analysis.runs import MANIFEST, StoredRun, no_campaigns_value, seeds_words
 from retrain.records.entries import Direction
 from retrain.records.terminal import counted
 from retrain.system import Json, read_object
@@ -115,12 +114,7 @@ class CampaignRecord:
         try:
             stored = _Stored.model_validate_json(json.dumps(content), strict=True)
         except ValidationError as error:
-            first = error.errors()[0]
-            raise RunFailed(
-                f"{path} has {'.'.join(map(str, first['loc']))} = {str(first['input'])[:80]}, which"
-                f" no campaign wrote ({first['msg']}): the file was changed; put it back from a"
-                " copy."
-            ) from error
+            raise no_campaigns_value(path, error) from error
         sha256 = ""
         if stored.plan:
             sha256 = _sha256(content["plan"])

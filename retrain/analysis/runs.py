@@ -34,11 +34,13 @@ from retrain.system import Json, is_path_text, read_object
 
 if TYPE_CHECKING:
     import pandas as pd
+    from pydantic import ValidationError
 
 MANIFEST = "manifest.json"
-_CHANGED = (
+CHANGED = (
     ": the file was changed or the disk is damaged; put it back from a copy, or make the run anew."
 )
+"""The end of a sentence on a damaged file of a run."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,7 @@ class StoredRun:
         """`lost_steps`, or else a sentence on how metrics.jsonl differs from its seal."""
         problem = self._broken_seal(self.folder.metrics)
         if problem and not self.lost_steps:
-            return f"{problem}{_CHANGED}"
+            return f"{problem}{CHANGED}"
         return self.lost_steps
 
     @cached_property
@@ -244,7 +246,7 @@ class StoredRun:
                 found = "holds none of the" if path.is_file() else "is missing, with the"
             problem = f"{path} {found} {expected} steps that {self.folder.summary.name} counts"
         if problem:
-            return f"{problem}{_CHANGED}"
+            return f"{problem}{CHANGED}"
         return ""
 
     @cached_property
@@ -269,7 +271,7 @@ class StoredRun:
     def _sealed(self, path: Path) -> Path:
         problem = self._broken_seal(path)
         if problem:
-            raise RunFailed(f"{problem}{_CHANGED}")
+            raise RunFailed(f"{problem}{CHANGED}")
         return path
 
     def _broken_seal(self, path: Path) -> str:
@@ -429,6 +431,15 @@ def stored_run(folder: Path) -> StoredRun:
             f"{folder} holds no run of retrain (no config.toml); name a run's folder."
         )
     return StoredRun(folder)
+
+
+def no_campaigns_value(path: Path, error: "ValidationError", *above: str) -> RunFailed:
+    """The error that names the first wrong value of a manifest, in its entry `above`."""
+    first = error.errors()[0]
+    return RunFailed(
+        f"{path} has {'.'.join(map(str, (*above, *first['loc'])))} = {str(first['input'])[:80]},"
+        f" which no campaign wrote ({first['msg']}): the file was changed; put it back from a copy."
+    )
 
 
 def campaign_runs(folder: Path) -> list[StoredRun]:

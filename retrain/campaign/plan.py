@@ -253,7 +253,7 @@ def check(plan: CampaignPlan) -> Findings:
     design = []
     comparisons = len(plan.conditions) - 1
     if comparisons:
-        from retrain.analysis.power import Correction, design_line
+        from retrain.analysis.power import Correction, Rule, design_line
 
         evaluation = plan.runs[0].config.evaluation
         problems = 0
@@ -262,7 +262,10 @@ def check(plan: CampaignPlan) -> Findings:
         correction: Correction = "evidence" if plan.settings.stop == "evidence" else "maxt"
         design = [
             design_line(
-                len(plan.seeds), comparisons, problems, evaluation.samples, correction=correction
+                len(plan.seeds),
+                Rule(comparisons, correction=correction),
+                problems,
+                evaluation.samples,
             )
         ]
     return Findings((*lines, *condition_notes(plan), *missing, *design), frozenset(lacking))
