@@ -38,7 +38,7 @@ def forked(target: Callable[..., None], *arguments: Any) -> Any:
     the tests.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
+    context.set_forkserver_preload(["tests.preloaded"])
     process = context.Process(target=target, args=arguments)
     process.start()
     atexit.register(process.kill)

@@ -16,14 +16,19 @@ from runs import lines, small, small_run
 from safetensors.numpy import load_file, save_file
 from torch.nn import Identity
 
+from retrain import train
 from retrain.analysis.parting import ROUNDING, causes, parting
 from retrain.analysis.runs import StoredRun
 from retrain.backends.local.backend import LocalBackend
 from retrain.cli.main import main
+from retrain.config.load import load_stored
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.model.attention import AttentionError
 from retrain.noise import Stream, uniform
 from retrain.records.checkpoint import commit_folder
+from retrain.records.run_folder import RunFolder
+from retrain.run.gate import GateResult
+from retrain.run.replay import replayed
 from retrain.types import Row
 from tests.marks import first_of
 
@@ -104,6 +109,27 @@ def test_a_run_is_verified_from_its_checkpoint_and_left_as_it_was(
     said = capsys.readouterr().out
     assert "steps 2 to 3" in said and "differently, without effect: torch (1.0, " in said
     assert before == {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+def test_a_step_is_made_again_as_its_session_tested_the_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gate passed at the start, step 2 tested the adapter, and a later session skips both."""
+    passed = GateResult(9, 1e-6, 5e-4, 1e-4, "not applicable", 0.1, 11, 257)
+    monkeypatch.setattr("retrain.run.session.run_parity_gate", lambda *_, **__: passed)
+    folder = tmp_path / "run"
+    train(small(folder, training={"max_steps": 3, "save_every": 0}), quiet=True)
+    longer = {"max_steps": 4, "save_every": 0}
+    small_run(small(folder, training=longer, resume={"from": str(folder)}), quiet=True)
+    found = json.loads((folder / "environment.json").read_text())
+    assert found["parity_gate"] == passed.to_json()
+    assert found["resumed"][0]["parity_gate"] is None
+    assert lines(folder / "metrics.jsonl")[2]["adapter_lag"] is not None
+    assert main(["verify", str(folder), "--steps", "0:3"]) == 0
+    config = load_stored(folder / "config.toml", to_read=True)
+    with replayed(RunFolder(folder), config, 0, 1, tmp_path / "again") as session:
+        assert session.state.gate_mismatch == 5e-4
 
 
 def test_a_changed_number_a_changed_token_and_a_changed_adapter_are_found(

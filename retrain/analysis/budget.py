@@ -115,8 +115,7 @@ class RunAtBudget(StoredRun):
     @cached_property
     def steps(self) -> int:
         """The number of whole steps within the budget."""
-        if self.costs[-1] < self.budget.size:
-            raise self._short(int(self.costs[-1]), "has")
+        self._check_reached()
         return int(np.searchsorted(self.costs, self.budget.size, side="right")) - 1
 
     @cached_property
@@ -124,6 +123,7 @@ class RunAtBudget(StoredRun):
         """The held-out answers at the budget; None without evaluations."""
         if not self.held_out_file.is_file():
             return None
+        self._check_reached()
         # The step of an evaluation is the number of steps completed before it, the index into
         # `costs`.
         stored = groupby(EvaluationRecord.read(self.held_out_file), key=lambda one: one.step)
@@ -173,6 +173,10 @@ class RunAtBudget(StoredRun):
             )
         records = StepRecord.read(self.folder.metrics)
         return [one for one in records if self.steps - window <= one.step < self.steps][::-1]
+
+    def _check_reached(self) -> None:
+        if self.costs[-1] < self.budget.size:
+            raise self._short(int(self.costs[-1]), "has")
 
     def _short(self, reached: int, how: str) -> ConfigurationError:
         advice = "name a smaller budget" if reached else "leave --at or this run out"

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, floor
+from math import ceil, floor, log2
 from typing import Literal
 
 import numpy as np
@@ -276,6 +276,22 @@ def _joint_level(seeds: int, alpha: float, family: int) -> float:
 
 
 # -- a design, in words ----------------------------------------------------------------------------
+
+
+def equivalence_line(seeds: int, rule: Rule, margin: float) -> str:
+    """Say that so few seeds can call no condition equivalent, however alike they are; "" if they
+    can.
+    """
+    # n pairs give a p of 2^-n at best, which Holm multiplies for the first.
+    own = floor(log2(rule.comparisons / rule.alpha)) + 1
+    fewest = max(seeds_to_conclude(rule), own)
+    if seeds >= fewest:
+        return ""
+    return (
+        f"[campaign] margin = {margin:g} can call nothing equivalent with"
+        f" {counted(seeds, 'seed')}: {counted(rule.comparisons, 'comparison')} at {rule.alpha:g}"
+        f" take{'s' if rule.comparisons == 1 else ''} at least {fewest}."
+    )
 
 
 def design_line(seeds: int, rule: Rule, problems: int = 0, samples: int = 1) -> str:

@@ -27,7 +27,7 @@ from retrain.config.moving import with_values, wrong_key
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.inference_engine.base import ENGINES, engine_kind
 from retrain.records.entries import MEASURED, EvaluationRecord, StepRecord
-from retrain.records.evaluation import Evaluation
+from retrain.records.evaluation import Evaluation, is_evaluation
 from retrain.records.jsonl import read_jsonl, read_jsonl_backwards
 from retrain.records.run_folder import RunFolder, Writer
 from retrain.system import Json, is_path_text, read_object
@@ -193,21 +193,22 @@ class StoredRun:
             return "failed"
         if not self.folder.config.is_file():
             return "has not started"
-        if self.summary:
-            status, reason = (
-                str(self.summary.get("status")),
-                str(self.summary.get("reason") or "").rstrip("."),
-            )
-            stopped = f"{'failed' if self.failed else f'was {status}'} after {self.steps} steps"
-            if status == "done":
-                return ""
+        if self.summary and self.summary.get("status") != "done":
+            reason = str(self.summary.get("reason") or "").rstrip(".")
+            ended = "failed" if self.failed else f"was {self.summary.get('status')}"
+            stopped = f"{ended} after {self.steps} steps"
             if reason:
                 return f"{stopped} ({reason})"
             return stopped
-        planned = self.config.training.max_steps
-        if self.steps >= planned:
+        # A campaign planned more steps than a run makes that [training] max_hours ended.
+        if self.summary and not self.planned:
             return ""
-        return f"stopped after {self.steps} of {planned} steps"
+        made, planned = self.summary.get("steps"), self.config.training.max_steps
+        if type(made) is not int:
+            made = self.steps
+        if made >= planned:
+            return ""
+        return f"stopped after {made} of {planned} steps"
 
     @cached_property
     def damage(self) -> str:
@@ -421,16 +422,28 @@ def is_campaign(folder: Path) -> bool:
 
 
 def is_run(folder: Path) -> bool:
-    return RunFolder(folder).config.is_file()
+    """True for a folder with a configuration that is not what `retrain eval` wrote."""
+    if not RunFolder(folder).config.is_file():
+        return False
+    try:
+        return not is_evaluation(folder)
+    except RunFailed:  # a marker that was damaged
+        return True
 
 
 def stored_run(folder: Path) -> StoredRun:
     """Open a run's folder. Raises ConfigurationError for any other folder."""
     if not is_run(folder):
-        raise ConfigurationError(
-            f"{folder} holds no run of retrain (no config.toml); name a run's folder."
-        )
+        raise ConfigurationError(f"{no_run(folder)}; name a run's folder.")
     return StoredRun(folder)
+
+
+def no_run(folder: Path) -> str:
+    """Why a folder is no run's, as the beginning of a sentence."""
+    reason = "no config.toml"
+    if RunFolder(folder).config.is_file():
+        reason = "it is an evaluation's"
+    return f"{folder} holds no run of retrain ({reason})"
 
 
 def no_campaigns_value(path: Path, error: "ValidationError", *above: str) -> RunFailed:

@@ -83,8 +83,9 @@ def select(grouped: RunsByCondition, request: Request) -> Selection:
     family = _with_differences(arms, wanted, metric, test)
     record, differing = request.record, _deviations(request, wanted, metric)
     if record and record.looks and not differing:
-        test = replace(test, correction="evidence", looks=len(record.looks))
         family, unseen = _at_looks(family, record)
+        absent = len(wanted) - len(family)
+        test = replace(test, correction="evidence", looks=len(record.looks), absent=absent)
         notes += unseen
     if not family:
         apart_too = sum(map(len, alike.values())) < len(grouped.runs)

@@ -57,6 +57,9 @@ class TestSettings:
     """Leave pairs with a failed run out, or give that run the worst value."""
     looks: int = 0
     """The number of looks, for the correction "evidence"."""
+    absent: int = 0
+    """The planned contrasts without a pair so far, for the correction "evidence": each may still
+    have one, so it stays in the family and has bet nothing."""
 
     @property
     def rule(self) -> Correction:
@@ -69,12 +72,16 @@ class TestSettings:
     def adjusted(self, family: Sequence[Differences]) -> list[float]:
         """The p of each contrast, adjusted over the family."""
         if self.rule == "evidence":
-            return [anytime_p(value) for value in evidence(family, self.looks)]
+            return [anytime_p(value) for value in self.evidence_for(family)]
         if self.rule == "holm":
             return statistics.holm(
                 [statistics.sign_flip_p(list(contrast.values())) for contrast in family]
             )
         return max_t(family)
+
+    def evidence_for(self, family: Sequence[Differences]) -> list[float]:
+        """The evidence for each contrast over the planned family; `family` has a pair in each."""
+        return evidence([*family, *[{}] * self.absent], self.looks)[: len(family)]
 
     def smallest_adjusted(self, pairs: Sequence[int]) -> list[float] | list[None]:
         """The smallest adjusted p that any differences of so many pairs in each contrast could
@@ -90,7 +97,7 @@ class TestSettings:
     def p(self, differences: Differences) -> float:
         """The p of one contrast alone."""
         if self.rule == "evidence":
-            return self.adjusted([differences])[0]
+            return anytime_p(*evidence([differences], self.looks))
         return statistics.sign_flip_p([*differences.values()])
 
     def interval(self, differences: Differences) -> Interval | None:

@@ -35,13 +35,13 @@ from retrain.campaign.manifest import Status
 from retrain.campaign.plan import CampaignPlan, CampaignRun
 from retrain.config import TrainConfig, config_from_mapping, dump_toml, replaced
 from retrain.config.load import given_values
-from retrain.config.schema import Campaign, Provenance
+from retrain.config.schema import Campaign, Provenance, Training
 from retrain.errors import ConfigurationError, EnvironmentFailure, Interrupted, RetrainError
 from retrain.install import install_hint
 from retrain.records.disk import path_error
 from retrain.records.redact import harmless
 from retrain.records.run_folder import OUTPUT, RunFolder
-from retrain.system import Json
+from retrain.system import Json, read_object
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,15 @@ def perform(config: TrainConfig) -> RunOutcome:
 
     folder = RunFolder(Path(config.logging.log_dir))
     try:
-        # A run that was begun has the marker; without a checkpoint it is resumed at step 0.
-        train(
-            replaced(config, {"resume.from": str(folder.path)}, origin="file")
-            if folder.marker.is_file()
-            else config
-        )
+        # Looked at before too, so that no model is loaded for a run without an hour left.
+        if not _used_hours(folder, config.training):
+            # A run that was begun has the marker; without a checkpoint it is resumed at step 0.
+            train(
+                replaced(config, {"resume.from": str(folder.path)}, origin="file")
+                if folder.marker.is_file()
+                else config
+            )
+        used = _used_hours(folder, config.training)
     except Interrupted as error:
         return RunOutcome(Status.INTERRUPTED, str(error), stopped_by=error.exit_code - 128)
     except RetrainError as error:
@@ -118,7 +121,24 @@ def perform(config: TrainConfig) -> RunOutcome:
             f"{type(error).__name__}: {' '.join(str(error).split())[:300]} (the traceback is in"
             f" {OUTPUT})",
         )
+    if used:
+        return RunOutcome(Status.INTERRUPTED, used)
     return RunOutcome(Status.DONE)
+
+
+def _used_hours(folder: RunFolder, training: Training) -> str:
+    """Say that `[training] max_hours` came before a run's last step; "" if it did not."""
+    if not (training.max_hours and folder.summary.is_file()):
+        return ""
+    summary = read_object(folder.summary)
+    steps, hours = summary["steps"], summary["seconds"] / 3600
+    if steps >= training.max_steps or hours < training.max_hours:
+        return ""
+    return (
+        f"[training] max_hours = {training.max_hours:g} came after {steps} of"
+        f" {training.max_steps} steps; give more hours, such as --max-hours"
+        f" {2 * max(training.max_hours, hours):.3g}"
+    )
 
 
 @contextmanager

@@ -23,14 +23,7 @@ from retrain.config.stored import campaign_command
 from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed
 from retrain.records.disk import replace_file
 from retrain.records.redact import Redactor
-from retrain.records.run_folder import (
-    Liveness,
-    RunFolder,
-    Writer,
-    mark,
-    writer_lock,
-    written_by,
-)
+from retrain.records.run_folder import RunFolder, mark, writer_lock
 from retrain.records.terminal import clean
 from retrain.system import Json, toml_value
 
@@ -303,6 +296,11 @@ def open_campaign(config: TrainConfig, now: datetime) -> Iterator[tuple[Campaign
         if resumed:
             manifest = Manifest.read(folder)
             manifest.resumed_with(plan)
+        elif (folder / MANIFEST).is_file():
+            raise ConfigurationError(
+                f"{folder} already holds a campaign; continue it with"
+                f" `{campaign_command(config, folder)}`, or choose another [logging] log_dir."
+            )
         else:
             manifest = Manifest.of_plan(plan, now)
         manifest.write()
@@ -315,14 +313,6 @@ def _new_folder(config: TrainConfig, now: datetime) -> Path:
     """
     if config.is_set("logging.log_dir"):
         folder = Path(config.logging.log_dir)
-        if (folder / MANIFEST).is_file():
-            writer = Writer.of(RunFolder(folder))
-            if writer and writer.liveness() is Liveness.ALIVE:
-                raise written_by(RunFolder(folder), str(writer))
-            raise ConfigurationError(
-                f"{folder} already holds a campaign; continue it with"
-                f" `{campaign_command(config, folder)}`, or choose another [logging] log_dir."
-            )
         if RunFolder(folder).claim().holds_run:
             raise ConfigurationError(
                 f"{folder} holds a run; choose another [logging] log_dir for the campaign, or leave"

@@ -253,21 +253,18 @@ def check(plan: CampaignPlan) -> Findings:
     design = []
     comparisons = len(plan.conditions) - 1
     if comparisons:
-        from retrain.analysis.power import Correction, Rule, design_line
+        from retrain.analysis.power import Correction, Rule, design_line, equivalence_line
 
         evaluation = plan.runs[0].config.evaluation
         problems = 0
         if evaluation.asked_for:
             problems = sum(part.max_examples for part in evaluation.parts)
         correction: Correction = "evidence" if plan.settings.stop == "evidence" else "maxt"
-        design = [
-            design_line(
-                len(plan.seeds),
-                Rule(comparisons, correction=correction),
-                problems,
-                evaluation.samples,
-            )
-        ]
+        seeds, rule = len(plan.seeds), Rule(comparisons, correction=correction)
+        design = [design_line(seeds, rule, problems, evaluation.samples)]
+        margin = plan.settings.margin
+        if margin and correction == "maxt":
+            design += filter(None, [equivalence_line(seeds, rule, margin)])
     return Findings((*lines, *condition_notes(plan), *missing, *design), frozenset(lacking))
 
 

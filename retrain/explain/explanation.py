@@ -15,6 +15,7 @@ from retrain.analysis.power import (
     Correction,
     Rule,
     design_line,
+    equivalence_line,
     minimal_detectable_effect,
 )
 from retrain.analysis.runs import StoredRun
@@ -118,6 +119,10 @@ def campaign_caveats(
     if power and power.seeds <= power.seeds_needed:
         correction: Correction = "evidence" if config.campaign.stop == "evidence" else "maxt"
         yield design_line(power.seeds, Rule(power.comparisons, ALPHA, POWER, correction))
+    margin = config.campaign.margin
+    if power and margin and config.campaign.stop == "seeds":
+        rule = Rule(power.comparisons, ALPHA)
+        yield from filter(None, [equivalence_line(power.seeds, rule, margin)])
     if config.is_set("evaluation.at_end") and not config.evaluation.asked_for:
         yield (
             "No held-out evaluation ([evaluation] at_end = false), so conditions are compared by"

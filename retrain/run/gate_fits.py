@@ -79,7 +79,6 @@ class GateInputs:
     is known."""
     temperature: float
     truncation: Truncation
-    max_tokens: int
     longest_row: int
     """Tokens of the run's longest prompt and completion together."""
     seed: int
@@ -141,15 +140,21 @@ class GateSample:
     servers: Sequence[str] = ()
     """The address of the server behind each row; none where no server sampled."""
 
-    def part(self, server: str) -> "GateSample":
-        """The completions of one server."""
+    def by_server(self) -> dict[str, "GateSample"]:
+        """The completions of each server by its address; all of them as "" where one samples, or
+        none. Each is judged by its own: those of sound ones would hide a fault.
+        """
+        if len(addresses := sorted({*self.servers})) < 2:
+            return {"": self}
+        return {server: self._part(server) for server in addresses}
+
+    def _part(self, server: str) -> "GateSample":
         kept = [number for number, one in enumerate(self.servers) if one == server]
         return GateSample(
             self.inputs,
             [self.rows[number] for number in kept],
             [self.learner[number] for number in kept],
             frozenset(place for place, number in enumerate(kept) if number in self.long),
-            [server] * len(kept),
         )
 
     @property
@@ -243,10 +248,11 @@ def _allowed_mean(inputs: GateInputs, rounding: Float32Array) -> float:
 # -- the adapter's effect --------------------------------------------------------------------------
 
 
-def visible_strength(inputs: GateInputs, trial: TrialAdapter, sampled: GateSample) -> float:
+def visible_strength(trial: TrialAdapter, sampled: GateSample) -> float:
     """Bisect for the strength at which the trial adapter changes log-probs visibly. Leaves the
     trial adapter at it.
     """
+    inputs = sampled.inputs
     visible = _VISIBLE_HALF if inputs.half_precision else _VISIBLE
     before = np.concatenate(sampled.learner)
     strength, bounds = _FIRST_STRENGTH, [0.0, float("inf")]
@@ -256,7 +262,7 @@ def visible_strength(inputs: GateInputs, trial: TrialAdapter, sampled: GateSampl
         effect = float(np.abs(after - before).mean())
         if visible[0] <= effect <= visible[1]:
             break
-        bounds[effect > visible[1]] = strength
+        bounds[not effect <= visible[1]] = strength  # not finite is too large
         low, high = bounds
         if high == float("inf"):
             strength = 2 * low
@@ -280,7 +286,7 @@ class Suspect:
 
 
 def adapter_suspects(
-    inputs: GateInputs, trial: TrialAdapter, strength: float, sampled: GateSample
+    trial: TrialAdapter, strength: float, sampled: GateSample
 ) -> tuple[float, list[Suspect]]:
     """Return the trial adapter's mean effect in nats, and the groups whose effect the engine's
     log-probs lack in part, or have too much of.
@@ -288,12 +294,13 @@ def adapter_suspects(
     A group's effect is what the learner's log-probs lose without the group, on the completions that
     the whole adapter changes most. The whole adapter counts as one more group, on all completions.
     """
+    inputs = sampled.inputs
     trial.set(0.0)
     without = inputs.learner_logprobs(sampled.rows)
     whole = [own - other for own, other in zip(sampled.learner, without, strict=True)]
     by_change = sorted(range(len(whole)), key=lambda number: -float(np.abs(whole[number]).sum()))
     probed = by_change[:_PROBED]
-    effects = _group_effects(inputs, trial, strength, sampled, probed)
+    effects = _group_effects(trial, strength, sampled, probed)
     fits: list[Fit] = []
     # In half precision few tokens cannot tell an effect from rounding.
     fewest = _FITTED if inputs.half_precision else 1
@@ -325,16 +332,12 @@ def groups_of(inputs: GateInputs, trial: TrialAdapter) -> tuple[str, ...]:
 
 
 def _group_effects(
-    inputs: GateInputs,
-    trial: TrialAdapter,
-    strength: float,
-    sampled: GateSample,
-    probed: Sequence[int],
+    trial: TrialAdapter, strength: float, sampled: GateSample, probed: Sequence[int]
 ) -> dict[str, Float32Array]:
     """Group of the adapter -> [n] what the learner's log-probs of the `probed` completions lose
     without it; nothing where all that differs is rounding. The trial adapter is whole afterwards.
     """
-    rows = [sampled.rows[number] for number in probed]
+    inputs, rows = sampled.inputs, [sampled.rows[number] for number in probed]
     own = np.concatenate([sampled.learner[number] for number in probed])
     differences = own - np.concatenate([row.logprobs for row in rows])
     groups = groups_of(inputs, trial)
@@ -371,7 +374,7 @@ def temperature_fit(sampled: GateSample) -> TemperatureFit | None:
     effect = hotter.astype(np.float64) - np.concatenate(sampled.learner)
     size = effect @ effect
     # The size is 0 for a backend whose learner knows one temperature only.
-    if not size or np.square(effect).max() > _ONE_TOKEN * size:
+    if not size or not difference.any() or np.square(effect).max() > _ONE_TOKEN * size:
         return None
     share = float(effect @ difference / size)
     return TemperatureFit(
@@ -394,11 +397,11 @@ def rounding_hides_temperature(sampled: GateSample) -> bool:
     return bool(moved > max(_SELECTED, _ROUNDED * off))
 
 
-def temperature_suspects(inputs: GateInputs, sampled: GateSample) -> list[Suspect]:
+def temperature_suspects(sampled: GateSample) -> list[Suspect]:
     """Return another temperature as a suspect where the differences, each within half precision's
     tolerance, together say so.
     """
-    difference = np.concatenate(sampled.differences)
+    inputs, difference = sampled.inputs, np.concatenate(sampled.differences)
     if not inputs.half_precision or len(difference) < _FITTED or not np.isfinite(difference).all():
         return []  # in float32 the tolerance of a single difference leaves nothing
     fit = temperature_fit(sampled)

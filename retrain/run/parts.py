@@ -618,7 +618,6 @@ def gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) -> 
         answers=partial(_answers, parts),
         temperature=training.temperature,
         truncation=truncation(training),
-        max_tokens=training.max_tokens,
         longest_row=longest_row(
             training, config.environment, parts.text.context, parts.prompts.longest
         ),
