@@ -105,6 +105,9 @@ def fit(share: float, explained: float) -> Fit:
         (fit(0.1, 0.2), fit(1.0, 0.995), "served the base model"),
         (fit(0.1, 0.2), fit(1.0, 0.98), "the differences do not say which"),
         (fit(0.1, 0.2), fit(0.5, 0.995), "the differences do not say which"),
+        (fit(0.1, 0.2), fit(2.0, 0.995), "the differences do not say which"),
+        (fit(0.4, 0.995), None, "the differences do not say which"),
+        (fit(3.0, 0.995), None, "the adapter of an earlier step"),
         (None, None, "the differences do not say which"),
     ],
 )

@@ -24,7 +24,7 @@ from retrain.campaign import CampaignPlan, Manifest, Status, plan_campaign, run_
 from retrain.campaign.launch import share_devices, start_worker
 from retrain.config import TrainConfig, config_from_mapping, load_config, replaced
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.records.run_folder import Liveness, RunFolder, Writer, writer_lock
+from retrain.records.run_folder import Liveness, RunFolder, Writer, mark, writer_lock
 from tests import commands
 from tests.campaigns import CAMPAIGN, sections, write_run
 from tests.runs import lines, small_run, timeless
@@ -342,6 +342,28 @@ def test_a_campaign_never_starts_in_anothers_folder(sequential: Finished) -> Non
     assert "holds a run" in refused(sequential.folder / "runs" / NAMES[0])
     with writer_lock(RunFolder(sequential.folder)):  # one that goes on cannot be resumed
         assert f"is being written by pid {os.getpid()} on" in refused(sequential.folder)
+
+
+def test_a_campaign_takes_no_folder_of_another_kind(tmp_path: Path) -> None:
+    for kind in ("run", "squeeze"):
+        mark(tmp_path / kind, kind)
+        assert f"{tmp_path / kind} holds a {kind}" in refused(tmp_path / kind)
+
+
+def test_a_resume_keeps_the_margin_that_was_planned(tmp_path: Path) -> None:
+    def plan(**margin: float) -> CampaignPlan:
+        return plan_campaign(config_from_mapping(sections(tmp_path, margin)), tmp_path)
+
+    manifest = Manifest.of_plan(plan(margin=0.02), datetime.now())
+    manifest.resumed_with(plan(margin=0.02))
+    for other, shown in ((plan(margin=0.05), "0.05"), (plan(), "unset")):
+        with pytest.raises(ConfigurationError, match=f"margin = {shown}.*planned with 0.02"):
+            manifest.resumed_with(other)
+
+
+def test_a_run_takes_two_devices_at_most() -> None:
+    with pytest.raises(ConfigurationError, match="devices_per_run = 3 is out of range"):
+        config_from_mapping(sections(Path("c"), {"devices_per_run": 3}))
 
 
 def test_of_two_campaigns_in_one_folder_the_later_one_does_not_replace_the_other(

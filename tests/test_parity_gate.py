@@ -306,6 +306,28 @@ def test_in_half_precision_one_module_is_a_group_of_its_own(parts: Parts, engine
     assert "effect on k_proj in part 1 of 4 of the layers" in found.sentence and not found.stops
 
 
+def test_in_half_precision_a_projection_is_a_group_after_short_completions_too(
+    parts: Parts, engine: Any
+) -> None:
+    """Two completions of four tokens are too few for a fit; more are measured then."""
+    engine("DropsAProjection")
+    inputs = replace(gate_inputs(CONFIG, parts, 0, False), half_precision=True)
+    with inputs.backend.trial_adapter(0) as trial:
+        trial.set(1.0)
+        gate._sync(inputs)
+        sampled = gate._sampled(inputs, parts.prompts.batch(0, 4, 3), 4, 0)
+        _, suspects = gate_fits.adapter_suspects(trial, 1.0, sampled)
+    found = max(suspects, key=lambda suspect: suspect.explained)
+    assert "effect on v_proj were missing" in found.sentence and found.stops
+
+
+def test_an_adapter_with_the_other_sign_is_not_called_ignored() -> None:
+    fit = gate_fits.Fit(gate_fits._WHOLE, 1.0, 0.01, 0.1, 0.99)
+    assert "ignores the adapter" in fit.sentence("nothing was trained")
+    told = replace(fit, share=2.0).sentence("nothing was trained")
+    assert "as if the adapter's effect had the other sign, so nothing was trained" in told
+
+
 @pytest.mark.parametrize(("second", "warning"), [("q_proj", "q_proj"), ("", "")])
 def test_a_small_group_is_a_warning_if_another_look_finds_one_too(
     monkeypatch: pytest.MonkeyPatch, second: str, warning: str

@@ -116,7 +116,7 @@ def test_a_step_is_made_again_as_its_session_tested_the_engine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gate passed at the start, step 2 tested the adapter, and a later session skips both."""
-    passed = GateResult(9, 1e-6, 5e-4, 1e-4, "not applicable", 0.1, 11, 257)
+    passed = GateResult(9, 257, max_difference=1e-6, mean_difference=5e-4, tolerance=1e-4)
     monkeypatch.setattr("retrain.run.session.run_parity_gate", lambda *_, **__: passed)
     folder = tmp_path / "run"
     train(small(folder, training={"max_steps": 3, "save_every": 0}), quiet=True)

@@ -9,7 +9,7 @@ test at the level that the flips can reach agrees with it within about five poin
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, floor, log2
@@ -278,20 +278,19 @@ def _joint_level(seeds: int, alpha: float, family: int) -> float:
 # -- a design, in words ----------------------------------------------------------------------------
 
 
-def equivalence_line(seeds: int, rule: Rule, margin: float) -> str:
-    """Say that so few seeds can call no condition equivalent, however alike they are; "" if they
-    can.
+def equivalence_line(seeds: int, rule: Rule, margin: float) -> Iterator[str]:
+    """Say that so few seeds can call no condition equivalent, however alike they are; yield nothing
+    if they can.
     """
     # n pairs give a p of 2^-n at best, which Holm multiplies for the first.
     own = floor(log2(rule.comparisons / rule.alpha)) + 1
-    fewest = max(seeds_to_conclude(rule), own)
-    if seeds >= fewest:
-        return ""
-    return (
-        f"[campaign] margin = {margin:g} can call nothing equivalent with"
-        f" {counted(seeds, 'seed')}: {counted(rule.comparisons, 'comparison')} at {rule.alpha:g}"
-        f" take{'s' if rule.comparisons == 1 else ''} at least {fewest}."
-    )
+    fewest, family = max(seeds_to_conclude(rule), own), counted(rule.comparisons, "comparison")
+    if seeds < fewest:
+        yield (
+            f"[campaign] margin = {margin:g} can call nothing equivalent with"
+            f" {counted(seeds, 'seed')}: {family} at {rule.alpha:g}"
+            f" take{'s' if rule.comparisons == 1 else ''} at least {fewest}."
+        )
 
 
 def design_line(seeds: int, rule: Rule, problems: int = 0, samples: int = 1) -> str:

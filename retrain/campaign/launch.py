@@ -33,9 +33,8 @@ from typing import IO, Any, Protocol
 from retrain.backends.base import backend_kind
 from retrain.campaign.manifest import Status
 from retrain.campaign.plan import CampaignPlan, CampaignRun
-from retrain.config import TrainConfig, config_from_mapping, dump_toml, replaced
-from retrain.config.load import given_values
-from retrain.config.schema import Campaign, Provenance, Training
+from retrain.config import TrainConfig, dump_toml, replaced
+from retrain.config.schema import Campaign, Training
 from retrain.errors import ConfigurationError, EnvironmentFailure, Interrupted, RetrainError
 from retrain.install import install_hint
 from retrain.records.disk import path_error
@@ -350,8 +349,12 @@ def start_worker(run: CampaignRun, threads: int | None) -> "Worker":
     """Start the worker process of a run. `threads` is its OMP_NUM_THREADS unless that is set; None
     does not set it.
     """
-    run.folder.mkdir(parents=True, exist_ok=True)
-    with (run.folder / OUTPUT).open("ab") as log:
+    return _worker_for(_request(run), run.folder, threads)
+
+
+def _worker_for(request: bytes, folder: Path, threads: int | None) -> "Worker":
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / OUTPUT).open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-u", "-m", "retrain.campaign.worker"],
             stdin=subprocess.PIPE,
@@ -363,7 +366,7 @@ def start_worker(run: CampaignRun, threads: int | None) -> "Worker":
     assert process.stdin is not None
     # The process may have ended already, which `poll` reports.
     with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(_request(run) + b"\n")
+        process.stdin.write(request + b"\n")
         process.stdin.flush()
     return Worker(process)
 
@@ -700,14 +703,9 @@ class RayLauncher:
             config = replaced(
                 config, {"backend.devices": _DEVICES[self._settings.devices_per_run]}, origin="file"
             )
-        path = config.source_path
+        run = replace(run, config=config)
         task = self._ray.remote(num_cpus=1, num_gpus=self._gpus, max_retries=0)(_perform)
-        return RayJob(
-            self._ray,
-            task.remote(
-                given_values(config), str(path.resolve()) if path else "", run.name, str(Path.cwd())
-            ),
-        )
+        return RayJob(self._ray, task.remote(_request(run), str(run.folder), str(Path.cwd())))
 
     def close(self) -> None:
         """Disconnect, which ends a local cluster, and delete the folder of a local cluster."""
@@ -760,16 +758,13 @@ class RayJob:
         self._ray.cancel(self._task, force=True)
 
 
-def _perform(values: Json, path: str, name: str, folder: str) -> tuple[str, str, bool]:
+def _perform(request: bytes, folder: str, started_in: str) -> tuple[str, str, bool]:
     """The Ray task: start the worker process and wait for it. The worker ends with this process,
     which holds its standard input.
     """
     # Paths in a configuration are relative to the folder where the campaign was started.
-    os.chdir(folder)
-    config = config_from_mapping(values, provenance=Provenance(Path(path) if path else None))
-    worker = start_worker(
-        CampaignRun(name, config.condition_label, config.training.seed, config), threads=None
-    )
+    os.chdir(started_in)
+    worker = _worker_for(request, Path(folder), threads=None)
     try:
         while True:
             try:

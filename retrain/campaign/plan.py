@@ -6,6 +6,7 @@ Planning starts and writes nothing, so `retrain explain` shows the plan that a c
 """
 
 import re
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -249,23 +250,24 @@ def check(plan: CampaignPlan) -> Findings:
     lacking = _without_held_out(plan)
     sources = dict.fromkeys(lacking.values())
     missing = [f"No held-out evaluation at the end: {name} holds nothing out." for name in sources]
-    # What the campaign can conclude.
-    design = []
-    comparisons = len(plan.conditions) - 1
-    if comparisons:
-        from retrain.analysis.power import Correction, Rule, design_line, equivalence_line
+    said = (*lines, *condition_notes(plan), *missing, *_design_lines(plan))
+    return Findings(said, frozenset(lacking))
 
-        evaluation = plan.runs[0].config.evaluation
-        problems = 0
-        if evaluation.asked_for:
-            problems = sum(part.max_examples for part in evaluation.parts)
-        correction: Correction = "evidence" if plan.settings.stop == "evidence" else "maxt"
-        seeds, rule = len(plan.seeds), Rule(comparisons, correction=correction)
-        design = [design_line(seeds, rule, problems, evaluation.samples)]
-        margin = plan.settings.margin
-        if margin and correction == "maxt":
-            design += filter(None, [equivalence_line(seeds, rule, margin)])
-    return Findings((*lines, *condition_notes(plan), *missing, *design), frozenset(lacking))
+
+def _design_lines(plan: CampaignPlan) -> Iterator[str]:
+    """What the campaign can conclude."""
+    from retrain.analysis.power import Rule, design_line, equivalence_line
+
+    settings, comparisons = plan.settings, len(plan.conditions) - 1
+    if not comparisons:
+        return
+    evaluation, seeds, problems = plan.runs[0].config.evaluation, len(plan.seeds), 0
+    if evaluation.asked_for:
+        problems = sum(part.max_examples for part in evaluation.parts)
+    rule = Rule(comparisons, correction=settings.correction)
+    yield design_line(seeds, rule, problems, evaluation.samples)
+    if settings.margin and settings.stop == "seeds":
+        yield from equivalence_line(seeds, rule, settings.margin)
 
 
 def condition_notes(plan: CampaignPlan) -> list[str]:

@@ -33,6 +33,8 @@ _HELP = ("--help", "Print this page.")
 
 @dataclass(frozen=True)
 class Parameter:
+    word: str
+    """Its name in the command's signature."""
     name: str
     """--option, or an argument's name."""
     value: str
@@ -96,6 +98,7 @@ def _parameter(given: inspect.Parameter, annotation: Sequence[Any]) -> Parameter
     if not required and given.default not in (None, "", False, Path()):
         text += f" Default: {given.default}."
     return Parameter(
+        given.name,
         _name(given.name, info),
         (info.metavar or value) if is_option else "",
         text,
@@ -218,9 +221,7 @@ def wrong_use(name: str, arguments: Sequence[str], error: Any) -> str:
 
 def _missing(name: str, parameter: str) -> str:
     """`parameter` is the name in the command's signature."""
-    signature = inspect.signature(module_of(name).command, eval_str=True).parameters.values()
-    given = [each.name for each in signature if get_args(each.annotation)]
-    absent = dict(zip(given, parameters_of(name), strict=True))[parameter]
+    absent = next(each for each in parameters_of(name) if each.word == parameter)
     meaning = absent.text.rstrip(".")
     if not meaning[1:2].isupper():  # TOML stays as it is
         meaning = f"{meaning[:1].lower()}{meaning[1:]}"

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from retrain.advantages.sepa import follows_schedule, maximal_lambda
 from retrain.analysis.pilot import Design, cheapest
 from retrain.analysis.power import (
-    Correction,
     Rule,
     design_line,
     equivalence_line,
@@ -92,7 +91,7 @@ def campaign_power(
     if campaign is None or conditions < 2:
         return None
     seeds, comparisons = len(planned_seeds(campaign)), conditions - 1
-    correction: Correction = "evidence" if campaign.stop == "evidence" else "maxt"
+    correction = campaign.correction
     found: Pilot | None = None
     if pilot is not None:
         from retrain.analysis.pilot import read_pilot
@@ -117,12 +116,11 @@ def campaign_caveats(
     if config.campaign is None:
         return
     if power and power.seeds <= power.seeds_needed:
-        correction: Correction = "evidence" if config.campaign.stop == "evidence" else "maxt"
-        yield design_line(power.seeds, Rule(power.comparisons, ALPHA, POWER, correction))
+        rule = Rule(power.comparisons, ALPHA, POWER, config.campaign.correction)
+        yield design_line(power.seeds, rule)
     margin = config.campaign.margin
     if power and margin and config.campaign.stop == "seeds":
-        rule = Rule(power.comparisons, ALPHA)
-        yield from filter(None, [equivalence_line(power.seeds, rule, margin)])
+        yield from equivalence_line(power.seeds, Rule(power.comparisons, ALPHA), margin)
     if config.is_set("evaluation.at_end") and not config.evaluation.asked_for:
         yield (
             "No held-out evaluation ([evaluation] at_end = false), so conditions are compared by"

@@ -94,29 +94,30 @@ _HOT = 2.0
 """The temperature of hot samples, if the run's is not higher: the highest that every server
 takes."""
 
+_NOT_APPLICABLE = "not applicable"
+
 
 @dataclass(frozen=True)
 class GateResult:
     """The gate's measurements, kept in environment.json."""
 
     tokens: int
-    max_difference: float | None
-    """This and the next two: None where the backend cannot score rows, so that nothing was
-    compared."""
-    mean_difference: float | None
-    tolerance: float | None
-    """For the mean in half precision, else for the largest difference."""
-    gold: str
-    """"<right>/<asked>" gold answers, or "not applicable" where the reward does not compare
-    answers."""
-    adapter_effect: float | None
-    """Nats by which the trial adapter changed the log-probs on average; None where the backend
-    cannot change its adapter."""
-    groups: int
-    """Groups of layers. Where engine and learner differ by more than rounding, each is fitted by
-    itself."""
     longest_prompt: int
     """Tokens."""
+    gold: str = _NOT_APPLICABLE
+    """"<right>/<asked>" gold answers, unless the reward does not compare answers."""
+    max_difference: float | None = None
+    """This and the next two: None where the backend cannot score rows, so that nothing was
+    compared."""
+    mean_difference: float | None = None
+    tolerance: float | None = None
+    """For the mean in half precision, else for the largest difference."""
+    adapter_effect: float | None = None
+    """Nats by which the trial adapter changed the log-probs on average; None where the backend
+    cannot change its adapter."""
+    groups: int = 0
+    """Groups of layers. Where engine and learner differ by more than rounding, each is fitted by
+    itself."""
     half_precision: bool = False
     """Engine and learner were compared as in half precision, since a key says so or since they
     differ just so."""
@@ -222,7 +223,6 @@ def _compared(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
         max_difference=found.largest,
         mean_difference=found.mean,
         tolerance=found.tolerance,
-        gold=_NOT_APPLICABLE,
         adapter_effect=effect,
         groups=len(groups_of(inputs, trial)) if trial is not None else 0,
         longest_prompt=max(len(prompt.token_ids) for prompt in asked),
@@ -239,12 +239,6 @@ def _gate_without_learner(inputs: GateInputs, prompts: Sequence[Prompt]) -> Gate
     completions = _ask(inputs, _requests(inputs, prompts, _FEW_TOKENS, 0))
     return GateResult(
         tokens=sum(len(completion.token_ids) for completion in completions),
-        max_difference=None,
-        mean_difference=None,
-        tolerance=None,
-        gold=_NOT_APPLICABLE,
-        adapter_effect=None,
-        groups=0,
         longest_prompt=max(len(prompt.token_ids) for prompt in prompts),
     )
 
@@ -769,9 +763,6 @@ def _check_template(inputs: GateInputs, prompts: Sequence[Prompt]) -> None:
 
 def _plain(text: str) -> str:
     return "".join(unicodedata.normalize("NFKC", text).split())
-
-
-_NOT_APPLICABLE = "not applicable"
 
 
 def environment_gold(host: EpisodeHost, prompts: Sequence[Prompt]) -> str:

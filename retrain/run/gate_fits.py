@@ -37,7 +37,8 @@ _VISIBLE, _VISIBLE_HALF = (0.02, 0.5), (0.1, 1.0)
 still a language model."""
 _FIRST_STRENGTH, _STRENGTH_TRIES = 0.1, 6
 _PROBED = 2
-"""Effects are measured on this many completions, the longest ones."""
+"""Effects are measured on this many completions, those that change most, and on more where these
+have fewer tokens than a fit needs."""
 _MISSING = 0.25
 """Share of a group's effect that may be missing or too much; where the engine applies the adapter,
 it is within a few hundredths of 0."""
@@ -46,8 +47,8 @@ _SIGNIFICANT = 5.0
 _ROUNDING = 1e-5
 """Nats per token that must be off, at temperature 1 and above: rounding in float32 gives less, and
 a few tokens of it can look like the effect of a group. """
-_IGNORED = 0.9
-"""From this share of the whole adapter on, the engine ignores it."""
+_ALL = (0.9, 1.1)
+"""Within these shares all of an effect is missing; beyond, it has another sign."""
 _WHOLE = "all layers"
 _HOTTER = 1.1
 """The temperature, as a multiple of the run's, whose effect on the log-probs is looked for in the
@@ -63,6 +64,8 @@ _ONE_TOKEN = 0.9
 as that token's rounding, whatever its standard error."""
 _FITTED = 24
 """Tokens that a fit needs in half precision: of fewer, a standard error says nothing."""
+
+Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,18 @@ class GateSample:
         )
 
     @property
+    def after_long(self) -> Mask:
+        """[n] of the tokens of all rows: those after the long prompt."""
+        in_long = [number in self.long for number in range(len(self.rows))]
+        return np.repeat(in_long, [row.num_actions for row in self.rows])
+
+    @property
+    def at_end(self) -> Mask:
+        """[n] of the tokens of all rows: those that end a sequence."""
+        ids = [row.token_ids[list(row.action_positions())] for row in self.rows]
+        return np.isin(np.concatenate(ids), self.inputs.eos_ids)
+
+    @property
     def differences(self) -> list[Float32Array]:
         """[T] engine - learner of each row."""
         return [row.logprobs - own for row, own in zip(self.rows, self.learner, strict=True)]
@@ -220,17 +235,15 @@ def agreement(sampled: GateSample) -> Agreement:
     return Agreement(len(found), largest, mean, tolerance, rounding, excess)
 
 
-def _parts(sampled: GateSample) -> Iterator[tuple[str, npt.NDArray[np.bool_]]]:
-    """Yield tokens that have to agree on average, [n] of all rows: a fault in few of them would not
-    show in the mean of all.
+def _parts(sampled: GateSample) -> Iterator[tuple[str, Mask]]:
+    """Yield tokens that have to agree on average: a fault in few of them would not show in the mean
+    of all.
     """
-    ids = np.concatenate([row.token_ids[list(row.action_positions())] for row in sampled.rows])
-    in_long = [number in sampled.long for number in range(len(sampled.rows))]
-    long = np.repeat(in_long, [row.num_actions for row in sampled.rows])
+    after_long = sampled.after_long
+    yield "", np.ones_like(after_long)
     for where, part in (
-        ("", np.ones(len(ids), np.bool_)),
-        (" after the long prompt", long),
-        (" at the end-of-sequence token", np.isin(ids, sampled.inputs.eos_ids)),
+        (" after the long prompt", after_long),
+        (" at the end-of-sequence token", sampled.at_end),
     ):
         if part.any():
             yield where, part
@@ -299,7 +312,8 @@ def adapter_suspects(
     without = inputs.learner_logprobs(sampled.rows)
     whole = [own - other for own, other in zip(sampled.learner, without, strict=True)]
     by_change = sorted(range(len(whole)), key=lambda number: -float(np.abs(whole[number]).sum()))
-    probed = by_change[:_PROBED]
+    counts = np.cumsum([len(whole[number]) for number in by_change])
+    probed = by_change[: max(_PROBED, 1 + int(np.searchsorted(counts, _FITTED)))]
     effects = _group_effects(trial, strength, sampled, probed)
     fits: list[Fit] = []
     # In half precision few tokens cannot tell an effect from rounding.
@@ -430,12 +444,16 @@ class Fit:
     explained: float
     """The part of the difference's sum of squares that the fit explains, between 0 and 1."""
 
+    @property
+    def is_all(self) -> bool:
+        return _ALL[0] < self.share < _ALL[1]
+
     def sentence(self, consequence: str) -> str:
         advice = (
             f"so {consequence}; check how the engine loads the adapter, its scale, the names of its"
             " layers, and cached prefixes."
         )
-        if self.group == _WHOLE and self.share > _IGNORED:
+        if self.group == _WHOLE and self.is_all:
             return (
                 "Parity gate: the engine ignores the adapter and samples from the base model,"
                 f" {advice}"
@@ -444,6 +462,8 @@ class Fit:
         if self.group == _WHOLE:
             where = ""
         amount = f"{min(self.share, 1):.0%} of the adapter's effect{where} were missing"
+        if self.share > _ALL[1]:
+            amount = f"the adapter's effect{where} had the other sign"
         if self.share < 0:
             amount = f"the adapter's effect{where} were {-self.share:.0%} too large"
         return (

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 from retrain.backends.declared import incapable, is_raw, loss_notes
@@ -26,8 +25,8 @@ from retrain.errors import (
 )
 from retrain.model.text import model_fingerprint
 from retrain.records.disk import replace_file
-from retrain.records.entries import EvaluationRecord, StepRecord
-from retrain.records.evaluation import Evaluation
+from retrain.records.entries import StepRecord
+from retrain.records.evaluation import Evaluation, read_evaluations
 from retrain.records.jsonl import read_jsonl
 from retrain.records.redact import note_secrets
 from retrain.records.summary import RunSummary
@@ -238,11 +237,7 @@ class Session:
             newest_first = reversed(list(read_jsonl(metrics)))
             self.observer.restore(StepRecord.from_json(line, metrics) for line in newest_first)
         if evaluation.exists():
-            ks = sorted({1, *self.config.evaluation.k})
-            by_step = groupby(EvaluationRecord.read(evaluation), key=lambda record: record.step)
-            self.evaluations = [
-                Evaluation(step=step, problems=[*problems], ks=ks) for step, problems in by_step
-            ]
+            self.evaluations = read_evaluations(evaluation, self.config.evaluation.k)
 
     def _pass_gate(self) -> None:
         result = None
@@ -652,7 +647,7 @@ class Session:
         """Write the last adapter and the summary, and print the last lines."""
         training, state = self.config.training, self.state
         if self.world.is_rank_zero:
-            self.saver.save_final(state)
+            self.saver.store.save_final(state, self.parts.backend.save_adapter)
         if state.step < training.max_steps:
             self.tracker.message(
                 f"Stopped at the [training] max_hours limit ({training.max_hours:g} h) after"
