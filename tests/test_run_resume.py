@@ -23,7 +23,7 @@ from retrain.config import TrainConfig, dump_toml, load_config, replaced, resume
 from retrain.config.stored import campaign_command, config_hash
 from retrain.errors import ConfigurationError, Interrupted, RunFailed
 from retrain.model.text import resolve_model
-from retrain.records.run_folder import RunFolder
+from retrain.records.run_folder import RunFolder, mark
 from retrain.run.notes import _spent_rate_note
 from retrain.run.session import Session
 from retrain.run.start import part_of_session
@@ -485,6 +485,16 @@ def test_resume_without_a_file_reads_the_runs_own_or_a_newer_retrain_toml(
     assert started[-1].training.max_steps == 50
     beside.write_text("[training]\nlr = fast\n")
     assert resumed().startswith("Read logs/run/config.toml, and not retrain.toml: retrain.toml ")
+
+
+def test_resuming_a_campaign_without_a_file_asks_for_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mark(Path("logs/c"), "campaign")
+    assert main(["--resume", "logs/c"]) == 2
+    said = capsys.readouterr().err
+    assert "logs/c holds a campaign" in said and "`retrain FILE --resume logs/c`" in said
 
 
 def test_the_printed_command_of_a_campaign_has_its_file_and_its_flags(

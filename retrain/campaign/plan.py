@@ -5,7 +5,6 @@ with the conditions that it concerns.
 Planning starts and writes nothing, so `retrain explain` shows the plan that a campaign would run.
 """
 
-import re
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from retrain.backends.declared import incapable
 from retrain.config import TrainConfig, config_from_mapping, replaced
 from retrain.config.judging import verifies
 from retrain.config.load import arms, given_values
+from retrain.config.names import folder_name
 from retrain.config.schema import Campaign, Condition, Logging, Provenance
 from retrain.data.prompts import each_source, load_examples
 from retrain.data.sources import NoHeldOutSplit
@@ -32,7 +32,6 @@ THROTTLE = "tinker_throttle"
 DEFAULT_MAX_STEPS = 500
 
 _MODES = ("advantage_mode", "transform_mode", "algorithm_mode")
-_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9+._-]")
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ def max_steps(config: TrainConfig) -> int:
 
 def run_name(condition: str, seed: int) -> str:
     """The name of a run, `{condition}_s{seed}`, in characters that a folder's name may have."""
-    return f"{_NOT_IN_A_NAME.sub('_', condition)}_s{seed}"
+    return f"{folder_name(condition)}_s{seed}"
 
 
 def _shared_evaluation(view: TrainConfig, base: TrainConfig) -> Json:

@@ -19,6 +19,7 @@ from typer.models import ArgumentInfo, OptionInfo
 from retrain.cli.init import template_names
 from retrain.cli.usage import EXAMPLES
 from retrain.config.names import NAME_CUTOFF, nearest
+from retrain.system import listed
 
 _ANY_FLAG = "[--KEY VALUE]..."
 """In the usage of a command that also takes the configuration's flags."""
@@ -126,7 +127,7 @@ def _values(kind: Any, info: ArgumentInfo | OptionInfo) -> tuple[str, str]:
         return "", "no value"
     if get_origin(kind) is Literal or issubclass(kind, StrEnum):
         choices = [str(choice) for choice in get_args(kind) or kind]
-        return "|".join(choices), f"{', '.join(choices[:-1])} or {choices[-1]}"
+        return "|".join(choices), listed(choices, "or")
     value, words = _WORDS[kind]
     limits = [
         f"{side} {limit:g}"
